@@ -30,7 +30,7 @@ SCHEMES: dict[str, Callable[..., TwoLevelWeight]] = {
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One tensor under one scheme at one protective range.
+    """Audit of one tensor under one scheme at one protective range.
 
     `overflows` counts the weights whose reconstructed integer leaves s8 (with LQQ their byte then carries into the
     next weight), `unsafe_groups` the groups that they are in, `clipped` the weights that the clamp of q4 moves further
@@ -52,7 +52,10 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class AuditTotal:
-    """All tensors under one scheme at one protective range; errors over the tensors whose original is known."""
+    """Sums over all tensors under one scheme at one protective range.
+
+    Errors are over the tensors whose original is known.
+    """
 
     scheme: str
     protective_range: int
@@ -66,13 +69,13 @@ class AuditTotal:
 
     @property
     def overflow_share(self) -> float:
-        """Of all weights."""
+        """Share of all weights that overflow."""
         return self.overflows / max(1, self.weights)
 
 
 @dataclass(frozen=True)
 class SkippedTensor:
-    """A tensor that was not audited, and why."""
+    """Tensor that was not audited, and the reason."""
 
     tensor: str
     reason: str
@@ -162,7 +165,7 @@ def audit_file(
 
 
 def totals(rows: Iterable[AuditRow]) -> list[AuditTotal]:
-    """One total per scheme and protective range, in the order of the rows."""
+    """Sum up the rows of each scheme and protective range, in the order of the rows."""
     kinds: dict[tuple[str, int], list[AuditRow]] = {}
     for row in rows:
         kinds.setdefault((row.scheme, row.protective_range), []).append(row)
@@ -186,7 +189,7 @@ def totals(rows: Iterable[AuditRow]) -> list[AuditTotal]:
 
 
 def _audit_packed(name: str, packed: layout.PackedWeight) -> AuditRow:
-    """A packed weight as it is: only two levels can overflow."""
+    """Audit a packed weight as it is; only weights of two levels can overflow."""
     weight = layout.unpack(packed)
     two_level = weight if isinstance(weight, TwoLevelWeight) else None
     return AuditRow(
@@ -228,7 +231,7 @@ def _count_clipped(weight: TwoLevelWeight, level1: Level1Weight) -> int:
 
 
 def relative_error(w: F32, weight: TwoLevelWeight) -> float:
-    """||W - W'||_F / ||W||_F, W' as it would be without overflow."""
+    """Compute ||W - W'||_F / ||W||_F, where W' is the quantised weight without overflow."""
     difference = w - reference.scale_rows(weight.exact_level1(), weight.channel_scale)
     norm = _norm(w)
     return _norm(difference) / norm if norm else 0.0

@@ -11,7 +11,7 @@ from ptxlab.plot import GREY
 
 
 def audit_figure(rows: Sequence[AuditRow], title: str) -> Figure:
-    """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
+    """Draw overflowing weights (top) and relative error (bottom) per tensor, scheme and protective range."""
     if not rows:
         raise ArgumentError("picture", "at least one tensor that could be audited", "none")
     tensors = list(dict.fromkeys(r.tensor for r in rows))

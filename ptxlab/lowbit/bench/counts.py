@@ -27,7 +27,7 @@ _MMA_WEIGHTS, _MMA_TOKENS = 128, 64
 
 
 def record_path(name: str = ARCH) -> Path:
-    """Where the shipped counts lie."""
+    """Return the path of the shipped counts."""
     return sources.results_dir() / "sass" / f"{name}.json"
 
 
@@ -40,14 +40,17 @@ def measure() -> dict[str, Any]:
 
 
 def counts_of(spec: KernelSpec, source: Source) -> dict[str, Any]:
-    """Instructions per 8 weights, registers and spills, JSON-ready."""
+    """Count instructions per 8 weights, registers and spills, JSON-ready."""
     kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
     found = sass.report(source, ARCH, entry=spec.name).to_json()
     return {name: value for name, value in found.items() if name in kept}
 
 
 def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
-    """The main loop of a GEMM, JSON-ready by tokens, of the variants that run on the matrix that is taken apart."""
+    """Find a GEMM's main loop at each number of tokens of the dissected matrix, JSON-ready.
+
+    The loop is that of the variant that runs there.
+    """
     loops = {}
     for M in DISSECTED_TOKENS:
         defines = variant(spec, sizes_at(spec, DISSECTED, M))
@@ -69,7 +72,10 @@ def save() -> list[Path]:
 
 
 def mma_loops(arch: str) -> dict[str, dict[str, float]]:
-    """Main loops of `MMA_LOOPS` on an architecture by pipe, per weight, without the MMAs; `per_sum` of a scaled sum."""
+    """Count the instructions per weight, by pipe, of the main loops of `MMA_LOOPS`, without the MMAs.
+
+    `per_sum` has the instructions per scaled sum.
+    """
     found: dict[str, dict[str, float]] = {}
     for name in MMA_LOOPS:
         pipes = mainloop.pipes_beside_mma(_large(name, arch))
@@ -78,14 +84,14 @@ def mma_loops(arch: str) -> dict[str, dict[str, float]]:
 
 
 def _large(name: str, arch: str) -> list[sass.SassInstruction]:
-    """Machine code of a GEMM as it is launched at 256 tokens."""
+    """Return the machine code of a GEMM as it is launched at 256 tokens."""
     spec, (source, *_) = registry.find(name)
     return sass.instructions(source, arch, entry=name, defines=variant(spec, sizes_at(spec, DISSECTED, 256)))
 
 
 @cache
 def load() -> dict[str, Any]:
-    """The shipped record."""
+    """Return the shipped record."""
     return _loaded(record_path())
 
 
@@ -99,14 +105,15 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 @cache
 def load_mma_loops() -> dict[str, Any]:
-    """The shipped record of `mma_loops`, by architecture."""
+    """Return the shipped record of `mma_loops`, by architecture."""
     return _loaded(record_path("mma_sync"))
 
 
 def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:
-    """What the cost model counts of a scheme on an architecture: a whole main loop on mma.sync, or a dequantiser alone.
+    """Return the cost model's instruction counts of a scheme on an architecture.
 
-    None where the scheme names a main loop that is not counted there.
+    They cover a whole main loop on mma.sync, or a dequantiser alone. None means that the scheme names a main loop that
+    is not counted on the architecture.
     """
     alpha = alpha_of(scheme.dequantiser)
     if not scheme.loop:
@@ -121,12 +128,12 @@ def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:
 
 
 def alpha_of(dequantiser: str) -> float:
-    """α of a kernel of the family `dequant`: instructions per weight in machine code; 0 of none."""
+    """Return α of a kernel of the family `dequant`: instructions per weight in machine code; 0 for no kernel."""
     return float(load()["counts"][f"{dequantiser}.ptx"]["alu_per_8"]) / 8 if dequantiser else 0.0
 
 
 def alu_per_8(source: Source) -> tuple[float | None, str]:
-    """ALU instructions per 8 weights of one of the project's sources, and where the figure comes from."""
+    """Count ALU instructions per 8 weights of one of the project's sources; also return the origin of the count."""
     if not toolchain.missing():
         alu = sass.report(source, ARCH, entry=source.name).alu_per_8
         return alu, f"measured with ptxas {toolchain.version('ptxas')}"

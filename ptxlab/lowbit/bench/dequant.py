@@ -49,7 +49,10 @@ def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], 
 
 
 def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: Arrays, ceilings: Ceilings) -> Row:
-    """Memory to memory at `sizes`; `logical` are distinct rows, repeated to fill them. Every result is checked."""
+    """Measure a dequantiser from memory to memory at `sizes`, and check every result.
+
+    `logical` are distinct rows, repeated to fill the sizes.
+    """
     repeats = sizes["R"] // len(logical["q4"])
     nbytes = spec.bytes_moved(sizes)
     packed = {n: np.tile(a, (repeats, *[1] * (a.ndim - 1))) for n, a in spec.pack(logical).items()}
@@ -84,7 +87,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
 
 
 def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> Row:
-    """The marked word in a loop over registers, beside the limit that the pipes set for the very machine code."""
+    """Measure the marked word in a loop over registers, beside the limit of the pipes for its machine code."""
     info = gpu.device_info()
     loop = harness.looping(source)
     word = harness.word_of(source)
@@ -129,7 +132,7 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
 
 
 def _check_loop(kernel: gpu.GpuKernel, loop: Source, words: np.ndarray, shared: np.ndarray) -> None:
-    """A few rounds of the loop on the GPU and in the emulator."""
+    """Run a few rounds of the loop on the GPU and in the emulator, and compare."""
     results = [np.zeros_like(words), np.zeros_like(words)]
     iterations = np.uint32(_CHECKED_ITERATIONS)
     gpu.launch(kernel, [words, shared, results[0], iterations], Launch((1, 1, 1), (len(words), 1, 1)))

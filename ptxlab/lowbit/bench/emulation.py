@@ -81,14 +81,14 @@ def triton_rows(progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def measure(spec: KernelSpec, lanes: int, checks: Checks) -> Row:
-    """A dequantiser."""
+    """Measure a dequantiser on so many lanes."""
     weights = lanes * (8 if spec.arg("out").dtype == "float16" else 16)
     sizes = {name: {"R": 16, "K": weights // 16, "g": 64}[name] for name in spec.example_sizes[0]}
     return whole(spec, sizes, checks, lanes=lanes)
 
 
 def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: int) -> Row:
-    """Any kernel at these sizes; every result is compared with the reference."""
+    """Measure any kernel at these sizes; compare every result with the reference."""
     source, logical = of_kernel(spec.name)[0], spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     inputs = {name: stored(array, dtype_in(spec.arg(name).dtype, config)) for name, array in spec.pack(logical).items()}
@@ -120,7 +120,7 @@ def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: in
 
 
 def triton_matmul(path: Path, checks: Checks) -> Row:
-    """The matmul that Triton compiled, of small numbers, whose sums are exact."""
+    """Measure the matmul that Triton compiled, on small numbers whose sums are exact."""
     n, rng = TRITON_SIDE, np.random.default_rng(0)
     a, b = ((rng.integers(-8, 9, (n, n)) / 8).astype(np.float16) for _ in range(2))
     expected = (a.astype(np.float32) @ b.astype(np.float32)).astype(np.float16)
@@ -161,7 +161,10 @@ def triton_matmul(path: Path, checks: Checks) -> Row:
 
 
 def timed(call: Callable[[], Ran], check: Callable[[Ran], int]) -> tuple[Measured, int]:
-    """CPU time of a call, the median of several after the first; and what `check`, which is not timed, tells of it."""
+    """Measure the CPU time of a call, the median of several after the first; also return what `check` returns.
+
+    `check` is not timed.
+    """
     count, seconds = check(call()), []
     for _ in range(_REPEATS):
         start = process_time()
@@ -178,7 +181,7 @@ def _named(checks: Checks) -> str:
 
 
 def _triton_files() -> list[Path]:
-    """Only a checkout has them."""
+    """List Triton's compiled files, which only a checkout has."""
     folder = results_dir().parents[1] / "tests" / "outside" / "triton"
     return sorted(folder.glob("matmul_sm*.ptx")) if in_checkout() else []
 

@@ -73,7 +73,7 @@ def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], 
 
 
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
-    """Tiles from device memory to fragments in device memory."""
+    """Measure tiles from device memory to fragments in device memory."""
     sizes = {"T": TILES}
     measured = _timed(spec, source, sizes, {"T": _DISTINCT})
     floor = spec.bytes_moved(sizes) / ceilings.copy_tbps / 1e6, "copy"
@@ -81,7 +81,7 @@ def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
 
 
 def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
-    """Stages from device memory through the ring into registers; next to nothing is written."""
+    """Measure stages from device memory through the ring into registers; next to nothing is written."""
     blocks = gpu.device_info().sms * _BLOCKS_PER_SM["ring"]
     sizes = {"P": STAGES, "B": blocks}
     measured = _timed(spec, source, sizes, {"P": _DISTINCT, "B": blocks})
@@ -90,7 +90,7 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
 
 
 def resident(spec: KernelSpec, source: Source) -> Row:
-    """The fragment's loads alone, again and again from the same tile in shared memory."""
+    """Measure the fragment's loads alone, again and again from the same tile in shared memory."""
     info = gpu.device_info()
     repeated = harness.repeating(source)
     if repeated is None:
@@ -129,7 +129,7 @@ def resident(spec: KernelSpec, source: Source) -> Row:
 
 
 def modelled_banks(spec: KernelSpec, source: Source) -> dict[str, float]:
-    """Wavefronts and bank conflicts of `BANK_TILES` tiles, by the bank model on the emulator's addresses."""
+    """Count wavefronts and bank conflicts of `BANK_TILES` tiles by the bank model, on the emulator's addresses."""
     inputs = spec.pack(spec.example(np.random.default_rng(0), T=BANK_TILES))
     counts = dict.fromkeys(_COUNTERS, 0.0)
     for access in run_spec(spec, source, inputs, backend="emulator", count_banks=True).shared:
@@ -154,7 +154,7 @@ def counted_banks(*specs: KernelSpec) -> list[dict[str, float]]:
 
 
 def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
-    """Per warp and tile: what the bank model says and, where ncu may count, what it counts."""
+    """Return the counts per warp and tile of the bank model and, where ncu may count, of ncu."""
     warps = 4 * BANK_TILES
     figures = {f"{name}_per_warp_model": count / warps for name, count in modelled_banks(spec, source).items()}
     with contextlib.suppress(UnavailableError):  # the record then holds the model's figures alone
@@ -182,7 +182,7 @@ def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: di
 
 
 def _expected(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct: int) -> np.ndarray:
-    """The reference over all repetitions of the distinct inputs."""
+    """Compute the reference over all repetitions of the distinct inputs."""
     if "P" not in sizes:
         return np.asarray(spec.reference(**logical))
     words = logical["words"]

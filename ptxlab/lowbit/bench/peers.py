@@ -14,7 +14,7 @@ def _none_at(tokens: Sequence[int]) -> Times:
 
 @dataclass(frozen=True)
 class Peers:
-    """Each gives microseconds by name, none where the library is not installed.
+    """Functions that time peers: each returns microseconds by name, none if the library is not installed.
 
     Attributes:
         cublas: of GEMMs with a weight [N, K]: (N, K, tokens, names or None for all).

@@ -36,7 +36,7 @@ _EMULATED_SMS = 2  # that attention shares its work out over
 
 
 def _gemm_sizes(spec: KernelSpec, backend: str) -> dict[str, Any]:
-    """M, N, K, g of a steady state; what else the spec has as in its example."""
+    """Return M, N, K, g of a steady state; the spec's other sizes are those of its example."""
     example = spec.example_sizes[-1]
     return fit_tokens(spec, {name: _GEMM[backend].get(name, size) for name, size in example.items()})
 
@@ -63,7 +63,10 @@ def _batch(sizes: Shape) -> Batch:
 
 
 def _attention_sizes(spec: KernelSpec, backend: str) -> dict[str, Any]:
-    """B sequences of L tokens with Hq and Hkv heads; chunks of N queries; an append has the sizes of its example."""
+    """Return the sizes: B sequences of L tokens with Hq and Hkv heads, or chunks of N queries.
+
+    An append has the sizes of its example.
+    """
     if attention_step(spec):
         return dict(_ATTENTION[backend])
     sizes = EXAMPLES.usual_sizes(spec, backend)

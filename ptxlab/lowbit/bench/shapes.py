@@ -16,7 +16,7 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight matrix of a model."""
+    """Weight matrix of a model."""
 
     model: str
     part: str
@@ -31,7 +31,7 @@ _PARTS = {"qkv": "QKV", "o": "O", "gate_up": "gate+up", "down": "down"}
 
 
 def decoder(name: str, label: str = "") -> tuple[Layer, ...]:
-    """The four matrices of a model (`model_shapes`), one expert's where there are experts; in records by its label."""
+    """Return the four matrices of a model (`model_shapes`), one expert's if there are experts; records use `label`."""
     matrices = shape_of(name).matrices
     return tuple(Layer(label or name, part, *matrices[known]) for known, part in _PARTS.items())
 
@@ -87,7 +87,7 @@ RAGGED_BATCH, RAGGED_MOST = 64, 8192
 
 
 class Batch(NamedTuple):
-    """Query heads, kv heads, how many tokens each sequence has, the new one included, and dimensions of a head."""
+    """Query heads, kv heads, each sequence's number of tokens (the new one included), and dimensions of a head."""
 
     Hq: int
     Hkv: int
@@ -102,30 +102,30 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Number of tokens of all sequences."""
         return sum(self.lengths)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What tells it from the others in a record; L is the longest sequence."""
+        """Sizes that tell the batch from others in a record; L is the longest sequence."""
         return {"Hq": self.Hq, "Hkv": self.Hkv, "B": len(self.lengths), "L": max(self.lengths)}
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Where the stored peers are found."""
+        """Key of the batch among the stored peers."""
         return tuple(self.sizes.values())
 
     def kv_bytes(self, scheme: str = "kv4") -> int:
-        """Of all keys and values with their scales and zeros: what has to be read."""
+        """Count the bytes of all keys and values with their scales and zeros, which attention has to read."""
         return self.tokens * self.Hkv * 2 * page_bytes(scheme, PAGE, self.D) // PAGE
 
     def pages(self) -> list[int]:
-        """Pages that each sequence takes."""
+        """List the number of pages that each sequence takes."""
         return [ceil_div(length, PAGE) for length in self.lengths]
 
 
 def even(heads: tuple[int, int], batch: int, length: int, D: int = HEAD_DIM) -> Batch:
-    """Sequences of equal length."""
+    """Build a batch of sequences of equal length."""
     return Batch(*heads, (length,) * batch, D)
 
 
@@ -135,18 +135,18 @@ TABLE1 = tuple(even(HEADS[0], 64, length) for length in TABLE1_LENGTHS)
 
 
 def batches(heads: tuple[int, int]) -> list[Batch]:
-    """The batches of the stored peers, by length, and single long sequences."""
+    """List the batches of the stored peers, by length, and single long sequences."""
     all_even = [even(heads, batch, length) for length in LENGTHS for batch in BATCHES]
     return [*all_even, *(even(heads, 1, length) for length in LONG)]
 
 
 def ragged(heads: tuple[int, int]) -> Batch:
-    """Lengths that are log-uniform between 1 and 8192; the same at every call."""
+    """Draw a batch with lengths that are log-uniform between 1 and 8192; the same at every call."""
     drawn = np.exp(np.random.default_rng(0).uniform(0, np.log(RAGGED_MOST), RAGGED_BATCH))
     return Batch(*heads, tuple(int(length) for length in np.rint(drawn)))
 
 
 def evened(batch: Batch) -> Batch:
-    """As many sequences with as many tokens altogether, of lengths that differ by one at most."""
+    """Build a batch of as many sequences and tokens, whose lengths differ by one at most."""
     least, over = divmod(batch.tokens, len(batch.lengths))
     return batch._replace(lengths=tuple(least + (b < over) for b in range(len(batch.lengths))))

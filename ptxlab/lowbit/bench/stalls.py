@@ -42,7 +42,7 @@ _FUNCTION = re.compile(r"^__device__ __forceinline__ [\w ]*?(\w+)\(")
 
 @dataclass(frozen=True)
 class StallRow:
-    """One kernel on one matrix.
+    """Sampled stalls of one kernel on one matrix.
 
     Attributes:
         kernel: its name.
@@ -77,7 +77,7 @@ class StallRow:
 
 @dataclass(frozen=True)
 class StallRecord:
-    """All of them as measured on one GPU; `origin` has commit, date and versions."""
+    """Rows measured on one GPU; `origin` has commit, date and versions."""
 
     device: dict[str, Any]
     origin: dict[str, str]
@@ -85,7 +85,7 @@ class StallRecord:
     schema: int = SCHEMA
 
     def at(self, kernel: str, layer: str, M: int) -> StallRow | None:
-        """The row of a kernel on a matrix, if it was measured."""
+        """Return the row of a kernel on a matrix, or None if it was not measured."""
         return next((r for r in self.rows if (r.kernel, r.layer, r.sizes["M"]) == (kernel, layer, M)), None)
 
 
@@ -99,7 +99,7 @@ def measure(keep: Path | None = None) -> StallRecord:
 
 
 def jobs() -> Iterator[tuple[LaunchTarget, Layer]]:
-    """What is launched, in this order."""
+    """Yield the launches to profile, in the order of the report."""
     for kernel in KERNELS:
         for layer in FFN:
             for M in TOKENS:
@@ -107,7 +107,10 @@ def jobs() -> Iterator[tuple[LaunchTarget, Layer]]:
 
 
 def row_of(launched: ProfiledLaunch, job: LaunchTarget, layer: Layer) -> StallRow:
-    """Attribute the samples of one launch; UnavailableError if the report does not hold the dequantisers' source."""
+    """Attribute the samples of one launch to the parts of the dequantisation.
+
+    Raises UnavailableError if the report does not hold the dequantisers' source.
+    """
     if not launched.sources.get(_FILE):
         raise UnavailableError(
             f"ncu: {_FILE} is not in the report of {launched.kernel}; `--import-source yes` puts it there"
@@ -138,7 +141,7 @@ def _over(counts: Counter[str], whole: int) -> dict[str, float]:
 
 
 def functions_by_line(text: str) -> dict[int, str]:
-    """Line of a header of device functions -> the function that it is in."""
+    """Map each line of a header of device functions to the function that it is in."""
     found, name = {}, ""
     for number, line in enumerate(text.splitlines(), 1):
         if begins := _FUNCTION.match(line):
@@ -148,7 +151,9 @@ def functions_by_line(text: str) -> dict[int, str]:
 
 
 def part_of(sass: str, function: str) -> str:
-    """Which part of the treatment of a word an instruction is, of a function in `dequant.cuh`; empty if of none.
+    """Return the part of the dequantisation of a word that an instruction of a function in `dequant.cuh` belongs to.
+
+    The part is empty if the instruction belongs to none.
 
     LQQ adds in the multiplication, so that what is left of its subtraction is the XOR; unsigned LQQ has not even that.
     """
@@ -163,7 +168,7 @@ def part_of(sass: str, function: str) -> str:
 
 
 def save(record: StallRecord, path: Path | None = None) -> Path:
-    """Write it, by default where `load` finds it."""
+    """Write the record, by default where `load` finds it."""
     if path is None:
         path = default_path(record.device["slug"])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +177,7 @@ def save(record: StallRecord, path: Path | None = None) -> Path:
 
 
 def load(path: Path) -> StallRecord:
-    """Read one; `FileError` says in one line why a file is none."""
+    """Read a record; FileError says in one line why a file is none."""
     found = read_record(path, "a record of stalls", SCHEMA)
     try:
         return StallRecord(**{**found, "rows": tuple(StallRow(**row) for row in found["rows"])})
@@ -181,18 +186,21 @@ def load(path: Path) -> StallRecord:
 
 
 def recorded(slug: str = "h200") -> StallRecord | None:
-    """What is recorded of a GPU."""
+    """Return the record of a GPU, or None if there is none."""
     path = default_path(slug)
     return load(path) if path.is_file() else None
 
 
 def default_path(slug: str) -> Path:
-    """`notebooks/results/<gpu>/stalls.json`."""
+    """Return the path `notebooks/results/<gpu>/stalls.json`."""
     return sources.results_dir() / slug / "stalls.json"
 
 
 def table(rows: Iterable[StallRow]) -> list[list[str]]:
-    """Cells, the head first: kernel and matrix; per number of tokens the share of the subtraction, and of all of it."""
+    """Format rows as cells, the head first: kernel, matrix, then per number of tokens the shares of the stalls.
+
+    The shares are that of the subtraction and that of the whole dequantisation.
+    """
     found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
     tokens = sorted({M for _, _, M in found})
     cells = [

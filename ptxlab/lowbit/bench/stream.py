@@ -25,23 +25,23 @@ _REPLAYS = 10
 
 
 def source() -> Source:
-    """The kernel `stream_bulk`."""
+    """Read the kernel `stream_bulk`."""
     return Source.read(Path(__file__).with_name("stream.ptx"))
 
 
 def geometry(blocks: int) -> Launch:
-    """One warp and the whole ring per block."""
+    """Return the launch of one warp and the whole ring per block."""
     return Launch((blocks, 1, 1), (32, 1, 1), SLOT * SLOTS)
 
 
 def even_chunk(nbytes: int, blocks: int, most: int = SLOT) -> int:
-    """The largest chunk of at most `most` bytes with which every block gets equally many."""
+    """Compute the largest chunk of at most `most` bytes with which every block gets equally many."""
     rounds = math.ceil(nbytes / (blocks * most))
     return math.ceil(nbytes / (blocks * rounds) / LINE) * LINE
 
 
 def digest(words: U32, chunk: int, blocks: int) -> U32:
-    """What the kernel has to write for u32 `words`: [blocks, 32]."""
+    """Compute what the kernel has to write for u32 `words`: [blocks, 32]."""
     sums = np.zeros((blocks, 32), np.uint32)
     for index, start in enumerate(range(0, words.size, chunk // 4)):
         part = words[start : start + chunk // 4]
@@ -50,7 +50,7 @@ def digest(words: U32, chunk: int, blocks: int) -> U32:
 
 
 def measure_stream(nbytes: int) -> float:
-    """Microseconds for `nbytes` (rounded up to 128) on the current device, rotated beyond the L2."""
+    """Measure the microseconds to stream `nbytes` (rounded up to 128) on this device, rotated beyond the L2."""
     nbytes = math.ceil(nbytes / LINE) * LINE
     block = np.frombuffer(np.random.default_rng(0).bytes(min(nbytes, _RANDOM)), np.uint32)
     words = np.resize(block, nbytes // 4)
@@ -78,8 +78,11 @@ def _timed(words: U32, copies: list[Any], most: int) -> float:
 
 
 def shortfall(rows: Iterable[Row], device: str) -> str:
-    """Why rows with these stream floors are not valid: slower than the card's sheet says, in the geometric mean over
-    the sizes. Empty if they are, or if no floor was measured, or if there is no sheet."""
+    """Explain why rows with these stream floors are not valid: slower than the card's sheet says.
+
+    The comparison is the geometric mean over the sizes. The text is empty if the rows are valid, if no floor was
+    measured, or if there is no sheet.
+    """
     measured = {row.more["packed_bytes"]: row.more["stream_us"] for row in rows if "stream_us" in row.more}
     if not measured or device not in sheets.SHEETS:
         return ""

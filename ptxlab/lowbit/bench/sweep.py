@@ -19,7 +19,7 @@ _REPLAYS = 5
 
 @dataclass(frozen=True)
 class Found:
-    """One variant.
+    """Result of one variant.
 
     Attributes:
         constants: the `-D` constants that were asked for.
@@ -43,8 +43,9 @@ def sweep(
     constants: Mapping[str, Sequence[int]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Found]:
-    """Time every combination of `constants` of a GEMM's or an attention's kernel, and what the spec chooses; quickest
-    first. What the timed launches wrote is checked as in a bench.
+    """Time every combination of `constants` of a GEMM's or an attention's kernel, and the spec's choice.
+
+    Variants come quickest first. The results of the timed launches are checked as in a bench.
 
     Args:
         spec: the kernel.
@@ -92,7 +93,10 @@ def _timed(one: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
 
 
 def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:
-    """Compile all side by side, so that loading finds them in the cache; why one cannot be, or nothing."""
+    """Compile all variants in parallel, so that loading finds them in the cache.
+
+    Returns the compile error of each, or an empty text.
+    """
     arch, source = gpu.device_info().arch, of_kernel(spec.name)[0]
 
     def compiled(variant: dict[str, int]) -> str:
@@ -111,7 +115,10 @@ def _line(error: Exception) -> str:
 
 
 def lines(found: Sequence[Found]) -> Iterator[list[str]]:
-    """For the terminal: constants, microseconds, beside what the spec chooses, registers, local bytes, remark."""
+    """Format variants for the terminal: constants, microseconds, ratio to the spec's choice, and so on.
+
+    The other columns are registers, local bytes and a remark.
+    """
     own = next(one.measured for one in found if one.chosen)
     for one in found:
         time = "-" if one.measured is None else f"{one.measured.us:.2f}"

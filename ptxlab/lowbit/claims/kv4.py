@@ -15,13 +15,13 @@ def _half(bits: int) -> float:
 
 
 def _fits(x: float) -> bool:
-    """Whether a float64 is an FP16 number, so that FP16 arithmetic that comes to it does not round."""
+    """Tell if a float64 is an FP16 number, so that FP16 arithmetic with this result does not round."""
     return float(np.float16(x)) == x
 
 
 @register
 def kv4_claims() -> Iterator[Claim]:
-    """What `cuda_src/include/dequant.cuh` says of nibbles v, and of zero points z, both 0..15."""
+    """Yield the claims that `cuda_src/include/dequant.cuh` makes for all nibbles v and zero points z, both 0..15."""
     for name, text, holds in (
         (
             "subnormal",

@@ -40,7 +40,7 @@ Through = Callable[[Any, Sizes], Any]
 
 @register
 def fragments() -> Iterator[Claim]:
-    """Fragment maps: each element of the matrix has one place in one register of one lane."""
+    """Yield a claim per fragment map: each element of the matrix has one place in one register of one lane."""
     for fragment in _fragments():
         yield Claim(
             subject="fragment maps",
@@ -51,7 +51,7 @@ def fragments() -> Iterator[Claim]:
 
 
 def _fragments() -> list[maps.Fragment]:
-    """Every fragment that there is."""
+    """List every fragment of ldmatrix, mma and wgmma, each name once."""
     operands = product((maps.mma_a, maps.mma_b), (128, 256), (4, 8, 16, 32))  # of so many bits in a row
     known = [
         *(maps.ldmatrix(count, trans) for count in (1, 2, 4) for trans in (False, True)),
@@ -65,7 +65,7 @@ def _fragments() -> list[maps.Fragment]:
 
 @register
 def packings() -> Iterator[Claim]:
-    """`unpack(pack(w)) == w` for every layout of every kind of operand."""
+    """Yield the claims that `unpack(pack(w)) == w` for every layout of every kind of operand."""
     for subject, name, originals, there_and_back in _packings():
         yield Claim(
             subject=subject,
@@ -89,7 +89,7 @@ def packings() -> Iterator[Claim]:
 
 
 def _packings() -> Iterator[tuple[str, str, Originals, Through]]:
-    """What is packed where: subject, name, what to try, and how it goes there and back."""
+    """Yield each packing to try: subject, name, the arrays to pack, and the function that packs and unpacks them."""
     there: Callable[..., Any]
     through: Through
     for name, low, there, back in (
@@ -141,7 +141,7 @@ def _through_pack(where: str, weight: Any, _: Sizes, **how: bool) -> Any:
 
 
 def _through_experts(weight: LQQWeight, _: Sizes) -> Any:
-    """The weight as the second of two experts."""
+    """Stack the weight as the second of two experts and take it out again."""
     other = replace(weight, q4=weight.q4[::-1].copy())
     return unpack(layout.stack_experts([pack(each, "strips", unchecked=True) for each in (other, weight)]).expert(1))
 
@@ -163,7 +163,10 @@ def _through_pages(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
 
 
 def _through_pool(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
-    """As the values of the second of two sequences, whose pages lie anywhere, beside other keys."""
+    """Write tokens as the values of the second of two sequences and read them back.
+
+    The sequences' pages lie in random order in the pool, with other tokens as keys and as the first sequence.
+    """
     channel = (kv.scale, kv.zero) if KV_SCHEMES[kv.scheme].by_channel else None
     tokens, heads, D = kv.shape
     each = ceil_div(tokens, sizes["page"])
@@ -180,7 +183,7 @@ def _through_pool(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
 
 
 def _digits(size: int, base: int) -> Iterator[npt.NDArray[np.int64]]:
-    """The digits of 0..size-1, least significant first."""
+    """Yield the digits of 0..size-1 in `base`, least significant first: one array [size] per digit."""
     index = np.arange(size)
     while True:
         yield index % base
@@ -190,7 +193,7 @@ def _digits(size: int, base: int) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def _halves(*shape: int) -> F16:
-    """Numbers of which each occurs once, none a NaN."""
+    """Build an FP16 array of numbers that each occur once, none a NaN."""
     return np.arange(np.prod(shape), dtype=np.uint16).view(np.float16).reshape(shape)
 
 
@@ -201,7 +204,10 @@ def _matrices(base: int, low: int) -> Iterator[Original]:
 
 
 def _weights(kind: type, rows: tuple[int, ...] = (64, 136)) -> Iterator[Original]:
-    """Of nibbles, whose groups carry a digit of their index in every constant."""
+    """Yield weights whose nibbles hold the digits of their index.
+
+    Each constant of a group holds a digit of the group's index.
+    """
     for N, K in zip(rows, (256, 384), strict=True):
         for group in (32, 64, 128) if kind is not QoQChannelWeight else (K,):
             of_groups = list(_digits(N * K // group, 8))
@@ -237,7 +243,10 @@ def _reordered_rows() -> Iterator[Original]:
 
 
 def _block_rows(mixed: bool) -> Iterator[Original]:
-    """Of a weight, INT4 throughout, or of activations, whose last blocks are INT8; so many, for both."""
+    """Yield BlockRows: INT4 weights, or activations (`mixed`) whose last `int8` blocks are INT8.
+
+    Weights come once for each `int8` too, as their packing depends on it.
+    """
     for N, K in _SIZES:
         for int8 in range(K // BLOCK + 1):
             at = K - int8 * BLOCK if mixed else K
@@ -275,7 +284,7 @@ def _tokens(scheme: str) -> Iterator[Original]:
 
 
 def _returns(originals: Originals, there_and_back: Through) -> Enumeration:
-    """Whether each comes back, in all its arrays."""
+    """Check that each original comes back equal in all its arrays."""
     cases = 0
     for sizes, original in originals():
         back = there_and_back(original, sizes)
@@ -301,7 +310,10 @@ def _words(octets: U8) -> npt.NDArray[np.int32]:
 
 
 def _reads_each_once(read: Callable[[Any], U8], size: int = 64 * 256) -> Enumeration:
-    """Whether the nibbles of so many bytes, each the digits of its index, are all there once."""
+    """Check that `read` returns each nibble of `size` bytes exactly once.
+
+    The nibbles hold the digits of their index.
+    """
     found = np.zeros(2 * size, np.int64)
     for place, digit in enumerate(_digits(2 * size, 16)):
         found += read((digit[::2] | digit[1::2] << 4).astype(np.uint8)).reshape(-1).astype(np.int64) << 4 * place
@@ -309,7 +321,7 @@ def _reads_each_once(read: Callable[[Any], U8], size: int = 64 * 256) -> Enumera
 
 
 def _is_map(fragment: maps.Fragment) -> Enumeration:
-    """That it is a bijection, and that it is what scatter and gather go by."""
+    """Check that a fragment map is a bijection, and that gather after scatter is the identity."""
     places = _is_bijection(fragment.rows * fragment.shape[1] + fragment.cols)
     if places.counterexample is not None:
         return places
@@ -327,7 +339,7 @@ def _is_bijection(places: npt.NDArray[Any]) -> Enumeration:
 
 @register
 def swizzles() -> Iterator[Claim]:
-    """The shared-memory swizzles of TMA and wgmma."""
+    """Yield the claims on the shared-memory swizzles of TMA and wgmma."""
     for span in _SPANS:
         yield Claim(
             subject="swizzles",
@@ -352,7 +364,7 @@ def _is_involution(span: int) -> Enumeration:
 
 
 def _without_conflicts(span: int) -> Enumeration:
-    """Each phase of a warp's 16-byte access: eight rows, one column."""
+    """Check each phase of a warp's 16-byte access to eight rows of one column for bank conflicts."""
     rows = np.arange(32)
     columns = np.arange(0, span, 16)[:, None]
     use = bank_use(swizzle(rows * span + columns, span), 16, store=True)

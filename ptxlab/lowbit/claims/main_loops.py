@@ -53,7 +53,7 @@ _PACKED = {
 
 @register
 def main_loops() -> Iterator[Claim]:
-    """The main loops of kernels that sum integers, those of a `.cu` as NVRTC compiles it."""
+    """Yield the claims on main loops of kernels that sum integers; a `.cu` is checked as NVRTC compiles it."""
     for name, loop in MAIN_LOOPS.items():
         _, (source, *_) = registry.find(name)
         if source.language == "cu" and "nvrtc" in toolchain.missing():
@@ -79,7 +79,7 @@ def main_loops() -> Iterator[Claim]:
 
 
 def _queries(name: str, loop: LoopClaim, what: str, *more: Any) -> Any:
-    """The formulas of a claim on a kernel."""
+    """Build the formulas of claim `what` on a kernel."""
     from ptxlab.prove import loops  # needs z3
 
     return getattr(loops, what)(_steps(name), loop, *more)
@@ -87,7 +87,7 @@ def _queries(name: str, loop: LoopClaim, what: str, *more: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _steps(name: str) -> Any:
-    """The steps of a kernel's loops, in the variant of its largest example: several claims are on the same."""
+    """Return the steps of a kernel's loops, in the variant of its largest example; cached for several claims."""
     from ptxlab.prove import loops
 
     spec, (source, *_) = registry.find(name)

@@ -18,7 +18,7 @@ Bytes = npt.NDArray[np.int8]
 
 @register
 def ranges() -> Iterator[Claim]:
-    """Which protective range each quantiser is safe at, and that the next one is not."""
+    """Yield claims for each quantiser: it is safe at its protective range, and not at the next one."""
     kinds: tuple[tuple[str, Callable[[Bytes], TwoLevelWeight], int], ...] = (
         ("qoq", _qoq, 119),
         ("lqq nearest", lambda q8: _lqq(q8, "nearest"), 120),
@@ -38,7 +38,7 @@ def ranges() -> Iterator[Claim]:
 
 @register
 def predicate() -> Iterable[Claim]:
-    """That looking at a group's least and greatest nibble is enough."""
+    """List the claims that a group's least and greatest nibble decide if it overflows."""
     return [
         Claim(
             subject="overflow predicate",
@@ -57,7 +57,7 @@ def predicate() -> Iterable[Claim]:
 
 @register
 def sums() -> Iterator[Claim]:
-    """How long an INT32 accumulator may grow."""
+    """Yield the claims on the longest K at which a sum still fits an INT32 accumulator."""
     for what, low, high, safe in (
         ("u8 x s8", -255 * 128, 255 * 127, 65793),
         ("s8 x s8", -128 * 127, 128 * 128, 131071),
@@ -89,7 +89,10 @@ def sums() -> Iterator[Claim]:
 
 
 def _all_groups(quantise: Callable[[Bytes], TwoLevelWeight], limit: int) -> Enumeration:
-    """Every (min, max); both ends are restored where any weight between is, as a nibble grows with its weight."""
+    """Check every (min, max) of a group at protective range `limit` for overflow.
+
+    A nibble grows with its weight, so both ends are restored wherever any weight between them is.
+    """
     low, high = (end.reshape(-1) for end in np.mgrid[-limit : limit + 1, -limit : limit + 1])
     low, high = low[low <= high], high[low <= high]
     q8 = np.repeat(low[:, None], _GROUP, axis=1)
@@ -116,7 +119,7 @@ def _lqq(q8: Bytes, rounding: Any) -> LQQWeight:
 
 
 def _lqq_of_any_scale(q8: Bytes) -> LQQWeight:
-    """What a search may choose: the groups once for every scale."""
+    """Quantise the groups once for every scale in 1..16, that is, all choices of a search."""
     scale = np.repeat(np.arange(1, 17, dtype=np.uint8), len(q8))[:, None]
     groups = np.tile(q8.astype(np.int32), (16, 1))
     minimum = groups.min(axis=1, keepdims=True)
@@ -155,7 +158,7 @@ def _no_carry() -> Query:
 
 
 def _sum_fits(low: int, high: int, K: int, most: int) -> Query:
-    """A sum of at most K products lies within -most..most."""
+    """Build the query that a sum of at most K products, each in low..high, lies within -most..most."""
     import z3
 
     terms, total = z3.BitVec("K", 64), z3.BitVec("sum", 64)

@@ -37,7 +37,7 @@ _UNINTERPRETED = {
 
 @dataclass(frozen=True)
 class Access:
-    """A load or a store: on which condition, of which space, where, and what."""
+    """Load or store of a thread: its guard, memory space, address and bits."""
 
     guard: Any
     space: str
@@ -46,7 +46,7 @@ class Access:
 
 
 class Thread(OneStep):
-    """What one thread, of an unknown number, did from the kernel's first instruction to its last.
+    """Symbolic run of one thread, of unknown number, from the kernel's first instruction to its last.
 
     `loads` and `stores` are in order. `maxima` is all that is known of what `redux.max` and `max.NaN` gave.
     """
@@ -91,7 +91,7 @@ class Thread(OneStep):
             self.write(0, guard, item, piece, is_signed(t))
 
     def access(self, instruction: Instruction, guard: Any, bits: Bits) -> Access:
-        """What an instruction reads or writes."""
+        """Return the access that a load or store makes: its guard, space, address and bits."""
         address = instruction.operands[1 if instruction.head == "ld" else 0]
         space = instruction.opcode.split(".")[1].split("::")[0]
         base = self.read(0, address.base, "u32" if space == "shared" else "u64")
@@ -99,7 +99,7 @@ class Thread(OneStep):
 
 
 def _is_magnitude(most: Bits, a: Bits, b: Bits) -> Any:
-    """That it is no less than two magnitudes, as words, and one itself."""
+    """State that `most` is a magnitude, and no less than the magnitudes a and b, as words."""
     return z3.Implies(z3.And(a >= 0, b >= 0), z3.And(most >= 0, most >= a, most >= b))
 
 
@@ -123,21 +123,21 @@ class TokenRow:
 
     @property
     def channels(self) -> int:
-        """All."""
+        """Number of all channels, outliers included."""
         return self.K + self.outliers
 
     @property
     def columns(self) -> int:
-        """Of a row of scales."""
+        """Columns of a row of scales."""
         return ceil_div(self.groups + (self.code < 2), 8) * 8
 
     @property
     def groups(self) -> int:
-        """With a scale of their own: COMET's blocks are all, Atom's are those of INT4."""
+        """Number of groups with a scale of their own: all blocks of COMET, only the INT4 groups of Atom."""
         return (self.K + (self.outliers if self.code == 2 else 0)) // self.g
 
     def special(self, name: str) -> Bits:
-        """What a special register holds, u32."""
+        """Return the value of a special register, u32."""
         return extend(self.thread.named[name], 32, False)
 
     @property
@@ -157,11 +157,11 @@ class TokenRow:
 
     @property
     def limits(self) -> list[Any]:
-        """Which threads there are."""
+        """Conditions on thread and block numbers that hold in the launch."""
         return [z3.ULT(self.special("%tid.x"), self.width), z3.ULT(self.special("%ctaid.x"), self.blocks << 28)]
 
     def held(self, channel: Bits) -> tuple[Bits, Bits]:
-        """Where a channel u32 lies in shared memory, in bytes, and in which block of the row."""
+        """Return the byte address in shared memory of a channel u32, and the block of the row that holds it."""
         gap = 0 if self.g == 128 else -self.K % 128
         at = z3.If(z3.ULT(channel, self.K), channel, channel + gap)
         held = z3.URem(at, 16 * self.width)
@@ -174,11 +174,11 @@ class TokenRow:
         return extend(known, 32, False)
 
     def sent_to(self, one: Access) -> tuple[Bits, Bits]:
-        """Where a store into shared memory goes: the address in a block, and which one of the row."""
+        """Return the target of a store into shared memory: the address in a block, and which block of the row."""
         return self.thread.mapped.get(one.at.decl().name(), (one.at, value(0, 32)))
 
     def stores_to(self, *names: str) -> Iterator[tuple[str, Access, Bits]]:
-        """Stores to an argument, each with the offset in bytes."""
+        """Yield the stores to the named arguments: the argument, the store, its offset in bytes."""
         for one in self.thread.stores:
             for name in names:
                 if one.space == "global" and name in symbols_of([one.at]):
@@ -186,7 +186,7 @@ class TokenRow:
 
     @cached_property
     def written(self) -> list["Written"]:
-        """Each store of integers, once for INT4 and once for INT8, where it can be that."""
+        """Stores of integers, once as INT4 and once as INT8, as far as the store can be either."""
         found = []
         for name, one, offset in self.stores_to("x_q", "x8"):
             joined_bytes = self.K // 2 + (self.outliers if self.pairs == 2 else 0)
@@ -202,7 +202,7 @@ class TokenRow:
 
 
 def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow:
-    """A kernel's row at sizes, and with the constants, that are known; all other arguments are anything."""
+    """Run a kernel's thread at known sizes and constants; every other argument may have any value."""
 
     def argument(arg: Arg) -> Bits:
         if arg.name in ("K", "outliers"):
@@ -222,7 +222,7 @@ def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow
 
 @dataclass(frozen=True)
 class Written:
-    """A store of four integers: of channels `first`.. (u64), of so many bits each, under what is `given`."""
+    """Store of four integers to channels `first`.. (u64), each of `bits` bits, under the conditions `given`."""
 
     row: TokenRow
     access: Access
@@ -233,27 +233,27 @@ class Written:
 
     @cached_property
     def known(self) -> "Known":
-        """What follows of conditions."""
+        """Simplifier under this store's conditions `given`; see `Known`."""
         return Known(self.given)
 
     @cached_property
     def elements(self) -> list[Bits]:
-        """The four."""
+        """The four integers."""
         return [z3.simplify(x) for x in pieces(self.known(self.access.bits), self.bits)]
 
     @cached_property
     def quotients(self) -> list[Bits]:
-        """What each was rounded from; fewer where that is not one term."""
+        """Quotient that each integer was rounded from; an integer that depends on several terms has none."""
         found = [results_in(element) for element in self.elements]
         return [one[0] for one in found if len(one) == 1]
 
     @property
     def steps(self) -> float:
-        """By what the largest magnitude is divided."""
+        """Number of steps by which the largest magnitude is divided."""
         return (7.0 if self.four_bits else 127.0) + (0 if self.row.code else 0.5)
 
     def of_largest(self, access: Access) -> dict[str, Bits] | None:
-        """What a stored scale was made of: the quotient (`whole`) by `steps`, and its dividend, `largest`."""
+        """Find the terms of a stored scale: the quotient (`whole`), its divisor `steps`, its dividend `largest`."""
         for whole in results_in(self.known(access.bits)):
             for found in matches(OF_LARGEST, whole, {"whole": whole}):
                 if is_result(found["largest"]):
@@ -261,21 +261,21 @@ class Written:
         return None
 
     def largest(self, access: Access) -> Bits | None:
-        """The magnitude, before it is clipped."""
+        """Return the largest magnitude of a stored scale, before it is clipped."""
         parts = self.of_largest(access)
         clip = z3.BitVec("clip", 32) if self.four_bits else float_word(1)
         others = [x for x in parts["largest"].children() if not x.eq(clip)] if parts else []
         return others[0] if len(others) == 1 else None
 
     def parts(self, i: int) -> dict[str, Bits] | None:
-        """What a quotient was made of: `value`, `factor`, `scale` and, in the code's rules, `largest`."""
+        """Find the terms of quotient i: `value`, `factor`, `scale` and, by the code's rules, `largest`."""
         pattern = BY_RECIPROCAL if self.row.code == 1 else BY_SCALE
         known = {str(load.bits) for load in self.row.thread.loads}
         return next((x for x in matches(pattern, self.quotients[i], {}) if str(x["value"]) in known), None)
 
 
 class Known:
-    """Terms without the conditions on the thread's number that follow from what is given, or are excluded by it."""
+    """Simplifier of terms: removes conditions on the thread's number that the given conditions decide."""
 
     def __init__(self, given: list[Any]) -> None:
         self.solver = z3.Solver()
@@ -284,7 +284,7 @@ class Known:
         self.of_thread = dict[int, tuple[Any, bool]]()  # of a term: whether nothing but the thread's number is in it
 
     def __call__(self, term: Any) -> Any:
-        """The term."""
+        """Simplify a term, with every condition in it that is decided replaced by its value."""
         told = [(condition, known) for condition in conditions_in(term) if (known := self.of(condition)) is not None]
         found = z3.simplify(z3.substitute(term, *told))
         constant = [x for x in parts_of(found) if x.decl().eq(PRODUCT) and all(map(z3.is_bv_value, x.children()))]
@@ -292,13 +292,13 @@ class Known:
         return z3.simplify(z3.substitute(found, *((x, z3.simplify(multiply(*x.children()))) for x in constant)))
 
     def of(self, condition: Any) -> Any:
-        """The condition's value, None where it depends on more."""
+        """Return the condition's value, or None if it is undecided; each condition is decided once."""
         if condition.get_id() not in self.decided:
             self.decided[condition.get_id()] = condition, self.decide(condition)
         return self.decided[condition.get_id()][1]
 
     def decide(self, condition: Any) -> Any:
-        """The same, asked."""
+        """Ask the solver for the condition's value: true, false, or None if it depends on more."""
         if not self.is_of_thread(condition):
             return None
         if self.solver.check(z3.Not(condition)) == z3.unsat:
@@ -306,7 +306,7 @@ class Known:
         return FALSE if self.solver.check(condition) == z3.unsat else None
 
     def is_of_thread(self, term: Any) -> bool:
-        """Whether it depends on the thread's number alone."""
+        """Tell if a term depends on the thread's and the block's number alone."""
         key = term.get_id()
         if key not in self.of_thread:
             unknown = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
@@ -316,22 +316,22 @@ class Known:
 
 
 def conditions_in(term: Any) -> list[Any]:
-    """What its choices depend on."""
+    """List the conditions of a term's if-then-else choices."""
     return [part.arg(0) for part in parts_of(term) if z3.is_app_of(part, z3.Z3_OP_ITE)]
 
 
 def results_in(term: Any) -> list[Bits]:
-    """The outermost results of uninterpreted functions."""
+    """List the outermost results of uninterpreted functions in a term."""
     return [part for part in parts_of(term, within=False) if is_result(part)]
 
 
 def is_result(term: Any) -> bool:
-    """Whether it is what an uninterpreted function gives."""
+    """Tell if a term is the result of an uninterpreted function."""
     return any(term.decl().eq(function) for function in (PRODUCT, FUSED, RECIPROCAL))
 
 
 def parts_of(term: Any, within: bool = True) -> list[Any]:
-    """A term and its parts, each once; not those within results, unless `within`."""
+    """List a term and its parts, each once; leave out parts of results unless `within`."""
     found, todo = dict[int, Any](), [term]
     while todo:
         part = todo.pop()
@@ -345,25 +345,25 @@ def parts_of(term: Any, within: bool = True) -> list[Any]:
 
 
 def quotient(x: Bits, negated: Bits, reciprocal: Bits) -> Bits:
-    """`Divider`: x / s, given -s and 1 / s."""
+    """Build the term that `Divider` computes for x / s, given -s and 1 / s."""
     near = PRODUCT(x, reciprocal)
     nearer = FUSED(FUSED(negated, near, x), reciprocal, near)
     return FUSED(FUSED(negated, nearer, x), reciprocal, nearer)
 
 
 def inverse(divisor: Bits, negated: Bits) -> Bits:
-    """`reciprocal`: 1 / s."""
+    """Build the term that `reciprocal` computes for 1 / s."""
     near = RECIPROCAL(divisor)
     return FUSED(FUSED(negated, near, float_word(1)), near, near)
 
 
 def float_word(number: float) -> Bits:
-    """An FP32 constant."""
+    """Return an FP32 constant as a word."""
     return value(int(np.float32(number).view(np.uint32)), 32)
 
 
 def matches(pattern: Any, term: Any, found: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
-    """What a pattern's unknowns may stand for in a term, factors in either order."""
+    """Yield the ways to match a pattern with a term: unknown -> part of the term; factors in either order."""
     if z3.is_const(pattern) and pattern.decl().kind() == z3.Z3_OP_UNINTERPRETED:
         if found.get(str(pattern), term).eq(term):
             yield {**found, str(pattern): term}
@@ -393,7 +393,10 @@ LEAST, ONE = 1, 0x3C00  # FP16: 2^-24, and 1
 
 
 def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
-    """Each integer is its quotient, rounded and clipped: to even by the paper's rules, by the code's away from zero."""
+    """Yield the queries that each integer is its quotient, rounded and clipped.
+
+    The paper's rules round half to even, the code's half away from zero.
+    """
     for written in (one for row in rows for one in row.written):
         low, high = (-8, 7) if written.four_bits else (-128, 127)
         yield Query(z3.BoolVal([len(one) for one in map(results_in, written.elements)] == [1] * 4))
@@ -409,8 +412,10 @@ def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
 
 
 def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
-    """Each quotient is that of the channel that the integer is stored for, read from where it was sent, and of the
-    scale that is stored for its group; and there is a thread that stores each channel.
+    """Yield the queries that each stored integer's quotient divides the right channel by the right scale.
+
+    The channel is the one that the integer is stored for, read from where it was sent. The scale is the one stored for
+    its group. For each channel there is a thread that stores it.
     """
     for row in rows:
         yield _complete(row)
@@ -433,7 +438,7 @@ def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
 
 
 def _complete(row: TokenRow) -> Query:
-    """That a thread of the row stores the four channels from `first` on, whichever these are."""
+    """Build the query that some thread of the row stores the four channels from `first` on, for any `first`."""
     first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
     int4 = z3.ULT(first, row.K)
     behind = first - row.K
@@ -449,8 +454,10 @@ def _complete(row: TokenRow) -> Query:
 
 
 def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
-    """The scale that is stored for a group is the FP16 quotient of its largest magnitude, clipped; it is the one that
-    divides, and that magnitude is none of the thread's own channels' smaller than.
+    """Yield the queries on stored scales.
+
+    The scale stored for a group is the FP16 quotient of its largest magnitude, clipped. It is the scale that divides
+    the group. The largest magnitude is at least that of each of the thread's own channels.
     """
     a, b = z3.BitVecs("a b", 32)
     yield Query(_is_magnitude(computation("max.NaN.f32")(a, b), a, b))
@@ -505,7 +512,7 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
 
 
 def _bounds_of(most: Bits, bounds: list[Any]) -> list[Any]:
-    """What is known of a magnitude, and of those that it was made of."""
+    """Select the bounds on a magnitude and on the magnitudes that it was made of."""
     names, found = {*symbols_of([most])}, list[Any]()
     for bound in reversed(bounds):
         if names & symbols_of([bound]).keys():
@@ -514,8 +521,9 @@ def _bounds_of(most: Bits, bounds: list[Any]) -> list[Any]:
 
 
 def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
-    """Each of a thread's 16 channels goes to the place that `place` names, in the block that reads it; what is sent of
-    `reorder_quantize` is x.
+    """Yield the queries that each of a thread's 16 channels goes to its place in the block that reads it.
+
+    The place is the one that `place` names. `reorder_quantize` sends x itself.
     """
     for row in rows:
         places, values = ([x for x in row.thread.loads if name in symbols_of([x.at])] for name in ("place", "x"))
@@ -540,12 +548,12 @@ def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
 
 
 def _depends(row: TokenRow, one: Access, loads: list[Access]) -> bool:
-    """Whether a store's address comes from one of some loads."""
+    """Tell if a store's address depends on one of the given loads."""
     return bool(symbols_of([row.sent_to(one)[0]]).keys() & {str(load.bits) for load in loads})
 
 
 def _where(given: list[Any], *holds: Any) -> Query:
-    """That all of it holds under some conditions, which other threads do not share."""
+    """Build the query that all of `holds` is true under the conditions `given`, which other threads do not share."""
     return Query(z3.Implies(z3.And(given), z3.And(holds)))
 
 

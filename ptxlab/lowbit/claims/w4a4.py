@@ -26,7 +26,7 @@ _TEXTS = {
 
 @register
 def quantisers() -> Iterator[Claim]:
-    """One thread of each kernel, as NVRTC compiles it, at the sizes of its examples."""
+    """Yield the claims on one thread of each kernel, as NVRTC compiles it, at the sizes of its examples."""
     if "nvrtc" in toolchain.missing():
         return
     for name in KERNELS:
@@ -43,7 +43,7 @@ def quantisers() -> Iterator[Claim]:
 
 
 def _queries(name: str, examples: tuple[int, ...], what: str) -> Any:
-    """The formulas of a claim."""
+    """Build the formulas of a claim."""
     from ptxlab.lowbit.claims import reordering  # needs z3
 
     return list(getattr(reordering, what)(_rows(name, examples)))

@@ -41,7 +41,7 @@ def sweep(
 
 
 def _constants(define: list[str]) -> dict[str, list[int]]:
-    """The values of every constant, `STAGES=4,6,8`."""
+    """Parse the values of every constant, `STAGES=4,6,8`."""
     found: dict[str, list[int]] = {}
     for text in define:
         name, _, values = text.partition("=")

@@ -48,7 +48,7 @@ MOST_TOKENS = 256  # of a tile: the widest wgmma
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are stored and multiplied.
+    """Storage format and arithmetic of a scheme's weights.
 
     Attributes:
         name: the name in papers; `u8`: the MMA gets weight + 128, which saves an XOR.
@@ -103,7 +103,9 @@ SCHEMES = {
 
 
 def schemes(names: str) -> list[Scheme]:
-    """Schemes by comma-separated names, in any case: `w4a8-lqq` is one scheme, `w4a4` is every W4A4 scheme.
+    """Find schemes by comma-separated names, in any case.
+
+    `w4a8-lqq` is one scheme, `w4a4` is every W4A4 scheme.
 
     Raises ArgumentError with the nearest names for an unknown one.
     """
@@ -156,7 +158,7 @@ class Cost:
 
     @property
     def limit(self) -> str:
-        """Which takes longest: `load`, `dequantise`, `multiply` or `scale`."""
+        """Name of the longest part: `load`, `dequantise`, `multiply` or `scale`."""
         parts = {name: getattr(self, f"{name}_us") for name in ("load", "dequantise", "multiply", "scale")}
         return max(parts, key=parts.__getitem__)
 
@@ -172,7 +174,7 @@ def gemm_cost(
     tile: int = MOST_TOKENS,
     counts: LoopCounts | None = None,
 ) -> Cost:
-    """What Y [M, N] = X [M, K] Wᵀ costs (Eq. 6).
+    """Compute the cost of Y [M, N] = X [M, K] Wᵀ (Eq. 6).
 
     Args:
         device: the GPU.
@@ -209,12 +211,12 @@ def gemm_cost(
 
 
 def weight_rate(device: Device, scheme: Scheme) -> float:
-    """B: 10^12 weights per second out of device memory."""
+    """Compute B, the 10^12 weights per second that device memory delivers."""
     return device.memory_tbps * 8 / scheme.bits
 
 
 def tensor_rate(device: Device, scheme: Scheme, K: float = math.inf) -> float:
-    """T: 10^12 operations per second, with the INT8 blocks and outliers among K channels.
+    """Compute T, the tensor cores' 10^12 operations per second, with the INT8 blocks and outliers among K channels.
 
     Raises ArgumentError if the GPU does not multiply such operands.
     """
@@ -227,12 +229,14 @@ def tensor_rate(device: Device, scheme: Scheme, K: float = math.inf) -> float:
 
 
 def transition(device: Device, scheme: Scheme) -> float:
-    """Tokens from which multiplying takes longer than loading: T / 2B."""
+    """Compute T / 2B, the number of tokens from which multiplying takes longer than loading."""
     return tensor_rate(device, scheme) / (2 * weight_rate(device, scheme))
 
 
 def largest_alpha(device: Device, scheme: Scheme, M: int = 1) -> float:
-    """Instructions per weight that an ideal main loop hides: C / B behind the loads, 2 M̃ C / T behind the MMA.
+    """Compute the instructions per weight that an ideal main loop hides.
+
+    C / B instructions hide behind the loads, 2 M̃ C / T behind the MMA.
 
     The longer of the two counts, in a tile of M tokens.
     """
@@ -241,13 +245,17 @@ def largest_alpha(device: Device, scheme: Scheme, M: int = 1) -> float:
 
 
 def most_tops(device: Device, scheme: Scheme, M: float, alpha: float = 0.0) -> float:
-    """The roof: 10^12 operations per second that M tokens can reach, everything overlapped."""
+    """Compute the roof: the 10^12 operations per second that M tokens can reach if everything overlaps."""
     slopes = [weight_rate(device, scheme), *([device.issue_tips / alpha] if alpha else [])]
     return min(tensor_rate(device, scheme), 2 * M * min(slopes))
 
 
 def gemm_floor(stream_us: float, operations: float, device: str) -> tuple[float, str]:
-    """The least microseconds of a W4A8 GEMM and what sets them, from its stream floor and the device's sheet."""
+    """Compute a W4A8 GEMM's floor in microseconds, and its limit: `stream` or `int8`.
+
+    The floor is the longer of the stream floor and the multiplication at the peak rate of the device's data sheet. A
+    device without a sheet has the stream floor alone.
+    """
     floors = [(stream_us, "stream")]
     if device in SHEETS:
         floors.append((SHEETS[device].int8_us(operations), "int8"))

@@ -15,7 +15,7 @@ _READABLE = 0.5  # INT4 tiles, likewise
 
 
 def schedule_figure(problems: Mapping[str, tuple[Sequence[Tile], int, Costs]], names: Sequence[str]) -> Figure:
-    """A row of panels per problem (tiles, SMs, costs), by its title, and a column per schedule."""
+    """Draw a row of panels per problem (tiles, SMs, costs), with its title, and a column per schedule."""
     figure = Figure(figsize=(4.8 * len(names), 0.5 + 3 * len(problems)), layout="constrained")
     panels = figure.subplots(len(problems), len(names), squeeze=False)
     for row, (title, (tiles, sms, costs)) in zip(panels, problems.items(), strict=True):

@@ -35,7 +35,7 @@ class PublishedFigure:
     over: str = ""
 
     def form(self, value: float) -> str:
-        """A value in the figure's unit, as text."""
+        """Format a value in the figure's unit."""
         return f"{value:.2f}x" if self.over else f"{value:,.0f}"
 
     @property
@@ -75,7 +75,7 @@ class Predicted:
 
 
 def predictions(counts_of: CountsOf, figures: Iterable[PublishedFigure] = FIGURES) -> list[Predicted]:
-    """Predictions of all figures; `counts_of` gives the instructions of a scheme's main loop on an architecture."""
+    """Predict all figures; `counts_of` gives the instructions of a scheme's main loop on an architecture."""
     found = []
     for figure in figures:
         cost = _cost(figure, figure.scheme, counts_of)

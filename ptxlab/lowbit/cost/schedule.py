@@ -35,7 +35,7 @@ SCHEDULES = ("naive", "in order", "remapped", "decomposed", "stealing")
 
 
 class Tile(NamedTuple):
-    """One tile: its place along M, N and K in tiles, and whether its block of channels is INT8."""
+    """Position of a tile along M, N and K in tiles, and whether its block of channels is INT8."""
 
     m: int
     n: int
@@ -74,12 +74,12 @@ class Costs:
         return (self.int8 + self.conversion) / self.int4
 
     def of(self, tile: Tile) -> float:
-        """The time of a whole tile."""
+        """Return the time of a whole tile."""
         return self.int8 + self.conversion if tile.int8 else self.int4
 
 
 def int8_blocks(blocks: int, share: float, *, spread: bool = False) -> frozenset[int]:
-    """Indices of the INT8 blocks along K: a share of them, the last ones or evenly spread."""
+    """Choose the indices of the INT8 blocks along K: a share of all blocks, the last ones or evenly spread."""
     if blocks < 1:
         raise ArgumentError("blocks", "at least 1", blocks)
     if not 0 <= share <= 1:
@@ -91,7 +91,7 @@ def int8_blocks(blocks: int, share: float, *, spread: bool = False) -> frozenset
 
 
 def grid(M: int, N: int, K: int, int8: frozenset[int] = frozenset(), *, k_first: bool = True) -> list[Tile]:
-    """Tiles in the order of the grid; INT8 where k is in `int8`.
+    """List the tiles in the order of the grid; a tile is INT8 if its k is in `int8`.
 
     `k_first`: neighbours share a tile of Y and differ in k; else they share k and differ in n.
     """
@@ -117,7 +117,7 @@ def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[T
 
 
 def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
-    """Rounds of one tile per SM; a round ends with its slowest tile."""
+    """Schedule rounds of one tile per SM; a round ends with its slowest tile."""
     _require_sms(sms)
     found: list[TileWork] = []
     start = 0.0
@@ -140,7 +140,10 @@ def in_order(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
 
 
 def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
-    """The longest tiles first, in the order of the grid, each on the SM that is free first (of several the lowest)."""
+    """Schedule the longest tiles first, each on the SM that is free first (of several the lowest).
+
+    Tiles of equal length keep the order of the grid.
+    """
     _require_sms(sms)
     free = [(0.0, sm) for sm in range(sms)]
     found = []
@@ -152,7 +155,10 @@ def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
 
 
 def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
-    """Remapped; then the SM that ends last gives a piece to the one that ends first, while that ends earlier for it."""
+    """Schedule as `remapped`, then move pieces of tiles from the SM that ends last to the one that ends first.
+
+    Pieces move while the receiving SM still ends earlier than the giving one did.
+    """
     lists: list[list[TileWork]] = [[] for _ in range(sms)]
     for work in remapped(tiles, sms, costs):
         lists[work.sm].append(work)
@@ -197,7 +203,7 @@ def work_stealing(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWor
 
 
 def makespan(works: Sequence[TileWork]) -> float:
-    """When the last SM is done; 0 of no work."""
+    """Return the time at which the last SM is done; 0 without work."""
     return max((work.end for work in works), default=0.0)
 
 
@@ -209,7 +215,7 @@ def lower_bounds(tiles: Sequence[Tile], sms: int, costs: Costs) -> tuple[float, 
 
 
 def w4a8(tiles: Sequence[Tile], sms: int, costs: Costs) -> float:
-    """Makespan of the same tiles, all INT8 with conversion: the baseline of COMET's Fig. 10."""
+    """Compute the makespan of the same tiles, all INT8 with conversion: the baseline of COMET's Fig. 10."""
     _require_sms(sms)
     return math.ceil(len(tiles) / sms) * (costs.int8 + costs.conversion)
 
@@ -229,7 +235,7 @@ def layer_speedups(
     spread: bool = False,
     k_first: bool = False,
 ) -> dict[str, float]:
-    """Speed-up of each schedule over W4A8, on matrices (N, K) one after the other."""
+    """Compute the speed-up of each schedule over W4A8, on matrices (N, K) one after the other."""
     total, base = dict.fromkeys(SCHEDULES, 0.0), 0.0
     for N, K in matrices:
         tiles = grid(M, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4_share, spread=spread), k_first=k_first)
@@ -240,12 +246,12 @@ def layer_speedups(
 
 
 def rate_bound(int4_share: float, ratio: float) -> float:
-    """Largest speed-up over W4A8 with this share of INT4, if an INT8 tile takes `ratio` INT4 tiles."""
+    """Compute the largest speed-up over W4A8 with this share of INT4, if an INT8 tile takes `ratio` INT4 tiles."""
     return 1 / (1 - int4_share + int4_share / ratio)
 
 
 def ratio_needed(int4_share: float, speedup: float) -> float:
-    """The ratio at which `rate_bound` is this speed-up; infinite if INT4 tiles would have to take no time."""
+    """Compute the ratio at which `rate_bound` is this speed-up; infinite if INT4 tiles would have to take no time."""
     left = 1 / speedup - (1 - int4_share)
     return int4_share / left if left > 0 else math.inf
 

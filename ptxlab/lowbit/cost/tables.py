@@ -33,7 +33,7 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class SchemeCost:
-    """One scheme at one shape."""
+    """Cost of one scheme at one shape."""
 
     scheme: Scheme
     counts: LoopCounts
@@ -47,7 +47,7 @@ class SchemeCost:
         return sum(self.counts.per_weight.values())
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Convert to JSON-ready values."""
         times = {"in_turn_us": self.cost.in_turn_us, "overlapped_us": self.cost.overlapped_us, "limit": self.cost.limit}
         return {**asdict(self), "alpha": self.alpha, "cost": {**asdict(self.cost), **times}}
 
@@ -55,9 +55,9 @@ class SchemeCost:
 def entries(
     device: Device, M: int, N: int, K: int, counts_of: CountsOf, schemes: Iterable[Scheme] | None = None
 ) -> list[SchemeCost]:
-    """Every scheme that the device multiplies and whose instructions are counted for it, or those that are asked for.
+    """Compute the cost of each requested scheme, or of all that the device multiplies and that have counts for it.
 
-    Raises ArgumentError for one of the latter that is not.
+    Raises ArgumentError for a requested scheme that the device does not multiply or that has no counts for it.
     """
     found = []
     for scheme in schemes if schemes is not None else cost.SCHEMES.values():
@@ -79,7 +79,7 @@ def entries(
 
 
 def scheme_lines(found: list[SchemeCost]) -> list[list[str]]:
-    """Entries as lines of `SCHEME_COLUMNS`."""
+    """Format entries as lines of `SCHEME_COLUMNS`."""
     lines = []
     for e in found:
         c = e.cost
@@ -91,14 +91,14 @@ def scheme_lines(found: list[SchemeCost]) -> list[list[str]]:
 
 
 def device_json(device: Device) -> dict[str, Any]:
-    """A device with what the model makes of it, JSON-ready."""
+    """Convert a device and the model's figures for it to JSON-ready values."""
     schemes = {name: cost.transition(device, s) for name, s in cost.SCHEMES.items() if s.operands in device.tops}
     hidden = cost.largest_alpha(device, cost.SCHEMES["W4A8 LQQ"])
     return {**asdict(device), "issue_tips": device.issue_tips, "transitions": schemes, "largest_alpha": hidden}
 
 
 def device_lines(devices: Iterable[Device]) -> list[list[str]]:
-    """Devices as lines of `DEVICE_COLUMNS`."""
+    """Format devices as lines of `DEVICE_COLUMNS`."""
     fp16, w8a8, w4a8 = (cost.SCHEMES[name] for name in ("FP16", "W8A8", "W4A8 LQQ"))
     return [
         [
@@ -114,7 +114,7 @@ def device_lines(devices: Iterable[Device]) -> list[list[str]]:
 
 
 def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
-    """Published figures and predictions as lines of `PUBLISHED_COLUMNS`."""
+    """Format published figures and predictions as lines of `PUBLISHED_COLUMNS`."""
     lines = []
     for p in found:
         f = p.figure
@@ -125,7 +125,7 @@ def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
 
 
 def schedule_lines(speedups: Mapping[str, float], reported: Mapping[str, float]) -> list[list[str]]:
-    """Speed-ups of schedules over W4A8, and COMET's if reported, as lines of `SCHEDULE_COLUMNS`."""
+    """Format speed-ups of schedules over W4A8, and COMET's if reported, as lines of `SCHEDULE_COLUMNS`."""
     lines = []
     for name, times in speedups.items():
         beside = [f"{reported[name]:.2f}x", f"{times / reported[name] - 1:+.0%}"] if name in reported else ["", ""]

@@ -23,7 +23,7 @@ TRAINED = "minilm"  # the name of what `ptxlab weights` downloads
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One dequantiser on all matrices of the demo.
+    """Results of one dequantiser on all matrices of the demo.
 
     Attributes:
         kernel: name.
@@ -97,9 +97,10 @@ SCHEMES: dict[str, DemoScheme] = {
 
 
 def weights(progress: shipped.Progress = lambda done, total: None) -> tuple[str, dict[str, F32]]:
-    """What the demo runs on: a line that says so, and matrices by name (f32 [N, K]).
+    """Return the demo's weights: a line that names them, and matrices by name (f32 [N, K]).
 
-    Trained weights, downloaded if need be, which `progress` is told of; generated ones where they cannot be had.
+    These are trained weights, downloaded if need be; `progress` is told of the download. Where they cannot be had,
+    weights are generated.
     """
     try:
         path = shipped.fetch(TRAINED, progress) / "model.safetensors"
@@ -110,7 +111,7 @@ def weights(progress: shipped.Progress = lambda done, total: None) -> tuple[str,
 
 
 def _generated() -> dict[str, F32]:
-    """Six matrices as in one layer of the trained model, with a channel in 64 ten times as large."""
+    """Generate six matrices as in one layer of the trained model, with a channel in 64 ten times as large."""
     rng = np.random.default_rng(0)
     matrices = {}
     for index, (rows, columns) in enumerate([(384, 384)] * 4 + [(1536, 384), (384, 1536)]):
@@ -135,12 +136,12 @@ def rows(
 
 
 def steps() -> int:
-    """How often `rows` calls `advance`."""
+    """Count the calls that `rows` makes to `advance`."""
     return len(SCHEMES) + len({s.title for s in SCHEMES.values()}) + 2
 
 
 def next_commands() -> list[tuple[str, str]]:
-    """What to try next, of commands that work on this machine: each and what it shows."""
+    """List commands to try next that work on this machine: each with what it shows."""
     assembler = [("ptxlab sass dequant_qoq_vadd4 dequant_qoq_vadd4_s32", "machine code of two spellings")]
     return [
         ("ptxlab show dequant_lqq", "the kernel, commented"),
@@ -185,7 +186,7 @@ def _row(
 
 
 def _relative_error(quantised: list[Any], matrices: dict[str, F32]) -> float:
-    """Frobenius norm of all differences over that of all weights."""
+    """Compute the Frobenius norm of all differences over that of all weights."""
     lost = sum(
         float(np.square(q.dequantize() - w, dtype=np.float64).sum())
         for q, w in zip(quantised, matrices.values(), strict=True)
@@ -195,7 +196,7 @@ def _relative_error(quantised: list[Any], matrices: dict[str, F32]) -> float:
 
 
 def _overflows(matrices: dict[str, F32], scheme: str, advance: Callable[[str], None]) -> dict[int, int]:
-    """Overflowing weights by protective range, over all matrices."""
+    """Count overflowing weights by protective range, over all matrices."""
     advance(f"audit {scheme}")
     totals = dict.fromkeys(RANGES, 0)
     for w in matrices.values():

@@ -17,7 +17,7 @@ SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
 def demo_figure(rows: Sequence[DemoRow], matrices: dict[str, np.ndarray], what: str) -> Figure:
-    """The demo in one picture: what unpacking costs, why the range is 119, what a wrong order destroys."""
+    """Draw the demo in one picture: what unpacking costs, why the range is 119, what a wrong order destroys."""
     name, w = max(matrices.items(), key=lambda item: item[1].size)
     figure = Figure(figsize=(16, 5.4), layout="constrained")
     figure.suptitle(f"4-bit weights to 8 bits, every way: {what}", fontsize=12, x=0.01, ha="left", weight="bold")

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def who_holds(name: str, lane: int | None = None) -> HolderView:
-    """Which lane holds which element; in a notebook it shows itself as a picture.
+    """Show which lane holds which element; in a notebook the result displays as a picture.
 
     Args:
         name: a fragment (`mma.m16n8k32.a`, `wgmma.m64k32.a`, `ldmatrix.x4` ...), a layout of `ptxlab.pack`, or a

@@ -9,7 +9,7 @@ from ptxlab.lowbit.layout import PackedWeight
 
 
 def of_weight(weight: PackedWeight) -> str:
-    """A packed weight: its buffers, and which lane gets what of a tile."""
+    """Render a packed weight: its buffers, and which lane gets what of a tile."""
     chips = [chip(weight.scheme), chip(f"[{weight.N}, {weight.K}]"), chip(lowest_arch(weight.arch))]
     chips += [chip(f"groups of {weight.group}")] if weight.group < weight.K else []
     bits = f"{8 * weight.nbytes / (weight.N * weight.K):.2f} bits per weight"

@@ -43,7 +43,7 @@ class HolderView:
         return page(self.body())
 
     def body(self) -> Html:
-        """The picture without the style."""
+        """Render the picture without the style."""
         title = element("div", element("b", self.holders.name), " ", self.holders.what, cls="title")
         return join([title, self._picture(), self._lane()])
 
@@ -70,7 +70,7 @@ class HolderView:
         return join([element("div", svg, cls="wide"), self._shown(rows, columns)])
 
     def _shown(self, rows: range, columns: range) -> Html:
-        """What the window leaves out."""
+        """Render a line that says which rows and columns are drawn; empty if all are."""
         height, width = self.holders.lane.shape
         if (len(rows), len(columns)) == (height, width):
             return Html("")
@@ -81,7 +81,7 @@ class HolderView:
         return element("div", f"Drawn: {above}, columns {beside}.", cls="dim")
 
     def _window(self) -> tuple[range, range, int]:
-        """Rows and columns to draw, those around what the lane holds first, and the pixels of a column."""
+        """Choose the rows and columns to draw, around the lane's first element, and the pixels of a column."""
         rows, columns = (range(size) for size in self.holders.lane.shape)
         longest = max(run.count for run in _runs(self.holders, range(1), columns))
         width = max(_NARROWEST, _LABEL // longest)
@@ -106,7 +106,7 @@ def _text(x: float, y: float, what: object, kind: str = "") -> Html:
 
 
 def _colour(lane: int) -> str:
-    """Neighbouring lanes of a quad apart, quads in the order of the rainbow."""
+    """Return a lane's colour: quads in the order of the rainbow, the lanes of a quad far apart."""
     return f"hsl({(lane // 4 * 45 + lane % 4 * 100) % 360},70%,50%)"
 
 
@@ -130,5 +130,5 @@ def _same(holders: HolderMap, row: int, one: int, other: int) -> bool:
 
 
 def _in_words(places: list[tuple[int, int]]) -> str:
-    """`(0, 3) (0, 2) (0, 1) (0, 0)`: the highest bits first."""
+    """Format places with the highest bits first: `(0, 3) (0, 2) (0, 1) (0, 0)`."""
     return " ".join(f"({row}, {column})" for row, column in reversed(places))

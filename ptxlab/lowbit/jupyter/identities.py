@@ -72,14 +72,14 @@ IDENTITIES = (
 
 @dataclass(frozen=True)
 class Trace:
-    """What an identity did: a word after every step, and the emulator's findings of every step."""
+    """Run of an identity: a word after every step, and the emulator's findings of every step."""
 
     identity: Identity
     words: tuple[int, ...]
     findings: tuple[tuple[Finding, ...], ...]
 
     def lanes(self, step: int) -> tuple[int, ...]:
-        """The values of the lanes after a step, lane 0 first."""
+        """Decode the values of the lanes after a step, lane 0 first."""
         decoded = self.identity.types[step].decode(np.array([self.words[step]], np.uint64))
         return tuple(int(value) for value in decoded[:, 0])
 
@@ -106,7 +106,7 @@ class Identities:
         return tuple(q * self.s1 + self.minimum for q in self.q4)
 
     def wrong(self, trace: Trace) -> set[int]:
-        """Lanes in which an identity does not give what it should."""
+        """Find the lanes in which an identity does not give the exact value plus its bias."""
         given = trace.lanes(-1)
         return {lane for lane, value in enumerate(self.exact) if given[lane] != value + trace.identity.bias}
 
@@ -173,7 +173,7 @@ def _trace(identity: Identity, q4: tuple[int, ...], s1: int, minimum: int) -> Tr
 
 @cache
 def _kernel(identity: Identity) -> Kernel:
-    """A kernel of one thread that stores `%d` after every step."""
+    """Build a kernel of one thread that stores `%d` after every step."""
     body = [f"    {step}\n    st.global.u32 [%out+{4 * i}], %d;" for i, step in enumerate(identity.steps)]
     return load(_KERNEL.format(body="\n".join(body)))
 
@@ -188,6 +188,6 @@ def _outside(values: tuple[int, ...]) -> set[int]:
 
 
 def _note(trace: Trace, step: int) -> Html:
-    """The word, and what is wrong with it."""
+    """Render the word after a step, and the findings of the step."""
     said = [element("code", f"{trace.words[step]:#010x}"), *(finding.message for finding in trace.findings[step])]
     return join(said, "<br>")

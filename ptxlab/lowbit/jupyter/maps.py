@@ -24,7 +24,7 @@ _DIGITS = 3  # hexadecimal: a tile has at most 16 ** 3 elements
 
 @dataclass(frozen=True, eq=False)
 class HolderMap:
-    """Who holds the elements of a matrix; all arrays are [rows, columns].
+    """Lane, register and bit of each element of a matrix; all arrays are [rows, columns].
 
     Attributes:
         name: of the fragment, packing or kernel.
@@ -48,11 +48,11 @@ class HolderMap:
 
     @property
     def lanes(self) -> int:
-        """How many lanes hold anything."""
+        """Number of lanes that hold anything."""
         return int(self.lane.max()) + 1
 
     def held_by(self, lane: int) -> list[list[tuple[int, int]]]:
-        """(row, column) of the elements of each register of a lane, from its least significant bits."""
+        """List (row, column) of the elements of each register of a lane, from its least significant bits."""
         if not 0 <= lane < self.lanes:
             raise ArgumentError("lane", f"0..{self.lanes - 1} for {self.name}", lane)
         mine = np.argwhere(self.lane == lane)
@@ -62,7 +62,7 @@ class HolderMap:
 
 
 def of_fragment(fragment: Fragment) -> HolderMap:
-    """An operand or an accumulator of a matrix instruction."""
+    """Build the map of an operand or an accumulator of a matrix instruction."""
     axes = {"a": ("row", "k"), "b": ("k", "column")}.get(fragment.name.rsplit(".", 1)[-1], ("row", "column"))
     lanes, registers, elements = np.indices(fragment.rows.shape)
     lane, register, bit = np.empty((3, *fragment.shape), int)
@@ -78,7 +78,7 @@ _TILES = {"row_major": (8, 128), "qserve": (32, 32), "dual_mma": (64, 64), "come
 
 
 def of_packing(layout: str) -> HolderMap:
-    """A tile of a packing: which lane gets which weight of it by loads of 128 bits, `comet` by ldmatrix.x4."""
+    """Build the map of a tile of a packing, as loads of 128 bits bring it to the lanes; `comet` by ldmatrix.x4."""
     shape = _TILES[layout]
     address = _nibbles(layout, shape)
     lanes = 4 * WARP if layout == "dual_mma" else WARP
@@ -94,7 +94,7 @@ def of_packing(layout: str) -> HolderMap:
 
 
 def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
-    """Where each weight of a tile is, in nibbles from the beginning of the buffer."""
+    """Find the position of each weight of a tile in the packed buffer, in nibbles from its beginning."""
     N, K = shape
     position = np.arange(N * K).reshape(shape)
     found = np.zeros(N * K, int)
@@ -107,7 +107,7 @@ def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
 
 
 def of_load(name: str) -> HolderMap:
-    """What a `load_*` kernel brings to the lanes of a warp group, as 8-bit operand A."""
+    """Build the map of the tile that a `load_*` kernel brings to the lanes of a warp group, as 8-bit operand A."""
     held = holders.holders(name)
     share = held.wrong.mean()
     what = "a tile of 64 x 64 weights as the kernel brings it to 128 lanes" + (
@@ -131,7 +131,7 @@ def _fragments() -> dict[str, Callable[[], HolderMap]]:
 
 @cache
 def known() -> dict[str, Callable[[], HolderMap]]:
-    """Every map by name: fragments, packings, kernels of the family `load` that bring fragments."""
+    """List the maps by name: fragments, packings, kernels of the family `load` that bring fragments."""
     loads = [
         s.name for s in registry.specs().values() if s.family == "load" and "fragments" in {a.name for a in s.args}
     ]
@@ -144,7 +144,7 @@ def known() -> dict[str, Callable[[], HolderMap]]:
 
 @cache
 def find(name: str) -> HolderMap:
-    """The map of that name; ArgumentError with the nearest ones for an unknown name."""
+    """Return the map of that name; raise ArgumentError with the nearest names for an unknown one."""
     if name not in known():
         near = difflib.get_close_matches(name, known(), n=3, cutoff=0.3) or list(known())
         raise ArgumentError("name", f"one of {', '.join(near)}", name)

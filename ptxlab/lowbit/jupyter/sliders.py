@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int = -104) -> "VBox":
-    """Sliders for four q4, s1 and min over `identities`, which says what these may be.
+    """Show sliders for four q4, s1 and min over `identities`, which limits their values.
 
     Raises:
         ArgumentError: a value out of its range.
@@ -33,7 +33,7 @@ def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: 
 
 
 def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
-    """A list of all maps and a slider for the lane over `who_holds`.
+    """Show a list of all maps and a slider for the lane over `who_holds`.
 
     Raises:
         ArgumentError: no such map, or no such lane.

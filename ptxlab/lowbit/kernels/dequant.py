@@ -49,8 +49,10 @@ _QOQ_WEIGHTS = (
 
 
 def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
-    """Exact by the rules; by what `pack` asks of groups (`TwoLevelWeight.overflows`), whatever their scale; for every
-    group that the quantiser can leave at a protective range, and at the next one.
+    """Build the claims that LQQ is exact.
+
+    It is exact by the spec's rules; by what `pack` asks of groups (`TwoLevelWeight.overflows`), whatever their scale;
+    for every group that the quantiser can leave at a protective range, and not at the next one.
     """
     predicate = "q4[i]*scale[i//g] + offset[i//g] <= 255"
     found = [KernelClaim("by the rules", holds, _LQQ_RULES), KernelClaim("by the predicate", holds, (predicate,))]
@@ -70,7 +72,7 @@ def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
 
 
 def _qoq_claims() -> tuple[KernelClaim, ...]:
-    """Wraps byte by byte while no product carries; exact for every group that the quantiser can leave at 119."""
+    """Build the claims on QoQ: it wraps by byte while no product carries, and is exact for quantised groups at 119."""
     wraps = "(out[i] - q4[i]*scale[i//g] - offset[i//g]) % 256 == 0"
     exact = "out[i] == (q4[i] - zero[i//g])*scale[i//g]"
 
@@ -95,7 +97,7 @@ def _launch(weights_per_thread: int) -> Callable[[Sizes], Launch]:
 
 
 def _weights(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Weights as language models have them: a bell, and a few outlier channels."""
+    """Draw weights as language models have them: Gaussian, with a few outlier channels."""
     w = rng.standard_normal((rows, columns), dtype=np.float32) * 0.02
     w[:, rng.integers(0, columns, size=max(1, columns // 64))] *= 8
     return w
@@ -147,7 +149,7 @@ def _pack_int4(logical: Arrays) -> Arrays:
 
 
 def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> KernelSpec:
-    """A kernel with a level-2 scale and a second constant per group; 16 weights per thread."""
+    """Build the spec of a kernel with a level-2 scale and a second constant per group; 16 weights per thread."""
     return KernelSpec(
         name=name,
         summary=summary,
@@ -168,7 +170,7 @@ def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> K
 
 
 def _plain(name: str, summary: str, out: str, **fields: Any) -> KernelSpec:
-    """A kernel that takes nothing but words: 16 weights per thread, 8 where the output is FP16."""
+    """Build the spec of a kernel that takes only words: 16 weights per thread, 8 where the output is FP16."""
     per_thread = 8 if out == "float16" else 16
     return KernelSpec(
         name=name,

@@ -27,7 +27,7 @@ _RIGHT_QSERVE = "load_qserve_reorder"  # likewise, for a pair of MMAs below each
 
 @dataclass(frozen=True)
 class Holders:
-    """Where the elements of a tile [64, 64] end up.
+    """Places in which the elements of a tile [64, 64] end up.
 
     Attributes:
         name: of the kernel.
@@ -46,7 +46,7 @@ class Holders:
 
 @cache
 def arrivals(name: str) -> np.ndarray:
-    """Positions (64 row + column) that arrive in [thread, byte of its eight registers], [128, 32]."""
+    """Find the positions (64 row + column) that arrive in [thread, byte of its eight registers], [128, 32]."""
     spec, sources = registry.find(name)
     if spec.family != "load" or "T" not in spec.example_sizes[0]:
         raise ArgumentError("kernel", "a load_* kernel that writes the fragments of a tile", name)
@@ -64,7 +64,7 @@ def arrivals(name: str) -> np.ndarray:
 
 @cache
 def holders(name: str) -> Holders:
-    """Where every element ends up, and whether it is wanted there."""
+    """Find the place in which every element ends up, and whether the MMA wants it there."""
     arrived = arrivals(name)
     needed = arrivals(_RIGHT_QSERVE if name == _RIGHT_QSERVE else RIGHT)
     places = np.argsort(arrived, axis=None)  # every element arrives exactly once
@@ -76,7 +76,7 @@ def holders(name: str) -> Holders:
 
 @dataclass(frozen=True)
 class WarpAccess:
-    """What one warp asks of shared memory with one load.
+    """Accesses of one warp to shared memory by one load.
 
     Attributes:
         text: the instruction.
@@ -95,7 +95,7 @@ class WarpAccess:
 
 @cache
 def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
-    """The loads from shared memory of warp 0 of a `load_*` kernel, in order, as the emulator counts them."""
+    """List the loads from shared memory of warp 0 of a `load_*` kernel, in order, as the emulator counts them."""
     spec, sources = registry.find(name)
     logical = spec.example(np.random.default_rng(0), T=1)
     outcome = run_spec(spec, sources[0], spec.pack(logical), backend="emulator", count_banks=True)
@@ -111,7 +111,7 @@ def _of_one_warp(access: SharedAccess) -> WarpAccess:
 
 
 def as_text(name: str) -> str:
-    """The first MMA of warp 0 for a terminal: lane and register of each run of four channels, `!` where wrong."""
+    """Format the first MMA of warp 0: lane and register of each run of four channels, `!` where wrong."""
     held = holders(name)
     lines = [f"{name}: lane and register whose bytes 0-3 get channels 4 i .. 4 i + 3 of the first operand A"]
     lines.append("row  " + "".join(f"{column:>7}" for column in range(0, MMA_K, 4)))

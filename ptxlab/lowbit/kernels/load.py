@@ -23,13 +23,16 @@ FOLD = np.uint32(0x9E3779B1)
 
 
 def operand_a(tiles: np.ndarray) -> np.ndarray:
-    """What two wgmma.m64nNk32 take as operand A: bytes [T, 64, 64] -> [T, 128, 32], by the fragment map."""
+    """Arrange bytes as operand A of two wgmma.m64nNk32: [T, 64, 64] -> [T, 128, 32], by the fragment map."""
     steps = [fragments.wgmma_a().scatter(np.ascontiguousarray(tiles[..., k : k + 32])) for k in (0, 32)]
     return np.concatenate(steps, axis=-1).view(tiles.dtype)
 
 
 def operand_a_qserve(tiles: np.ndarray) -> np.ndarray:
-    """QServe's tile of 32 x 32 per warp, two mma.m16n8k32 below each other: bytes [T, 64, 64] -> [T, 128, 32]."""
+    """Arrange bytes in QServe's tiles of 32 x 32 per warp: [T, 64, 64] -> [T, 128, 32].
+
+    A tile is two mma.m16n8k32 below each other.
+    """
     warps = []
     for row, column in ((0, 0), (0, 32), (32, 0), (32, 32)):
         tile = tiles[..., row : row + 32, column : column + 32]
@@ -39,20 +42,23 @@ def operand_a_qserve(tiles: np.ndarray) -> np.ndarray:
 
 
 def _arriving_channels() -> np.ndarray:
-    """Which channel of a k32 step `load_ldmatrix_u4` delivers in place of each: eight per lane, in order."""
+    """Return the channel of a k32 step that `load_ldmatrix_u4` delivers in place of each: eight per lane, in order."""
     place = np.arange(32)
     lane, byte = place % 16 // 4, place % 4
     return 8 * lane + 4 * (place // 16) + byte
 
 
 def arriving_u4(q4: np.ndarray) -> np.ndarray:
-    """What `load_ldmatrix_u4` leaves in the registers: every k32 step with its channels out of place."""
+    """Compute the registers that `load_ldmatrix_u4` leaves: every k32 step with its channels out of place."""
     channels = np.concatenate([_arriving_channels(), 32 + _arriving_channels()])
     return operand_a(q4[..., channels])
 
 
 def misses_u4(q4: np.ndarray) -> np.ndarray:
-    """Where that differs from what the MMA needs, lane by lane: channel 8 t + ... against 4 t or 16 + 4 t + ..."""
+    """Find the bytes of `arriving_u4` that the MMA needs otherwise, lane by lane.
+
+    Channel 8 t + ... arrives in place of 4 t or 16 + 4 t + ...
+    """
     wrong = np.zeros((len(q4), THREADS, 32), bool)
     for thread in range(THREADS):
         warp, g, t = thread // 32, thread % 32 // 4, thread % 4
@@ -67,7 +73,7 @@ def misses_u4(q4: np.ndarray) -> np.ndarray:
 
 
 def digest(words: np.ndarray, B: int) -> np.ndarray:
-    """Stages u32 [P, 8, 128, 4] dealt to B blocks in turn; each thread folds its words in order: u32 [B, 128]."""
+    """Deal stages u32 [P, 8, 128, 4] to B blocks in turn; each thread folds its words in order: u32 [B, 128]."""
     folded = np.zeros((B, THREADS), np.uint32)
     for first in range(0, len(words), B):
         stage = words[first : first + B]
@@ -94,7 +100,7 @@ def _tile_launch(sizes: Sizes) -> Launch:
 
 
 def _tile_kernel(name: str, summary: str, tiles: Arg, out: str, **fields: Any) -> KernelSpec:
-    """A kernel that brings one tile per block."""
+    """Build the spec of a kernel that brings one tile per block."""
     return KernelSpec(
         name=name,
         summary=summary,
@@ -107,7 +113,10 @@ def _tile_kernel(name: str, summary: str, tiles: Arg, out: str, **fields: Any) -
 
 
 def _packed(name: str) -> Callable[[Arrays], Arrays]:
-    """The tiles, stacked to a matrix of 64 columns, in a packing that keeps them apart: u32 [T, 128, 4]."""
+    """Return a function that packs the tiles, stacked to a matrix of 64 columns, as u32 [T, 128, 4].
+
+    The packing keeps the tiles apart.
+    """
 
     def pack(logical: Arrays) -> Arrays:
         q4 = logical["q4"].reshape(-1, TILE).view(np.uint8) & np.uint8(15)
@@ -119,7 +128,7 @@ def _packed(name: str) -> Callable[[Arrays], Arrays]:
 
 
 def _ring_kernel(name: str, summary: str, **fields: Any) -> KernelSpec:
-    """A kernel that streams stages through a ring in shared memory."""
+    """Build the spec of a kernel that streams stages through a ring in shared memory."""
     return KernelSpec(
         name=name,
         summary=summary,

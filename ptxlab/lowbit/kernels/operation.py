@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, arg: Arg, sizes: Sizes) -> "Scratch":
-        """What an argument takes at these sizes."""
+        """Build the memory that an argument takes at these sizes."""
         return cls(arg.name, arg.resolve(sizes), storage(str(arg.dtype)), arg.nbytes(sizes))
 
 
@@ -67,7 +67,10 @@ class CallArray(NamedTuple):
         return ArgumentError(self.label, self.capture_rule or rule, self.capture_value)
 
     def view(self, device: int) -> gpu.View:
-        """The array as a launch takes it; ArgumentError unless it is what it has to be, on that device."""
+        """Return the array's view for a launch.
+
+        Raises ArgumentError unless the array has the operand's dtype and shape and lies on that device.
+        """
         view = gpu.view(self.label, self.array)
         if self.dtype:
             return view.require(self.label, self.dtype, self.shape, device)
@@ -89,15 +92,15 @@ class Call(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """Of the problem, for messages."""
+        """Sizes of the problem, for messages."""
 
     @property
     def operands(self) -> Iterable[CallArray]:
-        """What is given, and results."""
+        """Given arrays, and results."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to launch."""
+        """True if there is nothing to launch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +117,19 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, kernel: str, items: Iterable[Scratch], *, zeros: bool, **more: Any) -> Self:
-        """New memory on the current device; zeros are there when this returns."""
+        """Allocate new memory on the current device; zeros are there when this returns."""
         make = gpu.zeros if zeros else gpu.empty
         return cls(kernel, {item.name: gpu.view("workspace", make(item.shape, item.dtype)) for item in items}, **more)
 
     def too_small(self, items: Iterable[Scratch]) -> str:
-        """The name of what is missing or smaller than it has to be; empty if nothing is."""
+        """Return the name of a buffer that is missing or too small; empty if there is none."""
         for name, _, _, nbytes in items:
             if name not in self.views or self.views[name].owner.nbytes < nbytes:
                 return name
         return ""
 
     def said_of(self, name: str) -> str:
-        """What messages say of a buffer that is too small."""
+        """Describe a buffer that is too small, for messages."""
         return f"{self.views[name].owner.nbytes if name in self.views else 0} bytes for {name}"
 
 
@@ -145,7 +148,7 @@ class WorkspaceRules(NamedTuple):
 
 
 class Prepared:
-    """What a call launches at one shape: plans, made when first asked for, which compiles and loads.
+    """Launches of a call at one shape: plans, made when first asked for, which compiles and loads.
 
     Attributes:
         kernel: the name of the last one.
@@ -169,19 +172,19 @@ class Prepared:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """In the order of their launches."""
+        """Plans in the order of their launches."""
         plans = self._make()
         del self._make  # and with it the call that it is made from, and its arrays
         return plans
 
     @property
     def is_loaded(self) -> bool:
-        """Whether there are plans."""
+        """True if the plans have been made."""
         return "plans" in vars(self)
 
 
 class Ready(NamedTuple):
-    """What is left to do for a call that needs no checks: memory to take, results to make, kernels to launch."""
+    """Remaining work of a call that needs no checks: memory to take, results to make, kernels to launch."""
 
     prepared: Prepared
     memory: tuple[Scratch, ...]
@@ -196,7 +199,7 @@ _noted: ContextVar[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] | None] = 
 
 @contextmanager
 def launches_within() -> Iterator[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]]]:
-    """What operations launch within, in order: plans, and the memory that each finds by its pointers' names."""
+    """Record the launches of operations in the block, in order: plans, and their memory by its pointers' names."""
     noted: list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] = []
     before = _noted.set(noted)
     try:
@@ -252,7 +255,7 @@ class Operation(Generic[C]):
         *operands: Any,
         workspace: DeviceMemory | None = None,
     ) -> Results:
-        """The results that the caller has not given.
+        """Run the operation and return the results that the caller has not given.
 
         Args:
             options: the caller's, from `Options.of`.
@@ -295,7 +298,7 @@ class Operation(Generic[C]):
         )
 
     def _check_call(self, options: Options, arrays: Mapping[str, Any], operands: tuple[Any, ...]) -> C:
-        """The call; raises ArgumentError for what it must not be given."""
+        """Build the call; raise ArgumentError for operands that it must not be given."""
         options.require_valid(self.name)
         return self.check(options, arrays, *operands)
 
@@ -316,7 +319,7 @@ class Operation(Generic[C]):
     def _launch_first(
         self, call: C, place: tuple[int, int], workspace: DeviceMemory | None, example: Any, key: Hashable
     ) -> Results:
-        """The first call with a key: choose, prepare, compile, launch, and remember it."""
+        """Choose, prepare, compile and launch at the first call with a key, and remember the launches."""
         if call.options.backend == "emulator":
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         device, stream = place
@@ -340,7 +343,7 @@ class Operation(Generic[C]):
         return made
 
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
-        """Nothing can be waited for, allocated or loaded while a CUDA graph is captured: say what to do before."""
+        """Raise if something must be waited for, allocated or loaded in a CUDA graph capture; say what to do before."""
         if call.options.check:
             rule = "must be False in a capture, where nothing can be waited for"
             raise ArgumentError(f"{self.name}: check", rule, True)
@@ -396,13 +399,13 @@ def _launch(ready: Ready, stream: int, views: dict[str, gpu.View], used: DeviceM
 
 
 def _handed(made: dict[str, Any], results: Iterable[CallArray], example: Any) -> Results:
-    """The results as the caller's library has them."""
+    """Convert the results to arrays of the caller's library."""
     return {result.name: gpu.handed(made[result.name], example, result.dtype) for result in results}
 
 
 @cache
 def _itemsize(dtype: str) -> int:
-    """Bytes of an element; 0 of what NumPy has no such numbers of, for which the checks have better words."""
+    """Return the bytes of an element; 0 for a dtype that NumPy lacks, for which the checks have better words."""
     try:
         return storage(dtype).itemsize
     except TypeError:
@@ -410,7 +413,10 @@ def _itemsize(dtype: str) -> int:
 
 
 def _host_view(name: str, array: Any) -> gpu.View:
-    """Of an array on the host what `gpu.view` says of one on a device; no bytes where the checks have better words."""
+    """Build the view of an array on the host, as `gpu.view` does on a device.
+
+    It has no bytes where the checks have better words.
+    """
     try:
         shared = np.empty(0) if gpu.is_device_array(array) else gpu.as_array(name, array)
     except ArgumentError:
@@ -424,14 +430,17 @@ T = TypeVar("T")
 
 
 def remember(known: dict[K, T], key: K, value: T) -> None:
-    """Keep it for the next call. A decoder has few shapes; where there are many, all are forgotten now and then."""
+    """Keep `value` under `key` for the next call.
+
+    A decoder has few shapes; where there are many, all are forgotten now and then.
+    """
     if key not in known and len(known) >= MOST:
         known.clear()
     known[key] = value
 
 
 def dtype_of(array: Any) -> str:
-    """The name of an array's dtype in any library; uint16 are bits of bfloat16."""
+    """Return the name of an array's dtype in any library; uint16 are bits of bfloat16."""
     return _named(getattr(array, "dtype", type(array).__name__))
 
 
@@ -442,6 +451,6 @@ def _named(dtype: Any) -> str:
 
 
 def copied(name: str, array: Any) -> Any:
-    """A device array's numbers on the host, or None for None; `name` is for messages."""
+    """Copy a device array's numbers to the host, or return None for None; `name` is for messages."""
     shared = None if array is None else gpu.as_array(name, array)
     return shared if shared is None or isinstance(shared, np.ndarray) else gpu.to_host(shared)

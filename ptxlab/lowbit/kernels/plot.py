@@ -16,7 +16,7 @@ _PLATE: dict[str, Any] = {"boxstyle": "square,pad=0.15", "color": "#ffffffe0", "
 
 
 def load_picture(name: str) -> Figure:
-    """Who holds what after a `load_*` kernel, and the banks it meets; a wrong one beside the right one."""
+    """Draw which lane holds what after a `load_*` kernel, and its banks; beside a wrong kernel the right one."""
     held = [holders.holders(name)]
     if held[0].wrong.any():
         held.append(holders.holders(holders.RIGHT))
@@ -24,7 +24,7 @@ def load_picture(name: str) -> Figure:
 
 
 def load_figure(held: Sequence[Holders], accesses: Sequence[WarpAccess]) -> Figure:
-    """Who holds what: warp 0's rows of the tile by lane (one panel per kernel), and the banks that its loads meet.
+    """Draw warp 0's rows of the tile by lane (one panel per kernel), and the banks that its loads meet.
 
     Args:
         held: the kernels to compare, the one in question first.
@@ -58,7 +58,7 @@ def _lane_tile(axes: Axes, held: Holders) -> None:
 
 
 def _bank_grid(axes: Axes, name: str, accesses: Sequence[WarpAccess]) -> None:
-    """One line per wavefront: which lanes' words each of the 32 banks delivers."""
+    """Draw one line per wavefront: the lanes whose words each of the 32 banks delivers."""
     fronts = [(access, front) for access in accesses for front in access.fronts]
     grid = np.full((len(fronts), 32), np.nan)
     for line, (_, front) in enumerate(fronts):

@@ -49,7 +49,7 @@ def _takes(spec: KernelSpec, sizes: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SpecCall:
-    """One call.
+    """Call that launches the kernels of given specs.
 
     Attributes:
         name: the public call's name, for errors.
@@ -99,16 +99,16 @@ class SpecCall:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing would be written: of no tokens there may still be offsets."""
+        """True if nothing would be written: without tokens there may still be offsets."""
         return not any(prod(operand.shape) for operand in self.operands if operand.name in self.written)
 
     def config(self, spec: KernelSpec) -> dict[str, int]:
-        """The constants of the variant of a spec."""
+        """Return the constants of the variant of a spec."""
         floats = {name: of.index(self.dtype) for name, of in spec.by_variant.items() if self.dtype in of}
         return {**spec.config_for(self.sizes), **floats}
 
     def prepare(self) -> Prepared:
-        """The kernels, compiled for the current device."""
+        """Prepare the kernels for the current device; the plans compile them."""
         for spec in self.specs:
             if reason := why_not(spec, "gpu"):
                 kernel = "" if spec.name == self.name else f"{spec.name}: "
@@ -140,7 +140,7 @@ class SpecCall:
         return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
 
     def _host_array(self, operand: CallArray) -> Any:
-        """The operand's array; ArgumentError unless it is what it has to be."""
+        """Return the operand's array; raise ArgumentError unless it is on the host with its dtype and shape."""
         if operand.dtype:
             return require_on_host(*operand[1:5], written=operand.name in self.written)
         if gpu.is_device_array(operand.array):

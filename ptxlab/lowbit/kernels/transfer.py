@@ -44,7 +44,7 @@ _Packed = TypeVar(
 
 @break_graph
 def to_device(packed: _Packed) -> _Packed:
-    """Packed weights, experts' or one, packed activations or a KV cache, NumPy arrays copied to the GPU, as CuPy's.
+    """Copy packed weights (one or experts'), packed activations or a KV cache from NumPy arrays to CuPy's.
 
     Raises ArgumentError for anything else, UnavailableError where there is no GPU.
     """
@@ -57,5 +57,5 @@ def to_device(packed: _Packed) -> _Packed:
 
 
 def copied_to_device(array: Any) -> Any:
-    """A NumPy array as CuPy's; one that is on the GPU stays what it is."""
+    """Copy a NumPy array to CuPy's; return an array on the GPU as it is."""
     return gpu.to_device(array) if isinstance(array, np.ndarray) else array

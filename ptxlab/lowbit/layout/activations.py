@@ -30,7 +30,7 @@ _FRAGMENTS = Order("Mg Kmrtb", "KMgtmrb", g=8, m=2, r=2, t=4, b=4)
 
 
 def to_fragment_order(x_q: S8) -> S8:
-    """x_q s8 [M, K] in fragment order: s8 [ceil(K/64), ceil(M/8), 512].
+    """Reorder x_q s8 [M, K] into fragment order: s8 [ceil(K/64), ceil(M/8), 512].
 
     Raises ArgumentError unless `x_q` is a non-empty s8 matrix.
     """
@@ -39,13 +39,13 @@ def to_fragment_order(x_q: S8) -> S8:
 
 
 def from_fragment_order(fragments: S8, M: int, K: int) -> S8:
-    """The matrix s8 [M, K] that `to_fragment_order` made `fragments` of. Raises ArgumentError for another shape."""
+    """Restore the matrix s8 [M, K] from `to_fragment_order`; raise ArgumentError for another shape."""
     _require_shape("fragments", fragments, _FRAGMENTS.shape(M, K), M, K)
     return _FRAGMENTS.restore(fragments, M, K)
 
 
 def to_swizzled_tiles(x_q: S8, rows: int) -> S8:
-    """x_q s8 [M, K] in swizzled tiles of `rows` tokens: s8 [ceil(M/rows), ceil(K/128), 128·rows].
+    """Reorder x_q s8 [M, K] into swizzled tiles of `rows` tokens: s8 [ceil(M/rows), ceil(K/128), 128·rows].
 
     Raises ArgumentError unless `x_q` is a non-empty s8 matrix and `rows` a multiple of 8 in 8..256.
     """
@@ -54,7 +54,7 @@ def to_swizzled_tiles(x_q: S8, rows: int) -> S8:
 
 
 def from_swizzled_tiles(tiles: S8, M: int, K: int, rows: int) -> S8:
-    """The matrix s8 [M, K] that `to_swizzled_tiles` made `tiles` of. Raises ArgumentError for another shape."""
+    """Restore the matrix s8 [M, K] from `to_swizzled_tiles`; raise ArgumentError for another shape."""
     order = _tiles(rows)
     _require_shape("tiles", tiles, order.shape(M, K), M, K)
     return order.restore(_swizzled(tiles), M, K)
@@ -67,7 +67,7 @@ def _tiles(rows: int) -> Order:
 
 
 def _swizzled(tiles: S8) -> S8:
-    """Tiles with their 16-byte columns exchanged; doing it twice undoes it."""
+    """Exchange the 16-byte columns of tiles; doing it twice undoes it."""
     columns = swizzle(np.arange(0, 8 * SPAN, 16), SPAN) // 16
     atoms = tiles.reshape(-1, len(columns), 16)
     return atoms[:, columns.tolist()].reshape(tiles.shape)

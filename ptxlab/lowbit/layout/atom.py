@@ -30,7 +30,7 @@ _SCALES = Order("Nhg K", "NKgh", h=2, g=8)
 
 
 def pack_pairs(q4: S8) -> U8:
-    """s8 [..., K] in -8..7 as u8 [..., K/2]: two neighbours a byte, the first in the low nibble.
+    """Pack s8 [..., K] in -8..7 to u8 [..., K/2]: two neighbours per byte, the first in the low nibble.
 
     Raises ArgumentError for another dtype, a value outside, or K no positive multiple of 8.
     """
@@ -40,31 +40,32 @@ def pack_pairs(q4: S8) -> U8:
 
 
 def unpack_pairs(pairs: U8) -> S8:
-    """The inverse of `pack_pairs`."""
+    """Unpack pairs u8 [..., K/2] to s8 [..., K]; the inverse of `pack_pairs`."""
     nibbles = np.stack([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=-1)
     return nibbles.reshape(*pairs.shape[:-1], -1).view(np.int8) >> np.int8(4)
 
 
 def scale_rows(rows: AtomRows) -> F16:
-    """The scales f16 [R, S] of all groups, of the outliers, and ones."""
+    """Return the scales f16 [R, S]: those of all groups, that of the outliers, then ones up to a multiple of 8."""
     return pad_scales(rows.scales)
 
 
 def pad_scales(scale: F16) -> F16:
-    """Scales f16 [R, G] with ones up to a whole number of eights."""
+    """Pad scales f16 [R, G] with ones to a multiple of 8 columns."""
     return np.concatenate([scale, np.ones_like(scale, shape=(len(scale), -scale.shape[1] % 8))], axis=1)
 
 
 def scale_columns(K: int, group: int) -> int:
-    """Of a row of `scale_rows`."""
+    """Return the number of columns of a row of `scale_rows`."""
     return ceil_div(K // group + 1, 8) * 8
 
 
 def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
-    """A weight as rows u8 [N, K/2] for activations of which so many blocks, the last ones, are INT8.
+    """Pack a weight as rows u8 [N, K/2] for activations whose last `int8` blocks are INT8.
 
-    Blocks for INT4 are pairs (`pack_pairs`). In those for INT8 16 bytes are a k32 step, word t what lane t of four
-    needs of it as operand A of m16n8k32: high nibbles channels 4·t.., low ones 16 + 4·t.. (COMET's location switch).
+    Blocks for INT4 are pairs (`pack_pairs`). In those for INT8, 16 bytes are a k32 step; word t is what lane t of four
+    needs of it as operand A of m16n8k32. Its high nibbles are channels 4·t.., its low nibbles channels 16 + 4·t..
+    (COMET's location switch).
     """
     at = weight.shape[1] - int8 * BLOCK
     parts = [pack_pairs(weight.q[:, :at])] if at else []
@@ -75,20 +76,20 @@ def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
 
 
 def pairs_of(x: BlockRows) -> U8:
-    """The INT4 channels of activations as pairs u8 [M, K4/2], K4 may be 0."""
+    """Pack the INT4 channels of activations as pairs u8 [M, K4/2]; K4 may be 0."""
     q4 = x.q[:, : x.channels4]
     return pack_pairs(q4) if x.channels4 else q4.copy().view(np.uint8)
 
 
 def join_blocks(x: BlockRows) -> U8:
-    """Activations u8 [M, K4/2 + K8]: of every token the pairs of its INT4 channels, then the others as bytes."""
+    """Pack activations as u8 [M, K4/2 + K8]: per token its INT4 channels as pairs, then its INT8 channels."""
     return np.concatenate([pairs_of(x), x.q[:, x.channels4 :].view(np.uint8)], axis=1)
 
 
 def pack_comet_strips(weight: BlockRows, int8: int) -> U8:
-    """A weight in strips u8 [ceil(N/16), K/128·1056] for activations of which so many blocks, the last ones, are INT8.
+    """Pack a weight in strips u8 [ceil(N/16), K/128·1056] for activations whose last `int8` blocks are INT8.
 
-    Blocks are those of `pack_atom_strips`. In those for INT4 channels lie as pairs are unpacked (`unpacked_pairs`).
+    Blocks are those of `pack_atom_strips`. The channels of blocks for INT4 are in the order of `unpacked_pairs`.
     """
     at = weight.shape[1] - int8 * BLOCK
     q4 = np.concatenate([unpacked_pairs(weight.q[:, :at]), weight.q[:, at:]], axis=1)
@@ -96,14 +97,14 @@ def pack_comet_strips(weight: BlockRows, int8: int) -> U8:
 
 
 def unpacked_pairs(q: S8) -> S8:
-    """Channels [R, K] in the order in which `gemm_w4ax_sm90` unpacks pairs: of every 32 the even ones first."""
+    """Reorder channels [R, K] as `gemm_w4ax_sm90` unpacks pairs: of every 32 channels the even ones first."""
     halves = q.reshape(len(q), q.shape[1] // 32, 16, 2)
     ordered: S8 = halves.swapaxes(2, 3).reshape(q.shape)
     return ordered
 
 
 def unpack_comet_rows(rows: U8, int8: int) -> S8:
-    """The inverse of `pack_comet_rows`, but for the scales: s8 [N, K]."""
+    """Unpack rows of `pack_comet_rows` to s8 [N, K]; scales are not part of them."""
     at = rows.shape[1] - int8 * BLOCK // 2
     parts = [unpack_pairs(rows[:, :at])]
     if int8:
@@ -113,7 +114,7 @@ def unpack_comet_rows(rows: U8, int8: int) -> S8:
 
 
 def unpack_comet_strips(strips: U8, N: int, K: int, int8: int) -> BlockRows:
-    """The inverse of `pack_comet_strips`; raises ArgumentError for another number of bytes."""
+    """Unpack strips of `pack_comet_strips`; raise ArgumentError for another number of bytes."""
     rows = unpack_atom_strips(strips, N, K, 0, BLOCK)
     at = K - int8 * BLOCK
     halves = rows.q4[:, :at].reshape(N, at // 32, 2, 16)
@@ -122,7 +123,7 @@ def unpack_comet_strips(strips: U8, N: int, K: int, int8: int) -> BlockRows:
 
 
 def pack_atom_strips(weight: AtomRows) -> U8:
-    """A weight in strips: u8 [ceil(N/16), bytes of a strip]. Rows behind N are zeros with scale 0.
+    """Pack a weight in strips: u8 [ceil(N/16), bytes of a strip]; rows behind N are zeros with scale 0.
 
     Raises ArgumentError for a group other than 64 and 128.
     """
@@ -148,7 +149,7 @@ def pack_atom_strips(weight: AtomRows) -> U8:
 
 
 def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) -> AtomRows:
-    """The inverse of `pack_atom_strips`; raises ArgumentError for another group or number of bytes."""
+    """Unpack strips of `pack_atom_strips`; raise ArgumentError for another group or number of bytes."""
     expected = (ceil_div(N, 16), strip_bytes(K, outliers, group))
     blocks, size = ceil_div(K, BLOCK), _block_bytes(group)
     end = blocks * size
@@ -166,7 +167,10 @@ def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) ->
 
 
 def strip_bytes(K: int, outliers: int, group: int) -> int:
-    """Bytes of a strip of K INT4 channels and some outliers; raises ArgumentError for a group other than 64 and 128."""
+    """Count the bytes of a strip of K INT4 channels and the outliers, if there are any.
+
+    Raises ArgumentError for a group other than 64 and 128.
+    """
     if group not in ATOM_GROUPS:
         raise ArgumentError("group", "must be 64 or 128", group)
     return ceil_div(K, BLOCK) * _block_bytes(group) + (OUTLIER_BYTES if outliers else 0)

@@ -78,7 +78,7 @@ def check_buffers(weight: Any, shapes: Shapes, channels: str) -> None:
 
 
 def atom_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shapes:
-    """The buffers of an `AtomWeight`: name -> (dtype, shape).
+    """Return the buffers of an `AtomWeight`: name -> (dtype, shape).
 
     Raises ArgumentError: an unknown layout, N no positive multiple of 8, and for what `check_channels` refuses.
     """
@@ -127,7 +127,7 @@ def pack_atom(weight: AtomRows, layout: str = "strips") -> AtomWeight:
 
 
 def unpack_atom(packed: AtomWeight) -> AtomRows:
-    """The quantised weight that was packed, equal to it in every bit."""
+    """Unpack the quantised weight, equal to the packed one in every bit."""
     if not isinstance(packed, AtomWeight):
         raise ArgumentError("packed", "must be an AtomWeight", type(packed).__name__)
     buffers = packed.buffers
@@ -177,7 +177,10 @@ def check_arrays(x: Any, shapes: Shapes, channels: str) -> None:
 
 
 def activation_shapes(layout: str, M: int, K: int, outliers: int, group: int) -> Shapes:
-    """The arrays of `AtomActivations`: name -> (dtype, shape); raises ArgumentError for what it refuses."""
+    """Return the arrays of `AtomActivations`: name -> (dtype, shape).
+
+    Raises ArgumentError for an unknown layout, and for what `check_channels` refuses.
+    """
     if not is_one_of(layout, ATOM_ORDERS.values()):
         raise ArgumentError("layout", f"must be one of {', '.join(ATOM_ORDERS.values())}", layout)
     check_channels(K, outliers, group)
@@ -188,7 +191,7 @@ def activation_shapes(layout: str, M: int, K: int, outliers: int, group: int) ->
 
 
 def pack_atom_activations(x: AtomRows, layout: str = "bytes") -> AtomActivations:
-    """Quantised activations (NumPy or CuPy) in the order of a kernel; `unpack_atom_activations` gives them back.
+    """Pack quantised activations (NumPy or CuPy) in a kernel's order; `unpack_atom_activations` is the inverse.
 
     Raises ArgumentError: an unknown layout, no AtomRows, another group.
     """
@@ -204,7 +207,7 @@ def pack_atom_activations(x: AtomRows, layout: str = "bytes") -> AtomActivations
 
 
 def unpack_atom_activations(packed: AtomActivations) -> AtomRows:
-    """The quantised activations as rows again."""
+    """Unpack quantised activations to rows."""
     if packed.layout == "bytes":
         return _rows(packed.x[:, : packed.K], packed.x[:, packed.K :], packed.scale, packed.group)
     return _rows(unpack_pairs(packed.x), packed.x8, packed.scale, packed.group)

@@ -44,7 +44,7 @@ class TensorFile(ABC):
     tensors: dict[str, TensorInfo]
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor `name` as float16, float32 or float64; bfloat16 comes as float32, exactly.
+        """Read the tensor `name` as float16, float32 or float64; bfloat16 becomes float32, exactly.
 
         Raises ArgumentError for a name that is not in the file, FileError for a dtype that is not in `FLOATS`.
         """
@@ -60,7 +60,7 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes u8 [nbytes] of the tensor `name`, of whatever dtype."""
+        """Read the bytes u8 [nbytes] of the tensor `name`, of any dtype."""
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -69,7 +69,7 @@ class TensorFile(ABC):
 
 
 def bytes_at(path: Path, info: TensorInfo, offset: int) -> npt.NDArray[np.uint8]:
-    """A tensor's bytes in a file. Raises FileError if they are not there, as after a change since it was opened."""
+    """Read a tensor's bytes from a file; raise FileError if the file, changed meanwhile, no longer has them."""
     try:
         content = np.fromfile(path, dtype=np.uint8, count=info.nbytes, offset=offset)
     except OSError as error:
@@ -110,7 +110,7 @@ class Checkpoint(TensorFile):
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, Any]]:
-        """Where the tensors' bytes start, and the header that the library has already found valid."""
+        """Offset of the tensors' bytes, and the header, which the library has already found valid."""
         with self.path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             return 8 + length, json.loads(file.read(length))
@@ -173,7 +173,7 @@ class CheckpointFolder(TensorFile):
 
 
 def _indexed(index: Path) -> dict[str, str]:
-    """File names by tensor of an index."""
+    """Read the file name of each tensor from an index."""
     try:
         found = read_json(index)["weight_map"]
         names = {str(tensor): Path(file).name for tensor, file in found.items()}
@@ -224,12 +224,12 @@ def write_checkpoint(
 
 
 def _width(info: TensorInfo) -> int:
-    """Bytes per element; 0 for an empty tensor, which may lie anywhere."""
+    """Return the bytes per element; 0 for an empty tensor, which may lie anywhere."""
     return info.nbytes // max(1, prod(info.shape))
 
 
 def encoder_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """The name and array of every weight matrix inside a transformer layer (`layer.3.`, `layers.3.`) of a file.
+    """Yield name and array of every weight matrix in a file's transformer layers (`layer.3.`, `layers.3.`).
 
     Embeddings, heads, vectors and tensors of other dtypes are left out. Raises FileError as `Checkpoint` does.
     """

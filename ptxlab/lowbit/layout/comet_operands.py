@@ -62,7 +62,7 @@ class BlockWeight(Described):
 
 
 def block_shapes(layout: str, N: int, K4: int, K8: int) -> Shapes:
-    """The buffers of a `BlockWeight`: name -> (dtype, shape).
+    """Return the buffers of a `BlockWeight`: name -> (dtype, shape).
 
     Raises ArgumentError: an unknown layout, N no positive multiple of 8, K4 and K8 as `check_blocks` refuses them.
     """
@@ -108,7 +108,7 @@ def pack_block_weight(weight: BlockRows, int8: int, layout: str = "strips") -> B
 
 
 def unpack_block_weight(packed: BlockWeight) -> BlockRows:
-    """The quantised weight that was packed, equal to it in every bit."""
+    """Unpack the quantised weight, equal to the packed one in every bit."""
     if not isinstance(packed, BlockWeight):
         raise ArgumentError("packed", "must be a BlockWeight", type(packed).__name__)
     buffers, K, int8 = packed.buffers, packed.K4 + packed.K8, packed.K8 // BLOCK
@@ -147,7 +147,10 @@ class BlockActivations(Described):
 
 
 def block_activation_shapes(layout: str, M: int, K4: int, K8: int) -> Shapes:
-    """The arrays of `BlockActivations`: name -> (dtype, shape); raises ArgumentError for what it refuses."""
+    """Return the arrays of `BlockActivations`: name -> (dtype, shape).
+
+    Raises ArgumentError for an unknown layout, and for what `check_blocks` refuses.
+    """
     if not is_one_of(layout, BLOCK_ORDERS.values()):
         raise ArgumentError("layout", f"must be one of {', '.join(BLOCK_ORDERS.values())}", layout)
     check_blocks(K4, K8)
@@ -158,7 +161,7 @@ def block_activation_shapes(layout: str, M: int, K4: int, K8: int) -> Shapes:
 
 
 def pack_block_activations(x: BlockRows, layout: str = "joined") -> BlockActivations:
-    """Quantised activations (NumPy or CuPy) in the order of a kernel; `unpack_block_activations` gives them back.
+    """Pack quantised activations (NumPy or CuPy) in a kernel's order; `unpack_block_activations` is the inverse.
 
     Raises ArgumentError: an unknown layout, no BlockRows, other blocks than of 128.
     """
@@ -173,14 +176,14 @@ def pack_block_activations(x: BlockRows, layout: str = "joined") -> BlockActivat
 
 
 def unpack_block_activations(packed: BlockActivations) -> BlockRows:
-    """The quantised activations as rows again."""
+    """Unpack quantised activations to rows."""
     x8 = packed.x[:, packed.K4 // 2 :].view(np.int8) if packed.layout == "joined" else packed.x8
     q = np.concatenate([unpack_pairs(packed.x[:, : packed.K4 // 2]), x8], axis=1)
     return BlockRows(q, packed.scale[:, : q.shape[1] // BLOCK].copy(), packed.K8 // BLOCK)
 
 
 def _contiguous(arrays: Buffers) -> Buffers:
-    """Copies that are, whatever the order of what they came from."""
+    """Copy the arrays in C order, whatever the order of the originals."""
     return {name: array.copy(order="C") for name, array in arrays.items()}
 
 

@@ -45,7 +45,7 @@ class ExpertWeights(Described):
         return sum(int(array.nbytes) for array in self.buffers.values())
 
     def expert(self, index: int) -> PackedWeight:
-        """The weight of one expert, on the same memory. Raises ArgumentError if there is no such expert."""
+        """Return a view of one expert's weight; raise ArgumentError if there is no such expert."""
         if not is_integer(index) or not 0 <= index < self.E:
             raise ArgumentError("expert", f"must be in 0..{self.E - 1}", index)
         of_all = {name: array.shape[:1] for name, array in self.buffers.items()}
@@ -64,7 +64,7 @@ class ExpertWeights(Described):
 
 @break_graph
 def stack_experts(weights: Sequence[PackedWeight]) -> ExpertWeights:
-    """The weights of all experts in one, copied; experts in the order given.
+    """Copy the weights of all experts, in the given order, into one ExpertWeights.
 
     Raises ArgumentError: none given, something else than a PackedWeight, or one that differs from the first in layout,
     scheme, N, K or group.

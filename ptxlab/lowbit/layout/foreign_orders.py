@@ -13,7 +13,7 @@ AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack_qserve(qweight: Array) -> U8:
-    """The nibbles u8 [N, K] of QServe's qweight s8 [N, K/2]; N and K are multiples of 32."""
+    """Unpack the nibbles u8 [N, K] of QServe's qweight s8 [N, K/2]; N and K are multiples of 32."""
     N, K = qweight.shape[0], 2 * qweight.shape[1]
     tiles = qweight.view(np.uint8).reshape(N // 32, K // 32, 8, 4, 2, 2, 4)  # tile, lane r, c, half of k, 8 rows, k
     halves = np.stack([tiles & 15, tiles >> 4])  # of 16 rows
@@ -21,13 +21,13 @@ def unpack_qserve(qweight: Array) -> U8:
 
 
 def qserve_rows(constants: Array) -> Array:
-    """[N, G] of QServe's constants [G, N]."""
+    """Reorder QServe's constants [G, N] to [N, G]."""
     G, N = constants.shape
     return np.ascontiguousarray(constants.reshape(G, N // 32, 8, 4).transpose(1, 3, 2, 0)).reshape(N, G)
 
 
 def unpack_words(words: Array, axis: int, order: tuple[int, ...] = tuple(range(8))) -> U8:
-    """The nibbles u8 of words s32 [a, b], eight along `axis`; nibble i, counted from the lowest, is `order[i]`."""
+    """Unpack the nibbles u8 of words s32 [a, b], eight along `axis`; nibble i from the lowest is element `order[i]`."""
     shifts = 4 * np.argsort(order).astype(np.uint32)
     spread = words.view(np.uint32)[..., None] >> shifts & np.uint32(15)
     nibbles = spread.astype(np.uint8)

@@ -78,10 +78,10 @@ class KVCache(Described):
         rotated: bool = False,
         like: Any = None,
     ) -> "KVCache":
-        """Room for `batch` sequences of max_pages·page_size tokens, each page used once, of length 0.
+        """Allocate a cache for `batch` sequences of max_pages·page_size tokens, each page used once, of length 0.
 
-        `like` is an array of the library, NumPy (None), CuPy or PyTorch, whose arrays they shall be, on its device.
-        Raises ArgumentError for a number below 1, or as the class does.
+        `like` is an array whose library and device the cache's arrays take: NumPy (None), CuPy or PyTorch. Raises
+        ArgumentError for a number below 1, or as the class does.
         """
         size = page_bytes(scheme, page_size, head_dim)
         for name, number in (("batch", batch), ("max_pages", max_pages), ("num_kv_heads", num_kv_heads)):
@@ -160,7 +160,7 @@ class KVCache(Described):
         return quantize_kv(v, self.scheme, self.v_channel)
 
     def slots(self, b: int) -> S32:
-        """Where the tokens of sequence `b` lie: page·page_size + offset, s32 [lengths[b]]."""
+        """Compute the slots of the tokens of sequence `b`: page·page_size + offset, s32 [lengths[b]]."""
         token = np.arange(int(self.lengths[b]), dtype=np.int32, like=self.block_table)
         slots: S32 = self.block_table[b, token // self.page_size] * self.page_size + token % self.page_size
         return slots
@@ -175,7 +175,7 @@ class KVCache(Described):
 
 
 def _zeros(like: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Zeros in an array of the library, and on the device, of `like`; None stands for NumPy."""
+    """Allocate zeros in the library and on the device of `like`; None stands for NumPy."""
     if hasattr(like, "new_zeros"):  # PyTorch, which calls its dtypes by the same names
         return like.new_zeros(shape, dtype=getattr(sys.modules["torch"], dtype))
     if like is not None and not hasattr(like, "__array_function__"):
@@ -187,7 +187,7 @@ def _zeros(like: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def _range(like: Any, stop: int) -> Any:
-    """0, 1 ... s32 [stop], likewise."""
+    """Return 0, 1 ... s32 [stop] in the library and on the device of `like`; None stands for NumPy."""
     if hasattr(like, "new_zeros"):
         torch = sys.modules["torch"]
         return torch.arange(stop, dtype=torch.int32, device=like.device)
@@ -195,7 +195,7 @@ def _range(like: Any, stop: int) -> Any:
 
 
 def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:
-    """The keys and the values [lengths[b], Hkv, D] of every sequence of a NumPy or CuPy cache.
+    """Read the keys and the values [lengths[b], Hkv, D] of every sequence of a NumPy or CuPy cache.
 
     Raises ArgumentError as `KVCache.check` does.
     """

@@ -59,7 +59,7 @@ def pack_s4(values: S8, argument: str = "q4") -> U32:
 
 
 def unpack_s4(words: U32) -> S8:
-    """The weights s8 [..., K] of micro-kernel words u32 [..., K/8]; the inverse of `pack_s4`."""
+    """Unpack micro-kernel words u32 [..., K/8] to weights s8 [..., K]; the inverse of `pack_s4`."""
     return (unpack_u4(words) << np.uint8(4)).view(np.int8) >> np.int8(4)
 
 
@@ -72,7 +72,7 @@ def pack_comet(values: S8, argument: str = "q4") -> U32:
 
 
 def unpack_comet(words: U32) -> S8:
-    """The weights s8 [..., K] of COMET words u32 [..., K/8]; the inverse of `pack_comet`."""
+    """Unpack COMET words u32 [..., K/8] to weights s8 [..., K]; the inverse of `pack_comet`."""
     return unpack_s4(exchange_nibbles(words))
 
 
@@ -89,7 +89,7 @@ def pack_mma(values: U8, argument: str = "q4") -> U32:
 
 
 def unpack_mma(words: U32) -> U8:
-    """The weights u8 [..., K] of MMA words u32 [..., K/8]; the inverse of `pack_mma`.
+    """Unpack MMA words u32 [..., K/8] to weights u8 [..., K]; the inverse of `pack_mma`.
 
     Raises ArgumentError: dtype not u32, or not four words per 32 weights.
     """
@@ -103,7 +103,7 @@ def unpack_mma(words: U32) -> U8:
 
 
 def exchange_nibbles(words: U32) -> U32:
-    """The words u32 [...] with the two nibbles of every byte exchanged: between a word's plain and its COMET form."""
+    """Exchange the two nibbles of every byte of words u32 [...]: converts between a word's plain and its COMET form."""
     _require_dtype("words", words, np.uint32)
     return (words & _LOW) << np.uint32(4) | words >> np.uint32(4) & _LOW
 

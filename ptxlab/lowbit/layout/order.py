@@ -31,17 +31,17 @@ class Order:
         return tuple(prod(self.sizes.get(part, 1) for part in axis) for axis in self.logical.split())
 
     def tiles(self, *shape: int) -> tuple[int, ...]:
-        """How many tiles cover an array of `shape`, along each axis."""
+        """Count the tiles that cover an array of `shape`, along each axis."""
         return tuple(ceil_div(size, tile) for size, tile in zip(shape, self.tile, strict=True))
 
     def shape(self, *shape: int) -> tuple[int, ...]:
-        """What `store` makes of an array of `shape`: tiles in stored order, then the elements of a tile."""
+        """Return the shape of a stored array of `shape`: tiles in stored order, then the elements of a tile."""
         counts = self.tiles(*shape)
         tiles = tuple(self._size(part, counts) for part in self.stored if part not in self.sizes)
         return (*tiles, prod(self.tile)) if self.sizes else tiles
 
     def store(self, array: npt.NDArray[_Scalar], fill: int = 0) -> npt.NDArray[_Scalar]:
-        """The array in stored order, padded with `fill` to whole tiles; see `shape`."""
+        """Reorder the array into stored order, padded with `fill` to whole tiles; see `shape`."""
         counts, shape = self.tiles(*array.shape), self.shape(*array.shape)
         missing = [n * t - size for n, t, size in zip(counts, self.tile, array.shape, strict=True)]
         if any(missing):
@@ -52,7 +52,7 @@ class Order:
         return _contiguous(stored).reshape(shape)
 
     def restore(self, stored: npt.NDArray[Any], *shape: int) -> npt.NDArray[Any]:
-        """The array of `shape` that `store` made `stored` of, contiguous."""
+        """Restore the array of `shape`, contiguous, from what `store` returned."""
         counts = self.tiles(*shape)
         parts = self.logical.replace(" ", "")
         split = stored.reshape(tuple(self._size(part, counts) for part in self.stored))

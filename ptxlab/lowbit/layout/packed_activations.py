@@ -49,7 +49,7 @@ class PackedActivations(Described):
 
 
 def tile_of(layout: str, rows: int | None = None) -> tuple[int, int]:
-    """Tokens and channels of a tile, to whole numbers of which an order pads; `rows` is for tiles alone.
+    """Return the tokens and channels of a tile, to multiples of which an order pads; only `tiles` takes `rows`.
 
     Raises ArgumentError: an unknown order, or `rows` missing, superfluous, or not a multiple of 8 in 8..256.
     """
@@ -66,7 +66,7 @@ def tile_of(layout: str, rows: int | None = None) -> tuple[int, int]:
 
 
 def stored_shape(layout: str, M: int, K: int, rows: int | None = None) -> tuple[int, ...]:
-    """Shape of x_q in that order; see `PackedActivations`. Raises what `tile_of` raises."""
+    """Return the shape of x_q in that order; see `PackedActivations`. Raises what `tile_of` raises."""
     tokens, span = tile_of(layout, rows)
     if layout == "row_major":
         return (M, K)
@@ -76,7 +76,7 @@ def stored_shape(layout: str, M: int, K: int, rows: int | None = None) -> tuple[
 
 
 def pack_activations(quantized: QuantizedActivations, layout: str, rows: int | None = None) -> PackedActivations:
-    """Quantised activations (NumPy or CuPy) in another order; `unpack_activations` gives them back."""
+    """Pack quantised activations (NumPy or CuPy) in another order; `unpack_activations` is the inverse."""
     tokens, _ = tile_of(layout, rows)
     if not isinstance(quantized, QuantizedActivations):
         raise ArgumentError("quantized", "must be QuantizedActivations", type(quantized).__name__)
@@ -92,7 +92,7 @@ def pack_activations(quantized: QuantizedActivations, layout: str, rows: int | N
 
 
 def unpack_activations(packed: PackedActivations) -> QuantizedActivations:
-    """The activations as a matrix again."""
+    """Unpack the activations to a matrix."""
     x_q = packed.x_q
     if packed.layout == "fragment":
         x_q = from_fragment_order(x_q, packed.M, packed.K)

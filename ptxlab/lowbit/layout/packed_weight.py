@@ -77,7 +77,7 @@ class PackedWeight(Described):
 
 @dataclass(frozen=True)
 class _Scheme:
-    """What packing must know of a scheme: its class, and the offset with which q4 = 0 stands for weight 0."""
+    """Properties of a scheme that packing needs: its class, and the offset with which q4 = 0 stands for weight 0."""
 
     weight: type[QuantizedWeight]
     zero: int | None  # None: no constants per group
@@ -108,7 +108,7 @@ LAYOUTS = tuple(PACKINGS)
 
 
 def buffer_shapes(layout: str, scheme: str, N: int, K: int, group: int) -> Shapes:
-    """The buffers of a packed weight: name -> (dtype, shape).
+    """Return the buffers of a packed weight: name -> (dtype, shape).
 
     Raises ArgumentError: an unknown layout or scheme (with those known), N not a positive multiple of 8, an unknown
     group, K not a positive multiple of the group (qoq_channel: group not K, or K not a multiple of 32).
@@ -161,7 +161,7 @@ def pack(
 
 
 def unpack(packed: PackedWeight) -> QuantizedWeight:
-    """The quantised weight that was packed, equal to it in every bit, on the device where the buffers lie."""
+    """Unpack the quantised weight, equal to the packed one in every bit, on the device of the buffers."""
     if not isinstance(packed, PackedWeight):
         raise ArgumentError("packed", "must be a PackedWeight", type(packed).__name__)
     scheme, buffers = _SCHEMES[packed.scheme], packed.buffers
@@ -174,7 +174,10 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
 
 
 def interleave(array: Any) -> Any:
-    """Rows of gate above up [2·F, ...] in turns of eight: gates 0..7, ups 0..7, gates 8..15, ... NumPy or CuPy."""
+    """Interleave rows of gate above up [2·F, ...] in turns of eight: gates 0..7, ups 0..7, gates 8..15, ...
+
+    Takes NumPy and CuPy arrays.
+    """
     return array.reshape(2, -1, _TURN, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
 
 
@@ -246,7 +249,7 @@ def _group(weight: TwoLevelWeight) -> int:
 
 
 def _constants(weight: LQQWeight | QoQWeight) -> Pair:
-    """Scales and offsets as bytes, after checking that the weight can be told from them."""
+    """Return scales and offsets as bytes, after checking that the weight can be recovered from them."""
     shape = (weight.shape[0], weight.shape[1] // weight.group)
     scale = _require(weight, "group_scale", np.uint8, shape)
     if isinstance(weight, LQQWeight):
@@ -268,7 +271,10 @@ def _channel_buffers(weight: QuantizedWeight) -> Buffers:
 
 
 def _require(weight: QuantizedWeight, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A copy of a field of the weight, so that a packed weight shares no memory with it."""
+    """Check dtype and shape of a field of the weight and return a copy.
+
+    With the copy a packed weight shares no memory with the weight.
+    """
     array: npt.NDArray[Any] = getattr(weight, name)
     if not _is(array, dtype, shape):
         raise ArgumentError(f"weight.{name}", f"must be {np.dtype(dtype)} {list(shape)}", _found(array))

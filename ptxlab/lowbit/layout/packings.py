@@ -107,18 +107,18 @@ class Packing(ABC):
 
     @abstractmethod
     def shapes(self, size: Size) -> Shapes:
-        """The buffers of a packed matrix of this size."""
+        """Return the shapes of the buffers of a packed matrix of this size."""
 
     @abstractmethod
     def pack(self, q4: U8, constants: Pair | None, size: Size) -> Buffers:
-        """The buffers of q4 u8 [N, K], K a multiple of 32, and its constants (scale, offset), u8 [N, K/g].
+        """Pack q4 u8 [N, K], K a multiple of 32, and its constants (scale, offset), u8 [N, K/g].
 
         Raises ArgumentError for values above 15.
         """
 
     @abstractmethod
     def unpack(self, buffers: Mapping[str, npt.NDArray[Any]], size: Size) -> tuple[U8, Pair | None]:
-        """What `pack` made these buffers of."""
+        """Unpack buffers of `pack` to q4 and its constants."""
 
 
 @dataclass(frozen=True)
@@ -199,19 +199,19 @@ class Blocks(Packing):
         return q4, (scale, offset ^ self._flip(size))
 
     def _flip(self, size: Size) -> np.uint8:
-        """The bits in which a stored offset differs from the scheme's: modulo 256, adding 128 flips the top bit."""
+        """Return the bits in which a stored offset differs from the scheme's: 0x80, as adding 128 modulo 256, or 0."""
         return np.uint8(size.zero ^ 0x80 if self.unsigned else 0)
 
 
 def _of_warp_group(group: int | None) -> tuple[Order, Order]:
-    """Blocks of 64 rows, u units of 64 k, c groups."""
+    """Build the orders of words and constants in blocks of 64 rows, u units of 64 k, c groups."""
     group = group or 64
     words = Order("Nwhg Kumt", "NKuwgtmh", w=4, h=2, g=8, u=max(1, group // 64), m=2, t=4)
     return words, Order("Nwhg Kc", "NKwgch", w=4, h=2, g=8, c=max(1, 64 // group))
 
 
 def _of_warp(group: int | None) -> tuple[Order, Order]:
-    """Blocks of 16 rows, two units of 64 k, c groups."""
+    """Build the orders of words and constants in blocks of 16 rows, two units of 64 k, c groups."""
     words = Order("Nhg Kumt", "NKugtmh", h=2, g=8, u=2, m=2, t=4)
     return words, Order("Nhg Kc", "NKcgh", h=2, g=8, c=128 // (group or 128))
 

@@ -25,7 +25,7 @@ _CONSTANTS = 4  # bytes of a token's scale and zero
 
 
 def page_bytes(scheme: str, page_size: int, head_dim: int) -> int:
-    """Bytes of a page of one head's keys or values.
+    """Count the bytes of a page of one head's keys or values.
 
     Raises ArgumentError: an unknown scheme or page size (with those known), or a head_dim that is no multiple of 8.
     """
@@ -38,7 +38,7 @@ def page_bytes(scheme: str, page_size: int, head_dim: int) -> int:
 
 
 def pack_pages(quantized: QuantizedKV, page_size: int) -> U8:
-    """Keys or values [tokens, heads, D] of one sequence as pages u8 [ceil(tokens / page_size), heads, page_bytes].
+    """Pack keys or values [tokens, heads, D] of a sequence in pages u8 [ceil(tokens / page_size), heads, page_bytes].
 
     What the last page has left is 0. NumPy or CuPy. Raises ArgumentError as `page_bytes` does, for a value above 15
     of 4 bits, or for a batch.
@@ -57,7 +57,7 @@ def pack_pages(quantized: QuantizedKV, page_size: int) -> U8:
 def unpack_pages(
     pages: U8, scheme: str, head_dim: int, page_size: int, tokens: int, channel: tuple[F32, F32] | None = None
 ) -> QuantizedKV:
-    """The keys or values [tokens, heads, head_dim] of one sequence that lie in its pages; inverse of `pack_pages`.
+    """Unpack keys or values [tokens, heads, head_dim] of a sequence from its pages; the inverse of `pack_pages`.
 
     `channel` is (scale, zero) of a scheme by channel. Raises ArgumentError for pages of another shape or dtype, or
     more tokens than they hold.
@@ -83,7 +83,7 @@ class PageView:
 
     @classmethod
     def of(cls, pages: U8, scheme: str, page_size: int, head_dim: int) -> "PageView":
-        """A view of contiguous pages u8 [..., page_bytes]."""
+        """Build a view of contiguous pages u8 [..., page_bytes]."""
         known, leading = kv_scheme(scheme), pages.shape[:-1]
         row = head_dim * known.bits // 8
         features = pages[..., : page_size * row].reshape(*leading, page_size, row)
@@ -93,12 +93,12 @@ class PageView:
         return cls(scheme, page_size, features, constants)
 
     def part(self, index: int) -> "PageView":
-        """Pages [pages, 2, heads] of a pool: 0 its keys, 1 its values."""
+        """Return a view of one part of a pool's pages [pages, 2, heads]: 0 its keys, 1 its values."""
         constants = None if self.constants is None else self.constants[:, index]
         return replace(self, features=self.features[:, index], constants=constants)
 
     def write(self, tokens: QuantizedKV, slots: npt.NDArray[Any]) -> None:
-        """Tokens [n, heads, D] to the slots [n]."""
+        """Write tokens [n, heads, D] to the slots [n]."""
         page, offset = slots // self.page_size, slots % self.page_size
         values = tokens.values
         if not values.size:
@@ -109,7 +109,7 @@ class PageView:
             self.constants[page, :, offset] = np.stack([tokens.scale, tokens.zero], axis=-1)
 
     def read(self, slots: npt.NDArray[Any], channel: tuple[F32, F32] | None) -> QuantizedKV:
-        """The tokens [n, heads, D] of the slots [n], copied."""
+        """Read a copy of the tokens [n, heads, D] in the slots [n]."""
         page, offset = slots // self.page_size, slots % self.page_size
         known, features = kv_scheme(self.scheme), self.features[page, :, offset]
         values = unpack_u4(as_words(features)) if known.bits == 4 else features.view(known.dtype)
@@ -122,8 +122,9 @@ class PageView:
 
 
 def require_array(argument: str, array: Any, dtype: str, shape: tuple[int | str, ...]) -> None:
-    """Raise ArgumentError unless an array of any library is contiguous, of that dtype and shape; a name stands for any
-    size.
+    """Raise ArgumentError unless an array of any library is contiguous, of that dtype and shape.
+
+    A name in the shape stands for any size.
     """
     found = str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]  # PyTorch says torch.uint8
     sizes = shape_of(array)

@@ -119,7 +119,7 @@ class ReorderedWeight:
         return sum(int(array.nbytes) for array in self.buffers.values())
 
     def quantized(self, x: npt.NDArray[Any]) -> AtomRows | BlockRows:
-        """An input x float [M, K] as the GEMM reads it."""
+        """Reorder and quantise an input x float [M, K] as the GEMM reads it."""
         ordered = x[:, self.order]
         if self.scheme == "fmpq":
             return quantize_blocks(ordered, self.int8, self.group)
@@ -131,7 +131,7 @@ class ReorderedWeight:
         return pack_reordered(self.rows, self.order, layout, int8=int8, clip=self.clip)
 
     def dequantize(self) -> F32:
-        """f32 [N, K], the columns in the input's own order."""
+        """Dequantise to f32 [N, K], the columns in the input's own order."""
         places = self.buffers["place"].astype(np.intp)
         numbers: F32 = self.rows.dequantize()[:, places]
         return numbers
@@ -148,7 +148,7 @@ def check_reordered(K: int, outliers: int) -> None:
 def reordered_shapes(
     scheme: str, layout: str, N: int, K: int, outliers: int, group: int, int8: int, *, version: int = VERSION
 ) -> Shapes:
-    """The buffers of a `ReorderedWeight` in files of a version: name -> (dtype, shape).
+    """Return the buffers of a `ReorderedWeight` in files of a version: name -> (dtype, shape).
 
     Raises ArgumentError as `check_reordered`, `atom_shapes` and `block_shapes` do.
     """
@@ -179,7 +179,10 @@ def _in_blocks(scheme: str, group: int) -> bool:
 def pack_reordered(
     weight: AtomRows, order: npt.NDArray[Any], layout: str = "strips", *, int8: int | None = None, clip: float = 1.0
 ) -> ReorderedWeight:
-    """A quantised weight of NumPy or CuPy arrays, whose columns are in `order`; with `int8` of COMET, else of Atom."""
+    """Pack a quantised weight of NumPy or CuPy arrays, whose columns are in `order`.
+
+    The scheme is COMET's with `int8`, otherwise Atom's.
+    """
     (N, K), outliers, group = require_atom_rows("weight", weight).shape, weight.q8.shape[1], weight.group
     packed: AtomWeight | BlockWeight
     if int8 is not None and _in_blocks("fmpq", group) and not outliers:

@@ -37,10 +37,10 @@ AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight, BlockWeight, Reordere
 
 @dataclass(frozen=True)
 class _Format(Generic[AnyWeight]):
-    """What files say of a class of weights, besides its buffers: `fields` of the header, by name with their types.
+    """File format of a class of weights, besides its buffers: `fields` maps the header's fields to their types.
 
-    Files of the versions `older` are read too. `shapes` has the version by the key `version`; `renew` makes buffers of
-    this version from theirs, by header fields.
+    Files of the versions `older` are read too. `shapes` finds the file's version under the key `version`. `renew`
+    converts buffers of an older version to this one, by header fields.
     """
 
     name: str
@@ -54,19 +54,19 @@ class _Format(Generic[AnyWeight]):
     renew: Callable[[Buffers, Mapping[str, Any]], Buffers] = lambda buffers, fields: buffers
 
     def header(self, packed: AnyWeight) -> dict[str, Any]:
-        """The header fields of a weight."""
+        """Return the header fields of a weight."""
         said = {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
         return said | {flag: True for flag in self.flags if getattr(packed, flag)}
 
     def announce(self, name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
-        """The tensors that a weight of that name will be in a file."""
+        """List the tensors that a weight of that name will be in a file."""
         return [
             TensorInfo(f"{name}.{buffer}", shape, _DTYPES[dtype], prod(shape) * np.dtype(dtype).itemsize)
             for buffer, (dtype, shape) in self.shapes({"version": self.version, **fields}).items()
         ]
 
     def metadata(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """A file's metadata for weights: name -> header fields."""
+        """Build a file's metadata for weights: name -> header fields."""
         return {METADATA_KEY: json.dumps({"format": self.name, "version": self.version, "weights": weights})}
 
 
@@ -124,7 +124,7 @@ def save(packed: _Packed, path: str | os.PathLike[str], name: str = "weight") ->
 def described(
     weights: Mapping[str, _Packed],
 ) -> tuple[list[TensorInfo], list[tuple[str, Any]], dict[str, str]]:
-    """What a file of these weights, all of one class, consists of: its tensors, their arrays, its metadata."""
+    """Collect the contents of a file of weights, all of one class: its tensors, their arrays, its metadata."""
     form = next(form for form in _FORMATS if isinstance(next(iter(weights.values())), form.weight))
     fields = {name: form.header(each) for name, each in weights.items()}
     announced = [info for name, each in fields.items() for info in form.announce(name, each)]
@@ -132,12 +132,12 @@ def described(
 
 
 def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bool = False) -> PackedWeight:
-    """The packed weight `name` of a file, in NumPy arrays; without a name, the only one there is.
+    """Load the packed weight `name` of a file, in NumPy arrays; without a name, the only weight of the file.
 
     A weight with a group that the kernels would restore wrong is refused as by `pack`, unless `unchecked`.
 
-    Raises FileError for a file that is missing, truncated, foreign, of another version, whose header and buffers do
-    not fit together, or with such a group; ArgumentError for a name that the file has not got, with some that it has.
+    Raises FileError for a file that is missing, truncated, foreign, of another version, whose header and buffers do not
+    fit together, or with such a group; ArgumentError for a name that the file has not got, with some that it has.
     """
     packed, name = _load(_PACKED, path, name)
     if not unchecked:
@@ -147,32 +147,32 @@ def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bo
 
 
 def load_atom(path: str | os.PathLike[str], name: str | None = None) -> AtomWeight:
-    """Atom's packed weight `name` of a file; errors are those of `load`."""
+    """Load Atom's packed weight `name` of a file; errors are those of `load`."""
     return _load(_ATOM, path, name)[0]
 
 
 def load_blocks(path: str | os.PathLike[str], name: str | None = None) -> BlockWeight:
-    """COMET's packed weight `name` of a file; errors are those of `load`."""
+    """Load COMET's packed weight `name` of a file; errors are those of `load`."""
     return _load(_BLOCKS, path, name)[0]
 
 
 def load_reordered(path: str | os.PathLike[str], name: str | None = None) -> ReorderedWeight:
-    """The weight `name` of a layer in W4A4 of a file; errors are those of `load`."""
+    """Load the weight `name` of a layer in W4A4 from a file; errors are those of `load`."""
     return _load(_REORDERED, path, name)[0]
 
 
 def holds_reordered(checkpoint: Checkpoint) -> bool:
-    """Whether the file says that it has weights of layers in W4A4."""
+    """Tell if the file's metadata says that it has weights of layers in W4A4."""
     return _REORDERED.name in checkpoint.metadata.get(METADATA_KEY, "")
 
 
 def packed_names(path: str | os.PathLike[str]) -> list[str]:
-    """Names of the packed weights of a file. Raises FileError as `load` does."""
+    """List the names of the packed weights of a file; raise FileError as `load` does."""
     return list(_weights(_PACKED, Checkpoint(path)))
 
 
 def packed_headers(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Header fields by name of the packed weights of a file, of W4A8 or of whole layers in W4A4.
+    """Read the header fields of a file's packed weights, by name: of W4A8, or of whole layers in W4A4.
 
     Raises FileError as `load` does.
     """
@@ -181,29 +181,29 @@ def packed_headers(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
 
 
 def header_fields(layout: str, scheme: str, N: int, K: int, group: int, protective_range: int) -> dict[str, Any]:
-    """What the header says of one packed weight."""
+    """Build the header fields of one packed weight."""
     values = (layout, PACKINGS[layout].arch, scheme, N, K, group, protective_range)
     return dict(zip(_PACKED.fields, values, strict=True))
 
 
 def announce(name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
-    """The tensors that the packed weight with these header fields will be in a file."""
+    """List the tensors that the packed weight with these header fields will be in a file."""
     return _PACKED.announce(name, fields)
 
 
 def contents(name: str, packed: _Packed) -> Iterable[tuple[str, Any]]:
-    """Those tensors as NumPy arrays."""
+    """Yield name and NumPy array of each tensor that a packed weight is in a file."""
     for buffer, array in packed.buffers.items():
         yield f"{name}.{buffer}", array.get() if hasattr(array, "get") else array
 
 
 def metadata(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The file's metadata for packed weights: name -> header fields."""
+    """Build a file's metadata for packed weights: name -> header fields."""
     return _PACKED.metadata(weights)
 
 
 def _weights(form: _Format[Any], checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Name -> header fields, of fields that have the right types, and the file's version by the key `version`."""
+    """Read the header fields of each weight: name -> fields of the right types, and `version`, the file's version."""
     try:
         header = json.loads(checkpoint.metadata.get(METADATA_KEY, "null"))
     except (ValueError, RecursionError):  # not JSON, an integer of thousands of digits, or nested too deeply
@@ -225,7 +225,7 @@ def _well_typed(form: _Format[Any], fields: Any) -> bool:
 
 
 def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | None) -> tuple[AnyWeight, str]:
-    """The weight, its buffers those that the header announces, and its name."""
+    """Load a weight and its name, after checking that its buffers are those that the header announces."""
     checkpoint = Checkpoint(path)
     weights = _weights(form, checkpoint)
     if name is None and len(weights) == 1:

@@ -26,7 +26,7 @@ class QuantizedActivations:
         return M, K
 
     def dequantize(self) -> F32:
-        """q·scale as f32 [M, K]."""
+        """Multiply each token's integers by its scale: f32 [M, K]."""
         return reference.scale_rows(self.q, self.scale)
 
 
@@ -47,7 +47,7 @@ def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
 
 
 def token_scales(x: npt.NDArray[Any]) -> F32:
-    """The scale of every token of x float [M, K], f32 [M]: max|x| / 127, and 1 for a token of zeros.
+    """Compute each token's scale max|x| / 127, f32 [M], of x float [M, K]; a token of zeros has scale 1.
 
     Raises ArgumentError for bad input (`inputs.as_float_matrix`) or a row whose scale is not a usable float32
     (`inputs.row_scales`).

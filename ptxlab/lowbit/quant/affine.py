@@ -43,7 +43,7 @@ class AffineWeight:
         return np.arange(K, dtype=np.int32) // np.int32(K // self.scale.shape[1])
 
     def dequantize(self) -> F32:
-        """(q4 - zero)·scale, f32 [N, K]."""
+        """Compute (q4 - zero)·scale, f32 [N, K]."""
         N, K = self.shape
         if self.group_of is not None:
             return (self.q4 - self.zero[:, self.group_of]) * self.scale[:, self.group_of]
@@ -51,7 +51,9 @@ class AffineWeight:
         return ((groups - self.zero[:, :, None]) * self.scale[:, :, None]).reshape(N, K)
 
     def per_channel(self) -> QoQChannelWeight | None:
-        """The same numbers as `qoq_channel` has them; None where there are groups, or a zero that is not in 0..15.
+        """Convert to a `qoq_channel` weight with the same numbers, or return None.
+
+        None means that the weight has groups or a zero outside 0..15.
 
         A row of negative scale is mirrored: (q4 - zero)·scale = ((15 - q4) - (15 - zero))·(-scale).
         """
@@ -63,12 +65,12 @@ class AffineWeight:
         return QoQChannelWeight(q4, np.abs(self.scale[:, 0]), zero[:, 0])
 
     def nearest_lqq(self, group: int) -> tuple[LQQWeight, int]:
-        """`lqq` of groups of `group` columns, each with its levels rounded to integers of a row's unit.
+        """Convert to an `lqq` weight in groups of `group` columns; count the groups quantised from floats.
 
-        That unit, the channel scale, is the one of a few that loses least, or the one that loses nothing where the
-        row's scales are multiples of it; then each weight is rounded anew. A group whose columns are of several groups
-        here has no such levels: it is quantised from its floats, and counted in the second result. No nibble of a group
-        leaves s8.
+        The levels of a group are rounded to integers of the row's unit, the channel scale, and each weight is then
+        rounded anew. The unit is the one of a few candidates that loses least. Where the row's scales are multiples of
+        a unit, that unit loses nothing and is taken. A group whose columns belong to several groups here has no such
+        levels: it is quantised from its floats, and counted in the second result. No nibble of a group leaves s8.
 
         Raises ArgumentError if a row's unit is no normal float32.
         """
@@ -132,8 +134,10 @@ def _round_levels(
 
 
 def _common_unit(step: F32, otherwise: F32) -> F32:
-    """Return the largest number of which all of a row's scales [N, G] are exact multiples, of 1 to 16 times; else
-    `otherwise` [N]."""
+    """Return each row's largest unit of which all its scales [N, G] are exact multiples, 1 to 16 times: f32 [N].
+
+    A row without such a unit has that of `otherwise` [N].
+    """
     largest, unit = step.max(axis=1), otherwise.copy()
     for multiple in range(MAX_GROUP_SCALE, 0, -1):  # the largest unit last
         trial = (largest / np.float32(multiple)).astype(np.float32)

@@ -35,7 +35,7 @@ METRICS = ("square_sum", "max")
 
 @dataclass(frozen=True)
 class AtomRules:
-    """What the paper and its code do differently; see the module.
+    """Rules in which the paper and its code differ; see the module.
 
     Attributes:
         half_steps: the range of n bits has 2^n - 1 steps from -max to max, so 7.5 or 127.5 on either side; else 7 or
@@ -51,7 +51,7 @@ class AtomRules:
     sorts: bool
 
     def steps(self, bits: int) -> float:
-        """By what the largest magnitude is divided."""
+        """Return the number of steps by which a group's largest magnitude is divided."""
         return (1 << bits - 1) - (0.5 if self.half_steps else 1)
 
 
@@ -85,19 +85,19 @@ class AtomRows:
 
     @property
     def scales(self) -> F16:
-        """Of all groups, then of the outliers: f16 [R, K/g + 1]."""
+        """Scales of all groups, then of the outliers: f16 [R, K/g + 1]."""
         both: F16 = np.concatenate([self.scale4, self.scale8[:, None]], axis=1)
         return both
 
     def dequantize(self) -> F32:
-        """q·scale as f32 [R, K + outliers], in Atom's order."""
+        """Compute q·scale as f32 [R, K + outliers], in Atom's channel order."""
         parts = dequantized(self.q4, self.scale4), dequantized(self.q8, self.scale8[:, None])
         both: F32 = np.concatenate(parts, axis=1)
         return both
 
 
 def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArray[np.float64]:
-    """How large every channel of calibration activations x float [T, K] is, f64 [K]: what `outlier_order` goes by.
+    """Measure every channel of calibration activations x float [T, K], f64 [K], for `outlier_order`.
 
     `square_sum`, the diagonal of XᵀX, adds up over batches; of `max` take the larger. Raises ArgumentError for bad
     input (`inputs.as_float_matrix`) or an unknown metric.
@@ -117,7 +117,7 @@ def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArra
 def outlier_order(
     sizes: npt.NDArray[Any], outliers: int = 128, *, rules: AtomRules = ATOM_PAPER
 ) -> npt.NDArray[np.intp]:
-    """Atom's order of channels by their `sizes` float [K]: x[:, order] has the `outliers` largest at its end.
+    """Sort channels by their `sizes` float [K] as Atom does: x[:, order] has the `outliers` largest at its end.
 
     Of equal ones the later channel is the larger. The others keep their order unless the rules sort. Raises
     ArgumentError for outliers that are no integer of 0 or more, and sizes that are not finite, not a vector, or not
@@ -136,7 +136,7 @@ def outlier_order(
 
 
 def channel_places(order: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Where every channel goes, s16 [K]: order[places[k]] = k, as the fused kernels take an order.
+    """Invert a channel order: s16 [K] with order[places[k]] = k, as the fused kernels take an order.
 
     Raises ArgumentError for what is no permutation of 0..K-1, or of more than 32,768 channels.
     """

@@ -58,14 +58,14 @@ class BlockRows:
         return int(self.scale.shape[1] - self.int8) * self.block
 
     def dequantize(self) -> F32:
-        """q·scale as f32 [R, K]."""
+        """Compute q·scale as f32 [R, K]."""
         return dequantized(self.q, self.scale)
 
 
 def int8_blocks(
     sizes: npt.NDArray[Any], outlier: float = OUTLIER, most: float = MOST_INT8, *, block: int = BLOCK
 ) -> int:
-    """How many blocks have to be INT8 to hold every outlier, but no more than `most` of all, rounded down.
+    """Count the blocks that must be INT8 to hold every outlier: at most `most` of all blocks, rounded down.
 
     Args:
         sizes: the largest magnitude of every channel, float [K] (`channel_sizes(x, "max")`).

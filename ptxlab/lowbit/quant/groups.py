@@ -23,7 +23,7 @@ def integer_groups(
     reciprocal: bool = False,
     most: int | None = None,
 ) -> tuple[S8, F16]:
-    """Integers s8 [R, G, g] of so many bits, and their scales max|x|·clip / steps in FP16 [R, G].
+    """Quantise groups to integers s8 [R, G, g] of `bits` bits, with scales max|x|·clip / steps in FP16 [R, G].
 
     A group of zeros has scale 1. Raises ArgumentError, which calls the array `name`, for a scale beyond FP16 or `most`.
 
@@ -66,7 +66,10 @@ def integer_groups(
 
 
 def group_scales(largest: F32, steps: float, clip: float = 1.0) -> F16:
-    """Of groups with these largest magnitudes: largest·clip / steps, at least 2^-24, 1 of zeros, or infinite."""
+    """Compute the FP16 scale largest·clip / steps of each group from its largest magnitude.
+
+    A scale is at least 2^-24. A group of zeros has scale 1. A scale beyond FP16 is infinite.
+    """
     clipped = largest * np.float32(clip)
     with np.errstate(over="ignore"):
         scale = np.maximum((clipped / np.float32(steps)).astype(np.float16), _MIN_SCALE)
@@ -74,5 +77,5 @@ def group_scales(largest: F32, steps: float, clip: float = 1.0) -> F16:
 
 
 def dequantized(q: S8, scale: F16) -> F32:
-    """q·scale as f32 [R, K], of q s8 [R, K] and a scale per group f16 [R, G]."""
+    """Compute q·scale as f32 [R, K] from q s8 [R, K] and one scale per group, f16 [R, G]."""
     return q.astype(np.float32) * spread(scale.astype(np.float32), q.shape[1])

@@ -24,7 +24,9 @@ MAX_SCALE = np.finfo(np.float32).max / 128
 
 
 def as_floats(argument: str, x: Any) -> npt.NDArray[Any]:
-    """An array of floats as NumPy's or CuPy's; PyTorch's and others' on the host are shared, bfloat16 as float32.
+    """Convert an array of floats to NumPy's or keep CuPy's; bfloat16 becomes float32.
+
+    Arrays of PyTorch and other libraries on the host are shared, not copied.
 
     Raises ArgumentError: not such an array (a masked one, one on a GPU that is not CuPy's), or no float dtype.
     """
@@ -47,7 +49,7 @@ def as_floats(argument: str, x: Any) -> npt.NDArray[Any]:
 
 
 def float_matrix(argument: str, x: Any) -> npt.NDArray[Any]:
-    """As `as_floats`, of a matrix [rows, K]; raises ArgumentError for another number of axes, or an empty one."""
+    """Convert a matrix [rows, K] as `as_floats` does; raise ArgumentError for other axes or an empty matrix."""
     matrix = as_floats(argument, x)
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {tuple(matrix.shape)}")
@@ -55,7 +57,10 @@ def float_matrix(argument: str, x: Any) -> npt.NDArray[Any]:
 
 
 def channel_vector(argument: str, x: Any) -> npt.NDArray[Any]:
-    """As `as_floats`, of a number per channel [K]; raises ArgumentError for more axes or none, NaN and infinity."""
+    """Convert a vector of one number per channel, [K], as `as_floats` does.
+
+    Raises ArgumentError for another number of axes, NaN and infinity.
+    """
     sizes = as_floats(argument, x)
     if sizes.ndim != 1:
         raise ArgumentError(argument, "must be a vector, a number per channel", f"shape {tuple(sizes.shape)}")
@@ -65,15 +70,17 @@ def channel_vector(argument: str, x: Any) -> npt.NDArray[Any]:
 
 
 def as_float_matrix(argument: str, x: Any) -> F32:
-    """`x` as f32 [rows, K]; f16 and bf16 convert exactly, f64 rounds to f32. Raises ArgumentError as `float_matrix`
-    does, and for NaN or infinity, with the place of the first."""
+    """Convert `x` to f32 [rows, K]: f16 and bf16 convert exactly, f64 rounds to f32.
+
+    Raises ArgumentError as `float_matrix` does, and for NaN or infinity, with the place of the first.
+    """
     x = float_matrix(argument, x)
     extremes(argument, x)
     return as_float32(x)
 
 
 def extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
-    """The smallest and the largest element along the last axis of x float [..., K], K > 0: f32 [...] each.
+    """Find the smallest and the largest element along the last axis of x float [..., K], K > 0: f32 [...] each.
 
     Raises ArgumentError for NaN or infinity, with the place of the first.
     """
@@ -89,7 +96,7 @@ def extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
 
 
 def as_float32(x: npt.NDArray[Any]) -> F32:
-    """`x` as f32; what lies beyond becomes infinite."""
+    """Convert `x` to f32; values beyond its range become infinite."""
     with np.errstate(over="ignore"):
         floats: F32 = x.astype(np.float32, copy=False)
     return floats
@@ -103,9 +110,10 @@ def _extremes(x: npt.NDArray[Any]) -> tuple[F32, F32]:
 def by_strips(
     function: Callable[..., tuple[npt.NDArray[Any], ...]], *arrays: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], ...]:
-    """`function(*arrays)`, whose results' rows depend on the same rows of the arrays alone, on a few rows at a time.
+    """Call `function(*arrays)` on a few rows at a time and join the results.
 
-    So its temporaries are bounded, and stay in the cache. The first array is a matrix.
+    A row of the results depends on the same row of the arrays alone. Strips bound the function's temporaries and keep
+    them in the cache. The first array is a matrix.
     """
     rows, K = arrays[0].shape
     step = strip_of(arrays[0], K)
@@ -114,12 +122,12 @@ def by_strips(
 
 
 def strip_of(x: Any, elements: int) -> int:
-    """How many pieces of x, of so many elements each, are worked on at a time."""
+    """Return how many pieces of x, each of `elements` elements, to work on at a time."""
     return max(1, (STRIP if isinstance(x, np.ndarray) else DEVICE_STRIP) // elements)
 
 
 def row_scales(argument: str, extent: F32, steps: int) -> F32:
-    """One scale per row, `extent` f32 [rows] divided by `steps`: f32 [rows], and 1 for a row whose extent is 0.
+    """Compute one scale per row, `extent` f32 [rows] divided by `steps`: f32 [rows], 1 where the extent is 0.
 
     Raises ArgumentError if a scale is not a normal float32, or so large that 128 times it is infinite.
     """

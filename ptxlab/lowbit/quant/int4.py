@@ -28,7 +28,7 @@ class Int4Weight:
         return N, K
 
     def dequantize(self) -> F32:
-        """The FP16 numbers that the kernel gives, as f32 [N, K]."""
+        """Compute the kernel's FP16 weights, returned as f32 [N, K]."""
         return reference.dequant_s4_f16(self.q4, self.scale).astype(np.float32)
 
 

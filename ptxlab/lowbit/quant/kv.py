@@ -21,7 +21,7 @@ from ptxlab.validate import is_one_of
 
 
 class KVScheme(NamedTuple):
-    """How keys or values become integers.
+    """Integer format of quantised keys or values.
 
     Attributes:
         bits: 4 or 8.
@@ -37,12 +37,12 @@ class KVScheme(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the integers, one per byte: s8 where they are symmetric, else u8."""
+        """Dtype of the integers, one per byte: s8 if they are symmetric, otherwise u8."""
         return np.dtype(np.int8 if self.low < 0 else np.uint8)
 
     @property
     def constant(self) -> np.dtype[Any]:
-        """Of scale and zero."""
+        """Dtype of scale and zero."""
         return np.dtype(np.float32 if self.by_channel else np.float16)
 
 
@@ -86,7 +86,10 @@ class QuantizedKV:
         return self.values.shape
 
     def dequantize(self) -> F32:
-        """(values - zero)·scale as f32 [..., tokens, heads, D]; the subtraction is exact, the product rounded once."""
+        """Compute (values - zero)·scale as f32 [..., tokens, heads, D].
+
+        The subtraction is exact, the product is rounded once.
+        """
         return reference.dequantize_kv(self.values, self.scale, self.zero)
 
 
@@ -132,7 +135,7 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
 
 @break_graph
 def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
-    """The constants (scale, zero) f32 [heads, D] of a scheme by channel, from x float [..., tokens, heads, D].
+    """Compute the constants (scale, zero) f32 [heads, D] of a scheme by channel from x float [..., tokens, heads, D].
 
     kv4_channel: of the range of each channel, extended to include 0, scale = (max - min) / 15 and
     zero = rint(-min / scale). kv8_channel: scale = max|x| / 127, zero = 0. A channel of zeros has scale 1.
@@ -161,7 +164,7 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
 
 
 def kv_scheme(scheme: str) -> KVScheme:
-    """The scheme of that name. Raises ArgumentError, with those known, if there is none."""
+    """Return the KV scheme of that name; raise ArgumentError, with the known names, if there is none."""
     if not is_one_of(scheme, KV_SCHEMES):
         raise ArgumentError("scheme", f"must be one of {', '.join(KV_SCHEMES)}", scheme)
     return KV_SCHEMES[scheme]
@@ -188,7 +191,7 @@ def check_channel(argument: str, scheme: str, channel: Any, shape: tuple[int, ..
 
 
 def _tokens(x: Any) -> npt.NDArray[Any]:
-    """Floats [..., tokens, heads, D] of NumPy or CuPy."""
+    """Check and convert floats [..., tokens, heads, D] to a NumPy or CuPy array."""
     floats = as_floats("x", x)
     if floats.ndim < 3 or 0 in floats.shape[-2:]:
         raise ArgumentError("x", "must be [..., tokens, heads, D] with heads and dims", f"shape {tuple(floats.shape)}")
@@ -196,7 +199,7 @@ def _tokens(x: Any) -> npt.NDArray[Any]:
 
 
 def _token_scales(low: F32, high: F32, known: KVScheme) -> F16:
-    """f16((high - low) / levels), and 1 where that is 0. Raises ArgumentError where it is infinite."""
+    """Compute f16((high - low) / levels), and 1 where that is 0; raise ArgumentError where it is infinite."""
     with np.errstate(over="ignore"):
         exact = (high - low) / np.float32(known.high)
         scale: F16 = exact.astype(np.float16)
@@ -229,5 +232,5 @@ def _rounded(x: npt.NDArray[Any], scale: F32, zero: F32, known: KVScheme) -> npt
 
 
 def _first(where: npt.NDArray[np.bool_]) -> list[int]:
-    """The place of the first true element."""
+    """Return the indices of the first true element."""
     return [int(i) for i in np.argwhere(where)[0]]

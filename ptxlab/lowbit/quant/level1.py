@@ -31,7 +31,7 @@ class Level1Weight:
         return N, K
 
     def dequantize(self) -> F32:
-        """q8·s0 as f32 [N, K]."""
+        """Compute q8·s0 as f32 [N, K]."""
         return reference.scale_rows(self.q8, self.scale)
 
 

@@ -76,7 +76,9 @@ def quantize_lqq(
 
 
 def lqq_groups(q8: S8, group: int, rounding: Rounding = "nearest") -> tuple[U8, U8, S8]:
-    """Level 2 of LQQ on integers q8 s8 [N, K]: (q4 u8 [N, K], scale u8 [N, K/g], minimum s8 [N, K/g]).
+    """Quantise level-1 integers q8 s8 [N, K] to level 2 of LQQ.
+
+    Returns (q4 u8 [N, K], scale u8 [N, K/g], minimum s8 [N, K/g]).
 
     A group of equal values has scale 1 and, except with "levels", q4 = 0.
     """
@@ -114,7 +116,7 @@ def _nearest(shifted: F32, step: F32) -> F32:
 
 
 def _squared_error(shifted: F32, scale: F32) -> F32:
-    """Sum it over each group; the sums are integers below 2^24, so float32 compares them exactly."""
+    """Sum the squared error over each group; sums are integers below 2^24, so float32 compares them exactly."""
     error = _divide(shifted, scale)
     error *= scale[:, :, None]
     error -= shifted
@@ -124,7 +126,7 @@ def _squared_error(shifted: F32, scale: F32) -> F32:
 
 
 def _scale_of_least_error(shifted: F32) -> F32:
-    """The scale in 1..16 of least squared error per group of f32 [N, K/g, g]; of equally good ones the smallest."""
+    """Find the scale in 1..16 of least squared error per group of f32 [N, K/g, g]; the smallest if several tie."""
     best = np.ones_like(shifted[:, :, 0])
     least = np.full_like(best, np.inf)
     for candidate in range(1, MAX_GROUP_SCALE + 1):
@@ -136,7 +138,7 @@ def _scale_of_least_error(shifted: F32) -> F32:
 
 
 def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
-    """Find scale and lowest level, as how far it lies below the minimum, of least squared error per group.
+    """Find scale and lowest level of least squared error per group; the level is the distance below the minimum.
 
     Each number of steps from end to end has its step, which is rounded to a scale. The mean error then vanishes, to a
     rounding, if the lowest level lies lower by the rounding times the mean of the weights in steps.

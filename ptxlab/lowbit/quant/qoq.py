@@ -51,7 +51,9 @@ def quantize_qoq(w: npt.NDArray[Any], group: int = 128, protective_range: int = 
 
 
 def qoq_groups(q8: S8, group: int) -> tuple[U8, U8, U8]:
-    """Level 2 of QoQ on integers q8 s8 [N, K]: (q4 u8 [N, K], scale u8 [N, K/g], zero u8 [N, K/g]).
+    """Quantise level-1 integers q8 s8 [N, K] to level 2 of QoQ.
+
+    Returns (q4 u8 [N, K], scale u8 [N, K/g], zero u8 [N, K/g]).
 
     A group's range is extended to include 0, which QServe's Eq. 2 does not: else the zero point of a one-sided group
     would not fit u4. Scale and zero are rounded to nearest, as in QServe §4.1; a walk-through in Chinese writes
@@ -86,7 +88,7 @@ class QoQChannelWeight:
         return N, K
 
     def dequantize(self) -> F32:
-        """(q4 - zero)·scale as f32 [N, K]; in a GEMM the zero point is the epilogue's."""
+        """Compute (q4 - zero)·scale as f32 [N, K]; in a GEMM the epilogue applies the zero point."""
         unpacked = reference.dequant_qoq_channel(self.q4).astype(np.int32)
         return reference.scale_rows(unpacked - self.zero[:, None], self.scale)
 

@@ -12,7 +12,7 @@ BLOCK_ROWS, BLOCK_K = 520, 7 * 128  # of that block: no multiples of a tile's, s
 
 
 def tiled(part: Any, N: int, K: int) -> Any:
-    """A quantised weight, or an array of one, repeated to [N, K]; what is left over at the ends is cut off.
+    """Repeat a quantised weight, or an array of one, to [N, K]; cut off the excess at the ends.
 
     NumPy or CuPy arrays.
     """
@@ -27,7 +27,7 @@ def tiled(part: Any, N: int, K: int) -> Any:
 
 
 def with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
-    """An array, or a dataclass, mapping or tuple with arrays in it at any depth, with every array changed."""
+    """Apply `change` to every array of a dataclass, mapping or tuple at any depth, or to one array."""
     if hasattr(part, "ndim"):
         return change(part)
     if isinstance(part, tuple):

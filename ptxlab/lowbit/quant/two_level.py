@@ -29,18 +29,21 @@ class TwoLevelWeight(ABC):
 
     @abstractmethod
     def level1(self) -> S8:
-        """The level-1 integers q8' that the kernel reconstructs, s8 [N, K], wrapped and carried where it overflows."""
+        """Compute the level-1 integers q8', s8 [N, K], as the kernel does: an overflow wraps and carries."""
 
     def exact_level1(self) -> S32:
-        """The level-1 integers q8' in wide arithmetic, int32 [N, K]; equal to `level1()` where nothing overflows."""
+        """Compute the level-1 integers q8' without overflow, int32 [N, K].
+
+        They equal `level1()` where nothing overflows.
+        """
         return self.restored(self.q4)
 
     @abstractmethod
     def restored(self, q4: U8) -> S32:
-        """q8' in wide arithmetic, int32, of nibbles [N, K], or of one for each group, [N, K/g]."""
+        """Compute q8' without overflow, int32, from all nibbles [N, K] or from one nibble per group [N, K/g]."""
 
     def overflows(self) -> Bool:
-        """Groups in which some q8' does not fit s8, so that the kernel restores other weights, bool [N, K/g].
+        """Find groups in which some q8' does not fit s8, so that the kernel restores other weights: bool [N, K/g].
 
         q8' grows with q4, so each group's least and greatest nibble decide. None at protective range 119 (see the
         module of the scheme). `layout.pack`, `layout.load`, `ptxlab audit` and recipes refuse or name such groups.
@@ -52,7 +55,7 @@ class TwoLevelWeight(ABC):
         return ~(lowest & highest)
 
     def dequantize(self) -> F32:
-        """The weights that the kernel computes with, f32 [N, K]: `level1()` times the channel scale.
+        """Compute the kernel's weights, f32 [N, K]: `level1()` times the channel scale.
 
         Overflow shows as on the GPU; `scale_rows(w.exact_level1(), w.channel_scale)` is the same without it.
         """

@@ -9,7 +9,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def rms_norm(x: npt.NDArray[np.floating], gamma: npt.NDArray[np.floating], eps: float) -> F64:
-    """x / sqrt(mean(x²) + eps) · gamma of every row of x float [..., K], gamma float [K]."""
+    """Compute x / sqrt(mean(x²) + eps) · gamma of every row of x float [..., K], gamma float [K]."""
     wide: F64 = x.astype(np.float64)
     mean = (wide**2).mean(axis=-1, keepdims=True)
     normed: F64 = wide / np.sqrt(mean + eps) * gamma.astype(np.float64)
@@ -17,7 +17,7 @@ def rms_norm(x: npt.NDArray[np.floating], gamma: npt.NDArray[np.floating], eps: 
 
 
 def gated(gate_up: npt.NDArray[np.floating], activation: str = "silu") -> F64:
-    """act(gate) · up f64 [..., K] of gate_up float [..., 2 K]: K gates, then K to be multiplied with.
+    """Compute act(gate) · up, f64 [..., K], of gate_up float [..., 2 K]: K gates, then the K factors `up`.
 
     `silu` is g / (1 + exp(-g)); `gelu_tanh`, which is g/2 (1 + tanh(z)), is g / (1 + exp(-2 z)) with
     z = sqrt(2/π) (g + 0.044715 g³).
@@ -34,7 +34,7 @@ def gated(gate_up: npt.NDArray[np.floating], activation: str = "silu") -> F64:
 
 
 def exponent(gate: F64, activation: str) -> F64:
-    """x of the gate's g / (1 + exp(x))."""
+    """Compute the exponent x of the activation g / (1 + exp(x)) for each gate g."""
     if activation == "silu":
         return -gate
     if activation != "gelu_tanh":

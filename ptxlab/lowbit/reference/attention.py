@@ -20,10 +20,10 @@ ROPE_SCALINGS: dict[str, tuple[str, ...]] = {
 def attention(
     q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any], *, scale: float, window: int | None = None
 ) -> tuple[F64, F64]:
-    """softmax(q kᵀ · scale) v of one sequence, whose last T tokens ask, each about itself and what precedes it.
+    """Compute softmax(q kᵀ · scale) v of one sequence: its last T tokens attend to themselves and all earlier tokens.
 
-    Query head h attends to KV head h // (Hq / Hkv). Query t is token L - T + t; before the sequence's first token, and
-    in an empty sequence, it sees nothing.
+    Query head h attends to KV head h // (Hq / Hkv). Query t is token L - T + t. A query before the sequence's first
+    token sees nothing, nor does any query of an empty sequence.
 
     Args:
         q: queries, float [T, Hq, D].
@@ -59,7 +59,7 @@ def attention(
 
 
 def _visible(q: F64, k: F64, window: int | None) -> npt.NDArray[np.bool_]:
-    """Which of the keys each query sees, bool [T, L], where the arrays lie."""
+    """Compute which keys each query sees, bool [T, L], on the arrays' device."""
     T, L = len(q), len(k)
     token = np.arange(L - T, L, like=q)[:, None]
     key = np.arange(L, like=k)
@@ -69,7 +69,9 @@ def _visible(q: F64, k: F64, window: int | None) -> npt.NDArray[np.bool_]:
 
 
 def rope(x: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The rotary embedding in the tables' dtype, each multiplication and addition rounded; i and i + D/2 are a pair.
+    """Rotate elements i and i + D/2 of each head as a pair, in the tables' dtype.
+
+    Each multiplication and addition is rounded.
 
     Args:
         x: queries or keys, float [..., tokens, heads, D], converted to that dtype first.
@@ -117,7 +119,7 @@ def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def rope_tables(
     positions: npt.NDArray[Any], head_dim: int, base: float = 10000.0, scaling: dict[str, Any] | None = None
 ) -> tuple[F32, F32]:
-    """Cosines and sines for `rope`, computed in float64 and rounded once.
+    """Compute cosines and sines for `rope` in float64 and round them once to float32.
 
     The angle of position p and pair i is p·f(i), with f(i) = base^(-2i / head_dim) unless it is scaled:
 
@@ -171,7 +173,7 @@ def _scaled(frequency: F64, scaling: dict[str, Any]) -> F64:
 
 
 def dequantize_kv(values: npt.NDArray[Any], scale: npt.NDArray[Any], zero: npt.NDArray[Any]) -> F32:
-    """(values - zero)·scale in float32, each operation rounded.
+    """Compute (values - zero)·scale in float32, each operation rounded.
 
     Args:
         values: u8 or s8 [..., tokens, heads, D].

@@ -15,7 +15,7 @@ _SIGN_BITS = np.uint32(0x80808080)
 
 
 def dequant_lqq(q4: U8, scale: U8, offset: U8) -> S8:
-    """LQQ: multiply-add on the packed word, then flip each byte's top bit (LiquidGEMM §4).
+    """Dequantise LQQ: one multiply-add on the packed word, then a flip of each byte's top bit (LiquidGEMM §4).
 
     `scale` u8 is the group scale s1, `offset` u8 the constant a = 128 + min. Gives s8 [R, K] = q4·s1 + min while no
     byte of q4·s1 + a exceeds 255.
@@ -24,7 +24,7 @@ def dequant_lqq(q4: U8, scale: U8, offset: U8) -> S8:
 
 
 def dequant_lqq_unsigned(q4: U8, scale: U8, offset: U8) -> U8:
-    """LQQ without the XOR: u8 [R, K] = weight + 128; the GEMM takes 128 times the token sum off again.
+    """Dequantise LQQ without the XOR: u8 [R, K] = weight + 128; the GEMM subtracts 128 times the token sum.
 
     QoQ at protective range 119 takes the same form, with the constant a = 128 - z·s1.
     """
@@ -37,7 +37,7 @@ def _lqq_words(q4: U8, scale: U8, offset: U8) -> U32:
 
 
 def dequant_qoq_vadd4(q4: U8, scale: U8, offset: S8) -> S8:
-    """QoQ, subtraction after multiplication: packed multiply, then an add that wraps in each byte (QServe §5.2.3).
+    """Dequantise QoQ by a packed multiplication, then an addition that wraps in each byte (QServe §5.2.3).
 
     `scale` u8 is the group scale s1, `offset` s8 is -z·s1 modulo 256. Gives s8 [R, K] = (q4 - z)·s1 while no byte of
     q4·s1 exceeds 255 and the result fits s8.
@@ -49,12 +49,12 @@ def dequant_qoq_vadd4(q4: U8, scale: U8, offset: S8) -> S8:
 
 
 def dequant_qoq_vadd4_s32(q4: U8, scale: U8, offset: S8) -> S8:
-    """The contract of `dequant_qoq_vadd4`; only the instruction that adds is spelled differently."""
+    """Dequantise QoQ as `dequant_qoq_vadd4` does; the kernel only spells the addition with another instruction."""
     return dequant_qoq_vadd4(q4, scale, offset)
 
 
 def dequant_qoq_saturating(q4: U8, scale: U8, zero: U8) -> S8:
-    """QoQ with a saturating subtraction: (q4 - z)·s1 clamped to s8 [R, K] (QServe §4.1).
+    """Dequantise QoQ with a saturating subtraction: (q4 - z)·s1 clamped to s8 [R, K] (QServe §4.1).
 
     `scale` u8 is the group scale s1, `zero` u8 the zero point z. Level 1 needs no protective range, while no byte of
     q4·s1 or z·s1 exceeds 255.
@@ -67,7 +67,7 @@ def dequant_qoq_saturating(q4: U8, scale: U8, zero: U8) -> S8:
 
 
 def dequant_qoq_presub(q4: U8, scale: U8, zero: U8) -> S8:
-    """QoQ, subtraction before multiplication on packed bytes: wrong by design (QServe Fig. 14a).
+    """Subtract the zero point before multiplying, on packed bytes: wrong by design (QServe Fig. 14a).
 
     `scale` u8 is the group scale s1, `zero` u8 the zero point z. A lane with q4 < z borrows from the lane above it, and
     the multiplication spreads the damage: s8 [R, K] misses (q4 - z)·s1 where `exact.presub_wrong` says.
@@ -78,18 +78,18 @@ def dequant_qoq_presub(q4: U8, scale: U8, zero: U8) -> S8:
 
 
 def dequant_qoq_channel(q4: U8) -> U8:
-    """QoQ per channel: u8 [R, K], only unpacked; scale and zero point are the epilogue's (QServe §5.2.2)."""
+    """Unpack QoQ per channel to u8 [R, K]; the epilogue applies scale and zero point (QServe §5.2.2)."""
     require_dtype("q4", q4, np.uint8)
     return q4.copy()
 
 
 def dequant_int4_naive(q4: U8) -> S8:
-    """Two's complement nibbles (0..15 stand for 0..7, -8..-1) sign-extended to s8 [R, K]."""
+    """Sign-extend two's complement nibbles to s8 [R, K]: 0..7 stand for 0..7, 8..15 for -8..-1."""
     return dequant_comet(q4) >> np.int8(4)
 
 
 def dequant_comet(q4: U8 | S8) -> S8:
-    """COMET's zero extension: the nibble w in the high half of its byte, s8 [R, K] = 16·w (COMET §4.3).
+    """Place the nibble w in the high half of its byte, COMET's zero extension: s8 [R, K] = 16·w (COMET §4.3).
 
     `q4` holds w as s8 -8..7 or as the nibble u8 0..15 that encodes it; the factor 16 belongs to the scale.
     """
@@ -97,27 +97,27 @@ def dequant_comet(q4: U8 | S8) -> S8:
 
 
 def dequant_u4_f16(q4: U8) -> F16:
-    """The nibble below the bits of 1024.0, and 1024 subtracted: f16 [R, K] = q4, exactly."""
+    """Combine the nibble with the bits of 1024.0 and subtract 1024: f16 [R, K] = q4, exactly."""
     require_dtype("q4", q4, np.uint8)
     biased = (q4.astype(np.uint16) | np.uint16(0x6400)).view(np.float16)
     return biased - np.float16(1024)
 
 
 def dequant_u4_f16_subnormal(q4: U8) -> F16:
-    """The nibble's own bits read as an FP16 subnormal: f16 [R, K] = q4·2^-24, exactly."""
+    """Read the nibble's own bits as an FP16 subnormal: f16 [R, K] = q4·2^-24, exactly."""
     require_dtype("q4", q4, np.uint8)
     return q4.astype(np.uint16).view(np.float16)
 
 
 def dequant_s4_f16(q4: S8, scale: F16) -> F16:
-    """Signed INT4 with a float scale per group: f16 [R, K] = q4·scale, rounded once; `q4` s8 in -8..7."""
+    """Multiply signed INT4 by a float scale per group: f16 [R, K] = q4·scale, rounded once; `q4` s8 in -8..7."""
     require_dtype("q4", q4, np.int8)
     require_dtype("scale", scale, np.float16)
     return q4.astype(np.float16) * spread(scale, q4.shape[-1])
 
 
 def scale_rows(integers: U8 | S8 | S32, scale: F32) -> F32:
-    """Level 1, which a GEMM leaves to its epilogue: integers [R, K] times one f32 scale per row [R], in f32."""
+    """Multiply integers [R, K] by one f32 scale per row [R], in f32: level 1, which a GEMM leaves to its epilogue."""
     return integers.astype(np.float32) * scale[:, None]
 
 

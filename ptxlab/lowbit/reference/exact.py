@@ -11,24 +11,24 @@ _LANES = 4  # weights that share a word, and so a carry chain
 
 
 def exact_lqq(q4: U8, scale: U8, offset: U8) -> S32:
-    """q4·s1 + a - 128 as int32 [R, K]: the weight that `dequant_lqq` gives while no lane overflows."""
+    """Compute q4·s1 + a - 128 as int32 [R, K]: the weight that `dequant_lqq` gives while no lane overflows."""
     K = q4.shape[-1]
     return q4.astype(np.int32) * spread(scale, K) + spread(offset, K) - 128
 
 
 def exact_qoq(q4: U8, scale: U8, zero: U8) -> S32:
-    """(q4 - z)·s1 as int32 [R, K]: the weight that `dequant_qoq_vadd4` gives while it fits s8."""
+    """Compute (q4 - z)·s1 as int32 [R, K]: the weight that `dequant_qoq_vadd4` gives while it fits s8."""
     K = q4.shape[-1]
     return (q4.astype(np.int32) - spread(zero, K)) * spread(scale, K)
 
 
 def fits_s8(values: S32) -> Bool:
-    """Where an exact integer is an s8."""
+    """Find the exact integers that fit s8."""
     return (values >= -128) & (values <= 127)
 
 
 def presub_wrong(q4: U8, scale: U8, zero: U8) -> Bool:
-    """Where `dequant_qoq_presub` misses `exact_qoq`: bool [R, K], by following the borrow instead of the word.
+    """Find the weights in which `dequant_qoq_presub` differs from `exact_qoq`, bool [R, K], by following the borrow.
 
     Modulo 2^32 the packed product is the sum of the exact lane products, each at its byte. So lane i receives what the
     lanes below it in the word could not keep in their bytes (a borrow if negative), and it is right only if it

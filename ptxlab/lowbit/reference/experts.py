@@ -6,10 +6,10 @@ import numpy as np
 
 
 def top_experts(logits: Any, k: int) -> tuple[Any, Any]:
-    """The k largest of every row of logits [M, E], the largest first, of equal ones the first; and their shares.
+    """Find the k largest logits of every row of logits [M, E], the largest first, and their shares.
 
-    Shares are the softmax over all experts divided by its sum over the chosen ones (Mixtral), which is the softmax of
-    the chosen logits.
+    Of equal logits the first expert wins. Shares are the softmax over all experts divided by its sum over the chosen
+    ones (Mixtral), which is the softmax of the chosen logits.
 
     Returns:
         (s64 [M, k], [M, k] of the dtype of the logits).
@@ -21,7 +21,7 @@ def top_experts(logits: Any, k: int) -> tuple[Any, Any]:
 
 
 def rows_by_expert(chosen: Any, experts: int) -> tuple[Any, Any]:
-    """Rows in the order of experts, then of tokens, of choices [M, k].
+    """Sort the rows of choices [M, k] by expert, then by token.
 
     Returns:
         (offsets s32 [experts + 1], where each expert's rows begin; place s32 [M, k], the row of each choice).
@@ -33,7 +33,7 @@ def rows_by_expert(chosen: Any, experts: int) -> tuple[Any, Any]:
 
 
 def combined(results: Any, place: Any, share: Any) -> Any:
-    """Σ_c share[m, c] · results[place[m, c]] of results f32 [rows, H]: f32 [M, H], in the order of c."""
+    """Compute Σ_c share[m, c] · results[place[m, c]] of results f32 [rows, H]: f32 [M, H], added in the order of c."""
     rows = results[place] * share[:, :, None]
     total = rows[:, 0]
     for c in range(1, share.shape[1]):

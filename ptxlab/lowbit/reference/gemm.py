@@ -13,7 +13,7 @@ _EXACT_K = 2**53 // (128 * 255)  # float64 adds up so many products of bytes wit
 
 
 def gemm_accumulators(x_q: S8, weights: S32) -> S32:
-    """X Wᵀ as a kernel's int32 accumulators hold it: modulo 2^32, so the order of the additions does not matter.
+    """Compute X Wᵀ modulo 2^32, as a kernel's int32 accumulators do; the order of the additions does not matter.
 
     Args:
         x_q: activations s8 [M, K].
@@ -30,7 +30,9 @@ def gemm_accumulators(x_q: S8, weights: S32) -> S32:
 
 
 def gemm_accumulators_channel(x_q: S8, q4: U8, zero: U8, x_sum: S32) -> S32:
-    """X Wᵀ of per-channel weights q4 - zero, int32 [M, N]: the zero point leaves with the token sum (QServe §5.2.2).
+    """Compute X Wᵀ of per-channel weights q4 - zero, int32 [M, N], with the token sum (QServe §5.2.2).
+
+    The product with q4 comes first; then the zero point times the token sum is subtracted.
 
     QServe's Eq. 13 sums the activations before they are quantised; here the integers are summed, so that the product is
     exactly that with q4 - zero.
@@ -47,7 +49,7 @@ def gemm_accumulators_channel(x_q: S8, q4: U8, zero: U8, x_sum: S32) -> S32:
 def gemm_epilogue(
     accumulators: S32, x_scale: F32, w_scale: F32, bias: F32 | None = None, out: str = "float16"
 ) -> npt.NDArray[Any]:
-    """accumulators · x_scale · w_scale (+ bias) in float32, each operation rounded, and one rounding to the output.
+    """Compute accumulators · x_scale · w_scale (+ bias) in float32, each operation rounded; round once to the output.
 
     Args:
         accumulators: int32 [M, N].
@@ -68,7 +70,7 @@ def gemm_epilogue(
 
 
 def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> Iterator[S32]:
-    """The integer sums of every group of INT4 channels in turn, then of the INT8 channels behind them (Atom §4).
+    """Yield the integer sums of every group of INT4 channels in turn, then of the INT8 channels (Atom §4).
 
     Args:
         x4, w4: INT4 channels s8 [M, K] and [N, K].
@@ -84,7 +86,7 @@ def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> Iterator[S32]
 
 
 def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16, *, halves: bool = False) -> F32:
-    """Σ over groups of sum · (x_scale · w_scale), one fma after the other from 0 on: the order of the kernels.
+    """Add sum · (x_scale · w_scale) over the groups by one fma after the other, from 0 on: the kernels' order.
 
     A sum is exact in float32 up to 2^24, and so is the product of two FP16 scales, which `halves` rounds to FP16.
 
@@ -105,7 +107,7 @@ def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16, *, halves: 
 
 
 def rounded_to(values: F32, out: str) -> npt.NDArray[Any]:
-    """f32 as `float32`, `float16`, or `bfloat16` (its bits, as uint16), rounded once."""
+    """Round f32 once to `float32`, `float16`, or `bfloat16` (its bits, as uint16)."""
     if out == "bfloat16":
         return bfloat16_bits(values)
     with np.errstate(over="ignore"):  # beyond 65504 float16 is infinite, as on the GPU

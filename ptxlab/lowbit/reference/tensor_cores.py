@@ -19,10 +19,11 @@ _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
 
 
 def hopper_mma(a: Any, b: Any, c: F32, kept: int = KEPT) -> Any:
-    """a·b + c as one `mma.m16n8k16` has it: f16 [..., M, 16] and f16 [..., 16, N], f32 [..., M, N]; NumPy or CuPy.
+    """Compute a·b + c with the bits of one `mma.m16n8k16`; NumPy or CuPy.
 
-    A product has the sum of its operands' exponents, whatever its significand is; subnormals have -14. One that is zero
-    has none: what else there is keeps its bits. A sum of zero is +0. Other tensor cores have `kept` bits.
+    Shapes are f16 [..., M, 16], f16 [..., 16, N] and f32 [..., M, N]. A product has the sum of its operands' exponents,
+    whatever its significand is; subnormals have -14. A product of zero has no exponent, so the other summands keep
+    their bits. A sum of zero is +0. Other tensor cores have `kept` bits.
     """
     (a_bits, a_exponent), (b_bits, b_exponent) = _parts(a), _parts(b)
     c_bits, c_exponent = _parts_of_single(c)
@@ -45,7 +46,7 @@ def hopper_mma(a: Any, b: Any, c: F32, kept: int = KEPT) -> Any:
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
-    """(significand with its sign s64, exponent s32) of f16: significand · 2^(exponent - 10)."""
+    """Split f16 into (significand with its sign s64, exponent s32): significand · 2^(exponent - 10)."""
     bits = x.view(np.uint16).astype(np.int32)
     field = bits >> 10 & 31
     significand = (bits & 0x3FF) + (field > 0) * np.int32(0x400)
@@ -54,7 +55,7 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 
 def _parts_of_single(x: F32) -> tuple[Any, Any]:
-    """The same of f32: significand · 2^(exponent - 23)."""
+    """Split f32 into (significand with its sign s64, exponent s32): significand · 2^(exponent - 23)."""
     bits = x.view(np.int32)
     field = bits >> 23 & 255
     significand = (bits & 0x7FFFFF) + (field > 0) * np.int32(0x800000)
@@ -62,13 +63,13 @@ def _parts_of_single(x: F32) -> tuple[Any, Any]:
 
 
 def _cut(x: Any, places: Any) -> Any:
-    """Integers without their last bits, towards zero."""
+    """Drop the last `places` bits of integers, towards zero."""
     shift = np.minimum(places, 63)
     return np.where(x < 0, -(-x >> shift), x >> shift)
 
 
 def _with_special(result: Any, a: Any, b: Any, c: F32) -> Any:
-    """Where an operand is an infinity or NaN, so is the result, as ordinary arithmetic has it."""
+    """Replace `result` by infinity or NaN where an operand is one, as ordinary arithmetic does."""
     special = [~np.isfinite(x) for x in (a, b, c)]
     if not any(bool(x.any()) for x in special):
         return result

@@ -126,7 +126,7 @@ def at(
     *,
     appending: bool = True,
 ) -> Iterator[Row]:
-    """One batch of equal lengths: attention beside its peers, and right behind `append_kv4`."""
+    """Measure one batch of equal lengths: attention beside its peers, and attention right behind `append_kv4`."""
     progress(f"{batch}: peers")
     here = peers.attention(batch)
     progress(f"{batch}: {FACE}")
@@ -142,7 +142,7 @@ def at(
 
 
 def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = None) -> dict[str, float]:
-    """Time of launches that begin before those before them have ended; nothing of kernels that would not wait."""
+    """Measure launches that begin before the ones before them have ended; empty for kernels that do not wait."""
     if not step.spec.after_wait:
         return {}
     ready = launches(step, of, programmatic=True)
@@ -152,27 +152,30 @@ def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = N
 
 
 def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """A ragged batch, and an even one of as many bytes."""
+    """Measure a ragged batch, and one of equal lengths with as many bytes."""
     for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
         progress(f"{of}: {FACE}, {measured_as}")
         yield timed(step, random_problem(of), measured_as, ceilings, face=FACE)
 
 
 def ladder_rows(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """A step of the ladder where QServe took its own apart."""
+    """Measure a step of the ladder on the batch of QServe's own ablation."""
     progress(f"{ABLATION}: {step.spec.name}")
     yield timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
 
 
 def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
-    """Time one step on one problem; what the timed launches wrote is checked. `further` are fields of `Row`."""
+    """Time one step on one problem, and check the results of the timed launches.
+
+    `further` are fields of `Row`.
+    """
     ready = launches(step, of)
     measured = measure(ready.calls)
     return row(ready, of, measured_as, measured, ceilings, **further)
 
 
 def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, AttentionLaunches, Measured]:
-    """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
+    """Measure a decoder's step: `append_kv4` rotates and writes every sequence's new token, then attention runs.
 
     Returns:
         (launched programmatically where they wait by themselves, the launches of attention then, launched plainly).
@@ -200,7 +203,7 @@ def row(
     more: dict[str, float] | None = None,
     **further: Any,
 ) -> Row:
-    """The row of launches that were timed: keys and values once at the speed of a read are the floor."""
+    """Build the row of timed launches; the floor is reading keys and values once."""
     checked, worst = ready.check(of, expected)
     nbytes = of.batch.kv_bytes(of.scheme)
     return row_of(

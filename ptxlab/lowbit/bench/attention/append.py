@@ -31,7 +31,7 @@ _TABLES = "cos", "sin", "positions"
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Every point with as many heads as LLaMA-2-7B and LLaMA-3-8B, k rotated and as it is, then the other schemes."""
+    """Measure every point with the heads of LLaMA-2-7B and LLaMA-3-8B, k rotated or not, then the other schemes."""
     for heads in HEADS:
         for tokens, what in POINTS:
             progress(f"append_kv4, {what}, {heads} heads")
@@ -43,13 +43,13 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def variants() -> Iterator[dict[str, int]]:
-    """The constants that all points are compiled with."""
+    """Yield the constants of every variant that the points are compiled with."""
     for heads, (tokens, _), scheme, rope in product(HEADS, POINTS, KV_SCHEMES, (True, False)):
         yield APPEND.config_for(sizes_at(tokens, heads, scheme, rope))
 
 
 def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) -> dict[str, int]:
-    """The spec's sizes."""
+    """Return the spec's sizes for so many tokens and heads."""
     known = KV_SCHEMES[scheme]
     sizes = {"T": tokens, "H": heads, "D": HEAD_DIM, "pages": copies * _PAGES, "size": PAGE, "bits": known.bits}
     sizes |= {"channel": int(known.by_channel), "R": tokens if rope else 0}
@@ -57,7 +57,7 @@ def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) 
 
 
 def moved_bytes(tokens: int, heads: int, scheme: str, rope: bool) -> int:
-    """What has to be read and written: k and v, what becomes of them, slots, and with `rope` tables and positions."""
+    """Count the bytes to read and write: k and v, their quantised tokens, slots; with `rope` tables and positions."""
     floats = 2 * tokens * heads * HEAD_DIM * 2
     written = 2 * tokens * heads * page_bytes(scheme, PAGE, HEAD_DIM) // PAGE
     constants = 2 * heads * HEAD_DIM * 4 * (8 // KV_SCHEMES[scheme].bits) if KV_SCHEMES[scheme].by_channel else 0
@@ -65,7 +65,7 @@ def moved_bytes(tokens: int, heads: int, scheme: str, rope: bool) -> int:
 
 
 def slots_of(tokens: int) -> np.ndarray:
-    """In the pages of one copy, s32 [tokens]: a prompt fills its pages; decoding adds one token to each of them."""
+    """Choose slots in the pages of one copy, s32 [tokens]: a prompt fills its pages, decoding adds a token to each."""
     token = np.arange(tokens)
     offset = token if tokens > _PAGES else token * PAGE + np.random.default_rng(0).integers(0, PAGE, tokens)
     return offset.astype(np.int32)
@@ -118,7 +118,7 @@ class Appending:
         self._slots = pages * PAGE + (lengths - 1) % PAGE  # s32 [B], of the first copy
 
     def calls(self, programmatic: bool) -> list[Call]:
-        """One launch per copy of the cache."""
+        """Prepare one launch per copy of the cache."""
         pool, copies = self._of.caches[0].pool, len(self._of.caches)
         sizes = sizes_at(len(self._slots), self._of.batch.Hkv, "kv4", rope=True)
         sizes |= {"pages": len(pool), "R": len(self._tables[0])}
@@ -143,12 +143,12 @@ class Appending:
                 raise BenchmarkError(f"{APPEND.name}: wrong bytes for the new tokens of {of.batch}")
 
     def _at(self, copy: int) -> Any:
-        """The slots of one copy's new tokens, s32 [B]."""
+        """Return the slots of one copy's new tokens, s32 [B]."""
         return self._slots + np.int32(copy * self._of.pages * PAGE)
 
 
 def _new(rng: np.random.Generator, tokens: int, heads: int) -> tuple[Any, Any]:
-    """Random keys and values f16 [T, H, D] on the device."""
+    """Draw random keys and values f16 [T, H, D] on the device."""
     k, v = rng.standard_normal((2, tokens, heads, HEAD_DIM), np.float32).astype(np.float16)
     return gpu.to_device(k), gpu.to_device(v)
 
@@ -159,7 +159,7 @@ def _rows(x: Any) -> Any:
 
 
 def _angles(rng: np.random.Generator, positions: int) -> tuple[Any, Any]:
-    """Cosines and sines f32 [R, D/2] of random angles, on the device."""
+    """Compute cosines and sines f32 [R, D/2] of random angles, on the device."""
     angles = rng.uniform(-4, 4, (positions, HEAD_DIM // 2)).astype(np.float32)
     return gpu.to_device(np.cos(angles)), gpu.to_device(np.sin(angles))
 
@@ -169,7 +169,7 @@ def _pages(count: int, heads: int, scheme: str) -> Any:
 
 
 def _expected(k: Any, v: Any, scheme: str, channel: Any, tables: list[Any], slots: Any) -> Any:
-    """The pages of one copy, on the device."""
+    """Compute the pages of one copy that `append_kv4` should write, on the device."""
     cache = KVCache(
         pool=_pages(_PAGES, k.shape[1], scheme),
         block_table=slots[:1].reshape(1, 1),
@@ -185,7 +185,10 @@ def _expected(k: Any, v: Any, scheme: str, channel: Any, tables: list[Any], slot
 
 
 def _write(cache: KVCache, k: Any, v: Any, tables: list[Any], slots: Any) -> None:
-    """What `append_kv4` should do, by the quantiser: k rotated by `tables` (cosines, sines, positions) if any."""
+    """Write the tokens as `append_kv4` should, with the quantiser; rotate k first if there are `tables`.
+
+    `tables` are cosines, sines and positions.
+    """
     if tables:
         cos, sin, positions = tables
         k = reference.rope(k, cos[positions], sin[positions])

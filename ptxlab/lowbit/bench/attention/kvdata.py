@@ -20,7 +20,11 @@ _STANDING_OUT = 1.6, 0.0  # the last token's key: 4 or 5 above one whose numbers
 
 
 class Constants(NamedTuple):
-    """Of tokens: the range of a key's numbers, which of them is 0, from 0 to 1; of a value's. [pages, Hkv, PAGE]."""
+    """Random ranges and zero points of keys and values, each [pages, Hkv, PAGE].
+
+    `k_range` and `v_range` are the range of a token's numbers. `k_zero` and `v_zero` are the place of 0 in the range,
+    from 0 to 1.
+    """
 
     k_range: np.ndarray
     k_zero: np.ndarray
@@ -32,21 +36,21 @@ Data = Callable[[np.random.Generator, tuple[int, ...]], Constants]
 
 
 def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
-    """Every token has some weight: scores are roughly Gaussian around 0."""
+    """Draw constants that give every token some weight: scores are roughly Gaussian around 0."""
     return Constants(
         rng.uniform(2.5, 4, shape), np.full(shape, 0.5), rng.uniform(4, 8, shape), rng.uniform(0, 1, shape)
     )
 
 
 def dominant(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
-    """One token of every page has 50 times the weight of the others."""
+    """Draw constants that give one token of every page 50 times the weight of the others."""
     here = np.arange(shape[-1]) == rng.integers(0, shape[-1], shape[:-1])[..., None]
     zeros = np.where(here, 0.15, 0.85)
     return Constants(np.ones(shape), zeros, rng.uniform(4, 8, shape), rng.uniform(0, 1, shape))
 
 
 def signed(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
-    """Values of a page are all positive or all negative: what is summed up nearly cancels out."""
+    """Draw constants that make the values of a page all positive or all negative, so that their sum nearly cancels."""
     sign = rng.integers(0, 2, shape[:-1])[..., None]
     return spread(rng, shape)._replace(v_zero=np.broadcast_to(sign, shape).astype(np.float64))
 
@@ -55,14 +59,14 @@ DATA: tuple[Data, ...] = (spread, dominant, signed)
 
 
 def random_queries(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Queries f16 [..., D]: Gaussian around a common direction."""
+    """Draw queries f16 [..., D]: Gaussian around a common direction."""
     return (rng.standard_normal(shape, np.float32) + np.float32(_OFFSET)).astype(np.float16)
 
 
 def random_pages(
     rng: np.random.Generator, pages: int, Hkv: int, scheme: str = "kv4", data: Data = spread, D: int = HEAD_DIM
 ) -> np.ndarray:
-    """Pages u8 [pages, 2, Hkv, page_bytes] of 64 tokens, as a quantiser could have written them."""
+    """Draw pages u8 [pages, 2, Hkv, page_bytes] of 64 tokens, as a quantiser could have written them."""
     shape = pages, 2, Hkv, page_bytes(scheme, PAGE, D)
     filled = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
     constants = PageView.of(filled, scheme, PAGE, D).constants
@@ -76,7 +80,7 @@ def random_pages(
 
 
 def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
-    """A copy that differs from the pages: integers are rolled by `by` tokens, scales and zeros stay."""
+    """Copy the pages with their integers rolled by `by` tokens; scales and zeros stay."""
     moved = pages.copy()
     features = PageView.of(moved, scheme, PAGE, D).features
     features[...] = np.roll(features, by % PAGE, axis=-2)

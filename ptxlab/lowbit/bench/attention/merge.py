@@ -19,14 +19,14 @@ BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Both ways on the same batches."""
+    """Measure one launch and two launches on the same batches."""
     for batch in BATCHES:
         progress(f"{batch}: {MERGE.name}")
         yield merged(batch, ceilings)
 
 
 def merged(batch: Batch, ceilings: Ceilings) -> Row:
-    """Two launches, the second programmatic; `more` has the time of one launch that does the same."""
+    """Measure two launches, the second programmatic; `more` has the time of one launch that does the same."""
     fused = next(step for step in STEPS if step.spec is sm80.FUSED)
     of = random_problem(batch)
     alone = launches(fused, of)
@@ -53,7 +53,10 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
 
 
 def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
-    """The second launch for each of the first ones; `written` are results, f16 `out` and f32 `lse` of all copies."""
+    """Prepare the second launch for each of the first ones.
+
+    `written` are the results, f16 `out` and f32 `lse` of all copies.
+    """
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
     sizes |= {"D": HEAD_DIM, "tile": parts.variant["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
     MERGE.check_sizes(sizes)

@@ -28,12 +28,15 @@ _NAN = 0xFF  # what results are filled with before
 
 
 def scheme_of(step: AttentionStep) -> str:
-    """The cache that a step takes: 8 bits for the baseline."""
+    """Return the KV scheme that a step takes: 8 bits for the baseline, otherwise 4."""
     return "kv8" if step.spec.name == "attention_kv8" else "kv4"
 
 
 def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int, sms: int | None = None) -> dict[str, Any]:
-    """The spec's sizes for one new token per sequence, in a pool of `pages`, on so many SMs or those of this GPU."""
+    """Return the spec's sizes for one new token per sequence, in a pool of `pages`.
+
+    The launch takes `sms` SMs, by default those of this GPU.
+    """
     sizes = {
         "B": len(batch.lengths),
         "T": 1,
@@ -57,7 +60,7 @@ def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int, sms: in
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries and a cache on the device, so often that no launch finds its copy in the L2.
+    """Queries and a cache on the device, in so many copies that no launch finds its copy in the L2.
 
     Attributes:
         batch: heads and lengths.
@@ -73,11 +76,11 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Of one copy."""
+        """Number of pages of one copy."""
         return self.caches[0].pages // len(self.caches)
 
     def sequence(self, b: int) -> tuple[Any, KVCache]:
-        """The queries f16 [1, Hq, D] and the cache of one sequence, as the first copy has it."""
+        """Return one sequence's queries f16 [1, Hq, D] and its cache, taken from the first copy."""
         cache = self.caches[0]
         return self.q[b : b + 1], replace(
             cache, block_table=cache.block_table[b : b + 1], lengths=cache.lengths[b : b + 1]
@@ -85,7 +88,7 @@ class Problem:
 
 
 def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None) -> Problem:
-    """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
+    """Draw a problem of random pages (`kvdata.spread`) in any order; free entries of the table are wild."""
     copies, pages = copies or copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = random_pages(batch.Hkv, scheme, batch.D)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
@@ -117,14 +120,14 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
 
 @cache
 def random_pages(Hkv: int, scheme: str, D: int = HEAD_DIM) -> Any:
-    """Pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
+    """Draw pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
     count = max(1, _RANDOM // (2 * Hkv * page_bytes(scheme, PAGE, D)))
     return gpu.to_device(kvdata.random_pages(np.random.default_rng(Hkv), count, Hkv, scheme, D=D))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What launches should give.
+    """Expected results of launches.
 
     Attributes:
         sequences: of each, what is right in float64 on the dequantised integers, and how far off it may be; by output.
@@ -165,7 +168,7 @@ class AttentionLaunches(Launches):
     logged: Logged | None
 
     def expected(self, of: Problem) -> Expected:
-        """What these launches should give of the problem as it is now."""
+        """Compute the results that these launches should give for the problem in its present state."""
         oracle = registry.find(self.spec.name)[0]
         shape, scale = oracle.arg("q").resolve(self.sizes), of.batch.D**-0.5
         more = {"blocks": self.sizes["blocks"]} if "partial" in {arg.name for arg in oracle.outputs} else {}

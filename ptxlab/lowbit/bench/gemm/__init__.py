@@ -77,7 +77,7 @@ def part(words: Sequence[str]) -> tuple[Layer, ...]:
 def layer_rows(
     layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None], peers: Peers
 ) -> Iterator[Row]:
-    """Everything that is measured on one matrix alone; its peers first."""
+    """Measure everything that concerns one matrix alone; its peers first."""
     progress(f"{layer}: peers")
     beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS, None)
     yield from steps.layer_rows(layer, steps_of(names), beside, stream_us, progress)

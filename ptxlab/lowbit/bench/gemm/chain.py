@@ -18,7 +18,7 @@ MEASURE = "chain"
 
 
 def rows(stream_us: StreamTime, progress: Callable[[str], None], peers: Peers) -> Iterator[Row]:
-    """Every model at every number of tokens of a step of decoding, in groups and per channel."""
+    """Measure every model at every number of tokens of a decoding step, in groups and per channel."""
     for layers in CHAINS:
         progress(f"{layers[0].model}: chain")
         beside = peers.cublas_chain([(layer.N, layer.K) for layer in layers], FEW_TOKENS)

@@ -30,7 +30,7 @@ _PLACES = 3  # in memory: where the weights of a few experts lie can move the ti
 
 
 def points(names: Sequence[str]) -> Iterator[Point]:
-    """The grouped kernel with its sizes, if it is among `names` and runs on this GPU."""
+    """Yield the grouped kernel with its sizes, if it is among `names` and runs on this GPU."""
     if GROUPED.name in names and why_not(STEP) is None:
         for layer in MIXTRAL:
             for count in ROUTED_TOKENS:
@@ -38,12 +38,12 @@ def points(names: Sequence[str]) -> Iterator[Point]:
 
 
 def sizes_at(layer: Layer, rows: int) -> dict[str, int]:
-    """The grouped kernel's."""
+    """Return the grouped kernel's sizes."""
     return {"M": rows, "N": layer.N, "K": layer.K, "E": EXPERTS, "g": GROUP}
 
 
 def routed(count: int, seed: int = 0) -> S32:
-    """Tokens by expert when each of `count` tokens takes its experts at random: offsets into the sorted rows, [E+1]."""
+    """Draw the experts of `count` tokens at random: offsets of each expert into the sorted rows, [E+1]."""
     rng = np.random.default_rng(seed)
     taken = rng.permuted(np.tile(np.arange(EXPERTS), (count, 1)), axis=1)[:, :CHOSEN_EXPERTS]
     offsets = np.zeros(EXPERTS + 1, np.int32)
@@ -53,7 +53,7 @@ def routed(count: int, seed: int = 0) -> S32:
 
 @dataclass(frozen=True)
 class Experts:
-    """One matrix of every expert, and tokens for them.
+    """Matrix of every expert, and tokens for them.
 
     Attributes:
         layer: the matrix.
@@ -69,7 +69,7 @@ class Experts:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What tells rows apart."""
+        """Sizes that tell rows apart."""
         tokens = int(self.offsets[-1]) // CHOSEN_EXPERTS
         return {"tokens": tokens, "N": self.layer.N, "K": self.layer.K, "g": GROUP}
 
@@ -84,7 +84,7 @@ class Experts:
         }
 
     def problems(self) -> Iterator[tuple[int, Arrays]]:
-        """Tokens and logical inputs of the experts that have tokens, each array where any kernel may load it."""
+        """Yield token count and logical inputs of each expert that has tokens, in arrays that any kernel may load."""
         for expert, weight in enumerate(self.weights):
             rows = slice(*self.offsets[expert : expert + 2].tolist())
             if rows.stop > rows.start:
@@ -93,7 +93,7 @@ class Experts:
 
 
 def rows(layers: Sequence[Layer], stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
-    """At every number of tokens the loop, and behind it the grouped kernel with the loop's time among its peers."""
+    """Measure the loop over experts at every number of tokens, then the grouped kernel with the loop as a peer."""
     for layer in layers:
         progress(f"{layer}: {EXPERTS} experts")
         by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]

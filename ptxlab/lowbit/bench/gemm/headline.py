@@ -29,7 +29,7 @@ _TILES = (8, 16, 32, 64, 128, 256)  # tokens of a tile of activations: the first
 
 
 class _Weight(NamedTuple):
-    """What choosing a kernel asks of a packed weight."""
+    """Fields of a packed weight by which a kernel is chosen."""
 
     scheme: str
     layout: str
@@ -39,43 +39,43 @@ class _Weight(NamedTuple):
 
 
 def scheme_of(group: int) -> str:
-    """Of weights with groups, or without."""
+    """Return the scheme of weights with groups, or without."""
     return CHANNEL_SCHEME if group == PER_CHANNEL else SCHEME
 
 
 def steps(group: int = GROUP) -> list[GemmStep]:
-    """The steps that take such a weight and run on this GPU."""
+    """List the steps that take weights of this group and run on this GPU."""
     taken = scheme_of(group), PACKING
     return [s for s in ladder.LADDER if (s.scheme, s.packing) == taken and ladder.why_not(s) is None]
 
 
 def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
-    """The logical weight of one matrix on the device."""
+    """Build the logical weight of one matrix on the device."""
     drawn = next(step.spec for step in steps(group) if step.spec.example_sizes)
     return weights(drawn, layer, group, seed)
 
 
 def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
-    """The step that `gemm_w4a8` takes."""
+    """Return the step that `gemm_w4a8` chooses."""
     weight: Any = _Weight(scheme_of(group), PACKING, layer.N, layer.K, group or layer.K)
     return ladder.choose(weight, order, M, GemmOptions(backend="gpu"))
 
 
 def rows_of_tile(M: int, order: str) -> int:
-    """Tokens of a tile of activations in that order."""
+    """Return the tokens of a tile of activations in that order."""
     if order == "tiles":
         return next((rows for rows in _TILES if rows >= M), _TILES[-1])
     return 8 if order == "fragment" else 1
 
 
 def at(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Point:
-    """The step that is taken there, and its sizes."""
+    """Return the step that `gemm_w4a8` chooses at a point, and its sizes."""
     step = chosen(layer, M, group, order)
     return step, sizes_at(step.spec, layer, M, group, rows_of_tile(M, order))
 
 
 def points(names: Sequence[str]) -> Iterator[Point]:
-    """Every kernel among `names` that is launched, with its sizes."""
+    """Yield every kernel among `names` that is launched, with its sizes."""
     for layer in LLAMA:
         for group in (*GROUPS, PER_CHANNEL):
             for M in ALL_TOKENS:
@@ -93,9 +93,10 @@ def layer_rows(
     stream_us: StreamTime,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    """One matrix, at every number of tokens, with every group, in every order.
+    """Measure one matrix at every number of tokens, with every group, in every order.
 
-    By tokens first: after thousands of them the clock is low for a while, whose turn it is next.
+    The number of tokens varies slowest: after thousands of tokens the clock stays low for a while, which slows down
+    what is measured next.
     """
     if not any(step.spec.name in names for step in steps()):
         return
@@ -124,7 +125,7 @@ def rows_beside(
 def untuned_rows(
     layers: Sequence[Layer], names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None], peers: Peers
 ) -> Iterator[Row]:
-    """Matrices of other models, at odd numbers of tokens where one of `names` is launched, beside cuBLAS FP8."""
+    """Measure matrices of other models, at odd token counts at which one of `names` is launched, beside cuBLAS FP8."""
     for layer in layers:
         if not (measured := _untuned_tokens(layer, names)):
             continue
@@ -140,7 +141,7 @@ def untuned_rows(
 def launched(
     layer: Layer, M: int, logical: Arrays, right: Any, *, group: int = GROUP, order: str = ORDER, **further: Any
 ) -> Row:
-    """What is launched at one point, in one order; `further` are `point`'s."""
+    """Measure the kernel that is launched at one point, in one order; `further` are arguments of `point`."""
     step, sizes = at(layer, M, group, order)
     fed = {**logical, "rows": sizes["rows"]} if "rows" in sizes else logical
     return point(step, sizes, fed, right, face=FACE, **further)
@@ -151,7 +152,7 @@ def _untuned_tokens(layer: Layer, names: Sequence[str]) -> list[int]:
 
 
 def _orders(layer: Layer, M: int, group: int) -> list[str]:
-    """The orders of activations that a kernel reads at this size; those beside the usual one with the usual group."""
+    """List the orders of activations that a kernel reads at this size; only the usual group has unusual orders."""
     orders = dict.fromkeys(step.order for step in steps(group) if group == GROUP or step.order == ORDER)
     return [order for order in orders if _is_taken(*at(layer, M, group, order))]
 

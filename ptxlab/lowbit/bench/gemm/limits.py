@@ -35,7 +35,7 @@ _NO_REASON = re.compile(r"(not_)?selected|.*_not_issued")
 
 
 def with_limits(rows: Sequence[Row]) -> list[Row]:
-    """The rows, those of the dissected matrix with ncu's counters. Where ncu cannot count, a warning says why."""
+    """Add ncu's counters to the rows of the dissected matrix; where ncu cannot count, a warning says why."""
     places = [n for n, row in enumerate(rows) if _is_counted(row)]
     if not places:
         return list(rows)
@@ -51,7 +51,7 @@ def with_limits(rows: Sequence[Row]) -> list[Row]:
 
 
 def figures(numbers: dict[str, float]) -> dict[str, float]:
-    """What a row's `more` keeps of ncu's numbers; `UnavailableError` if they tell no reason for stalls."""
+    """Select ncu's numbers for a row's `more`; raise UnavailableError if they tell no reason for stalls."""
     reasons = {found[1]: value for name, value in numbers.items() if (found := _STALLED.fullmatch(name))}
     stalls = {STALL + name: value for name, value in reasons.items() if not _NO_REASON.fullmatch(name)}
     if not stalls:
@@ -60,7 +60,7 @@ def figures(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def launch_once(names: Iterable[str]) -> None:
-    """Every step at every number of tokens of the dissected matrix, each launched once, in this order."""
+    """Launch every step once at each number of tokens of the dissected matrix, in this order."""
     for step in steps_of(list(names)):
         logical = problem(step.spec, DISSECTED, max(DISSECTED_TOKENS))
         for M in DISSECTED_TOKENS:

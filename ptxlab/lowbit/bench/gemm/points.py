@@ -29,7 +29,7 @@ Point = tuple[GemmStep, dict[str, int]]
 
 
 def streams() -> StreamTime:
-    """The stream floors of one run: each number of bytes is measured when it is first asked for."""
+    """Return a function that measures stream floors, each number of bytes once in a run."""
     return cache(measure_stream)
 
 
@@ -45,7 +45,7 @@ def point(
     sums: bool = True,
     **further: Any,
 ) -> Row:
-    """Time one step at one size. Every result of the timed launches has to be the right one, bit for bit.
+    """Time one step at one size; every result of the timed launches must be right, bit for bit.
 
     Args:
         step: the kernel.
@@ -83,7 +83,7 @@ def over_tokens(
     group: int = GROUP,
     **further: Any,
 ) -> Iterator[Row]:
-    """A `point` for each number of tokens, the first of those in `logical`, beside cuBLAS."""
+    """Measure a `point` for each number of tokens, the first ones of `logical`, beside cuBLAS."""
     for M in tokens:
         inputs = first_tokens(logical, M)
         right = expected(step.spec, inputs)
@@ -115,7 +115,10 @@ def in_turn_row(
     more: Mapping[str, float],
     **further: Any,
 ) -> Row:
-    """The row of GEMMs, or of one, that were timed as one call; `further` are `row_of`'s and fields of `Row`."""
+    """Build the row of one or more GEMMs that were timed as one call.
+
+    `further` are arguments of `row_of` and fields of `Row`.
+    """
     nbytes = sum(packed_bytes(link.spec, link.sizes) for link in ready)
     operations = sum(int(evaluate(link.spec.operations, link.sizes)) for link in ready)
     return row_of(

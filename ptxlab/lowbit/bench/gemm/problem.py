@@ -25,19 +25,19 @@ _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no par
 
 
 def steps_of(names: Sequence[str]) -> list[GemmStep]:
-    """The steps of the ladder among `names` that this GPU runs, in its order."""
+    """List the steps of the ladder among `names` that this GPU runs, in the ladder's order."""
     return [s for s in LADDER if s.spec.name in names and s.spec in STEPS and why_not(s) is None]
 
 
 def source_of(step: GemmStep) -> Source:
-    """The source that is measured: the one that a bare name means."""
+    """Return the source that is measured: the one that a bare name means."""
     return of_kernel(step.spec.name)[0]
 
 
 def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
-    """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`.
+    """Return the spec's sizes: a spec without groups has no `g`, and only tiles of activations have `rows`.
 
-    Of W4A4's channels some are outliers; K then counts the others alone. Of W4Ax's some blocks are INT8; tiles that are
+    Some of W4A4's channels are outliers; K then counts the others alone. Some of W4Ax's blocks are INT8. Tiles that are
     shared out go to as many blocks of the grid as an H200 has SMs.
     """
     outliers = OUTLIERS if "outliers" in spec.symbols else 0
@@ -48,24 +48,27 @@ def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: i
 
 
 def variant(spec: KernelSpec, sizes: Sizes, sums: bool = True) -> dict[str, int]:
-    """The constants that the spec chooses; where there is a choice, for FP16 results and for token sums or none."""
+    """Return the constants that the spec chooses.
+
+    If there is a choice, results are FP16, and `sums` decides if there are token sums.
+    """
     wanted = {"OUT": F16, "SIGNED": int(not sums)}
     config = spec.config_for(sizes)
     return {**config, **{name: value for name, value in wanted.items() if name in config}}
 
 
 def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
-    """Bytes of the packed weight: the matrices among the inputs that know nothing of the tokens."""
+    """Count the bytes of the packed weight: the matrices among the inputs that do not depend on the tokens."""
     return sum(a.nbytes(sizes) for a in spec.inputs if len(a.shape) > 1 and not _of_tokens(spec, a.name))
 
 
 def problem(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, seed: int = 0) -> Arrays:
-    """Logical inputs on the device: a weight that was quantised in a block and repeated; random activations."""
+    """Draw logical inputs on the device: a weight, quantised in a block and repeated, and random activations."""
     return {**weights(spec, layer, group, seed), **tokens(layer, M, seed)}
 
 
 def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
-    """The part of the logical inputs that knows nothing of the tokens."""
+    """Draw the logical inputs that do not depend on the tokens."""
     rng = np.random.default_rng(seed)
     known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
     block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})
@@ -75,7 +78,7 @@ def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -
 
 
 def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
-    """Random activations [M, K] with their scales."""
+    """Draw random activations [M, K] with their scales."""
     rng = np.random.default_rng(seed)
     return {
         "x": gpu.to_device(rng.integers(-128, 128, (M, layer.K), np.int8)),
@@ -84,13 +87,16 @@ def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
 
 
 def first_tokens(logical: Arrays, M: int) -> Arrays:
-    """The same problem with its first M tokens."""
+    """Return the same problem with its first M tokens."""
     first = {name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items() if name.startswith("x")}
     return {**logical, **first}
 
 
 def expected(spec: KernelSpec, logical: Arrays) -> Any:
-    """The bits of the reference's FP16 results, u16 [M, N], on the device. `rows` only say how activations lie."""
+    """Compute the bits of the reference's FP16 results, u16 [M, N], on the device.
+
+    The input `rows` is left out, as it says only how activations lie.
+    """
     inputs = {name: value for name, value in logical.items() if name != "rows"}
     return spec.expected(inputs, {"OUT": F16})["y"].view(np.uint16)
 
@@ -149,7 +155,10 @@ def launches(
 
 
 def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
-    """The packed inputs, so often. Activations are shared: in a model the previous kernel has just written them."""
+    """Pack the inputs and copy them to `copies` in all.
+
+    Activations are shared: in a model the previous kernel has just written them.
+    """
     with gpu.Marked(f"pack {spec.name}"):
         packed = spec.pack(logical)
     own = [name for name in packed if not _of_tokens(spec, name)]
@@ -157,7 +166,7 @@ def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
 
 
 def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
-    """Zeros for what a kernel works in."""
+    """Allocate zeros for a kernel's scratch arguments."""
     scratch = [arg for arg in spec.args if arg.role == "scratch"]
     return {arg.name: gpu.zeros(arg.resolve(sizes), str(arg.dtype)) for arg in scratch}
 

@@ -25,7 +25,10 @@ _DISTINCT = 64  # tokens that are made on the host; repeated
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """From FP16 activations as another kernel has just left them in the L2, at every depth and number of tokens."""
+    """Measure the quantiser on FP16 activations in the L2, as another kernel has just left them.
+
+    Rows cover every depth and number of tokens.
+    """
     for K in sorted({layer.K for layer in LLAMA}):
         progress(f"quantize_activations, K = {K}")
         x = _activations(max(_TOKENS), K)
@@ -35,7 +38,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
-    """Time the quantiser on x f16 [M, K]; every byte that it writes has to be the reference's."""
+    """Time the quantiser on x f16 [M, K]; every byte that it writes must be the reference's."""
     M, K = x.shape
     tokens, span = tile_of(order, TILE if order == "tiles" else None)
     sizes = {"M": M, "K": K, "rows": tokens, "span": span}
@@ -62,6 +65,6 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
 
 
 def _activations(M: int, K: int) -> Any:
-    """Random activations f16 [M, K] on the device."""
+    """Draw random activations f16 [M, K] on the device."""
     some = np.random.default_rng(0).standard_normal((_DISTINCT, K), dtype=np.float32).astype(np.float16)
     return np.tile(gpu.to_device(some), (ceil_div(M, _DISTINCT), 1))[:M]

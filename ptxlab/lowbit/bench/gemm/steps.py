@@ -18,13 +18,13 @@ W8A8_KERNEL = "gemm_w8a8_sm90"
 
 
 def w8a8_of(names: Sequence[str]) -> list[GemmStep]:
-    """W8A8 as a step, where it is among `names` and runs on this GPU."""
+    """List W8A8 as a step, if it is among `names` and runs on this GPU."""
     found = [GemmStep(spec, "int8", "") for n, spec in registry.specs().items() if n == W8A8_KERNEL and n in names]
     return [step for step in found if why_not(step) is None]
 
 
 def points(names: Sequence[str]) -> Iterator[Point]:
-    """Every kernel among `names` with its sizes."""
+    """Yield every kernel among `names` with its sizes."""
     for steps, layers, tokens in ((steps_of(names), LAYERS, TOKENS), (w8a8_of(names), LLAMA, ALL_TOKENS)):
         for step in steps:
             yield from ((step, sizes_at(step.spec, layer, M)) for layer in layers for M in tokens)
@@ -40,7 +40,10 @@ def layer_rows(
     tokens: Sequence[int] = (),
     group: int = GROUP,
 ) -> Iterator[Row]:
-    """Every step on one matrix, by default at the ladder's numbers of tokens, W8A8 at all, beside cuBLAS."""
+    """Measure every step on one matrix beside cuBLAS.
+
+    By default the token counts are the ladder's, for W8A8 all.
+    """
     tokens = tokens or (ALL_TOKENS if measured_as == W8A8 else TOKENS)
     for step in steps:
         progress(f"{layer}: {step.spec.name}")

@@ -35,7 +35,7 @@ LADDER_LAYER = LLAMA[1]  # 4096 x 4096
 
 
 def points(names: Sequence[str]) -> Iterator[Point]:
-    """Every kernel among `names` that this GPU runs, with its sizes."""
+    """Yield every kernel among `names` that this GPU runs, with its sizes."""
     for layer in LLAMA:
         for step in _steps(layer, names):
             yield from ((step, sizes_at(step.spec, layer, M)) for M in TOKENS)
@@ -48,7 +48,10 @@ def compared_rows(
     peers: Peers,
     keep: Keep = measure_section,
 ) -> Iterator[Row]:
-    """The part: every kernel among `names`, what `gemm_w4a8` launches, W8A8 and cuBLAS, at COMPARED tokens."""
+    """Measure this part of the suite: kernels among `names` beside W4A8, W8A8 and cuBLAS at COMPARED tokens.
+
+    The W4A8 kernel is the one that `gemm_w4a8` launches.
+    """
     eight = steps.w8a8_of([steps.W8A8_KERNEL])
     progress("compiling")
     known = [(step, layer) for layer in layers for step in (*eight, *_steps(layer, names))]
@@ -78,7 +81,7 @@ def layer_rows(
     progress: Callable[[str], None],
     counts: Sequence[int] = (),
 ) -> Iterator[Row]:
-    """Every kernel on one matrix, by default at TOKENS."""
+    """Measure every kernel on one matrix, by default at TOKENS."""
     counts = counts or TOKENS
     for step in _steps(layer, names):
         progress(f"{layer}: {step.spec.name}")
@@ -87,7 +90,7 @@ def layer_rows(
 
 
 def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
-    """Logical inputs on the device: a weight of rows that are repeated, random activations."""
+    """Draw logical inputs on the device: a weight of repeated rows, and random activations."""
     sizes = sizes_at(spec, layer, M) | {"N": min(layer.N, BLOCK_ROWS)}
     drawn = spec.example(np.random.default_rng(seed), **{name: sizes[name] for name in spec.example_sizes[0]})
     logical: Arrays = with_arrays(drawn, gpu.to_device)
@@ -100,7 +103,7 @@ def _repeated(array: Any, rows: int) -> Any:
 
 
 def _steps(layer: Layer, names: Sequence[str]) -> list[GemmStep]:
-    """The measure is the step's scheme."""
+    """List the steps among `names` for a matrix; a step's scheme is the name of the measure."""
     production = (w4a4.SM90, w4ax.SM90)
     found = [GemmStep(spec, measure, "") for measure, specs in MEASURES.items() for spec in specs if spec.name in names]
     return [s for s in found if (layer == LADDER_LAYER or s.spec in production) and why_not(s) is None]

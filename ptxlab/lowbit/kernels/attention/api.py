@@ -126,13 +126,14 @@ def attention_kv4(
 def attention_workspace(
     cache: KVCache, *, kernel: str | None = None, batch_invariant: bool = False
 ) -> AttentionWorkspace:
-    """The memory that `attention_kv4` needs on the current device for any queries of caches with this one's head dim.
+    """Allocate the memory that `attention_kv4` needs on this device for any queries of caches with this head dim.
 
-    A few MiB, whatever the batch; for teaching steps none. With `batch_invariant`, for calls with that, 32 times as
-    much: some 35 MiB on an H200 for heads of 128. For calls of that kernel alone, as they name it: by default of
-    the one that is chosen. Calls with `query_start_loc` name `attention_kv4_prefill_sm90`: 35 MiB for heads of 128,
-    needed only where contexts are cut into parts. It is ready, all zeros, when this returns: the call waits for it, and
-    so has its place before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
+    It is a few MiB, whatever the batch; teaching steps need none. With `batch_invariant`, for calls with that, it is 32
+    times as much: some 35 MiB on an H200 for heads of 128. It serves calls of `kernel` alone, as they name it: by
+    default calls of the kernel that is chosen. Calls with `query_start_loc` name `attention_kv4_prefill_sm90`: 35 MiB
+    for heads of 128, needed only where contexts are cut into parts. The memory is ready, all zeros, when this returns:
+    the call waits for it, so make it before a capture. Raises ArgumentError for what is no KVCache, and what choosing
+    the kernel raises.
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
@@ -170,7 +171,7 @@ def _look(call: AttentionCall, prepared: Prepared, used: DeviceMemory | None) ->
 
 
 def _on_host(call: AttentionCall) -> Results:
-    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    """Run on NumPy arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
     options = call.options
     step = choose(options)
     emulated = options.backend == "emulator" or why_not(step) is not None

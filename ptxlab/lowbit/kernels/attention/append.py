@@ -27,18 +27,18 @@ _CHANNELS = ("k_scale", "k_zero", "v_scale", "v_zero")
 
 
 def scheme_of(bits: int, channel: int) -> str:
-    """The name of a scheme by its sizes in the spec."""
+    """Return the name of a scheme from its sizes in the spec."""
     return f"kv{bits}{'_channel' if channel else ''}"
 
 
 def _lanes(s: Sizes) -> int:
-    """Lanes of a row, with 16 values each, or 8 by channel."""
+    """Count the lanes of a row, with 16 values each, or 8 by channel."""
     lanes: int = s["D"] // (8 if s["channel"] else 16)
     return lanes
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    """As many rows for a thread as leave the GPU busy."""
+    """Choose the constants, with as many rows per thread as leave the GPU busy."""
     rows = _CHANNEL_ROWS if s["channel"] else _ROWS
     while rows > 1 and _parts(s) * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
         rows //= 2
@@ -47,25 +47,28 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _parts(s: Sizes) -> int:
-    """How many times H heads a token has: keys, values, and with `ratio` queries."""
+    """Count the parts of H heads that a token has: keys, values, and with `ratio` queries."""
     parts: int = s.get("ratio", 0) + 2
     return parts
 
 
 def _launch(s: Sizes) -> Launch:
-    """Tiles of tokens, of K and V in turn, and groups of heads: of whole warps, and by token ROWS heads or more."""
+    """Return the launch of tiles of tokens, of K and V in turn, by groups of heads.
+
+    A group has whole warps; by token it has ROWS heads or more.
+    """
     tiles, groups, threads = _geometry(s)
     return Launch((2 * tiles, groups, 1), (threads, 1, 1))
 
 
 def _launch_fused(s: Sizes) -> Launch:
-    """The same, of Q, K and V one after the other."""
+    """Return the launch of tiles of tokens by groups of heads, for Q, K and V one after the other."""
     tiles, groups, threads = _geometry(s)
     return Launch((tiles, groups, _parts(s)), (threads, 1, 1))
 
 
 def _geometry(s: Sizes) -> tuple[int, int, int]:
-    """Tiles of tokens, groups of heads, threads of a group."""
+    """Compute the number of tiles of tokens, of groups of heads, and of threads of a group."""
     lanes, rows = _lanes(s), s["ROWS"]
     groups = ceil_div(s["H"] * lanes, _MOST_THREADS)
     threads = ceil_div(s["H"], groups) * lanes
@@ -75,7 +78,7 @@ def _geometry(s: Sizes) -> tuple[int, int, int]:
 
 
 def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, pitch: int, **sizes: int) -> Arrays:
-    """Tokens as above, and their queries."""
+    """Draw tokens as `_example` does, and their queries."""
     logical = _example(rng, **sizes)
     k, v = logical.pop("k"), logical.pop("v")
     logical = {name: array for name, array in logical.items() if name not in ("k_pitch", "v_pitch")}
@@ -98,7 +101,7 @@ def _example(
     k_pitch: int = 0,
     v_pitch: int = 0,
 ) -> Arrays:
-    """Tokens for all slots of the pool, in any order, and padding; keys with outliers, and one token of zeros."""
+    """Draw tokens for all slots of the pool, in any order, and padding; keys have outliers, one token is zeros."""
     scheme, room = scheme_of(bits, channel), pages * size
     k, v = rng.standard_normal((2, T, H, D), dtype=np.float32)
     k[:, :, :: D // 4] *= 20
@@ -160,7 +163,10 @@ def appended(
     INDEX: int = 0,
     **pitches: int,
 ) -> np.ndarray:
-    """The reference: a pool u8 [pages, 2, H, page_bytes] of zeros with k and v f32 [T, H, D], as BF16 stores them."""
+    """Compute the reference: a pool u8 [pages, 2, H, page_bytes] of zeros after k and v f32 [T, H, D] are appended.
+
+    `BF16` sets the dtype in which k and v are stored first.
+    """
     (_, H, D), here = k.shape, slots >= 0
     pool = np.zeros((pages, 2, H, page_bytes(scheme, page_size, D)), np.uint8)
     cache = KVCache(
@@ -197,8 +203,10 @@ def rope_appended(
     pitch: int = 0,
     **more: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The reference, of qkv f32 [T, (Hq + 2 H)·D]: q, rotated and rounded once, the keys likewise or nothing, and the
-    pool as `appended` has it."""
+    """Compute the reference from qkv f32 [T, (Hq + 2 H)·D]: (q, keys, pool).
+
+    q is rotated and rounded once. The keys are too, or there are none. The pool is that of `appended`.
+    """
     (T, R), D = (len(qkv), len(cos)), 2 * cos.shape[1]
     split = qkv.reshape(T, -1, D)
     q, k, v = split[:, : -2 * heads], split[:, -2 * heads : -heads], split[:, -heads:]
@@ -209,7 +217,7 @@ def rope_appended(
 
 
 def table_rows(positions: np.ndarray, rows: int) -> np.ndarray:
-    """The rows of the tables that the kernels read: the last one for positions outside of them."""
+    """Return the rows of the tables that the kernels read: the last row for positions outside the tables."""
     return np.where((positions < 0) | (positions >= rows), rows - 1, positions)
 
 
@@ -234,7 +242,7 @@ _PLACES = ByVariant("INDEX", INDICES)
 
 
 def _after_values(tables_optional: bool) -> tuple[Arg, ...]:
-    """The arguments behind what is appended, as both kernels take them."""
+    """Return the arguments after the appended values, which both kernels take."""
     return (
         _POOL,
         Arg("slots", _PLACES, ("T",)),

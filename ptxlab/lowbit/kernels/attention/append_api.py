@@ -88,7 +88,7 @@ def rope_append_kv4(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """What follows the QKV projection, in one launch: rotate queries, and append keys and values (QServe §5.1).
+    """Rotate queries and append keys and values, in one launch after the QKV projection (QServe §5.1).
 
     The pool has the same bytes as after `append_kv4` of the keys and values, and q is `reference.rope` of the queries,
     rounded once. A call allocates at most q; with `out` it can be captured into a CUDA graph.
@@ -127,7 +127,7 @@ def rope_append_kv4(
 
 
 def _tables(spec: KernelSpec, cache: Any, rope: Any) -> dict[str, Any]:
-    """The arrays of `rope` by name; raises ArgumentError for what is no cache or no tables."""
+    """Return the arrays of `rope` by name; raise ArgumentError for what is no cache or no tables."""
     if not isinstance(cache, KVCache):
         raise ArgumentError(f"{spec.name}: cache", "must be a KVCache", type(cache).__name__)
     if rope is None:
@@ -158,12 +158,12 @@ class _AppendCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the call."""
+        """Name of the call."""
         return self.spec.name
 
     @property
     def constants(self) -> dict[str, int]:
-        """Those that say the dtypes, and that keys are rotated."""
+        """Constants for the dtypes and for rotated keys."""
         rotated = ROTATED_CONSTANTS if self.cache.rotated else {}
         return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.index_dtype), **rotated}
 
@@ -181,7 +181,7 @@ class _AppendCall(NamedTuple):
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """All that is given, and q; the pool is written in place."""
+        """Operands of the call: all given arrays, and q; the pool is written in place."""
         labels = {"pool": "cache.pool", "q": "out", "cos": "rope cos", "sin": "rope sin", "positions": "rope positions"}
         labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channels_of(self.cache)}
         constants = self.constants
@@ -202,7 +202,7 @@ def _check_pair(
     tokens: Mapping[str, Any],
     pitches: Mapping[str, int],
 ) -> _AppendCall:
-    """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
+    """Build the call of `append_kv4`; raise ArgumentError for operands that do not fit together."""
     H, D = cache.num_kv_heads, cache.head_dim
     shapes = {name: shape_of(array) for name, array in tokens.items()}
     shape = shapes["k"]
@@ -220,7 +220,7 @@ def _check_rows(
     tokens: Mapping[str, Any],
     pitches: Mapping[str, int],
 ) -> _AppendCall:
-    """The call of `rope_append_kv4`."""
+    """Build the call of `rope_append_kv4`."""
     shape, heads = shape_of(tokens["qkv"]), cache.num_kv_heads * cache.head_dim
     if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
         rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
@@ -255,7 +255,7 @@ def _check(
 
 
 def _rows(name: str, arrays: Mapping[str, Any], T: int) -> int:
-    """Rows of the tables; ArgumentError if there are too few of them."""
+    """Return the number of rows of the tables; raise ArgumentError if there are too few."""
     rows = tuple(getattr(arrays["cos"], "shape", ()))[:1]
     least = 1 if "positions" in arrays else T
     if rows < (least,):
@@ -281,7 +281,7 @@ _WRITTEN = ("pool", "q", "keys")
 
 
 def _on_host(call: _AppendCall) -> Results:
-    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    """Run on NumPy arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
     for operand in call.operands:
         if operand.array is not None:

@@ -32,7 +32,7 @@ def allowed_error(
     roundings: Roundings,
     stored: float,
 ) -> tuple[Allowed, Allowed]:
-    """The error that attention of one sequence may have; NumPy or CuPy, but for `visible`.
+    """Bound the error that attention of one sequence may have; NumPy or CuPy, except `visible`.
 
     Args:
         q: queries [T, Hq, D], as the kernel is given them.
@@ -95,7 +95,10 @@ def allowed_error(
 
 
 def _error_of_scores(x: F64, keys: Operand, roundings: Roundings) -> F64:
-    """Of the products of queries x [Hkv, r, D], as they are multiplied, with keys, before the scale: [Hkv, r, n]."""
+    """Bound the error of scores before the scale, [Hkv, r, n]: products of queries x [Hkv, r, D] with keys.
+
+    The queries x are as they are multiplied.
+    """
     size = np.abs(x)
     wrong: F64 = size @ keys.size.transpose(0, 2, 1) * roundings.score
     if not roundings.levels:
@@ -106,7 +109,7 @@ def _error_of_scores(x: F64, keys: Operand, roundings: Roundings) -> F64:
 def _error_of_mean(
     p: F64, wrong: F64, first: int, values: Operand, roundings: Roundings, serial: float, stored: float
 ) -> F64:
-    """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores off by `wrong`."""
+    """Bound the error of the mean of values [Hkv, r, D], with weights p [Hkv, r, n] of scores off by `wrong`."""
     numbers, added = values.numbers[:, None], values.added[:, None]
     mean = p @ values.numbers
     least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
@@ -121,10 +124,10 @@ def _error_of_mean(
 
 
 def _cut_of_scores(terms: F64) -> F64:
-    """What the MMAs of scores [...] cut off, by what the queries' elements [..., D] count in them.
+    """Bound the bits that the MMAs of scores [...] cut off, from the terms of the queries' elements [..., D].
 
-    An MMA has 16 of them and cuts off of the sum so far, twice if it goes about them by 8: the most is lost if the
-    largest of all are in MMAs of their own. None counts less than the smallest normal number, as a query does too.
+    An MMA has 16 terms and cuts off of the sum so far, twice if it takes them by 8. The most is lost if the largest
+    terms are in MMAs of their own. No term counts less than the smallest normal number, as a query does too.
     """
     counted = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
     cut: F64 = 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
@@ -132,9 +135,10 @@ def _cut_of_scores(terms: F64) -> F64:
 
 
 def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
-    """What the MMAs of values [Hkv, r, D] cut off: of each term [Hkv, r, n, D] no more than there is, of sums as above.
+    """Bound the bits that the MMAs of values [Hkv, r, D] cut off.
 
-    Token `first`, and those that follow, have `weights` [Hkv, r, n]; an MMA takes 16 tokens from a multiple of 16 on.
+    Of each term [Hkv, r, n, D] no more is lost than there is; of sums, as much as in `_cut_of_scores`. Token `first`
+    and those that follow have `weights` [Hkv, r, n]. An MMA takes 16 tokens from a multiple of 16 on.
     """
     n, before = weights.shape[-1], first % 16
     whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % 16)])

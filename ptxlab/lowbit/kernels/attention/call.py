@@ -34,12 +34,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of a sequence, T."""
+        """Number of queries of a sequence, T."""
         return self.shape[1] if len(self.shape) == 4 else 1
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Of the problem, by the specs' names."""
+        """Sizes of the problem, by the specs' names."""
         cache, known = self.cache, KV_SCHEMES[self.cache.scheme]
         return {
             "B": self.shape[0],
@@ -64,7 +64,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no sequence."""
+        """True if there is no sequence."""
         return self.shape[0] == 0
 
     @property
@@ -89,7 +89,7 @@ class AttentionCall(NamedTuple):
 
 
 def results(out: Any, return_lse: Any) -> tuple[Any, Any]:
-    """The arrays to write into, out and lse, or None; raises ArgumentError for others than are asked for."""
+    """Return the arrays to write into, out and lse, or None; raise ArgumentError for others than are asked for."""
     if not isinstance(out, tuple):
         return out, None
     if not return_lse or len(out) != 2:
@@ -126,7 +126,7 @@ def _scale(scale: float | None, cache: KVCache) -> float:
 
 
 def _window(window: int | None, cache: KVCache) -> int | None:
-    """None where all tokens are seen."""
+    """Return the window, or None if all tokens are seen."""
     return None if window is None or window >= cache.max_pages * cache.page_size else int(window)
 
 
@@ -152,13 +152,13 @@ def check_cache(name: str, cache: KVCache) -> None:
 
 
 def cache_on_host(call: AttentionCall) -> Arrays:
-    """The cache's arrays but the pool, copied from the device."""
+    """Copy the cache's arrays except the pool from the device."""
     cache = {**arrays_of(call.cache), **channels_of(call.cache)}
     return {name: copied(NAME, array) for name, array in cache.items() if name != "pool"}
 
 
 def check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
-    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
+    """Raise ArgumentError if a call has left words of the workspace that are not 0: later calls would be wrong."""
     left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
     if left:
         workspace.views.clear()

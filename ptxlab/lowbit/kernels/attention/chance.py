@@ -55,7 +55,7 @@ def likely(
     roundings: Roundings,
     stored: float,
 ) -> Likely:
-    """The errors of attention of one query per head, that sees the n tokens of `keys` and `values`.
+    """Estimate the errors of attention of one query per head, which sees the n tokens of `keys` and `values`.
 
     Args:
         x: queries [Hkv, r, D].
@@ -123,7 +123,7 @@ def likely(
 
 
 def rms_of_heads(fixed: F64, variance: F64) -> Any:
-    """The RMS over heads [..., Hq] of errors with a fixed part and one by chance, that of each head by itself."""
+    """Compute the RMS over heads [..., Hq] of errors with a fixed part and a random part per head."""
     chance = np.sqrt(variance.mean(axis=-1)) + _SIGMAS * np.sqrt(variance.max(axis=-1) / variance.shape[-1])
     return np.sqrt((fixed**2).mean(axis=-1)) + chance
 
@@ -131,11 +131,11 @@ def rms_of_heads(fixed: F64, variance: F64) -> Any:
 def _by_query(
     x: F64, p: F64, keys: Operand, mean: F64, values: Operand, scale: float, roundings: Roundings
 ) -> tuple[Any, Any]:
-    """What the rounding of queries x moves: (the logarithm of the sum [Hkv, r], the output [Hkv, r, D]).
+    """Compute the change from rounding queries x: of the logarithm of the sum [Hkv, r], of the output [Hkv, r, D].
 
-    All tokens have it alike. Of queries that become integers it is known, but for elements so near to the middle of two
-    that an error of the unit decides: these count half a unit, each by itself. Others are rounded to next to nothing,
-    which counts with the scores' own roundings.
+    All tokens share it. Queries that become integers have a known rounding, except elements so near the middle of two
+    integers that an error of the unit decides: these count half a unit, each by itself. Other queries are rounded to
+    next to nothing, which counts with the scores' own roundings.
     """
     lse, out = np.zeros_like(p[..., 0]), np.zeros_like(mean)
     if not roundings.levels:
@@ -153,13 +153,13 @@ def _by_query(
 
 
 def _moved(weights: F64, mean: F64, values: F64) -> F64:
-    """The mean, by changes of the weights [Hkv, r, n] from what they were."""
+    """Compute the change of the mean that changes of the weights [Hkv, r, n] make."""
     moved: F64 = weights @ values - weights.sum(axis=-1, keepdims=True) * mean
     return moved
 
 
 def _tokens_alike(scores: F64) -> Any:
-    """How many tokens of a row [..., n] have a token's score, itself included: what is rounded alike adds up."""
+    """Count the tokens of a row [..., n] that have a token's score, itself included: their roundings add up."""
     near: Any = np.clip(np.rint(scores / _ALIKE), -(2.0**44), 2.0**44).astype(np.int64).reshape(-1, scores.shape[-1])
     near = (near + np.arange(len(near), like=near)[:, None] * 2**46).ravel()  # rows apart
     ordered = np.sort(near)
@@ -168,11 +168,11 @@ def _tokens_alike(scores: F64) -> Any:
 
 
 def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) -> tuple[Any, Any]:
-    """(fixed part, variance) [Hkv, r, D] of what the MMAs of values cut off.
+    """Estimate (fixed part, variance) [Hkv, r, D] of the bits that the MMAs of values cut off.
 
-    Of terms and sum at most `cut` of their largest, evenly spread: half of it in the mean. Sums grow until they are
-    promoted: what one token adds is cut in all MMAs that follow it in its window, which are half of them in the mean,
-    and all in the worst case.
+    Of terms and sum at most `cut` of their largest is cut off, evenly spread: half of it in the mean. Sums grow until
+    they are promoted. So the part of one token is cut in all MMAs that follow it in its window, which are half of the
+    window's in the mean, and all in the worst case.
     """
     cut, n = _CUT * roundings.aligned, p.shape[-1]
     tokens = n / roundings.warps
@@ -189,7 +189,10 @@ def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) ->
 
 
 def _below_fp16(p: F64, values: Operand, floor: float) -> tuple[Any, Any]:
-    """(mean, variance) [Hkv, r, D] of what weights lose below FP16's normal numbers: at last, all that they are."""
+    """Estimate (mean, variance) [Hkv, r, D] of the loss of weights below FP16's normal numbers.
+
+    The smallest weights lose all that they are.
+    """
     weights = p * values.units[:, None]
     least = floor * weights.max(axis=-1, keepdims=True)
     size = np.abs(values.numbers) / values.units[..., None]

@@ -34,9 +34,9 @@ def draw_cache(
     page_size: int = 64,
     scheme: str = "kv4",
 ) -> KVCache:
-    """A cache of random tokens with outlier channels of keys, in pages of any order.
+    """Draw a cache of random tokens with outlier channels of keys, in pages of any order.
 
-    What no sequence uses is as bad as it can be: nibbles at random, scales and zeros NaN, pages outside the pool.
+    Parts that no sequence uses are as bad as can be: nibbles at random, scales and zeros NaN, pages outside the pool.
     """
     used = ceil_div(lengths, page_size)
     shape = pages, 2, Hkv, page_bytes(scheme, page_size, D)
@@ -63,7 +63,7 @@ def cache_of(
     page_size: int,
     scheme: str,
 ) -> KVCache:
-    """The tokens f32 [lengths[b], Hkv, D] of every sequence, quantised, and put where the table says, into `pool`."""
+    """Quantise the tokens f32 [lengths[b], Hkv, D] of every sequence and write them to `pool` by the table."""
     constants: list[Any] = [None, None]
     if KV_SCHEMES[scheme].by_channel:
         heads = np.ones((1, *keys[0].shape[1:]), np.float32)  # so that there is a token
@@ -86,7 +86,7 @@ def cache_of(
 
 
 def draw_lengths(rng: np.random.Generator, B: int, most: int, pages: int, page_size: int) -> np.ndarray:
-    """Lengths of 0 to `most` tokens, ragged, that fit `pages`: one is full, one empty, one of a single token."""
+    """Draw ragged lengths of 0 to `most` tokens that fit `pages`: one is full, one empty, one of a single token."""
     lengths = rng.integers(0, most + 1, B)
     lengths[: min(B, 3)] = (most, 1, 0)[: min(B, 3)]
     while (ceil_div(lengths, page_size)).sum() > pages:
@@ -95,12 +95,12 @@ def draw_lengths(rng: np.random.Generator, B: int, most: int, pages: int, page_s
 
 
 def arrays_of(cache: KVCache) -> Arrays:
-    """The arguments that every kernel takes of a cache."""
+    """Return the arguments that every kernel takes of a cache."""
     return {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths}
 
 
 def channels_of(cache: KVCache) -> Arrays:
-    """Scale and zero of keys and values, where the scheme has them by channel."""
+    """Return scale and zero of keys and values if the scheme has them by channel, otherwise nothing."""
     if cache.k_channel is None or cache.v_channel is None:
         return {}
     (k_scale, k_zero), (v_scale, v_zero) = cache.k_channel, cache.v_channel
@@ -108,10 +108,10 @@ def channels_of(cache: KVCache) -> Arrays:
 
 
 def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, own: Pair | None = None) -> Pair:
-    """Reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none.
+    """Compute the reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none.
 
-    For a rotated cache queries, and `own` keys, are rotated in float32, which is a part of the contract, as RoPE in
-    float32 is. `own` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
+    For a rotated cache queries, and `own` keys, are rotated in float32; the contract includes that, as it includes RoPE
+    in float32. `own` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
     """
     pairs = [
         reference.attention(x, *_numbers(cache, k, v, own), scale=softmax_scale, window=window or None)
@@ -139,7 +139,7 @@ def error_of(
     stored: float = HALF,
     own: Pair | None = None,
 ) -> tuple[Allowed, Allowed]:
-    """The error that `attention` may have (`bound.allowed_error`)."""
+    """Bound the error that `attention` may have (`bound.allowed_error`)."""
     bounds = []
     for x, k, v in zip(cache.rotate(q).astype(np.float64), *gather(cache), strict=True):
         T, L = len(x), len(k.values)
@@ -169,5 +169,5 @@ def rotated_form(spec: KernelSpec) -> KernelSpec:
 
 
 def stacked(bounds: Sequence[Allowed]) -> Allowed:
-    """One sequence after the other."""
+    """Stack the bounds of sequences."""
     return Allowed(np.stack([bound.each for bound in bounds]), np.stack([bound.rms for bound in bounds]))

@@ -58,7 +58,7 @@ def _bound(q: np.ndarray, cache: KVCache, softmax_scale: float, *, roundings: Ro
 
 
 def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, half: bool = False) -> KernelSpec:
-    """A step that takes `page_shared` bytes of shared memory for every page of a sequence."""
+    """Build the spec of a step that takes `page_shared` bytes of shared memory for every page of a sequence."""
 
     def launch(s: Sizes) -> Launch:
         return Launch((s["Hq"], s["B"], 1), (THREADS, 1, 1), s["P"] * page_shared)

@@ -15,7 +15,7 @@ _BFLOAT16 = 2.0**-8
 def _example(
     rng: np.random.Generator, *, B: int, T: int, Hq: int, Hkv: int, D: int, blocks: int, columns: int, tile: int
 ) -> Arrays:
-    """Units that begin in a block and go on through some more; what no block has written of parts is NaN."""
+    """Draw units that begin in a block and go on through some more; parts that no block has written are NaN."""
     units = B * Hkv * ceil_div(ceil_div(Hq, Hkv) * T, tile)
     segments = np.zeros((blocks, 2), np.int32)
     partial = np.full((blocks, 2, columns, D), np.nan, np.float32)
@@ -46,7 +46,7 @@ def _example(
 
 
 def _merged(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
-    """((out, lse), their bounds) in float64."""
+    """Compute ((out, lse), their bounds) in float64."""
     out = numbers(stored(logical["out"], DTYPES[BF16]), DTYPES[BF16])
     lse = logical["lse"].astype(np.float64)
     off = np.zeros_like(out), np.zeros_like(lse)
@@ -82,7 +82,7 @@ def _bound(BF16: int = 0, **logical: np.ndarray) -> Pair:
 
 
 def _launch(s: Sizes) -> Launch:
-    """A block for every block of the kernel before, a warp for every column."""
+    """Return the launch of a block per block of the kernel before, a warp per column."""
     return Launch((s["blocks"], 1, 1), (32 * s["COLUMNS"], 1, 1))
 
 

@@ -103,7 +103,7 @@ def _example(
     softmax_scale: float,
     **_: Any,
 ) -> Arrays:
-    """Ragged chunks, of which one is empty, behind contexts of any length; one sequence is all new."""
+    """Draw ragged chunks, one of them empty, behind contexts of any length; one sequence is all new."""
     cuts = np.sort(rng.integers(0, N + 1, B - 1))
     starts = np.concatenate([[0], cuts, [N]]).astype(np.int32)
     new = np.diff(starts)

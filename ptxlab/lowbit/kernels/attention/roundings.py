@@ -16,7 +16,7 @@ HALF, SINGLE = 2.0**-11, 2.0**-24  # one rounding to FP16, to FP32
 
 @dataclass(frozen=True)
 class Roundings:
-    """What a kernel may lose, as fractions of sums of magnitudes.
+    """Errors that a kernel may make, as fractions of sums of magnitudes.
 
     Attributes:
         score: of a score, of Σ |q·(k - zero)|·scale.
@@ -77,7 +77,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "Operand":
-        """Of tokens [L, Hkv, D]; `apart` and `in_bytes` as in `Roundings`."""
+        """Build the operand of tokens [L, Hkv, D]; `apart` and `in_bytes` as in `Roundings`."""
         (_, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
         integers = x.values.astype(np.float64)
@@ -99,19 +99,19 @@ class Operand(NamedTuple):
 
     @classmethod
     def of_numbers(cls, x: npt.NDArray[Any], scheme: str) -> "Operand":
-        """Of tokens [L, Hkv, D], for a kernel that restores `scheme`: each number is a term by itself."""
+        """Build the operand of tokens [L, Hkv, D] for a kernel that restores `scheme`; each number is one term."""
         numbers = x.astype(np.float64).transpose(1, 0, 2)
         ones = np.ones_like(numbers)
         return cls(numbers, abs(numbers), abs(numbers), ones[..., 0], ones[:, 0], ones[:, 0], KV_SCHEMES[scheme])
 
     def largest(self, x: F64) -> F64:
-        """Of queries x [Hkv, r, D], the largest element of each, as it counts where they are scaled as keys are."""
+        """Find the largest element of each query x [Hkv, r, D], as it counts where queries are scaled as keys are."""
         scaled = self.channels[:, None]
         largest: F64 = (np.abs(x) * scaled).max(axis=-1, keepdims=True) / scaled
         return largest
 
     def slice(self, first: int, end: int) -> "Operand":
-        """Those tokens alone."""
+        """Return the operand of tokens `first` to `end` alone."""
         return self._replace(
             numbers=self.numbers[:, first:end],
             size=self.size[:, first:end],

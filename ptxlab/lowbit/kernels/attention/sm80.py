@@ -36,7 +36,7 @@ class AttentionTileSm80(NamedTuple):
 
 
 def _tile(s: Sizes) -> AttentionTileSm80:
-    """By bytes of a row: two blocks have room on an SM of an A100, one on those with 99 KiB."""
+    """Choose the tile by bytes of a row: an SM of an A100 holds two blocks, an SM with 99 KiB one."""
     row = s["D"] * s["bits"] // 8
     columns = 16 if s["D"] < 256 and s["Hq"] // s["Hkv"] * s["T"] > 8 else 8
     return AttentionTileSm80(columns, 4 if row <= 64 else 2, {256: 2}.get(row, 3))
@@ -57,7 +57,10 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _launch(s: Sizes) -> Launch:
-    """Blocks that share out the work evenly, with the warps' rings, sums and statistics in shared memory."""
+    """Return the launch of blocks that share out the work evenly.
+
+    Shared memory holds the warps' rings, sums and statistics.
+    """
     warps, columns = s["WARPS"], min(s["COLUMNS"], s["Hq"] // s["Hkv"] * s["T"])
     row = s["D"] * s["BITS"] // 8
     stage = 2 * s["TOKENS"] * (row + (0 if s["CHANNEL"] else 4))
@@ -66,7 +69,7 @@ def _launch(s: Sizes) -> Launch:
 
 
 def scheme_of(bits: int, channel: int) -> str:
-    """The quantiser's name of `bits` with constants per token and head, or per channel."""
+    """Return the quantiser's name of `bits` with constants per token and head, or per channel."""
     return f"kv{bits}_channel" if channel else f"kv{bits}"
 
 
@@ -114,7 +117,7 @@ _REASON = (
 
 
 def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
-    """Those of tensor cores with FP16 operands and subnormal integers."""
+    """Return the roundings of tensor cores with FP16 operands and subnormal integers."""
     halves = channel or rotated  # rounded to FP16 are queries that are not as they come
     return Roundings(
         score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if halves else 0),

@@ -47,17 +47,17 @@ class AttentionTileSm90(NamedTuple):
 
 
 def columns_of(s: Sizes) -> int:
-    """Queries of a unit, where there are so many."""
+    """Return the queries of a unit: at most COLUMNS."""
     return min(COLUMNS, int(s["Hq"] // s["Hkv"] * s["T"]))
 
 
 def room_for(columns: int) -> int:
-    """Columns of a unit that the kernel is compiled for."""
+    """Return the number of columns of a unit that the kernel is compiled for."""
     return 4 if columns <= 4 else COLUMNS
 
 
 def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
-    """Dynamic shared memory of a block: the ring, queries of the units in flight, the warps' sums."""
+    """Count a block's dynamic shared memory: the ring, queries of the units in flight, the warps' sums."""
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
     query = s.get("COLUMNS", room_for(columns_of(s))) * (s["D"] * 2 + 8)
     sums, slots = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + SUM_PAD)), s.get("SLOTS", SLOTS)
@@ -65,20 +65,23 @@ def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
 
 
 def blocks_for(s: Sizes, sms: int = SMS) -> int:
-    """Blocks that are resident at a time: the workspace has parts for each, and a launch has no more."""
+    """Count the resident blocks: the workspace has parts for each, and a launch has no more."""
     return sms * choose_tile(s).RESIDENT
 
 
 def invariant_blocks(s: Sizes, sms: int = SMS) -> int:
-    """The same of the variant whose results do not depend on the batch."""
+    """Count the resident blocks of the variant whose results do not depend on the batch."""
     return sms * invariant_tile(s).RESIDENT
 
 
 def choose_tile(s: Sizes) -> AttentionTileSm90:
-    """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
-    parts to put together. Of little work, or more of long and light units, two warps share a tile, of few tiles four,
-    so that its last ones are done sooner; heavy ones are better off with one large block than with two small ones.
-    Rings are short: tiles come sooner if fewer are asked for at once."""
+    """Choose the tile by measured rules.
+
+    Two small blocks per SM hide each other's ends where there are many units; one large block has fewer parts to
+    combine. With little work, or more of long and light units, two warps share a tile, so that its last tiles are done
+    sooner; with few tiles four warps do. Heavy units are better off with one large block than with two small ones.
+    Rings are short: tiles come sooner if fewer are asked for at once.
+    """
     units = s["B"] * s["Hkv"] * ceil_div(ceil_div(s["Hq"], s["Hkv"]) * s["T"], COLUMNS)
     tiles = units * ceil_div(s["P"] * s["page"], TILE)
     columns = columns_of(s)
@@ -92,12 +95,18 @@ def choose_tile(s: Sizes) -> AttentionTileSm90:
 
 
 def invariant_tile(s: Sizes) -> AttentionTileSm90:
-    """By head dim, scheme and columns alone: neither batch nor table may choose, as the order of sums depends on it."""
+    """Choose the tile by head dim, scheme and columns alone.
+
+    The order of sums depends on the tile, so neither batch nor table may choose it.
+    """
     return _first_that_fits([(64, 4, 2, 2), (64, 8, 1, 2), (32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)], s)
 
 
 def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> AttentionTileSm90:
-    """Of (tokens, warps, blocks per SM, rounds of all groups in the ring at most), with as many rounds as fit."""
+    """Return the first shape that fits shared memory, with as many rounds as fit.
+
+    A shape is (tokens, warps, blocks per SM, rounds of all groups in the ring at most).
+    """
     for tokens, warps, resident, most in shapes:
         tile = AttentionTileSm90(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
@@ -131,7 +140,7 @@ def _launch(s: Sizes) -> Launch:
 
 
 def _places(q: np.ndarray, cache: KVCache, blocks: int) -> Pair:
-    """Where blocks hand over parts: 0 before a launch, and after it."""
+    """Build the zeros in which blocks hand over parts; they are 0 before a launch, and after it."""
     _, T, Hq, D = q.shape
     columns = columns_of({"T": T, "Hq": Hq, "Hkv": cache.num_kv_heads})
     return np.zeros((blocks, columns, D), np.uint32), np.zeros((blocks, columns, 2), np.uint32)
@@ -156,7 +165,7 @@ def _bound(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **more
 
 
 def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
-    """Of queries that are integers of 16 bits; high nibbles of values are summed in their bytes."""
+    """Return the roundings for queries as integers of 16 bits; high nibbles of values are summed in their bytes."""
     return replace(
         sm80.roundings_of(D, channel, rotated),
         score=((D // 4 if channel else 0) + 16) * SINGLE,
@@ -206,7 +215,7 @@ _SM90 = replace(
 
 
 def _wider(arg: Arg) -> Arg:
-    """The memory in which blocks hand over parts, for as many as a unit has."""
+    """Widen the memory in which blocks hand over parts, to as many parts as a unit has."""
     return replace(arg, shape=(f"{MOST_PARTS}*blocks", *arg.shape[1:])) if arg.name in _HANDED_OVER else arg
 
 

@@ -31,7 +31,7 @@ class AttentionStep:
     blocks: Callable[[Sizes, int], int] | None = None
 
     def sizes(self, call: AttentionCall, sms: int) -> dict[str, Any]:
-        """The spec's sizes; raises ArgumentError for a call that is not the step's."""
+        """Return the spec's sizes; raise ArgumentError for a call that the step does not take."""
         if self.blocks is None:
             self._require_teaching(call)
         sizes = {name: size for name, size in call.sizes.items() if name in self.spec.symbols}
@@ -41,19 +41,19 @@ class AttentionStep:
         return sizes
 
     def config(self, sizes: Sizes, dtype: str, *, rotated: bool = False) -> dict[str, int]:
-        """Constants of the variant, for queries of that dtype and caches that are `rotated` or not."""
+        """Return the variant's constants, for queries of that dtype and caches that are `rotated` or not."""
         chosen = self.spec.config_for(sizes)
         if "BF16" in chosen:
             chosen["BF16"] = sm80.DTYPES.index(dtype)
         return {**chosen, **ROTATED_CONSTANTS} if rotated else chosen
 
     def memory(self, sizes: Sizes) -> tuple[Scratch, ...]:
-        """What it needs besides operands and results."""
+        """List the memory that the step needs besides operands and results."""
         args = [arg for arg in self.spec.args if arg.name in ("partial", "stats", "segments")]
         return tuple(Scratch.of(arg, sizes) for arg in args)
 
     def most_memory(self, D: int, sms: int) -> tuple[Scratch, ...]:
-        """The same, enough for whatever is asked of caches of this head dim."""
+        """List memory enough for any call on caches of this head dim."""
         return self.memory({"blocks": _RESIDENT * sms, "Hq": MOST_RATIO, "Hkv": 1, "T": MOST_TOKENS, "D": D})
 
     @property
@@ -89,12 +89,12 @@ INVARIANT_STEPS = (AttentionStep(sm90.INVARIANT, sm90.invariant_blocks),)
 
 
 def step_of(spec: KernelSpec) -> AttentionStep | None:
-    """The step of a kernel; None of any other kernel."""
+    """Return the step of a kernel, or None if the kernel is not a step."""
     return next((step for step in STEPS if step.spec.name == spec.name), None)
 
 
 def choose(options: AttentionOptions) -> AttentionStep:
-    """The step asked for, or the highest that runs here.
+    """Choose the step asked for, or the highest that runs here.
 
     Args:
         options: kernel, backend, programmatic and batch_invariant: "emulator" runs every step; without a backend the

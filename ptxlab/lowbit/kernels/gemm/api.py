@@ -48,7 +48,7 @@ class Workspace(DeviceMemory):
     M: int
 
     def said_of(self, name: str) -> str:
-        """What messages say of it where a buffer is too small."""
+        """Describe a workspace with too small a buffer, for messages."""
         return f"one for M={self.M}"
 
 
@@ -70,7 +70,7 @@ def gemm_w4a8(
     workspace: Workspace | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Y = X Wᵀ of INT8 activations and 4-bit weights: exact integers, scaled once (QServe §5.2, LiquidGEMM §5).
+    """Multiply INT8 activations by 4-bit weights, Y = X Wᵀ: exact integers, scaled once (QServe §5.2, LiquidGEMM §5).
 
     On the GPU a call only enqueues, on the caller's stream; after the first call of a shape it allocates nothing but
     the result, if `out` does not provide that. So it can be captured into a CUDA graph: with `out`, and with
@@ -126,7 +126,7 @@ def _check(
     residual: Any,
     out: Any,
 ) -> "_GemmCall":
-    """The call; raises ArgumentError for what does not fit together."""
+    """Build the call; raise ArgumentError for operands that do not fit together."""
     M_K = shape or shape_of(arrays["x"])
     if len(M_K) != 2:
         raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or PackedActivations", f"shape {M_K}")
@@ -144,7 +144,7 @@ def _check(
 
 
 def _epilogue(weight: PackedWeight, epilogue: str | None, residual: Any, bias: Any, out: Any) -> str | None:
-    """The epilogue that is asked for or follows from a residual; ArgumentError where it does not fit."""
+    """Return the epilogue that is asked for or follows from a residual; raise ArgumentError if it does not fit."""
     if weight.interleaved and epilogue is None:
         raise ArgumentError(f"{NAME}: epilogue", "must be silu_mul for a weight packed with interleaved=True", epilogue)
     if epilogue and not weight.interleaved:
@@ -162,7 +162,9 @@ def _epilogue(weight: PackedWeight, epilogue: str | None, residual: Any, bias: A
 
 @break_graph
 def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -> Workspace:
-    """The memory that `gemm_w4a8` needs for this weight and up to M tokens, on the current device; empty if none.
+    """Allocate the memory that `gemm_w4a8` needs for this weight and up to M tokens, on the current device.
+
+    The workspace is empty if the kernel needs none.
 
     Raises ArgumentError for what is no packed weight or no number of tokens, and what choosing the kernel raises.
     """
@@ -177,7 +179,7 @@ def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -
 
 
 def _scratch(step: GemmStep, sizes: dict[str, int]) -> tuple[Scratch, ...]:
-    """The spec's scratch arguments, and the token sums where it needs them, which the caller may give instead."""
+    """List the spec's scratch arguments, and the token sums if the step needs them; callers may give sums instead."""
     known = {**sizes, **step.spec.config_for(sizes)}
     needed = [arg for arg in step.spec.args if arg.role == "scratch" or (arg.name == "x_sum" and step.needs_sum)]
     return tuple(Scratch.of(arg, known) for arg in needed)
@@ -198,7 +200,7 @@ def unpack_operand(name: str, x_q: Any, x_scale: Any, x_sum: Any) -> tuple[Any, 
 
 @dataclass(frozen=True, eq=False)
 class _GemmCall:
-    """One product: the arrays of `Operation`, and options with the epilogue and the output's dtype filled in."""
+    """Call of one product: `Operation`'s arrays, and options with epilogue and output dtype filled in."""
 
     arrays: Mapping[str, Any]
     weight: PackedWeight
@@ -225,14 +227,14 @@ class _GemmCall:
 
     @cached_property
     def step(self) -> GemmStep:
-        """The step that does it; raises what choosing it raises."""
+        """Step that computes the product; raises what choosing it raises."""
         on_gpu = gpu.is_device_array(self.arrays["x"])
         options = replace(self.options, backend="gpu") if on_gpu else self.options
         return ladder.choose(self.weight, self.order, self.M, options)
 
     @cached_property
     def kernel_sizes(self) -> dict[str, int]:
-        """As the step knows them; raises ArgumentError for those that it does not take."""
+        """Sizes as the step knows them; raises ArgumentError for sizes that it does not take."""
         sizes = self.step.sizes(self.M, self.weight.N, self.weight.K, self.weight.group, self.rows)
         self.step.spec.check_sizes(sizes)
         return sizes
@@ -257,7 +259,7 @@ class _GemmCall:
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """The same, and the weight, whose dtypes and shapes are the PackedWeight's own concern."""
+        """Activations, output and weight; dtypes and shapes of the weight are the PackedWeight's own concern."""
         yield from self.beside_the_weight
         for buffer, array in self.weight.buffers.items():
             yield CallArray(buffer, f"{NAME}: weight", array)
@@ -286,7 +288,7 @@ def _prepare(call: _GemmCall) -> Prepared:
 
 
 def _on_host(call: _GemmCall) -> Results:
-    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    """Run on NumPy arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
     step, weight, sizes = call.step, call.weight, call.kernel_sizes
     inputs = {}
     for operand in call.beside_the_weight:

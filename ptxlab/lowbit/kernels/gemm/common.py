@@ -31,7 +31,7 @@ QSERVE = (
 
 
 def outputs(dtypes: tuple[str, ...], *sizes: str) -> tuple[Arg, ...]:
-    """The last arguments of a GEMM: the bias, Y of a dtype by OUT, and M, N and these sizes as scalars."""
+    """Return the last arguments of a GEMM: the bias, Y of a dtype by OUT, and M, N and these sizes as scalars."""
     return (
         Arg("bias", "float32", ("N",), optional=True),
         Arg("y", ByVariant("OUT", dtypes), ("M", "N"), "out"),
@@ -45,7 +45,7 @@ X_SCALE, *AFTER_SCALE = EPILOGUE  # kernels that take token sums take them behin
 
 
 def anywhere(_: Sizes) -> bool:
-    """For a step that suits all sizes."""
+    """Return True: the step suits all sizes."""
     return True
 
 
@@ -76,27 +76,27 @@ class GemmStep:
 
     @cached_property
     def takes_sum(self) -> bool:
-        """Whether it takes the token sums."""
+        """True if the kernel takes the token sums."""
         return any(arg.name == "x_sum" for arg in self.spec.inputs)
 
     @cached_property
     def needs_sum(self) -> bool:
-        """Whether it does not do without them."""
+        """True if the kernel needs the token sums."""
         return any(arg.name == "x_sum" and not arg.optional for arg in self.spec.inputs)
 
     def config(self, sizes: Sizes, OUT: int, sums: bool) -> dict[str, int]:
-        """Constants of the variant for these sizes that stores dtype `OUT`, fed token sums or not."""
+        """Return the constants of the variant for these sizes that stores dtype `OUT`, fed token sums or not."""
         config = {**self.spec.config_for(sizes), "OUT": OUT}
         return {**config, "SIGNED": int(not sums and not self.needs_sum)} if "SIGNED" in config else config
 
     def sizes(self, M: int, N: int, K: int, group: int, rows: int = 1, E: int = 1) -> dict[str, int]:
-        """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations, E the experts."""
+        """Return the sizes that the kernel knows; `rows` are the tokens of a tile of activations, E the experts."""
         known = {"M": M, "N": N, "K": K, "E": E, "g": group, "rows": rows}
         return {name: size for name, size in known.items() if name in self.spec.symbols}
 
 
 def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
-    """The same kernel for QoQ weights per channel: no groups, and zero points that leave with the token sums.
+    """Build the same kernel for QoQ weights per channel: no groups, and zero points that leave with the token sums.
 
     `args` take the place of those of their names.
     """
@@ -114,13 +114,13 @@ def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
 
 
 def tile_for(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) -> AnyTile:
-    """The tile of a table {most tokens: (rows, tile up to so many rows, tile beyond)}."""
+    """Look up the tile in a table {most tokens: (rows, tile up to so many rows, tile beyond)}."""
     rows, narrow, wide = next(entry for tokens, entry in table.items() if sizes["M"] <= tokens)
     return narrow if sizes["N"] <= rows else wide
 
 
 def activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
-    """Random activations with what the epilogue takes."""
+    """Draw random activations with the epilogue's operands."""
     return {
         "x": rng.integers(-128, 128, size=(M, K), dtype=np.int8),
         "x_scale": rng.uniform(1e-3, 1e-2, M).astype(np.float32),
@@ -129,19 +129,19 @@ def activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
 
 
 def example_qoq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
-    """A QoQ weight of random numbers, and random activations."""
+    """Draw a QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq(rng.standard_normal((N, K), dtype=np.float32), group=g)
     return {"weight": weight, **activations(rng, M, N, K)}
 
 
 def example_lqq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
-    """An LQQ weight of random numbers, and random activations."""
+    """Draw an LQQ weight of random numbers, and random activations."""
     weight = quant.quantize_lqq(rng.standard_normal((N, K), dtype=np.float32), group=g)
     return {"weight": weight, **activations(rng, M, N, K)}
 
 
 def example_channel(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
-    """A per-channel QoQ weight of random numbers, and random activations."""
+    """Draw a per-channel QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq_channel(rng.standard_normal((N, K), dtype=np.float32))
     return {"weight": weight, **activations(rng, M, N, K)}
 
@@ -159,17 +159,17 @@ def sums_agree(label: str, arrays: Arrays) -> None:
 
 
 def epilogue(logical: Arrays) -> Arrays:
-    """The arguments of `EPILOGUE` that the logical inputs give; scales are 1 where they do not."""
+    """Return the arguments of `EPILOGUE` that the logical inputs give; missing scales are 1."""
     return {"x_scale": logical.get("x_scale", np.ones(len(logical["x"]), np.float32)), **bias_of(logical)}
 
 
 def bias_of(logical: Arrays) -> Arrays:
-    """The bias, if there is one."""
+    """Return the bias, if there is one."""
     return {"bias": logical["bias"]} if "bias" in logical else {}
 
 
 def pack_plain(logical: Arrays) -> Arrays:
-    """Everything as it is; scales are 1 where they are not given."""
+    """Pass all operands as they are; missing scales are 1."""
     ones = np.ones(len(logical["w"]), np.float32)
     return {"w": logical["w"], "w_scale": logical.get("w_scale", ones), "x": logical["x"], **epilogue(logical)}
 
@@ -182,7 +182,7 @@ def gemm_plain(
     bias: np.ndarray | None = None,
     OUT: int = INT32,
 ) -> np.ndarray:
-    """The reference of a kernel with nothing to dequantise: the accumulators, or with `OUT` the scaled output."""
+    """Compute the reference without dequantisation: the accumulators, or with `OUT` the scaled output."""
     accumulators = reference.gemm_accumulators(x, w.astype(np.int32))
     return scaled(accumulators, x_scale, np.ones(len(w), np.float32) if w_scale is None else w_scale, bias, OUT)
 
@@ -194,7 +194,7 @@ def gemm(
     bias: np.ndarray | None = None,
     OUT: int = INT32,
 ) -> np.ndarray:
-    """The reference of every step with a two-level weight: the accumulators, or with `OUT` the scaled output."""
+    """Compute the reference with a two-level weight: the accumulators, or with `OUT` the scaled output."""
     accumulators = reference.gemm_accumulators(x, weight.exact_level1())
     return scaled(accumulators, x_scale, weight.channel_scale, bias, OUT)
 
@@ -207,7 +207,7 @@ def gemm_channel(
     x_sum: np.ndarray | None = None,
     OUT: int = INT32,
 ) -> np.ndarray:
-    """The reference for a per-channel weight; the token sum is that of `x` unless another is given."""
+    """Compute the reference with a per-channel weight; the token sum is that of `x` unless another is given."""
     sums = x.sum(axis=1, dtype=np.int32) if x_sum is None else x_sum
     accumulators = reference.gemm_accumulators_channel(x, weight.q4, weight.zero, sums)
     return scaled(accumulators, x_scale, weight.scale, bias, OUT)
@@ -216,11 +216,11 @@ def gemm_channel(
 def scaled(
     accumulators: np.ndarray, x_scale: np.ndarray | None, w_scale: np.ndarray, bias: np.ndarray | None, OUT: int
 ) -> np.ndarray:
-    """The accumulators, or with `OUT` the scaled output; scales of the tokens are 1 where there are none."""
+    """Return the accumulators, or with `OUT` the scaled output; missing scales of tokens are 1."""
     scale = np.ones(len(accumulators), np.float32) if x_scale is None else x_scale
     return reference.gemm_epilogue(accumulators, scale, w_scale, bias, DTYPES[OUT])
 
 
 def rounded(total: np.ndarray, bias: np.ndarray | None, OUT: int) -> np.ndarray:
-    """Float sums [M, N] with the bias, rounded to the output of `FLOATS`."""
+    """Add the bias to float sums [M, N] and round to the output dtype of `FLOATS`."""
     return reference.rounded_to(total if bias is None else total + bias, FLOATS[OUT])

@@ -23,7 +23,7 @@ _OUT, _F32 = ByVariant("OUT", OUTPUTS), DTYPES.index("float32")
 
 
 def _variant(spec: KernelSpec, form: str, FUSED: int, y: Arg, **fields: Any) -> KernelSpec:
-    """The same kernel with another end; `y` is what it writes."""
+    """Build the same kernel with another epilogue; `y` is the argument that it writes."""
     choose: Any = spec.choose
     return replace(
         spec,
@@ -40,18 +40,19 @@ def _rounded(values: np.ndarray, OUT: int) -> np.ndarray:
 
 
 def _numbers(values: np.ndarray, OUT: int) -> np.ndarray:
-    """What they are once they are rounded, f64."""
+    """Round values to the output dtype and return them as f64."""
     return numbers(_rounded(values, OUT), OUTPUTS[OUT])
 
 
 def silu_mul(gate_up: np.ndarray, OUT: int) -> np.ndarray:
-    """SiLU(gate) · up of f32 [M, 2·F], gate beside up, as what it is rounded to stands for, f64 [M, F]."""
+    """Compute SiLU(gate) · up of f32 [M, 2·F], gate beside up, rounded to the output dtype, as f64 [M, F]."""
     return _numbers(reference.gated(gate_up), OUT)
 
 
 def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
-    """How far the kernel may be from that: one step, where the exact result is as near to a tie as the error that SiLU
-    may have; else nothing.
+    """Bound the kernel's distance from `silu_mul`.
+
+    The bound is one step where the exact result is as near to a tie as the error that SiLU may have; otherwise it is 0.
     """
     h = reference.gated(gate_up)
     turns = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
@@ -62,7 +63,10 @@ def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
 
 
 def _silu_mul(spec: KernelSpec) -> KernelSpec:
-    """Logical inputs are gate above up; the example's sizes have whole strips of both."""
+    """Build the kernel with SiLU and the multiplication in its epilogue.
+
+    Logical inputs are gate above up; the example's sizes have whole strips of both.
+    """
 
     def pack(logical: Arrays) -> Arrays:
         by_row = {name: logical[name] for name in ("weight", "bias") if name in logical}
@@ -91,8 +95,10 @@ def _silu_mul(spec: KernelSpec) -> KernelSpec:
 
 
 def _residual(spec: KernelSpec) -> KernelSpec:
-    """Logical inputs have `residual` f32 [M, N] too, which the output's dtype is to hold. The product is rounded before
-    it is added, as where `rmsnorm_quantize` adds it: the same bits.
+    """Build the kernel that adds its product to a residual.
+
+    Logical inputs have `residual` f32 [M, N] too, which the output's dtype is to hold. The product is rounded before it
+    is added, as where `rmsnorm_quantize` adds it: the same bits.
     """
 
     def example(rng: np.random.Generator, **sizes: int) -> Arrays:

@@ -28,7 +28,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _launch(s: Sizes) -> Launch:
-    """Tiles of tokens of the same weights follow each other, and find them in the L2."""
+    """Return the launch; tiles of tokens of the same weights follow each other, and find them in the L2."""
     return Launch((ceil_div(s["M"], s["BM"]), ceil_div(s["N"], s["WARPS"] * _ROWS), 1), (32 * s["WARPS"], 1, 1))
 
 
@@ -38,13 +38,16 @@ def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
 
 
 def _product(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Rounded once from float64."""
+    """Compute the product, rounded once from float64."""
     y: np.ndarray = (x.astype(np.float64) @ w.astype(np.float64).T).astype(np.float16)
     return y
 
 
 def _bound(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """A rounding to f16; and of every MMA the sum so far and 16 products, cut off 2^-24 below the largest of them."""
+    """Bound the error: one rounding to f16, and the bits that MMAs cut off.
+
+    Every MMA cuts the sum so far and 16 products off 2^-24 below the largest of them.
+    """
     wide_x, wide_w = (np.abs(each).astype(np.float64) for each in (x, w))
     terms = wide_x @ wide_w.T
     cut = 17 * (x.shape[1] // 16) * 2.0**-24
@@ -53,7 +56,7 @@ def _bound(w: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def in_order(w: Any, x: Any, mma: Callable[[Any, Any, Any], Any]) -> Any:
-    """The kernel's very bits, f16 [M, N], by an `mma` of (a f16 [N, 16], b f16 [16, M], c f32 [N, M])."""
+    """Compute the kernel's bits, f16 [M, N], by an `mma` of (a f16 [N, 16], b f16 [16, M], c f32 [N, M])."""
     sums = np.zeros((len(w), len(x)), np.float32, like=w)
     for start in range(0, w.shape[1], _STEP):
         for half in (ORDER[:16], ORDER[16:]):
@@ -89,7 +92,9 @@ SPECS = (F16,)
 @break_graph
 @document_options(Options)
 def gemm_f16(x: Any, w: Any, *, out: Any = None, backend: str | None = None) -> Any:
-    """Y = X Wᵀ in float16 with sums in float32. A row's bits depend on that row and W alone.
+    """Compute Y = X Wᵀ in float16 with sums in float32.
+
+    A row's bits depend on that row and W alone.
 
     On the GPU a call only enqueues, on the caller's stream; after the first call of a shape it allocates nothing but
     the result, if `out` does not provide that.
@@ -110,7 +115,7 @@ def gemm_f16(x: Any, w: Any, *, out: Any = None, backend: str | None = None) -> 
 
 
 def _check(options: Options, arrays: Mapping[str, Any]) -> SpecCall:
-    """The call; raises ArgumentError for what does not fit together."""
+    """Build the call; raise ArgumentError for operands that do not fit together."""
     shapes = {name: shape_of(arrays[name]) for name in ("x", "w")}
     for name, shape in shapes.items():
         if len(shape) != 2:

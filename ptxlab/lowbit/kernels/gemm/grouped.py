@@ -40,14 +40,14 @@ _MOST_EXPERTS = 65536
 
 
 def constants(tile: StripTile, strips: int, group: int) -> dict[str, int]:
-    """Of the variant with this tile, up to so many strips, and as many stages as fit."""
+    """Return the constants of the variant with this tile, up to so many strips, and as many stages as fit."""
     ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
     shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
     return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), **of_weight(group)}
 
 
 def likely_token_tiles(s: Sizes, BM: int) -> int:
-    """Tiles of tokens of all experts together, when every row takes any expert with the same probability."""
+    """Estimate the tiles of tokens of all experts together, if every row takes any expert with the same probability."""
     mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
     deviation = math.sqrt(2 * mean * elsewhere) or math.inf
     further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, ceil_div(s["M"], BM)))
@@ -58,7 +58,7 @@ def likely_token_tiles(s: Sizes, BM: int) -> int:
 
 
 def most_tiles(s: Sizes) -> int:
-    """Tiles that there can be, however the rows are shared out among the experts."""
+    """Count the most tiles that there can be, however the rows are shared out among the experts."""
     active = min(s["E"], s["M"])
     return int((active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"]))
 
@@ -68,7 +68,7 @@ def _row_tiles(N: int, strips: int) -> int:
 
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:
-    """Tiles of which a block can do several, of any width, and of any height that needs most of their MMAs."""
+    """Yield tiles of which a block can do several, of any width, and of any height that needs most of their MMAs."""
     for tile in narrowed(BMS):
         for strips in range(tile.strips * 3 // 4, tile.strips + 1) if tile.WK == 1 else ():
             found = constants(tile, strips, group)
@@ -77,8 +77,11 @@ def _candidates(group: int) -> Iterator[dict[str, int]]:
 
 
 def _microseconds(s: Sizes) -> tuple[float, float, float]:
-    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; without that; and if one
-    more expert has tokens."""
+    """Estimate microseconds as for one GEMM, by three measures in order of importance.
+
+    The first is rounds of blocks, but not less than the stream of all experts' weights. The second leaves the stream
+    out. The third is the second with one more expert that has tokens.
+    """
     tile, row_tiles = StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
     stages, height = ceil_div(s["K"], s["BK"]), s["N"] / 16 / row_tiles
     cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
@@ -90,18 +93,21 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    """The quickest by the costs; of equals the one of the fewest tokens, then the lowest, so that more blocks share."""
+    """Choose the quickest variant by the costs.
+
+    Of equals it is the one of the fewest tokens, then the lowest, so that more blocks share the work.
+    """
     return min(_candidates(group_of(s)), key=lambda found: _microseconds({**s, **found}))
 
 
 def _launch(s: Sizes) -> Launch:
-    """Persistent blocks, no more than there can be tiles."""
+    """Return the launch of persistent blocks, no more than there can be tiles."""
     shared = shared_bytes(StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
     return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int = 0) -> Arrays:
-    """Weights of random numbers, per channel without `g`, and rows that go to experts at random, to some never."""
+    """Draw random weights, per channel without `g`, and rows that go to random experts, to some never."""
     drawn = [rng.standard_normal((N, K), dtype=np.float32) for _ in range(E)]
     weights = [quant.quantize_lqq(w, group=g) if g else quant.quantize_qoq_channel(w) for w in drawn]
     taken = rng.permutation(E)[: max(1, E - E // 3)]
@@ -111,12 +117,12 @@ def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int
 
 
 def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Where the rows of each expert begin, s32 [E+1], from how many each has."""
+    """Compute the first row of each expert, s32 [E+1], from the number of rows of each."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def _pack(logical: Arrays) -> Arrays:
-    """The weights in strips, one behind the other, and the token sums."""
+    """Pack the weights in strips, one behind the other, and sum the tokens."""
     packed = [layout.pack(weight, LAYOUT).buffers for weight in logical["weights"]]
     x = logical["x"]
     return {
@@ -139,7 +145,7 @@ def _reference(
     bias: np.ndarray | None = None,
     OUT: int = INT32,
 ) -> np.ndarray:
-    """One GEMM after the other, each with its expert's rows, of which there is one at least."""
+    """Compute one GEMM after the other, each on its expert's rows; at least one expert has rows."""
     ys = []
     for expert, weight in enumerate(weights):
         rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
@@ -154,7 +160,7 @@ def _reference(
 
 
 def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:
-    """The arguments behind the activations: of each expert a bias, and how many experts there are."""
+    """Return the arguments after the activations: a bias per expert, and the number of experts."""
     return (
         args["x_scale"],
         Arg("x_sum", "int32", ("M",), optional=True, absent="SIGNED"),

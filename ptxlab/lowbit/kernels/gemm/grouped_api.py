@@ -41,7 +41,9 @@ def gemm_w4a8_grouped(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Y[o_e : o_{e+1}] = X[o_e : o_{e+1}] W_eᵀ for each expert e, in one launch (mixture of experts); see `gemm_w4a8`.
+    """Compute Y[o_e : o_{e+1}] = X[o_e : o_{e+1}] W_eᵀ for each expert e in one launch (mixture of experts).
+
+    For a single weight see `gemm_w4a8`.
 
     Rows of X are sorted by expert. How many each has stays on the device: a call enqueues one kernel on the caller's
     stream, whatever the experts' shares, so that a CUDA graph of it (with `out`) can be replayed on other offsets.
@@ -83,7 +85,7 @@ def _check(
     order: str,
     shape: tuple[int, int] | None,
 ) -> "_GroupedCall":
-    """The call; raises ArgumentError for what does not fit together."""
+    """Build the call; raise ArgumentError for operands that do not fit together."""
     _check_weights(weights)
     M_K = shape or shape_of(arrays["x"])
     if order != "row_major" or len(M_K) != 2:
@@ -153,7 +155,7 @@ class _GroupedCall:
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """The same, and the weights, whose dtypes and shapes are their own concern."""
+        """Activations, offsets, output and weights; dtypes and shapes of the weights are their own concern."""
         yield from self.beside_the_weights
         for _, buffer in self.step.buffers:
             yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
@@ -177,7 +179,7 @@ def _prepare(call: _GroupedCall) -> Prepared:
 
 
 def _on_host(call: _GroupedCall) -> Results:
-    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    """Run on NumPy arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
     for operand in call.beside_the_weights:
         if operand.array is not None:

@@ -19,12 +19,15 @@ _FEW_TOKENS = 16
 
 
 def step_of(spec: KernelSpec) -> GemmStep | None:
-    """The first step with this very spec (of a kernel there is one per order of the activations); None of any other."""
+    """Return the first step with this very spec, or None if there is none.
+
+    A kernel has one step per order of the activations.
+    """
     return next((step for step in LADDER if step.spec is spec), None)
 
 
 def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
-    """Sizes of a GEMM with their M, or with few tokens where the kernel takes no more."""
+    """Return sizes of a GEMM with their M, or with few tokens if the kernel takes no more."""
     try:
         spec.check_sizes(sizes)
     except ArgumentError:
@@ -33,7 +36,7 @@ def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
 
 
 def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> GemmStep:
-    """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
+    """Choose the step asked for, or the highest that takes this weight, suits the sizes and runs here.
 
     Args:
         weight: decides scheme, packing, N, K and group.
@@ -70,7 +73,7 @@ def why_not(step: GemmStep, backend: str | None = "gpu") -> str | None:
 
 
 def layout_here(scheme: str, backend: str | None = None, *, now: str = "strips") -> str:
-    """The layout to pack weights of a scheme in: `now` if a kernel for it runs here, or else that of one that does.
+    """Choose the layout to pack weights of a scheme in: `now`, or if no kernel for it runs here, that of one that does.
 
     The schemes are those of `PackedWeight` and of `ReorderedWeight`. Without a GPU, and where none of the kernels runs,
     it is `now`. Backend as `gemm_w4a8` takes it.
@@ -104,7 +107,7 @@ def _unavailable(taking: list[GemmStep], weight: PackedWeight, backend: str | No
 
 
 def _listed(steps: Iterable[GemmStep]) -> str:
-    """Which weights they take, each with the steps that do."""
+    """Format the weights that steps take, each with the steps that do."""
     taking: dict[str, list[GemmStep]] = {}
     for step in steps:
         taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step)
@@ -112,5 +115,5 @@ def _listed(steps: Iterable[GemmStep]) -> str:
 
 
 def _names(steps: Iterable[GemmStep]) -> str:
-    """Of their kernels, each once: one may be a step for several orders."""
+    """Format the names of the steps' kernels, each once: a kernel may be a step for several orders."""
     return ", ".join(dict.fromkeys(step.spec.name for step in steps))

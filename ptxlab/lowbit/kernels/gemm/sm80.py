@@ -56,7 +56,10 @@ _TILES: dict[int, tuple[int, GemmTileSm80, GemmTileSm80]] = {
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    """The tile by tokens and rows: few tokens, narrow strips, so that every SM has one, and the warps split K."""
+    """Choose the tile by tokens and rows.
+
+    With few tokens strips are narrow, so that every SM has one, and the warps split K.
+    """
     return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32, "SUM_PAD": SUM_PAD}
 
 
@@ -65,7 +68,7 @@ def _choose_groups(sizes: Sizes) -> dict[str, int]:
 
 
 def _launch(sizes: Mapping[str, int]) -> Launch:
-    """One block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
+    """Return the launch of one block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
     s = sizes
     strips, steps = s["BN"] // 32, s["BK"] // 32
     constants = max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0  # per strip: 32 scales, 32 offsets a group
@@ -77,7 +80,7 @@ def _launch(sizes: Mapping[str, int]) -> Launch:
 
 
 def _pack_groups(logical: Arrays) -> Arrays:
-    """The weight in QServe's order."""
+    """Pack the weight in QServe's order."""
     buffers = layout.pack(logical["weight"], "qserve").buffers
     return {
         "qweight": buffers["qweight"],
@@ -90,7 +93,7 @@ def _pack_groups(logical: Arrays) -> Arrays:
 
 
 def _pack_channel(logical: Arrays) -> Arrays:
-    """The weight in QServe's order; token sums are those of the activations where the logical inputs give none."""
+    """Pack the weight in QServe's order; missing token sums are computed from the activations."""
     buffers = layout.pack(logical["weight"], "qserve").buffers
     x = logical["x"]
     return {

@@ -84,7 +84,7 @@ def _tiles(s: Sizes, tile: GemmTileSm90) -> int:
 
 
 def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:
-    """Dynamic shared memory: the ring, dequantised tiles, and what the epilogue receives and stores through."""
+    """Count dynamic shared memory: the ring, dequantised tiles, and the epilogue's receive and store buffers."""
     weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
     stage = ceil_div(tile.BM * tile.BK + tile.WN * weights, 1024) * 1024
     received = (cluster - 1) * (tile.WN * tile.BM // 8 // cluster) * 2048
@@ -93,7 +93,7 @@ def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, deq
 
 
 def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
-    """The tile by tokens and rows."""
+    """Return a function that chooses the tile by tokens and rows."""
 
     def choose(s: Sizes) -> dict[str, int]:
         tile = tile_for(table, s)
@@ -105,7 +105,10 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
 
 
 def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised: int = 0) -> dict[str, int]:
-    """Clusters of two if all blocks are resident even so, and as many stages as fit; constants of a kernel by name."""
+    """Choose clusters of two if all blocks are resident even so, and as many stages as fit.
+
+    Returns the constants of a kernel by name.
+    """
     cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
     room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
     sizes = [_shared_bytes(tile, n, cluster, s["g"], dequantised) for n in range(1, _MOST_STAGES + 1)]
@@ -117,7 +120,10 @@ def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised
 
 
 def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], Launch]:
-    """A cluster per tile, of `threads` or a warp group per 64 rows; `persistent`: no more blocks than are resident."""
+    """Return a function that makes the launch: a cluster per tile, of `threads` or a warp group per 64 rows.
+
+    A `persistent` launch has no more blocks than are resident.
+    """
 
     def launch(s: Sizes) -> Launch:
         tile = GemmTileSm90(s["BM"], s.get("WN", 2), s.get("BK", 128), s.get("RESIDENT", 1))
@@ -131,14 +137,14 @@ def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], L
 
 
 def _task_bytes(s: Sizes, stages: int) -> int:
-    """Dynamic shared memory where a task is 64 rows: the ring, sums from group to group, tiles to store through."""
+    """Count dynamic shared memory for tasks of 64 rows: the ring, sums from group to group, tiles to store through."""
     stage = ceil_div(s["BM"] * s["BK"] + s["BK"] * 32 + s["BK"] // s["GROUP"] * 128, 1024) * 1024
     stored = 2 * min(s["BM"], _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
     return int(stages * stage + 64 * s["BM"] * 4 + stored)
 
 
 def _choose_tasks(s: Sizes) -> dict[str, int]:
-    """ImFP's tokens and channels, in tiles of 64 rows and without clusters; not from a sweep of their own."""
+    """Choose ImFP's tokens and channels, in tiles of 64 rows without clusters; not from a sweep of their own."""
     tile = tile_for(_IMFP, s)
     constants = {"BM": tile.BM, "BK": tile.BK, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32}
     room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
@@ -147,13 +153,13 @@ def _choose_tasks(s: Sizes) -> dict[str, int]:
 
 
 def _launch_tasks(s: Sizes) -> Launch:
-    """No more blocks than are resident: each goes on from tile to tile."""
+    """Return the launch of no more blocks than are resident: each goes on from tile to tile."""
     tiles = int(ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], 64))
     return Launch((min(tiles, _SMS * s["RESIDENT"]), 1, 1), (384, 1, 1), _task_bytes(s, s["STAGES"]))
 
 
 def _pack(logical: Arrays) -> Arrays:
-    """The weight in the dual-MMA layout."""
+    """Pack the weight in the dual-MMA layout."""
     buffers = layout.pack(logical["weight"], "dual_mma").buffers
     return {
         "blocks": buffers["blocks"],
@@ -164,7 +170,7 @@ def _pack(logical: Arrays) -> Arrays:
 
 
 def _pack_tiles(logical: Arrays) -> Arrays:
-    """The same, with the activations in swizzled tiles of `rows` tokens."""
+    """Pack as `_pack`, with the activations in swizzled tiles of `rows` tokens."""
     return {**_pack(logical), "x": layout.to_swizzled_tiles(logical["x"], logical["rows"])}
 
 
@@ -172,7 +178,7 @@ _BLOCK_K = "max(64, g)"  # channels of a block of weights
 
 
 def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
-    """One kernel; a `teaching` one takes groups of 64 and 128 only."""
+    """Build the spec of one kernel; a `teaching` one takes groups of 64 and 128 only."""
     groups = (64, 128) if teaching else GROUPS
     return KernelSpec(
         name=name,
@@ -239,7 +245,7 @@ _WGMMA_TOKENS = (8, 16, 32, 64, 128, 256)
 
 
 def _choose_tiles(s: Sizes) -> dict[str, int]:
-    """The tile is that of the activations."""
+    """Choose the tile of the activations."""
     tile = GemmTileSm90(s["rows"], 2, 256 if s["rows"] <= 128 else 128, 1)
     return {**_constants(tile, s, ("BK", "RESIDENT")), "ORDER": 1}
 

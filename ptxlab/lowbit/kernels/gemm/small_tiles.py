@@ -26,8 +26,10 @@ class SmallTile(NamedTuple):
 
 
 class SmallCost(NamedTuple):
-    """Microseconds: of a strip in a stage; of each time that sums go out; of the launch; of 1,000 channels of X; and at
-    least on top of the stream of the weights.
+    """Costs in microseconds.
+
+    `strip` is a strip in a stage, `sums` each time that sums go out, `launch` the launch, `channels` 1,000 channels of
+    X. `drain` is the least on top of the stream of the weights.
     """
 
     strip: float
@@ -50,7 +52,7 @@ COSTS = {
 
 
 def choose(s: Sizes) -> dict[str, int]:
-    """Constants of the quickest tile by the costs; those of 16 tokens serve more.
+    """Choose the constants of the quickest tile by the costs; those of 16 tokens serve more.
 
     Sizes: M, N, K, and `g` of weights with groups.
     """
@@ -59,7 +61,7 @@ def choose(s: Sizes) -> dict[str, int]:
 
 
 def quickest(s: Sizes) -> SmallTile:
-    """That tile."""
+    """Return the quickest tile by the costs."""
     BM = max(1, ceil_div(s["M"], 8)) * 8
     known = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
     best = min(known, key=lambda tile: microseconds(tile, s)) if known else SmallTile(BM, 1, 8, 1)
@@ -67,7 +69,7 @@ def quickest(s: Sizes) -> SmallTile:
 
 
 def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
-    """Dynamic shared memory: all of X, the ring, two tiles of sums."""
+    """Count dynamic shared memory: all of X, the ring, two tiles of sums."""
     channels = tile.SLICES * 128
     x = int(ceil_div(s["K"], channels)) * channels * tile.BM
     ring = stages * tile.ROWS * tile.SLICES * block_bytes(group_of(s))
@@ -75,13 +77,13 @@ def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
 
 
 def _stages(tile: SmallTile, s: Sizes) -> int:
-    """As many as fit."""
+    """Count the stages that fit."""
     room = (ROOM if tile.RESIDENT == 1 else _ROOM_OF_TWO) - shared_bytes(tile, 0, s)
     return min(_MOST_STAGES, room // (shared_bytes(tile, 1, s) - shared_bytes(tile, 0, s)))
 
 
 def microseconds(tile: SmallTile, s: Sizes) -> float:
-    """By the costs; infinite for a tile that has none."""
+    """Estimate the microseconds of a tile by the costs; infinite for a tile without costs."""
     cost, strips = COSTS.get(tile._replace(BM=min(tile.BM, 16))), ceil_div(s["N"], 16)
     if cost is None:
         return math.inf

@@ -38,7 +38,10 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _launch(s: Sizes) -> Launch:
-    """A block per tile, or where one can do several tiles no more than there are SMs; a cluster where K is split."""
+    """Return the launch of a block per tile, or of a cluster if K is split.
+
+    Where a block can do several tiles, there are no more blocks than SMs.
+    """
     tile, split = strips_tiles.StripTile(*(s[name] for name in strips_tiles.StripTile._fields)), s["SPLIT"]
     blocks = strips_tiles.tiles(s, tile.BM, s["STRIPS"]) * split
     if tile.WK == split == 1:
@@ -52,12 +55,16 @@ def _choose_small(s: Sizes) -> dict[str, int]:
 
 
 def of_weight(group: int) -> dict[str, int]:
-    """Constants by group: without groups the zero points leave with the token sums, else 128 need not."""
+    """Return the constants for a group.
+
+    Without groups the zero points leave with the token sums. With groups weights are SIGNED, so that no offset of 128
+    has to leave with the sums.
+    """
     return {"GROUP": group, "OUT": INT32, "SIGNED": int(group != strips_tiles.NO_GROUPS)}
 
 
 def _launch_small(s: Sizes) -> Launch:
-    """As many blocks as are resident, each with its share of the strips; none of no tokens."""
+    """Return the launch of as many blocks as are resident, each with its share of the strips; none without tokens."""
     tile = small_tiles.SmallTile(*(s[name] for name in small_tiles.SmallTile._fields))
     blocks = min(ceil_div(s["N"], 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
     shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
@@ -65,7 +72,7 @@ def _launch_small(s: Sizes) -> Launch:
 
 
 def _pack(logical: Arrays) -> Arrays:
-    """The weight in strips, and the token sums for variants that take them."""
+    """Pack the weight in strips, and sum the tokens for variants that take the sums."""
     buffers = layout.pack(logical["weight"], LAYOUT).buffers
     x = logical["x"]
     return {
@@ -79,12 +86,12 @@ def _pack(logical: Arrays) -> Arrays:
 
 
 def _pack_tiles(logical: Arrays) -> Arrays:
-    """The same with the activations in swizzled tiles of `rows` tokens."""
+    """Pack as `_pack`, with the activations in swizzled tiles of `rows` tokens."""
     return {**_pack(logical), "x": layout.to_swizzled_tiles(logical["x"], logical["rows"])}
 
 
 def _pack_fragments(logical: Arrays) -> Arrays:
-    """The same with the activations in the order of the MMA's operand."""
+    """Pack as `_pack`, with the activations in the order of the MMA's operand."""
     return {**_pack(logical), "x": layout.to_fragment_order(logical["x"])}
 
 
@@ -136,7 +143,7 @@ LARGE = _spec(
 
 
 def _on(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
-    """The same kernel on activations in another order; an example is drawn by the sizes of the spec itself."""
+    """Build the same kernel on activations in another order; examples are drawn by the sizes of the spec itself."""
     return replace(spec, args=tuple(x if arg.name == "x" else arg for arg in spec.args), example_sizes=(), **fields)
 
 
@@ -155,7 +162,10 @@ LARGE_TILES = _on(
 
 
 def _few(s: Sizes) -> bool:
-    """Up to 16 tokens, while all of X fits beside a ring worth having, and the costs say so."""
+    """Tell if the kernel for few tokens is quicker.
+
+    It takes up to 16 tokens, while all of X fits beside a ring worth having.
+    """
     if s["M"] > 16 or ceil_div(s["M"], 8) * s["K"] > 24576:
         return False
     small = small_tiles.microseconds(small_tiles.quickest(s), s)
@@ -163,7 +173,7 @@ def _few(s: Sizes) -> bool:
 
 
 def _channel(spec: KernelSpec) -> KernelSpec:
-    """The same for weights per channel."""
+    """Build the same kernel for weights per channel."""
     return per_channel(
         spec,
         Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024")),
@@ -195,7 +205,7 @@ FED = (
 
 
 def steps(of: tuple[Fed, ...]) -> tuple[GemmStep, ...]:
-    """Steps for every scheme."""
+    """Build the steps for every scheme."""
     return tuple(
         GemmStep(fed.channel if scheme == "qoq_channel" else fed.with_groups, scheme, LAYOUT, fed.order, fed.suits)
         for scheme in SCHEMES

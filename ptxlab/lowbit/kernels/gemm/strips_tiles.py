@@ -39,8 +39,11 @@ class StripTile(NamedTuple):
 
 
 class StripCost(NamedTuple):
-    """Microseconds: of a stage, more of it for all tokens of the kind, and per strip; of a tile; of the launch;
-    of adding up in a cluster of two; and at least on top of the stream of the weights.
+    """Costs in microseconds.
+
+    `stage` is a stage, `wide` its surplus for all tokens of the kind, `strip` its surplus per strip; `tile` is a tile,
+    `launch` the launch, `split` adding up in a cluster of two. `drain` is the least on top of the stream of the
+    weights.
     """
 
     stage: float
@@ -102,12 +105,12 @@ class StripChoice(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of the variant."""
+        """Constants of the variant."""
         return {**self.tile._asdict(), "STRIPS": self.strips, "STAGES": self.stages, "SPLIT": self.split}
 
 
 def choose(s: Sizes) -> StripChoice:
-    """The quickest by the costs.
+    """Choose the quickest variant by the costs.
 
     Sizes: M, N, K, `g` of weights with groups, and `rows`, the tokens of a tile of X, where X lies in tiles. In tens to
     hundreds of microseconds; what was chosen is kept.
@@ -128,40 +131,40 @@ def _choose(M: int, N: int, K: int, group: int, rows: int, sms: int) -> StripCho
 
 
 def tiles(s: Sizes, BM: int, strips: int) -> int:
-    """Tiles of Y."""
+    """Count the tiles of Y."""
     return int(ceil_div(s["M"], BM) * ceil_div(_strips(s), strips))
 
 
 def group_of(s: Sizes) -> int:
-    """GROUP of the kernels: weights of a level-2 scale."""
+    """Return the kernels' constant GROUP: the weights per level-2 scale, or NO_GROUPS."""
     return int(s.get("g", NO_GROUPS))
 
 
 def block_bytes(group: int) -> int:
-    """Of 16 rows x 128 channels."""
+    """Count the bytes of 16 rows x 128 channels."""
     return 1024 + (128 // group * 32 if group else 0)
 
 
 def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: int) -> int:
-    """Dynamic shared memory: the ring; what a cluster's sum receives; a buffer per warp and the tokens' scales."""
+    """Count dynamic shared memory: the ring, what a cluster's sum receives, a buffer per warp, the tokens' scales."""
     received = (split - 1) * ceil_div(ceil_div(tile.WN * tile.MN * tile.BM, 8), split) * 2048
     return stages * _stage_bytes(tile, strips, group) + received + tile.WN * (4 * 512 + 8 * tile.BM)
 
 
 @lru_cache
 def kind(tile: StripTile) -> StripTile:
-    """The widest tile of its kind, which has the costs."""
+    """Return the widest tile of this tile's kind, under which the costs are listed."""
     return tile._replace(BM=next(BM for BM in _KINDS if tile.BM <= BM))
 
 
 def widths(M: int) -> list[int]:
-    """Tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
+    """List the tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
     shares = [ceil_div(M, max(1, ceil_div(M, most))) for most in (256, 128, 64)]
     return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
 
 
 def narrowed(wanted: Iterable[int]) -> Iterator[StripTile]:
-    """Every tile of known cost that has one of these numbers of tokens."""
+    """Yield every tile of known cost that has one of these numbers of tokens."""
     for tile in COSTS:
         yield from (narrow for BM in wanted if kind(narrow := tile._replace(BM=BM)) == tile)
 
@@ -173,7 +176,7 @@ def _tiles_of(wanted: tuple[int, ...], group: int) -> tuple[tuple[StripTile, int
 
 
 def _candidates(M: int, all_strips: int, group: int, rows: int, sms: int) -> Iterator[StripChoice]:
-    """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
+    """Yield tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
     for tile, split in _tiles_of((rows,) if rows else tuple(widths(M)), group):
         blocks, token_tiles = sms // split, max(1, ceil_div(M, tile.BM))
         heights = {ceil_div(all_strips, share) for n in range(1, 9) if (share := n * blocks // token_tiles)}
@@ -184,20 +187,20 @@ def _candidates(M: int, all_strips: int, group: int, rows: int, sms: int) -> Ite
 
 
 def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
-    """Sizes of its clusters."""
+    """Return the cluster sizes of a tile."""
     return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group in (128, NO_GROUPS)) else (1,)
 
 
 @lru_cache(maxsize=16_384)
 def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
-    """As many as fit; none if what the warp groups along K add up through does not fit the ring."""
+    """Count the stages that fit; 0 if the ring is too small for the sums of the warp groups along K."""
     stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
     partial = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
     return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
 
 
 def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
-    """X, and of every strip a slot of whole 128 bytes."""
+    """Count the bytes of a stage: X, and of every strip a slot of whole 128 bytes."""
     slot = ceil_div(ceil_div(tile.BK, 128) * block_bytes(group), 128) * 128
     return ceil_div(tile.BM * tile.BK + strips * slot, 1024) * 1024
 
@@ -207,12 +210,15 @@ def _strips(s: Sizes) -> int:
 
 
 def microseconds(chosen: StripChoice, s: Sizes) -> float:
-    """Rounds of blocks, each as long as its stages and the end of its tile, but not less than the stream allows."""
+    """Estimate the microseconds of a choice by the costs, but not less than the stream allows.
+
+    They are rounds of blocks, each as long as its stages and the end of its tile.
+    """
     return _total(chosen, int(s["M"]), _strips(s), int(s["K"]), group_of(s), stream(s), SMS)
 
 
 def _total(chosen: StripChoice, M: int, all_strips: int, K: int, group: int, of_stream: float, sms: int) -> float:
-    """Microseconds of a choice for sizes as numbers."""
+    """Estimate the microseconds of a choice for sizes as numbers."""
     tile, strips, _, split = chosen
     cost = COSTS[kind(tile)]
     high = ceil_div(all_strips, strips)
@@ -223,7 +229,7 @@ def _total(chosen: StripChoice, M: int, all_strips: int, K: int, group: int, of_
 
 @lru_cache(maxsize=65_536)
 def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
-    """Microseconds of so many stages of so many strips, and of the tile's end."""
+    """Estimate the microseconds of so many stages of so many strips, and of the tile's end."""
     cost = COSTS[kind(tile)]
     stage = cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height
     less = LESS_WITHOUT_GROUPS.get(kind(tile), 1) if group == NO_GROUPS and split == 1 else 1
@@ -231,5 +237,5 @@ def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: 
 
 
 def stream(s: Sizes) -> float:
-    """Microseconds of a kernel that does nothing but stream the weights."""
+    """Estimate the microseconds of a kernel that does nothing but stream the weights."""
     return TUNED.stream_us(_strips(s) * ceil_div(s["K"], 128) * block_bytes(group_of(s)))

@@ -9,12 +9,12 @@ from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 def _launch(sizes: Sizes) -> Launch:
-    """One warp per 16 rows and 8 tokens."""
+    """Return the launch of one warp per 16 rows and 8 tokens."""
     return Launch((sizes["N"] // 16, sizes["M"] // 8, 1), (32, 1, 1))
 
 
 def _pack(logical: Arrays) -> Arrays:
-    """The weight in QServe's order, the activations in fragment order."""
+    """Pack the weight in QServe's order, the activations in fragment order."""
     buffers = layout.pack(logical["weight"], "qserve", unchecked=True).buffers  # a test shows what overflow does
     weight = {name: buffers[name] for name in ("qweight", "scale", "offset")}
     return {**weight, "x": layout.to_fragment_order(logical["x"])}

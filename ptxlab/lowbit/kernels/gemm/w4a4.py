@@ -50,12 +50,12 @@ WIDEST = W4A4Tile(128, 128, 2, 4)
 
 
 def choose(s: Sizes, **more: int) -> dict[str, int]:
-    """The tile for so many tokens, and more constants."""
+    """Choose the tile for so many tokens; add more constants."""
     return {**next((tile for tokens, tile in TILES.items() if s["M"] <= tokens), WIDEST)._asdict(), **more}
 
 
 def launcher(w: int, x: int, once: int = 0) -> Callable[[Sizes], Launch]:
-    """One block per BN rows and BM tokens.
+    """Return a function that makes the launch of one block per BN rows and BM tokens.
 
     A stage has `w` bytes of a row of W and `x` of X; `once` bytes of a row lie behind the ring.
     """
@@ -69,7 +69,7 @@ def launcher(w: int, x: int, once: int = 0) -> Callable[[Sizes], Launch]:
 
 
 def _example_s4(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
-    """Random nibbles."""
+    """Draw random nibbles."""
     return {
         "w": rng.integers(-8, 8, (N, K), np.int8),
         "w_scale": rng.uniform(1e-2, 1e-1, N).astype(np.float32),
@@ -84,7 +84,7 @@ def _pack_s4(logical: Arrays) -> Arrays:
 
 
 def example_atom(rng: np.random.Generator, *, M: int, N: int, K: int, outliers: int, g: int | None = None) -> Arrays:
-    """Random weights and activations quantised; outliers are thirty times the rest."""
+    """Draw random weights and activations and quantise them; outliers are thirty times the rest."""
     size = np.r_[np.ones(K, np.float32), np.full(outliers, 30, np.float32)]
     w = rng.standard_normal((N, K + outliers), dtype=np.float32)
     x = rng.standard_normal((M, K + outliers), dtype=np.float32) * size
@@ -96,7 +96,7 @@ def example_atom(rng: np.random.Generator, *, M: int, N: int, K: int, outliers: 
 
 
 def _pack_atom(logical: Arrays) -> Arrays:
-    """Both operands as rows."""
+    """Pack both operands as rows."""
     buffers = bias_of(logical)
     for name in ("w", "x"):
         rows: AtomRows = logical[name]
@@ -107,7 +107,7 @@ def _pack_atom(logical: Arrays) -> Arrays:
 def gemm_atom(
     w: AtomRows, x: AtomRows, bias: np.ndarray | None = None, OUT: int = F32, *, halves: bool = False
 ) -> np.ndarray:
-    """The reference: exact sums of groups and outliers, added up by fma in f32, one after the other.
+    """Compute the reference: exact sums of groups and outliers, added up by fma in f32, one after the other.
 
     With `halves` the product of two scales is rounded to FP16 before, as in Atom's code.
     """
@@ -116,7 +116,7 @@ def gemm_atom(
 
 
 def _operand(name: str, rows: str, scales: str) -> tuple[Arg, ...]:
-    """A weight's or the activations' arguments."""
+    """Return the arguments of a weight or of the activations."""
     return (
         Arg(f"{name}4", "uint8", (rows, "K/2")),
         Arg(f"{name}8", "int8", (rows, "outliers")),
@@ -191,7 +191,7 @@ ATOM_HALVES = replace(
 
 
 def _pack_sm90(logical: Arrays) -> Arrays:
-    """The weight in strips, the activations as bytes."""
+    """Pack the weight in strips, the activations as bytes."""
     x: AtomRows = logical["x"]
     return {
         "strips": layout.pack_atom_strips(logical["w"]),

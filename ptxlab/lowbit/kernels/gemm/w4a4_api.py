@@ -38,7 +38,7 @@ def gemm_w4a4(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Y = X Wᵀ, both in INT4 with a scale per row and group, outlier channels in INT8 (Atom §4).
+    """Compute Y = X Wᵀ, both in INT4 with a scale per row and group, outlier channels in INT8 (Atom §4).
 
     Sums of a group are exact; they are scaled and added in float32, one group after the other: the same bits on every
     GPU and in the emulator. The weight's layout decides the kernel: `strips` gemm_w4a4_sm90, `rows`
@@ -75,7 +75,7 @@ def gemm_w4ax(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Y = X Wᵀ, activations in blocks of 128 channels, INT4 or INT8, weights in INT4 (COMET §4).
+    """Compute Y = X Wᵀ, activations in blocks of 128 channels, INT4 or INT8, weights in INT4 (COMET §4).
 
     Rows of both have a scale per block. Sums of a block are exact; they are scaled and added in float32, one block
     after the other: the same bits on every GPU and in the emulator. The weight's layout decides the kernel: `strips`
@@ -100,7 +100,7 @@ def gemm_w4ax(
 
 @dataclass(frozen=True)
 class _Product:
-    """A call of the two.
+    """Public call of a W4A4 or W4Ax product.
 
     Attributes:
         name: of the call.
@@ -141,7 +141,7 @@ class _Product:
         return results["y"] if out is None else out
 
     def _check(self, options: ProductOptions, arrays: Mapping[str, Any], x: Any, weight: Any) -> SpecCall:
-        """The call; raises ArgumentError for what does not fit together."""
+        """Build the call; raise ArgumentError for operands that do not fit together."""
         name, order, spec = self.name, self.orders[weight.layout], self.specs[weight.layout]
         if x.layout != order:
             raise ArgumentError(f"{name}: x", f"must be {order} for a weight in {weight.layout}", x.layout)

@@ -31,14 +31,14 @@ class GroupCost(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What a kernel may take: the tiles with their costs, and bytes of a stage by BM and WN."""
+    """Tiles that a kernel may take, with their costs, and bytes of a stage by BM and WN."""
 
     costs: Mapping[GroupTile, GroupCost]
     stage_bytes: Callable[[int, int], int]
 
 
 def choose(kernel: Tiles, s: Sizes, channels: int) -> dict[str, int]:
-    """BM, WN and TOGETHER of the tile whose rounds of blocks take the least, and as many STAGES as fit.
+    """Choose BM, WN and TOGETHER of the tile with the quickest rounds of blocks, and as many STAGES as fit.
 
     `channels` are those of a token; of the sizes M and N count.
     """
@@ -53,30 +53,36 @@ def choose(kernel: Tiles, s: Sizes, channels: int) -> dict[str, int]:
 
 
 def launch(kernel: Tiles, s: Sizes) -> Launch:
-    """Persistent blocks: one warp group loads, WN multiply."""
+    """Return the launch of persistent blocks: one warp group loads, WN multiply."""
     BM, WN = s["BM"], s["WN"]
     shared = s["STAGES"] * kernel.stage_bytes(BM, WN) + _buffer_bytes(WN)
     return Launch((min(tiles(s, BM, 4 * WN), strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
 
 
 def _stage_bytes_w4a4(BM: int, WN: int) -> int:
-    """128 channels of X, their scales, and those spread for two groups; a block of every strip, as large as one of
-    outliers."""
+    """Count the bytes of a stage of W4A4.
+
+    A stage has 128 channels of X, their scales, and those spread for two groups; and a block of every strip, as large
+    as one of outliers.
+    """
     return _whole_kilobytes(BM * (128 + 16) + 2 * _spread_bytes(BM) + 4 * WN * OUTLIER_BYTES)
 
 
 def _stage_bytes_w4ax(BM: int, WN: int) -> int:
-    """128 channels of X as bytes and as pairs, their scales, those spread, and a block of every strip."""
+    """Count the bytes of a stage of W4Ax.
+
+    A stage has 128 channels of X as bytes and as pairs, their scales, those spread, and a block of every strip.
+    """
     return _whole_kilobytes(BM * (128 + 64 + 16) + _spread_bytes(BM) + 4 * WN * strip_bytes(128, 0, 128))
 
 
 def _spread_bytes(BM: int) -> int:
-    """Scales of a group as floats, for whole sixteens of tokens."""
+    """Count the bytes of a group's scales as floats, for whole sixteens of tokens."""
     return ceil_div(BM, 16) * 64
 
 
 def _buffer_bytes(WN: int) -> int:
-    """Behind the ring: 512 bytes per warp."""
+    """Count the bytes behind the ring: 512 per warp."""
     return WN * 4 * 512
 
 

@@ -21,7 +21,7 @@ from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K4: int, K8: int) -> Arrays:
-    """Random weights and activations; those of the INT8 blocks are twenty times the rest."""
+    """Draw random weights and activations; those of the INT8 blocks are twenty times the rest."""
     size = np.r_[np.ones(K4, np.float32), np.full(K8, 20, np.float32)]
     return {
         "w": quant.quantize_block_weight(rng.standard_normal((N, K4 + K8), dtype=np.float32)),
@@ -31,7 +31,7 @@ def _example(rng: np.random.Generator, *, M: int, N: int, K4: int, K8: int) -> A
 
 
 def _pack(logical: Arrays) -> Arrays:
-    """Both operands as rows, the weight in the order that the activations' blocks ask for."""
+    """Pack both operands as rows, the weight in the order that the activations' blocks ask for."""
     w: BlockRows = logical["w"]
     x: BlockRows = logical["x"]
     return {
@@ -45,7 +45,7 @@ def _pack(logical: Arrays) -> Arrays:
 
 
 def gemm_blocks(w: BlockRows, x: BlockRows, bias: np.ndarray | None = None, OUT: int = F32) -> np.ndarray:
-    """The reference: exact sums of all blocks, added up by fma in f32, one after the other."""
+    """Compute the reference: exact sums of all blocks, added up by fma in f32, one after the other."""
     spans = (slice(k, k + 128) for k in range(0, x.shape[1], 128))
     sums = (reference.gemm_accumulators(x.q[:, span], w.q[:, span].astype(np.int32)) for span in spans)
     total = reference.gemm_add_groups(sums, x.scale, w.scale)
@@ -86,7 +86,7 @@ def _pack_shared(logical: Arrays) -> Arrays:
 
 
 def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **more: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The reference, however many blocks share the tiles; the counters are 0 again."""
+    """Compute the reference, however many blocks share the tiles; the counters are 0 again."""
     return gemm_blocks(w, x, **more), _counters(w, x)
 
 
@@ -95,13 +95,13 @@ def _counters(w: BlockRows, x: BlockRows) -> np.ndarray:
 
 
 def _launch_shared(s: Sizes) -> Launch:
-    """As many blocks as are asked for, each with a ring of operands."""
+    """Return the launch of as many blocks as are asked for, each with a ring of operands."""
     threads = s["BN"] * s["WM"]
     return Launch((s["blocks"], 1, 1), (threads, 1, 1), s["STAGES"] * 64 * (s["BN"] + 2 * s["BM"]))
 
 
 def _choose_shared(s: Sizes) -> dict[str, int]:
-    """Tiles whose quarters have 8 tokens for each warp."""
+    """Choose tiles whose quarters have 8 tokens for each warp."""
     return choose({**s, "M": max(s["M"], 32)}, STAGES=3, RATIO=2, OUT=F32)
 
 
@@ -160,7 +160,7 @@ STEAL = replace(
 
 
 def _pack_sm90(logical: Arrays) -> Arrays:
-    """The weight in strips; of every token the pairs, then the bytes."""
+    """Pack the weight in strips; of every token the pairs, then the bytes."""
     x: BlockRows = logical["x"]
     return {
         "strips": atom.pack_comet_strips(logical["w"], x.int8),

@@ -13,7 +13,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _launch(s: Sizes) -> Launch:
-    """Persistent blocks, or a cluster per tile where K is split."""
+    """Return the launch of persistent blocks, or of a cluster per tile if K is split."""
     tile, split = w8a8_tiles.W8A8Tile(*(s[name] for name in w8a8_tiles.W8A8Tile._fields)), s["SPLIT"]
     tiles = w8a8_tiles.tiles(s, tile)
     blocks = tiles * split if split > 1 else min(tiles, strips_tiles.SMS)
@@ -22,7 +22,7 @@ def _launch(s: Sizes) -> Launch:
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
-    """Random bytes."""
+    """Draw random bytes."""
     w_scale = rng.uniform(1e-3, 1e-2, N).astype(np.float32)
     return {"w": rng.integers(-128, 128, (N, K), np.int8), "w_scale": w_scale, **activations(rng, M, N, K)}
 

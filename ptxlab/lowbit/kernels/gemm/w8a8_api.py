@@ -30,7 +30,9 @@ def gemm_w8a8(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Y = X Wᵀ of INT8 activations and weights: exact integers, scaled once. A row's bits depend on that row alone.
+    """Compute Y = X Wᵀ of INT8 activations and weights: exact integers, scaled once.
+
+    A row's bits depend on that row alone.
 
     On the GPU a call only enqueues, on the caller's stream; after the first call of a shape it allocates nothing but
     the result, if `out` does not provide that.
@@ -64,7 +66,7 @@ def gemm_w8a8(
 def _check(
     options: IntegerProductOptions, arrays: Mapping[str, Any], x: PackedActivations, weight: Level1Weight
 ) -> SpecCall:
-    """The call; raises ArgumentError for what does not fit together."""
+    """Build the call; raise ArgumentError for operands that do not fit together."""
     N, K = shape_of(weight.q8)
     if x.K != K:
         raise ArgumentError(f"{NAME}: x", f"K must be {K} as the weight's", x.K)

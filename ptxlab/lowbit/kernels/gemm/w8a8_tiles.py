@@ -54,30 +54,30 @@ class W8A8Choice(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of the variant."""
+        """Constants of the variant."""
         return {**self.tile._asdict(), "STAGES": self.stages, "SPLIT": self.split}
 
 
 def choose(s: Sizes) -> W8A8Choice:
-    """The quickest by the costs. Sizes: M, N, K."""
+    """Choose the quickest variant by the costs for sizes M, N, K."""
     tile, split = min(_candidates(s), key=lambda candidate: _microseconds(s, *candidate))
     room = ROOM - shared_bytes(tile, 0, split)
     return W8A8Choice(tile, min(room // _stage_bytes(tile), MOST_STAGES), split)
 
 
 def tiles(s: Sizes, tile: W8A8Tile) -> int:
-    """Tiles of Y."""
+    """Count the tiles of Y."""
     return int(ceil_div(s["M"], tile.BM) * ceil_div(s["N"], 64 * tile.WN))
 
 
 def shared_bytes(tile: W8A8Tile, stages: int, split: int) -> int:
-    """Dynamic shared memory: the ring; what a cluster's sum receives; a buffer per warp and the tokens' scales."""
+    """Count dynamic shared memory: the ring, what a cluster's sum receives, a buffer per warp, the tokens' scales."""
     received = (split - 1) * (tile.WN * tile.BM // 8 // split) * 2048
     return stages * _stage_bytes(tile) + received + tile.WN * (4 * 512 + 8 * tile.BM)
 
 
 def _candidates(s: Sizes) -> Iterator[tuple[W8A8Tile, int]]:
-    """Tiles about as wide as there are tokens; K split where all blocks run at once."""
+    """Yield tiles about as wide as there are tokens; K is split where all blocks run at once."""
     widest = next((BM for BM in _BMS if s["M"] <= BM), _BMS[-1])
     wanted = {widest, *(BM for BM in _BMS if 32 <= BM < widest)}
     for tile, cost in COSTS.items():
@@ -92,7 +92,7 @@ def _stage_bytes(tile: W8A8Tile) -> int:
 
 
 def _microseconds(s: Sizes, tile: W8A8Tile, split: int) -> float:
-    """Rounds of blocks, each as long as its stages and the end of its tile."""
+    """Estimate the microseconds of rounds of blocks, each as long as its stages and the end of its tile."""
     cost = COSTS[tile]
     rounds = ceil_div(tiles(s, tile) * split, SMS)
     stages = float(ceil_div(s["K"], tile.BK)) / split

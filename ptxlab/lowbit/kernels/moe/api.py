@@ -50,13 +50,13 @@ class RoutedTokens:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """By the kernels' names."""
+        """Arrays by the kernels' names."""
         rows = dict(zip(_RESULTS[4:], (getattr(self.rows, part) for part in _PARTS), strict=True))
         return {**{name: getattr(self, name) for name in _RESULTS[:4]}, **rows}
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Self:
-        """Of these arrays."""
+        """Build RoutedTokens of arrays by the kernels' names."""
         x_q, scale, token_sum = (arrays[name] for name in _RESULTS[4:])
         M, K = shape_of(x_q)
         rows = PackedActivations(layout="row_major", M=M, K=K, x_q=x_q, scale=scale, token_sum=token_sum)
@@ -83,7 +83,7 @@ def route_tokens(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> RoutedTokens:
-    """The k experts of every token, and its INT8 activations copied to their rows, in two launches.
+    """Choose the k experts of every token, and copy its INT8 activations to their rows, in two launches.
 
     Logits are normed routerᵀ in float32. A token takes the experts of the k largest, of equal ones the lower. Shares
     are the softmax over all experts, divided by its sum over the chosen ones (Mixtral). A token has the same choice and
@@ -113,7 +113,7 @@ def route_tokens(
 
 
 def _check_route(options: RouteOptions, arrays: Mapping[str, Any], tokens: PackedActivations) -> SpecCall:
-    """The call of `route_tokens`; raises ArgumentError for what does not fit together."""
+    """Build the call of `route_tokens`; raise ArgumentError for operands that do not fit together."""
     shape = shape_of(arrays["router"])
     if len(shape) != 2 or shape[1] != tokens.K:
         raise ArgumentError(f"{ROUTE}: router", f"must be a matrix [E, {tokens.K}]", f"shape {list(shape)}")
@@ -142,7 +142,7 @@ def combine_experts(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """What the experts of each token gave, by their shares: Σ_c share[m, c] · results[place[m, c]].
+    """Combine the results of each token's experts by their shares: Σ_c share[m, c] · results[place[m, c]].
 
     Products and sums are float32, rounded one by one in the order of c, and the sum once more to the dtype of results.
 
@@ -166,7 +166,7 @@ def combine_experts(
 
 
 def _check_combine(options: LaunchOptions, arrays: Mapping[str, Any]) -> SpecCall:
-    """The call of `combine_experts`; raises ArgumentError for what does not fit together."""
+    """Build the call of `combine_experts`; raise ArgumentError for operands that do not fit together."""
     shape, (M, k) = shape_of(arrays["results"]), shape_of(arrays["place"])
     if len(shape) != 2 or shape[0] != M * k:
         raise ArgumentError(f"{COMBINED}: results", f"must be a matrix [{M * k}, H]", f"shape {list(shape)}")

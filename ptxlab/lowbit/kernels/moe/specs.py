@@ -24,7 +24,7 @@ def _width_rules(width: str) -> tuple[str, ...]:
 
 
 def router_logits(x: F32, router: F32) -> F32:
-    """x routerᵀ, [M, E], of x [M, H] and router [E, H] in the kernel's order of additions: its bits.
+    """Compute x routerᵀ, [M, E], of x [M, H] and router [E, H] in the kernel's order of additions: its bits.
 
     Both f32 that f16 or bf16 hold: products of two are exact then, but for those of bf16 below 2^-126. A lane adds 32
     products one after the other, two runs of 16 that lie 512 apart, a warp by halves, then the parts of 1024 in turn.
@@ -40,14 +40,17 @@ def router_logits(x: F32, router: F32) -> F32:
 
 
 def _choosing(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The reference of x f32 [M, H] and router f32 [E, H] as IN stores them: chosen s32 [M, k], share f64 [M, k]."""
+    """Compute the reference of x f32 [M, H] and router f32 [E, H] as IN stores them.
+
+    Returns chosen s32 [M, k] and share f64 [M, k].
+    """
     logits = router_logits(*(as_stored(each, DTYPES[IN]) for each in (x, router)))
     chosen, share = reference.top_experts(logits.astype(np.float64), k)
     return chosen.astype(np.int32), share
 
 
 def _choosing_error(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """None of choices, and of shares what `ex2.approx` and the rounding of its argument leave."""
+    """Bound the error: 0 for choices, for shares that of `ex2.approx` and of the rounding of its argument."""
     _, share = _choosing(x, router, k, IN)
     turns = np.log2(share[:, :1] / np.maximum(share, 2.0**-126))
     relative = 2.0**-21 + 2.0**-22 * turns
@@ -56,7 +59,7 @@ def _choosing_error(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> t
 
 
 def _choosing_example(rng: np.random.Generator, *, M: int, H: int, E: int, k: int) -> Arrays:
-    """Logits of some size; a token of zeros, whose logits are all the same."""
+    """Draw logits of some size, and a token of zeros, whose logits are all the same."""
     x = rng.standard_normal((M, H), dtype=np.float32)
     x[M // 2] = 0
     return {"x": x, "router": 2 * rng.standard_normal((E, H), dtype=np.float32) / np.float32(H**0.5), "k": k}
@@ -98,7 +101,7 @@ CHOOSE = KernelSpec(
 def _gathering(
     x_q: np.ndarray, scale: np.ndarray, token_sum: np.ndarray, chosen: np.ndarray, E: int
 ) -> tuple[np.ndarray, ...]:
-    """The reference: offsets, place, and the rows."""
+    """Compute the reference: offsets, place, and the rows."""
     offsets, place = reference.rows_by_expert(chosen, E)
     token = place.reshape(-1).argsort() // chosen.shape[1]  # of each row
     return offsets, place, x_q[token], scale[token], token_sum[token]
@@ -116,7 +119,7 @@ def _gathering_example(rng: np.random.Generator, *, M: int, K: int, E: int, k: i
 
 
 def _gathering_variant(sizes: Sizes) -> dict[str, int]:
-    """A vector of 16 bytes per thread, up to 512 threads; a warp per expert, up to eight."""
+    """Choose a vector of 16 bytes per thread, up to 512 threads, and a warp per expert, up to eight."""
     vectors = sizes["K"] // 16
     threads = 32 * max(ceil_div(min(vectors, 512), 32), min(sizes["E"], 8))
     variant = {"EXPERTS": sizes["E"], "CHOSEN": sizes["k"]}
@@ -163,7 +166,7 @@ GATHER = KernelSpec(
 
 
 def _combining(results: np.ndarray, place: np.ndarray, share: np.ndarray, IN: int = 0) -> np.ndarray:
-    """The reference of results f32 [rows, H] as IN stores them: hidden as IN stores it."""
+    """Compute the reference of results f32 [rows, H] as IN stores them: hidden as IN stores it."""
     return stored(reference.combined(as_stored(results, DTYPES[IN]), place, share), DTYPES[IN])
 
 

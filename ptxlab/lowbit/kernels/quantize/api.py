@@ -31,7 +31,9 @@ def quantize_activations(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> PackedActivations:
-    """Per-token symmetric INT8 (QServe §6.1): scale = max|x| / 127, x_q = x / scale half to even, and the token sums.
+    """Quantise each token to symmetric INT8 (QServe §6.1), and sum its integers.
+
+    scale is max|x| / 127, and x_q is x / scale, rounded half to even.
 
     On the GPU a call only enqueues, on the caller's stream, and nothing looks at the values: a token with a NaN or an
     infinity gets a scale that is not finite, and one below 1.5e-36 counts as zeros. On the host both are refused. A
@@ -66,7 +68,9 @@ def rmsnorm_quantize(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> PackedActivations:
-    """Residual add, RMSNorm and `quantize_activations` in one launch: y = v / sqrt(mean(v²) + eps) · gamma in float32.
+    """Add a residual, apply RMSNorm and quantise as `quantize_activations`, in one launch.
+
+    RMSNorm is y = v / sqrt(mean(v²) + eps) · gamma in float32.
 
     v is x, or with a residual the sum of both, rounded to their dtype, which replaces the residual. y is not rounded
     before it is quantised. The bits of a row do not depend on the batch or on the layout.
@@ -102,7 +106,9 @@ def silu_mul_quantize(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> PackedActivations:
-    """The gate of an FFN and `quantize_activations` in one launch: h = act(gate) · up in float32, then INT8.
+    """Apply the gate of an FFN and quantise as `quantize_activations`, in one launch.
+
+    The gate is h = act(gate) · up in float32, then h is quantised to INT8.
 
     h has a relative error of 2^-20, and of 2^-22 more per unit of -gate (gelu_tanh: of its exponent) where that is
     positive; above 87, h is 0. h is not rounded before it is quantised. The bits of a row do not depend on the batch or
@@ -124,7 +130,7 @@ def silu_mul_quantize(
 
 
 def normed_arrays(x: Any, gamma: Any, residual: Any, normed: Any) -> dict[str, Any]:
-    """The floats of an RMSNorm by the kernel's names, without those that are None."""
+    """Return the floats of an RMSNorm by the kernel's names, without those that are None."""
     beside_x = {"residual": residual, "normed": normed}
     return {"x": x, **{name: array for name, array in beside_x.items() if array is not None}, "gamma": gamma}
 
@@ -157,7 +163,7 @@ def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
 
 
 def normed_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
-    """y f32 of an RMSNorm's inputs; raises ArgumentError where any of them is not finite."""
+    """Compute y f32 of an RMSNorm's inputs; raise ArgumentError if any of them is not finite."""
     for name in ("x", "residual", "gamma"):
         if name in numbers:
             extremes(name, numbers[name])
@@ -174,7 +180,7 @@ def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) ->
 
 
 def gated_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
-    """h f32 of the gate of an FFN; raises ArgumentError where an input is not finite."""
+    """Compute h f32 of the gate of an FFN; raise ArgumentError if an input is not finite."""
     extremes("gate_up", numbers["gate_up"])
     h: F32 = reference.gated(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]]).astype(np.float32)
     return h

@@ -57,7 +57,7 @@ _MOST_OF_A_BLOCK = 11776  # channels: 736 threads, 66 bytes of shared memory for
 
 
 def _blocks(sizes: Sizes) -> int:
-    """Blocks of 128 channels of a row, of INT4 and of INT8 ones."""
+    """Count the blocks of 128 channels of a row, of INT4 and of INT8."""
     return ceil_div(int(sizes["K"]), 128) + ceil_div(int(sizes["outliers"]), 128)
 
 
@@ -67,7 +67,7 @@ def _choose(sizes: Sizes) -> dict[str, int]:
 
 
 def _launch(sizes: Sizes) -> Launch:
-    """A block, or a cluster of them, per token."""
+    """Return the launch of a block, or a cluster of them, per token."""
     blocks = sizes["CLUSTER"]
     return Launch((sizes["M"] * blocks, 1, 1), (sizes["THREADS"], 1, 1), cluster=(blocks, 1, 1))
 
@@ -82,7 +82,7 @@ def check_place(name: str, arrays: Mapping[str, Any]) -> None:
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, outliers: int, **how: Any) -> Arrays:
-    """Channels anywhere, of which the outliers are large; a token of zeros."""
+    """Draw channels in any order, of which the outliers are large, and a token of zeros."""
     order = rng.permutation(K + outliers)
     x = activations(rng, M, K + outliers)
     x[:, order[K:]] *= 30
@@ -92,7 +92,7 @@ def _example(rng: np.random.Generator, *, M: int, K: int, outliers: int, **how: 
 def ordered_rows(
     y: np.ndarray, place: np.ndarray, outliers: int, g: int, code: int, clip: float
 ) -> quant.AtomRows | quant.BlockRows:
-    """y f32 [M, K + outliers] quantised, channel k at place[k]."""
+    """Quantise y f32 [M, K + outliers], channel k moved to place[k]."""
     ordered = y[:, np.argsort(place)]
     if code == COMET:
         return quant.quantize_blocks(ordered, outliers // g)
@@ -100,7 +100,7 @@ def ordered_rows(
 
 
 def _written(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.ndarray, ...]:
-    """x_q, x8 and x_scale as the kernels write them."""
+    """Return x_q, x8 and x_scale as the kernels write them."""
     packed: Any
     if isinstance(rows, quant.BlockRows):
         packed = layout.pack_block_activations(rows, BY_PAIRS[pairs])
@@ -112,7 +112,7 @@ def _written(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.nda
 def reordered(
     x: np.ndarray, place: np.ndarray, outliers: int, g: int, pairs: int, code: int, clip: float, IN: int = 0, **_: int
 ) -> tuple[np.ndarray, ...]:
-    """The reference: the integers of `quant` of x f32 [M, K + outliers] as IN stores it, in order."""
+    """Compute the reference: `quant`'s integers of x f32 [M, K + outliers] as IN stores it, in order."""
     return _written(ordered_rows(as_stored(x, DTYPES[IN]), place, outliers, g, code, clip), pairs)
 
 
@@ -129,8 +129,10 @@ def _normed_example(rng: np.random.Generator, *, added: int, kept: int, eps: flo
 
 
 def normed(x: F32, residual: F32, gamma: F32, kept: int, eps: float, IN: int = 0, **how: Any) -> tuple[np.ndarray, ...]:
-    """The reference of f32 [M, K + outliers] as IN stores them: residual and y as IN stores them, or nothing, then
-    x_q, x8 and x_scale of y."""
+    """Compute the reference of f32 [M, K + outliers] as IN stores them.
+
+    Returns residual and y as IN stores them, or nothing, then x_q, x8 and x_scale of y.
+    """
     dtype = DTYPES[IN]
     v = as_stored(x, dtype)
     if len(residual):
@@ -147,7 +149,7 @@ def _gated_example(rng: np.random.Generator, *, activation: int, **sizes: Any) -
 
 
 def gated_and_reordered(gate_up: np.ndarray, activation: int, IN: int = 0, **how: Any) -> Any:
-    """The reference, of h in f64 rounded to f32."""
+    """Compute the reference of h in f64, rounded to f32."""
     return reordered(gated(gate_up, activation, IN)[0].astype(np.float32), **how, IN=2)
 
 
@@ -163,9 +165,12 @@ def gate_error(
     IN: int = 0,
     **_: int,
 ) -> tuple[np.ndarray, ...]:
-    """How far results may be off. Scales: by what their FP16 rounding makes of the error of the group's largest |h|.
-    Integers: by what the ends of h and of the scale make of them. A byte of two INT4, or without a sign: by anything,
-    if it may at all."""
+    """Bound the error of the results.
+
+    Scales may be off by what their FP16 rounding makes of the error of the group's largest |h|. Integers may be off by
+    what the ends of h and of the scale make of them. A byte of two INT4, or one without a sign, may be off by anything,
+    if it may be off at all.
+    """
     h, relative = gated(gate_up, activation, IN)
     order = np.argsort(place)
     size, off = np.abs(h)[:, order], (np.abs(h) * (relative + 2.0**-22))[:, order]
@@ -290,7 +295,7 @@ SPECS = (REORDER, RMSNORM_REORDER, SILU_MUL_REORDER)
 
 
 def _in_one_block(spec: KernelSpec) -> KernelSpec:
-    """The form whose rows are a block's each: without clusters, up to what 48 KiB of its shared memory hold."""
+    """Build the form in which each row is one block's: without clusters, up to 48 KiB of the block's shared memory."""
     return in_one_block(
         spec,
         lambda sizes: {"THREADS": ceil_div(_blocks(sizes) * 8, 32) * 32, "CLUSTER": 1},

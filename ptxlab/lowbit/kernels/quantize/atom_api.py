@@ -56,7 +56,7 @@ _ATOM_DEFAULTS = {name: getattr(ReorderOptions(), name) for name in ("outliers",
 
 
 class _Quantizer:
-    """One of the calls: checks arrays, launches its kernel, and hands the activations over."""
+    """Public call that quantises and reorders: checks arrays, launches its kernel, and returns the activations."""
 
     def __init__(
         self,
@@ -67,15 +67,21 @@ class _Quantizer:
         parts: int = 1,
         apart: tuple[str, ...] = (),
     ) -> None:
-        """`numbers` makes of a call's floats by name, its sizes and dtype, what is quantised, or raises ArgumentError:
-        for host arrays alone, as on a GPU nothing reads values. `specs`, `fit`, `parts`, `apart` as of
-        `call.Quantizer`."""
+        """Store the parts in which the calls differ.
+
+        `numbers` takes a call's floats by name, its sizes and dtype, and returns the floats to quantise, or raises
+        ArgumentError. It serves host arrays alone, as on a GPU nothing reads values. `specs`, `fit`, `parts`, `apart`
+        are those of `call.Quantizer`.
+        """
         self.name, self.specs, self.fit, self.numbers, self.parts = specs[0].name, specs, fit, numbers, parts
         names = {each: each for each in apart}
         self._operation = Operation(self.name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
 
     def __call__(self, options: ReorderOptions, arrays: Mapping[str, Any], place: Any, out: Any) -> Any:
-        """The activations: `out`, or new ones of the first array's kind. `arrays`: floats by argument of the kernel."""
+        """Return the activations: `out`, or new ones of the first array's kind.
+
+        `arrays` are floats by argument of the kernel.
+        """
         arrays, kind = {**arrays, "place": place}, AtomActivations if options.int8 is None else BlockActivations
         if out is None:
             made = self._operation(options, (), arrays, None)
@@ -89,7 +95,7 @@ class _Quantizer:
         return out
 
     def _check(self, options: ReorderOptions, arrays: Mapping[str, Any], out: Any) -> SpecCall:
-        """The call; raises ArgumentError for what does not fit together."""
+        """Build the call; raise ArgumentError for operands that do not fit together."""
         M, channels, shapes, sizes = self.fit(self.name, arrays, options)
         fields = {"M": M, **activation_fields(self.name, channels, options)}
         options = replace(options, layout=fields["layout"])
@@ -124,7 +130,7 @@ class _Quantizer:
         return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, options, look)
 
     def _results(self, arrays: Mapping[str, Any], shapes: Shapes) -> Iterator[CallArray]:
-        """The arrays of the activations."""
+        """Yield the arrays of the activations."""
         label, rule = f"{self.name}: out", "must be given in a capture: the result of a call before it"
         for name, (dtype, shape) in shapes.items():
             array = arrays.get(_NAMES[name])
@@ -146,7 +152,7 @@ def activation_fields(name: str, channels: int, options: ReorderOptions) -> dict
 
 
 def _block_fields(name: str, channels: int, options: ReorderOptions) -> dict[str, Any]:
-    """The same of COMET's, whose rules leave no choice."""
+    """Return the fields of COMET's activations, whose rules leave no choice."""
     for option, default in _ATOM_DEFAULTS.items():
         argument = getattr(options, option)
         if type(argument) is not type(default) or argument != default:
@@ -178,7 +184,9 @@ def reorder_quantize(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Channels to their places, then INT4 with a scale per group and INT8 outliers: `quantize_atom_activations`' bits.
+    """Move channels to their places, then quantise to INT4 with a scale per group, and outliers to INT8.
+
+    The results have the bits of `quantize_atom_activations`.
 
     With `int8` they are in COMET's blocks of 128, and the bits those of `quantize_blocks`: `BlockActivations`, for
     `gemm_w4ax`. Else `AtomActivations`, for `gemm_w4a4`.
@@ -224,7 +232,9 @@ def rmsnorm_reorder_quantize(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Residual add, RMSNorm and `reorder_quantize` in one launch; y as `rmsnorm_quantize` has it, not rounded before.
+    """Add a residual, apply RMSNorm and quantise as `reorder_quantize`, in one launch.
+
+    y is that of `rmsnorm_quantize`, not rounded before it is quantised.
 
     Args:
         x, gamma, residual, normed: as `rmsnorm_quantize` takes them, in the channels' own order.
@@ -254,7 +264,9 @@ def silu_mul_reorder_quantize(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """The gate of an FFN and `reorder_quantize` in one launch; h as `silu_mul_quantize` has it, not rounded before.
+    """Apply the gate of an FFN and quantise as `reorder_quantize`, in one launch.
+
+    h is that of `silu_mul_quantize`, not rounded before it is quantised.
 
     Args:
         gate_up: as `silu_mul_quantize` takes it; `place` is for the channels of h.

@@ -29,7 +29,7 @@ class Fitted(NamedTuple):
 
 
 def matrix_shape(name: str, label: str, array: Any) -> tuple[int, int]:
-    """The shape of a matrix [M, K]; ArgumentError for anything else."""
+    """Return the shape of a matrix [M, K]; raise ArgumentError for anything else."""
     shape = shape_of(array)
     if len(shape) != 2:
         raise ArgumentError(f"{name}: {label}", "must be a matrix [M, K]", f"shape {shape}")
@@ -37,13 +37,13 @@ def matrix_shape(name: str, label: str, array: Any) -> tuple[int, int]:
 
 
 def matrix_of(arrays: Mapping[str, Any], parts: int) -> tuple[int, int]:
-    """M and K of the results, where the first array is known to be a matrix [M, parts·K]."""
+    """Return M and K of the results, where the first array is known to be a matrix [M, parts·K]."""
     M, width = shape_of(next(iter(arrays.values())))
     return M, width // parts
 
 
 class Quantizer:
-    """One of the calls: checks arrays, launches its kernel, and hands the activations over."""
+    """Public call that quantises: checks arrays, launches its kernel, and returns the activations."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Quantizer:
         parts: int = 1,
         apart: tuple[str, ...] = (),
     ) -> None:
-        """Args are what the calls differ in.
+        """Store the parts in which the calls differ.
 
         Args:
             name: of the call.
@@ -73,7 +73,10 @@ class Quantizer:
     def __call__(
         self, options: QuantizeOptions, arrays: Mapping[str, Any], out: PackedActivations | None
     ) -> PackedActivations:
-        """The activations: `out`, or new ones of the first array's kind. `arrays`: floats by argument of the kernel."""
+        """Return the activations: `out`, or new ones of the first array's kind.
+
+        `arrays` are floats by argument of the kernel.
+        """
         if out is None:
             made = self._operation(options, (), arrays, None)
             (M, K), (rows, _) = matrix_of(arrays, self.parts), tile_of(options.layout, options.rows)
@@ -85,7 +88,7 @@ class Quantizer:
         return out
 
     def _check(self, options: QuantizeOptions, arrays: Mapping[str, Any], out: PackedActivations | None) -> SpecCall:
-        """The call; raises ArgumentError for what does not fit together."""
+        """Build the call; raise ArgumentError for operands that do not fit together."""
         rows, span = tile_of(options.layout, options.rows)
         M, K, shapes, sizes = self.fit(self.name, arrays, options)
         first = next(iter(shapes))
@@ -109,7 +112,7 @@ class Quantizer:
         return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, replace(options, rows=rows), look)
 
     def _results(self, arrays: Mapping[str, Any], shape: tuple[int, ...], M: int) -> Iterator[CallArray]:
-        """The arrays of `PackedActivations`."""
+        """Yield the arrays of `PackedActivations`."""
         label, rule = f"{self.name}: out", "must be given in a capture: the result of a call before it"
         for name, dtype, size in (("x_q", "int8", shape), ("scale", "float32", (M,)), ("token_sum", "int32", (M,))):
             array = arrays.get(name)

@@ -36,13 +36,13 @@ def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, 
 def gated_and_quantized(
     gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0
 ) -> tuple[np.ndarray, ...]:
-    """The reference, in f64, of gate_up f32 [M, 2 K] as IN stores it: x_q, scale, token_sum."""
+    """Compute the reference, in f64, of gate_up f32 [M, 2 K] as IN stores it: x_q, scale, token_sum."""
     quotient, scale, _ = _quotients(gate_up, activation, IN)
     return _packed(np.rint(quotient), scale, rows, span)
 
 
 def error(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0) -> tuple[np.ndarray, ...]:
-    """How far results may be off: x_q one step where the quotient is as near to a tie as its own error, else not."""
+    """Bound the error of the results: x_q one step where the quotient is as near to a tie as its own error, else 0."""
     quotient, scale, relative = _quotients(gate_up, activation, IN)
     of_scale = (np.abs(quotient) * relative).max(axis=1) / 127 + 2.0**-23
     off = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23) + 2.0**-100
@@ -51,12 +51,12 @@ def error(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 
 
 
 def _packed(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray, ...]:
-    """q, or how far it may be off, in the order of `span`; a scale f64; and their sums."""
+    """Pack q, or its errors, in the order of `span`, with a scale f64, and their sums."""
     return packed(QuantizedActivations(q.astype(np.int8), scale, q.sum(axis=1)), rows, span)
 
 
 def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
-    """h / scale [M, K], scale [M], and the relative error [M, K] that h may have, all f64."""
+    """Compute h / scale [M, K], scale [M], and the relative error [M, K] that h may have, all f64."""
     h, relative = gated(gate_up, activation, IN)
     extent = np.abs(h).max(axis=1)
     scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
@@ -64,7 +64,7 @@ def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64,
 
 
 def gated(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
-    """h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
+    """Compute h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
     name, x = reference.ACTIVATIONS[activation], as_stored(gate_up, DTYPES[IN])
     h = reference.gated(x, name)
     turns = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)

@@ -24,7 +24,7 @@ _FLOAT = ByVariant("IN", DTYPES[:2])
 
 
 def normalized(v: F32, gamma: F32, eps: float) -> F32:
-    """v · gamma / sqrt(mean(v²) + eps) of every row of v f32 [M, K], each operation in the kernel's order: its bits.
+    """Compute v · gamma / sqrt(mean(v²) + eps) of every row of v f32 [M, K], in the kernel's order: its bits.
 
     v and gamma f32 [K] are what f16 or bf16 hold: products of two are exact then, but for those of bf16 below 2^-126.
     A thread adds its 16 squares one after the other, a warp by halves; words of warps likewise, 32 apart at first.
@@ -36,7 +36,7 @@ def normalized(v: F32, gamma: F32, eps: float) -> F32:
 
 
 def _squares(v: F32) -> F32:
-    """The sum of the squares of every row of v f32 [M, K], f32 [M]."""
+    """Sum the squares of every row of v f32 [M, K], f32 [M]."""
     (M, K), geometry = v.shape, row_geometry(v.shape[1])
     threads = geometry["THREADS"] * geometry["CLUSTER"]
     squares = np.zeros((M, 16 * threads), np.float32)
@@ -49,7 +49,7 @@ def _squares(v: F32) -> F32:
 
 
 def in_turn(x: F32, axis: int) -> F32:
-    """The sum along an axis, from its first element on."""
+    """Sum along an axis, from its first element on."""
     total: F32 = np.zeros_like(x.take(0, axis))
     for i in range(x.shape[axis]):
         total = total + x.take(i, axis)
@@ -57,7 +57,7 @@ def in_turn(x: F32, axis: int) -> F32:
 
 
 def by_halves(x: F32) -> F32:
-    """The sum along the last axis of 32: as lanes add by shuffles, the upper half to the lower one, and so on."""
+    """Sum the last axis of 32 as lanes add by shuffles: the upper half to the lower one, and so on."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
@@ -72,7 +72,7 @@ def _choose(sizes: Sizes) -> dict[str, int]:
 def _example(
     rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, added: int, kept: int, eps: float
 ) -> Arrays:
-    """Activations with outlier channels, and a token of zeros, also where a residual is added."""
+    """Draw activations with outlier channels, and a token of zeros, also where a residual is added."""
     residual = activations(rng, M, K)[: added * M]
     gamma = rng.uniform(0.5, 2, K).astype(np.float32)
     return {
@@ -89,8 +89,10 @@ def _example(
 def normed_and_quantized(
     x: F32, residual: F32, gamma: F32, eps: float, rows: int, span: int, kept: int, IN: int = 0
 ) -> tuple[np.ndarray, ...]:
-    """The reference of f32 [M, K] as IN stores them: residual and y as IN stores them, or nothing, then x_q, scale and
-    token_sum of y."""
+    """Compute the reference of f32 [M, K] as IN stores them.
+
+    Returns residual and y as IN stores them, or nothing, then x_q, scale and token_sum of y.
+    """
     dtype = DTYPES[IN]
     v = as_stored(x, dtype)
     if len(residual):

@@ -36,20 +36,23 @@ FUSED_RULES = ("K % 32 == 0", "1 <= K <= 32768", *ORDER_RULES, "M < 2**28")  # o
 
 
 def layout_of(sizes: Sizes) -> dict[str, int]:
-    """The constant that stands for an order."""
+    """Return the constant that stands for an order."""
     return {"LAYOUT": ORDERS.index(_ORDER_OF_SPAN[sizes["span"]])}
 
 
 def row_geometry(K: int) -> dict[str, int]:
-    """Threads of a block, and blocks of a row, where a thread has one chunk of 16: by the width alone, so that neither
-    batch nor order changes a row's sums. More than `MOST_THREADS` chunks have a cluster of 2 or 4 blocks."""
+    """Choose the threads of a block, and blocks of a row, for one chunk of 16 per thread.
+
+    The width alone decides, so that neither batch nor order changes a row's sums. More than `MOST_THREADS` chunks have
+    a cluster of 2 or 4 blocks.
+    """
     chunks = ceil_div(K, 128) * 8
     blocks = 1 << (ceil_div(chunks, MOST_THREADS) - 1).bit_length()
     return {"THREADS": ceil_div(chunks, 32 * blocks) * 32, "CLUSTER": blocks}
 
 
 def block_geometry(sizes: Sizes) -> dict[str, int]:
-    """Threads of the one block of a row, for GPUs without clusters, and chunks of 16 that each of them has: 1 or 2.
+    """Choose the threads of a row's one block, for GPUs without clusters, and 1 or 2 chunks of 16 per thread.
 
     Up to `MOST_THREADS` chunks as `row_geometry` has it. Sums of a row have the same bits: warps that have a second
     chunk add what as many more warps would.
@@ -60,7 +63,7 @@ def block_geometry(sizes: Sizes) -> dict[str, int]:
 
 
 def in_one_block(spec: KernelSpec, geometry: Callable[[Sizes], dict[str, int]], **fields: Any) -> KernelSpec:
-    """The form of a kernel whose rows are a block's each, which needs no clusters and so runs from sm_80 on."""
+    """Build the form of a kernel in which each row is one block's: it needs no clusters and so runs from sm_80 on."""
     choose: Any = spec.choose
     return replace(
         spec,
@@ -73,13 +76,13 @@ def in_one_block(spec: KernelSpec, geometry: Callable[[Sizes], dict[str, int]], 
 
 
 def row_launch(sizes: Mapping[str, int]) -> Launch:
-    """A block, or a cluster of them, per token, those of the padding included."""
+    """Return the launch of a block, or a cluster of them, per token, those of the padding included."""
     tokens, blocks = ceil_div(sizes["M"], sizes["rows"]) * sizes["rows"], sizes.get("CLUSTER", 1)
     return Launch((tokens * blocks, 1, 1), (sizes["THREADS"], 1, 1), cluster=(blocks, 1, 1))
 
 
 def packed(quantized: quant.QuantizedActivations, rows: int, span: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x_q in the order of `span`, padded to whole tiles, scale and token_sum, as the kernels write them."""
+    """Return x_q in the order of `span`, padded to whole tiles, scale and token_sum, as the kernels write them."""
     made = layout.pack_activations(quantized, _ORDER_OF_SPAN[span], rows)
     (M, K), (tokens, channels) = quantized.shape, (rows, span)
     padded = made.x_q.reshape(ceil_div(M, tokens) * tokens, ceil_div(K, channels) * channels)
@@ -87,7 +90,7 @@ def packed(quantized: quant.QuantizedActivations, rows: int, span: int) -> tuple
 
 
 def activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:
-    """f32 [M, K] with outlier channels, and a token of zeros."""
+    """Draw f32 [M, K] with outlier channels, and a token of zeros."""
     x = rng.standard_normal((M, K), dtype=np.float32)
     x[:, rng.integers(0, K, size=max(1, K // 64))] *= 20
     x[M // 2] = 0
@@ -95,7 +98,7 @@ def activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    """As many threads as there are chunks of 16, or half, a third ... of that where a block cannot have so many."""
+    """Choose as many threads as there are chunks of 16, or a half, a third ... if a block cannot have so many."""
     chunks = ceil_div(sizes["K"], sizes["span"]) * sizes["span"] // 16
     each = ceil_div(chunks, MOST_THREADS)
     threads = ceil_div(chunks, 32 * each) * 32
@@ -107,7 +110,7 @@ def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int) 
 
 
 def quantized(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The reference: `quant.quantize_activations` of x f32 [M, K] as IN stores it, in the order of `span`."""
+    """Compute the reference: `quant.quantize_activations` of x f32 [M, K] as IN stores it, in the order of `span`."""
     return packed(quant.quantize_activations(as_stored(x, DTYPES[IN])), rows, span)
 
 

@@ -16,8 +16,9 @@ from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Functions of arrays of float32 that broadcast, but for `mma`: (a f16 [..., M, 16], b f16 [..., 16, N], c f32
-    [..., M, N]) -> a·b + c.
+    """Operations on arrays of float32 that broadcast.
+
+    `mma` alone takes matrices: (a f16 [..., M, 16], b f16 [..., 16, N], c f32 [..., M, N]) -> a·b + c.
     """
 
     reciprocal: Callable[[Any], Any]
@@ -32,7 +33,7 @@ class Arithmetic:
 
     @classmethod
     def of(cls, instruction: Callable[[str], Callable[..., Any]], mma: Callable[[Any, Any, Any], Any]) -> "Arithmetic":
-        """From what makes a function of an opcode."""
+        """Build the arithmetic from a function that makes a function of an opcode, and from an MMA."""
         return cls(
             reciprocal=instruction("rcp.approx.ftz.f32"),
             exact_reciprocal=instruction("rcp.rn.f32"),
@@ -47,7 +48,7 @@ class Arithmetic:
 
 
 def _rounded_once(a: Any, b: Any, c: Any) -> Any:
-    """As `emulator.ops.mma` has it: products are summed in float64, and their sum with c is rounded."""
+    """Multiply as `emulator.ops.mma` does: sum the products in float64, add c, round once."""
     return canonical((c + widen(a, "f16") @ widen(b, "f16")).astype(np.float32), "f32")
 
 
@@ -56,5 +57,5 @@ TRUNCATING = replace(EMULATED, mma=hopper_mma)  # the same, but for tensor cores
 
 
 def hopper() -> Arithmetic:
-    """An H200's own, of CuPy arrays."""
+    """Return an H200's own arithmetic, on CuPy arrays."""
     return Arithmetic.of(gpu.float_instruction, hopper_mma)

@@ -45,22 +45,22 @@ class AttentionLaunch:
 
     @property
     def D(self) -> int:  # noqa: N802
-        """Of a head."""
+        """Dimension of a head."""
         return self.cache.head_dim
 
     @property
     def bits(self) -> int:
-        """Of a key or value."""
+        """Bits of a key or value."""
         return self.config["BITS"]
 
     @property
     def by_channel(self) -> bool:
-        """Whether scales and zeros are."""
+        """True if scales and zeros are by channel."""
         return bool(self.config["CHANNEL"])
 
     @property
     def signed(self) -> bool:
-        """Whether integers are."""
+        """True if integers are signed."""
         return self.by_channel and self.bits == 8
 
     @property
@@ -80,7 +80,7 @@ class AttentionLaunch:
 
     @property
     def warps(self) -> int:
-        """Of a block, that multiply."""
+        """Warps of a block that multiply."""
         return self.config["WARPS"]
 
     @property
@@ -100,10 +100,10 @@ class AttentionLaunch:
 
     @property
     def groups(self) -> int:
-        """Of warps, that take turns."""
+        """Groups of warps, which take turns."""
         return self.warps // self.share
 
 
 def beside(array: Any, example: Any) -> Any:
-    """A NumPy array where `example` lies."""
+    """Copy a NumPy array to the library and device of `example`."""
     return np.asarray(array, like=example)

@@ -19,8 +19,10 @@ _BYTES = 1 << 25, 1 << 31  # that are worked on at a time, on the host and on a 
 
 
 class Part(NamedTuple):
-    """Of the tokens of a segment: the largest score f32 [n, C]; the sum of 2^(score - largest) f32 [n, C], and of these
-    times the values f32 [n, D, C].
+    """Sums over the tokens of a segment.
+
+    `largest` is the largest score f32 [n, C], `weights` the sum of 2^(score - largest) f32 [n, C], and `values` the sum
+    of these times the values f32 [n, D, C].
     """
 
     largest: Any
@@ -38,7 +40,7 @@ def attention(
     window: int = 0,
     arithmetic: Arithmetic | None = None,
 ) -> tuple[Any, Any]:
-    """What attention_kv4_sm90 writes.
+    """Compute what attention_kv4_sm90 writes, bit for bit.
 
     Args:
         q: f16 [B, T, Hq, D], or u16 with the bits of bfloat16; NumPy or CuPy, as the cache.
@@ -82,14 +84,14 @@ def attention(
 
 
 def _some(of: AttentionLaunch, shares: Shares) -> list[slice]:
-    """Segments that are worked on together: as many as memory is meant for."""
+    """List the segments that are worked on together: as many as the memory limit allows."""
     of_warp = (of.D + 1) * (16 * of.config["TOKENS"] + 64 * of.columns)  # about: tokens as f64, accumulators
     n = max(1, _BYTES[not isinstance(of.cache.pool, np.ndarray)] // (of_warp * of.warps))
     return [slice(i, i + n) for i in range(0, len(shares.sequence), n)]
 
 
 def _of_warps(of: AttentionLaunch, warps: tiles.Warps, shares: Shares, some: slice) -> Part:
-    """The sums of each segment's warps, put together; values in their units, less their zeros."""
+    """Combine the sums of each segment's warps; values in their units, less their zeros."""
     by_warp = (array.reshape(-1, of.warps, *array.shape[1:]) for array in (warps.largest, warps.weights, warps.sums))
     largest, weights, sums = by_warp
     values, zeros, back = sums[:, :, : of.D], sums[:, :, of.D], 2.0**24  # integers were subnormals
@@ -113,14 +115,14 @@ def _of_warps(of: AttentionLaunch, warps: tiles.Warps, shares: Shares, some: sli
 
 
 def _neighbours(of: AttentionLaunch, x: Any) -> Any:
-    """Sums over the 8 of axis 2: of neighbours, then of these, and so on."""
+    """Sum the 8 elements of axis 2 pairwise: neighbours first, then neighbouring sums, and so on."""
     while x.shape[2] > 1:
         x = of.arithmetic.add(x[:, :, ::2], x[:, :, 1::2])
     return x[:, :, 0]
 
 
 def _halves(of: AttentionLaunch, x: Any) -> Any:
-    """Sums over axis 1, of 4, 8 or 16 lanes: the first half and the second, and so on."""
+    """Sum axis 1, of 4, 8 or 16 lanes: add the second half to the first, and so on."""
     lanes = next(n for n in (4, 8, 16) if n >= x.shape[1])
     x = np.concatenate([x, np.zeros((len(x), lanes - x.shape[1], x.shape[2]), np.float32, like=x)], axis=1)
     while x.shape[1] > 1:
@@ -129,7 +131,7 @@ def _halves(of: AttentionLaunch, x: Any) -> Any:
 
 
 def _of_blocks(of: AttentionLaunch, parts: Part, shares: Shares) -> Part:
-    """Of all units: what other blocks hand over is added to the first one's part, up to 4 or 8 of them at a time.
+    """Combine the parts of all units: other blocks' parts are added to the first one's, up to 4 or 8 at a time.
 
     Parts of units that are cut by their own length are added one by one.
     """
@@ -150,7 +152,7 @@ def _of_blocks(of: AttentionLaunch, parts: Part, shares: Shares) -> Part:
 
 
 def _add(of: AttentionLaunch, whole: Part, more: Part, there: Any) -> Part:
-    """Parts [n, some, ..] to one of each unit, in the order of the tokens; those that are not there count nothing."""
+    """Add parts [n, some, ..] to one part of each unit, in the order of the tokens; missing parts count nothing."""
     fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
     largest = np.fmax(whole.largest, more.largest.max(axis=1))
     less = exp2(whole.largest - largest)
@@ -163,7 +165,7 @@ def _add(of: AttentionLaunch, whole: Part, more: Part, there: Any) -> Part:
 
 
 def _store(of: AttentionLaunch, whole: Part, shares: Shares, out: Any, lse: Any) -> None:
-    """Divided by the sum of weights; its logarithm to base e. Of no weights 0 and -inf."""
+    """Store the values divided by the sum of weights, and its logarithm to base e; without weights 0 and -inf."""
     none = whole.weights == 0
     inverse = np.where(none, np.float32(0), of.arithmetic.reciprocal(whole.weights))
     values = of.arithmetic.mul(whole.values, inverse[:, None]).swapaxes(1, 2)

@@ -32,8 +32,10 @@ _LOG2E, _LN2 = np.float32(1.44269504), np.float32(0.693147181)
 
 
 class Sums(NamedTuple):
-    """Sums of rows over some blocks of keys: what weights are relative to f32 [heads, rows]; of weights, f32 [heads,
-    rows, 4], a lane's each; of weights times values, f32 [heads, rows, D].
+    """Sums of rows over some blocks of keys.
+
+    `largest` is what weights are relative to, f32 [heads, rows]. `weights` are the sums of weights, f32 [heads, rows,
+    4], one per lane. `values` are the sums of weights times values, f32 [heads, rows, D].
     """
 
     largest: Any
@@ -42,8 +44,9 @@ class Sums(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Queries of a tile as f16 [heads, rows, D]; what scores are multiplied by, f32 [heads, rows]; the first token that
-    each row does not see, s64 [rows].
+    """Queries of a tile as f16 [heads, rows, D].
+
+    `factors` multiply the scores, f32 [heads, rows]. `ends` are the first token that each row does not see, s64 [rows].
     """
 
     queries: Any

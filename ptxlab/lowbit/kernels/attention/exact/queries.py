@@ -14,8 +14,10 @@ _SHIFT = np.float32(12582912)  # 1.5 · 2^23: a sum with it has an integer in it
 
 
 class Queries(NamedTuple):
-    """Of segments: integers f64 [n, D, C]; what a key's zero is multiplied by, and a score, f32 [n, C]; the first token
-    that each does not see, s64 [n, C].
+    """Quantised queries of segments.
+
+    `integers` are f64 [n, D, C]. A key's zero is multiplied by `sums`, a score by `factors`, f32 [n, C] each. `ends`
+    are the first token that each query does not see, s64 [n, C].
     """
 
     integers: Any
@@ -25,7 +27,7 @@ class Queries(NamedTuple):
 
 
 def rows(of: AttentionLaunch, shares: Shares, some: Any) -> tuple[Any, Any, Any]:
-    """Rows of q and new tokens, s64 [n, C], of the columns of segments; bool [n, C], whether there is such a column."""
+    """Return rows of q and new tokens, s64 [n, C], of the columns of segments, and if a column exists, bool [n, C]."""
     column = shares.split[some][:, None] * of.config["COLUMNS"] + np.arange(of.columns)
     token = column // of.group
     row = (shares.sequence[some][:, None] * of.T + token) * of.Hq + shares.head[some][:, None] * of.group
@@ -33,7 +35,7 @@ def rows(of: AttentionLaunch, shares: Shares, some: Any) -> tuple[Any, Any, Any]
 
 
 def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queries:
-    """The queries of segments."""
+    """Quantise the queries of segments."""
     fma, reciprocal = of.arithmetic.fma, of.arithmetic.reciprocal
     row, token, there = rows(of, shares, some)
     x = floats(q.reshape(-1, of.D)[beside(np.where(there, row, 0), q)])
@@ -56,14 +58,15 @@ def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queri
 
 
 def _integers(bits: Any) -> Any:
-    """A signed high byte and a signed low one: the number itself, but for NaN."""
+    """Add a signed high byte and a signed low one: the number itself, except for NaN."""
     low, high = (part.astype(np.int8).astype(np.int32) for part in (bits, (bits + 128) >> 8))
     return high * 256 + low
 
 
 def _with_zeros(of: AttentionLaunch, integers: Any, zeros: Any) -> Any:
-    """The sum of integers times a key's zeros by channel: each of four lanes adds up what it has of a query, then they
-    are added two by two.
+    """Sum the integers times a key's zeros by channel, in the kernel's order.
+
+    Each of four lanes adds up its part of a query, then the lanes' sums are added two by two.
     """
     words, per_word = of.D * of.bits // 128, 32 // of.bits  # of a lane; integers
     together = min(words, 4) * per_word  # dims that follow each other

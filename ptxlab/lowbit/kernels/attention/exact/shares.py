@@ -40,9 +40,10 @@ class Shares:
     def of(
         cls, lengths: S64, *, heads: int, splits: int, queries: int, window: int, groups: int, blocks: int, part: int
     ) -> "Shares":
-        """Of sequences of these lengths: each has heads·splits units, and `queries` new tokens that see `window`.
+        """Share out the work of sequences of these lengths.
 
-        With `part` a unit is cut every so many tiles, and each part counts as a block's own.
+        Each sequence has heads·splits units, and `queries` new tokens that see `window`. With `part` a unit is cut
+        every so many tiles, and each part counts as a block's own.
         """
         begin = np.maximum(lengths - queries + 1 - window, 0) // TILE if window else np.zeros_like(lengths)
         tiles = ceil_div(lengths, TILE) - begin
@@ -84,7 +85,7 @@ class Shares:
 
 
 def _piece(cost: S64, units: int, groups: int, blocks: int) -> int:
-    """The cost of a block's work."""
+    """Compute the cost of one block's work."""
     most = max(1, int(cost.max(initial=0)))
     piece = max(groups, min(most // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
     whole = ceil_div(len(cost) * units, blocks) * most  # whole units alone, where all are alike

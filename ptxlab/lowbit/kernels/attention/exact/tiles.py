@@ -16,11 +16,11 @@ _MMA = 16  # tokens of one
 
 
 class Warps(NamedTuple):
-    """What warps have of their tiles so far.
+    """State of warps after the tiles so far.
 
-    The largest score f32 [n, C]; weights / scale, of the tokens of each row of a fragment apart, f32 [n, 8, C];
-    accumulators of the MMA for each dim and for the zeros, f32 [n, D + 1, C]; the sums that these were promoted to, and
-    the largest score then.
+    `largest` is the largest score f32 [n, C]. `weights` are weights / scale, summed for the tokens of each row of a
+    fragment by themselves, f32 [n, 8, C]. `accumulators` are the MMA's, for each dim and for the zeros, f32 [n, D + 1,
+    C]. `sums` are what these were promoted to, and `largest_then` is the largest score at that time.
     """
 
     largest: Any
@@ -31,7 +31,7 @@ class Warps(NamedTuple):
 
 
 def of_segments(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Warps:
-    """Of n segments all warps, [n · warps, ..]: those without a tile keep the lowest score."""
+    """Compute the state of all warps of n segments, [n · warps, ..]; warps without a tile keep the lowest score."""
     queries, warp = quantized(of, q, shares, some), np.arange(of.warps)
     skip = (warp // of.share - shares.turn[some][:, None]) % of.groups
     count = np.maximum(ceil_div(shares.tiles[some][:, None] - skip, of.groups), 0).ravel()  # tiles of a warp
@@ -53,14 +53,14 @@ def of_segments(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> War
 
 
 def _before(of: AttentionLaunch, n: int, q: Any) -> Warps:
-    """Of n warps before their first tile."""
+    """Return the state of n warps before their first tile."""
     shapes = (n, of.columns), (n, 8, of.columns), (n, of.D + 1, of.columns)
     largest, weights, accumulators = (np.zeros(shape, np.float32, like=q) for shape in shapes)
     return Warps(largest + _LOWEST, weights, accumulators, accumulators.copy(), largest + _LOWEST)
 
 
 def _tile(of: AttentionLaunch, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
-    """The tokens of a tile that a warp has, from `first` on, added to what it has, in place."""
+    """Add the tokens of a warp's tile, from `first` on, to the warp's state, in place."""
     fma, mul, exp2, mma = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2, of.arithmetic.mma
     at = first[:, None] + np.arange(of.config["TOKENS"], like=first)
     read = tokens.read(of, at, sequence, head)
@@ -98,7 +98,7 @@ def _promote(of: AttentionLaunch, warps: Warps, step: int) -> None:
 
 
 def _scores(of: AttentionLaunch, read: tokens.Tokens, queries: Queries, token: Any) -> Any:
-    """f32 [n, tokens, C], in base 2, with the logarithm of the value's scale; -inf for what is not seen."""
+    """Compute scores f32 [n, tokens, C] in base 2, plus the logarithm of the value's scale; -inf for unseen tokens."""
     fma, sums, factors, ends = of.arithmetic.fma, *(array[:, None] for array in queries[1:])
     score = (read.keys @ queries.integers * (16 if of.bits == 4 else 1)).astype(np.float32)  # of exact sums
     score = score + sums if of.by_channel else of.arithmetic.mul(fma(read.k_zero, sums, score), read.k_scale)

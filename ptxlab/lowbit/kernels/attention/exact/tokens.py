@@ -11,8 +11,10 @@ from ptxlab.lowbit.layout.pages import PageView
 
 
 class Tokens(NamedTuple):
-    """Key integers f64 [n, tokens, D]; operands of values and, behind them, zeros as f16 [n, tokens, D + 1]; scale and
-    zero of keys, scale of values, f32 [n, tokens, 1].
+    """Keys and values of tokens, as the kernel multiplies them.
+
+    `keys` are integers f64 [n, tokens, D]. `operands` are values and, behind them, zeros, f16 [n, tokens, D + 1]. Scale
+    and zero of keys and scale of values are f32 [n, tokens, 1].
     """
 
     keys: Any
@@ -23,7 +25,7 @@ class Tokens(NamedTuple):
 
 
 def read(of: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
-    """Tokens s64 [n, tokens] of sequences and kv heads [n]. Beyond the end scales are 1, and zeros 0."""
+    """Read tokens s64 [n, tokens] of sequences and kv heads [n]; beyond the end scales are 1, and zeros 0."""
     cache = of.cache
     length = cache.lengths[sequence].astype(np.int64)[:, None]
     place = np.minimum(token, length - 1)
@@ -47,7 +49,7 @@ def read(of: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
 
 
 def _operands(of: AttentionLaunch, raw: Any) -> Any:
-    """Values as FP16 subnormals: of 8 bits without a sign; of 4 bits low nibbles, and high ones in their bytes."""
+    """Convert values to FP16 subnormals: 8 bits without a sign; 4 bits as low nibbles, and high ones in their bytes."""
     if of.bits == 8:
         integers = raw ^ np.uint8(0x80) if of.signed else raw
     else:
