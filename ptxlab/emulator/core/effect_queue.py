@@ -78,7 +78,7 @@ class EffectQueue(Unit):
         self.issue(effect)
 
     def commit(self, kind: str, lanes: Lanes) -> None:
-        """What the lanes have issued since their last commit becomes a group."""
+        """Make a group of what the lanes have issued since their last commit."""
         self.committed[kind][lanes] += 1
 
     # Waiting
@@ -108,7 +108,7 @@ class EffectQueue(Unit):
                 watcher.settled(effect)
 
     def phases(self, places: Array) -> Array:
-        """The current phase of each mbarrier; -1 where there is none."""
+        """Return the current phase of each mbarrier; -1 where there is none."""
         known, index = np.unique(places, return_inverse=True)
         barriers = [self.mbarriers.get(int(place)) for place in known]
         return np.array([-1 if barrier is None else barrier.phase for barrier in barriers])[index]
@@ -141,7 +141,7 @@ class EffectQueue(Unit):
         return True
 
     def state(self) -> object:
-        """What is under way."""
+        """List the effects in the queue, each with whether it has landed."""
         return [(effect.serial, effect.landed) for effect in self.queue]
 
     def part(self, effect: Effect, mask: Array) -> Effect:
@@ -169,7 +169,7 @@ class EffectQueue(Unit):
             self.tell(effect)
 
     def tell(self, effect: Effect) -> None:
-        """The mbarriers hear of an effect that has landed."""
+        """Tell the mbarriers of an effect that it has landed: subtract its bytes, or arrive."""
         sizes = effect.writes[2]
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             mine = effect.barrier == place
