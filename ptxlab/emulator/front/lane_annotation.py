@@ -48,7 +48,7 @@ class LaneType:
         return (-(1 << self.bits - 1), (1 << self.bits - 1) - 1) if self.signed else (0, (1 << self.bits) - 1)
 
     def decode(self, raw: Array) -> Array:
-        """Registers (unsigned, shape [n]) -> values (int64 [lanes, n], one row for a plain number)."""
+        """Decode registers (unsigned, shape [n]) to lane values (int64 [lanes, n]; one row for a plain number)."""
         if not self.count:
             return raw.view(f"i{raw.itemsize}").astype(np.int64)[None] if self.signed else raw.astype(np.int64)[None]
         shifts = np.arange(self.count, dtype=np.uint64)[:, None] * np.uint64(self.bits)
@@ -102,7 +102,7 @@ def parse_annotation(text: str, opcode: str) -> LaneTypes:
 
 @dataclass(frozen=True, slots=True)
 class LaneOperation:
-    """How one opcode treats lanes: `compute` on wide values (None: bitwise, unchecked), and how to print it."""
+    """Effect of an opcode on packed lanes: `compute` on wide values (None: bitwise, unchecked), and how to print it."""
 
     letters: tuple[str, ...]
     compute: Callable[..., Array] | None
@@ -130,7 +130,7 @@ _OPERATIONS = {
 
 
 def operation_of(opcode: str) -> LaneOperation | None:
-    """The lane operation of an opcode, or None if the annotation has no meaning there."""
+    """Return the lane operation of an opcode, or None if the annotation has no meaning there."""
     name, *modifiers = opcode.split(".")
     if re.fullmatch(r"v[a-z]+[24]", name):
         return _OPERATIONS.get(name[:-1])

@@ -16,10 +16,10 @@ _WIDE_SPECIALS = ("%clock64", "%globaltimer", "%gridid")  # the only ones of 64 
 
 @cache
 def agrees(register: str, taken: str) -> bool:
-    """Whether a register of one type may stand where an instruction takes another, their widths apart, as ptxas has it.
+    """Tell whether a register of one type may stand where an instruction takes another, their widths apart.
 
-    Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32 untyped bits, except
-    to a single float. Predicates are told by their width.
+    This follows ptxas. Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32
+    untyped bits, except to a single float. Predicates are told by their width.
     """
     if "pred" in (register, taken):
         return True

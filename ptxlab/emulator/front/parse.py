@@ -41,7 +41,7 @@ class Scope:
     tables: dict[str, ir.Operands] = field(default_factory=dict)  # of .branchtargets: names of labels
 
     def chain(self) -> "Iterator[Scope]":
-        """This scope and those around it, innermost first."""
+        """Yield this scope and those around it, innermost first."""
         scope: Scope | None = self
         while scope:
             yield scope
@@ -322,7 +322,7 @@ class _Parser(Cursor):
         return type_name, align or element * vector, vector
 
     def variable(self, space: str, type_name: str, align: int, vector: int) -> Variable:
-        """A variable's name, dimensions and initial values."""
+        """Read a variable's name, dimensions and initial values."""
         name, count, element = self.word("a name"), vector, DTYPES[type_name].itemsize
         while self.accept("["):
             count *= 0 if self.token == "]" else self.integer()
@@ -337,7 +337,10 @@ class _Parser(Cursor):
         return variable
 
     def initialise(self, variable: Variable, element: int) -> None:
-        """Initial values: numbers, or addresses and perhaps numbers, whose bytes are known once there is memory."""
+        """Read initial values: numbers, or addresses and perhaps numbers.
+
+        The bytes of addresses are known once there is memory.
+        """
 
         def values() -> Iterator[int | ir.Symbol | ir.Function]:
             if self.accept("{"):
@@ -410,7 +413,7 @@ class _Parser(Cursor):
         self.scope.names[name] = what
 
     def known(self, name: str) -> Register | Variable | None:
-        """What a name has been declared as, in the innermost scope that has it."""
+        """Look a name up in the innermost scope that declares it; None if no scope does."""
         for scope in self.scope.chain():
             known = scope.names.get(name)
             if isinstance(known, str):  # first use: registers that are only declared take no row
@@ -477,7 +480,7 @@ class _Parser(Cursor):
         return ir.Address(base, offset, coordinates)
 
     def named(self, name: str) -> Operand:
-        """What a name stands for; one that is not known yet may be a label."""
+        """Return the operand that a name stands for; one that is not known yet may be a label."""
         if name == "_":
             return ir.Sink()
         known = self.known(name)
@@ -562,7 +565,7 @@ class _Parser(Cursor):
         return self.variable("param", *self.kind("param")).name
 
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
-        """The operand with labels in place of names."""
+        """Replace the names in an operand by the labels that they stand for."""
         if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in ir.flat(operand.items)):
             return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
         if not isinstance(operand, Unresolved) or instruction.head == "call":
@@ -579,7 +582,7 @@ class _Parser(Cursor):
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:
-        """Static shared variables that the kernel names, in order of appearance, then dynamic shared memory."""
+        """Lay out the static shared variables that the kernel names, in order of appearance; then dynamic memory."""
         entry = self.entry
         named = [o.variable for i in entry.instructions for o in ir.flat(i.operands) if isinstance(o, ir.Symbol)]
         used = {id(variable): variable for variable in named if variable.space == "shared"}

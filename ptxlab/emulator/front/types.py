@@ -31,12 +31,12 @@ def bits_of(type_name: str) -> int:
 
 
 def is_signed(type_name: str) -> bool:
-    """Whether the type extends by its sign when it is widened."""
+    """Tell whether the type extends by its sign when it is widened."""
     return type_name[0] == "s"
 
 
 def is_float(type_name: str) -> bool:
-    """Whether the type is one of PTX's floating-point types."""
+    """Tell whether the type is one of PTX's floating-point types."""
     return type_name[0] == "f" or type_name.startswith("bf")
 
 
