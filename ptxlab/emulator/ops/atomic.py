@@ -133,7 +133,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _reader(machine: Machine, items: ir.Operands, type_name: str) -> Reader:
-    """Function lanes -> values [lanes] of one register, [lanes, elements] of several."""
+    """Build a function lanes -> values [lanes] of one register, [lanes, elements] of several."""
     readers = [machine.reader(item, type_name) for item in items]
 
     def read(lanes: Lanes) -> Array:

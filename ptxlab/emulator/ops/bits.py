@@ -29,7 +29,7 @@ def _cnot(op: Opcode) -> AluOperation:
 
 @cache
 def _two_input(table: int) -> Callable[[Array, Array], Array]:
-    """Function of (b, c) whose bit for b, c is `table >> (2b + c) & 1`."""
+    """Return the function of (b, c) whose bit for b, c is `table >> (2b + c) & 1`."""
     return {
         0b0000: lambda b, c: b ^ b, 0b1111: lambda b, c: ~(b ^ b),
         0b1000: lambda b, c: b & c, 0b0111: lambda b, c: ~(b & c),
@@ -139,7 +139,7 @@ def _count(op: Opcode) -> AluOperation:
 
 
 def popcount(x: Array) -> Array:
-    """Number of set bits."""
+    """Count the set bits of each value."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
     result: Array = np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32)
     return result

@@ -112,7 +112,7 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool, finite: bool) 
         raise UnknownOpcode(f"cvt.{target}.{source}")
 
     def convert(a: Array, b: Array) -> Array:
-        """The first source goes to the upper half."""
+        """Pack two numbers into a pair; the first source goes to the upper half."""
         pair = np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
         pair = np.where(pair <= 0, 0.0, pair) if relu else pair
         largest = LARGEST[element(target)] if finite else np.inf
@@ -147,7 +147,7 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
 
 
 def _both(type_name: str, a: Array, b: Array | None) -> Array:
-    """A pair as float64 [lanes, 2], low half first: of two f32 the first goes to the upper half."""
+    """Widen a pair to float64 [lanes, 2], low half first: of two f32 the first goes to the upper half."""
     return widen(a, type_name) if b is None else np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
 
 

@@ -57,7 +57,7 @@ class DecodedMma:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The form of an opcode."""
+        """Decode the shape and types of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
         shape, saturates = opcode.choice(*_SHAPES), opcode.flag("satfinite")
@@ -89,7 +89,7 @@ class DecodedMma:
 
 
 def group(machine: Machine, start: int) -> int:
-    """Where the group of mma that begins here ends: a straight line of each of some A by each of some B."""
+    """Find the end of the group of mma that begins here: a straight line of each of some A by each of some B."""
     code = machine.code
 
     def types(instruction: Instruction) -> ir.Operands:
@@ -183,13 +183,16 @@ def numbers(raw: Array, type_name: str) -> Array:
 
 
 def dots(a: Array, b: Array) -> Array:
-    """Each row of A times each column of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
+    """Multiply rows of A by columns of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
     products: Array = np.matmul(a, b.swapaxes(-1, -2))
     return products
 
 
 def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
-    """Function that adds products [warps, A, tile, row, B, j, t], columns 2 t + j, to the accumulators of each mma."""
+    """Build a function that adds products to the accumulators of each mma.
+
+    The products have the axes [warps, A, tile, row, B, j, t]; a column is 2 t + j.
+    """
     kind, places = np.dtype("i4" if decoded.d == "s32" else "f8"), decoded.accumulators
 
     def add(c: Array, products: Array) -> Array:

@@ -20,7 +20,7 @@ OPERANDS = {
 
 @cache
 def _values(type_name: str) -> Array:
-    """All values of a narrow type, by code."""
+    """List all values of a narrow type, by code."""
     width, bits, bias, largest = NARROW[type_name]
     code = np.arange(1 << width - 1)
     exponent, significand = code >> bits, code & (1 << bits) - 1

@@ -46,7 +46,7 @@ def widen(raw: Array, type_name: str) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
+    """Compute a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
     hi = a + b
     back = hi - a
     lo = (a - (hi - back)) + (b - back)
@@ -63,7 +63,7 @@ def directed_sum(a: Array, b: Array, mode: str) -> tuple[Array, Array]:
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """a * b as hi + lo; exact as long as nothing over- or underflows."""
+    """Compute a * b as hi + lo; exact as long as nothing over- or underflows."""
 
     def halves(x: Array) -> tuple[Array, Array]:
         big = x * 134217729.0  # 2^27 + 1
@@ -103,7 +103,7 @@ def to_odd(hi: Array, lo: Array) -> Array:
 
 
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
-    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
+    """Round the exact value hi + lo to register values of a type; `mode` is rn, rz, rm or rp."""
     if type_name.endswith("x2"):
         return pack(round_to(hi, lo, element(type_name), mode), type_name)
     if type_name == "f64":
@@ -171,7 +171,7 @@ def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "r
 
 
 def fused(a: Array, b: Array, c: Array, mode: str) -> Array:
-    """a * b + c in float64, rounded once."""
+    """Compute a * b + c in float64, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     ph, pl = two_product(a, b)
     sh, sl = two_sum(c, pl)
