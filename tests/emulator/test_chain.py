@@ -41,7 +41,7 @@ def launch(lines: Lines, source: np.ndarray, target: np.ndarray, *, programmatic
 
 
 def buffers(number: int) -> list[np.ndarray]:
-    """The first is given, the others nobody has written."""
+    """Make the buffers of a chain: the first is given, the others nobody has written."""
     return [np.arange(N, dtype=np.uint32), *(np.full(N, 0xCDCD, np.uint32) for _ in range(number - 1))]
 
 
@@ -74,7 +74,7 @@ def test_a_launch_that_begins_late_sees_everything_and_is_found_all_the_same() -
 
 
 def test_a_missing_wait_is_found_twice() -> None:
-    """What it reads, and that the next kernel's wait would not be for those before it."""
+    """The check finds the early accesses, and that the next kernel's wait would not be for those before it."""
     made, _ = run(LINES, WITHOUT)
     first, *_, last = made.findings
     assert first.message == AHEAD and "write to byte 0 of argument 1 (target) ahead" in made.findings[1].message

@@ -53,7 +53,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def one(name: str, claim: str, source: int = 0) -> Decision:
-    """The outcome of one claim of a spec on one of its sources."""
+    """Decide a claim of a spec on one of its sources."""
     spec, sources = registry.find(name)
     found = next(c for c in spec.claims if c.name == claim)
     return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))

@@ -10,7 +10,7 @@ from tests.support.emulated import kernel, run, values
 
 
 def draw(template: str) -> dict[str, np.ndarray]:
-    """Inputs of a form: boundary values and random ones."""
+    """Draw inputs of a form: boundary values and random ones."""
     case = Case("k", template)
     return {name: array for name, array in case.inputs().items() if name not in case.outputs}
 

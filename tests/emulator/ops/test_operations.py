@@ -16,7 +16,7 @@ from tests.support.emulated import values
 
 
 def s(x: int, bits: int = 32) -> int:
-    """The low bits as a signed number."""
+    """Return the low bits as a signed number."""
     x &= (1 << bits) - 1
     return x - (1 << bits) if x >> bits - 1 else x
 
@@ -434,6 +434,6 @@ def test_every_half_times_every_nibble():
 
 @pytest.mark.parametrize("kind", ["u32", "s32"])
 def test_division_by_zero_gives_what_gpus_give(kind):
-    """All ones, and the dividend as the remainder; the manual leaves it open."""
+    """The quotient is all ones, and the remainder the dividend; the manual leaves it open."""
     assert (values(f"mov.u32 %r1, %tid.x; div.{kind} %s, %r1, 0;") == 2**32 - 1).all()
     assert values(f"mov.u32 %r1, %tid.x; rem.{kind} %s, %r1, 0;").tolist() == list(range(32))
