@@ -84,7 +84,10 @@ class StepClock(Check):
         self.time[warps] = np.maximum(self.time[warps], time)
 
     def issue(self, effect: Effect) -> None:
-        """Copies of a block come one after another; each quarter of an SM multiplies for one warp at a time."""
+        """Set the step at which an effect ends.
+
+        Copies of a block come one after another; each quarter of an SM multiplies for one warp at a time.
+        """
         sizes = dict.fromkeys(effect.lanes.tolist(), 0)
         for lane, size in zip(effect.writes[0].tolist(), effect.writes[2].tolist(), strict=True):
             sizes[lane] += size
@@ -99,7 +102,7 @@ class StepClock(Check):
             self.ends[effect.serial, lane] = end
 
     def landed(self, effect: Effect) -> None:
-        """The mbarriers of copies hear of them when they have come."""
+        """Tell the mbarriers of copies when these have come."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place >= 0:
                 self.come[place] = max(self.come[place], self.ends[effect.serial, lane])
@@ -110,5 +113,5 @@ class StepClock(Check):
             self.wait_until(np.array([lane]), self.ends[effect.serial, lane])
 
     def end(self) -> None:
-        """The next wave begins where this one has ended."""
+        """Record the time at which this wave has ended: the next one begins there."""
         self.machine.launch.elapsed = int(self.time.max())
