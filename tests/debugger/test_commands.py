@@ -24,7 +24,7 @@ FENCES = Path(__file__).parents[1] / "outside" / "fences"
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """`scale`, stopped at the load behind its barrier."""
+    """Stop `scale` at the load behind its barrier."""
     with scaled() as made:
         commands = Commands(made)
         commands.run("break ld.shared")

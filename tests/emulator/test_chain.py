@@ -35,7 +35,7 @@ AHEAD = "read of byte 0 of argument 0 (source) ahead of griddepcontrol.wait: the
 
 
 def launch(lines: Lines, source: np.ndarray, target: np.ndarray, *, programmatic: bool = True) -> None:
-    """target = source + 1."""
+    """Launch a kernel that computes target = source + 1."""
     text = HEADER + "\n".join(lines) + "\n}\n"
     emulator.run(text, "add1", [source, target], grid=1, block=N, programmatic=programmatic, uninitialised=[1])
 
@@ -46,7 +46,7 @@ def buffers(number: int) -> list[np.ndarray]:
 
 
 def run(*links: Lines, begin: str = "early", programmatic: bool = True) -> tuple[emulator.Chain, list[np.ndarray]]:
-    """Kernels one after the other, each on what the one before has written; the first is launched plainly."""
+    """Run kernels one after the other, each on what the one before has written; the first is launched plainly."""
     arrays = buffers(len(links) + 1)
     with emulator.chain(emulator.CHECKS, begin=begin) as made:
         for i, lines in enumerate(links):

@@ -92,7 +92,10 @@ def test_every_mutant_that_is_recorded_as_not_refuted_has_a_reason() -> None:
 
 
 def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the output that a solver foretells (those it claims wrong among them), and what a run gives."""
+    """Return bytes of the output that a solver foretells, and what a run gives.
+
+    The solver claims some of them wrong.
+    """
     found = one("dequant_lqq", "quantised at 121, nearest")
     assert found.explanation is not None and found.explanation.command == "ptxlab run dequant_lqq.ptx --unchecked"
     path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"

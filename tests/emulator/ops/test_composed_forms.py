@@ -25,7 +25,7 @@ def compute(template: str, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def halves(words: np.ndarray) -> list[np.ndarray]:
-    """Both parts of registers, low ones first."""
+    """Split registers into both parts, low ones first."""
     return list(np.ascontiguousarray(words).view(f"u{words.itemsize // 2}").reshape(-1, 2).T.copy())
 
 
