@@ -146,7 +146,7 @@ def chain(
     seed: int = 0,
     given: Iterable[Array] = (),
 ) -> Iterator[Chain]:
-    """While inside, launches in the emulator are one chain; the calls' own `mode` and `seed` do not count.
+    """Make one chain of the launches in the emulator inside; the calls' own `mode` and `seed` do not count.
 
     Args:
         checks, mode, seed: as in `EmulatorOptions`.

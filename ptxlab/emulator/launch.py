@@ -443,7 +443,10 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
 
 
 def _waves(launch: LaunchState) -> Iterator[Array]:
-    """Block indices [blocks, 3] of each wave, cluster by cluster; shared and local memory are poisoned before each."""
+    """Yield the block indices [blocks, 3] of each wave, cluster by cluster.
+
+    Shared and local memory are poisoned before each.
+    """
     across = np.array(launch.grid) // launch.cluster
     per_cluster, total, arena = prod(launch.cluster), prod(launch.grid), launch.memory.arena
     local = launch.memory.regions[-1]

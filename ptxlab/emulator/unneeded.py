@@ -71,7 +71,7 @@ Attempt = Callable[[str, int, frozenset[Statement]], Ran]  # (mode, seed, what i
 
 
 def statements_of(entry: Entry) -> list[Statement]:
-    """Every fence and wait of a kernel, in the order of its code."""
+    """List every fence and wait of a kernel, in the order of its code."""
     some = (i for i in entry.instructions if i.opcode.startswith((*_TRIED, *_NOT_TRIED)))
     return list(dict.fromkeys(map(Statement.of, some)))
 

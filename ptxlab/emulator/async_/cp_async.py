@@ -257,7 +257,7 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str, action: str) -> Handler:
-    """commit_group, wait_group, wait_all."""
+    """Bind commit_group, wait_group or wait_all."""
     pending = machine.unit(EffectQueue)
     if action == "commit_group":
         return lambda lanes: pending.commit(kind, lanes)
@@ -277,7 +277,10 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
 
 
 def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async of 4, 8 or 16 bytes per lane; an optional operand says how many of them to read, or whether none."""
+    """Bind cp.async of 4, 8 or 16 bytes per lane.
+
+    An optional operand says how many of them to read, or whether none.
+    """
     cached = opcode.choice("ca", "cg")
     if not any(opcode.flag(space) for space in _SHARED) or not opcode.flag("global"):
         raise UnknownOpcode(instruction.opcode)
@@ -316,7 +319,7 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
 
 
 def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
+    """Bind cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
     extra = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
@@ -355,7 +358,10 @@ def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: st
 
 
 def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.bulk and cp.async.bulk.tensor, and the same with cp.reduce.async, which combine instead of copying."""
+    """Bind cp.async.bulk and cp.async.bulk.tensor.
+
+    The same with cp.reduce.async combines instead of copying.
+    """
     tensor, reduces = opcode.flag("tensor"), instruction.opcode.startswith("cp.reduce")
     axes = int(opcode.choice(*(f"{n}d" for n in range(1, 6)))[0]) if tensor else 0
     opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
@@ -436,7 +442,10 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
 
 
 def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.bulk.prefetch: a hint, that moves nothing; but a run of bytes has to be there, where a box need not."""
+    """Bind cp.async.bulk.prefetch: a hint, that moves nothing.
+
+    But a run of bytes has to be there, where a box need not.
+    """
     tensor = opcode.flag("tensor")
     axes = not tensor or opcode.choice(*(f"{n}d" for n in range(1, 6)))
     if not (opcode.flag("L2") and opcode.flag("global") and axes):
@@ -457,7 +466,7 @@ def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Han
 def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,
           place: Callable[[Lanes, Array], Array], route: Route, combine: Callable[..., Array] | None, t: str
           ) -> Handler:  # fmt: skip
-    """Any multiple of 16 bytes per lane."""
+    """Build the handler that copies any multiple of 16 bytes per lane."""
     sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
     locate_source = _offsets_of(machine, instruction, "load", origin, source, 16)
 

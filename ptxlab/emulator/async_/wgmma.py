@@ -54,7 +54,7 @@ def accumulators(n: int, d_type: str) -> Fragment:
 
 @lru_cache(maxsize=1024)
 def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
-    """Shared addresses of the 16-byte pieces of a descriptor's operand, in order of the rows.
+    """Return the shared addresses of the 16-byte pieces of a descriptor's operand, in order of the rows.
 
     [rows, 2] along K, which is 32 bytes deep; or `transposed` [rows / 8, 16], eight rows at each of 16 places along K.
     """
@@ -63,7 +63,7 @@ def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
 
 
 def numbers(values: Array, type_name: str) -> Array:
-    """Operands as BLAS multiplies them: integers as float32, exact for sums of 32 products; floats as float64."""
+    """Convert operands for BLAS: integers to float32, exact for sums of 32 products; floats to float64."""
     return values.astype(np.float32) if type_name in ("s8", "u8") else floats(values, type_name)
 
 
@@ -245,9 +245,9 @@ def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Arr
 def _of_floats(
     constants: Sequence[ir.Operand], a_in_registers: bool, has_layouts: bool
 ) -> tuple[float, tuple[bool, bool]]:
-    """Sign of the products, and whether A and B are transposed (A in registers is not), from the last constants.
+    """Return the sign of the products, and whether A and B are transposed, from the last constants.
 
-    Only operands of 16 bits may be (`has_layouts`).
+    A in registers is not transposed. Only operands of 16 bits may be (`has_layouts`).
     """
     values = [each.bits for each in constants if isinstance(each, ir.Immediate)]
     signs = {1: 1.0, (1 << 32) - 1: -1.0, (1 << 64) - 1: -1.0, -1: -1.0}
@@ -262,7 +262,7 @@ def _of_floats(
 
 
 def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
-    """mma_async."""
+    """Bind mma_async."""
     saturates = "satfinite" in modifiers
     shape, *types = [word for word in modifiers if word != "satfinite"]
     found = re.fullmatch(r"m64n(\d+)k(8|16|32)", shape)

@@ -97,7 +97,7 @@ class Divergence(Check):
             self.leave(as_lanes(staying))
 
     def leave(self, lanes: Lanes) -> None:
-        """Nobody waits for these any more."""
+        """Take lanes out of those that others wait for."""
         self.here[lanes] = False
         for warp in np.unique(indices_of(lanes) // 32).tolist() if self.open else ():
             self.close(warp)
@@ -111,7 +111,7 @@ class Divergence(Check):
             self.open.pop(warp, None)
 
     def come(self, pc: int, lanes: Lanes) -> None:
-        """Lanes execute an `.aligned` instruction, or end."""
+        """Count lanes that execute an `.aligned` instruction, or end."""
         if self.parked.any():
             again = self.parked[lanes].copy()
             self.parked[lanes] = False

@@ -143,7 +143,7 @@ class FloatValues(Check):
         self.added = offsets, rows[offsets // access.size]
 
     def around_mma(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Products of a group of mma, all done by the handler of the first; warp by warp."""
+        """Check the products of a group of mma, all done by the handler of the first; warp by warp."""
         machine = self.machine
         pc = machine.index[id(instruction)]
         d, a, b, _ = [word for word in instruction.opcode.split(".")[1:] if word[-1].isdigit() and word[0] != "m"][:4]

@@ -122,13 +122,13 @@ class HappensBefore(Check):
             self.release(access, lanes, offsets, keep=False)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Both."""
+        """Release and acquire by an atomic."""
         self.release(access, lanes, offsets, keep=True)
         if self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
     def add(self, told: Clocked, release: Released, news: Clock) -> None:
-        """Something more is told, beside what has been."""
+        """Add news to what a release has told so far."""
         told[release] = joined(news, told.get(release, NOTHING))
 
     def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
@@ -205,7 +205,7 @@ class HappensBefore(Check):
                     del pending[lane]
 
     def fence(self, instruction: Instruction, lanes: Lanes) -> None:
-        """Strong reads before it acquire, strong writes after it release."""
+        """Acquire what strong reads before the fence brought, and let strong writes after it release."""
         indices = indices_of(lanes)
         self.take_pending(indices, instruction)
         reach = reach_of(instruction.opcode) if self.scopes.matter else ALL

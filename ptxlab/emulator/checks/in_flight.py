@@ -63,7 +63,7 @@ class InFlight(Check):
     # Threads
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Nobody may read what a copy writes."""
+        """Report reads of what a copy writes."""
         self.meet(access, lanes, offsets, _CHANGED, "reads")
         if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
             threads = indices_of(lanes)[shared]
@@ -71,7 +71,7 @@ class InFlight(Check):
             self.read.mark(offsets[shared], access.size, events)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Nobody may write what a copy reads or writes."""
+        """Report writes to what a copy reads or writes."""
         self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
         threads = indices_of(lanes)
         times = self.order.clocks.own[threads]
@@ -123,12 +123,12 @@ class InFlight(Check):
         self.carry(effect, effect.written_units, adds or _WRITTEN)
 
     def carry(self, effect: Effect, units_of: Units, flag: int) -> None:
-        """Bytes of an effect carry the flag."""
+        """Set the flag on the bytes of an effect."""
         unit = min(effect.grain, 8)
         self.words[unit][units_of(unit)] |= repeated(flag, unit)
 
     def drop(self, effect: Effect, units_of: Units, flags: int) -> None:
-        """Bytes of an effect carry none of the flags any more."""
+        """Clear the flags on the bytes of an effect."""
         unit = min(effect.grain, 8)
         self.words[unit][units_of(unit)] &= repeated(~flags & 0xFF, unit)
 
@@ -252,7 +252,7 @@ class InFlight(Check):
     # What makes visible
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """mbarriers that only their thread knows of."""
+        """Record mbarriers that only their thread knows of."""
         threads = indices_of(lanes)
         events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
         self.begun.update(zip(places.tolist(), events.tolist(), strict=True))
@@ -269,7 +269,7 @@ class InFlight(Check):
         self.begun = {place: event for (place, event), known in zip(self.begun.items(), seen, strict=True) if not known}
 
     def end(self) -> None:
-        """Shared memory is gone when its block ends: copies from it must have been waited for."""
+        """Report copies from shared memory that nobody has waited for: it is gone when its block ends."""
         self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads

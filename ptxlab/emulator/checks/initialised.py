@@ -24,7 +24,7 @@ class Initialised(Check):
     """Reads of registers, and of bytes of memory, that nobody has written."""
 
     def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
-        """`taint`: who knows which loads count."""
+        """Watch a machine; `taint` knows which loads count."""
         super().__init__(machine)
         self.taint = taint
         assert machine.launch.defined is not None

@@ -144,7 +144,7 @@ class LoadTaint(Check):
         return event(self.machine.index[id(instruction)], threads, times, strong=False)
 
     def hold(self, reads: Array, report: Callable[[Array], None]) -> None:
-        """`report` is called, with a mask, for those of the reads that have been used, or as soon as they are."""
+        """Call `report`, with a mask, for those of the reads that have been used, or as soon as they are."""
         events, lanes = without_actors(reads), actors_of(reads)
         for read in np.unique(events).tolist():
             self.held.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
@@ -174,7 +174,10 @@ class LoadTaint(Check):
             self.mark(register, lanes, marks)
 
     def use(self, sources: list[Register], lanes: Lanes) -> None:
-        """Something depends on what these registers hold. Their marks have done their work; a sum would gather more."""
+        """Count as used what these registers hold: something depends on it.
+
+        Their marks have done their work; a sum would gather more.
+        """
         indices, marks = indices_of(lanes), self.joined(sources, lanes)
         for register in sources:
             self.mark(register, lanes, np.zeros_like(marks))

@@ -28,7 +28,7 @@ class MBarrierLife(Check):
         self.live = np.zeros(machine.memory.size // WORD + 1, bool)
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """They live."""
+        """Mark mbarriers as alive."""
         self.live[places // WORD] = True
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:

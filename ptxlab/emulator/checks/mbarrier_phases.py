@@ -43,7 +43,7 @@ class MBarrierPhases(Check):
         self.phases: dict[int, tuple[Phase, Phase, Phase]] = {}  # by arena offset: the one under way, and two before it
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Nothing is known of these mbarriers."""
+        """Begin with mbarriers of which nothing is known."""
         for place in places.tolist():
             self.phases[place] = Phase(), Phase(), Phase()
 

@@ -62,7 +62,7 @@ class Races(HappensBefore):
     """Conflicting accesses by different threads that nothing orders."""
 
     def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
-        """`taint`: who knows which loads count."""
+        """Watch a machine; `taint` knows which loads count."""
         super().__init__(machine)
         self.taint = taint
         self.busy: Array | None = None  # bytes that `in_flight` looks at
@@ -103,7 +103,7 @@ class Races(HappensBefore):
         self.writes.put(touch.places, touch.unit, touch.events)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Atomics race with ordinary accesses only."""
+        """Report an atomic that races; atomics race with ordinary accesses only."""
         shadows = self.writes, self.reads, self.other_reads
         touch = self.touch(access, lanes, offsets, True, *shadows)
         for past in shadows:
@@ -161,7 +161,7 @@ class Races(HappensBefore):
         self.report(touch.instruction, "race", touch.lanes, lanes, message)
 
     def remember_reads(self, touch: Touch) -> None:
-        """Two concurrent readers per byte."""
+        """Remember two concurrent readers per byte."""
         places, unit, events = touch.places, touch.unit, touch.events
         # what it replaces lies before it, so nothing is lost
         replace = ~self.unordered(self.reads.get(places, unit), touch.threads)
@@ -269,7 +269,7 @@ class Races(HappensBefore):
             self.writes.put(units, unit, events)
 
     def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Two lanes that store different values to one address; strong stores may, where their scope reaches."""
+        """Report two lanes that store different values to one address; strong stores may, where their scope reaches."""
         if access.order != "weak":
             self.same_atomic(access, lanes, offsets)
             return
@@ -287,7 +287,7 @@ class Races(HappensBefore):
             self.report(access.instruction, "race", lanes, wrong, message)
 
     def same_atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Two lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
+        """Report lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
         if not self.scopes.matter:
             return
         order = np.argsort(offsets, kind="stable")

@@ -26,7 +26,7 @@ class RaceClusterExit(Check):
         self.known: dict[int, Array] = {}  # block -> what its lanes knew that have ended
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Shared memory is named by the window of the cluster, or by a generic address."""
+        """Record accesses to shared memory that is named by the window of the cluster, or by a generic address."""
         if access.space not in ("shared::cluster", "generic"):
             return
         if ".async" in access.instruction.opcode:  # it looks at the mbarrier; the visit is the effect

@@ -75,7 +75,7 @@ class RaceWaves(Check):
         self.write(access.instruction, lanes, units, access.order != "weak", "write to", changed)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Atomics race with ordinary accesses only."""
+        """Report an atomic that races; atomics race with ordinary accesses only."""
         if access.space in ("generic", "global"):
             self.write(access.instruction, lanes, self.units(access, lanes, offsets), True, "atomic on")
 
@@ -118,7 +118,7 @@ class RaceWaves(Check):
         return self.ours(np.arange(len(offsets)).repeat(size // unit), indices_of(lanes), places, unit)
 
     def ours(self, who: Array, lanes: Array, places: Array, unit: int) -> Units:
-        """Without those in shared memory."""
+        """Leave out the units that lie in shared memory."""
         mine = places * unit < self.machine.cluster_memory.first_window
         return who[mine], lanes, places[mine], unit
 

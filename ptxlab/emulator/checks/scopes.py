@@ -24,7 +24,7 @@ EVERYWHERE: Released = ALL, -1
 
 @cache
 def reach_of(opcode: str) -> int:
-    """CTA, CLUSTER or ALL; an mbarrier is in its cluster anyway."""
+    """Return CTA, CLUSTER or ALL for the scope of an opcode; an mbarrier is in its cluster anyway."""
     scope = (
         next((word for word in opcode.split(".")[1:] if word in SCOPES), "gpu") if opcode.startswith(_STRONG) else ""
     )

@@ -38,7 +38,7 @@ class StepClock(Check):
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Every instruction takes a step; one behind a guard, its guard does."""
+        """Count a step for every instruction; for one behind a guard, its guard does."""
         return handler if instruction.guard is not None else self.around_guard(instruction, handler)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
@@ -75,11 +75,11 @@ class StepClock(Check):
         self.complete[place] = self.come.pop(place, 0)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Not before it is complete."""
+        """Hold the warps back until the phase is complete."""
         self.wait_until(lanes, self.complete[place])
 
     def wait_until(self, lanes: Lanes, time: int) -> None:
-        """Warps go on then at the earliest."""
+        """Hold the warps of these lanes back until a time."""
         warps = self.warps(lanes)
         self.time[warps] = np.maximum(self.time[warps], time)
 
@@ -108,7 +108,7 @@ class StepClock(Check):
                 self.come[place] = max(self.come[place], self.ends[effect.serial, lane])
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """Not before it has ended."""
+        """Hold the warps back until the effect has ended."""
         for lane in effect.lanes.tolist():
             self.wait_until(np.array([lane]), self.ends[effect.serial, lane])
 

@@ -48,7 +48,7 @@ def remembering() -> Callable[[Clock, Clock], Clock]:
 
 
 def groups(keys: Array) -> list[Array]:
-    """Positions of equal keys, in their order."""
+    """Group the positions of equal keys, in their order."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
@@ -67,7 +67,10 @@ class Clocks:
     """The knowledge of all lanes of a wave. Sets of lanes are sorted index arrays here."""
 
     def __init__(self, lanes: int, cluster: int, engines: bool, spaces: int = 0) -> None:
-        """`cluster`: lanes of one; `spaces`: how many are fenced by themselves for the async proxy."""
+        """Begin with lanes that know nothing of each other.
+
+        `cluster`: lanes of one; `spaces`: how many are fenced by themselves for the async proxy.
+        """
         self.lanes, self.size, self.kinds = lanes, cluster, (1 + engines) * (1 + spaces)
         self.real = 1 + engines  # kinds of actors that do things; the others stand for what is visible of these
         self.own = np.zeros(self.kinds * lanes, np.int32)  # what a lane has done, and which effects it has waited for
@@ -95,7 +98,7 @@ class Clocks:
         return result
 
     def known_to_anyone(self, actors: Array) -> Array:
-        """Until when somebody knows what each of these actors has done."""
+        """Return the latest time until which any lane knows what each of these actors has done."""
         whose = actors % self.lanes
         columns, known = whose % self.size + actors // self.lanes * self.size, self.own[actors].copy()
         for group in groups(whose // self.size):
@@ -253,7 +256,7 @@ class Clocks:
         return np.unique(self.row[lanes])
 
     def unite(self, lanes: Array, join: Callable[[Clock, Clock], Clock]) -> None:
-        """Lanes of one warp, with rows of their own, share one."""
+        """Unite the rows of lanes of one warp, which have rows of their own, into one."""
         row, *others = np.unique(self.row[lanes]).tolist()
         for other in others:
             self.rows[row] = np.maximum(self.rows[row], self.rows[other])

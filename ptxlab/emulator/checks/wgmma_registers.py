@@ -117,7 +117,7 @@ class RegistersInUse(Check):
         self.mark(effect)
 
     def mark(self, effect: WgmmaProducts) -> None:
-        """Its registers are in use."""
+        """Mark the registers of a wgmma as in use."""
         lanes = indices_of(effect.all_lanes)
         for rows, flag in zip(effect.decoded.rows, (_TAKEN, _GIVEN), strict=True):
             self.used[rows, lanes] |= flag
@@ -163,7 +163,10 @@ class RegisterAccess(NamedTuple):
 
 @remembered
 def concerned(entry: Entry) -> dict[int, RegisterAccess]:
-    """Instructions that read or write registers which some wgmma takes or gives, or write what is copied to these."""
+    """Find instructions that read or write registers of some wgmma, or write what is copied to these.
+
+    The registers of a wgmma are those that it takes or gives.
+    """
     theirs, seen = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
     found, behind_fence = {}, False
     for pc, instruction in enumerate(entry.instructions):

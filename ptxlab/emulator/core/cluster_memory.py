@@ -48,7 +48,7 @@ class ClusterMemory:
         return len(addresses) > 0 and int(addresses.max()) > _WITHIN
 
     def resolve(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> tuple[Array, Array]:
-        """(block, address in its own view) of addresses in the window of the cluster."""
+        """Resolve addresses in the window of the cluster to (block, address in its own view)."""
         ranks = addresses >> _RANK
         self.check_ranks(instruction, lanes, ranks - 1)
         blocks = np.where(ranks == 0, self.block[lanes], self.first(lanes) + ranks - 1)
@@ -61,7 +61,7 @@ class ClusterMemory:
         return (ranks + 1) << _RANK | addresses & _WITHIN
 
     def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
-        """Addresses in the window of the cluster as generic ones."""
+        """Convert addresses in the window of the cluster to generic ones."""
         blocks, within = self.resolve(instruction, lanes, addresses)
         return self.windows[blocks] + within - SHARED_START + BASE
 

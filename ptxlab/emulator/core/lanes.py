@@ -33,7 +33,7 @@ def as_lanes(indices: Array) -> Lanes:
 
 
 def merge(a: Lanes, b: Lanes) -> Lanes:
-    """Union of two disjoint sets."""
+    """Unite two disjoint sets."""
     both = np.concatenate((indices_of(a), indices_of(b)))
     both.sort(kind="stable")
     return as_lanes(both)

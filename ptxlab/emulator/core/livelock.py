@@ -19,7 +19,10 @@ class LivelockDetector:
     """Watches a wave. `look` is called whenever so many steps as `due` have been taken."""
 
     def __init__(self, wave: Wave, ready: dict[int, Lanes], state: Callable[[], object], turns: int) -> None:
-        """`ready`, `state`: the scheduler's. `turns`: steps within which every lane that can run has had its turn."""
+        """Watch the scheduler's `ready` and `state`.
+
+        `turns`: steps within which every lane that can run has had its turn.
+        """
         self.wave, self.ready, self.state, self.turns = wave, ready, state, turns
         self.began = wave.launch.steps
         self.due = self.began + FIRST

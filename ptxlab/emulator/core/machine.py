@@ -70,7 +70,7 @@ class Unit:
         self.machine = machine
 
     def waiters(self) -> Iterator[Parked]:
-        """Lanes that are parked here."""
+        """Yield the lanes that are parked here."""
         yield from ()
 
     def look_again(self) -> None:
@@ -210,7 +210,7 @@ class Machine(Wave):
         self.ready[pc] = lanes if known is None else merge(known, lanes)
 
     def end(self, lanes: Lanes) -> None:
-        """Lanes that leave the kernel; who waits for them looks again."""
+        """End lanes, which leave the kernel, and have those that wait for them look again."""
         self.alive[lanes] = False
         self.living -= count_of(lanes)
         for watcher in self.watchers:

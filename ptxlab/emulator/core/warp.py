@@ -44,7 +44,7 @@ def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -
 
 
 def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -> dict[int, Lanes]:
-    """Lanes arrive at a meeting of the lanes in their masks (u32 [lanes]); who has not ended has to come.
+    """Take lanes to a meeting of the lanes in their masks (u32 [lanes]); all that have not ended have to come.
 
     Returns where whole groups are now complete: instruction index -> lanes. The others are parked.
     """

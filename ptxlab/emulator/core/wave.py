@@ -165,7 +165,7 @@ class Wave:
         raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
 
     def address_of(self, symbol: ir.Symbol) -> int:
-        """Address of a variable within its state space."""
+        """Return the address of a variable within its state space."""
         variable = symbol.variable
         if variable.space == "shared":
             return SHARED_START + variable.offset + symbol.offset
@@ -251,14 +251,14 @@ class Wave:
     # Places
 
     def place_of(self, lane: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(block index, thread index) of a lane."""
+        """Return (block index, thread index) of a lane."""
         x, y, _ = self.launch.block
         block, thread = divmod(int(lane), self.stride)
         bx, by, bz = (int(i) for i in self.blocks[block])
         return (bx, by, bz), (thread % x, thread // x % y, thread // (x * y))
 
     def place(self, instruction: Instruction, lanes: Lanes) -> str:
-        """`path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
+        """Name lanes at an instruction: `path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
         more = count_of(lanes) - 1
         return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
 
@@ -268,7 +268,7 @@ class Wave:
         return first, self.fault_place(instruction, int(indices_of(lanes)[first]))
 
     def fault_place(self, instruction: Instruction, lane: int) -> str:
-        """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
+        """Name a lane at an instruction: `path:line: `text`: block (0,0,0) thread (3,0,0)`."""
         block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))
         return f"{instruction.where}: block {block} thread {thread}"
 

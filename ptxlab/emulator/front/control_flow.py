@@ -59,7 +59,7 @@ class ControlFlowGraph:
                 self.before[successor].add(block)
 
     def reached(self, starts: Iterable[int], without: Collection[int] = (), backwards: bool = False) -> set[int]:
-        """Blocks on the ways from these, themselves among them, that do not lead through the others."""
+        """Find the blocks on the ways from these, themselves among them, that do not lead through the others."""
         todo = [start for start in starts if start not in without]
         found = set(todo)
         while todo:

@@ -147,7 +147,7 @@ class Instruction:
         return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
 
     def seen_from(self, other: "Instruction") -> str:
-        """`line 5, `text``: how a message about another instruction speaks of this one."""
+        """Name this instruction for a message about another one: `line 5, `text``."""
         return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
 
 
@@ -241,7 +241,7 @@ def line_of(path: str, line: int, here: str) -> str:
 
 
 def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
-    """` (called from line 7)`; empty for what is not in an inlined function."""
+    """Write the callers as ` (called from line 7)`; empty for what is not in an inlined function."""
     return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
 
 

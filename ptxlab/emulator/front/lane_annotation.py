@@ -60,14 +60,14 @@ LaneTypes = dict[str, LaneType]
 
 
 def wrap(values: Array, to: LaneType) -> Array:
-    """Integers modulo 2^bits, in the range of the type."""
+    """Reduce integers modulo 2^bits to the range of the type."""
     spare = np.int64(64 - to.bits)
     shifted = values << spare
     return shifted >> spare if to.signed else (shifted.view(np.uint64) >> spare.view(np.uint64)).view(np.int64)
 
 
 def parse_annotation(text: str, opcode: str) -> LaneTypes:
-    """`d:u8x4 a:u8x4 ...` -> operand letter -> type; ValueError says what is wrong with it."""
+    """Read `d:u8x4 a:u8x4 ...` as operand letter -> type; ValueError says what is wrong with it."""
     types: LaneTypes = {}
     for item in text.split():
         match = _TYPE.fullmatch(item)

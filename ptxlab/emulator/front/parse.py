@@ -174,7 +174,7 @@ class _Parser(Cursor):
     # Bodies
 
     def body(self, scopes: list[Scope]) -> None:
-        """`{ ... }`: instructions go to the entry, and the scope of each to `scopes`."""
+        """Read `{ ... }`: instructions go to the entry, and the scope of each to `scopes`."""
         self.expect("{")
         self.scope = Scope(self.scope)
         while not self.accept("}"):
@@ -242,7 +242,10 @@ class _Parser(Cursor):
     # Declarations
 
     def location(self) -> None:
-        """`.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`."""
+        """Read a `.loc` or `.file` directive.
+
+        `.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`
+        """
         if self.accept(".file"):
             file = self.integer()
             self.files[file] = self.take().strip('"')
@@ -297,7 +300,7 @@ class _Parser(Cursor):
             self.expect(",")
 
     def kind(self, space: str) -> tuple[str, int, int]:
-        """(type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
+        """Read (type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
         align, type_name, vector = 0, "", 1
         while self.token.startswith("."):
             word = self.take()[1:]
@@ -369,7 +372,7 @@ class _Parser(Cursor):
             self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
 
     def pointer(self) -> ir.Symbol | ir.Function:
-        """`generic(variable)+4`, `variable`, or the name of a function."""
+        """Read `generic(variable)+4`, `variable`, or the name of a function."""
         is_generic = self.texts[self.at + 1] == "(" and self.accept("generic") and self.accept("(")
         name = self.word("a variable")
         if is_generic:
@@ -382,7 +385,7 @@ class _Parser(Cursor):
         return ir.Symbol(known, self.offset())
 
     def registers(self) -> None:
-        """`.reg` has been read: `.b32 %r<10>, %a;`."""
+        """Read what follows `.reg`: `.b32 %r<10>, %a;`."""
         type_name = self.word("a type")[1:]
         if type_name not in DTYPES:
             unknown = f"registers of type .{type_name} are not emulated"
@@ -458,11 +461,11 @@ class _Parser(Cursor):
         return first
 
     def offset(self) -> int:
-        """`+4-8`, perhaps nothing."""
+        """Read `+4-8`, perhaps nothing."""
         return self.constant(SUM, left=0).bits if self.token in ("+", "-") else 0
 
     def address(self) -> ir.Address:
-        """`[` has been read: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
+        """Read what follows `[`: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
         base = self.operand() if self.kinds[self.at] == "word" else ir.Immediate(self.integer())
         if isinstance(base, ir.Symbol):
             base, offset = replace(base, offset=0), base.offset

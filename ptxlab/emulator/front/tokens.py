@@ -86,7 +86,7 @@ class Cursor:
         return self.texts[self.at]
 
     def take(self) -> str:
-        """Text of the next token, which is passed."""
+        """Pass the next token and return its text."""
         if self.kinds[self.at] == "end":
             self.fail("unexpected end of file")
         self.at += 1

@@ -26,7 +26,7 @@ _BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {"pred": 
 
 
 def bits_of(type_name: str) -> int:
-    """Width of a PTX type in bits; 1 for a predicate."""
+    """Return the width of a PTX type in bits; 1 for a predicate."""
     return _BITS[type_name]
 
 
@@ -41,6 +41,6 @@ def is_float(type_name: str) -> bool:
 
 
 def limits(type_name: str) -> tuple[int, int]:
-    """Smallest and largest value of an integer type."""
+    """Return the smallest and the largest value of an integer type."""
     bits = bits_of(type_name)
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if is_signed(type_name) else (0, (1 << bits) - 1)

@@ -43,7 +43,7 @@ def _two_input(table: int) -> Callable[[Array, Array], Array]:
 
 
 def lop3(a: Array, b: Array, c: Array, table: int) -> Array:
-    """Any bitwise function of three arrays: the result's bit for bits a, b, c is `table >> (4a + 2b + c) & 1`."""
+    """Compute any bitwise function of three arrays: the bit for bits a, b, c is `table >> (4a + 2b + c) & 1`."""
     if_clear, if_set = table & 15, table >> 4 & 15
     difference = if_clear ^ if_set
     if not difference:
@@ -118,7 +118,7 @@ def _count(op: Opcode) -> AluOperation:
     one = np.array([1], DTYPES[unsigned])
 
     def length(x: Array) -> Array:
-        """Position of the highest set bit, plus one."""
+        """Find the position of the highest set bit, plus one."""
         for shift in (1, 2, 4, 8, 16, 32)[: 5 if bits == 32 else 6]:
             x = x | x >> (one * shift).astype(x.dtype)
         return np.bitwise_count(x) if hasattr(np, "bitwise_count") else popcount(x)
@@ -146,7 +146,7 @@ def popcount(x: Array) -> Array:
 
 
 def reverse_bits(x: Array) -> Array:
-    """Bit 0 becomes the highest bit."""
+    """Reverse the order of the bits: bit 0 becomes the highest one."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
     flipped = np.packbits(np.unpackbits(octets, axis=1, bitorder="little")[:, ::-1], axis=1, bitorder="little")
     return flipped.view(x.dtype)[:, 0]

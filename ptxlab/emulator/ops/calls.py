@@ -145,7 +145,7 @@ def _trap(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def compared(machine: Machine, pc: int, lane: int) -> str:
-    """`; line 7, `setp.ge.s32 %p1, %r3, %r4`: %r3 = 64, %r4 = 60`: the comparison that has led here, as it seems.
+    """Name the comparison that has led here, as it seems: `; line 7, `setp.ge.s32 %p1, %r3, %r4`: %r3 = 64, %r4 = 60`.
 
     It is the last one before whose predicate guards the instruction or a branch above it; empty if there is none.
     """

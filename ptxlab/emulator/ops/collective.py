@@ -102,7 +102,7 @@ def _active(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def member_matrix(members: Array) -> Array:
-    """Masks u32 [n] -> bool [n, 32]."""
+    """Unpack masks u32 [n] to bool [n, 32]."""
     result: Array = members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
     return result
 
@@ -126,7 +126,7 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     absent = IDENTITY[name] if not floating else infinity if nan else np.nan
 
     def fold(rows: Array) -> Array:
-        """Rows [lanes, 32] -> what each lane gets."""
+        """Reduce rows [lanes, 32] to what each lane gets."""
         if floating:
             return canonical(reduce(choose, rows.T).astype(np.float32), t)
         reduced: Array = COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])

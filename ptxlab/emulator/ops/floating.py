@@ -34,7 +34,7 @@ DIRECT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divid
 
 
 def saturate(x: Array) -> Array:
-    """Clamped to [0, 1]; NaN gives 0."""
+    """Clamp to [0, 1]; NaN gives 0."""
     return np.where(x > 0, np.minimum(x, 1), 0).astype(x.dtype)
 
 
@@ -73,7 +73,7 @@ def wide_operation(
 
 
 def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, bool, bool]:
-    """(type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
+    """Take (type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
     mode, ftz, sat = op.choice(*MODES, default=default), op.flag("ftz"), op.flag("sat")
     t = op.type(*(types or FLOATS))
     if sat and t == "f32x2":
@@ -154,7 +154,7 @@ def _div(op: Opcode) -> AluOperation:
 
 @operation("rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", floating=True)
 def _function(op: Opcode) -> AluOperation:
-    """`.approx` functions are computed in float64 and rounded: their hardware results are near, not equal."""
+    """Compute `.approx` functions in float64 and round: their hardware results are near, not equal."""
     approximate = op.flag("approx")
     t, mode, ftz, _ = modifiers(op, default="rn" if approximate or op.name not in ("rcp", "sqrt") else "")
     if not approximate and op.name not in ("rcp", "sqrt"):

@@ -158,7 +158,10 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:
-    """Operands of all warps, below each other: bytes [warps, rows, bytes of k]; row 2 t + j at 4 j + t if `swap`."""
+    """Read the operands of all warps, below each other: bytes [warps, rows, bytes of k].
+
+    Row 2 t + j is at 4 j + t if `swap`.
+    """
     warps, (down, along) = count_of(lanes) // WARP, tiles[-1]  # the last tile of all
     quads = np.empty((warps, len(operands), down + 1, 8, along + 1), QUAD)
     for i, readers in enumerate(operands):
@@ -173,7 +176,7 @@ def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: boo
 
 
 def numbers(raw: Array, type_name: str) -> Array:
-    """Bytes [warps, rows, bytes of k] as numbers; the order of k is any, but the same for A and B."""
+    """Convert bytes [warps, rows, bytes of k] to numbers; the order of k is any, but the same for A and B."""
     if type_name in OPERANDS:
         return floats(raw.view(OPERANDS[type_name]), type_name)
     if type_name[1:] == "4":  # sixteen times the low halves of the bytes, then the high ones

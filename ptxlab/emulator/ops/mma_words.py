@@ -54,7 +54,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 
     def held(some: list[Reader], lanes: Lanes, *parts: int) -> Array:
-        """[warps, g, t, *parts] of the registers."""
+        """Read the registers as [warps, g, t, *parts]."""
         columns = [np.broadcast_to(read(lanes), (count_of(lanes),)) for read in some]
         return np.stack(columns, axis=1).reshape(-1, 8, 4, *parts)
 

@@ -83,7 +83,7 @@ class ScalarForm:
 
 
 def _part(selector: str) -> tuple[int, int]:
-    """Bits and number of the part of a register that a selector names."""
+    """Return bits and number of the part of a register that a selector names."""
     if not re.fullmatch("|b[0-3]|h[01]", selector):
         raise UnknownOpcode(f"selector .{selector}")
     return {"b": 8, "h": 16}.get(selector[:1], 32), int(selector[1:] or 0)

@@ -102,7 +102,7 @@ def _wmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: bool) -> Callable[[Lanes], None]:
-    """load and store: element (i, j) is `stride` elements behind that of the row, or column, before."""
+    """Bind load or store: element (i, j) is `stride` elements behind that of the row, or column, before."""
     operand = opcode.choice("a", "b", "c") if loads else opcode.choice("d")
     by_row, shape = opcode.choice("row", "col") == "row", opcode.choice(*_FORMS)
     space = opcode.choice("global", "shared", "shared::cta", default="generic").split("::")[0]
@@ -128,7 +128,7 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
     readers = [] if loads else [machine.reader(r, fragment.register) for r in registers]
 
     def offsets(lanes: Lanes) -> Array:
-        """[lanes, elements]."""
+        """Compute the arena offsets [lanes, elements]."""
         warps = count_of(lanes) // _WARP
         strides = np.broadcast_to(read_stride(lanes), (count_of(lanes),)).astype(np.int64)[:, None]
         if (strides % per_word).any():
@@ -162,7 +162,7 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
 
 
 def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Callable[[Lanes], None]:
-    """D = A·B + C, rounded once, as `mma` does it."""
+    """Bind mma: D = A·B + C, rounded once, as `mma` does it."""
     layouts = opcode.choice("row", "col"), opcode.choice("row", "col")
     shape, saturates = opcode.choice(*_FORMS), opcode.flag("satfinite")
     combine = opcode.choice("xor", "and") if shape == "m8n8k128" and opcode.flag("popc") else ""
@@ -216,7 +216,7 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
 
 
 def _numbers(raw: Array, type_name: str, operand: str) -> Array:
-    """Elements as numbers."""
+    """Convert elements to numbers."""
     if type_name in ("s4", "u4"):  # words [warps, rows, K] of A, [warps, K, columns] of B
         words = np.ascontiguousarray(raw if operand == "a" else raw.swapaxes(1, 2))
         nibbles = np.stack([words.view(np.uint8) << np.uint8(4), words.view(np.uint8) & np.uint8(0xF0)], axis=-1)

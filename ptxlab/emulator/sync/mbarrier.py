@@ -42,7 +42,7 @@ class MBarrier:
         self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
 
     def arrive(self, count: int, drop: bool = False) -> None:
-        """Threads arrive; with `drop` they will not be expected in later phases."""
+        """Count arrivals of threads; with `drop` they will not be expected in later phases."""
         if not 1 <= count <= self.missing:
             raise ValueError(f"{count} arrivals, but {self} expects {self.missing} more in this phase")
         self.missing -= count
@@ -50,7 +50,7 @@ class MBarrier:
         self.look()
 
     def expect(self, size: int) -> None:
-        """Bytes are to come; negative: have come."""
+        """Count bytes that are to come; negative: that have come."""
         self.bytes += size
         self.expected += max(size, 0)
         if abs(self.bytes) > LARGEST:
@@ -198,7 +198,7 @@ def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opc
 
 
 def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    """expect_tx and complete_tx."""
+    """Bind expect_tx and complete_tx."""
     opcode.flag("relaxed")
     opcode.choice(*SCOPES, default="cta")
     at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load")
@@ -219,7 +219,7 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
 
 
 def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    """arrive and arrive_drop, perhaps with expect_tx or noComplete."""
+    """Bind arrive and arrive_drop, perhaps with expect_tx or noComplete."""
     drop, expects, partial = "arrive_drop" in instruction.opcode, opcode.flag("expect_tx"), opcode.flag("noComplete")
     releases = opcode.choice("release", "relaxed", default="release") == "release"
     opcode.choice(*SCOPES, default="cta")
@@ -261,7 +261,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
 
 
 def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    """test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
+    """Bind test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
     parity = opcode.flag("parity")
     acquires = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
     opcode.choice(*SCOPES, default="cta")
