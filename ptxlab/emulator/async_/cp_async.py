@@ -444,7 +444,7 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
 def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """Bind cp.async.bulk.prefetch: a hint, that moves nothing.
 
-    But a run of bytes has to be there, where a box need not.
+    A run of bytes has to be there all the same; a box need not.
     """
     tensor = opcode.flag("tensor")
     axes = not tensor or opcode.choice(*(f"{n}d" for n in range(1, 6)))

@@ -56,7 +56,8 @@ def accumulators(n: int, d_type: str) -> Fragment:
 def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
     """Return the shared addresses of the 16-byte pieces of a descriptor's operand, in order of the rows.
 
-    [rows, 2] along K, which is 32 bytes deep; or `transposed` [rows / 8, 16], eight rows at each of 16 places along K.
+    The shape is [rows, 2] along K, which is 32 bytes deep. If `transposed` it is [rows / 8, 16], eight rows at each of
+    16 places along K.
     """
     described = MatrixDescriptor.decode(descriptor)
     return described.transposed(rows) if transposed else described.addresses(rows)[:, ::_PIECE]

@@ -86,7 +86,7 @@ class Divergence(Check):
         return follow
 
     def exit(self, lanes: Lanes) -> None:
-        """Take the lanes to the end, but for those that have left early, and have the parked ones look again."""
+        """Bring lanes that end to the end of the code, unless they have left early; parked lanes look again."""
         for meeting in self.machine.meetings.values():
             for pc, those, _ in meeting:
                 self.parked[those] = pc in self.flow.aligned

@@ -244,7 +244,7 @@ def elements_of(operand: ir.Operand) -> ir.Operands:
 
 
 def text_of(values: Values, at: int) -> str:
-    """Write one of the values as text, or a packed pair, low half first."""
+    """Write one of the values, or a packed pair (low half first), as text."""
     type_name, raw = values
     raw = raw[at if len(raw) > 1 else 0 :][:1]
     if not is_float(type_name):

@@ -189,7 +189,7 @@ class LoadTaint(Check):
 
 
 def computes(instruction: Instruction) -> bool:
-    """Tell whether it does no more than to compute its destinations from its sources. (Carries are not tracked.)"""
+    """Tell whether the instruction only computes its destinations from its sources. (Carries are not tracked.)"""
     head, *modifiers = instruction.opcode.split(".")
     if "cc" in modifiers or head in ("addc", "subc", "madc") or any(r.selector for r in instruction.destinations):
         return False

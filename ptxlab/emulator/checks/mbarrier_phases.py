@@ -21,7 +21,7 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 
 
 class Phase:
-    """Knowledge about a phase of an mbarrier."""
+    """State of a phase of an mbarrier: its arrivals, and the lanes that have seen it over."""
 
     def __init__(self) -> None:
         self.arrivals: Clock = NOTHING  # what those made known that release
@@ -43,7 +43,7 @@ class MBarrierPhases(Check):
         self.phases: dict[int, tuple[Phase, Phase, Phase]] = {}  # by arena offset: the one under way, and two before it
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Begin with mbarriers of which nothing is known."""
+        """Begin to follow mbarriers, of whose phases nothing is known yet."""
         for place in places.tolist():
             self.phases[place] = Phase(), Phase(), Phase()
 

@@ -38,7 +38,7 @@ class StepClock(Check):
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Count a step for every instruction; for one behind a guard, its guard does."""
+        """Count a step for every instruction; where there is a guard, the guard counts it."""
         return handler if instruction.guard is not None else self.around_guard(instruction, handler)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:

@@ -35,7 +35,7 @@ def joined(a: Clock, b: Clock) -> Clock:
 
 
 def remembering() -> Callable[[Clock, Clock], Clock]:
-    """Build a `joined` for many rows: in most of them stand the same two clocks."""
+    """Build a `joined` that remembers its results: most of many rows have the same two clocks."""
     known: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
 
     def join(a: Clock, b: Clock) -> Clock:
@@ -54,7 +54,7 @@ def groups(keys: Array) -> list[Array]:
 
 
 def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
-    """Group the lanes that have a clock, together where it is the very same one."""
+    """Group the lanes that have a clock by that clock, the very same object."""
     found: dict[int, tuple[Clock, list[int]]] = {}
     for lane in lanes.tolist() if clocks else ():
         clock = clocks.get(lane)
@@ -111,7 +111,7 @@ class Clocks:
         return known
 
     def known_of_others(self, rows: Array, clusters: Array, columns: Array) -> Array:
-        """Return the time that stands aside for each row, of another cluster's actor."""
+        """Return the time up to which each row knows an actor of another cluster."""
         known = np.zeros(len(rows), np.int32)
         distinct, at = np.unique(rows, return_inverse=True)
         clocks = [self.far.get(row, NOTHING) for row in distinct.tolist()]
@@ -124,7 +124,7 @@ class Clocks:
         return known
 
     def shared_by(self, lanes: Array) -> Clock:
-        """Return what stands in these lanes' rows, together."""
+        """Return the joined clock of these lanes' rows."""
         rows = np.unique(self.row[lanes])
         clocks = map(self.far.__getitem__, self.far.keys() & rows.tolist()) if self.far else ()
         clock = NOTHING
@@ -150,7 +150,7 @@ class Clocks:
         return clock
 
     def engines(self, lanes: Array, serial: int) -> Clock:
-        """Return what is known where these lanes' engines have done something."""
+        """Return the clock of those that know of the effect `serial` by these lanes' engines."""
         clock: Clock = {}
         for cluster, those in self.by_cluster(lanes):
             clock[cluster] = np.zeros(self.rows.shape[1], np.int32)

@@ -192,7 +192,7 @@ class Entry:
 
     @property
     def uses_async_proxy(self) -> bool:
-        """True if the copy engine or the tensor cores do some of that on their own, as they do not for cp.async."""
+        """True if the copy engine or the tensor cores do work of the kernel on their own; cp.async is no such work."""
         return self.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
 
     @property

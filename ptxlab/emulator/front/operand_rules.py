@@ -32,7 +32,7 @@ def agrees(register: str, taken: str) -> bool:
 def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
     """Raise ValueError for a register or constant of another kind than the instruction takes.
 
-    An example is a float for an integer.
+    For example, a float is refused where it takes an integer.
     """
     for operand, taken in zip(operands, types, strict=False):
         if isinstance(operand, Register) and not agrees(operand.type, taken):
@@ -48,7 +48,7 @@ def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
 def check_operands(instruction: Instruction) -> None:
     """Raise ValueError for constants out of range, and for what has to be a constant and is not.
 
-    Also for a special register, but in cvt.
+    A special register is refused, too, except by cvt.
     """
     name, operands = instruction.head, instruction.operands
     if name == "lop3" and not isinstance(operands[4], ir.Immediate):
