@@ -63,7 +63,7 @@ class Chain:
         return replace(options, checks=options.checks | chain.checks, mode=chain.mode, seed=chain.seed)
 
     def enter(self, launch: LaunchState, buffers: Buffers, uninitialised: Iterable[int]) -> None:
-        """A launch is about to begin."""
+        """Set up the memory of a launch that is about to begin."""
         if not launch.programmatic:
             self._running.clear()
             self._unfenced.clear()
@@ -84,7 +84,7 @@ class Chain:
                     part.copy_to(here[0], launch.unfenced[region.start : region.end])
 
     def leave(self, launch: LaunchState, buffers: Buffers) -> None:
-        """A launch has ended; its buffers are about to be given what it has written."""
+        """Record what a launch that has ended has written, before its buffers are given it."""
         self.launches.append(launch.entry.name)
         if launch.programmatic and not launch.has_waited:
             message = "no thread executes griddepcontrol.wait: the next kernel would not wait for those before this one"
@@ -113,7 +113,7 @@ class _Bytes:
     of_each: Array
 
     def overlaps(self, address: int, target: Array) -> bool:
-        """Whether bytes at that address are of this array."""
+        """Tell whether `target`, at that address, overlaps this array."""
         mine = _address(self.array)
         return mine < address + len(target) and address < mine + len(self.of_each)
 
@@ -133,7 +133,7 @@ _current: ContextVar[Chain | None] = ContextVar("chain", default=None)
 
 
 def current() -> Chain | None:
-    """The chain that launches of this thread belong to."""
+    """Return the chain that launches of this thread belong to."""
     return _current.get()
 
 
@@ -146,7 +146,7 @@ def chain(
     seed: int = 0,
     given: Iterable[Array] = (),
 ) -> Iterator[Chain]:
-    """While inside, launches in the emulator are one chain; the calls' own `mode` and `seed` do not count.
+    """Make one chain of the launches in the emulator inside; the calls' own `mode` and `seed` do not count.
 
     Args:
         checks, mode, seed: as in `EmulatorOptions`.

@@ -63,7 +63,7 @@ Sizes = tuple[Extent, Extent, Extent]  # of grid, block and cluster
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes.
+    """Findings of a run, and how much it did: instructions dispatched (`steps`), and those times their lanes.
 
     `shared` and `sectors` tell what every access to shared and to global memory cost, in the order of the lines, if
     `count_banks` was asked for; `variables` what the module's global variables hold at the end; `written` the positions
@@ -88,7 +88,7 @@ _WATCHED: ContextVar[tuple[Attach, frozenset[str]] | None] = ContextVar("watched
 
 @contextmanager
 def watched(attach: Attach, checks: Iterable[str] = ()) -> Iterator[None]:
-    """Launches inside, by whatever call, have further checks; `attach` makes further watchers of each of their waves.
+    """Add checks to the launches inside, by whatever call; `attach` makes further watchers of each of their waves.
 
     It is asked before the code is bound. Its watchers come last: they see what the checks have reported by then.
     """
@@ -216,7 +216,7 @@ def run(
 
 
 def array_of(argument: Argument) -> Array | None:
-    """The buffer that an argument points to: an array, or that of a tensor map."""
+    """Return the buffer that an argument points to: an array, or that of a tensor map; None for a number."""
     if isinstance(argument, TensorMap):
         result: Array = argument.array
         return result
@@ -224,7 +224,7 @@ def array_of(argument: Argument) -> Array | None:
 
 
 def kernel_named(module: Module, name: str | None) -> Entry:
-    """The module's kernel of that name; None stands for its only one."""
+    """Return the module's kernel of that name; None stands for its only one."""
     if name is None and len(module.entries) == 1:
         return next(iter(module.entries.values()))
     if not module.entries:
@@ -235,7 +235,7 @@ def kernel_named(module: Module, name: str | None) -> Entry:
 
 
 def size_of(name: str, value: Dim3) -> Extent:
-    """One to three positive integers as three."""
+    """Complete one to three positive integers to three."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
         raise ArgumentError(name, "one to three positive integers", repr(value))
@@ -244,7 +244,7 @@ def size_of(name: str, value: Dim3) -> Extent:
 
 
 def cluster_of(kernel: Entry, asked: Extent) -> Extent:
-    """The cluster's size: what is asked for, or what the kernel was compiled for."""
+    """Return the cluster's size: what is asked for, or what the kernel was compiled for."""
     required = kernel.directives.get("reqnctapercluster")
     if not required:
         return asked
@@ -443,7 +443,10 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
 
 
 def _waves(launch: LaunchState) -> Iterator[Array]:
-    """Block indices [blocks, 3] of each wave, cluster by cluster; shared and local memory are poisoned before each."""
+    """Yield the block indices [blocks, 3] of each wave, cluster by cluster.
+
+    Shared and local memory are poisoned before each.
+    """
     across = np.array(launch.grid) // launch.cluster
     per_cluster, total, arena = prod(launch.cluster), prod(launch.grid), launch.memory.arena
     local = launch.memory.regions[-1]

@@ -35,12 +35,12 @@ class Statement:
 
     @classmethod
     def of(cls, instruction: Instruction) -> "Statement":
-        """The statement that an instruction belongs to."""
+        """Return the statement that an instruction belongs to."""
         return cls(instruction.path, instruction.line, instruction.callers, instruction.opcode)
 
     @property
     def is_tried(self) -> bool:
-        """Whether it can be left out; a barrier of a cluster cannot, say, as its halves count each other."""
+        """True if it can be left out; a barrier of a cluster cannot, say, as its halves count each other."""
         return self.opcode.startswith(_TRIED)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Need:
-    """What leaving a statement out did: `why` it is needed, or "" if no run needed it.
+    """Consequence of leaving a statement out: `why` it is needed, or "" if no run needed it.
 
     `stands_in` is set where no run needs the statement, but some run needs it or one of those listed before it.
     """
@@ -61,7 +61,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run has left: its findings, and all bytes of its outputs."""
+    """Outcome of a run: its findings, and all bytes of its outputs."""
 
     findings: tuple[str, ...]
     outputs: bytes
@@ -71,13 +71,13 @@ Attempt = Callable[[str, int, frozenset[Statement]], Ran]  # (mode, seed, what i
 
 
 def statements_of(entry: Entry) -> list[Statement]:
-    """Every fence and wait of a kernel, in the order of its code."""
+    """List every fence and wait of a kernel, in the order of its code."""
     some = (i for i in entry.instructions if i.opcode.startswith((*_TRIED, *_NOT_TRIED)))
     return list(dict.fromkeys(map(Statement.of, some)))
 
 
 def leave_out(entry: Entry, statements: Iterable[Statement]) -> Entry:
-    """The kernel without these statements; the wait for an mbarrier is told that the phase is complete."""
+    """Return the kernel without these statements; the wait for an mbarrier is told that the phase is complete."""
     without = frozenset(statements)
 
     def rest(instruction: Instruction) -> Instruction:
@@ -92,10 +92,11 @@ def leave_out(entry: Entry, statements: Iterable[Statement]) -> Entry:
 
 
 def needs_of(statements: Iterable[Statement], attempt: Attempt, seeds: int = SEEDS) -> Iterator[Need]:
-    """For each statement that can be left out, who needs it: early, late and `seeds` more late runs, until one does.
+    """Yield who needs each statement that can be left out.
 
-    `attempt` runs the kernel; it raises `EmulationError` as `run` does. Raises EmulationError where the kernel itself
-    has findings: these are to be fixed first.
+    The runs are early, late and `seeds` more late ones, until one needs the statement. `attempt` runs the kernel; it
+    raises `EmulationError` as `run` does. Raises EmulationError where the kernel itself has findings: these are to be
+    fixed first.
     """
     schedules = [("early", 0), *(("late", seed) for seed in range(seeds + 1))]
     usual: dict[tuple[str, int], Ran] = {}

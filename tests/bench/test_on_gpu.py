@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """What is timed is in the cache, if `test_compiling` has run; nobody else has the device meanwhile."""
+    """Compile what is timed, unless `test_compiling` has left it in the cache; nobody else has the device now."""
     compile_timed_variants()
 
 
@@ -135,7 +135,7 @@ def test_what_is_launched_is_timed_and_its_results_are_exact(launched: None, mon
 
 
 def test_w4a4_is_timed_beside_w4a8(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one matrix, with the steps for INT4 tensor cores, which Hopper runs in software."""
+    """The rows of a matrix include the steps for INT4 tensor cores, which Hopper runs in software."""
     monkeypatch.setattr(w4a4, "COMPARED", (64,))
     rows = list(w4a4.compared_rows(LAYERS[1:2], [*registry.specs()], lambda _: None, peers.PUBLIC))
     assert [row.measure for row in rows] == ["headline", "w8a8", *["w4a4"] * 4, *["w4ax"] * 6]

@@ -24,7 +24,7 @@ FENCES = Path(__file__).parents[1] / "outside" / "fences"
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """`scale`, stopped at the load behind its barrier."""
+    """Stop `scale` at the load behind its barrier."""
     with scaled() as made:
         commands = Commands(made)
         commands.run("break ld.shared")
@@ -205,7 +205,7 @@ FORMS = {  # form of mma -> maps and dtypes of its operands
 
 @pytest.mark.parametrize("form", FORMS)
 def test_fragments_of_mma(form: str) -> None:
-    """What the registers hold, as matrices: those that were dealt out, and their product."""
+    """The registers are shown as matrices: those that were dealt out, and their product."""
     map_a, map_b, map_d, dtype, summed = FORMS[form]
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-9, 10, each.shape).astype(dtype) for each in (map_a, map_b))
@@ -335,7 +335,7 @@ def test_copies_mbarriers_and_barriers() -> None:
 
 
 def test_phases_count_on() -> None:
-    """What is done early is shown as done; an end of the launch keeps its state."""
+    """A copy that is done early is shown as done; the end of the launch keeps its state."""
     with session(COPY.replace("bar.sync 1, 64;", ""), np.arange(16, dtype=np.uint32), block=1) as made:
         run = Commands(made).run
         run("break mbarrier.try_wait"), run("continue")
@@ -407,7 +407,7 @@ def test_any_line_is_carried_out_or_refused_in_one(typed: list[str]) -> None:
 
 
 def test_the_fragment_of_a_warp_group() -> None:
-    """Of A in registers, for any width: the recorded one of 8 bits is made of its warps'."""
+    """The fragment of A in registers, of any width, is made of its warps': with 8 bits it equals the recorded one."""
     made = matrices.of_warp_group(fragments.mma_a(32))
     np.testing.assert_array_equal(made.rows, fragments.wgmma_a().rows)
     np.testing.assert_array_equal(made.cols, fragments.wgmma_a().cols)

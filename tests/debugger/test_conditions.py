@@ -34,7 +34,7 @@ def made() -> ptxlab.Kernel:
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """The kernel at its beginning: two blocks of 64."""
+    """Start a session at the beginning of the kernel, with two blocks of 64."""
     x = np.arange(64, dtype=np.float32)
     with Session.of(made(), x, np.zeros_like(x), np.int32(4), grid=2, block=64) as session:
         yield Commands(session).run

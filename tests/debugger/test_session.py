@@ -24,7 +24,7 @@ def scale() -> Iterator[Session]:
 
 
 def here(session: Session) -> tuple[Any, ...]:
-    """Where a session is, and all that the kernel holds there."""
+    """Return where a session is, and all that the kernel holds there."""
     moment = session.now.moment
     held = [file.tobytes() for file in moment.machine.files.values()]
     return *moment.key, moment.pc, held, moment.machine.memory.arena.tobytes()

@@ -78,7 +78,7 @@ def test_arrays_that_would_be_unpickled(tmp_path: Path) -> None:
 
 
 def one_line(action: Callable[[], object], said: str) -> None:
-    """It raises a PtxlabError of one line that says so, within seconds of CPU, and 256 MB."""
+    """Check that an action raises a PtxlabError of one line that says so, within seconds of CPU, and 256 MB."""
     before, started = malformed.peak(), time.process_time()
     with pytest.raises(PtxlabError, match=said) as error:
         action()
@@ -89,7 +89,7 @@ def one_line(action: Callable[[], object], said: str) -> None:
 
 
 def test_macros_that_may_be() -> None:
-    """As deep as they are used: dispatch over three lists, a list that each names once, and what is no macro inside."""
+    """Macros may nest as deep as they are used: dispatch over three lists, a list named once, a name inside itself."""
     cases = " ".join(f"case {i}: f(__VA_ARGS__)" for i in range(20))
     text = f"#define EACH(x, ...) switch (x) {{ {cases} }}\n#define LIST(f) f(1) f(2)\n#define f f + 1\n"
     require_finite(Source.from_text(text + CHAIN + "EACH(a, EACH(b, EACH(c, LIST(g))))\n", "dispatch.cu"))

@@ -35,18 +35,18 @@ AHEAD = "read of byte 0 of argument 0 (source) ahead of griddepcontrol.wait: the
 
 
 def launch(lines: Lines, source: np.ndarray, target: np.ndarray, *, programmatic: bool = True) -> None:
-    """target = source + 1."""
+    """Launch a kernel that computes target = source + 1."""
     text = HEADER + "\n".join(lines) + "\n}\n"
     emulator.run(text, "add1", [source, target], grid=1, block=N, programmatic=programmatic, uninitialised=[1])
 
 
 def buffers(number: int) -> list[np.ndarray]:
-    """The first is given, the others nobody has written."""
+    """Make the buffers of a chain: the first is given, the others nobody has written."""
     return [np.arange(N, dtype=np.uint32), *(np.full(N, 0xCDCD, np.uint32) for _ in range(number - 1))]
 
 
 def run(*links: Lines, begin: str = "early", programmatic: bool = True) -> tuple[emulator.Chain, list[np.ndarray]]:
-    """Kernels one after the other, each on what the one before has written; the first is launched plainly."""
+    """Run kernels one after the other, each on what the one before has written; the first is launched plainly."""
     arrays = buffers(len(links) + 1)
     with emulator.chain(emulator.CHECKS, begin=begin) as made:
         for i, lines in enumerate(links):
@@ -74,7 +74,7 @@ def test_a_launch_that_begins_late_sees_everything_and_is_found_all_the_same() -
 
 
 def test_a_missing_wait_is_found_twice() -> None:
-    """What it reads, and that the next kernel's wait would not be for those before it."""
+    """The check finds the early accesses, and that the next kernel's wait would not be for those before it."""
     made, _ = run(LINES, WITHOUT)
     first, *_, last = made.findings
     assert first.message == AHEAD and "write to byte 0 of argument 1 (target) ahead" in made.findings[1].message

@@ -70,7 +70,7 @@ TRUTH = sum(a.astype(np.int64) @ b.T.astype(np.int64) for a, b in zip(A, B, stri
 
 
 def outcome(source: str, mode: str, seed: int = 0) -> tuple[bool, list[str]]:
-    """Whether the product is right, and the findings."""
+    """Run the kernel; return whether the product is right, and the findings."""
     out = np.zeros((128, N // 2), np.uint32)
     images = [np.concatenate([cores(step) for step in matrix]) for matrix in (A, B)]
     result = run(cuda(source, "compute_90a"), *images, out, np.int32(STEPS), threads=160, checks=emulator.CHECKS,

@@ -4,7 +4,7 @@ from tests import malformed
 
 
 def test_broken_files_are_refused_in_one_line() -> None:
-    """Some of what `python -m tests.malformed` tries, of the smaller files."""
+    """A few hundred of the smaller files of `python -m tests.malformed` are tried."""
     before = malformed.peak()
     assert [*malformed.failures(400, seed=7, small=True)] == []
     assert malformed.peak() - before < 1 << 29

@@ -71,7 +71,7 @@ def debug(**keywords: Any) -> None:
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> list[EmulatorOptions]:
-    """The options of every machine that is made."""
+    """Record the options of every machine that is made."""
     return record_options(monkeypatch)
 
 

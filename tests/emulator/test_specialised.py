@@ -17,7 +17,7 @@ from tests.support.emulated import told
 
 def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, tokens: int = 40, channels: int = 128,
             depth: int = 512, blocks: int = 2, backend: str = "emulator") -> tuple[bool, list[str]]:  # fmt: skip
-    """Whether the product is right, and the findings."""
+    """Run the GEMM; return whether the product is right, and the findings."""
     args, right, _ = specialised.problem(seed, tokens, channels, depth)
     kernel = ptxlab.load(Source.from_text(source, "gemm.cu"), arch="sm_90a")
     launch = Launch((blocks, 1, 1), (specialised.THREADS, 1, 1), specialised.SHARED_BYTES, (2, 1, 1))

@@ -39,7 +39,7 @@ bar.sync 1;
 
 
 def needs(body: str, seeds: int = 2) -> dict[str, tuple[str, bool]]:
-    """Opcode of each statement that was tried -> (why, whether another one does its work)."""
+    """Return (why, whether another one does its work) of each statement that was tried, by its source line."""
     text = kernel(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     module = emulator.parse(text, "k.ptx")
 

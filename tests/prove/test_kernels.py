@@ -53,7 +53,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def one(name: str, claim: str, source: int = 0) -> Decision:
-    """The outcome of one claim of a spec on one of its sources."""
+    """Decide a claim of a spec on one of its sources."""
     spec, sources = registry.find(name)
     found = next(c for c in spec.claims if c.name == claim)
     return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
@@ -92,7 +92,10 @@ def test_every_mutant_that_is_recorded_as_not_refuted_has_a_reason() -> None:
 
 
 def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the output that a solver foretells (those it claims wrong among them), and what a run gives."""
+    """Return bytes of the output that a solver foretells, and what a run gives.
+
+    The solver claims some of them wrong.
+    """
     found = one("dequant_lqq", "quantised at 121, nearest")
     assert found.explanation is not None and found.explanation.command == "ptxlab run dequant_lqq.ptx --unchecked"
     path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"

@@ -107,7 +107,7 @@ def test_the_assumption_that_the_error_names_decides(
 
 
 def small(text: str) -> list[str]:
-    """Bounds on elements, which integers of a claim, unlike the kernel's, do not wrap at."""
+    """List bounds on elements, which integers of a claim, unlike the kernel's, do not wrap at."""
     return ["-1000 <= x.s32[0] <= 1000", "-1000 <= x.s32[1] <= 1000"] if text is SUM else []
 
 

@@ -46,7 +46,7 @@ ABSENT_FORMS = (
 
 
 def symbolic(case: Case, rows: list[int]) -> dict[str, np.ndarray]:
-    """What the rows of a case give, by symbolic execution on constants."""
+    """Compute the outputs of a case's rows by symbolic execution on constants."""
     module, inputs = emulator.parse(case.ptx(), f"{case.name}.ptx"), case.inputs()
     buffers = [Buffer(name, array.nbytes, first=octets(array)) for name, array in inputs.items()]
     threads = [((row // BLOCK, 0, 0), (row % BLOCK, 0, 0)) for row in rows]
@@ -98,7 +98,7 @@ def test_recorded_on_a_gpu(family: str, vectors) -> None:
 
 
 def plain(case: Case) -> bool:
-    """A single register-to-register instruction without selectors, which the table knows."""
+    """Tell whether a case is a single register-to-register instruction without selectors, which the table knows."""
     opcode = case.template.split(" ")[0]
     if case.template.count(";") > 1 or "]." in case.template or "}." in case.template or "!" in case.template:
         return False
@@ -127,7 +127,7 @@ def test_random_words_as_in_the_emulator(words: list[int]) -> None:
 
 
 def compare(opcode: str, words: list[int]) -> None:
-    """The same words into an instruction of the emulator and of the prover."""
+    """Give the same words to an instruction of the emulator and of the prover, and compare the results."""
     known = alu_operation(opcode)
     arrays, terms = [], []
     for t, drawn in zip(known.sources, words, strict=False):

@@ -48,7 +48,7 @@ def test_nothing_lies_before_a_buffer(tmp_path: Path) -> None:
 
 
 def test_all_elements_of_a_byte_are_claimed_about(tmp_path: Path) -> None:
-    """Of two nibbles in a byte only the lower one was."""
+    """The prover once looked at the lower of two nibbles in a byte only."""
     kernel = of_body(tmp_path, "mov.u32 %a, 0x21; st.global.u8 [%o], %a;")
     assert prove_kernel(kernel, "out.u4[i] == 1").verdict == "refuted"
     assert prove_kernel(kernel, "out.u4[i] == i + 1").verdict == "proved"
@@ -156,14 +156,14 @@ def test_of_two_ways_that_a_sum_may_take_the_longer_counts(tmp_path: Path) -> No
 
 
 def test_sums_beyond_what_limits_can_tell_are_not_proved(tmp_path: Path) -> None:
-    """With limits that are as far apart as INT32's, whatever wraps lies within them again."""
+    """Any sum that wraps lies within limits as far apart as INT32's again."""
     text = in_loop("again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;")
     assert loop_verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**17 - 1, tmp_path=tmp_path) == "proved"
     assert loop_verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**20, tmp_path=tmp_path) == "refuted"
 
 
 def test_each_sum_is_converted_in_one_of_two_ways(tmp_path: Path) -> None:
-    """With one sum converted by an instruction, another's were not looked at."""
+    """The prover once passed over a sum if an instruction converted another."""
     body = """.reg .f32 %f; .reg .s32 %u; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, 0;
     dp4a.s32.s32 %u, %a, %a, START; cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
     for start, expected in (("0x4b400000", "proved"), ("0", "refuted")):
@@ -172,7 +172,7 @@ def test_each_sum_is_converted_in_one_of_two_ways(tmp_path: Path) -> None:
 
 
 def test_every_annotated_instruction_of_a_step_is_looked_at(tmp_path: Path) -> None:
-    """One that is not modelled was passed over; without any at all there was nothing to refute."""
+    """The prover once passed over an instruction that is not modelled; with no instruction nothing was refuted."""
     qoq = LoopClaim(packed="scaled")
     body = """again: ld.global.u32 %a, [%x]; and.b32 %a, %a, 0x0f0f0f0f; and.b32 %b, %n, 15;
     MUL

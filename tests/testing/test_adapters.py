@@ -24,7 +24,7 @@ ONES = np.ones(32, np.float32)
 
 
 def stand_in(library: str, kind: str, /, **facts: Any) -> Any:
-    """An object of a class of that name, from a module of that library."""
+    """Make an object of a class of that name, from a module of that library."""
     return type(kind, (SimpleNamespace,), {"__module__": f"{library}.somewhere"})(**facts)
 
 

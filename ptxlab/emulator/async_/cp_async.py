@@ -100,7 +100,7 @@ class Copies(Effect):
         self.taken = None
 
     def only(self, mask: Array) -> Self:
-        """Some of the entries, with what they have taken."""
+        """Return the effect with only the entries where `mask` holds, and what they have taken."""
         part = super().only(mask)
         if self.taken is not None:
             part.taken = self.taken[np.repeat(mask, self.read // self.unit)].view(f"u{part.unit}")
@@ -123,7 +123,10 @@ class Boxes(Effect):
     taken: Array | None = None  # u8 [entries, *box, its last axis in bytes]
 
     def inside(self, i: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What of a box lies inside the array: in the array and in the box, the last axis in elements."""
+        """Return the part of a box that lies inside the array, as slices of the array and of the box.
+
+        The last axis is in elements.
+        """
         array, box = [], []
         for first, size, end in zip(self.first[i].tolist(), self.tensor_map.box, self.shape, strict=True):
             start, stop = max(first, 0), max(min(first + size, end), max(first, 0))
@@ -133,13 +136,13 @@ class Boxes(Effect):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         found: tuple[int, ...] = self.tensor_map.array.shape
         return found
 
     @cached_property
     def rows(self) -> Places:
-        """What there is of the boxes' rows in the array."""
+        """Rows of the boxes in the array, as far as they lie inside."""
         lanes, starts, sizes = [], [], []
         strides = [prod(self.shape[axis + 1 :]) * self.tensor_map.itemsize for axis in range(len(self.shape))]
         for i in range(len(self.lanes)):
@@ -159,7 +162,7 @@ class Boxes(Effect):
 
     @cached_property
     def kept(self) -> Places:
-        """What of the boxes in shared memory belongs inside the array: whole boxes, or element by element."""
+        """Parts of the boxes in shared memory that belong inside the array: whole boxes, or element by element."""
         inside = [self.inside(i)[1] for i in range(len(self.lanes))]
         sizes = tuple(slice(0, size) for size in self.tensor_map.box)
         if all(each == sizes for each in inside):
@@ -182,14 +185,17 @@ class Boxes(Effect):
         return self.rows if self.stores else self.whole
 
     def array(self, memory: Memory) -> Array:
-        """The array, in memory."""
+        """View the array in memory."""
         size = prod(self.shape) * self.tensor_map.itemsize
         found: Array = memory.arena[self.start : self.start + size].view(self.tensor_map.array.dtype)
         return found.reshape(self.shape)
 
     @property
     def pieces(self) -> Array:
-        """Where 16 bytes each of the boxes lie. Windows lie so that bits of arena offsets are bits of addresses."""
+        """Numbers of the 16-byte pieces that the boxes take up in shared memory.
+
+        Windows lie so that bits of arena offsets are bits of addresses.
+        """
         linear = self.shared[:, None] + np.arange(0, self.tensor_map.box_bytes, _PIECE)
         return swizzle(linear, self.tensor_map.swizzle or _PIECE) // _PIECE
 
@@ -221,7 +227,7 @@ class Boxes(Effect):
         self.taken = None
 
     def only(self, mask: Array) -> Self:
-        """Some of the entries, with what they have taken."""
+        """Return the effect with only the entries where `mask` holds, and what they have taken."""
         part = super().only(mask)
         part.taken = None if self.taken is None else self.taken[mask]
         return part
@@ -251,7 +257,7 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str, action: str) -> Handler:
-    """commit_group, wait_group, wait_all."""
+    """Bind commit_group, wait_group or wait_all."""
     pending = machine.unit(EffectQueue)
     if action == "commit_group":
         return lambda lanes: pending.commit(kind, lanes)
@@ -271,7 +277,10 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
 
 
 def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async of 4, 8 or 16 bytes per lane; an optional operand says how many of them to read, or whether none."""
+    """Bind cp.async of 4, 8 or 16 bytes per lane.
+
+    An optional operand says how many of them to read, or whether none.
+    """
     cached = opcode.choice("ca", "cg")
     if not any(opcode.flag(space) for space in _SHARED) or not opcode.flag("global"):
         raise UnknownOpcode(instruction.opcode)
@@ -310,7 +319,7 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
 
 
 def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
+    """Bind cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
     extra = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
@@ -333,7 +342,10 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
 
 def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
              ) -> Callable[[Lanes, Array], Array]:  # fmt: skip
-    """Function (lanes, sizes) -> arena offsets; 0 where the size is 0, as such an address may be anything."""
+    """Build a function (lanes, sizes) -> arena offsets.
+
+    An offset is 0 where the size is 0, as such an address may be anything.
+    """
     locate = locator(machine, MemoryAccess(instruction, kind, space, "weak", "b8", align, ()), operand)
 
     def offsets(lanes: Lanes, sizes: Array) -> Array:
@@ -346,7 +358,10 @@ def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: st
 
 
 def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.bulk and cp.async.bulk.tensor, and the same with cp.reduce.async, which combine instead of copying."""
+    """Bind cp.async.bulk and cp.async.bulk.tensor.
+
+    The same with cp.reduce.async combines instead of copying.
+    """
     tensor, reduces = opcode.flag("tensor"), instruction.opcode.startswith("cp.reduce")
     axes = int(opcode.choice(*(f"{n}d" for n in range(1, 6)))[0]) if tensor else 0
     opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
@@ -376,7 +391,7 @@ def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler
 
 
 def _ways(tensor: bool, told: bool, multicast: bool, reduces: bool) -> set[tuple[str, str]]:
-    """What copies of a kind go (to, from)."""
+    """Return the pairs of spaces (to, from) that copies of a kind may have."""
     if reduces:
         return set() if multicast or (told and tensor) else {("shared::cluster" if told else "global", "shared::cta")}
     if multicast:
@@ -388,7 +403,10 @@ def _ways(tensor: bool, told: bool, multicast: bool, reduces: bool) -> set[tuple
 
 
 def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], told: bool, multicast: bool) -> Route:
-    """Where copies go and whom they tell: a multicast, to the same place in each block that the mask names."""
+    """Build the function that tells where copies go and whom they tell.
+
+    A multicast goes to the same place in each block that the mask names.
+    """
     at = MBarrierOperand(machine, instruction, "shared::cluster", more[0], "load") if told else None
     read_mask = machine.reader(more[1], "u16") if multicast else None
 
@@ -408,7 +426,7 @@ def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], t
 
 
 def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> Callable[[Lanes], Array]:
-    """Function lanes -> bytes of their copies, multiples of 16."""
+    """Build a function lanes -> bytes of their copies, multiples of 16."""
     read = machine.reader(operand, "u32")
 
     def sizes(lanes: Lanes) -> Array:
@@ -424,7 +442,10 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
 
 
 def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.bulk.prefetch: a hint, that moves nothing; but a run of bytes has to be there, where a box need not."""
+    """Bind cp.async.bulk.prefetch: a hint, that moves nothing.
+
+    A run of bytes has to be there all the same; a box need not.
+    """
     tensor = opcode.flag("tensor")
     axes = not tensor or opcode.choice(*(f"{n}d" for n in range(1, 6)))
     if not (opcode.flag("L2") and opcode.flag("global") and axes):
@@ -445,7 +466,7 @@ def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Han
 def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,
           place: Callable[[Lanes, Array], Array], route: Route, combine: Callable[..., Array] | None, t: str
           ) -> Handler:  # fmt: skip
-    """Any multiple of 16 bytes per lane."""
+    """Build the handler that copies any multiple of 16 bytes per lane."""
     sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
     locate_source = _offsets_of(machine, instruction, "load", origin, source, 16)
 
@@ -475,7 +496,7 @@ def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin
 def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Operand,
            place: Callable[[Lanes, Array], Array], route: Route, stores: bool = False, operation: str = ""
            ) -> Handler:  # fmt: skip
-    """One box of a tensor map per lane."""
+    """Build the handler that copies a box of a tensor map per lane."""
     if not isinstance(array, ir.Address) or len(array.coordinates) != axes:
         raise ValueError(f"a box of {axes} dimensions is at [map, {{{', '.join('xyzuv'[:axes])}}}]")
     read_map = machine.reader(array.base, "u64")

@@ -47,29 +47,30 @@ _WARP_GROUP = 128  # threads
 
 @cache
 def accumulators(n: int, d_type: str) -> Fragment:
-    """What one warp holds of D: its own 16 rows."""
+    """Return the fragment of D that a warp holds: its own 16 rows."""
     whole = wgmma_d(n, d_type != "s32", bits_of(d_type))
     return Fragment(f"{whole.name} of a warp", whole.bits, whole.rows[:32], whole.cols[:32])
 
 
 @lru_cache(maxsize=1024)
 def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
-    """Shared addresses of the 16-byte pieces of a descriptor's operand, in order of the rows.
+    """Return the shared addresses of the 16-byte pieces of a descriptor's operand, in order of the rows.
 
-    [rows, 2] along K, which is 32 bytes deep; or `transposed` [rows / 8, 16], eight rows at each of 16 places along K.
+    The shape is [rows, 2] along K, which is 32 bytes deep. If `transposed` it is [rows / 8, 16], eight rows at each of
+    16 places along K.
     """
     described = MatrixDescriptor.decode(descriptor)
     return described.transposed(rows) if transposed else described.addresses(rows)[:, ::_PIECE]
 
 
 def numbers(values: Array, type_name: str) -> Array:
-    """Operands as BLAS multiplies them: integers as float32, exact for sums of 32 products; floats as float64."""
+    """Convert operands for BLAS: integers to float32, exact for sums of 32 products; floats to float64."""
     return values.astype(np.float32) if type_name in ("s8", "u8") else floats(values, type_name)
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedWgmma:
-    """What is fixed about a wgmma instruction: its types, and its operands, as functions of lanes (whole warps)."""
+    """Fixed parts of a wgmma instruction: its types, and its operands, as functions of lanes (whole warps)."""
 
     n: int
     d_type: str
@@ -86,7 +87,7 @@ class DecodedWgmma:
 
     @property
     def is_float(self) -> bool:
-        """Whether it adds floats."""
+        """True if the instruction adds floats."""
         return self.d_type != "s32"
 
     @cached_property
@@ -99,7 +100,7 @@ class DecodedWgmma:
 
 @dataclass(eq=False, kw_only=True)
 class WgmmaProducts(Effect):
-    """One entry per warp."""
+    """Products of a wgmma that is under way, one entry per warp."""
 
     decoded: DecodedWgmma
     quarter: Array  # which 16 rows are the warp's
@@ -114,7 +115,7 @@ class WgmmaProducts(Effect):
 
     @property
     def all_lanes(self) -> Lanes:
-        """All lanes of the warps."""
+        """The set of all lanes of the warps."""
         return as_lanes((self.lanes[:, None] + np.arange(32)).reshape(-1))
 
     @property
@@ -124,7 +125,7 @@ class WgmmaProducts(Effect):
         return [(register, lanes) for register in self.decoded.d_registers]
 
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, of_b: bool) -> Array:
-        """A matrix in shared memory as numbers [rows, depth]."""
+        """Read a matrix in shared memory as numbers [rows, depth]."""
         type_name, transposed = (self.decoded.a_type, self.decoded.b_type)[of_b], self.decoded.transposed[of_b]
         places = (pieces(descriptor, rows, transposed) + base) // _PIECE
         found: Array = memory.arena.reshape(-1, _PIECE)[places].view(_TYPES[type_name])
@@ -219,13 +220,13 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
-    """Function: lanes, whole warps -> what the registers hold, u32 [warps, 32, registers]."""
+    """Build a function lanes (whole warps) -> contents of the registers, u32 [warps, 32, registers]."""
     at = _at(machine, registers)
     return lambda lanes: machine.files[32][at(lanes)].T.reshape(-1, 32, len(registers))
 
 
 def _writer(machine: Machine, registers: ir.Operands) -> Callable[[Lanes, Array], None]:
-    """Function of lanes, whole warps, and what the registers shall hold, u32 [warps, 32, registers]."""
+    """Build a function of lanes (whole warps) and new contents of the registers, u32 [warps, 32, registers]."""
     at = _at(machine, registers)
 
     def write(lanes: Lanes, values: Array) -> None:
@@ -235,7 +236,7 @@ def _writer(machine: Machine, registers: ir.Operands) -> Callable[[Lanes, Array]
 
 
 def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Array, Lanes]]:
-    """Function lanes -> where the registers of these lanes lie in the file of 32-bit registers, as its index."""
+    """Build a function lanes -> index of their registers in the file of 32-bit registers."""
     for register in registers:
         machine.writer(register, "b32")  # refuses what is no register of 32 bits
     rows = np.array([register.index for register in registers], np.intp)
@@ -245,9 +246,9 @@ def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Arr
 def _of_floats(
     constants: Sequence[ir.Operand], a_in_registers: bool, has_layouts: bool
 ) -> tuple[float, tuple[bool, bool]]:
-    """Sign of the products, and whether A and B are transposed (A in registers is not), from the last constants.
+    """Return the sign of the products, and whether A and B are transposed, from the last constants.
 
-    Only operands of 16 bits may be (`has_layouts`).
+    A in registers is not transposed. Only operands of 16 bits may be (`has_layouts`).
     """
     values = [each.bits for each in constants if isinstance(each, ir.Immediate)]
     signs = {1: 1.0, (1 << 32) - 1: -1.0, (1 << 64) - 1: -1.0, -1: -1.0}
@@ -262,7 +263,7 @@ def _of_floats(
 
 
 def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
-    """mma_async."""
+    """Bind mma_async."""
     saturates = "satfinite" in modifiers
     shape, *types = [word for word in modifiers if word != "satfinite"]
     found = re.fullmatch(r"m64n(\d+)k(8|16|32)", shape)
@@ -301,7 +302,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     pending = machine.unit(EffectQueue)
 
     def of_warps(lanes: Lanes, values: Array) -> Array:
-        """What all lanes of each warp have to agree on."""
+        """Return one value per warp; raise EmulationError unless all lanes of each warp agree on it."""
         rows = np.broadcast_to(values, (len(indices_of(lanes)),)).reshape(-1, 32)
         if (rows != rows[:, :1]).any():
             raise EmulationError(f"{machine.place(instruction, lanes)}: a descriptor or scale differs between lanes")

@@ -18,11 +18,11 @@ class BankConflicts(Check):
     """Counts `ld.shared`, `st.shared`, `ldmatrix` and `stmatrix`; not atomics, nor copies."""
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """A read, if of shared memory."""
+        """Count the wavefronts of a read, if it is of shared memory."""
         self.count(access, lanes, offsets, access.instruction.opcode.startswith("ldmatrix"))
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """A write, if to shared memory."""
+        """Count the wavefronts of a write, if it is to shared memory."""
         self.count(access, lanes, offsets, True)
 
     def count(self, access: MemoryAccess, lanes: Lanes, offsets: Array, store: bool) -> None:

@@ -16,7 +16,7 @@ class Check(Watcher):
         self.machine = machine
 
     def report(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
-        """A finding for the lanes (of the set) where `wrong`."""
+        """Add a finding for the lanes (of the set) where `wrong`."""
         first = int(indices_of(lanes)[int(np.argmax(wrong))])
         place = self.machine.place_of(first)
         self.machine.launch.findings.add(instruction, kind, place, message, int(np.count_nonzero(wrong)))

@@ -65,11 +65,11 @@ class Divergence(Check):
         return handler
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
-        """A branch with a guard: some go on behind it."""
+        """Follow the lanes of a guarded branch, some of which go on behind it."""
         return self.followed(self.machine.index[id(instruction)], handler)
 
     def followed(self, pc: int, handler: Handler) -> Handler:
-        """The step of a block's last instruction, after which its lanes are counted where they have gone."""
+        """Wrap the handler of a block's last instruction: its lanes are counted where they have gone."""
         turning, leaving = self.flow.turning.get(pc, ()), self.flow.leaving.get(pc, ())
         if not turning and not leaving:
             return handler
@@ -86,7 +86,7 @@ class Divergence(Check):
         return follow
 
     def exit(self, lanes: Lanes) -> None:
-        """To end is to come to the end, but for those who have left early. It has others look again, who are parked."""
+        """Bring lanes that end to the end of the code, unless they have left early; parked lanes look again."""
         for meeting in self.machine.meetings.values():
             for pc, those, _ in meeting:
                 self.parked[those] = pc in self.flow.aligned
@@ -97,7 +97,7 @@ class Divergence(Check):
             self.leave(as_lanes(staying))
 
     def leave(self, lanes: Lanes) -> None:
-        """Nobody waits for these any more."""
+        """Take lanes out of those that others wait for."""
         self.here[lanes] = False
         for warp in np.unique(indices_of(lanes) // 32).tolist() if self.open else ():
             self.close(warp)
@@ -111,7 +111,7 @@ class Divergence(Check):
             self.open.pop(warp, None)
 
     def come(self, pc: int, lanes: Lanes) -> None:
-        """Lanes execute an `.aligned` instruction, or end."""
+        """Count lanes that execute an `.aligned` instruction, or end."""
         if self.parked.any():
             again = self.parked[lanes].copy()
             self.parked[lanes] = False
@@ -140,7 +140,7 @@ class Divergence(Check):
                 self.enter(warp, Execution(pc, turn, sum(1 << lane % 32 for lane in those[self.here[those]].tolist())))
 
     def enter(self, warp: int, new: Execution) -> None:
-        """Some lanes of a warp have come somewhere: where others have been before, or will have to come."""
+        """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
         executions = self.open.setdefault(warp, [])
         left = new.lanes
         for known in executions:

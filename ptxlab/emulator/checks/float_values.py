@@ -36,7 +36,7 @@ Values = tuple[str, Array]  # PTX type, and register values of that type
 
 
 def kinds(values: Values) -> dict[str, Array]:
-    """Which registers hold a number of each kind, one bool each; nothing for integers."""
+    """Tell which registers hold a number of each kind, one bool each; nothing for integers."""
     type_name, raw = values
     if not is_float(type_name):
         return {}
@@ -54,7 +54,7 @@ def kinds(values: Values) -> dict[str, Array]:
 
 
 def has(operand: Values, kind: str) -> Array | bool:
-    """Which of an operand's values are of a kind; an f16's infinity is one among others here."""
+    """Tell which of an operand's values are of a kind; an f16's infinity is one among others here."""
     found = kinds(operand)
     infinite = found.get("infinity", found.get("overflow", False))
     return infinite if kind in ("infinity", "overflow") else found.get(kind, False)
@@ -114,7 +114,7 @@ class FloatValues(Check):
     # What is no operation of registers alone
 
     def around_atomic(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Sums in memory."""
+        """Check the sums that an atomic makes in memory."""
         access = decode(instruction, "atomic")
         t = access.type
         if not is_float(t) or access.rest != ("add",):
@@ -138,12 +138,12 @@ class FloatValues(Check):
         return checked
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """What is there before."""
+        """Remember what the places of an atomic hold before it runs."""
         rows = self.machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
         self.added = offsets, rows[offsets // access.size]
 
     def around_mma(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Products of a group of mma, all done by the handler of the first; warp by warp."""
+        """Check the products of a group of mma, all done by the handler of the first; warp by warp."""
         machine = self.machine
         pc = machine.index[id(instruction)]
         d, a, b, _ = [word for word in instruction.opcode.split(".")[1:] if word[-1].isdigit() and word[0] != "m"][:4]
@@ -179,7 +179,7 @@ class FloatValues(Check):
         return checked
 
     def around_wmma(self, instruction: Instruction, handler: Handler) -> Handler:
-        """One product."""
+        """Check the product that a wmma makes."""
         d, *middle, c = [word for word in instruction.opcode.split(".") if word in _WMMA]
         if not is_float(d):
             return handler
@@ -208,7 +208,7 @@ class FloatValues(Check):
             effect.watched = effect.decoded.is_float
 
     def landed(self, effect: Effect) -> None:
-        """What a wgmma made."""
+        """Check the product that a wgmma has made."""
         if not isinstance(effect, WgmmaProducts) or not effect.watched or effect.held is None:
             return
         t, lanes, warps = ("f16x2" if effect.decoded.d_type == "f16" else "f32"), effect.all_lanes, len(effect.lanes)
@@ -239,12 +239,12 @@ class FloatValues(Check):
 
 
 def elements_of(operand: ir.Operand) -> ir.Operands:
-    """The registers of a vector, or the one."""
+    """Return the registers of a vector, or the operand itself."""
     return operand.items if isinstance(operand, ir.Vector) else (operand,)
 
 
 def text_of(values: Values, at: int) -> str:
-    """One of the values, or a packed pair, low half first."""
+    """Write one of the values, or a packed pair (low half first), as text."""
     type_name, raw = values
     raw = raw[at if len(raw) > 1 else 0 :][:1]
     if not is_float(type_name):

@@ -28,33 +28,33 @@ Clocked = dict[Released, Clock]  # what is told, by the scope and the block of t
 
 
 def event(code: int, actors: Array, times: Array, strong: bool) -> Array:
-    """What is stored of each actor: who did it, when, by which instruction (its index)."""
+    """Encode events, one per actor: the actor, the time, and the index of the instruction."""
     who_and_when = times.astype(np.uint64) | actors.astype(np.uint64) << _ACTOR
     return who_and_when | np.uint64(code + 1) << _CODE | (STRONG if strong else _WEAK)
 
 
 def actors_of(events: Array) -> Array:
-    """Who did it: a lane, or an engine for it."""
+    """Return the actors of events: a lane, or an engine for it."""
     return (events >> _ACTOR & _ACTORS).astype(np.intp)
 
 
 def without_actors(events: Array) -> Array:
-    """All but who did it."""
+    """Clear the actors in events."""
     return events & ~(_ACTORS << _ACTOR)
 
 
 def codes_of(events: Array) -> Array:
-    """By which instruction, its index."""
+    """Return the indices of the instructions of events."""
     return (events >> _CODE & _CODES).astype(np.intp) - 1
 
 
 def times_of(events: Array) -> Array:
-    """When, by the actor's own time."""
+    """Return the times of events, by the actor's own time."""
     return (events & _TIMES).astype(np.int32)
 
 
 class HappensBefore(Check):
-    """What lies before what."""
+    """Order of events in a wave: clocks, and how synchronisation hands knowledge on."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -73,20 +73,20 @@ class HappensBefore(Check):
         self.unreached: dict[tuple[int, int], str] = {}  # (block that released, that acquired) -> where that failed
 
     def event(self, instruction: Instruction, actors: Array, times: Array, strong: bool) -> Array:
-        """What is stored of each actor: who did it, when, by which instruction."""
+        """Encode events of an instruction, one per actor: the actor, the time, and the instruction."""
         return event(self.machine.index[id(instruction)], actors, times, strong)
 
     def instruction_of(self, event: int) -> Instruction:
-        """Which instruction did it."""
+        """Return the instruction of an event."""
         return self.machine.code[int(codes_of(np.array(event, np.uint64)))]
 
     def bytes(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> tuple[Array, Array]:
-        """Of every byte of an access its place, and the thread (as a lane of the wave)."""
+        """Return the place of every byte of an access, and its thread (as a lane of the wave)."""
         places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
         return places, np.repeat(indices_of(lanes), access.size)
 
     def unordered(self, past: Array, threads: Array, proxy_space: int | None = None) -> Array:
-        """Which past events are of others, and not known to lie before the present of `threads`.
+        """Tell which past events are of others, and not known to lie before the present of `threads`.
 
         With a space, which ones the async proxy cannot see when these threads ask it for something now: it takes a
         proxy fence on the way from the event to here (PTX ISA, 8.6 and 8.9.5), of whichever thread.
@@ -105,34 +105,34 @@ class HappensBefore(Check):
         return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
 
     def fenced_by_nobody(self, past: Array, proxy_space: int) -> Array:
-        """Which past events no proxy fence has followed, by whichever thread knew of them."""
+        """Tell which past events no proxy fence has followed, by whichever thread knew of them."""
         seen = self.clocks.visible(actors_of(past), proxy_space)
         return self.clocks.known_to_anyone(seen) < times_of(past)
 
     # Flags
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """A strong read may acquire."""
+        """Acquire what came with a flag, if the read is strong."""
         if access.order != "weak" and self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """A strong write may release."""
+        """Release what the lanes know, if the write is strong."""
         if access.order != "weak":
             self.release(access, lanes, offsets, keep=False)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Both."""
+        """Release and acquire by an atomic."""
         self.release(access, lanes, offsets, keep=True)
         if self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
     def add(self, told: Clocked, release: Released, news: Clock) -> None:
-        """Something more is told, beside what has been."""
+        """Add news to what a release has told so far."""
         told[release] = joined(news, told.get(release, NOTHING))
 
     def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
-        """What the lanes know (or knew at their last fence) goes with the flag; an atomic keeps what was there."""
+        """Hand on with the flag what the lanes know (or knew at their last fence); an atomic keeps what was there."""
         releasing = access.order in ("release", "acq_rel")
         if not releasing and not self.fenced:
             return
@@ -148,7 +148,7 @@ class HappensBefore(Check):
             self.clocks.tick(indices)
 
     def released(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
-        """What the lanes make known together, of now or of their last fences."""
+        """Return what the lanes make known together: what they know now, or knew at their last fences."""
         told: Clocked = {}
         reach = reach_of(instruction.opcode)
         for release, some in self.scopes.by_block(reach, lanes) if now else ():
@@ -160,7 +160,7 @@ class HappensBefore(Check):
         return told
 
     def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
-        """The lanes take over what came with the flag, at once or at their next fence."""
+        """Give the lanes what came with the flag, at once or at their next fence."""
         for group in groups(places):
             for release, known in self.flags.get(int(places[group[0]]), {}).items():
                 lanes = self.reached(release, access.instruction, np.unique(threads[group]))
@@ -179,7 +179,10 @@ class HappensBefore(Check):
         """Take note that lanes have read a flag, by its arena offset; the check "race" does."""
 
     def reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
-        """The lanes that an acquire tells of a release; the others are remembered, to be named where they race."""
+        """Return the lanes that an acquire tells of a release.
+
+        The others are remembered, to be named where they race.
+        """
         reached = self.scopes.reached(release, reach_of(instruction.opcode), lanes)
         if len(reached) < len(lanes):
             narrow = "acquires" if reach_of(instruction.opcode) < release[0] else "finds a release"
@@ -202,7 +205,7 @@ class HappensBefore(Check):
                     del pending[lane]
 
     def fence(self, instruction: Instruction, lanes: Lanes) -> None:
-        """Strong reads before it acquire, strong writes after it release."""
+        """Acquire what strong reads before the fence brought, and let strong writes after it release."""
         indices = indices_of(lanes)
         self.take_pending(indices, instruction)
         reach = reach_of(instruction.opcode) if self.scopes.matter else ALL
@@ -245,29 +248,29 @@ class HappensBefore(Check):
             self.clocks.learn(indices_of(lanes), known)
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """The lanes know what their engines have done; whole warps wait for wgmma."""
+        """Tell the lanes what their engines have done; whole warps wait for wgmma."""
         self.clocks.wait(effect.lanes, effect.serial, effect.kind == "wgmma")
 
     def landed(self, effect: Effect) -> None:
-        """The mbarriers learn what the engines have done."""
+        """Tell the mbarriers what the engines have done."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
             self.add(self.arrived.setdefault(place, {}), EVERYWHERE, self.clocks.engines(lanes, effect.serial))
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """The mbarrier learns what those know who arrive."""
+        """Tell the mbarrier what those know who arrive."""
         told = self.arrived.setdefault(place, {})
         for release, those in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
             self.add(told, release, self.told_by(those))
 
     def phase_complete(self, place: int) -> None:
-        """What arrivals made known is there for those who wait."""
+        """Keep what arrivals made known for those who wait."""
         complete = self.phases.setdefault(place, {})
         for release, known in self.arrived.pop(place, {}).items():
             self.add(complete, release, known)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Who has waited knows what the mbarrier learnt."""
+        """Tell the lanes that have waited what the mbarrier learnt."""
         for release, known in self.phases.get(place, {}).items():
             those = self.reached(release, instruction, indices_of(lanes))
             if len(those):

@@ -63,7 +63,7 @@ class InFlight(Check):
     # Threads
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Nobody may read what a copy writes."""
+        """Report reads of what a copy writes."""
         self.meet(access, lanes, offsets, _CHANGED, "reads")
         if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
             threads = indices_of(lanes)[shared]
@@ -71,7 +71,7 @@ class InFlight(Check):
             self.read.mark(offsets[shared], access.size, events)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Nobody may write what a copy reads or writes."""
+        """Report writes to what a copy reads or writes."""
         self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
         threads = indices_of(lanes)
         times = self.order.clocks.own[threads]
@@ -79,7 +79,7 @@ class InFlight(Check):
             self.dirty.mark(offsets, access.size, self.order.event(access.instruction, threads, times, strong=False))
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Writes."""
+        """Check an atomic as a write."""
         self.store(access, lanes, offsets, offsets)
 
     def meet(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
@@ -96,7 +96,7 @@ class InFlight(Check):
             self.report(access.instruction, "async", lanes, wrong, f"{does} {what}")
 
     def whose(self, instruction: Instruction, place: int, flags: int) -> str:
-        """A byte in flight that an instruction meets, and who moves it, in words."""
+        """Name in words a byte in flight that an instruction meets, and who moves it."""
         for effect in self.pending.queue:
             for does, flag, part in (("written", _CHANGED, effect.writes), ("read", _READ, effect.reads)):
                 lanes, starts, sizes = part
@@ -110,7 +110,10 @@ class InFlight(Check):
     # Copies
 
     def issue(self, effect: Effect) -> None:
-        """An effect meets others, dirty bytes, and mbarriers that it cannot see; now its bytes are in flight too."""
+        """Check an effect against others, dirty bytes, and mbarriers that it cannot see.
+
+        Its bytes are in flight, too, from then on.
+        """
         self.collide(effect, effect.reads, effect.read_units, _CHANGED, "takes")
         adds = _ADDED if effect.accumulates else 0  # which several may do at once
         self.collide(effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~adds, "copies to")
@@ -120,12 +123,12 @@ class InFlight(Check):
         self.carry(effect, effect.written_units, adds or _WRITTEN)
 
     def carry(self, effect: Effect, units_of: Units, flag: int) -> None:
-        """Bytes of an effect carry the flag."""
+        """Set the flag on the bytes of an effect."""
         unit = min(effect.grain, 8)
         self.words[unit][units_of(unit)] |= repeated(flag, unit)
 
     def drop(self, effect: Effect, units_of: Units, flags: int) -> None:
-        """Bytes of an effect carry none of the flags any more."""
+        """Clear the flags on the bytes of an effect."""
         unit = min(effect.grain, 8)
         self.words[unit][units_of(unit)] &= repeated(~flags & 0xFF, unit)
 
@@ -162,7 +165,7 @@ class InFlight(Check):
                 self.unfenced(effect, self.read, effect.writes, units_of, ("copies over", "read", early))
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
-        """From now on these lanes have what the launches before wrote, in their own proxy."""
+        """Record that these lanes have, from now on, what the launches before wrote, in their own proxy."""
         if self.machine.launch.unfenced is not None:
             threads = indices_of(lanes)
             instruction = self.machine.launch.entry.instructions[0]
@@ -219,11 +222,14 @@ class InFlight(Check):
             self.report(effect.instruction, kind, lanes, by_entry(hit, sizes // unit), message)
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """The lanes' own effects are done, or have read their source."""
+        """Settle the lanes' own effects, which are done, or have read their source."""
         self.settled(effect, only_read)
 
     def settled(self, effect: Effect, only_read: bool = False) -> None:
-        """The bytes are at rest. What cp.async wrote is like a store; what the engine wrote, it can see."""
+        """Take the bytes of an effect out of flight.
+
+        What cp.async wrote is like a store; what the engine wrote, it can see.
+        """
         self.drop(effect, effect.read_units, _READ)
         for other in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
             if other.kind == "wgmma":
@@ -246,13 +252,13 @@ class InFlight(Check):
     # What makes visible
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """mbarriers that only their thread knows of."""
+        """Record mbarriers that only their thread knows of."""
         threads = indices_of(lanes)
         events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
         self.begun.update(zip(places.tolist(), events.tolist(), strict=True))
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
-        """The copy engine sees the mbarriers that these lanes know of; by fence.mbarrier_init those of their own."""
+        """Show the copy engine the mbarriers that these lanes know of; by fence.mbarrier_init those of their own."""
         if "mbarrier" not in spaces or not self.begun:
             return
         threads, events = indices_of(lanes), np.array(list(self.begun.values()), np.uint64)
@@ -263,7 +269,7 @@ class InFlight(Check):
         self.begun = {place: event for (place, event), known in zip(self.begun.items(), seen, strict=True) if not known}
 
     def end(self) -> None:
-        """Shared memory is gone when its block ends: copies from it must have been waited for."""
+        """Report copies from shared memory that nobody has waited for: it is gone when its block ends."""
         self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads

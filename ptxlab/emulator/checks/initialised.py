@@ -24,7 +24,7 @@ class Initialised(Check):
     """Reads of registers, and of bytes of memory, that nobody has written."""
 
     def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
-        """`taint`: who knows which loads count."""
+        """Watch a machine; `taint` knows which loads count."""
         super().__init__(machine)
         self.taint = taint
         assert machine.launch.defined is not None
@@ -39,7 +39,7 @@ class Initialised(Check):
         self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
 
     def rows(self, registers: list[Register]) -> list[Known]:
-        """What is known of each register."""
+        """Return what is known of each register."""
         found = {}
         for register in registers:
             place = register.place
@@ -51,7 +51,7 @@ class Initialised(Check):
     def marking(
         self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
     ) -> Handler:
-        """The step, after a look at the registers that it reads, and with those marked that it writes.
+        """Wrap a handler: look at the registers that it reads, then mark those that it writes.
 
         What has been written stays written: a run of lanes that has written a register is not looked at again there.
         """
@@ -79,7 +79,7 @@ class Initialised(Check):
         return marked if reads or writes else handler
 
     def copying(self, handler: Handler, source: Register, target: Register) -> Handler:
-        """The step of a `mov`, which uses nothing: the copy of what nobody has written is not written either.
+        """Wrap the handler of a `mov`, which uses nothing: the copy of what nobody has written is not written either.
 
         Compilers make them of variables that are set in a loop, and declared outside.
         """
@@ -103,12 +103,12 @@ class Initialised(Check):
         return self.marking(instruction, handler, instruction.sources, instruction.destinations)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
-        """The guard is read by all lanes."""
+        """Check the guard, which all lanes read."""
         assert instruction.guard is not None
         return self.marking(instruction, handler, [instruction.guard], [])
 
     def parts(self, access: MemoryAccess, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
-        """(flags as words, indices, value of a word that is all written) covering an access."""
+        """Yield (flags as words, indices, value of a word that is all written) covering an access."""
         width = min(access.size, 8)
         for first in range(0, access.size, width):
             yield self.words[width], (offsets + first) // width, repeated(1, width)
@@ -135,12 +135,12 @@ class Initialised(Check):
         self.store(access, lanes, offsets, offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """The bytes are written now."""
+        """Mark the bytes as written."""
         for words, index, full in self.parts(access, offsets):
             words[index] = full
 
     def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
-        """What a lane has that does not take part is undefined."""
+        """Report values taken from lanes that do not take part: they are undefined."""
         outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
         if outside.any():
             first = int(np.argmax(outside))
@@ -173,11 +173,11 @@ class Initialised(Check):
                 self.report(effect.instruction, "uninitialised", lanes, unknown, message)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Reads first."""
+        """Check an atomic as a read, then as a write."""
         self.load(access, lanes, offsets)
         self.store(access, lanes, offsets, offsets)
 
 
 def span_of(lanes: Lanes) -> Span | None:
-    """The lanes as a run, if they are one."""
+    """Return the lanes as a run (first, end), or None if they are not one."""
     return (lanes.start, lanes.stop) if isinstance(lanes, slice) else None

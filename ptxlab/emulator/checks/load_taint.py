@@ -43,7 +43,7 @@ class LoadTaint(Check):
         self.held: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
-        """What is computed is marked like its operands; everything else uses them."""
+        """Mark what an instruction computes like its operands; an instruction of another kind uses them."""
         sources, targets = instruction.sources, instruction.destinations
         uses = not computes(instruction)
         if instruction.opcode.startswith("wgmma"):  # it adds to its destination
@@ -62,7 +62,7 @@ class LoadTaint(Check):
         return followed
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
-        """What becomes of all lanes depends on a guard."""
+        """Count a guard as used: what becomes of all lanes depends on it."""
         guard = instruction.guard
         assert guard is not None
 
@@ -74,7 +74,10 @@ class LoadTaint(Check):
         return followed
 
     def deciding(self, instruction: Instruction) -> Callable[[Lanes], Marks] | None:
-        """Function lanes -> marks of those operands that the result depends on, where that is not all of them."""
+        """Build a function lanes -> marks of those operands that the result depends on.
+
+        Returns None where it depends on all of them.
+        """
         head, *modifiers = instruction.opcode.split(".")
         if head == "selp":
             a, b, predicate = instruction.operands[1:]
@@ -99,16 +102,16 @@ class LoadTaint(Check):
     # Marks
 
     def of(self, operand: Operand, lanes: Lanes) -> Marks:
-        """Those of an operand."""
+        """Return the marks of an operand."""
         return self.joined(registers((operand,)), lanes)
 
     def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
-        """Those of several registers."""
+        """Return the marks of several registers, united."""
         rows = [self.marks[key] for key in (source.place for source in sources) if key in self.marks]
         return reduce(self.union, [row[lanes] for row in rows], np.zeros(count_of(lanes), np.int64))
 
     def union(self, a: Marks, b: Marks) -> Marks:
-        """The sets of both."""
+        """Unite two marks lane by lane: each becomes the number of the union of both sets."""
         if not a.any() or not b.any():
             return a + b
         pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
@@ -116,14 +119,14 @@ class LoadTaint(Check):
         return np.array(both)[index.reshape(-1)]
 
     def number(self, reads: frozenset[int]) -> int:
-        """The number of a set."""
+        """Return the number of a set of reads."""
         if reads not in self.numbers:
             self.numbers[reads] = len(self.sets)
             self.sets.append(reads)
         return self.numbers[reads]
 
     def mark(self, register: Register, lanes: Lanes, marks: Marks) -> None:
-        """What the register holds from now on."""
+        """Set the marks of what the register holds from now on."""
         key = register.place
         if key in self.marks or marks.any():
             self.marks.setdefault(key, np.zeros(self.machine.lanes, np.int64))[lanes] = marks
@@ -131,17 +134,17 @@ class LoadTaint(Check):
     # Reads
 
     def is_tracked(self, instruction: Instruction) -> bool:
-        """Whether it is one of those loads."""
+        """Tell whether the instruction is one of the loads that are tracked."""
         return self.machine.index[id(instruction)] in self.machine.launch.tracked
 
     def events(self, instruction: Instruction, lanes: Lanes) -> Array:
-        """The reads of these lanes by a load, now."""
+        """Encode the reads of these lanes by a load, now."""
         threads = indices_of(lanes)
         times = self.order.clocks.own[threads] if self.order else np.zeros_like(threads)
         return event(self.machine.index[id(instruction)], threads, times, strong=False)
 
     def hold(self, reads: Array, report: Callable[[Array], None]) -> None:
-        """`report` is called, with a mask, for those of the reads that have been used, or as soon as they are."""
+        """Call `report`, with a mask, for those of the reads that have been used, or as soon as they are."""
         events, lanes = without_actors(reads), actors_of(reads)
         for read in np.unique(events).tolist():
             self.held.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
@@ -161,7 +164,7 @@ class LoadTaint(Check):
                 self.held[read].append((rest, report))
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """One that is tracked brings a value."""
+        """Mark the values that a tracked load brings."""
         if not self.is_tracked(access.instruction):
             return
         reads = without_actors(self.events(access.instruction, lanes))
@@ -171,7 +174,10 @@ class LoadTaint(Check):
             self.mark(register, lanes, marks)
 
     def use(self, sources: list[Register], lanes: Lanes) -> None:
-        """Something depends on what these registers hold. Their marks have done their work; a sum would gather more."""
+        """Count as used what these registers hold: something depends on it.
+
+        Their marks have done their work; a sum would gather more.
+        """
         indices, marks = indices_of(lanes), self.joined(sources, lanes)
         for register in sources:
             self.mark(register, lanes, np.zeros_like(marks))
@@ -183,7 +189,7 @@ class LoadTaint(Check):
 
 
 def computes(instruction: Instruction) -> bool:
-    """Whether it does no more than to compute its destinations from its sources. (Carries are not tracked.)"""
+    """Tell whether the instruction only computes its destinations from its sources. (Carries are not tracked.)"""
     head, *modifiers = instruction.opcode.split(".")
     if "cc" in modifiers or head in ("addc", "subc", "madc") or any(r.selector for r in instruction.destinations):
         return False

@@ -28,11 +28,11 @@ class MBarrierLife(Check):
         self.live = np.zeros(machine.memory.size // WORD + 1, bool)
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """They live."""
+        """Mark mbarriers as alive."""
         self.live[places // WORD] = True
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """A write, or the end of an mbarrier."""
+        """Check a write, or note the end of an mbarrier."""
         if access.instruction.head == "mbarrier":
             self.live[offsets // WORD] = False  # until `begin`, if it is initialised
             return
@@ -40,11 +40,11 @@ class MBarrierLife(Check):
         self.meet(access.instruction, lanes, words, np.any(self.live[words], axis=1))
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """A write."""
+        """Check an atomic as a write."""
         self.store(access, lanes, offsets, offsets)
 
     def issue(self, effect: Effect) -> None:
-        """What a copy writes."""
+        """Check the bytes that a copy writes."""
         unit = min(effect.grain, WORD)
         words = effect.written_units(unit) * unit // WORD
         hit = self.live[words]

@@ -21,7 +21,7 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 
 
 class Phase:
-    """What is known of one phase of an mbarrier."""
+    """State of a phase of an mbarrier: its arrivals, and the lanes that have seen it over."""
 
     def __init__(self) -> None:
         self.arrivals: Clock = NOTHING  # what those made known that release
@@ -30,7 +30,7 @@ class Phase:
         self.seen = np.zeros(0, np.int32)
 
     def seen_by(self, columns: Array) -> Array:
-        """Which of these lanes of the cluster have seen it over."""
+        """Tell which of these lanes of the cluster have seen it over."""
         return self.seen[columns] > 0 if len(self.seen) else np.zeros(len(columns), bool)
 
 
@@ -43,17 +43,17 @@ class MBarrierPhases(Check):
         self.phases: dict[int, tuple[Phase, Phase, Phase]] = {}  # by arena offset: the one under way, and two before it
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Nothing is known of these mbarriers."""
+        """Begin to follow mbarriers, of whose phases nothing is known yet."""
         for place in places.tolist():
             self.phases[place] = Phase(), Phase(), Phase()
 
     def landed(self, effect: Effect) -> None:
-        """Copies arrive."""
+        """Record that copies arrive in the current phases of their mbarriers."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             self.phases[place][0].copied = True
 
     def phase_complete(self, place: int) -> None:
-        """One phase more."""
+        """Begin another phase of an mbarrier."""
         if place not in self.phases:  # a cluster's barrier
             return
         now, last, _ = self.phases[place]
@@ -62,7 +62,7 @@ class MBarrierPhases(Check):
         self.phases[place] = Phase(), now, last
 
     def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """A wait is over."""
+        """Check that the lanes whose wait is over know that the phase before is over too."""
         (_, last, before), phase = self.phases[place], self.mbarriers.at[place].phase - 1
         indices, clocks = indices_of(lanes), self.order.clocks
         columns = indices % clocks.size
@@ -82,7 +82,7 @@ class MBarrierPhases(Check):
         last.seen[columns[first]] = clocks.own[indices[first]]
 
     def know_the_end(self, phase: Phase, lanes: Array) -> Array:
-        """Which of these lanes, which have not seen the phase over, know that it is."""
+        """Tell which of these lanes, which have not seen the phase over, know that it is."""
         clocks, seen = self.order.clocks, np.flatnonzero(phase.seen)
         others = lanes[0] - lanes[0] % clocks.size + seen
         known = np.zeros(len(lanes), bool)

@@ -88,13 +88,16 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
 
 
 def outside(values: Array, lane_type: LaneType) -> Array:
-    """Which values do not fit the type."""
+    """Tell which values do not fit the type."""
     low, high = lane_type.limits
     return (values < low) | (values > high)
 
 
 def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) -> tuple[int, str]:
-    """Which lane spilled into `lane`, and why: the nearest below whose bits overflow (above, for a right shift)."""
+    """Find the lane that spilled into `lane`, and why: the nearest below whose bits overflow.
+
+    For a right shift it is the lane above.
+    """
     if operation.format == "{a} >> {b}":
         return lane + 1, "its bits are shifted down"
     top = (1 << target.bits) - 1

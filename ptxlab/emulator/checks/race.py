@@ -39,7 +39,7 @@ class Race:
     reads: Array  # that of the two events which is a read, if one is
 
     def only(self, mask: Array) -> Self:
-        """Some of the bytes."""
+        """Return the race with only the units where `mask` holds."""
         part = {name: getattr(self, name)[mask] for name in ("lane", "places", "past", "reads")}
         return replace(self, **part)
 
@@ -62,7 +62,7 @@ class Races(HappensBefore):
     """Conflicting accesses by different threads that nothing orders."""
 
     def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
-        """`taint`: who knows which loads count."""
+        """Watch a machine; `taint` knows which loads count."""
         super().__init__(machine)
         self.taint = taint
         self.busy: Array | None = None  # bytes that `in_flight` looks at
@@ -75,7 +75,7 @@ class Races(HappensBefore):
     # Accesses
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """A read races with an unordered write."""
+        """Report a read that races with an unordered write."""
         if access.space in ("local", "param", "const"):
             return
         touch = self.touch(access, lanes, offsets, access.order != "weak", self.writes, self.reads, self.other_reads)
@@ -86,7 +86,7 @@ class Races(HappensBefore):
         super().load(access, lanes, offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """A write races with unordered reads and writes, and with its own like in the other lanes."""
+        """Report a write that races with unordered reads and writes, or with its own like in the other lanes."""
         if access.space in ("local", "param", "const"):
             return
         self.same_instruction(access, lanes, offsets, values)
@@ -103,7 +103,7 @@ class Races(HappensBefore):
         self.writes.put(touch.places, touch.unit, touch.events)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Atomics race with ordinary accesses only."""
+        """Report an atomic that races; atomics race with ordinary accesses only."""
         shadows = self.writes, self.reads, self.other_reads
         touch = self.touch(access, lanes, offsets, True, *shadows)
         for past in shadows:
@@ -113,7 +113,7 @@ class Races(HappensBefore):
         self.writes.put(touch.places, touch.unit, touch.events)
 
     def observe(self, place: int, lanes: Array) -> None:
-        """A write lies before the strong reads that find it, whatever it releases."""
+        """Order a write before the strong reads that find it, whatever it releases."""
         write = int(self.writes.get(np.array([place]), 1)[0])
         observed_write, times = self.observed.get(place, (0, {}))
         times = times if observed_write == write else {}
@@ -132,7 +132,7 @@ class Races(HappensBefore):
         return is_known
 
     def touch(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool, *shadows: Shadow) -> Touch:
-        """The units of a thread's accesses, with the event that each leaves."""
+        """Return the units of threads' accesses, with the event that each leaves."""
         size, threads = access.size, indices_of(lanes)
 
         def units(unit: int) -> Array:
@@ -161,7 +161,7 @@ class Races(HappensBefore):
         self.report(touch.instruction, "race", touch.lanes, lanes, message)
 
     def remember_reads(self, touch: Touch) -> None:
-        """Two concurrent readers per byte."""
+        """Remember two concurrent readers per byte."""
         places, unit, events = touch.places, touch.unit, touch.events
         # what it replaces lies before it, so nothing is lost
         replace = ~self.unordered(self.reads.get(places, unit), touch.threads)
@@ -235,19 +235,19 @@ class Races(HappensBefore):
         self.report(race.instruction, "race", race.lanes, wrong, message)
 
     def apart(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
-        """Which past accesses of other blocks the two scopes do not reach."""
+        """Tell which past accesses of other blocks the two scopes do not reach."""
         if not self.scopes.matter:
             return False
         reaches = np.minimum(self.scopes.reaches[codes_of(past)], reach_of(instruction.opcode))
         return self.scopes.apart(threads, actors_of(past) % self.machine.lanes, reaches)
 
     def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
-        """Which volatile accesses to shared memory follow one by another lane of the same warp."""
+        """Tell which volatile accesses to shared memory follow one by another lane of the same warp."""
         alike = self.volatile[codes_of(past)] & (actors_of(past) // 32 == threads // 32)
         return "volatile" in instruction.opcode and alike & self.machine.launch.is_shared(places)
 
     def issue(self, effect: Effect) -> None:
-        """What the engine reads and writes, it does from now on until somebody has waited for it."""
+        """Check and record the engine's reads and writes, which go on from now until somebody has waited for them."""
         shadows = self.writes, self.reads, self.other_reads
         for (lanes, _, sizes), units_of, writes in (
             (effect.reads, effect.read_units, False),
@@ -269,7 +269,7 @@ class Races(HappensBefore):
             self.writes.put(units, unit, events)
 
     def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Two lanes that store different values to one address; strong stores may, where their scope reaches."""
+        """Report two lanes that store different values to one address; strong stores may, where their scope reaches."""
         if access.order != "weak":
             self.same_atomic(access, lanes, offsets)
             return
@@ -287,7 +287,7 @@ class Races(HappensBefore):
             self.report(access.instruction, "race", lanes, wrong, message)
 
     def same_atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Two lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
+        """Report lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
         if not self.scopes.matter:
             return
         order = np.argsort(offsets, kind="stable")

@@ -26,7 +26,7 @@ class RaceClusterExit(Check):
         self.known: dict[int, Array] = {}  # block -> what its lanes knew that have ended
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Shared memory is named by the window of the cluster, or by a generic address."""
+        """Record accesses to shared memory that is named by the window of the cluster, or by a generic address."""
         if access.space not in ("shared::cluster", "generic"):
             return
         if ".async" in access.instruction.opcode:  # it looks at the mbarrier; the visit is the effect
@@ -35,15 +35,15 @@ class RaceClusterExit(Check):
         self.visit(access.instruction, indices, offsets, self.clocks.own[indices], engine=False)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """As a load."""
+        """Record a store like a load."""
         self.load(access, lanes, offsets)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """As a load."""
+        """Record an atomic like a load."""
         self.load(access, lanes, offsets)
 
     def issue(self, effect: Effect) -> None:
-        """What is under way to another block."""
+        """Record the writes of an effect that are under way to another block."""
         lanes, targets, sizes = effect.writes
         if len(lanes) and sizes[0]:
             self.visit(effect.instruction, lanes, targets, np.full(len(lanes), effect.serial), engine=True)
@@ -60,7 +60,7 @@ class RaceClusterExit(Check):
             last[columns], code[columns] = times[here], self.machine.index[id(instruction)]
 
     def exit(self, lanes: Lanes) -> None:
-        """The last warp of a block takes the memory with it."""
+        """Report accesses to the memory of a block whose last warp has left: it takes the memory with it."""
         machine, indices = self.machine, indices_of(lanes)
         for block in np.unique(machine.cluster_memory.block[indices]).tolist():
             rows = np.unique(self.clocks.row[indices[machine.cluster_memory.block[indices] == block]])

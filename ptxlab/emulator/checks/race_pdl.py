@@ -38,19 +38,19 @@ class RacePdl(Check):
         self.theirs = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
-        """From now on these lanes may do as they like."""
+        """Allow these lanes every access from now on."""
         indices = indices_of(lanes)
         self.behind[indices] = True
         self.enter(indices, self.clocks.own[indices], engine=False)
 
     def enter(self, indices: Array, times: Array | int, engine: bool) -> None:
-        """These actors are behind a wait, since then if not before."""
+        """Record that these actors are behind a wait, since then if not before."""
         size = self.clocks.size
         at = indices // size, indices % size + engine * size
         self.since[at] = np.where(self.since[at] == 0, times, self.since[at])
 
     def look(self, indices: Array) -> Array:
-        """Which of these lanes are behind a wait, by what they know."""
+        """Tell which of these lanes are behind a wait, by what they know."""
         clocks = self.clocks
         for row in np.unique(clocks.row[indices[~self.behind[indices]]]).tolist():
             members = np.flatnonzero(clocks.row == row)
@@ -61,22 +61,25 @@ class RacePdl(Check):
     # Accesses
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Of what the predecessor makes."""
+        """Check reads of what the predecessor makes."""
         if "nc" in access.instruction.opcode.split("."):
             self.read_as_constant(access.instruction, indices_of(lanes), offsets)
         else:
             self.read(access.instruction, indices_of(lanes), offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """To whatever the predecessor may use."""
+        """Check writes to whatever the predecessor may use."""
         self.write(access.instruction, indices_of(lanes), offsets)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """As a store."""
+        """Check an atomic as a store."""
         self.write(access.instruction, indices_of(lanes), offsets)
 
     def issue(self, effect: Effect) -> None:
-        """The engines read and write from now on; who learns that they have, knows that the wait was before."""
+        """Check the engines' accesses, which begin now.
+
+        Whoever learns that they are done, knows that the wait was before.
+        """
         for (lanes, starts, sizes), judge in ((effect.reads, self.read), (effect.writes, self.write)):
             judge(effect.instruction, lanes[sizes > 0], starts[sizes > 0])
         behind = effect.lanes[self.look(effect.lanes)]
@@ -95,7 +98,7 @@ class RacePdl(Check):
             self.report(instruction, "race", indices, made, message)
 
     def made(self, offsets: Array) -> Array:
-        """Which of these bytes lie in the predecessor's buffers."""
+        """Tell which of these bytes lie in the predecessor's buffers."""
         if not self.theirs.any():
             return np.zeros(len(offsets), bool)
         return self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]

@@ -27,7 +27,7 @@ _CODES, _WAVES, _BLOCKS = (np.uint64((1 << bits) - 1) for bits in (20, 27, 16))
 
 
 class Waves:
-    """What the waves of a launch leave for those after them."""
+    """Accesses, flags and blocks that the waves of a launch leave for those after them."""
 
     def __init__(self, size: int) -> None:
         self.writes, self.reads = Shadow(size), Shadow(size)
@@ -46,7 +46,7 @@ class RaceWaves(Check):
         order.flags.update({place: {EVERYWHERE: {EARLIER: times}} for place in waves.released})
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """A read races with an earlier write."""
+        """Report a read that races with an earlier write."""
         if access.space not in ("generic", "global"):
             return
         instruction, strong = access.instruction, access.order != "weak"
@@ -65,7 +65,7 @@ class RaceWaves(Check):
             self.tell(instruction, lanes, racing, message)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """A write races with earlier reads and writes, unless it changes nothing."""
+        """Report a write that races with earlier reads and writes, unless it changes nothing."""
         if access.space not in ("generic", "global"):
             return
         new = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8)
@@ -75,12 +75,12 @@ class RaceWaves(Check):
         self.write(access.instruction, lanes, units, access.order != "weak", "write to", changed)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Atomics race with ordinary accesses only."""
+        """Report an atomic that races; atomics race with ordinary accesses only."""
         if access.space in ("generic", "global"):
             self.write(access.instruction, lanes, self.units(access, lanes, offsets), True, "atomic on")
 
     def issue(self, effect: Effect) -> None:
-        """Copies read and write, too."""
+        """Check the reads and writes of copies, too."""
         strong = effect.accumulates
         for (lanes, _, sizes), units_of, writes in (
             (effect.reads, effect.read_units, False),
@@ -96,7 +96,7 @@ class RaceWaves(Check):
             self.mark(self.waves.reads, effect.instruction, found, False)
 
     def end(self) -> None:
-        """Flags that have been released are there for the next wave."""
+        """Hand flags that have been released to the next wave."""
         last = self.machine.cluster_memory.first_window
         self.waves.released |= {
             place
@@ -107,7 +107,7 @@ class RaceWaves(Check):
     # Units of an access that lie in global memory
 
     def units(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> Units:
-        """Those of threads."""
+        """Return the units that the threads of an access touch."""
         size = access.size
         unit, places = coarsest(
             min(size, UNITS[0]),
@@ -118,7 +118,7 @@ class RaceWaves(Check):
         return self.ours(np.arange(len(offsets)).repeat(size // unit), indices_of(lanes), places, unit)
 
     def ours(self, who: Array, lanes: Array, places: Array, unit: int) -> Units:
-        """Without those in shared memory."""
+        """Leave out the units that lie in shared memory."""
         mine = places * unit < self.machine.cluster_memory.first_window
         return who[mine], lanes, places[mine], unit
 
@@ -132,7 +132,7 @@ class RaceWaves(Check):
 
     def race(self, instruction: Instruction, units: Units, past: Shadow, strong: bool, what: str,
              among: Array | None = None) -> tuple[Array, str] | None:  # fmt: skip
-        """Which lanes, of those in `among`, race with an earlier wave, and what there is to say; None: none does."""
+        """Find the lanes, of those in `among`, that race with an earlier wave, and the message; None if none does."""
         who, lanes, places, unit = units
         events = past.get(places, unit)
         wrong = (events != 0) & (events >> _WAVE & _WAVES != len(self.waves.blocks))

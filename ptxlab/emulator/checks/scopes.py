@@ -24,7 +24,7 @@ EVERYWHERE: Released = ALL, -1
 
 @cache
 def reach_of(opcode: str) -> int:
-    """CTA, CLUSTER or ALL; an mbarrier is in its cluster anyway."""
+    """Return CTA, CLUSTER or ALL for the scope of an opcode; an mbarrier is in its cluster anyway."""
     scope = (
         next((word for word in opcode.split(".")[1:] if word in SCOPES), "gpu") if opcode.startswith(_STRONG) else ""
     )
@@ -52,7 +52,7 @@ class Scopes:
             yield (reach, block), lanes[blocks == block]
 
     def reached(self, released: Released, reach: int, lanes: Array) -> Array:
-        """The lanes whose acquire, which reaches so far, meets the release."""
+        """Return the lanes whose acquire, of scope `reach`, meets the release."""
         narrow, block = min(released[0], reach), released[1]
         if narrow == ALL or block < 0:
             return lanes
@@ -61,7 +61,7 @@ class Scopes:
         return result
 
     def apart(self, lanes: Array, others: Array, reaches: Array) -> Array:
-        """For each pair of lanes, whether a scope that reaches so far does not reach from one to the other."""
+        """Tell for each pair of lanes whether its scope, one of `reaches`, does not reach from one to the other."""
         block, cluster = (lanes // size != others // size for size in (self.block, self.cluster))
         result: Array = (block & (reaches == CTA)) | (cluster & (reaches == CLUSTER))
         return result

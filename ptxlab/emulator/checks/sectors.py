@@ -21,7 +21,7 @@ class Sectors(Check):
     """Counts loads, stores, atomics and `cp.async`, a warp at a time; not copies of the copy engine."""
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """An access, if of global memory."""
+        """Count the sectors of an access, if it is of global memory."""
         launch = self.machine.launch
         if access.space in ("global", "generic") and access.instruction.head in COUNTED:
             there = ~launch.is_shared(offsets) & (offsets < launch.local_window)
@@ -29,15 +29,15 @@ class Sectors(Check):
             self.count(access.instruction, indices_of(lanes)[there], offsets[there], sizes)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """As a load."""
+        """Count a store like a load."""
         self.load(access, lanes, offsets)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """As a load."""
+        """Count an atomic like a load."""
         self.load(access, lanes, offsets)
 
     def issue(self, effect: Effect) -> None:
-        """What threads copy themselves."""
+        """Count what threads copy themselves."""
         lanes, starts, sizes = effect.reads
         if effect.kind == "cp.async" and not effect.arrives:
             self.count(effect.instruction, lanes[sizes > 0], starts[sizes > 0], sizes[sizes > 0])

@@ -25,15 +25,15 @@ class Shadow:
 
     @property
     def each(self) -> Array:
-        """That of each byte."""
+        """Numbers of all bytes, one by one."""
         return self.cells.repeat(self.grain)
 
     def rows(self, unit: int) -> Array:
-        """The cells of each unit, which has one or several."""
+        """Return the cells of each unit, which has one or several."""
         return self.cells.reshape(-1, unit // self.grain)
 
     def get(self, places: Array, unit: int) -> Array:
-        """That of each unit, which is uniform. `places` are numbers of units."""
+        """Return the number of each unit, which is uniform. `places` are numbers of units."""
         finer = unit < self.grain
         found: Array = self.cells[places // (self.grain // unit)] if finer else self.rows(unit)[places, 0]
         return found
@@ -57,7 +57,7 @@ class Shadow:
         self.put(places, unit, values)
 
     def is_uniform(self, places: Array, unit: int) -> bool:
-        """Whether in each of these units all bytes carry the same."""
+        """Tell whether all bytes of each of these units carry the same."""
         if unit <= self.grain:
             return True
         rows = self.rows(unit)[places]
@@ -66,12 +66,12 @@ class Shadow:
 
 @cache
 def repeated(byte: int, size: int) -> int:
-    """The word of so many bytes that are all the same."""
+    """Return the word of `size` bytes that are all the same."""
     return int.from_bytes(bytes([byte]) * size, "little")
 
 
 def coarsest(grain: int, units: Callable[[int], Array], *shadows: Shadow) -> tuple[int, Array]:
-    """The largest unit within a grain that the shadows are uniform in, and the numbers of the units.
+    """Find the largest unit within a grain that the shadows are uniform in, and the numbers of the units.
 
     `units` makes these numbers for a unit.
     """

@@ -38,7 +38,7 @@ class StepClock(Check):
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Every instruction takes a step; one behind a guard, its guard does."""
+        """Count a step for every instruction; where there is a guard, the guard counts it."""
         return handler if instruction.guard is not None else self.around_guard(instruction, handler)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
@@ -75,16 +75,19 @@ class StepClock(Check):
         self.complete[place] = self.come.pop(place, 0)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Not before it is complete."""
+        """Hold the warps back until the phase is complete."""
         self.wait_until(lanes, self.complete[place])
 
     def wait_until(self, lanes: Lanes, time: int) -> None:
-        """Warps go on then at the earliest."""
+        """Hold the warps of these lanes back until a time."""
         warps = self.warps(lanes)
         self.time[warps] = np.maximum(self.time[warps], time)
 
     def issue(self, effect: Effect) -> None:
-        """Copies of a block come one after another; each quarter of an SM multiplies for one warp at a time."""
+        """Set the step at which an effect ends.
+
+        Copies of a block come one after another; each quarter of an SM multiplies for one warp at a time.
+        """
         sizes = dict.fromkeys(effect.lanes.tolist(), 0)
         for lane, size in zip(effect.writes[0].tolist(), effect.writes[2].tolist(), strict=True):
             sizes[lane] += size
@@ -99,16 +102,16 @@ class StepClock(Check):
             self.ends[effect.serial, lane] = end
 
     def landed(self, effect: Effect) -> None:
-        """The mbarriers of copies hear of them when they have come."""
+        """Tell the mbarriers of copies when these have come."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place >= 0:
                 self.come[place] = max(self.come[place], self.ends[effect.serial, lane])
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """Not before it has ended."""
+        """Hold the warps back until the effect has ended."""
         for lane in effect.lanes.tolist():
             self.wait_until(np.array([lane]), self.ends[effect.serial, lane])
 
     def end(self) -> None:
-        """The next wave begins where this one has ended."""
+        """Record the time at which this wave has ended: the next one begins there."""
         self.machine.launch.elapsed = int(self.time.max())

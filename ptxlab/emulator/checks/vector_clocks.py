@@ -23,7 +23,7 @@ NOTHING: Clock = {}
 
 
 def joined(a: Clock, b: Clock) -> Clock:
-    """What either holds; `a` itself, or `b`, where that is all."""
+    """Join two clocks; return `a` itself, or `b`, where that holds all."""
     if a is b or not a:
         return b
     news = {at: times for at, times in b.items() if at not in a or (a[at] is not times and (a[at] < times).any())}
@@ -35,7 +35,7 @@ def joined(a: Clock, b: Clock) -> Clock:
 
 
 def remembering() -> Callable[[Clock, Clock], Clock]:
-    """`joined` for many rows: in most of them stand the same two clocks."""
+    """Build a `joined` that remembers its results: most of many rows have the same two clocks."""
     known: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
 
     def join(a: Clock, b: Clock) -> Clock:
@@ -48,13 +48,13 @@ def remembering() -> Callable[[Clock, Clock], Clock]:
 
 
 def groups(keys: Array) -> list[Array]:
-    """Positions of equal keys, in their order."""
+    """Group the positions of equal keys, in their order."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
-    """The lanes that have a clock, together where it is the very same one."""
+    """Group the lanes that have a clock by that clock, the very same object."""
     found: dict[int, tuple[Clock, list[int]]] = {}
     for lane in lanes.tolist() if clocks else ():
         clock = clocks.get(lane)
@@ -67,7 +67,10 @@ class Clocks:
     """The knowledge of all lanes of a wave. Sets of lanes are sorted index arrays here."""
 
     def __init__(self, lanes: int, cluster: int, engines: bool, spaces: int = 0) -> None:
-        """`cluster`: lanes of one; `spaces`: how many are fenced by themselves for the async proxy."""
+        """Begin with lanes that know nothing of each other.
+
+        `cluster`: lanes of one; `spaces`: how many are fenced by themselves for the async proxy.
+        """
         self.lanes, self.size, self.kinds = lanes, cluster, (1 + engines) * (1 + spaces)
         self.real = 1 + engines  # kinds of actors that do things; the others stand for what is visible of these
         self.own = np.zeros(self.kinds * lanes, np.int32)  # what a lane has done, and which effects it has waited for
@@ -81,7 +84,7 @@ class Clocks:
     # Questions
 
     def knows(self, lanes: Array, actors: Array, times: Array) -> Array:
-        """For each lane, whether it knows what that actor has done until then."""
+        """Tell for each lane whether it knows what that actor has done until then."""
         whose, rows = actors % self.lanes, self.row[lanes]
         columns = whose % self.size + actors // self.lanes * self.size
         known = self.rows[rows, columns]
@@ -95,7 +98,7 @@ class Clocks:
         return result
 
     def known_to_anyone(self, actors: Array) -> Array:
-        """Until when somebody knows what each of these actors has done."""
+        """Return the latest time until which any lane knows what each of these actors has done."""
         whose = actors % self.lanes
         columns, known = whose % self.size + actors // self.lanes * self.size, self.own[actors].copy()
         for group in groups(whose // self.size):
@@ -108,7 +111,7 @@ class Clocks:
         return known
 
     def known_of_others(self, rows: Array, clusters: Array, columns: Array) -> Array:
-        """What stands aside for each row, of another cluster's actor."""
+        """Return the time up to which each row knows an actor of another cluster."""
         known = np.zeros(len(rows), np.int32)
         distinct, at = np.unique(rows, return_inverse=True)
         clocks = [self.far.get(row, NOTHING) for row in distinct.tolist()]
@@ -121,7 +124,7 @@ class Clocks:
         return known
 
     def shared_by(self, lanes: Array) -> Clock:
-        """What stands in these lanes' rows, together."""
+        """Return the joined clock of these lanes' rows."""
         rows = np.unique(self.row[lanes])
         clocks = map(self.far.__getitem__, self.far.keys() & rows.tolist()) if self.far else ()
         clock = NOTHING
@@ -134,7 +137,10 @@ class Clocks:
         return clock
 
     def known_to(self, lanes: Array, shared: Clock | None = None, own: Array | None = None) -> Clock:
-        """What these lanes know, and have done themselves, together; if need be, when their rows said `shared`."""
+        """Return what these lanes know, and have done themselves, together.
+
+        `shared`: what their rows said at the time, if not now.
+        """
         clock = self.shared_by(lanes) if shared is None else dict(shared)
         own = self.own if own is None else own
         for cluster, those in self.by_cluster(lanes):
@@ -144,7 +150,7 @@ class Clocks:
         return clock
 
     def engines(self, lanes: Array, serial: int) -> Clock:
-        """What is known where these lanes' engines have done something."""
+        """Return the clock of those that know of the effect `serial` by these lanes' engines."""
         clock: Clock = {}
         for cluster, those in self.by_cluster(lanes):
             clock[cluster] = np.zeros(self.rows.shape[1], np.int32)
@@ -152,14 +158,14 @@ class Clocks:
         return clock
 
     def columns(self, lanes: Array) -> tuple[Array, Array]:
-        """Where the rows of its cluster tell of each lane's actors, of every kind; and the numbers of these."""
+        """Return the columns, in the rows of its cluster, of each lane's actors of every kind; and their numbers."""
         if self.kinds == 1:
             return lanes % self.size, lanes
         kinds = np.arange(self.kinds)[:, None]
         return (kinds * self.size + lanes % self.size).reshape(-1), (kinds * self.lanes + lanes).reshape(-1)
 
     def by_cluster(self, lanes: Array) -> Iterator[tuple[int, Array]]:
-        """The lanes of each cluster."""
+        """Yield the lanes of each cluster."""
         clusters = lanes // self.size
         if clusters[0] == clusters[-1]:
             yield int(clusters[0]), lanes
@@ -170,11 +176,14 @@ class Clocks:
     # Changes
 
     def tick(self, lanes: Array) -> None:
-        """What these lanes do from now on is not part of what they have made known."""
+        """Advance the lanes' own times: what they do from now on is not part of what they have made known."""
         self.own[lanes] += 1
 
     def wait(self, lanes: Array, serial: int, for_warp: bool) -> None:
-        """These lanes have waited for what they have asked for; each for its warp, where that has asked as one."""
+        """Record that lanes have waited for what they have asked for.
+
+        A lane waits for its whole warp if that has asked as one (`for_warp`).
+        """
         engines = self.lanes + lanes
         self.own[engines] = np.maximum(self.own[engines], serial)
         if for_warp:
@@ -183,7 +192,7 @@ class Clocks:
             self.rows[at] = np.maximum(self.rows[at], serial)
 
     def fence_proxy(self, lanes: Array, space: int) -> None:
-        """What these lanes know and have done counts as visible to the async proxy, in this space."""
+        """Make visible to the async proxy, in this space, what these lanes know and have done."""
         rows, first = self.apart(lanes), self.real * (1 + space)
         seen = slice(first * self.size, (first + self.real) * self.size)
 
@@ -199,11 +208,11 @@ class Clocks:
             self.own[(first + kind) * self.lanes + lanes] = self.own[kind * self.lanes + lanes]
 
     def visible(self, actors: Array, space: int) -> Array:
-        """The actors that stand for what the async proxy sees of these, in this space."""
+        """Return the actors that stand for what the async proxy sees of these, in this space."""
         return actors + self.real * (1 + space) * self.lanes
 
     def learn(self, lanes: Array, clock: Clock) -> None:
-        """These lanes, and no others, come to know it."""
+        """Make a clock known to these lanes, and no others."""
         join = remembering()
         for cluster, those in self.by_cluster(lanes):
             elsewhere = len(clock) > (cluster in clock)
@@ -216,7 +225,7 @@ class Clocks:
                 self.far[row] = join(self.far.get(row, NOTHING), clock)
 
     def meet(self, lanes: Array) -> None:
-        """In each warp these lanes come to know what any of them knows and has done."""
+        """Make known to these lanes, in each warp, what any of them knows and has done."""
         warps = lanes // 32
         if len(self.apart(lanes)) > len(np.unique(warps)):
             join = remembering()
@@ -228,7 +237,7 @@ class Clocks:
         self.tick(lanes)
 
     def apart(self, lanes: Array) -> Array:
-        """The rows of these lanes, made theirs alone."""
+        """Give these lanes rows that are theirs alone, and return the rows."""
         rows, counts = np.unique(self.row[lanes], return_counts=True)
         if (counts == self.members[rows]).all():
             return rows
@@ -247,7 +256,7 @@ class Clocks:
         return np.unique(self.row[lanes])
 
     def unite(self, lanes: Array, join: Callable[[Clock, Clock], Clock]) -> None:
-        """Lanes of one warp, with rows of their own, share one."""
+        """Unite the rows of lanes of one warp, which have rows of their own, into one."""
         row, *others = np.unique(self.row[lanes]).tolist()
         for other in others:
             self.rows[row] = np.maximum(self.rows[row], self.rows[other])
@@ -258,7 +267,7 @@ class Clocks:
         self.free += others
 
     def new_row(self) -> int:
-        """A row that nobody has."""
+        """Return a row that no lane has."""
         if not self.free:
             count = len(self.rows)
             self.rows = np.concatenate((self.rows, np.zeros_like(self.rows)))

@@ -89,14 +89,14 @@ class RegistersInUse(Check):
             self.report(instruction, "async", lanes, hit, message)
 
     def uses(self, effect: Effect, register: Register, flags: int) -> bool:
-        """Whether it is a wgmma that takes or gives the register."""
+        """Tell whether the effect is a wgmma that takes or gives the register."""
         if not isinstance(effect, WgmmaProducts):
             return False
         taken, given = effect.decoded.a_registers, effect.decoded.d_registers
         return register in (taken if flags == _TAKEN else given if flags == _GIVEN else taken + given)
 
     def issue(self, effect: Effect) -> None:
-        """A wgmma meets others, and registers that it cannot see."""
+        """Check a wgmma against others, and for registers that it cannot see."""
         if not isinstance(effect, WgmmaProducts):
             return
         lanes, instruction = indices_of(effect.all_lanes), effect.instruction
@@ -117,14 +117,14 @@ class RegistersInUse(Check):
         self.mark(effect)
 
     def mark(self, effect: WgmmaProducts) -> None:
-        """Its registers are in use."""
+        """Mark the registers of a wgmma as in use."""
         lanes = indices_of(effect.all_lanes)
         for rows, flag in zip(effect.decoded.rows, (_TAKEN, _GIVEN), strict=True):
             self.used[rows, lanes] |= flag
             self.in_use.update(rows[:, 0].tolist())
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """The registers are free, but for those that others use."""
+        """Free the registers of a wgmma, but for those that others use."""
         if isinstance(effect, WgmmaProducts):
             for rows in effect.decoded.rows:
                 self.used[rows, indices_of(effect.all_lanes)] = 0
@@ -134,7 +134,7 @@ class RegistersInUse(Check):
                     self.mark(other)
 
     def register_fence(self, lanes: Lanes) -> None:
-        """What the registers hold now can be seen."""
+        """Record that wgmma can see what the registers hold now."""
         for place in self.since:
             self._row(place)[lanes] = 0
         if count_of(lanes) == self.machine.lanes:
@@ -163,7 +163,10 @@ class RegisterAccess(NamedTuple):
 
 @remembered
 def concerned(entry: Entry) -> dict[int, RegisterAccess]:
-    """Instructions that read or write registers which some wgmma takes or gives, or write what is copied to these."""
+    """Find instructions that read or write registers of some wgmma, or write what is copied to these.
+
+    The registers of a wgmma are those that it takes or gives.
+    """
     theirs, seen = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
     found, behind_fence = {}, False
     for pc, instruction in enumerate(entry.instructions):

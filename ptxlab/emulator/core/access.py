@@ -17,7 +17,7 @@ AccessSizes = int | Array  # of accesses: of all, or of each
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """One memory instruction, as the watchers see it: `size` bytes per lane."""
+    """A memory instruction as the watchers see it; it accesses `size` bytes per lane."""
 
     instruction: Instruction
     kind: str  # "load", "store" or "atomic"

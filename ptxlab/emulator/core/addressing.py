@@ -16,7 +16,7 @@ Locate = Callable[..., Array]  # lanes[, sizes]
 
 
 def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Locate:
-    """Function lanes -> arena offsets (int64, one per lane), checked for alignment and bounds.
+    """Build a function lanes -> arena offsets (int64, one per lane) that checks their alignment and bounds.
 
     Its second argument, the bytes that each lane touches, may differ from the access's size, by which they are aligned.
     """
@@ -95,17 +95,17 @@ def first_parameter(machine: Machine) -> int:
 
 
 def furthest(offsets: Array, sizes: AccessSizes) -> int:
-    """Where the last access ends."""
+    """Return the offset at which the last of the accesses ends."""
     return int(np.maximum.reduce(offsets)) + sizes if isinstance(sizes, int) else int((offsets + sizes).max())
 
 
 def size_at(sizes: AccessSizes, index: int) -> int:
-    """The size of one access."""
+    """Return the size of the access at an index, in bytes."""
     return sizes if isinstance(sizes, int) else int(sizes[index])
 
 
 def mark_written(machine: Machine, access: MemoryAccess, lanes: Lanes, region: Region) -> None:
-    """A store to the region: remember it, or refuse."""
+    """Record that a store writes to the region, or raise if the region is read-only."""
     if not region.writable:
         if region.name.startswith("argument"):
             raise ArgumentError(region.name, "has to be writeable, the kernel stores to it", "a read-only array")
@@ -114,7 +114,7 @@ def mark_written(machine: Machine, access: MemoryAccess, lanes: Lanes, region: R
 
 
 def elements(operand: ir.Operand, count: int) -> ir.Operands:
-    """The registers of a vector operand."""
+    """Return the registers of a vector operand; raise ValueError unless there are `count`."""
     items = operand.items if isinstance(operand, ir.Vector) else (operand,)
     if len(items) != count:
         raise ValueError(f"{len(items)} registers for {count} elements")

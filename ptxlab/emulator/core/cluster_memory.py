@@ -20,7 +20,7 @@ _WITHIN = (1 << _RANK) - 1
 
 
 class ClusterMemory:
-    """Who is in a cluster with whom, and where their shared windows are."""
+    """The clusters of a wave: the blocks of each, and where their shared windows are."""
 
     def __init__(self, wave: Wave) -> None:
         x, y, z = wave.launch.cluster
@@ -30,13 +30,13 @@ class ClusterMemory:
         self.first_window = int(self.windows[0]) if len(self.windows) else 0
 
     def first(self, lanes: Lanes) -> Array:
-        """The first block of each lane's cluster."""
+        """Return the first block of each lane's cluster."""
         block: Array = self.block[lanes]
         result: Array = block - block % self.size
         return result
 
     def block_at(self, offsets: Array) -> Array:
-        """The blocks whose shared windows hold these arena offsets; -1 for anywhere else."""
+        """Return the blocks whose shared windows hold these arena offsets; -1 for an offset outside all windows."""
         found = np.searchsorted(self.windows, offsets, "right") - 1
         inside = (found >= 0) & (offsets < self.windows[found] + self.wave.launch.window_bytes)
         return np.where(inside, found, -1)
@@ -44,11 +44,11 @@ class ClusterMemory:
     # Addresses
 
     def is_far(self, addresses: Array) -> bool:
-        """Whether any of the addresses names a block by its rank."""
+        """Tell whether any of the addresses names a block by its rank."""
         return len(addresses) > 0 and int(addresses.max()) > _WITHIN
 
     def resolve(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> tuple[Array, Array]:
-        """(block, address in its own view) of addresses in the window of the cluster."""
+        """Resolve addresses in the window of the cluster to (block, address in its own view)."""
         ranks = addresses >> _RANK
         self.check_ranks(instruction, lanes, ranks - 1)
         blocks = np.where(ranks == 0, self.block[lanes], self.first(lanes) + ranks - 1)
@@ -56,17 +56,17 @@ class ClusterMemory:
         return blocks, addresses & _WITHIN
 
     def mapped(self, instruction: Instruction, lanes: Lanes, addresses: Array, ranks: Array) -> Array:
-        """The addresses of the same bytes of the blocks with these ranks."""
+        """Return the addresses of the same bytes in the blocks with these ranks."""
         self.check_ranks(instruction, lanes, ranks)
         return (ranks + 1) << _RANK | addresses & _WITHIN
 
     def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
-        """Addresses in the window of the cluster as generic ones."""
+        """Convert addresses in the window of the cluster to generic ones."""
         blocks, within = self.resolve(instruction, lanes, addresses)
         return self.windows[blocks] + within - SHARED_START + BASE
 
     def from_generic(self, lanes: Lanes, addresses: Array) -> Array:
-        """Generic addresses of shared memory in the window of the cluster."""
+        """Convert generic addresses of shared memory to addresses in the window of the cluster."""
         blocks = self.block_at(addresses - BASE)
         within = addresses - BASE - self.windows[blocks] + SHARED_START
         far = blocks != self.block[lanes]
@@ -74,7 +74,10 @@ class ClusterMemory:
         return result
 
     def shifts(self, instruction: Instruction, indices: Array, masks: Array) -> tuple[Array, Array]:
-        """For each lane and each block of its mask: (position of the lane, distance from its own window)."""
+        """Find the distance from each lane's own window to that of each block in its mask.
+
+        Returns, for each lane and each such block, (position of the lane, distance).
+        """
         ranks = np.arange(16)
         who, to = np.nonzero(masks[:, None] >> ranks.astype(np.uint16) & np.uint16(1))
         lanes = indices[who]

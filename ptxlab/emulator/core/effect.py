@@ -15,20 +15,23 @@ NONE = np.zeros(0, np.int64)
 
 
 def spans(starts: Array, sizes: Array, unit: int = 1) -> Array:
-    """The units of all [start, start + size), one after another; both are multiples of the unit."""
+    """List the numbers of the units in all [start, start + size), one span after another.
+
+    Starts and sizes are multiples of the unit.
+    """
     counts = sizes // unit
     first = np.repeat(starts // unit - (np.cumsum(counts) - counts), counts)
     return first + np.arange(len(first))
 
 
 def by_entry(hit: Array, sizes: Array) -> Array:
-    """One bool per byte of entries of these sizes -> per entry, whether any of its bytes is hit."""
+    """Tell for each entry whether any of its bytes is hit, from one bool per byte of entries of these sizes."""
     return np.bincount(np.repeat(np.arange(len(sizes)), sizes), hit, len(sizes)) > 0
 
 
 @dataclass(eq=False, kw_only=True)
 class Effect:
-    """What one execution of an instruction asks for, one entry per lane or warp."""
+    """Asynchronous work that one execution of an instruction asks for, with one entry per lane or warp."""
 
     instruction: Instruction
     kind: str  # whose groups it belongs to: "cp.async"; "bulk", the copy engine's; "wgmma", the tensor cores'
@@ -45,22 +48,22 @@ class Effect:
 
     @property
     def reads(self) -> Places:
-        """What of memory it reads."""
+        """Spans of memory that the effect reads."""
         return NONE, NONE, NONE
 
     @property
     def writes(self) -> Places:
-        """What of memory it writes."""
+        """Spans of memory that the effect writes."""
         return NONE, NONE, NONE
 
     def read_units(self, unit: int) -> Array:
-        """Of what it reads all units of so many bytes, by their numbers; every check asks for them."""
+        """List the numbers of the `unit`-byte units that the effect reads, kept because every check asks for them."""
         if (unit, False) not in self.units:
             self.units[unit, False] = spans(*self.reads[1:], unit)
         return self.units[unit, False]
 
     def written_units(self, unit: int) -> Array:
-        """Those of what it writes."""
+        """List the numbers of the `unit`-byte units that the effect writes, kept as those that it reads."""
         if (unit, True) not in self.units:
             self.units[unit, True] = spans(*self.writes[1:], unit)
         return self.units[unit, True]
@@ -80,7 +83,7 @@ class Effect:
 
     @property
     def in_order(self) -> bool:
-        """Whether the lanes' earlier effects of its kind have to land first."""
+        """True if the lanes' earlier effects of the same kind have to land first."""
         return self.arrives or self.kind == "wgmma"
 
     def take(self, memory: Memory) -> None:
@@ -90,11 +93,11 @@ class Effect:
         """Write the results, if there are any."""
 
     def only(self, mask: Array) -> Self:
-        """Some of the entries."""
+        """Return the effect with only the entries where `mask` holds."""
         return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == Array})
 
     def split(self, mask: Array) -> tuple[Self | None, Self | None]:
-        """The entries where `mask` holds, and the others; None stands for no entry."""
+        """Split the entries into those where `mask` holds and the others; None stands for no entry."""
         if mask.all():
             return self, None
         return (self.only(mask), self.only(~mask)) if mask.any() else (None, self)

@@ -33,10 +33,10 @@ class Notified(Protocol):
         """Lanes that are parked at it."""
 
     def expect(self, size: int) -> None:
-        """Bytes are to come; negative: have come."""
+        """Count bytes that are to come; negative: that have come."""
 
     def arrive(self, count: int) -> None:
-        """Arrivals."""
+        """Count arrivals."""
 
 
 class EffectQueue(Unit):
@@ -55,7 +55,7 @@ class EffectQueue(Unit):
     # Issue
 
     def issue(self, effect: Effect) -> None:
-        """Lanes ask for something."""
+        """Put an effect that lanes ask for into the queue."""
         self.serial += 1
         effect.serial, effect.phase = self.serial, np.full(len(effect.lanes), -1)
         effect.group = np.where(effect.barrier < 0, self.committed[effect.kind][effect.lanes], UNGROUPED)
@@ -66,7 +66,7 @@ class EffectQueue(Unit):
             self.land(effect)
 
     def arrive(self, effect: Effect) -> None:
-        """Lanes want an mbarrier to hear when all their cp.async so far have landed: cp.async.mbarrier.arrive."""
+        """Have an mbarrier hear when all cp.async of the lanes so far have landed: cp.async.mbarrier.arrive."""
         place = np.full(self.machine.lanes, -1)
         place[effect.lanes] = effect.barrier
         for earlier in self.queue:
@@ -78,13 +78,13 @@ class EffectQueue(Unit):
         self.issue(effect)
 
     def commit(self, kind: str, lanes: Lanes) -> None:
-        """What the lanes have issued since their last commit becomes a group."""
+        """Make a group of what the lanes have issued since their last commit."""
         self.committed[kind][lanes] += 1
 
     # Waiting
 
     def wait(self, kind: str, lanes: Lanes, newest: int, only_read: bool = False) -> None:
-        """Lanes wait for their groups, all but the `newest` ones."""
+        """Complete the groups that lanes wait for, all but the `newest` ones."""
         end = np.full(self.machine.lanes, -1)
         end[lanes] = self.committed[kind][lanes] - newest
         waited = self.extract([effect.group < end[effect.lanes] if effect.kind == kind else None
@@ -100,7 +100,7 @@ class EffectQueue(Unit):
             self.queue += waited
 
     def observe(self, place: int) -> None:
-        """Lanes have seen the last phase of an mbarrier complete: what it has heard of in that phase is settled."""
+        """Settle what an mbarrier has heard of in its last phase, which lanes have seen complete."""
         phase = self.mbarriers[place].phase
         for effect in self.extract([(effect.barrier == place) & (effect.phase < phase) if effect.landed else None
                                     for effect in self.queue]):  # fmt: skip
@@ -108,7 +108,7 @@ class EffectQueue(Unit):
                 watcher.settled(effect)
 
     def phases(self, places: Array) -> Array:
-        """The current phase of each mbarrier; -1 where there is none."""
+        """Return the current phase of each mbarrier; -1 where there is none."""
         known, index = np.unique(places, return_inverse=True)
         barriers = [self.mbarriers.get(int(place)) for place in known]
         return np.array([-1 if barrier is None else barrier.phase for barrier in barriers])[index]
@@ -141,11 +141,11 @@ class EffectQueue(Unit):
         return True
 
     def state(self) -> object:
-        """What is under way."""
+        """List the effects in the queue, each with whether it has landed."""
         return [(effect.serial, effect.landed) for effect in self.queue]
 
     def part(self, effect: Effect, mask: Array) -> Effect:
-        """Part an effect of the queue in two, if need be; returns where `mask` holds."""
+        """Split an effect of the queue in two, if need be; return the part where `mask` holds."""
         chosen, others = effect.split(mask)
         at = self.queue.index(effect)
         self.queue[at : at + 1] = [part for part in (chosen, others) if part is not None]
@@ -169,7 +169,7 @@ class EffectQueue(Unit):
             self.tell(effect)
 
     def tell(self, effect: Effect) -> None:
-        """The mbarriers hear of an effect that has landed."""
+        """Tell the mbarriers of an effect that it has landed: subtract its bytes, or arrive."""
         sizes = effect.writes[2]
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             mine = effect.barrier == place

@@ -102,7 +102,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class SharedAccess:
-    """All executions of one load or store of shared memory, ldmatrix and stmatrix among them.
+    """Executions of one load or store of shared memory, ldmatrix and stmatrix among them.
 
     Attributes:
         path, line, text: where it stands.
@@ -127,7 +127,7 @@ class SharedAccess:
 
 @dataclass(frozen=True)
 class GlobalAccess:
-    """All executions of one load, store, atomic or `cp.async` of global memory.
+    """Executions of one load, store, atomic or `cp.async` of global memory.
 
     Attributes:
         path, line, text: where it stands.

@@ -17,30 +17,33 @@ Writer = Callable[[Lanes, Array], Any]
 
 
 def count_of(lanes: Lanes) -> int:
-    """Number of lanes in a set."""
+    """Count the lanes in a set."""
     return lanes.stop - lanes.start if isinstance(lanes, slice) else len(lanes)
 
 
 def indices_of(lanes: Lanes) -> Array:
-    """The lanes as a sorted index array."""
+    """Return the lanes of a set as a sorted index array."""
     return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
 
 
 def as_lanes(indices: Array) -> Lanes:
-    """The set of the given sorted, distinct indices; a slice if they are contiguous."""
+    """Return the set of the given sorted, distinct indices; a slice if they are contiguous."""
     first, last = int(indices[0]), int(indices[-1])
     return slice(first, last + 1) if last - first + 1 == len(indices) else indices
 
 
 def merge(a: Lanes, b: Lanes) -> Lanes:
-    """Union of two disjoint sets."""
+    """Unite two disjoint sets."""
     both = np.concatenate((indices_of(a), indices_of(b)))
     both.sort(kind="stable")
     return as_lanes(both)
 
 
 def split(lanes: Lanes, mask: Array) -> tuple[Lanes | None, Lanes | None]:
-    """The lanes where `mask` (one bool per lane of the set) holds, and the others; None stands for nobody."""
+    """Split a set into the lanes where `mask` (one bool per lane of the set) holds and the others.
+
+    None stands for an empty set.
+    """
     chosen = int(np.count_nonzero(mask))
     if chosen == count_of(lanes):
         return lanes, None

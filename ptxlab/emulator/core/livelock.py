@@ -19,7 +19,10 @@ class LivelockDetector:
     """Watches a wave. `look` is called whenever so many steps as `due` have been taken."""
 
     def __init__(self, wave: Wave, ready: dict[int, Lanes], state: Callable[[], object], turns: int) -> None:
-        """`ready`, `state`: the scheduler's. `turns`: steps within which every lane that can run has had its turn."""
+        """Watch the scheduler's `ready` and `state`.
+
+        `turns`: steps within which every lane that can run has had its turn.
+        """
         self.wave, self.ready, self.state, self.turns = wave, ready, state, turns
         self.began = wave.launch.steps
         self.due = self.began + FIRST
@@ -27,7 +30,7 @@ class LivelockDetector:
         self.whole: tuple[int, bytes] | None = None  # when, and the digest
 
     def look(self, last: int) -> bool:
-        """Whether the wave is in a state in which it has been before; `last` is where the scheduler has been."""
+        """Tell whether the wave is in a state in which it has been before; `last` is where the scheduler has been."""
         steps = self.wave.launch.steps
         if self.sample is None:
             self.sample = last, {pc: self.registers(pc) for pc in self.ready}
@@ -41,19 +44,22 @@ class LivelockDetector:
         return False
 
     def is_like_sample(self, last: int) -> bool:
-        """Whether lanes stand at the same places, with the same registers as far as one lane at each tells."""
+        """Tell whether the wave looks as it did when the sample was taken.
+
+        It does if lanes stand at the same instructions and the first lane at each has the same registers.
+        """
         assert self.sample is not None
         then, known = self.sample
         places = last == then and self.ready.keys() == known.keys()
         return places and all(self.registers(pc) == registers for pc, registers in known.items())
 
     def registers(self, pc: int) -> list[bytes]:
-        """Those of the first lane at a place."""
+        """Return the registers of the first lane at an instruction, as bytes of each file."""
         lane = indices_of(self.ready[pc])[0]
         return [file[:, lane].tobytes() for file in self.wave.files.values()]
 
     def digest(self) -> bytes:
-        """Of all registers, memory and barriers."""
+        """Compute a digest of all registers, memory, places of lanes and barriers."""
         digest = blake2b(self.wave.memory.arena.data)
         for file in self.wave.files.values():
             digest.update(file.data)

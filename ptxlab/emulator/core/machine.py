@@ -64,17 +64,17 @@ class Parked:
 
 
 class Unit:
-    """What a machine has beside its lanes, such as barriers or a queue of copies: see `Machine.unit`."""
+    """A part of a machine beside its lanes, such as barriers or a queue of copies: see `Machine.unit`."""
 
     def __init__(self, machine: "Machine") -> None:
         self.machine = machine
 
     def waiters(self) -> Iterator[Parked]:
-        """Lanes that are parked here."""
+        """Yield the lanes that are parked here."""
         yield from ()
 
     def look_again(self) -> None:
-        """Some lanes have ended: let those go who wait for no others."""
+        """Release the parked lanes that wait for no others, now that some lanes have ended."""
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Do something that has been asked for, if need be only what lanes wait for; False if there is nothing."""
@@ -85,11 +85,11 @@ class Unit:
         return False
 
     def state(self) -> object:
-        """What has to be other than before if anything has happened here; told apart by its `repr`."""
+        """Return an object whose `repr` changes whenever anything happens in this unit."""
         return None
 
     def finish(self) -> None:
-        """All lanes have ended."""
+        """Finish the wave: all lanes have ended."""
 
 
 AnyUnit = TypeVar("AnyUnit", bound=Unit)
@@ -120,7 +120,7 @@ class Machine(Wave):
         self.done_before = 0  # while binding: instructions before this one are done by an earlier one's handler
 
     def unit(self, kind: type[AnyUnit]) -> AnyUnit:
-        """The machine's unit of a kind, made when an instruction or a check first asks for it."""
+        """Return the machine's unit of a kind, made when an instruction or a check first asks for it."""
         if kind not in self.units:
             self.units[kind] = kind(self)
         found = self.units[kind]
@@ -128,7 +128,7 @@ class Machine(Wave):
         return found
 
     def state(self) -> object:
-        """What has to be other than before if anything has happened, registers, memory and places apart."""
+        """Return an object whose `repr` changes whenever anything happens, registers, memory and places apart."""
         return self.living, [unit.state() for unit in self.units.values()]
 
     # Binding
@@ -139,7 +139,7 @@ class Machine(Wave):
         return self.launch.entry.targets
 
     def bound(self, instruction: Instruction, pc: int) -> Handler:
-        """The handler of one instruction, with the checks that were asked for around it, behind its guard."""
+        """Bind one instruction to its handler, wrapped in the checks that were asked for and in its guard."""
         head, *more = instruction.opcode.split(".")
         try:
             bind = BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
@@ -160,7 +160,7 @@ class Machine(Wave):
         return handler
 
     def guarded(self, handler: Handler, predicate: Reader, pc: int) -> Handler:
-        """The handler for those lanes whose predicate holds; the others go on."""
+        """Wrap a handler so that the lanes whose predicate holds run it and the others go on."""
 
         def run(lanes: Lanes) -> Successors:
             chosen, others = split(lanes, predicate(lanes))
@@ -172,7 +172,10 @@ class Machine(Wave):
         return run
 
     def in_parts(self, handler: Handler, pc: int) -> Handler:
-        """The handler of strong stores: in mode "late" some lanes execute it later, so others see a part of them."""
+        """Wrap the handler of a strong store so that, in mode "late", some lanes execute it later.
+
+        Other lanes then see a part of the warp's stores.
+        """
         if self.launch.options.mode != "late":
             return handler
 
@@ -207,7 +210,7 @@ class Machine(Wave):
         self.ready[pc] = lanes if known is None else merge(known, lanes)
 
     def end(self, lanes: Lanes) -> None:
-        """Lanes that leave the kernel; who waits for them looks again."""
+        """End lanes, which leave the kernel, and have those that wait for them look again."""
         self.alive[lanes] = False
         self.living -= count_of(lanes)
         for watcher in self.watchers:
@@ -276,7 +279,7 @@ class Machine(Wave):
         return any(unit.answer_in_vain() for unit in self.units.values())
 
     def running(self, ready: dict[int, Lanes]) -> list[str]:
-        """The places of lanes that can run, or some of them."""
+        """Name the places of lanes that can run, at most `MOST_PLACES` of them."""
         places = [self.place(self.code[min(pc, len(self.code) - 1)], those) for pc, those in sorted(ready.items())]
         more = [f"and {len(places) - MOST_PLACES} places more"] if len(places) > MOST_PLACES else []
         return places[:MOST_PLACES] + more

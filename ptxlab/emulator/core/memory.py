@@ -36,7 +36,7 @@ class Region:
     variables: Sequence[Variable] = ()  # those that lie in it, in order
 
     def place(self, at: int) -> str:
-        """A byte of it, in words."""
+        """Name a byte of the region in words."""
         for variable in reversed(self.variables):
             if variable.offset <= at and (at < variable.offset + variable.size or not variable.size):
                 return f"byte {at} of {self.name} ({LOCAL_NAME.sub('', variable.name)} + {at - variable.offset})"
@@ -55,7 +55,7 @@ class Memory:
     def reserve(
         self, name: str, size: int, writable: bool = True, gap: int = GAP, variables: Sequence[Variable] = ()
     ) -> Region:
-        """A new region of `size` bytes behind all others, and `gap` free bytes behind it."""
+        """Reserve a region of `size` bytes behind all others, with `gap` free bytes behind it."""
         region = Region(name, self.size, self.size + size, writable, variables=variables)
         self.regions.append(region)
         self.size = ceil_div(region.end, ALIGN) * ALIGN + gap
@@ -73,28 +73,28 @@ class Memory:
         self.ends_array = np.array([region.end for region in self.regions], np.int64)
 
     def region_of(self, offset: int) -> Region | None:
-        """The region that begins last at or before `offset`; None before the first."""
+        """Return the region that begins last at or before `offset`; None before the first."""
         index = bisect_right(self.starts, offset) - 1
         return self.regions[index] if index >= 0 else None
 
     def touched(self, offsets: Array, end: int) -> Region | None:
-        """The one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
+        """Return the one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
         region = self.region_of(int(np.minimum.reduce(offsets)))
         return region if region and end <= region.end else None
 
     def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
-        """For accesses to several regions: which lie outside (bool per access), and the regions of the rest."""
+        """Find which of the accesses to several regions lie outside (bool per access), and the regions of the rest."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
         outside = (index < 0) | (offsets + size > self.ends_array[index])
         return outside, [self.regions[i] for i in np.unique(index[~outside])]
 
     def byte(self, offset: int) -> str:
-        """The place of a valid arena offset, in words."""
+        """Name the byte at a valid arena offset in words."""
         region = self.region_of(offset)
         return region.place(offset - region.start) if region else f"offset {offset}"
 
     def describe(self, offset: int, size: int) -> str:
-        """Where an access of `size` bytes at a bad arena offset points, in words."""
+        """Describe in words where an access of `size` bytes at a bad arena offset points."""
         region = self.region_of(offset)
         following = next((r for r in self.regions if r.start > offset), None)
         if following and offset >= following.start - GAP // 2:

@@ -15,7 +15,10 @@ Apply = Callable[[Lanes, Array], None]  # lanes and, for each, the mask of those
 
 
 def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Handler:
-    """Handler of a collective: `apply` runs once all lanes of a mask are here; without a mask, on whoever is."""
+    """Build the handler of a collective: `apply` runs once all lanes of a mask have come.
+
+    Without a mask, `apply` runs on the lanes that are there.
+    """
     read = machine.reader(mask, "u32") if mask is not None else None
     whole_warps = isinstance(mask, ir.Immediate) and mask.bits & 0xFFFFFFFF == 0xFFFFFFFF
     everybody = np.full(machine.lanes, 0xFFFFFFFF, np.uint32) if whole_warps else np.zeros(0, np.uint32)
@@ -41,7 +44,7 @@ def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -
 
 
 def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -> dict[int, Lanes]:
-    """Lanes arrive at a meeting of the lanes in their masks (u32 [lanes]); who has not ended has to come.
+    """Take lanes to a meeting of the lanes in their masks (u32 [lanes]); all that have not ended have to come.
 
     Returns where whole groups are now complete: instruction index -> lanes. The others are parked.
     """
@@ -69,7 +72,7 @@ def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -
 
 
 def pack_bits(flags: Array) -> Array:
-    """One bool per lane of the wave -> one u32 per warp."""
+    """Pack one bool per lane of the wave into one u32 per warp."""
     return np.packbits(flags.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
 
 

@@ -55,34 +55,34 @@ class Watcher:
         """The lanes that asked have waited for it, or for its operands to have been read."""
 
     def settled(self, effect: Effect) -> None:
-        """Somebody has waited for it at its mbarrier."""
+        """Handle an effect that somebody has waited for at its mbarrier."""
 
     def register_fence(self, lanes: Lanes) -> None:
-        """Lanes run wgmma.fence."""
+        """Handle a wgmma.fence of lanes."""
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
-        """What the lanes have written in these spaces becomes visible to the copy engine."""
+        """Handle a proxy fence: the copy engine now sees what the lanes have written in these spaces."""
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Lanes have initialised mbarriers at arena offsets."""
+        """Handle the initialisation of mbarriers at arena offsets."""
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Lanes arrive at an mbarrier."""
+        """Handle the arrival of lanes at an mbarrier."""
 
     def phase_complete(self, place: int) -> None:
-        """A phase of an mbarrier is complete."""
+        """Handle the completion of a phase of an mbarrier."""
 
     def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Lanes have seen that the last phase of an mbarrier is complete."""
+        """Handle lanes that have seen that the last phase of an mbarrier is complete."""
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """They have, of an mbarrier or of a cluster's barrier, and acquire."""
+        """Handle lanes that have seen a phase of an mbarrier or of a cluster's barrier complete, and acquire."""
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
-        """Lanes have waited for the kernel before."""
+        """Handle lanes that have waited for the kernel before."""
 
     def exit(self, lanes: Lanes) -> None:
-        """Lanes have left the kernel."""
+        """Handle lanes that have left the kernel."""
 
     def end(self) -> None:
-        """All lanes have ended."""
+        """Handle the end of all lanes."""

@@ -28,7 +28,7 @@ MOST_PRINTED = 1 << 20  # characters of a launch, as CUDA's buffer has by defaul
 
 @dataclass
 class LaunchState:
-    """What all waves of a launch share."""
+    """State that all waves of a launch share."""
 
     entry: Entry
     memory: Memory
@@ -62,14 +62,14 @@ class LaunchState:
     elapsed: int = 0  # on the step clock, by the waves before (`step_clock`)
 
     def print(self, text: str) -> None:
-        """What a kernel prints; beyond some length it is dropped, as on a GPU."""
+        """Add text that the kernel prints to the output, up to a length beyond which it is dropped, as on a GPU."""
         room = MOST_PRINTED - self.printed
         self.printed += len(text)
         if room > 0:
             self.output.append(text[:room])
 
     def wait_for_predecessors(self) -> None:
-        """The kernels before it have ended; what they have written is there."""
+        """Put into memory what the kernels before this one have written: they have ended."""
         self.has_waited = True
         while self.at_wait:
             start, written = self.at_wait.pop()
@@ -96,7 +96,7 @@ class LaunchState:
         return ceil_div(self.entry.local_bytes, 16) * 16
 
     def is_shared(self, offsets: Array) -> Array:
-        """Which arena offsets lie in a shared window."""
+        """Tell which arena offsets lie in a shared window."""
         if not len(self.shared_windows):
             return np.zeros(len(offsets), bool)
         last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
@@ -127,7 +127,7 @@ class Wave:
         self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * launch.local_pitch
 
     def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
-        """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""
+        """View the register's row as the type; `relaxed`: the low part of a register that may be wider."""
         kind = register.type, type_name, relaxed
         if kind not in self.views:
             width, bits = bits_of(register.type), bits_of(type_name)
@@ -140,7 +140,10 @@ class Wave:
         return result
 
     def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
-        """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: a wider register too."""
+        """Build a function lanes -> values of a source operand; constants have shape [1].
+
+        `relaxed`: a wider register too.
+        """
         if isinstance(operand, Register):
             row = self.row(operand, type_name, relaxed)
             if operand.negated:
@@ -152,7 +155,7 @@ class Wave:
         return lambda lanes: constant
 
     def constant(self, operand: Operand, type_name: str) -> Array:
-        """An immediate, or a variable's address, as an array of shape [1]."""
+        """Return an immediate, or a variable's address, as an array of shape [1]."""
         if type_name == "pred" and isinstance(operand, ir.Immediate):
             return np.array([operand.bits != 0])
         if isinstance(operand, ir.Symbol):
@@ -162,7 +165,7 @@ class Wave:
         raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
 
     def address_of(self, symbol: ir.Symbol) -> int:
-        """Address of a variable within its state space."""
+        """Return the address of a variable within its state space."""
         variable = symbol.variable
         if variable.space == "shared":
             return SHARED_START + variable.offset + symbol.offset
@@ -171,7 +174,7 @@ class Wave:
         return self.launch.addresses[id(variable)] + symbol.offset
 
     def writer(self, operand: Operand, type_name: str, relaxed: bool = False) -> Writer:
-        """Function (lanes, values) that stores into a destination.
+        """Build a function (lanes, values) that stores into a destination.
 
         `relaxed`: a wider register too, which the type's sign extends to.
         """
@@ -190,7 +193,7 @@ class Wave:
         return row.__setitem__
 
     def special(self, name: str, type_name: str) -> Reader:
-        """A special register."""
+        """Build a function lanes -> values of a special register."""
         launch, (base, _, axis) = self.launch, name[1:].partition(".")
         dtype = DTYPES[type_name]
         if base in ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi"):
@@ -248,31 +251,31 @@ class Wave:
     # Places
 
     def place_of(self, lane: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(block index, thread index) of a lane."""
+        """Return (block index, thread index) of a lane."""
         x, y, _ = self.launch.block
         block, thread = divmod(int(lane), self.stride)
         bx, by, bz = (int(i) for i in self.blocks[block])
         return (bx, by, bz), (thread % x, thread // x % y, thread // (x * y))
 
     def place(self, instruction: Instruction, lanes: Lanes) -> str:
-        """`path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
+        """Name lanes at an instruction: `path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
         more = count_of(lanes) - 1
         return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
 
     def first_fault(self, instruction: Instruction, lanes: Lanes, wrong: Array) -> tuple[int, str]:
-        """Of lanes, some of which are `wrong`: the position of the first that is, and its `fault_place`."""
+        """Return the position of the first lane that is `wrong`, and its `fault_place`."""
         first = int(np.argmax(wrong))
         return first, self.fault_place(instruction, int(indices_of(lanes)[first]))
 
     def fault_place(self, instruction: Instruction, lane: int) -> str:
-        """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
+        """Name a lane at an instruction: `path:line: `text`: block (0,0,0) thread (3,0,0)`."""
         block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))
         return f"{instruction.where}: block {block} thread {thread}"
 
 
 @lru_cache(maxsize=1 << 16)
 def literal(value: int, float_bits: int, type_name: str) -> Array:
-    """A constant as an array of shape [1], which is shared: every launch binds the same ones."""
+    """Return a constant as an array of shape [1], which is shared: every launch binds the same ones."""
     dtype, bits = DTYPES[type_name], bits_of(type_name)
     if float_bits and dtype.kind == "f":
         found = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}").astype(dtype)

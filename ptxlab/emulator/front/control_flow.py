@@ -16,14 +16,14 @@ _JUMPS = ("bra", "brx", "trap", *_LEAVES)
 
 
 def is_aligned(instruction: Instruction) -> bool:
-    """Whether all threads of a warp have to execute it together. `bar` stands for `barrier.aligned`."""
+    """Tell whether all threads of a warp have to execute it together. `bar` stands for `barrier.aligned`."""
     words = instruction.opcode.split(".")
     return "aligned" in words or (words[0] == "bar" and "warp" not in words)
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What is worth following of a kernel's control flow; all by instruction indices.
+    """Facts about a kernel's control flow that are worth following; all by instruction indices.
 
     aligned: the first `.aligned` instruction of each block (what follows in the block is executed by the same lanes),
         and all that have a guard.
@@ -59,7 +59,7 @@ class ControlFlowGraph:
                 self.before[successor].add(block)
 
     def reached(self, starts: Iterable[int], without: Collection[int] = (), backwards: bool = False) -> set[int]:
-        """Blocks on the ways from these, themselves among them, that do not lead through the others."""
+        """Find the blocks on the ways from these, themselves among them, that do not lead through the others."""
         todo = [start for start in starts if start not in without]
         found = set(todo)
         while todo:
@@ -99,7 +99,10 @@ def flow_of(entry: Entry) -> Flow:
 
 
 def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
-    """The natural loop that an edge closes; none if it does not go back to a block that all ways here lead through."""
+    """Find the blocks of the natural loop that an edge from `block` to `start` closes.
+
+    The set is empty if `start` is not a block that all ways to `block` lead through.
+    """
     if start > block and not graph.before[start] - {block}:  # most edges
         return set()
     body = graph.reached([block], without=[start], backwards=True)
@@ -107,7 +110,7 @@ def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
 
 
 def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, way: int) -> bool:
-    """Whether nothing on this way out is common to all ways from the block to the end; a mere `ret` may be."""
+    """Tell whether nothing on this way out is common to all ways from the block to the end; a mere `ret` may be."""
     for common in graph.reached([way]) - {END}:
         does = code[graph.first[common] : graph.last[common] + 1]
         is_bare = all(i.head in (*_LEAVES, "bra") and i.guard is None for i in does)

@@ -85,7 +85,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What a call calls, and the module has no body of: it is the driver's, or nobody's."""
+    """A function that a call names and the module has no body of: it is the driver's, or nobody's."""
 
     name: str
 
@@ -147,7 +147,7 @@ class Instruction:
         return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
 
     def seen_from(self, other: "Instruction") -> str:
-        """`line 5, `text``: how a message about another instruction speaks of this one."""
+        """Name this instruction for a message about another one: `line 5, `text``."""
         return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
 
 
@@ -173,7 +173,7 @@ class Entry:
 
     @cached_property
     def opcodes(self) -> frozenset[str]:
-        """Of all instructions; asked for by every launch, but not before the parser is done."""
+        """The opcodes of all instructions; asked for by every launch, but not before the parser is done."""
         return frozenset(instruction.opcode for instruction in self.instructions)
 
     @cached_property
@@ -182,17 +182,17 @@ class Entry:
         return frozenset(label.index for each in self.instructions for label in labels(each.operands))
 
     def uses(self, *beginnings: str) -> bool:
-        """Whether an opcode begins so."""
+        """Tell whether an opcode of the kernel begins with one of the strings."""
         return any(opcode.startswith(beginnings) for opcode in self.opcodes)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether it asks for anything that goes on while its threads do."""
+        """True if the kernel asks for anything that goes on while its threads do."""
         return self.uses("cp.async", "wgmma", "st.async", "red.async")
 
     @property
     def uses_async_proxy(self) -> bool:
-        """Whether some of it is done by the copy engine or the tensor cores on their own, as cp.async is not."""
+        """True if the copy engine or the tensor cores do work of the kernel on their own; cp.async is no such work."""
         return self.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
 
     @property
@@ -218,7 +218,7 @@ _NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "
 
 
 def remembered(function: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
-    """A function of an instruction or kernel whose answer is kept with it: every launch asks again.
+    """Keep the answer of a function of an instruction or kernel with its subject, as every launch asks again.
 
     It may be asked once the parser is done with its subject, which nobody changes from then on.
     """
@@ -236,17 +236,17 @@ def remembered(function: Callable[[Subject], Answer]) -> Callable[[Subject], Ans
 
 
 def line_of(path: str, line: int, here: str) -> str:
-    """A line, as a message about a line of the file `here` names it."""
+    """Name a line for a message about a line of the file `here`; the path is left out if it is the same."""
     return f"line {line}" + ("" if path == here else f" of {path}")
 
 
 def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
-    """` (called from line 7)`; empty for what is not in an inlined function."""
+    """Write the callers as ` (called from line 7)`; empty for what is not in an inlined function."""
     return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
 
 
 def flat(operands: Operands) -> Iterator[Operand]:
-    """All operands, those within vectors and addresses too."""
+    """Yield all operands, those within vectors and addresses too."""
     for operand in operands:
         yield operand
         if isinstance(operand, Vector):
@@ -256,10 +256,10 @@ def flat(operands: Operands) -> Iterator[Operand]:
 
 
 def registers(operands: Operands) -> list[Register]:
-    """All registers among operands."""
+    """List all registers among operands."""
     return [operand for operand in flat(operands) if isinstance(operand, Register)]
 
 
 def labels(operands: Operands) -> list[Label]:
-    """All labels among operands, those of a list of targets too."""
+    """List all labels among operands, those of a list of targets too."""
     return [operand for operand in flat(operands) if isinstance(operand, Label)]

@@ -48,7 +48,7 @@ class LaneType:
         return (-(1 << self.bits - 1), (1 << self.bits - 1) - 1) if self.signed else (0, (1 << self.bits) - 1)
 
     def decode(self, raw: Array) -> Array:
-        """Registers (unsigned, shape [n]) -> values (int64 [lanes, n], one row for a plain number)."""
+        """Decode registers (unsigned, shape [n]) to lane values (int64 [lanes, n]; one row for a plain number)."""
         if not self.count:
             return raw.view(f"i{raw.itemsize}").astype(np.int64)[None] if self.signed else raw.astype(np.int64)[None]
         shifts = np.arange(self.count, dtype=np.uint64)[:, None] * np.uint64(self.bits)
@@ -60,14 +60,14 @@ LaneTypes = dict[str, LaneType]
 
 
 def wrap(values: Array, to: LaneType) -> Array:
-    """Integers modulo 2^bits, in the range of the type."""
+    """Reduce integers modulo 2^bits to the range of the type."""
     spare = np.int64(64 - to.bits)
     shifted = values << spare
     return shifted >> spare if to.signed else (shifted.view(np.uint64) >> spare.view(np.uint64)).view(np.int64)
 
 
 def parse_annotation(text: str, opcode: str) -> LaneTypes:
-    """`d:u8x4 a:u8x4 ...` -> operand letter -> type; ValueError says what is wrong with it."""
+    """Read `d:u8x4 a:u8x4 ...` as operand letter -> type; ValueError says what is wrong with it."""
     types: LaneTypes = {}
     for item in text.split():
         match = _TYPE.fullmatch(item)
@@ -102,7 +102,7 @@ def parse_annotation(text: str, opcode: str) -> LaneTypes:
 
 @dataclass(frozen=True, slots=True)
 class LaneOperation:
-    """How one opcode treats lanes: `compute` on wide values (None: bitwise, unchecked), and how to print it."""
+    """Effect of an opcode on packed lanes: `compute` on wide values (None: bitwise, unchecked), and how to print it."""
 
     letters: tuple[str, ...]
     compute: Callable[..., Array] | None
@@ -130,7 +130,7 @@ _OPERATIONS = {
 
 
 def operation_of(opcode: str) -> LaneOperation | None:
-    """The lane operation of an opcode, or None if the annotation has no meaning there."""
+    """Return the lane operation of an opcode, or None if the annotation has no meaning there."""
     name, *modifiers = opcode.split(".")
     if re.fullmatch(r"v[a-z]+[24]", name):
         return _OPERATIONS.get(name[:-1])

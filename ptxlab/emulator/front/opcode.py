@@ -20,14 +20,14 @@ class Opcode:
         self.name, *self.modifiers = text.split(".")
 
     def flag(self, name: str) -> bool:
-        """Whether the modifier is there."""
+        """Take a modifier if the opcode has it, and tell whether it has."""
         if name not in self.modifiers:
             return False
         self.modifiers.remove(name)
         return True
 
     def choice(self, *names: str, default: str | None = None) -> str:
-        """The one of the names that is there, else the default; neither: unknown."""
+        """Take the one of the names that is a modifier, else the default; without either the opcode is unknown."""
         for modifier in self.modifiers:
             if modifier in names:
                 self.modifiers.remove(modifier)
@@ -37,7 +37,7 @@ class Opcode:
         return default
 
     def type(self, *allowed: str) -> str:
-        """The first type among the modifiers that are left; `allowed` names the types that the operation has."""
+        """Take the first type among the modifiers that are left; `allowed` names the types that the operation has."""
         found = self.choice(*DTYPES)
         if allowed and found not in allowed:
             raise UnknownOpcode(self.text)
@@ -52,7 +52,7 @@ class Opcode:
 
     @property
     def floating(self) -> bool:
-        """Whether the last type named is a floating-point one."""
+        """True if the last type named is a floating-point one."""
         types = [m for m in self.modifiers if m in DTYPES]
         return bool(types) and is_float(types[-1])
 
@@ -62,13 +62,13 @@ Builder = Callable[[Opcode], Meaning]
 
 
 class OpcodeTable(Generic[Meaning]):
-    """What opcodes mean: a builder per name takes the modifiers, on integers and floating-point types apart."""
+    """Meanings of opcodes: a builder per name takes the modifiers, on integers and floating-point types apart."""
 
     def __init__(self) -> None:
         self._builders: dict[tuple[str, bool], Builder[Meaning]] = {}
 
     def enter(self, *names: str, floating: bool | None = None) -> Callable[[Builder[Meaning]], Builder[Meaning]]:
-        """Decorator: a builder of these names, on integers (False), floating-point types (True) or both (None)."""
+        """Decorate a builder of these names, on integers (False), floating-point types (True) or both (None)."""
 
         def entered(builder: Builder[Meaning]) -> Builder[Meaning]:
             for name in names:
@@ -79,7 +79,7 @@ class OpcodeTable(Generic[Meaning]):
         return entered
 
     def find(self, text: str, selectors: tuple[str, ...] = ()) -> Meaning:
-        """What an opcode such as "mad.lo.u32" means, with its operands' selectors.
+        """Find the meaning of an opcode such as "mad.lo.u32", with its operands' selectors.
 
         Raises `UnknownOpcode` for an unknown name, and where modifiers or selectors are left over.
         """

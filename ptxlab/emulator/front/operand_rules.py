@@ -16,10 +16,10 @@ _WIDE_SPECIALS = ("%clock64", "%globaltimer", "%gridid")  # the only ones of 64 
 
 @cache
 def agrees(register: str, taken: str) -> bool:
-    """Whether a register of one type may stand where an instruction takes another, their widths apart, as ptxas has it.
+    """Tell whether a register of one type may stand where an instruction takes another, their widths apart.
 
-    Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32 untyped bits, except
-    to a single float. Predicates are told by their width.
+    This follows ptxas. Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32
+    untyped bits, except to a single float. Predicates are told by their width.
     """
     if "pred" in (register, taken):
         return True
@@ -30,7 +30,10 @@ def agrees(register: str, taken: str) -> bool:
 
 
 def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
-    """ValueError for a register or constant of another kind than the instruction takes, a float for an integer."""
+    """Raise ValueError for a register or constant of another kind than the instruction takes.
+
+    For example, a float is refused where it takes an integer.
+    """
     for operand, taken in zip(operands, types, strict=False):
         if isinstance(operand, Register) and not agrees(operand.type, taken):
             raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{taken}")
@@ -43,7 +46,10 @@ def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
 
 
 def check_operands(instruction: Instruction) -> None:
-    """ValueError for constants out of range, or what has to be one and is not; for a special register but in cvt."""
+    """Raise ValueError for constants out of range, and for what has to be a constant and is not.
+
+    A special register is refused, too, except by cvt.
+    """
     name, operands = instruction.head, instruction.operands
     if name == "lop3" and not isinstance(operands[4], ir.Immediate):
         raise ValueError("the table of lop3 is a constant")
@@ -55,13 +61,13 @@ def check_operands(instruction: Instruction) -> None:
 
 
 def refuse_specials(operands: Iterable[Operand]) -> None:
-    """ValueError if there is a special register among the operands."""
+    """Raise ValueError if there is a special register among the operands."""
     if any(isinstance(operand, ir.Special) for operand in operands):
         raise ValueError("special registers are read by mov and cvt")
 
 
 def check_special(special: ir.Special, bits: int) -> None:
-    """ValueError if a mov of so many bits cannot read it."""
+    """Raise ValueError if a mov of so many bits cannot read it."""
     own = 64 if special.name in _WIDE_SPECIALS else 32
     if bits > own or (bits < own == 64 and special.name != "%gridid"):
         raise ValueError(f"{special.name} has {own} bits, the instruction takes {bits}")

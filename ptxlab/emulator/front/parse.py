@@ -41,7 +41,7 @@ class Scope:
     tables: dict[str, ir.Operands] = field(default_factory=dict)  # of .branchtargets: names of labels
 
     def chain(self) -> "Iterator[Scope]":
-        """This scope and those around it, innermost first."""
+        """Yield this scope and those around it, innermost first."""
         scope: Scope | None = self
         while scope:
             yield scope
@@ -174,7 +174,7 @@ class _Parser(Cursor):
     # Bodies
 
     def body(self, scopes: list[Scope]) -> None:
-        """`{ ... }`: instructions go to the entry, and the scope of each to `scopes`."""
+        """Read `{ ... }`: instructions go to the entry, and the scope of each to `scopes`."""
         self.expect("{")
         self.scope = Scope(self.scope)
         while not self.accept("}"):
@@ -242,7 +242,10 @@ class _Parser(Cursor):
     # Declarations
 
     def location(self) -> None:
-        """`.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`."""
+        """Read a `.loc` or `.file` directive.
+
+        `.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`
+        """
         if self.accept(".file"):
             file = self.integer()
             self.files[file] = self.take().strip('"')
@@ -297,7 +300,7 @@ class _Parser(Cursor):
             self.expect(",")
 
     def kind(self, space: str) -> tuple[str, int, int]:
-        """(type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
+        """Read (type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
         align, type_name, vector = 0, "", 1
         while self.token.startswith("."):
             word = self.take()[1:]
@@ -322,7 +325,7 @@ class _Parser(Cursor):
         return type_name, align or element * vector, vector
 
     def variable(self, space: str, type_name: str, align: int, vector: int) -> Variable:
-        """A variable's name, dimensions and initial values."""
+        """Read a variable's name, dimensions and initial values."""
         name, count, element = self.word("a name"), vector, DTYPES[type_name].itemsize
         while self.accept("["):
             count *= 0 if self.token == "]" else self.integer()
@@ -337,7 +340,10 @@ class _Parser(Cursor):
         return variable
 
     def initialise(self, variable: Variable, element: int) -> None:
-        """Initial values: numbers, or addresses and perhaps numbers, whose bytes are known once there is memory."""
+        """Read initial values: numbers, or addresses and perhaps numbers.
+
+        The bytes of addresses are known once there is memory.
+        """
 
         def values() -> Iterator[int | ir.Symbol | ir.Function]:
             if self.accept("{"):
@@ -366,7 +372,7 @@ class _Parser(Cursor):
             self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
 
     def pointer(self) -> ir.Symbol | ir.Function:
-        """`generic(variable)+4`, `variable`, or the name of a function."""
+        """Read `generic(variable)+4`, `variable`, or the name of a function."""
         is_generic = self.texts[self.at + 1] == "(" and self.accept("generic") and self.accept("(")
         name = self.word("a variable")
         if is_generic:
@@ -379,7 +385,7 @@ class _Parser(Cursor):
         return ir.Symbol(known, self.offset())
 
     def registers(self) -> None:
-        """`.reg` has been read: `.b32 %r<10>, %a;`."""
+        """Read what follows `.reg`: `.b32 %r<10>, %a;`."""
         type_name = self.word("a type")[1:]
         if type_name not in DTYPES:
             unknown = f"registers of type .{type_name} are not emulated"
@@ -410,7 +416,7 @@ class _Parser(Cursor):
         self.scope.names[name] = what
 
     def known(self, name: str) -> Register | Variable | None:
-        """What a name has been declared as, in the innermost scope that has it."""
+        """Look a name up in the innermost scope that declares it; None if no scope does."""
         for scope in self.scope.chain():
             known = scope.names.get(name)
             if isinstance(known, str):  # first use: registers that are only declared take no row
@@ -455,11 +461,11 @@ class _Parser(Cursor):
         return first
 
     def offset(self) -> int:
-        """`+4-8`, perhaps nothing."""
+        """Read `+4-8`, perhaps nothing."""
         return self.constant(SUM, left=0).bits if self.token in ("+", "-") else 0
 
     def address(self) -> ir.Address:
-        """`[` has been read: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
+        """Read what follows `[`: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
         base = self.operand() if self.kinds[self.at] == "word" else ir.Immediate(self.integer())
         if isinstance(base, ir.Symbol):
             base, offset = replace(base, offset=0), base.offset
@@ -477,7 +483,7 @@ class _Parser(Cursor):
         return ir.Address(base, offset, coordinates)
 
     def named(self, name: str) -> Operand:
-        """What a name stands for; one that is not known yet may be a label."""
+        """Return the operand that a name stands for; one that is not known yet may be a label."""
         if name == "_":
             return ir.Sink()
         known = self.known(name)
@@ -562,7 +568,7 @@ class _Parser(Cursor):
         return self.variable("param", *self.kind("param")).name
 
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
-        """The operand with labels in place of names."""
+        """Replace the names in an operand by the labels that they stand for."""
         if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in ir.flat(operand.items)):
             return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
         if not isinstance(operand, Unresolved) or instruction.head == "call":
@@ -579,7 +585,7 @@ class _Parser(Cursor):
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:
-        """Static shared variables that the kernel names, in order of appearance, then dynamic shared memory."""
+        """Lay out the static shared variables that the kernel names, in order of appearance; then dynamic memory."""
         entry = self.entry
         named = [o.variable for i in entry.instructions for o in ir.flat(i.operands) if isinstance(o, ir.Symbol)]
         used = {id(variable): variable for variable in named if variable.space == "shared"}

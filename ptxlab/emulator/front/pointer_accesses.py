@@ -34,7 +34,7 @@ class PointerAccess:
 
 
 def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
-    """The accesses through every parameter of which all are known, by its name."""
+    """Find the accesses through each parameter, by its name; a parameter with an unknown access is left out."""
     pointers = _pointers(entry)
     unknown: set[str] = set()
     found: dict[str, set[PointerAccess]] = defaultdict(set)
@@ -56,7 +56,7 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
 
 
 def pointers_of(entry: Entry) -> set[str]:
-    """The parameters that are pointers for sure: some access has its address from them, and from no other."""
+    """Find the parameters that are pointers for sure: some access has its address from them, and from no other."""
     pointers = _pointers(entry)
     origins = (_origins(instruction, pointers) for instruction in entry.instructions)
     return {name for origin in origins if len(origin) == 1 for name in origin}
@@ -114,7 +114,7 @@ class _Meanings:
                 self.types[register].add(last if head in ("cvt", "set", "slct") else first)
 
     def access(self, instruction: Instruction) -> PointerAccess | None:
-        """What a load, a store or an atomic moves; None where its bits may be anything."""
+        """Return what a load, a store or an atomic moves; None where its bits may be anything."""
         _, *modifiers = instruction.opcode.split(".")
         types = [m for m in modifiers if m in DTYPES]
         if not types or ".param" in instruction.opcode:

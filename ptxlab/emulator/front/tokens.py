@@ -86,7 +86,7 @@ class Cursor:
         return self.texts[self.at]
 
     def take(self) -> str:
-        """Text of the next token, which is passed."""
+        """Pass the next token and return its text."""
         if self.kinds[self.at] == "end":
             self.fail("unexpected end of file")
         self.at += 1
@@ -179,7 +179,7 @@ class Cursor:
         return number, not number.float_bits and (self.texts[self.at - 1].endswith("U") or number.bits >= _U64 // 2)
 
     def comma_separated(self, item: Callable[[], Item], end: str) -> list[Item]:
-        """What `item` reads, again and again, up to `end`."""
+        """Call `item` for each of the items up to `end`, and list what it reads."""
         items: list[Item] = []
         while not self.accept(end):
             if items:
@@ -209,5 +209,5 @@ class Cursor:
 
 
 def _wrapped(value: int, unsigned: bool) -> int:
-    """The value in 64 bits."""
+    """Wrap a value to 64 bits, unsigned or signed."""
     return value % _U64 if unsigned else (value + _U64 // 2) % _U64 - _U64 // 2

@@ -26,21 +26,21 @@ _BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {"pred": 
 
 
 def bits_of(type_name: str) -> int:
-    """Width of a PTX type in bits; 1 for a predicate."""
+    """Return the width of a PTX type in bits; 1 for a predicate."""
     return _BITS[type_name]
 
 
 def is_signed(type_name: str) -> bool:
-    """Whether the type extends by its sign when it is widened."""
+    """Tell whether the type extends by its sign when it is widened."""
     return type_name[0] == "s"
 
 
 def is_float(type_name: str) -> bool:
-    """Whether the type is one of PTX's floating-point types."""
+    """Tell whether the type is one of PTX's floating-point types."""
     return type_name[0] == "f" or type_name.startswith("bf")
 
 
 def limits(type_name: str) -> tuple[int, int]:
-    """Smallest and largest value of an integer type."""
+    """Return the smallest and the largest value of an integer type."""
     bits = bits_of(type_name)
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if is_signed(type_name) else (0, (1 << bits) - 1)

@@ -22,7 +22,7 @@ from ptxlab.emulator.front.operand_rules import check_operands, require_kinds
 
 @dataclass(frozen=True)
 class AluOperation:
-    """What an opcode does: PTX types of destinations and sources in operand order, and the function.
+    """Meaning of an opcode: PTX types of destinations and sources in operand order, and the function.
 
     The pseudo-type "cc" is the carry flag, which is no operand. `compute` returns an array, or a tuple of as many as
     there are destinations. It takes the `optional` source too if the instruction has it.
@@ -46,19 +46,22 @@ Typed = list[tuple[ir.Operand, str]]
 
 @cache
 def alu_operation(text: str, selectors: tuple[str, ...] = ()) -> AluOperation:
-    """The form of a full opcode such as "mad.lo.u32", with its operands' selectors; raises `UnknownOpcode`."""
+    """Find the operation of a full opcode such as "mad.lo.u32", with its operands' selectors.
+
+    Raises `UnknownOpcode`.
+    """
     return _TABLE.find(text, selectors)
 
 
 def selectors_of(instruction: Instruction) -> tuple[str, ...]:
-    """Of a video instruction its operands' selectors, as a table of opcodes takes them."""
+    """Return the selectors of a video instruction's operands, as a table of opcodes takes them; else none."""
     selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
     return selectors if any(selectors) else ()
 
 
 @remembered
 def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed]:
-    """The operation, its destinations and its sources, each with the type it is taken as; the carry flag apart.
+    """Return the operation, its destinations and its sources, each with the type it is taken as; the carry flag apart.
 
     Raises `UnknownOpcode`, and ValueError for operands that the operation does not take.
     """
@@ -84,7 +87,7 @@ def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed
 
 @binder(ANY_OTHER)
 def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Handler of a register-to-register operation of the `alu` table."""
+    """Build the handler of a register-to-register operation of the `alu` table."""
     known, targets, sources = typed_operands(instruction)
     relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
     writers = [machine.writer(operand, t, relaxed) for operand, t in targets]

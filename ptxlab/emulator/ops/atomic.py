@@ -43,7 +43,7 @@ _VECTORS = {"f32": (2, 4), "f16": (2, 4, 8), "bf16": (2, 4, 8), "f16x2": (2, 4),
 
 
 def combination(name: str, t: str) -> Callable[..., Any]:
-    """old, operands -> new."""
+    """Return the function (old, operands) -> new of an atomic operation."""
     return _EXCHANGE.get(name) or alu_operation(f"{name}.{t}").compute
 
 
@@ -67,7 +67,7 @@ def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
 
 
 def rounds(offsets: Array) -> list[Array]:
-    """Positions of the accesses, so parted that no two of a part have the same address; repeats keep their order."""
+    """Split the positions of the accesses so that no two of a part have the same address; repeats keep their order."""
     order = np.argsort(offsets, kind="stable")
     ordered = offsets[order]
     first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
@@ -133,7 +133,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _reader(machine: Machine, items: ir.Operands, type_name: str) -> Reader:
-    """Function lanes -> values [lanes] of one register, [lanes, elements] of several."""
+    """Build a function lanes -> values [lanes] of one register, [lanes, elements] of several."""
     readers = [machine.reader(item, type_name) for item in items]
 
     def read(lanes: Lanes) -> Array:

@@ -29,7 +29,7 @@ def _cnot(op: Opcode) -> AluOperation:
 
 @cache
 def _two_input(table: int) -> Callable[[Array, Array], Array]:
-    """Function of (b, c) whose bit for b, c is `table >> (2b + c) & 1`."""
+    """Return the function of (b, c) whose bit for b, c is `table >> (2b + c) & 1`."""
     return {
         0b0000: lambda b, c: b ^ b, 0b1111: lambda b, c: ~(b ^ b),
         0b1000: lambda b, c: b & c, 0b0111: lambda b, c: ~(b & c),
@@ -43,7 +43,7 @@ def _two_input(table: int) -> Callable[[Array, Array], Array]:
 
 
 def lop3(a: Array, b: Array, c: Array, table: int) -> Array:
-    """Any bitwise function of three arrays: the result's bit for bits a, b, c is `table >> (4a + 2b + c) & 1`."""
+    """Compute any bitwise function of three arrays: the bit for bits a, b, c is `table >> (4a + 2b + c) & 1`."""
     if_clear, if_set = table & 15, table >> 4 & 15
     difference = if_clear ^ if_set
     if not difference:
@@ -118,7 +118,7 @@ def _count(op: Opcode) -> AluOperation:
     one = np.array([1], DTYPES[unsigned])
 
     def length(x: Array) -> Array:
-        """Position of the highest set bit, plus one."""
+        """Find the position of the highest set bit, plus one."""
         for shift in (1, 2, 4, 8, 16, 32)[: 5 if bits == 32 else 6]:
             x = x | x >> (one * shift).astype(x.dtype)
         return np.bitwise_count(x) if hasattr(np, "bitwise_count") else popcount(x)
@@ -139,14 +139,14 @@ def _count(op: Opcode) -> AluOperation:
 
 
 def popcount(x: Array) -> Array:
-    """Number of set bits."""
+    """Count the set bits of each value."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
     result: Array = np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32)
     return result
 
 
 def reverse_bits(x: Array) -> Array:
-    """Bit 0 becomes the highest bit."""
+    """Reverse the order of the bits: bit 0 becomes the highest one."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
     flipped = np.packbits(np.unpackbits(octets, axis=1, bitorder="little")[:, ::-1], axis=1, bitorder="little")
     return flipped.view(x.dtype)[:, 0]

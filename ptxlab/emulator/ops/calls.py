@@ -24,7 +24,7 @@ _WIDEST = 1024  # of one number
 
 
 def text_at(machine: Machine, instruction: Instruction, address: int) -> str:
-    """The C string at a generic address."""
+    """Read the C string at a generic address."""
     memory, start = machine.memory, address - BASE
     region = memory.region_of(start) if 0 <= start < memory.size else None
     if region is None or start >= region.end:
@@ -36,7 +36,7 @@ def text_at(machine: Machine, instruction: Instruction, address: int) -> str:
 
 @binder("call")
 def _call(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """A function without a body in the module; those with one have been put in place (`front.parse`)."""
+    """Bind a call of a function without a body in the module; those with one have been put in place (`front.parse`)."""
     name = next((each.name for each in instruction.operands if isinstance(each, ir.Function)), "")
     if name not in _KNOWN:
         raise UnknownOpcode(f"{instruction.opcode} {name}".strip())
@@ -51,7 +51,7 @@ def _call(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _reader(machine: Machine, instruction: Instruction, variable: ir.Variable) -> Callable[[Lanes], np.ndarray]:
-    """Function lanes -> values of a call's parameter, which lies in local memory."""
+    """Build a function lanes -> values of a call's parameter, which lies in local memory."""
     access = MemoryAccess(instruction, "load", "param", "weak", variable.type, 1, ())
     locate = locator(machine, access, ir.Address(ir.Symbol(variable)))
     view = machine.memory.arena.view(DTYPES[f"u{bits_of(variable.type)}"])
@@ -92,7 +92,7 @@ def _print(machine: Machine, instruction: Instruction, pc: int, variables: list[
 
 
 def _printed(machine: Machine, instruction: Instruction, form: str, at: int) -> tuple[str, int]:
-    """What a format makes of arguments that lie at an arena offset, each aligned to its size; and how many it took."""
+    """Format arguments that lie at an arena offset, each aligned to its size; return the text and how many it took."""
     taken = 0
 
     def argument(kind: str) -> int | float:
@@ -145,7 +145,7 @@ def _trap(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def compared(machine: Machine, pc: int, lane: int) -> str:
-    """`; line 7, `setp.ge.s32 %p1, %r3, %r4`: %r3 = 64, %r4 = 60`: the comparison that has led here, as it seems.
+    """Name the comparison that has led here, as it seems: `; line 7, `setp.ge.s32 %p1, %r3, %r4`: %r3 = 64, %r4 = 60`.
 
     It is the last one before whose predicate guards the instruction or a branch above it; empty if there is none.
     """

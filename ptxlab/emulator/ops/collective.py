@@ -16,14 +16,14 @@ from ptxlab.emulator.ops.floating import canonical, choose_extreme
 
 
 def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
-    """The operands of an instruction that takes so many."""
+    """Return an instruction's operands; raise ValueError unless there are `count`."""
     if len(instruction.operands) != count:
         raise ValueError(f"{instruction.opcode} takes {count} operands, not {len(instruction.operands)}")
     return instruction.operands
 
 
 def writers_of(machine: Machine, target: ir.Operand) -> tuple[Writer, Writer]:
-    """For the register and the predicate of a destination `d|p`, which may be without the latter."""
+    """Build the writers of the register and the predicate of a destination `d|p`, which may be without the latter."""
     if not isinstance(target, ir.Vector):
         return machine.writer(target, "u32"), machine.writer(ir.Sink(), "pred")
     if not target.pair:
@@ -33,7 +33,7 @@ def writers_of(machine: Machine, target: ir.Operand) -> tuple[Writer, Writer]:
 
 
 def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
-    """For each of the lanes, the bits of its warp's lanes where the flag is set."""
+    """Return, for each of the lanes, the bits of its warp's lanes where the flag is set."""
     full = np.zeros(machine.lanes, bool)
     full[lanes] = flags
     result: Array = pack_bits(full)[indices_of(lanes) // 32]
@@ -102,7 +102,7 @@ def _active(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def member_matrix(members: Array) -> Array:
-    """Masks u32 [n] -> bool [n, 32]."""
+    """Unpack masks u32 [n] to bool [n, 32]."""
     result: Array = members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
     return result
 
@@ -126,7 +126,7 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     absent = IDENTITY[name] if not floating else infinity if nan else np.nan
 
     def fold(rows: Array) -> Array:
-        """Rows [lanes, 32] -> what each lane gets."""
+        """Reduce rows [lanes, 32] to what each lane gets."""
         if floating:
             return canonical(reduce(choose, rows.T).astype(np.float32), t)
         reduced: Array = COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])

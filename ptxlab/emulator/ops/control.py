@@ -155,7 +155,10 @@ def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 @binder("createpolicy")
 def _policy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """A cache policy is a number that only accesses with `.L2::cache_hint` understand; nothing here depends on it."""
+    """Bind createpolicy, which writes a number as cache policy.
+
+    Only accesses with `.L2::cache_hint` understand it; nothing here depends on it.
+    """
     if instruction.opcode.split(".")[1:2] not in (["fractional"], ["range"], ["cvt"]):
         raise UnknownOpcode(instruction.opcode)
     write = machine.writer(instruction.operands[0], "b64")
@@ -164,7 +167,10 @@ def _policy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 @binder("griddepcontrol")
 def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Launches run one after the other: the grid before this one has always ended, as far as memory tells (`chain`)."""
+    """Bind griddepcontrol.
+
+    Launches run one after the other: the grid before this one has always ended, as far as memory tells (`chain`).
+    """
     if instruction.opcode == "griddepcontrol.launch_dependents":
         return lambda lanes: None
     if instruction.opcode != "griddepcontrol.wait":

@@ -64,7 +64,7 @@ def _convert(op: Opcode) -> AluOperation:
 
 
 def _check_rounding(mode: str, target: str, source: str) -> None:
-    """ValueError unless a mode is given where the result may need rounding, and none where it cannot."""
+    """Raise ValueError unless a mode is given where the result may need rounding, and none where it cannot."""
     to_float, narrower = is_float(target), bits_of(target.removesuffix("x2")) < bits_of(source)
     if is_float(source) and (not to_float or (target == source and mode)):
         allowed = tuple(INTEGRAL)
@@ -79,7 +79,7 @@ def _check_rounding(mode: str, target: str, source: str) -> None:
 
 
 def _exactly(a: Array) -> tuple[Array, Array]:
-    """Integers as hi + lo."""
+    """Represent integers as hi + lo."""
     if a.dtype.itemsize < 8:
         return a.astype(np.float64), np.zeros(len(a))
     upper, lower = a >> a.dtype.type(32), a & a.dtype.type(0xFFFFFFFF)
@@ -112,7 +112,7 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool, finite: bool) 
         raise UnknownOpcode(f"cvt.{target}.{source}")
 
     def convert(a: Array, b: Array) -> Array:
-        """The first source goes to the upper half."""
+        """Pack two numbers into a pair; the first source goes to the upper half."""
         pair = np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
         pair = np.where(pair <= 0, 0.0, pair) if relu else pair
         largest = LARGEST[element(target)] if finite else np.inf
@@ -122,7 +122,10 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool, finite: bool) 
 
 
 def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOperation:
-    """Between pairs of fp8, fp6 or fp4 and f32 or f16x2; to the narrow ones always saturating, as `.satfinite` says."""
+    """Convert between pairs of fp8, fp6 or fp4 and f32 or f16x2.
+
+    To the narrow ones it always saturates, as `.satfinite` says.
+    """
     packs, narrow = op.text.split(".")[-1] != pair, element(pair)
     is_fp4, other = narrow == "e2m1", op.type(*["f32"] * packs, "f16x2")
     if op.modifiers or mode != "rn" or finite != packs:
@@ -147,12 +150,12 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
 
 
 def _both(type_name: str, a: Array, b: Array | None) -> Array:
-    """A pair as float64 [lanes, 2], low half first: of two f32 the first goes to the upper half."""
+    """Widen a pair to float64 [lanes, 2], low half first: of two f32 the first goes to the upper half."""
     return widen(a, type_name) if b is None else np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
 
 
 def _powers(op: Opcode, mode: str, finite: bool) -> AluOperation:
-    """Between pairs of ue8m0 and f32 or bf16x2."""
+    """Convert between pairs of ue8m0 and f32 or bf16x2."""
     packs = not op.text.endswith("ue8m0x2")
     other = op.type(*["f32"] * packs, "bf16x2")
     if op.modifiers or mode not in (("rz", "rp") if packs else ("rn",)) or (finite and not packs):
@@ -180,7 +183,7 @@ def _tf32(op: Opcode, mode: str, relu: bool, finite: bool) -> AluOperation:
 
 
 def _pack(op: Opcode) -> AluOperation:
-    """cvt.pack.sat: two saturated integers beside each other, below what is left of a third."""
+    """Pack two saturated integers beside each other, below what is left of a third: cvt.pack.sat."""
     if not op.flag("sat"):
         raise UnknownOpcode(op.text)
     narrow = op.choice("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")

@@ -34,12 +34,12 @@ DIRECT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divid
 
 
 def saturate(x: Array) -> Array:
-    """Clamped to [0, 1]; NaN gives 0."""
+    """Clamp to [0, 1]; NaN gives 0."""
     return np.where(x > 0, np.minimum(x, 1), 0).astype(x.dtype)
 
 
 def canonical(x: Array, type_name: str) -> Array:
-    """The NaN that the hardware makes, for whatever NaN NumPy made."""
+    """Replace every NaN by the one that the hardware makes, whatever NaN NumPy made."""
     if type_name not in CANONICAL_NAN:
         return x
     nan = np.array([CANONICAL_NAN[type_name]], f"u{bits_of(type_name) // 8}").view(x.dtype)
@@ -58,7 +58,7 @@ def apply_bounds(result: Array, type_name: str, sat: bool, relu: bool) -> Array:
 def wide_operation(
     type_name: str, arity: int, exact: Callable[..., Any], mode: str, ftz: bool, sat: bool, relu: bool = False
 ) -> AluOperation:
-    """An operation given by `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
+    """Make an operation of `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
 
     def compute(*raw: Array) -> Array:
         inputs = [widen(x, type_name) for x in raw]
@@ -73,7 +73,7 @@ def wide_operation(
 
 
 def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, bool, bool]:
-    """(type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
+    """Take (type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
     mode, ftz, sat = op.choice(*MODES, default=default), op.flag("ftz"), op.flag("sat")
     t = op.type(*(types or FLOATS))
     if sat and t == "f32x2":
@@ -120,7 +120,7 @@ def _fma(op: Opcode) -> AluOperation:
 
 
 def _clear_outside(result: Array, a: Array, b: Array, type_name: str) -> Array:
-    """The result of fma.oob: 0 where a or b is the NaN that tensor copies fill in beyond a tensor, of either sign."""
+    """Clear the result of fma.oob where a or b is the NaN, of either sign, that tensor copies fill in outside."""
     halves, *factors = (np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1) for x in (result, a, b))
     is_outside = [x & np.uint16(0x7FFF) == OUTSIDE_NAN for x in factors]
     cleared = np.where(is_outside[0] | is_outside[1], np.uint16(0), halves)
@@ -128,7 +128,7 @@ def _clear_outside(result: Array, a: Array, b: Array, type_name: str) -> Array:
 
 
 def _fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array | tuple[Array, Array]:
-    """a * b + c: of f64 rounded, of narrower types, whose products are exact, as hi + lo."""
+    """Compute a * b + c: of f64 rounded, of narrower types, whose products are exact, as hi + lo."""
     return fused(a, b, c, mode) if type_name == "f64" else directed_sum(a * b, c, mode)
 
 
@@ -154,7 +154,7 @@ def _div(op: Opcode) -> AluOperation:
 
 @operation("rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", floating=True)
 def _function(op: Opcode) -> AluOperation:
-    """`.approx` functions are computed in float64 and rounded: their hardware results are near, not equal."""
+    """Compute `.approx` functions in float64 and round: their hardware results are near, not equal."""
     approximate = op.flag("approx")
     t, mode, ftz, _ = modifiers(op, default="rn" if approximate or op.name not in ("rcp", "sqrt") else "")
     if not approximate and op.name not in ("rcp", "sqrt"):
@@ -179,7 +179,7 @@ def _function(op: Opcode) -> AluOperation:
 
 
 def _of_upper_words(function: Callable[[Array], Array], x: Array) -> Array:
-    """A function of f64 on the upper 32 bits alone, as .approx.ftz has it; the lower ones of the result are zeros."""
+    """Apply a function of f64 to the upper 32 bits alone, as .approx.ftz does; those below are zeros in the result."""
     upper = np.uint64(0xFFFFFFFF << 32)
 
     def cut(values: Array) -> Array:
@@ -210,7 +210,10 @@ def _copysign(op: Opcode) -> AluOperation:
 
 
 def choose_extreme(smaller: bool, nan: bool) -> Callable[[Array, Array], Array]:
-    """Function that takes the smaller or the larger of two numbers; `nan`: a NaN, else the other number beside one."""
+    """Build a function that takes the smaller or the larger of two numbers.
+
+    Where one of them is a NaN it takes the NaN if `nan`, else the other number.
+    """
 
     def choose(x: Array, y: Array) -> Array:
         x_is_smaller = (x < y) | ((x == y) & np.signbit(x))  # -0 is below +0

@@ -53,7 +53,7 @@ def _by_halves(function: np.ufunc, a: Array, b: Array) -> Array:
 
 
 def multiply_high(a: Array, b: Array) -> Array:
-    """Upper half of the double-width product of two integer arrays of one dtype."""
+    """Compute the upper half of the double-width product of two integer arrays of one dtype."""
     bits = a.dtype.itemsize * 8
     if bits < 64:
         wide = f"{a.dtype.kind}{bits // 4}"
@@ -71,7 +71,7 @@ def multiply_high(a: Array, b: Array) -> Array:
 
 
 def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
-    """(source type, result type, function) of mul, mul24 and their multiply-adds."""
+    """Return (source type, result type, function) of mul, mul24 and their multiply-adds."""
     part = op.choice("lo", "hi", "wide", default="lo" if "24" in op.name else None)
     if "24" in op.name:
         t = op.type("u32", "s32")
@@ -207,7 +207,7 @@ _COMBINE: dict[str, np.ufunc] = {"and": np.logical_and, "or": np.logical_or, "xo
 
 
 def compare_operation(op: Opcode, result: str, t: str, compare: Callable[[Array, Array], Array]) -> AluOperation:
-    """setp and set: compare, combine with a predicate where the opcode says so, store one or two results.
+    """Build setp and set: compare, combine with a predicate where the opcode says so, store one or two results.
 
     Comparisons of packed pairs are [lanes, 2]; `result` is the type that set stores.
     """
@@ -239,7 +239,7 @@ def compare_operation(op: Opcode, result: str, t: str, compare: Callable[[Array,
 
 
 def set_results(t: str) -> tuple[str, ...]:
-    """Types that set stores of a comparison of a type."""
+    """List the types that set stores of a comparison of a type."""
     if t.endswith("x2"):
         return t, "u32", "s32"
     if t in ("f16", "bf16"):

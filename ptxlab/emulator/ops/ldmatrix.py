@@ -32,7 +32,7 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     watchers = machine.watchers
 
     def rows_of(lanes: Lanes, members: Array) -> tuple[Lanes, Array]:
-        """The lanes that give the address of a row, and where the rows lie."""
+        """Return the lanes that give the address of a row, and where the rows lie."""
         whole_warps(machine, instruction, lanes, members)
         givers = as_lanes(indices_of(lanes).reshape(-1, 32)[:, :rows].reshape(-1))
         return givers, locate(givers)
@@ -58,7 +58,7 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 @binder("movmatrix")
 def _transposed(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """A matrix, two elements of a row per lane, becomes its transpose."""
+    """Bind movmatrix: a matrix, two elements of a row per lane, becomes its transpose."""
     if instruction.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
         raise UnknownOpcode(instruction.opcode)
     write, read = machine.writer(instruction.operands[0], "b32"), machine.reader(instruction.operands[1], "b32")

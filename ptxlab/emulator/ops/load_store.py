@@ -13,7 +13,7 @@ from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
 
 
 def _without_policy(instruction: Instruction) -> ir.Operands:
-    """The two operands of a load or store; a third is a policy, which steers a cache."""
+    """Return the two operands of a load or store; a third is a policy, which steers a cache."""
     may = 3 if instruction.opcode.startswith("ld") or "L2::cache_hint" in instruction.opcode else 2
     if len(instruction.operands) > may:
         raise ValueError(f"{instruction.opcode} takes {may} operands, not {len(instruction.operands)}")
@@ -63,7 +63,7 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 @binder("prefetch")
 def _prefetch(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """A hint, that moves nothing; but what it names has to be there."""
+    """Bind prefetch: a hint, that moves nothing; but the address that it names has to be valid."""
     if "global" not in instruction.opcode.split("."):
         return lambda lanes: None
     locate = locator(machine, MemoryAccess(instruction, "load", "global", "weak", "b8", 1, ()), instruction.operands[0])

@@ -57,7 +57,7 @@ class DecodedMma:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The form of an opcode."""
+        """Decode the shape and types of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
         shape, saturates = opcode.choice(*_SHAPES), opcode.flag("satfinite")
@@ -89,7 +89,7 @@ class DecodedMma:
 
 
 def group(machine: Machine, start: int) -> int:
-    """Where the group of mma that begins here ends: a straight line of each of some A by each of some B."""
+    """Find the end of the group of mma that begins here: a straight line of each of some A by each of some B."""
     code = machine.code
 
     def types(instruction: Instruction) -> ir.Operands:
@@ -158,7 +158,10 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:
-    """Operands of all warps, below each other: bytes [warps, rows, bytes of k]; row 2 t + j at 4 j + t if `swap`."""
+    """Read the operands of all warps, below each other: bytes [warps, rows, bytes of k].
+
+    Row 2 t + j is at 4 j + t if `swap`.
+    """
     warps, (down, along) = count_of(lanes) // WARP, tiles[-1]  # the last tile of all
     quads = np.empty((warps, len(operands), down + 1, 8, along + 1), QUAD)
     for i, readers in enumerate(operands):
@@ -173,7 +176,7 @@ def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: boo
 
 
 def numbers(raw: Array, type_name: str) -> Array:
-    """Bytes [warps, rows, bytes of k] as numbers; the order of k is any, but the same for A and B."""
+    """Convert bytes [warps, rows, bytes of k] to numbers; the order of k is any, but the same for A and B."""
     if type_name in OPERANDS:
         return floats(raw.view(OPERANDS[type_name]), type_name)
     if type_name[1:] == "4":  # sixteen times the low halves of the bytes, then the high ones
@@ -183,13 +186,16 @@ def numbers(raw: Array, type_name: str) -> Array:
 
 
 def dots(a: Array, b: Array) -> Array:
-    """Each row of A times each column of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
+    """Multiply rows of A by columns of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
     products: Array = np.matmul(a, b.swapaxes(-1, -2))
     return products
 
 
 def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
-    """Function that adds products [warps, A, tile, row, B, j, t], columns 2 t + j, to the accumulators of each mma."""
+    """Build a function that adds products to the accumulators of each mma.
+
+    The products have the axes [warps, A, tile, row, B, j, t]; a column is 2 t + j.
+    """
     kind, places = np.dtype("i4" if decoded.d == "s32" else "f8"), decoded.accumulators
 
     def add(c: Array, products: Array) -> Array:

@@ -25,12 +25,12 @@ _SHAPES = {  # of types: the shapes, with words of k in a register's column of l
 
 
 def is_of_words(instruction: Instruction) -> bool:
-    """Whether it is one of these."""
+    """Tell whether the instruction is an mma of f64 or of single bits."""
     return bool({*_SHAPES} & {*instruction.opcode.split(".")})
 
 
 def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Handler of an mma of f64 or bits."""
+    """Build the handler of an mma of f64 or bits."""
     opcode = Opcode(instruction.opcode)
     flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
     kind = "b1" if "b1" in opcode.modifiers else "f64"
@@ -54,7 +54,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 
     def held(some: list[Reader], lanes: Lanes, *parts: int) -> Array:
-        """[warps, g, t, *parts] of the registers."""
+        """Read the registers as [warps, g, t, *parts]."""
         columns = [np.broadcast_to(read(lanes), (count_of(lanes),)) for read in some]
         return np.stack(columns, axis=1).reshape(-1, 8, 4, *parts)
 

@@ -20,7 +20,7 @@ OPERANDS = {
 
 @cache
 def _values(type_name: str) -> Array:
-    """All values of a narrow type, by code."""
+    """List all values of a narrow type, by code."""
     width, bits, bias, largest = NARROW[type_name]
     code = np.arange(1 << width - 1)
     exponent, significand = code >> bits, code & (1 << bits) - 1
@@ -33,7 +33,7 @@ def _values(type_name: str) -> Array:
 
 
 def floats(raw: Array, type_name: str) -> Array:
-    """Bits of one of `OPERANDS`, or of `NARROW`, as float64; tensor cores ignore the low 13 bits of a tf32."""
+    """Convert bits of one of `OPERANDS`, or of `NARROW`, to float64; tensor cores ignore the low 13 bits of a tf32."""
     if type_name in NARROW:
         found: Array = _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
         return found
@@ -43,7 +43,7 @@ def floats(raw: Array, type_name: str) -> Array:
 
 
 def to_narrow(x: Array, type_name: str) -> Array:
-    """float64 -> bits u8, to nearest even; beyond the largest finite number it is that (.satfinite).
+    """Round float64 to bits u8, to nearest even; beyond the largest finite number it is that (.satfinite).
 
     fp6 and fp4 have no NaN: one becomes the largest number.
     """
@@ -59,9 +59,9 @@ def to_narrow(x: Array, type_name: str) -> Array:
 
 
 def to_ue8m0(x: Array, up: bool, finite: bool) -> Array:
-    """float64 -> bits u8 of the power of two below |x|, or above it (`up`); 0 stands for 2^-127 and less, 255 for NaN.
+    """Convert float64 to bits u8 of the power of two below |x|, or above it (`up`).
 
-    `finite`: infinity becomes the largest power (.satfinite).
+    0 stands for 2^-127 and less, 255 for NaN. `finite`: infinity becomes the largest power (.satfinite).
     """
     significand, exponent = np.frexp(np.abs(x))  # |x| = significand * 2^exponent, from 1/2 to below 1
     powers = np.where(x == 0, 0, exponent - 1 + (up & (significand > 0.5)) + 127).clip(0, 255)
@@ -71,12 +71,12 @@ def to_ue8m0(x: Array, up: bool, finite: bool) -> Array:
 
 
 def of_ue8m0(raw: Array) -> Array:
-    """Bits u8 -> float64."""
+    """Convert bits u8 of a ue8m0 to float64."""
     return np.where(raw == 255, np.nan, np.ldexp(1.0, raw.astype(np.int64) - 127))
 
 
 def to_tf32(x: Array, mode: str, finite: bool = False) -> Array:
-    """f32 -> bits u32 of a tf32: the nearest, ties to even (.rn) or away from zero (.rna), or towards zero (.rz).
+    """Round f32 to bits u32 of a tf32: the nearest, ties to even (.rn) or away from zero (.rna), or towards zero (.rz).
 
     `finite`: beyond the largest number it is that (.satfinite).
     """

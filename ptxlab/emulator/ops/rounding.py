@@ -21,7 +21,7 @@ _BITS = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8"}
 
 
 def element(type_name: str) -> str:
-    """ "f16x2" -> "f16": the type of one number."""
+    """Return the type of one number of a pair: "f16x2" -> "f16"."""
     return type_name.removesuffix("x2")
 
 
@@ -31,7 +31,7 @@ def unpack(raw: Array, type_name: str) -> Array:
 
 
 def pack(numbers: Array, type_name: str) -> Array:
-    """Numbers [n, 2] -> register values of a packed pair."""
+    """Pack numbers [n, 2] into register values of a packed pair."""
     packed: Array = np.ascontiguousarray(numbers).view(DTYPES[type_name])[:, 0]
     return packed
 
@@ -46,7 +46,7 @@ def widen(raw: Array, type_name: str) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
+    """Compute a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
     hi = a + b
     back = hi - a
     lo = (a - (hi - back)) + (b - back)
@@ -55,7 +55,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def directed_sum(a: Array, b: Array, mode: str) -> tuple[Array, Array]:
-    """`two_sum`, with the sign of zero that a rounding mode wants: rounding down, opposite numbers add up to -0."""
+    """Compute `two_sum`, with the sign of zero that a rounding mode wants: rounding down, opposites add up to -0."""
     hi, lo = two_sum(a, b)
     if mode == "rm":
         hi = np.where((hi == 0) & (lo == 0) & (np.signbit(a) | np.signbit(b)), -0.0, hi)
@@ -63,7 +63,7 @@ def directed_sum(a: Array, b: Array, mode: str) -> tuple[Array, Array]:
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """a * b as hi + lo; exact as long as nothing over- or underflows."""
+    """Compute a * b as hi + lo; exact as long as nothing over- or underflows."""
 
     def halves(x: Array) -> tuple[Array, Array]:
         big = x * 134217729.0  # 2^27 + 1
@@ -77,7 +77,7 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
-    """Sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
+    """Return the sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
     if type_name != "f64":  # far from the ends of float64's range
         ph, pl = two_product(y, z)
         result: Array = np.nan_to_num(np.sign((x - ph) - pl))
@@ -94,7 +94,7 @@ def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
 
 
 def to_odd(hi: Array, lo: Array) -> Array:
-    """hi + lo truncated to float64, with the last bit set unless that is exact."""
+    """Truncate hi + lo to float64, with the last bit set unless that is exact."""
     hi, lo = np.broadcast_arrays(hi, lo)
     bits = np.ascontiguousarray(hi).view(np.int64)
     inexact_even = (lo != 0) & np.isfinite(hi) & (bits & 1 == 0)
@@ -103,7 +103,7 @@ def to_odd(hi: Array, lo: Array) -> Array:
 
 
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
-    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
+    """Round the exact value hi + lo to register values of a type; `mode` is rn, rz, rm or rp."""
     if type_name.endswith("x2"):
         return pack(round_to(hi, lo, element(type_name), mode), type_name)
     if type_name == "f64":
@@ -152,12 +152,12 @@ def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str)
 
 
 def flush(x: Array, type_name: str) -> Array:
-    """Subnormal numbers become zeros of their sign."""
+    """Replace subnormal numbers by zeros of their sign."""
     return np.where(np.abs(x) < TINY[type_name], np.copysign(x.dtype.type(0), x), x)
 
 
 def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
-    """`round_to`, then .ftz: what is smaller than all normal numbers becomes zero of its sign.
+    """Round as `round_to`, then as .ftz: what is smaller than all normal numbers becomes zero of its sign.
 
     The hardware looks at what it has rounded to the type's bits with any exponent: 2^-126 (1 - 2^-24) is smaller,
     though the nearest f32 is 2^-126.
@@ -171,7 +171,7 @@ def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "r
 
 
 def fused(a: Array, b: Array, c: Array, mode: str) -> Array:
-    """a * b + c in float64, rounded once."""
+    """Compute a * b + c in float64, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     ph, pl = two_product(a, b)
     sh, sl = two_sum(c, pl)

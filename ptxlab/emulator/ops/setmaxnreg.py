@@ -35,7 +35,7 @@ def _set(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 class RegisterBudget(Unit):
-    """How many registers each warp has, where that is known: from `.maxnreg`, or its first setmaxnreg."""
+    """Registers that each warp has, where that is known: from `.maxnreg`, or its first setmaxnreg."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -49,7 +49,7 @@ class RegisterBudget(Unit):
         self.at_start = given or min(_OF_AN_SM // threads // 8 * 8, MOST)
 
     def change(self, instruction: Instruction, warps: Array, count: int, grows: bool) -> None:
-        """Some warps execute a setmaxnreg."""
+        """Record the register count that warps set with a setmaxnreg, and check it."""
         for warp in warps.tolist():
             before = int(self.registers[warp])
             if before and (count < before if grows else count > before):
@@ -60,7 +60,7 @@ class RegisterBudget(Unit):
             self.check_sum(instruction, warp)
 
     def check_sum(self, instruction: Instruction, warp: int) -> None:
-        """When all warps of a block that set anything have done so equally often, what they have has to exist."""
+        """Check that the registers of a block exist, once all of its warps that set any have done so equally often."""
         first = warp // self.per_block * self.per_block
         block = slice(first, first + self.per_block)
         if len({len(history) for history in self.history[block] if history}) == 1:
@@ -70,7 +70,7 @@ class RegisterBudget(Unit):
                 self.fail(instruction, warp, f"the block's warps then have {total} registers, more than the {started}")
 
     def finish(self) -> None:
-        """All four warps of a warp group execute the same setmaxnreg: looked at in the end."""
+        """Check in the end that all four warps of a warp group have executed the same setmaxnreg."""
         for warp, history in enumerate(self.history):
             block = warp // self.per_block * self.per_block
             first = block + (warp - block) // _GROUP * _GROUP

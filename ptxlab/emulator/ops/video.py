@@ -24,7 +24,7 @@ _ORDER = ("eq", "ne", "lt", "le", "gt", "ge")
 
 @dataclass(frozen=True)
 class SimdForm:
-    """What a SIMD instruction says: its function (of vset the comparison), and which parts meet in which lane."""
+    """Contents of a SIMD instruction: its function (of vset the comparison), and which parts meet in which lane."""
 
     function: str
     signed: bool  # the result
@@ -59,7 +59,7 @@ class SimdForm:
 
 @dataclass(frozen=True)
 class ScalarForm:
-    """What a scalar instruction says: its function (of vset the comparison), and parts of registers: (bits, number)."""
+    """Contents of a scalar instruction: its function (of vset the comparison); parts of registers as (bits, number)."""
 
     function: str
     signed: bool  # the result
@@ -83,21 +83,21 @@ class ScalarForm:
 
 
 def _part(selector: str) -> tuple[int, int]:
-    """Bits and number of the part of a register that a selector names."""
+    """Return bits and number of the part of a register that a selector names."""
     if not re.fullmatch("|b[0-3]|h[01]", selector):
         raise UnknownOpcode(f"selector .{selector}")
     return {"b": 8, "h": 16}.get(selector[:1], 32), int(selector[1:] or 0)
 
 
 def _select(x: Array, part: tuple[int, int], signed: bool) -> Array:
-    """The part of a register, extended."""
+    """Extract the part of a register, extended by its sign or by zeros."""
     bits, number = part
     columns = np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1)
     return columns[:, number].astype(np.int64)
 
 
 def _function_and_types(op: Opcode) -> tuple[str, bool, tuple[bool, bool]]:
-    """The function, and whether the result is signed, and a and b."""
+    """Take the function, and whether the result is signed, and a and b."""
     name = op.name.rstrip("24")
     function = op.choice(*_ORDER) if name == "vset" else name
     signed = name != "vset" and op.type("u32", "s32") == "s32"

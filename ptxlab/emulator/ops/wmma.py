@@ -41,7 +41,7 @@ _MEMORY = {"bf16": "b16", "tf32": "b32", "s4": "b32", "u4": "b32", "b1": "b32"} 
 
 @dataclass(frozen=True)
 class WmmaFragment:
-    """One operand: its matrix, and what holds it."""
+    """An operand of a wmma: its matrix, and what holds it."""
 
     rows: int
     cols: int
@@ -49,7 +49,7 @@ class WmmaFragment:
 
     @classmethod
     def of(cls, shape: str, type_name: str, operand: str) -> Self:
-        """Operand a, b, c or d of a shape such as m16n16k16."""
+        """Return the fragment of operand a, b, c or d of a shape such as m16n16k16."""
         m, rest = shape[1:].split("n")
         n, k = map(int, rest.split("k"))
         k //= _PER_WORD.get(type_name, 1)
@@ -58,7 +58,7 @@ class WmmaFragment:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Of an element."""
+        """NumPy type of an element in memory."""
         return DTYPES[_MEMORY.get(self.type, self.type)]
 
     @property
@@ -67,18 +67,18 @@ class WmmaFragment:
         return self.type if self.type in ("f32", "s32", "f64") else "b32"
 
     def registers(self, of_product: bool) -> int:
-        """Of a lane; A and B in f16 always take eight."""
+        """Count the registers of a lane; A and B in f16 always take eight."""
         if self.type == "f16" and of_product:
             return 8
         return max(1, self.rows * self.cols * self.dtype.itemsize // (_WARP * DTYPES[self.register].itemsize))
 
     def places(self, count: int) -> tuple[Array, Array]:
-        """Rows and columns [lanes, count] of the elements that the lanes hold."""
+        """Return rows and columns [lanes, count] of the elements that the lanes hold."""
         at = np.arange(_WARP * count).reshape(_WARP, count) % (self.rows * self.cols)
         return at // self.cols, at % self.cols
 
     def matrix(self, raw: Array) -> Array:
-        """Registers [warps, lanes, count] as the matrix [warps, rows, columns] of elements."""
+        """View registers [warps, lanes, count] as the matrix [warps, rows, columns] of elements."""
         flat = np.ascontiguousarray(raw).view(self.dtype).reshape(len(raw), -1)
         return flat[:, : self.rows * self.cols].reshape(-1, self.rows, self.cols)
 
@@ -102,7 +102,7 @@ def _wmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: bool) -> Callable[[Lanes], None]:
-    """load and store: element (i, j) is `stride` elements behind that of the row, or column, before."""
+    """Bind load or store: element (i, j) is `stride` elements behind that of the row, or column, before."""
     operand = opcode.choice("a", "b", "c") if loads else opcode.choice("d")
     by_row, shape = opcode.choice("row", "col") == "row", opcode.choice(*_FORMS)
     space = opcode.choice("global", "shared", "shared::cta", default="generic").split("::")[0]
@@ -128,7 +128,7 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
     readers = [] if loads else [machine.reader(r, fragment.register) for r in registers]
 
     def offsets(lanes: Lanes) -> Array:
-        """[lanes, elements]."""
+        """Compute the arena offsets [lanes, elements]."""
         warps = count_of(lanes) // _WARP
         strides = np.broadcast_to(read_stride(lanes), (count_of(lanes),)).astype(np.int64)[:, None]
         if (strides % per_word).any():
@@ -162,7 +162,7 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
 
 
 def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Callable[[Lanes], None]:
-    """D = A·B + C, rounded once, as `mma` does it."""
+    """Bind mma: D = A·B + C, rounded once, as `mma` does it."""
     layouts = opcode.choice("row", "col"), opcode.choice("row", "col")
     shape, saturates = opcode.choice(*_FORMS), opcode.flag("satfinite")
     combine = opcode.choice("xor", "and") if shape == "m8n8k128" and opcode.flag("popc") else ""
@@ -216,7 +216,7 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
 
 
 def _numbers(raw: Array, type_name: str, operand: str) -> Array:
-    """Elements as numbers."""
+    """Convert elements to numbers."""
     if type_name in ("s4", "u4"):  # words [warps, rows, K] of A, [warps, K, columns] of B
         words = np.ascontiguousarray(raw if operand == "a" else raw.swapaxes(1, 2))
         nibbles = np.stack([words.view(np.uint8) << np.uint8(4), words.view(np.uint8) & np.uint8(0xF0)], axis=-1)

@@ -54,7 +54,7 @@ class Barrier:
 
 
 class BlockBarriers(Unit):
-    """Those with somebody at them."""
+    """Barriers of the blocks that some thread has come to."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)

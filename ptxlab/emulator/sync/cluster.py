@@ -68,7 +68,7 @@ class ClusterBarriers(Unit):
         self.waiting: dict[int, list[Parked]] = defaultdict(list)
 
     def parts(self, lanes: Lanes) -> Iterator[tuple[int, Array]]:
-        """The clusters that these lanes belong to, each with its lanes among them."""
+        """Yield the clusters that these lanes belong to, each with its lanes among them."""
         indices = indices_of(lanes)
         clusters = indices // self.size
         for cluster in np.unique(clusters).tolist():
@@ -88,22 +88,22 @@ class ClusterBarriers(Unit):
             self.machine.put(parked.pc + 1, parked.lanes)
 
     def leave(self, instruction: Instruction, cluster: int, lanes: Lanes) -> None:
-        """These lanes have waited."""
+        """Count the wait of these lanes, which is over, and tell the watchers."""
         self.waits[lanes] += 1
         for watcher in self.machine.watchers:
             watcher.phase_wait(instruction, -1 - cluster, lanes)
 
     def look_again(self) -> None:
-        """Threads that have ended are not waited for."""
+        """Complete the phases that only threads which have ended were missing from."""
         for cluster in range(len(self.phase)):
             self.look_at(cluster)
 
     def waiters(self) -> Iterator[Parked]:
-        """At all barriers."""
+        """Return the lanes that are parked at all barriers."""
         return (parked for waiting in self.waiting.values() for parked in waiting)
 
     def state(self) -> object:
-        """Who has arrived."""
+        """Return the phase of each cluster and the arrivals of each lane."""
         return self.phase.tobytes(), self.arrivals.tobytes()
 
 
@@ -119,7 +119,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     barriers = machine.unit(ClusterBarriers)
 
     def check(who: Array, ahead: int, problem: str) -> None:
-        """The lanes have arrived `ahead` times more often than waited."""
+        """Check that the lanes have arrived `ahead` times more often than waited."""
         wrong = barriers.arrivals[who] - barriers.waits[who] != ahead
         if wrong.any():
             raise EmulationError(f"{machine.place(instruction, as_lanes(who[wrong]))}: {problem}")

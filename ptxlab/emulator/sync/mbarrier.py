@@ -31,7 +31,7 @@ _PENDING = 20  # bits of a state token below its phase
 
 
 class MBarrier:
-    """One object: `count` arrivals and all bytes complete a phase."""
+    """An mbarrier in shared memory: `count` arrivals and all bytes complete a phase."""
 
     def __init__(self, machine: Machine, place: int, count: int, instruction: Instruction) -> None:
         self.machine, self.place, self.instruction = machine, place, instruction
@@ -42,7 +42,7 @@ class MBarrier:
         self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
 
     def arrive(self, count: int, drop: bool = False) -> None:
-        """Threads arrive; with `drop` they will not be expected in later phases."""
+        """Count arrivals of threads; with `drop` they will not be expected in later phases."""
         if not 1 <= count <= self.missing:
             raise ValueError(f"{count} arrivals, but {self} expects {self.missing} more in this phase")
         self.missing -= count
@@ -50,7 +50,7 @@ class MBarrier:
         self.look()
 
     def expect(self, size: int) -> None:
-        """Bytes are to come; negative: have come."""
+        """Count bytes that are to come; negative: that have come."""
         self.bytes += size
         self.expected += max(size, 0)
         if abs(self.bytes) > LARGEST:
@@ -78,7 +78,7 @@ class MBarrier:
         return f"the mbarrier at {self.machine.memory.byte(self.place)}"
 
     def waiters(self) -> Iterator[Parked]:
-        """Who waits, for what."""
+        """Yield the lanes that wait for the current phase, with what they wait for."""
         why = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
         if self.bytes:
             why += f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
@@ -87,7 +87,7 @@ class MBarrier:
 
 
 class MBarriers(Unit):
-    """Those of a wave."""
+    """The mbarriers of a wave."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -106,11 +106,11 @@ class MBarriers(Unit):
         return True
 
     def waiters(self) -> Iterator[Parked]:
-        """At all mbarriers."""
+        """Return the lanes that are parked at all mbarriers."""
         return (parked for barrier in self.at.values() for parked in barrier.waiters())
 
     def state(self) -> object:
-        """What each has counted."""
+        """List the counts of each mbarrier: arrivals and bytes missing, phases completed, waiters."""
         return [(b.place, b.missing, b.bytes, b.phase, len(b.waiting)) for b in self.at.values()]
 
 
@@ -128,7 +128,10 @@ class MBarrierOperand:
         raise EmulationError(f"{self.machine.fault_place(self.instruction, lane)}: {problem}")
 
     def objects(self, lanes: Lanes, offsets: Array | None = None) -> Iterator[tuple[MBarrier, Array]]:
-        """The mbarriers that lanes point to (or that are at these offsets), each with the positions of these lanes."""
+        """Yield the mbarriers that lanes point to, or that are at these offsets.
+
+        Each comes with the positions of its lanes.
+        """
         offsets = self.locate(lanes) if offsets is None else offsets
         for watcher in self.machine.watchers:
             watcher.load(self.access, lanes, offsets)
@@ -195,7 +198,7 @@ def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opc
 
 
 def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    """expect_tx and complete_tx."""
+    """Bind expect_tx and complete_tx."""
     opcode.flag("relaxed")
     opcode.choice(*SCOPES, default="cta")
     at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load")
@@ -216,7 +219,7 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
 
 
 def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    """arrive and arrive_drop, perhaps with expect_tx or noComplete."""
+    """Bind arrive and arrive_drop, perhaps with expect_tx or noComplete."""
     drop, expects, partial = "arrive_drop" in instruction.opcode, opcode.flag("expect_tx"), opcode.flag("noComplete")
     releases = opcode.choice("release", "relaxed", default="release") == "release"
     opcode.choice(*SCOPES, default="cta")
@@ -258,7 +261,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
 
 
 def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    """test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
+    """Bind test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
     parity = opcode.flag("parity")
     acquires = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
     opcode.choice(*SCOPES, default="cta")

@@ -19,7 +19,7 @@ def module(body: str) -> str:
 
 
 def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str = "late", **more):
-    """What each thread has in %s, and the findings, as (kind, line in the body)."""
+    """Run a body; return what each thread has in %s, and the findings, as (kind, line in the body)."""
     out, a = np.zeros(threads, np.uint32), np.arange(1, 1025, dtype=np.uint32) if a is None else a
     text = module(body)
     result = run(text, out, a, threads=threads, mode=mode, checks=emulator.CHECKS, **more)
@@ -162,7 +162,7 @@ def test_others_see_a_copy_behind_a_barrier_only(mode):
 
 @both_modes
 def test_phases_tokens_and_counts(mode):
-    """One thread takes a barrier of three arrivals through two phases, in every way to arrive and to ask."""
+    """A thread takes a barrier of three arrivals through two phases, in every way to arrive and to ask."""
     body = """@!%q bra END;
     mbarrier.init.shared.b64 [%r5], 3;
     mbarrier.arrive.shared.b64 %x5, [%r5];
@@ -328,7 +328,7 @@ MEET = "bar.warp.sync -1;"
     ],
 )
 def test_a_lane_arrives_and_waits_for_itself(count, arrive, wrote, waiters, waited, clean, mode):
-    """All lanes of the upper warp write, those of the lower one read; only where a warp meets do others count too."""
+    """Lanes of the upper warp write, those of the lower one read; only where a warp meets do others count too."""
     body = HANDOVER.replace("COUNT", str(count)).replace("ARRIVE", arrive).replace("WROTE", wrote)
     body = body.replace("WAITERS", str(waiters)).replace("WAITED", waited)
     _, found = outcome(body, threads=64, mode=mode)
@@ -378,7 +378,7 @@ def test_each_lane_waits_for_its_own_copies(meet, mode):
 
 @both_modes
 def test_cp_async_arrives_at_an_mbarrier(mode):
-    """With and without an arrival of its own; who waits may read what the other warp has copied."""
+    """The copy arrives with and without an arrival of its own; who waits may read what the other warp has copied."""
     body = """@%q mbarrier.init.shared.b64 [%r5], 64;
     bar.sync 0; xor.b32 %r7, %r2, 512;
     cp.async.cg.shared.global [%r2], [%x1], 16;

@@ -98,9 +98,9 @@ def pad(
     lost: int = 0,
     **how: Any,
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """What the array holds, what it should, and the findings; only that part of the box is written which lies inside.
+    """Store a box that lies partly outside an array; return the array, the expected array, and the findings.
 
-    `lost`: elements of it that are not.
+    Only the part of the box that lies inside is written beforehand, but for `lost` elements of it.
     """
     rng, axes = np.random.default_rng(len(shape)), len(shape)
     y, tile = rng.random(shape, np.float32), rng.random(box, np.float32)

@@ -69,7 +69,7 @@ ring(const __grid_constant__ ptxlab::TensorMap map, unsigned* out, int steps) {
 
 
 def outcome(source: str = SOURCE, **options) -> tuple[bool, list[str]]:
-    """Whether the result is right, and the findings."""
+    """Run the ring; return whether the result is right, and the findings."""
     out = np.zeros((BLOCKS, 32), np.uint32)
     kernel = ptxlab.load(source, arch="sm_90a")
     found = kernel(TensorMap(MATRIX, (8, 32), 0), out, np.int32(STEPS), grid=BLOCKS, block=64, **options).findings

@@ -22,7 +22,10 @@ from tests.support.emulated import told
 
 
 def expected(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int):
-    """The same by the definition, byte by byte: zeros outside; 16-byte columns of a line are XORed with its number."""
+    """Compute the same by the definition, byte by byte.
+
+    Bytes outside are zeros; 16-byte columns of a line are XORed with its number.
+    """
     image = np.full(IMAGE, 0xAA, np.uint8)
     for i in range(more + 1):
         rows, columns = row + i + np.arange(box[0])[:, None], column - 16 * i + np.arange(box[1])
@@ -37,7 +40,7 @@ def expected(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, co
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple:
-    """A matrix of any element size, and a box that may lie partly or wholly outside."""
+    """Draw a matrix of any element size, and a box that may lie partly or wholly outside."""
     dtype = np.dtype(draw(st.sampled_from(["u1", "i1", "u2", "f2", "u4", "f4", "u8"])))
     swizzle = draw(st.sampled_from([0, 32, 64, 128]))
     unit = 16 // dtype.itemsize
@@ -194,7 +197,7 @@ def test_boxes_for_several_blocks(mask: int, mode: str, backend: str) -> None:
 
 @both_modes
 def test_a_block_may_not_end_before_its_boxes_have_come(mode: str) -> None:
-    """Who is not among those that wait for it may be gone."""
+    """A block that does not wait for a box may have ended when it comes."""
     source = SHARE[: SHARE.index("/* END */")] + "}\n"
     source = source.replace('asm volatile("{ .reg', 'if (rank) asm volatile("{ .reg')
     kernel = ptxlab.load(source, arch="sm_90a")

@@ -139,7 +139,10 @@ def test_newer_groups_may_stay_in_flight(mode):
 
 
 def from_shared(n: int, more: str = "", types: str = "s8.s8") -> str:
-    """A [64, 32] and B [n, 32] in shared memory, no swizzle; out = A·Bᵀ·2 (two products, one added to the other)."""
+    """Write a kernel with A [64, 32] and B [n, 32] in shared memory, without swizzle.
+
+    Its result is out = A·Bᵀ·2 (two products, one added to the other).
+    """
     at = MatrixDescriptor(1024, 256, 128).encode()
     bt = MatrixDescriptor(1024 + 2048, 256, 128).encode()
     d = "{" + ", ".join(f"%d{i}" for i in range(n // 2)) + "}"
@@ -264,7 +267,7 @@ def test_tf32_fp8_and_f16_accumulators(case: str, type_name: str, d: str, mode: 
     ],
 )
 def test_where_a_nan_arises(d: str, planted: int, kinds: list[str], case: str, mode: str) -> None:
-    """In the product, of B's last row; D is 1 before."""
+    """A number planted in B's last row brings a finding where the product makes a NaN of it; D is 1 before."""
     text, image, held, _ = problem(case, "f16", 64, d)
     image.view(np.uint16)[-1024 - 8 :][:8] = planted  # B's end, before 2,048 bytes that nobody reads
     text = text.replace(" -1, 1", " 1, 1")

@@ -222,7 +222,7 @@ def test_a_write_waits_for_all_who_have_read(heard, write):
     ],
 )
 def test_lanes_of_a_warp_do_not_run_in_step(between, clean):
-    """Each reads what its neighbour has written; neither a vote orders memory, nor a meeting with others."""
+    """Lanes read what their neighbours have written; neither a vote orders memory, nor a meeting with others."""
     body = f"setp.eq.u32 %p, 0, 0; {MINE} st.shared.u32 [%r2], %r0;\n{between}\nxor.b32 %r3, %r2, 4;\n"
     text = kernel(body + "ld.shared.u32 %s, [%r3];\n" + STORE, outside=SHARED)
     result = run(text, np.zeros(32, np.uint32), checks=["race"])

@@ -16,7 +16,7 @@ def module(body: str) -> str:
 
 
 def found(body: str, threads: int = 64) -> list[tuple[str, int]]:
-    """Kind and line of the findings; the first line of the body is 1."""
+    """List kind and line of the findings; the first line of the body is 1."""
     text = module(body)
     first = text[: text.index(START)].count("\n") + 1
     result = run(text, np.zeros(threads, np.uint32), threads=threads, checks=emulator.CHECKS)

@@ -26,7 +26,7 @@ GUARDED = {
 
 @functools.cache
 def module(few: str, together: str = "__syncwarp();") -> emulator.Module:
-    """One kernel for each of `GUARDED`, compiled at once; those of the threads `few` use what thread 0 writes."""
+    """Compile a kernel for each of `GUARDED`, all at once; those of the threads `few` use what thread 0 writes."""
     kernels = "".join(
         f"""extern "C" __global__ void {name.replace(" ", "_")}(const float* x, float* y, int n) {{
             __shared__ float total, other;
@@ -65,7 +65,7 @@ LOAD = """mov.u32 %r0, %tid.x; setp.eq.u32 %p, %r0, 0; setp.lt.u32 %q, %r0, 32; 
 
 
 def outcome(body: str, **more) -> list[tuple[str, int]]:
-    """Findings of 64 threads, the upper 32 of which load what nobody has told them of; and their counts."""
+    """List findings and their counts of 64 threads, the upper 32 of which load what nobody has told them of."""
     text = kernel(LOAD + body + STORE, outside=SHARED)
     result = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"], **more)
     assert all(f.kind == "race" and f.line == line_of(text, "ld.shared.u32 %r1") for f in result.findings)
@@ -136,7 +136,7 @@ def test_a_write_after_a_read_of_no_consequence(use, kinds):
 
 
 def test_each_execution_of_a_load_counts_for_itself():
-    """In the first round the upper warp throws away what it reads; in the second it uses it, behind a barrier."""
+    """The upper warp throws away what it reads in the first round; in the second it uses it, behind a barrier."""
     body = """mov.u32 %r4, 0; mov.u32 %r3, 0; mov.u32 %r0, %tid.x; shr.u32 %r5, %r0, 5;
     L: or.b32 %r6, %r0, %r4; setp.eq.u32 %p, %r6, 0;
     @%p st.shared.u32 [total], 9;
@@ -195,7 +195,7 @@ def test_a_fault_tells_what_was_used_before_it():
 
 @pytest.mark.parametrize("operation", ["and.b32 %s, %r1, %r2;", "and.b32 %s, %r2, %r1;", "add.u32 %s, %r1, %r2;"])
 def test_of_two_races_neither_hides_the_other(operation):
-    """Each of the values would decide alone, were it known."""
+    """Either value would decide alone, were it known."""
     text = kernel(LOAD + f"ld.shared.u32 %r2, [total];\n{operation}" + STORE, outside=SHARED)
     found = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
     assert sorted(f.line for f in found) == [line_of(text, f"ld.shared.u32 %r{i}") for i in (1, 2)]

@@ -21,7 +21,7 @@ INVALIDATE = "@%q mbarrier.inval.shared.b64 [%r5];\n"
 
 
 def found(body: str, mode: str, expected: int = 256) -> list[tuple[str, str, str]]:
-    """Kind, source line and message of each finding."""
+    """List kind, source line and message of each finding."""
     text = kernel(
         COPY_PROLOGUE + body.replace("EXPECTED", str(expected)) + STORE, ".param .u64 out, .param .u64 a", OUTSIDE
     )

@@ -27,7 +27,7 @@ PREPARE = "shl.b32 %r7, %r0, 3; add.u32 %r7, %r6, %r7; mov.u64 %x9, 5; and.b32 %
 
 
 def found(body: str, threads: int = 64, mode: str = "late", checks=emulator.CHECKS) -> list:
-    """Kinds of the findings, each with the instruction it is at."""
+    """List the kinds of the findings, each with the instruction it is at."""
     text = kernel(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
     result = run(text, np.zeros(threads, np.uint32), a, threads=threads, mode=mode, checks=checks)

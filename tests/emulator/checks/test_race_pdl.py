@@ -21,7 +21,7 @@ THREADS, CLUSTER = 64, 2
 
 
 def outcome(body: str, mode: str = "late", after_wait=(1,), cluster: int = 1, checks=emulator.CHECKS) -> list[Finding]:
-    """The findings; and out is x + w if there are none."""
+    """Run a body and list the findings; out has to be x + w if there are none."""
     out, x, w = np.zeros((3, 2 * THREADS), np.uint32)
     x[:], w[:] = np.arange(2 * THREADS), 1000
     text = kernel(f"{START}{body}ret;", PARAMS, SHARED)
@@ -32,7 +32,7 @@ def outcome(body: str, mode: str = "late", after_wait=(1,), cluster: int = 1, ch
 
 
 def expect(found: list[Finding], body: str, **lines: str) -> None:
-    """A finding for each of the lines named by what stands in them, in any order, and no other."""
+    """Check that there is a finding for each of the lines named by what stands in them, in any order, and no other."""
     text = kernel(f"{START}{body}ret;", PARAMS, SHARED)
     assert sorted((f.line, f.kind) for f in found) == sorted((line_of(text, line), "race") for line in lines.values())
     for finding in found:
@@ -58,7 +58,7 @@ def test_each_thread_waits() -> None:
 
 
 def test_a_read_only_load_may_be_moved_ahead_of_the_wait() -> None:
-    """Of what the predecessor makes; that of w is as good as any."""
+    """A read-only load of what the predecessor makes is a race; that of w is as good as any."""
     constant = EACH.replace("ld.global.u32 %r5, [%x2]", "ld.global.nc.u32 %r5, [%x2]")
     assert outcome(constant) == []
     (found,) = outcome(constant.replace("ld.global.u32 %r6, [%x1]", "ld.global.nc.u32 %r6, [%x1]"))
@@ -141,7 +141,7 @@ st.global.u32 [%x0], %r5;
 @both_modes
 @pytest.mark.parametrize("between", [f"@%q {WAIT}{EXPECT}", f"{EXPECT}@%q {WAIT}"], ids=["arrives", "copies"])
 def test_one_thread_waits_and_has_copied(between: str, mode: str) -> None:
-    """Those who write know that the copy is done, so the wait before it is over, even if it told nobody else."""
+    """The threads that write know that the copy is done, so the wait before it is over, even if it told nobody else."""
     body = f"{INIT}{between}{COPY}{USE}"
     assert outcome(body, mode) == []
     late = f"{INIT}{EXPECT}{COPY}@%q {WAIT}{USE}"  # of which the others then know nothing

@@ -55,7 +55,7 @@ ORDERED = {
 
 @pytest.fixture
 def small_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the four blocks at a time."""
+    """Run the four blocks one at a time."""
     monkeypatch.setattr(launch, "WAVE_LANES", 32)
 
 

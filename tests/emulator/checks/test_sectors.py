@@ -10,7 +10,7 @@ OUTSIDE = ".shared .align 128 .b8 buf[2048];"
 
 
 def sectors(access: str, stride: int, threads: int = 64, guard: str = "") -> tuple[int, int, int]:
-    """(requests, sectors, needed) of an access at `stride` bytes per thread."""
+    """Return (requests, sectors, needed) of an access at `stride` bytes per thread."""
     body = f"""mov.u32 %r0, %tid.x; ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, {stride}; add.u64 %x1, %x1, %x2;
     mov.u32 %s, 0; mov.u32 %r2, buf; {guard}
 {access}

@@ -88,7 +88,7 @@ CONSUMER = f"""{HEADER}{OUTSIDE}
 
 
 def chain(producer: str, consumer: str, *, programmatic: bool = True, checks: frozenset[str] = STRICT) -> list[str]:
-    """Messages of two launches, the second of which reads what the first wrote; its result has to be right."""
+    """List the messages of two launches, the second of which reads what the first wrote; its result has to be right."""
     middle, out = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
     with emulator.chain(checks) as made:
         emulator.run(producer, None, [middle], grid=1, block=64)

@@ -63,7 +63,7 @@ def test_long_loops_run_to_their_end() -> None:
 
 @pytest.mark.full
 def test_a_flag_that_comes_late_is_waited_for() -> None:
-    """Who sets it counts for long in registers of its own, and stands at higher code."""
+    """The thread that sets it counts for long in registers of its own, and stands at higher code."""
     body = f"""setp.eq.u32 %q, %r0, 1; @%q bra COUNT;
     L: {POLL}@%p bra L;
     bra END;

@@ -200,7 +200,7 @@ def test_functions_are_put_in_place():
 
 
 def chain(length: int, calls: str) -> str:
-    """A kernel that calls the last of so many functions, each of which calls the one before."""
+    """Write a kernel that calls the last of `length` functions, each of which calls the one before."""
     functions = [".func f0 () { .reg .b32 %z; mov.b32 %z, 1; ret; }"]
     functions += [f".func f{i} () {{ {calls.format(i - 1)} ret; }}" for i in range(1, length)]
     return kernel(f"call f{length - 1};", outside="\n".join(functions))

@@ -92,14 +92,14 @@ red.shared.exch.b32 [sm], %b32;
 
 
 def variants(instruction: str) -> list[str]:
-    """The instruction, and with one of its registers in the place of each other type."""
+    """List the instruction, and with one of its registers in the place of each other type."""
     found = [*re.finditer(r"%\w+", instruction)]
     others = [(m, f"%{t}") for m in found for t in [*REGISTERS, "p"] if m[0] != f"%{t}"]
     return [instruction, *(instruction[: m.start()] + other + instruction[m.end() :] for m, other in others)]
 
 
 def refused_by_ptxas(snippets: list[str], folder: Path) -> set[str]:
-    """Which of the snippets, a line each, it has an error about."""
+    """Return the snippets, a line each, that ptxas has an error about."""
     path = folder / "k.ptx"
     path.write_text(HEAD + DECLARED + "\n".join(snippets) + "\nret;\n}\n")
     command = [str(toolchain.find("ptxas")), "-arch=sm_90", str(path), "-o", str(folder / "k.cubin")]

@@ -117,7 +117,7 @@ def test_refused_by_name(body: str, head: str, said: str) -> None:
 
 
 def test_initial_values_may_be_addresses() -> None:
-    """Of arrays, and of strings; a table of functions that nobody calls is no obstacle."""
+    """Variables may begin with addresses of arrays and strings; a table of functions that nobody calls does no harm."""
     head = """__device__ int numbers[4] = {1, 2, 3, 4};
 __device__ int* third = numbers + 2;
 __device__ const char* const names[2] = {"ab", "cd"};

@@ -81,7 +81,7 @@ MET = "{{ float other = s[i + {0}]; __syncwarp(); s[i] += other; __syncwarp(); }
 
 @pytest.mark.parametrize(("step", "accesses"), [(IN_STEP, ["ld.volatile", "st.volatile"] * 5), (MET, [])])
 def test_a_volatile_reduction_relies_on_running_in_step(step: str, accesses: list[str]) -> None:
-    """Of its six steps the first reads what lies behind the barrier of the block."""
+    """Five of its six steps rely on it: the first reads what lies behind the barrier of the block."""
     source = REDUCTION.replace("STEPS", "".join(step.format(32 >> i) for i in range(6)))
     x, y = np.arange(64, dtype=np.float32), np.zeros(1, np.float32)
     found = run(cuda(source), y, x, threads=64, checks=emulator.CHECKS).findings

@@ -10,7 +10,7 @@ from tests.support.emulated import kernel, run, values
 
 
 def draw(template: str) -> dict[str, np.ndarray]:
-    """Inputs of a form: boundary values and random ones."""
+    """Draw inputs of a form: boundary values and random ones."""
     case = Case("k", template)
     return {name: array for name, array in case.inputs().items() if name not in case.outputs}
 
@@ -25,7 +25,7 @@ def compute(template: str, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def halves(words: np.ndarray) -> list[np.ndarray]:
-    """Both parts of registers, low ones first."""
+    """Split registers into both parts, low ones first."""
     return list(np.ascontiguousarray(words).view(f"u{words.itemsize // 2}").reshape(-1, 2).T.copy())
 
 

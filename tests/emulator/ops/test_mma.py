@@ -32,7 +32,7 @@ def one(k: int, types: str = "s32.s8.s8.s32", satfinite: bool = False, depth: in
 
 
 def kernel(body: str, a: int = 4, b: int = 2, d: int = 4) -> str:
-    """A kernel on registers of all threads, u32 [threads, a], [threads, b] and, read and written, [threads, d]."""
+    """Write a kernel on registers: u32 [threads, a] and [threads, b] are read, [threads, d] are read and written."""
     lines = []
     for name, count in (("a", a), ("b", b), ("d", d)):
         lines.append(f"ld.param.u64 %p{name}, [{name}]; mad.wide.u32 %p{name}, %t, {4 * count}, %p{name};")
@@ -57,7 +57,7 @@ def matrices(warps: int, k: int, low: int, high: int, extreme: bool, seed: int, 
 
 
 def scattered(fragment: fragments.Fragment, matrix: np.ndarray, depth: int) -> np.ndarray:
-    """Registers of all warps; a matrix of half the depth is the left half of the fragment's."""
+    """Distribute matrices over the registers of all warps; one of half the depth is the left half of the fragment's."""
     padded = np.zeros((len(matrix), *fragment.shape), np.uint8)
     padded[:, : matrix.shape[1], : matrix.shape[2]] = matrix.astype(np.uint8) & (15 if fragment.bits == 4 else 255)
     count = fragment.registers * depth // 2

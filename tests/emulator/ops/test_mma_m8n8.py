@@ -33,7 +33,7 @@ def multiply(form: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, d_registers
 
 
 def pack(elements: np.ndarray) -> np.ndarray:
-    """Elements [lanes, count] as registers; of nibbles u4 in bytes, two in one."""
+    """Pack elements [lanes, count] into registers; of nibbles u4 in bytes, two in one."""
     return np.ascontiguousarray(elements).view(np.uint32)
 
 
@@ -49,7 +49,7 @@ def test_integers(a_type: str, b_type: str, satfinite: str, backend: str) -> Non
         return rng.integers(0, 1 << bits, shape) - (1 << bits - 1 if t[0] == "s" else 0)
 
     def lanes_of(rows: np.ndarray) -> np.ndarray:
-        """Rows [8, k]: lane 4g + t holds those of row g from t * per_lane on."""
+        """Distribute rows [8, k]: lane 4g + t holds those of row g from t * per_lane on."""
         parts = (rows.reshape(32, per_lane) & (1 << bits) - 1).astype(np.uint8)
         return pack(parts if bits == 8 else parts[:, ::2] | parts[:, 1::2] << np.uint8(4))
 

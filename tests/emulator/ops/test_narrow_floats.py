@@ -21,7 +21,7 @@ def codes(name: str) -> np.ndarray:
 
 
 def packed(name: str, upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Pairs of codes: fp4 in a byte, the others in a byte each."""
+    """Pack pairs of codes: fp4 in a byte, the others in a byte each."""
     if name == "e2m1":
         return lower | upper << np.uint8(4)
     return lower | upper.astype(np.uint16) << np.uint16(8)

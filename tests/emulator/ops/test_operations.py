@@ -16,7 +16,7 @@ from tests.support.emulated import values
 
 
 def s(x: int, bits: int = 32) -> int:
-    """The low bits as a signed number."""
+    """Return the low bits as a signed number."""
     x &= (1 << bits) - 1
     return x - (1 << bits) if x >> bits - 1 else x
 
@@ -242,7 +242,7 @@ def results(case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def pairs(template: str) -> Iterable[tuple[int, int]]:
-    """Source and result of an operation on one source, as raw bits."""
+    """Yield source and result of an operation on one source, as raw bits."""
     case = Case("k", template)
     inputs = case.inputs()
     return zip(inputs["a"].tolist(), results(case, inputs).tolist(), strict=True)
@@ -270,7 +270,7 @@ FORMATS = {
 
 
 def decode(raw: int, kind: str):
-    """Raw bits -> Fraction, or a float that is infinite, not a number, or a negative zero."""
+    """Convert raw bits to a Fraction, or to a float that is infinite, not a number, or a negative zero."""
     bits, precision, low, _ = FORMATS[kind]
     mantissa, exponent = raw & (1 << precision - 1) - 1, raw >> precision - 1 & (1 << bits - precision) - 1
     sign = -1 if raw >> bits - 1 else 1
@@ -283,7 +283,7 @@ def decode(raw: int, kind: str):
 
 
 def encode(value: Fraction, kind: str, mode: str) -> int:
-    """Nearest (or directed) representation of a non-zero number."""
+    """Round a non-zero number to its nearest (or directed) representation."""
     bits, precision, low, high = FORMATS[kind]
     negative, size = value < 0, abs(value)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
@@ -318,7 +318,7 @@ FLOAT_ORACLES = {
 
 
 def near_ties(kind):
-    """Numbers with few bits at both ends of the mantissa: their sums and products fall halfway, or just beside."""
+    """Draw numbers with few bits at both ends of the mantissa: their sums and products fall halfway, or just beside."""
     width, precision, *_ = FORMATS[kind]
     return st.builds(
         lambda sign, exponent, top, low: sign << width - 1 | exponent << precision - 1 | top << precision - 3 | low,
@@ -434,6 +434,6 @@ def test_every_half_times_every_nibble():
 
 @pytest.mark.parametrize("kind", ["u32", "s32"])
 def test_division_by_zero_gives_what_gpus_give(kind):
-    """All ones, and the dividend as the remainder; the manual leaves it open."""
+    """The quotient is all ones, and the remainder the dividend; the manual leaves it open."""
     assert (values(f"mov.u32 %r1, %tid.x; div.{kind} %s, %r1, 0;") == 2**32 - 1).all()
     assert values(f"mov.u32 %r1, %tid.x; rem.{kind} %s, %r1, 0;").tolist() == list(range(32))

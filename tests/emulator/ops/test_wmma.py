@@ -54,7 +54,7 @@ SMALL = [("m8n8k32", "s4", 8), ("m8n8k32", "u4", 8), ("m8n8k128", "b1", 32)]  # 
 
 
 def small(shape: str, t: str, operation: str, satfinite: str = "") -> str:
-    """A kernel on A by rows and B by columns of 64 and 256 elements, and C by columns."""
+    """Write a kernel on A by rows and B by columns of 64 and 256 elements, and C by columns."""
     return f"""{HEADER}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc, .param .u64 pd) {{
     .reg .b64 %x<4>; .reg .b32 %a, %b, %s; .reg .s32 %c<2>, %d<2>;
     ld.param.u64 %x0, [pa]; ld.param.u64 %x1, [pb]; ld.param.u64 %x2, [pc]; ld.param.u64 %x3, [pd]; mov.b32 %s, 256;

@@ -32,7 +32,7 @@ def module(body: str) -> str:
 
 
 def outcome(body: str, mode: str = "late", cluster: int = 3, checks=emulator.CHECKS) -> tuple[list[int], list[str]]:
-    """What the threads have in %s, and the findings."""
+    """Run a body; return what the threads have in %s, and the findings."""
     out = np.zeros(BLOCKS * THREADS, np.uint32)
     result = run(module(body), out, threads=THREADS, blocks=BLOCKS, cluster=cluster, checks=checks, mode=mode)
     return out.tolist(), [str(finding) for finding in result.findings]
@@ -218,7 +218,7 @@ def test_refused(body: str, error: type, message: str) -> None:
 
 
 def test_blocks_of_other_clusters_are_out_of_reach() -> None:
-    """By a generic address; an address in the window of the cluster cannot name them."""
+    """A generic address may not reach them; an address in the window of the cluster cannot name them."""
     body = "cvt.u64.u32 %x1, %r4; cvta.shared.u64 %x0, %x1; ld.param.u64 %x1, [out];\n" + (
         "setp.eq.u32 %p, %r6, 0; @%p st.global.u64 [%x1], %x0; membar.gl; W: ld.volatile.global.u64 %x0, [%x1];"
         "setp.eq.u64 %p, %x0, 0; @%p bra W;\nld.u32 %s, [%x0];\n"
