@@ -29,7 +29,7 @@ Progress = Callable[[str], None]  # called with the name of each tensor that is 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """What becomes of one tensor: `fields` describe the packed weight, or are None with the `reason` for a copy.
+    """The plan for one tensor: `fields` describe the packed weight, or are None with the `reason` for a copy.
 
     `selected`: it is a matrix under the pattern, so that a copy deserves a word.
     """
@@ -62,7 +62,7 @@ class PlannedTensor:
 
 @dataclass
 class Conversion:
-    """What `plan` has found; `write` makes the new file, `verify` loads it again."""
+    """The conversion that `plan` has found; `write` makes the new file, `verify` loads it again."""
 
     checkpoint: Checkpoint
     tensors: list[PlannedTensor]
@@ -70,7 +70,7 @@ class Conversion:
 
     @property
     def steps(self) -> int:
-        """How often `write` and `verify` together report progress."""
+        """Number of progress reports that `write` and `verify` make together."""
         return len(self.tensors) + len(self._packed)
 
     def write(self, out: str | os.PathLike[str], progress: Progress | None = None) -> None:

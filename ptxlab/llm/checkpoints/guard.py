@@ -39,7 +39,7 @@ class GuardedEncoder:
     definition: str = field(repr=False)
 
     def __call__(self, text: str) -> npt.NDArray[np.int64]:
-        """The tokens of a text, [T]. Raises FileError if the tokenizer fails, or exceeds `SECONDS` or `MEMORY`."""
+        """Encode a text as tokens [T]. Raises FileError if the tokenizer fails, or exceeds `SECONDS` or `MEMORY`."""
         request = {"definition": self.definition, "text": text}
         try:
             ids = run_program(Path(encode_text.__file__), request, Limits(SECONDS, MEMORY))
