@@ -134,15 +134,15 @@ def _place(x: Read, example: Any) -> Read:
 
 
 def shared(array: Any) -> Any:
-    """An array of any library as NumPy's or CuPy's."""
+    """View an array of any library as NumPy's or CuPy's."""
     return gpu.as_array("reference", array)
 
 
 def on_host(array: Any) -> Any:
-    """A NumPy array, copied from a GPU where it lies there."""
+    """Return an array as NumPy's, copied from the GPU if it lies there."""
     return gpu.to_host(shared(array)) if gpu.is_device_array(array) else array
 
 
 def beside(array: Any, example: Any) -> Any:
-    """A NumPy array, on the device where the example is there."""
+    """Copy a NumPy array to the device if the example lies there."""
     return array if isinstance(example, np.ndarray) else gpu.to_device(array)
