@@ -91,7 +91,7 @@ def _stream(
 def continue_text(
     runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], computing: Computing, *, echo: str
 ) -> None:
-    """Stream the first continuation of a prompt behind the text `echo`, and print the others; or all as JSON."""
+    """Stream the first continuation of a prompt after the text `echo`, then print the others; or print all as JSON."""
     streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=computing.quiet)
     if computing.quiet:
         return print_json(
@@ -132,7 +132,10 @@ def converse(
 
 
 def _messages(first: str) -> Iterator[str]:
-    """The first message, if there is one; then what is typed, up to an empty line, or every line that is piped in."""
+    """Yield the first message, if there is one, then messages from standard input.
+
+    Typed messages end at an empty line; from a pipe every line is one.
+    """
     if first:
         yield first
     is_typed = sys.stdin.isatty()

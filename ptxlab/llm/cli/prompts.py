@@ -97,7 +97,7 @@ def changed_shares(sampling: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """An `ArgumentError` inside is about the option of the argument's name."""
+    """Turn an `ArgumentError` raised inside into an error about the option of the argument's name."""
     try:
         yield
     except ArgumentError as error:
