@@ -25,9 +25,10 @@ class Marked:
 
 @contextmanager
 def profiled() -> Iterator[None]:
-    """What a profiler that was told to wait (`ncu --profile-from-start off`, `nsys profile -c cudaProfilerApi`) sees.
+    """Mark what a profiler that was told to wait sees.
 
-    Begins when the device has done with everything before, ends when it has done with what is launched within.
+    Such are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`.
+    It begins when the device has done with everything before, ends when it has done with what is launched within.
     """
     import cupy
     from cupyx.profiler import profile
