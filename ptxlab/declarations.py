@@ -153,7 +153,7 @@ def _scope(head: str) -> tuple[str, str] | None:
 
 
 def _behind(text: str, at: int) -> int:
-    """Return the place behind the `}` that closes the `{` at a place."""
+    """Return the position after the `}` that closes the `{` at a position."""
     depth = 0
     for brace in _BRACE.finditer(text, at):
         depth += 1 if brace[0] == "{" else -1
@@ -252,7 +252,7 @@ def for_device(text: str, host: Places, wrong: Places = ()) -> str:
 
 
 def _indices_at(text: str, declared: list[CppDeclaration], places: Places) -> set[int]:
-    """Return the indices of the declarations at some places, but not of those for the device."""
+    """Return the indices of the declarations at given places, except those for the device."""
     lines = [0, *(newline.end() for newline in re.finditer("\n", text))]
     starts = [declaration.start for declaration in declared]
     indices = set()

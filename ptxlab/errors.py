@@ -68,7 +68,7 @@ class FileError(PtxlabError):
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Prefix an `ArgumentError` raised inside with what it is about: `layer 3: w: must be finite`."""
+    """Prefix an `ArgumentError` raised inside with the name of its subject: `layer 3: w: must be finite`."""
     try:
         yield
     except ArgumentError as error:

@@ -113,7 +113,7 @@ class Registration(NamedTuple):
 
 @cache
 def entries(kind: str) -> dict[str, Registration]:
-    """List what is registered of a kind, by name: the project's own, then other packages'.
+    """List the registrations of a kind, by name: the project's own, then other packages'.
 
     Raises ArgumentError for a name that two packages register.
     """
@@ -132,7 +132,7 @@ def _of_other_packages(kind: str) -> list[EntryPoint]:
 
 @cache
 def _family(name: str) -> Any:
-    """Load the module of a family; its sources are known from then on."""
+    """Load the module of a family; from then on its sources are known."""
     module = entries("kernels")[name].load()
     if folder := getattr(module, "SOURCES", None):
         sources.add_folder(Path(folder), name)
@@ -192,9 +192,9 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
 
 
 def resolve_all(target: str) -> "list[tuple[KernelSpec | None, tuple[Source, ...], str | None]]":
-    """Resolve what a command line names.
+    """Resolve a target of a command line to kernels.
 
-    That is a kernel (`NAME`), a form of it (`NAME:FORM`), one source (`NAME.cu`, `NAME.cu:FORM`), a family (`gemm`),
+    It is a kernel (`NAME`), a form of it (`NAME:FORM`), one source (`NAME.cu`, `NAME.cu:FORM`), a family (`gemm`),
     `FILE[:entry]`, or `FILE.py[:NAME]` with specs of a user's own.
 
     Returns:

@@ -104,8 +104,8 @@ def split_target(target: str) -> tuple[str, str | None]:
 def names_same_file(recorded: str, path: str) -> bool:
     """Check whether a compiler's name of a file is that of `path`.
 
-    It may have put the folder that it ran in before it.
-    What was compiled may come from the cache, so that folder need not be the present one.
+    It may have put the folder that it ran in before it. What was compiled may come from the cache, so that folder need
+    not be the present one.
     """
     return recorded in (path, os.path.abspath(path)) or recorded.endswith(f"/{path}")
 
@@ -150,7 +150,7 @@ def include_dir() -> Path:
 
 
 def in_checkout() -> bool:
-    """Check whether the package stands in a checkout, and not in an installed wheel."""
+    """Check whether the package stands in a checkout rather than in an installed wheel."""
     return (_PACKAGE.parent / "notebooks" / "results").is_dir()
 
 

@@ -214,7 +214,7 @@ def _request(suite: Suite, names: Sequence[Any], only: Sequence[str], options: M
 
 
 def _digest(spec: KernelSpec, own_sources: Sequence[Source]) -> str:
-    """Name a kernel of the user by what its sources say."""
+    """Return a user's kernel's name with a digest of its sources and sizes."""
     text = "".join([str(spec.example_sizes), *(source.text for source in own_sources)])
     return f"{spec.name}={hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -246,8 +246,8 @@ def confirmed(
 ) -> list[Slower]:
     """Return the slower rows that are slower again when their kernels are measured alone, at several places in memory.
 
-    Of some thousand rows a few are slower in any run, by a clock that fell or by where arrays came to lie, which gives
-    a kernel two speeds that may be a tenth apart. What a kernel's own run does not measure (a chain, a loop) stays.
+    Of some thousand rows a few are slower in any run: a clock fell, or arrays came to lie where a kernel runs at the
+    lower of two speeds, which may be a tenth apart. What a kernel's own run does not measure (a chain, a loop) stays.
     """
     for place in range(_PLACES):
         again: list[Record] = []

@@ -26,7 +26,7 @@ def geometry(nbytes: int, *, programmatic: bool = False) -> Launch:
 
 
 def copy_us(moved: int, copies: int) -> float:
-    """Measure the microseconds to copy half of `moved` bytes, which are then read plus written.
+    """Measure the microseconds of a copy that moves `moved` bytes: half of them read, half of them written.
 
     The copies take turns over `copies` buffers.
     """

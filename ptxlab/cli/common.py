@@ -150,8 +150,8 @@ def progress_bar(
 ) -> Iterator[Progress]:
     """Show a bar with the time to go on a terminal during a long run, otherwise a line a minute.
 
-    Calls of the `Progress` advance it.
-    Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end: what is left, and how to go on.
+    Calls of the `Progress` advance it. Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end:
+    what is left, and how to go on.
     """
     steps = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("to go"))

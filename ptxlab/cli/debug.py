@@ -96,9 +96,9 @@ def debug(
 
 
 def _row(terminal: "Terminal", line: str) -> dict[str, Any]:
-    """Run a command in the debugger and return what it prints, whether it was refused, and where the session is then.
+    """Run a command in the debugger; return it with its output, whether it was refused, and the line reached.
 
-    There is no place at the end of the launch.
+    There is no line at the end of the launch.
     """
     said, refused = terminal.answer(line)
     moment = terminal.commands.session.now.moment

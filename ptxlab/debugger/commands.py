@@ -228,7 +228,7 @@ class Commands:
 
     @command("warps")
     def _warps(self, rest: str) -> list[str]:
-        """List the places of the block's warps, and what they wait for."""
+        """List the places of the block's warps, and the events that they wait for."""
         moment = self.session.now.moment
         block = State(self.session).lane // moment.machine.stride
         return pending.whereabouts(moment.machine, moment.pc, moment.lanes, block)

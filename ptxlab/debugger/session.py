@@ -140,8 +140,8 @@ class Session:
         """Set a breakpoint and return its number.
 
         It is a line (`12`, `scale.cu:12`), an instruction (`#17`, or an opcode's beginning), or a finding of any kind
-        (`finding`) or of one (`race`, `nan` ...).
-        `condition` returns the lanes of a moment for which it stops; of findings there is none.
+        (`finding`) or of one (`race`, `nan` ...). `condition` returns the lanes of a moment for which it stops; of
+        findings there is none.
         """
         found = self._breakpoint(what.strip())
         if condition is not None and found.kinds:

@@ -74,7 +74,7 @@ Wanted = Callable[[Moment], str]  # why to stop there; "" to go on
 
 
 class _Abandoned(BaseException):
-    """Unwinds a run that nobody wants any more; no error, so that nothing on the way takes it for one."""
+    """Unwinds a run that its session has abandoned; it is no error, so that no handler on the way takes it for one."""
 
 
 class StoppableCall:
@@ -154,7 +154,10 @@ class StoppableCall:
         return [_Stops(self, machine)]
 
     def reach(self, moment: Moment) -> None:
-        """Wait here if somebody wants it; not if the launch will begin again, with an eye on loads that have raced."""
+        """Stop at a moment if the session wants it.
+
+        It does not stop if the launch will begin again, with loads tracked that have raced.
+        """
         launch = moment.machine.launch
         if not launch.suspects <= launch.tracked:
             if launch is not self._doomed:

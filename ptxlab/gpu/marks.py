@@ -25,10 +25,10 @@ class Marked:
 
 @contextmanager
 def profiled() -> Iterator[None]:
-    """Mark what a profiler that was told to wait sees.
+    """Limit what a waiting profiler records to the launches inside.
 
-    Such are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`.
-    It begins when the device has done with everything before, ends when it has done with what is launched within.
+    Such profilers are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`. The recording begins when
+    the device has finished everything before, and ends when it has finished what is launched inside.
     """
     import cupy
     from cupyx.profiler import profile

@@ -88,9 +88,8 @@ class Fragment:
     def gather(self, registers: U32, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
         """Return the matrix [..., rows, columns] that `registers` u32 [..., lanes, registers] hold.
 
-        It is the inverse of `scatter`.
-        Elements are unsigned, or what `dtype` makes of their bits; s8 sign-extends elements of 4 bits. Raises
-        ArgumentError for another shape or dtype of the registers.
+        It is the inverse of `scatter`. Elements are unsigned, or what `dtype` makes of their bits; s8 sign-extends
+        elements of 4 bits. Raises ArgumentError for another shape or dtype of the registers.
         """
         registers = np.asarray(registers)
         if registers.dtype != np.uint32 or registers.shape[-2:] != self.rows.shape[:2]:
@@ -142,9 +141,9 @@ def _fragment(
 def ldmatrix(count: int, trans: bool = False) -> Fragment:
     """Return the fragment of ldmatrix and stmatrix .m8n8.x1, .x2, .x4 .b16.
 
-    It has `count` 8 x 8 matrices below each other, one per register.
-    Row 8·i + j, 16 bytes, is the one at the address that lane 8·i + j gives. With `trans` each matrix is transposed on
-    its way. Raises ArgumentError unless `count` is 1, 2 or 4.
+    It has `count` 8 x 8 matrices below each other, one per register. Row 8·i + j, 16 bytes, is the one at the address
+    that lane 8·i + j gives. With `trans` each matrix is transposed on its way. Raises ArgumentError unless `count` is
+    1, 2 or 4.
     """
     if count not in (1, 2, 4):
         raise ArgumentError("count", "must be 1, 2 or 4", count)
@@ -190,8 +189,8 @@ def wgmma_a() -> Fragment:
 def wgmma_d(n: int, is_float: bool = False, bits: int = 32) -> Fragment:
     """Return accumulator D [64, n] of wgmma m64nN, s32, f32 or f16 (`bits`).
 
-    It has n/2 registers of 32 bits per lane, of f16 n/4.
-    Raises ArgumentError unless `n` is one of `WGMMA_N`, or with `is_float` a multiple of 8 to 256, and `bits` 16 or 32.
+    It has n/2 registers of 32 bits per lane, of f16 n/4. Raises ArgumentError unless `n` is one of `WGMMA_N`, or with
+    `is_float` a multiple of 8 to 256, and `bits` 16 or 32.
     """
     _require_sum(bits)
     if not is_float and n not in WGMMA_N:

@@ -44,7 +44,7 @@ def on_host(name: str, array: Any) -> np.ndarray:
 
 
 class Bits:
-    """An array as DLPack hands it on, with bfloat16 called uint16, or with `of_bfloat16` the other way round."""
+    """An array whose DLPack capsule calls bfloat16 uint16, or with `of_bfloat16` uint16 bfloat16."""
 
     def __init__(self, array: Any, *, of_bfloat16: bool = False) -> None:
         self._array = array

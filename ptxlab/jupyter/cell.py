@@ -194,7 +194,7 @@ def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> List
 
 
 def _source(text: str, language: Language) -> Source:
-    """Make a source of the cell, called by its first kernel, under a path that messages can name."""
+    """Make a source of the cell. Its name is that of the cell's first kernel, its path one that messages can name."""
     pattern = r"\.entry\s+(\w+)" if language == "ptx" else r"__global__\b[^;{(]*?(?:__\w+__\s*\([^)]*\)\s*)?(\w+)\s*\("
     found = re.search(pattern, text)
     name = found[1] if found else "cell"

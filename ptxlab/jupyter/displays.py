@@ -31,7 +31,7 @@ def of_kernel(kernel: Kernel) -> str:
 
 
 def of_spec(spec: KernelSpec) -> str:
-    """Render a spec: its summary, arguments, rules, and the sources."""
+    """Render a spec: its summary, arguments, rules and sources."""
     chips = [chip(lowest_arch(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
     rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]

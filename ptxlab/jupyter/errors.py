@@ -26,9 +26,9 @@ def excerpt(error: PtxlabError) -> list[str]:
 
 
 def in_short(error: PtxlabError) -> PtxlabError:
-    """Return the same error, which IPython shows without a traceback.
+    """Make IPython show the error without a traceback, and return it.
 
-    It was raised by the magic and not by the user's code.
+    The magic raised it, and not the user's code.
     """
     lines = [f"{type(error).__name__}: {error}", *excerpt(error)]
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]

@@ -142,7 +142,7 @@ def place(path: str, line: int) -> str:
 
 
 def remember(source: Source) -> None:
-    """Keep the text of a cell where Python keeps the lines of those that it runs itself."""
+    """Store the text of a cell in `linecache`, where Python stores the lines of cells that it runs itself."""
     linecache.cache[source.path] = (len(source.text), None, source.text.splitlines(keepends=True), source.path)
 
 

@@ -11,7 +11,7 @@ _NIBBLE = 4
 
 @dataclass(frozen=True)
 class RegisterRow:
-    """A word, or what it should be.
+    """A row of the table: a word, or the exact values that it should have.
 
     Attributes:
         label: what it is, or the instruction that made it.
@@ -40,7 +40,7 @@ def words(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
 
 
 def section(*content: object) -> Html:
-    """Build a table's row that names what follows."""
+    """Build a heading row of such a table."""
     return element("tr", element("td", *content, colspan=99), cls="section")
 
 

@@ -37,7 +37,7 @@ class GeneratedText:
         return text[: min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)]
 
     def append(self, token: int) -> None:
-        """Take one more token; those behind the end are left out."""
+        """Append one token; tokens after the end are left out."""
         if self.ended or token in self.ends:
             self.ended = True
             return

@@ -70,7 +70,7 @@ def command(jobs: Sequence[LaunchTarget]) -> list[str]:
 def main(jobs: str) -> None:
     """Run the jobs in the process under the profiler.
 
-    If ptxlab cannot launch one, it prints a line that `nsight.collect` looks for.
+    If ptxlab cannot launch one, the process exits with a line that `nsight.collect` looks for.
     """
     try:
         for described in json.loads(jobs):
@@ -160,7 +160,7 @@ def _file_launch(job: LaunchTarget, kernel: runtime.Kernel) -> tuple[list[Any], 
 
 
 def _file_call(job: LaunchTarget, kernel: runtime.Kernel) -> Call:
-    """Prepare a launch of a file's kernel on the arrays of the `.npz`."""
+    """Prepare a launch of a file's kernel on the arrays of its `.npz`."""
     given, launch = _file_launch(job, kernel)
     args = [gpu.to_device(value) if isinstance(value, np.ndarray) else value for value in given]
     return gpu.prepare(gpu.load(kernel.source, kernel.entry, defines=kernel.defines), args, launch)

@@ -597,7 +597,7 @@ class SymbolicExecution:
 
 
 def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
-    """Return the lanes whose condition may hold under their guard, each with both."""
+    """Return the lanes whose condition may hold, each with its guard and the condition combined."""
     both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
     return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
 

@@ -166,7 +166,7 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
 
 
 def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
-    """Build one formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
+    """Build a formula for each annotated instruction of each thread: its lanes, computed wide, equal what it stores."""
     if launch.trace.missed:
         missed = launch.trace.missed[0].where
         raise ArgumentError(launch.label, "threads that come to every instruction with // @lanes", f"none at {missed}")
@@ -261,7 +261,10 @@ def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
 
 
 def _promised(left: Any, right: Any) -> tuple[str, Any] | None:
-    """Return the right side of an equation: the left side's type, and bits."""
+    """Return the right side of an equation as bits, with the left side's type.
+
+    Return None unless both sides are integers.
+    """
     if not isinstance(left, Integer | int) or not isinstance(right, Integer | int):
         return None
     signed, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()

@@ -126,7 +126,7 @@ class OneStep(SymbolicExecution):
         self.named: dict[Any, Bits] = {}
 
     def body(self) -> Body:
-        """Execute them: the state at each end, and the products on the way."""
+        """Execute the instructions; return the state at each end, and the products on the way."""
         head, last = self.loop[0], self.loop[-1]
         inner = {i.operands[0].index: pc for pc in self.loop
                  if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip

@@ -89,7 +89,7 @@ def version_of(solver: str) -> str:
 
 @contextmanager
 def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
-    """End what runs inside after so many seconds, None: never; for the main thread.
+    """End what runs inside after `seconds` seconds, None: never; for the main thread.
 
     Raises OutOfTime with `unfinished`, which says what was not done. It ends as Ctrl-C would, also within z3, and also
     in a job in the background, which ignores SIGINT.

@@ -74,8 +74,8 @@ class Logical:
 class Layout:
     """The layout in which a spec packs its logical inputs.
 
-    It has for each bit of each argument the symbol's bit, and what that is xored with.
-    `origin[name]` counts from 1 over all bits of all logical inputs; 0 is a constant.
+    It has for each bit of each argument the symbol's bit, and what that is xored with. `origin[name]` counts from 1
+    over all bits of all logical inputs; 0 is a constant.
     """
 
     logical: tuple[Logical, ...]

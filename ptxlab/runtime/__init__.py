@@ -27,7 +27,7 @@ _EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CU
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outputs and measurements of one launch.
+    """Outputs, findings and costs of one launch.
 
     Attributes:
         backend: `"gpu"` or `"emulator"`.

@@ -59,7 +59,7 @@ def poisoned(shape: tuple[int, ...], dtype: Any, byte: int = POISON) -> Any:
 def prepared(
     spec: KernelSpec, sizes: Sizes, constants: Sizes, arrays: Iterable[Arrays], *, programmatic: bool = False
 ) -> tuple[gpu.GpuKernel, list[Call]]:
-    """Return the kernel with these constants, and a launch of it on each of `arrays`, which are on the device.
+    """Load the kernel with these constants; return it and a launch on each of `arrays`, which are on the device.
 
     `programmatic`: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
     """

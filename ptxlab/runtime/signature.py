@@ -229,7 +229,7 @@ def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> 
 def origin_of(ptx: str) -> str:
     """Return the source whose lines a compiler's PTX names: its first `.file`.
 
-    Return an empty string if there is no `.file`, or no line.
+    Return an empty string if there is no `.file`, or no `.loc` line.
     """
     match = re.search(r'^\s*\.file\s+1\s+"([^"]+)"', ptx, re.MULTILINE)
     return match[1] if match and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""

@@ -143,7 +143,7 @@ def opcode_counts(instructions: Iterable[SassInstruction]) -> dict[str, int]:
 
 
 def pipe_counts(instructions: Iterable[SassInstruction]) -> dict[str, int]:
-    """Count the instructions that each pipe executes."""
+    """Count the instructions of each pipe."""
     return dict(Counter(i.pipe for i in instructions).most_common())
 
 
@@ -255,8 +255,8 @@ def _built(source: Source, arch: str, entry: str | None, defines: toolchain.Defi
 def per_8(source: Source, arch: str) -> dict[str, float] | None:
     """Count the arithmetic instructions that one word (8 weights) costs, by opcode.
 
-    Return None for a source that marks no word.
-    The difference between treating 16 and 8 words, divided by 8: constants, addresses and the entry's frame cancel.
+    The count is the difference between treating 16 and 8 words, divided by 8: constants, addresses and the entry's
+    frame cancel. Return None for a source that marks no word.
     """
     harnesses = [harness.counting(source, words) for words in (8, 16)]
     few, many = (_arithmetic(h, arch) if h else None for h in harnesses)
@@ -287,7 +287,7 @@ def _resolved(instruction: SassInstruction, labels: Mapping[str, int]) -> SassIn
 
 
 def _without_padding(instructions: list[SassInstruction]) -> list[SassInstruction]:
-    """Cut the NOPs behind the end, and the branch to itself that stands before them."""
+    """Cut the NOPs after the end, and the branch to itself that stands before them."""
     end = len(instructions)
     while end and instructions[end - 1].opcode == "NOP":
         end -= 1

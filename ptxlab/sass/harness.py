@@ -118,9 +118,8 @@ def looping(source: Source) -> Source | None:
 def repeating(source: Source) -> Source | None:
     """Build a PTX source whose marked fragment is loaded `repeats` times; `None` without a marker.
 
-    `repeats` is a last parameter u32.
-    What arrives is folded by exclusive or: after an odd number of repeats the kernel's results are what they were. The
-    warp barrier keeps ptxas from loading only once.
+    `repeats` is a last parameter u32. What arrives is folded by exclusive or: after an odd number of repeats the
+    kernel's results are what they were. The warp barrier keeps ptxas from loading only once.
     """
     found = _FRAGMENT.search(source.text)
     if found is None:

@@ -40,7 +40,7 @@ class MainLoop:
 
 
 def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
-    """Find it in one entry; None where no loop unpacks weights in every iteration."""
+    """Find the main loop of one entry; None where no loop unpacks weights in every iteration."""
     blocks = basic_blocks(instructions)
     found = [loop for loop in natural_loops(blocks) if any(map(_unpacks, _instructions(blocks, loop.body)))]
     if not found:

@@ -51,7 +51,7 @@ def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[st
 
 
 def misses(found: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
-    """Return which elements [..., N], and which rows [...], are further off than they may be."""
+    """Return which elements [..., N], and which rows [...], exceed their allowed error."""
     found, exact = found.astype(np.float64), exact.astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinity less itself
         off = np.where(found == exact, 0.0, np.abs(found - exact))

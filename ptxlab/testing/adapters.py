@@ -290,9 +290,9 @@ def _unwrapped(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> tu
 def _specialised(
     kernel: Any, given: Sequence[Any]
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
-    """Return what Triton compiles a function for.
+    """Return the arguments of Triton's compiler that specialise a function.
 
-    These are types by name, and by position constants and attributes.
+    They are types by name, and constants and attributes by position.
     """
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

@@ -251,7 +251,7 @@ def _require(tool: str) -> str:
 
 
 def check_arch(arch: str) -> str:
-    """Check that a text is spelt like the name of an architecture, and return it."""
+    """Return the name of an architecture. Raises ArgumentError unless it is spelt like one."""
     if not _ARCH.fullmatch(arch):
         raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", arch)
     return arch
@@ -284,8 +284,8 @@ def _image(
 ) -> Image:
     """Compile a source, or return its image from the cache.
 
-    Product and log are two entries of the cache; whichever is missing, the compiler runs at most once.
-    `content` stands for all that the compiler reads.
+    Product and log are two entries of the cache; whichever is missing, the compiler runs at most once. `content` stands
+    for all that the compiler reads.
     """
     once = functools.cache(run)
     key = cache.key_of(content, source.path, tool, *options)

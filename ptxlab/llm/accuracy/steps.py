@@ -82,10 +82,9 @@ def _caches() -> Iterator[AccuracyRow]:
 def _w4a8kv4() -> Iterator[AccuracyRow]:
     """Yield the steps of W4A8KV4, each on top of those before it.
 
-    They are rotation, smoothing, SmoothAttention, clipping, GPTQ, groups and reordering.
-    QServe §6.4 (Fig. 16) has another order: 4-bit weights, rotation, clipping, KV4, SmoothAttention, groups,
-    reordering. Here clipping is late, because its levels are chosen for the final groups, and the cache has 4 bits from
-    the start.
+    They are rotation, smoothing, SmoothAttention, groups, reordering, clipping and GPTQ. QServe §6.4 (Fig. 16) has
+    another order: 4-bit weights, rotation, clipping, KV4, SmoothAttention, groups, reordering. Here clipping is late,
+    because its levels are chosen for the final groups, and the cache has 4 bits from the start.
     """
     full, rounded = RECIPES["qoq_channel"].but(clip_block=False), Recipe(scheme="qoq_channel")
     recipe = rounded
@@ -155,8 +154,8 @@ def _atom() -> Iterator[AccuracyRow]:
 def _fmpq() -> Iterator[AccuracyRow]:
     """Yield rows for COMET's W4Ax: by the share of INT8 blocks, and with only the blocks of outliers in INT8.
 
-    A share is filled with the blocks of the largest channels.
-    The cache is per token and head, weights are GPTQ's; COMET §6.1 has a cache per channel, and OmniQuant's weights.
+    A share is filled with the blocks of the largest channels. The cache is per token and head, weights are GPTQ's;
+    COMET §6.1 has a cache per channel, and OmniQuant's weights.
     """
     recipe = RECIPES["fmpq"]
     for share in SHARES:

@@ -46,12 +46,12 @@ class PlannedTensor:
 
     @property
     def announced(self) -> list[TensorInfo]:
-        """The tensors that it becomes in the new file."""
+        """Tensors of the new file that the tensor becomes."""
         return announce(self.info.name, self.fields) if self.fields else [self.info]
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the new file."""
+        """Bytes of the tensor in the new file."""
         return sum(info.nbytes for info in self.announced)
 
     @property

@@ -57,7 +57,7 @@ def is_harmless(definition: dict[str, Any], patterns: Collection[str]) -> bool:
 
 
 def has_harmless_decoder(definition: dict[str, Any], patterns: Collection[str]) -> bool:
-    """Tell whether its decoder does."""
+    """Check whether the decoder of a tokenizer.json bounds time and memory; `patterns` are known to be fast."""
     return _are_bounded(definition.get("decoder"), patterns)
 
 

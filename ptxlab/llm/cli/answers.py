@@ -45,7 +45,7 @@ class _Streamed(NamedTuple):
     rate: float | None
 
     def speed(self) -> str:
-        """Say how fast it was."""
+        """Describe the speed: tokens per second, and the seconds that the prompt took."""
         rate = f"{self.rate:.1f} tokens/s" if self.rate else "1 token"
         return f"{rate}; prompt of {self.prompt_tokens} tokens in {self.prompt_seconds:.2f} s"
 
@@ -60,7 +60,7 @@ def _stream(
     quiet: bool = False,
     goes_on: bool = False,
 ) -> _Streamed:
-    """Write the first sequence's text behind `echo` as it is made, unless it is to be `quiet`."""
+    """Write the first sequence's text after `echo` as it is generated, unless `quiet`."""
     size = runner.batch
     texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
     computed = len(ids) - (int(runner.lengths[0]) if goes_on else 0)

@@ -110,7 +110,7 @@ def option_name(name: str) -> str:
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], opening: list[Message] | None) -> list[list[int]]:
-    """Encode prompts; asked in the chat template behind the messages `opening`, unless that is None."""
+    """Encode prompts; in the chat template after the messages `opening`, unless that is None."""
     if opening is None:
         encoded = []
         for prompt in prompts:

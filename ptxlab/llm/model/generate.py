@@ -48,12 +48,15 @@ def generate(
 
 
 def _begin(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
-    """Start the sequences anew with these prompts, and return the logits behind them."""
+    """Start the sequences anew with these prompts, and return the logits after them."""
     return runner.prefill(prompts, progress)
 
 
 def _extend(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
-    """Append what the sequences lack of their prompts, one by one, in chunks; return the logits behind them."""
+    """Append the tokens of the prompts that the sequences lack, one sequence after the other, in chunks.
+
+    Return the logits after them.
+    """
     if len(prompts) != runner.batch:
         raise ArgumentError("prompts", f"must be {runner.batch}, one for each sequence", len(prompts))
     logits_behind = []

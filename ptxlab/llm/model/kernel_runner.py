@@ -267,8 +267,10 @@ class KernelRunner(Runner):
         return list(self._calls(self._step(padded_rows(rows, self.batch))))
 
     def logits(self, rows: int, head: "LMHead | None" = None) -> Any:
-        """Return the logits f16 [rows, V] of a head alone, by default its own, of the last decoding launch of so many
-        rows."""
+        """Return the logits f16 [rows, V] of the last decoding launch of `rows` rows, by a head alone.
+
+        The head is by default the runner's own.
+        """
         return (head or self._head)(self._step(padded_rows(rows, self.batch)).normed[:rows])
 
     @contextmanager
@@ -349,7 +351,7 @@ class _Step:
 
     @classmethod
     def of(cls, buffers: LayerBuffers, caches: Sequence[KVCache], *, prompts: bool) -> Self:
-        """Make a step of these buffers' rows, which see and write nothing yet."""
+        """Make a step for as many rows as the buffers have; its rows see and write nothing yet."""
         R, H = buffers.qkv_in.M, buffers.config.hidden
 
         def zeros(*shape: int, of: Any = np.int32) -> Any:

@@ -199,7 +199,7 @@ class NumpyRunner(Runner):
         return stored(normed, dtype)
 
     def _ffn(self, gate_up: Any, down: Any, x: Any, rows: Rows) -> F32:
-        """Give the feed-forward part of rows [R, H] as they are read, f32 [R, H]."""
+        """Compute the feed-forward part of quantised rows: f32 [R, H]."""
         activation = reference.ACTIVATIONS.index(self.config.activation)
         both = self._finite(gate_up(x, self._dtype), rows)
         product: F32 = down(down.gated(both, activation, DTYPES.index(self._dtype)), self._dtype)

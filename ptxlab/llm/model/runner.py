@@ -54,7 +54,7 @@ def launch_sizes(largest: int) -> list[int]:
 
 
 def padded_rows(rows: int, largest: int) -> int:
-    """Return the size in `launch_sizes` of the launch that so many rows go into."""
+    """Return the number of rows of the launch for n rows: the next of `launch_sizes`."""
     return min(largest, 1 << (rows - 1).bit_length())
 
 
@@ -174,7 +174,7 @@ class Runner(ABC):
         return ceil_div(self.context, PAGE)
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None) -> Any:
-        """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.
+        """Start the sequences anew with these tokens, and return the logits f16 [B, V] after each prompt.
 
         `progress` is called after each chunk.
 
@@ -199,7 +199,7 @@ class Runner(ABC):
             return self._logits(np.concatenate(last))
 
     def extend(self, new: Mapping[int, Sequence[int]]) -> Any:
-        """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] behind each part.
+        """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] after each part.
 
         Raises ArgumentError for more of them, an empty part, a token outside the vocabulary, or where no room is left.
         """

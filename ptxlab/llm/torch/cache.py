@@ -17,7 +17,7 @@ IMPLEMENTATION = "ptxlab_kv4"
 
 
 class TokenPlaces(NamedTuple):
-    """Write positions of a forward pass's rows, B·T tokens, and the tokens that each row sees.
+    """Positions, slots and visible tokens of a forward pass's rows, B·T tokens.
 
     Attributes:
         positions, slots: s64 [B·T]; the slot of padding is -1.

@@ -244,9 +244,9 @@ class RoutingNorm(Norm):
     """RMSNorm whose result goes to the products of experts quantised, and to the router rounded."""
 
     def forward(self, x: Tensor) -> tuple[Quantized, Tensor]:
-        """Normalise tokens twice: quantised, and as y of x's shape and dtype.
+        """Normalise tokens; return them quantised, and as y of x's shape and dtype.
 
-        The quantised ones are x_q s8 [M, H], scale f32 [M], token_sum s32 [M].
+        The quantised tokens are x_q s8 [M, H], scale f32 [M], token_sum s32 [M].
         """
         rows = x.reshape(-1, x.shape[-1])
         y = torch.empty_like(rows)

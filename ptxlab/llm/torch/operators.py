@@ -132,7 +132,7 @@ def _quantize_on_cpu(x: Tensor) -> Quantized:
 def norm_rows(
     name: str, x: Tensor, gamma: Tensor, residual: Tensor | None, eps: float, normed: Tensor | None, columns: str = "K"
 ) -> Iterator[F32]:
-    """Give RMSNorm of x + residual, f32 [M, K]; behind the block, write residual and `normed` unless it has raised."""
+    """Yield RMSNorm of x + residual, f32 [M, K]; write residual and `normed` afterwards, unless the block raised."""
     dtype = name_of(x.dtype)
     v = floats(array_of(f"{name}: x", x, _HALVES, "M", columns))
     weight = floats(array_of(f"{name}: gamma", gamma, dtype, x.shape[1]))

@@ -29,7 +29,7 @@ class _Launch(NamedTuple):
 
 
 class _Apart(NamedTuple):
-    """An argument that is written, another, and how far the other begins, at least before it or behind it."""
+    """Two arguments, the first of which is written, and the bytes that the other must keep clear of it on each side."""
 
     written: int
     other: int
@@ -79,7 +79,8 @@ class Repeats:
     def _first(self, kind: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], how: dict[str, Any]) -> Any:
         """Make the public call for the first time with this kind of arguments.
 
-        Its launches are noted if every pointer is that of arguments and results, each apart.
+        Its launches are noted if all their memory belongs to arguments and results, and nothing overlaps what they
+        write.
         """
         with launches_within() as launched:
             results = self.call(*args, **how)

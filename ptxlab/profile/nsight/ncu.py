@@ -115,7 +115,7 @@ def _wanted(kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[s
 
 
 def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run ncu and turn what it complains of into an error."""
+    """Run ncu. Raise UnavailableError for the problems that it reports."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise UnavailableError(f"ncu (Nsight Compute): not on the PATH; {INSTALL}")
