@@ -29,7 +29,10 @@ _moved.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Folders and public names, imported when first asked for: pytest loads the plugin herein at every start."""
+    """Import folders and public names when they are first used.
+
+    Pytest loads the plugin of this package at every start.
+    """
     if name == "__all__":
         return ["__version__", *import_module("ptxlab.public").__all__]
     if name.startswith("_"):

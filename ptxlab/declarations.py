@@ -87,7 +87,7 @@ class KernelDeclaration:
 
 
 def blank(text: str) -> str:
-    """The text with comments, strings and directives replaced by spaces: every character keeps its place."""
+    """Replace comments, strings and directives by spaces: every character keeps its place."""
     return _IGNORED.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
 
 
@@ -153,7 +153,7 @@ def _scope(head: str) -> tuple[str, str] | None:
 
 
 def _behind(text: str, at: int) -> int:
-    """The place behind the `}` that closes the `{` at a place."""
+    """Return the position after the `}` that closes the `{` at a position."""
     depth = 0
     for brace in _BRACE.finditer(text, at):
         depth += 1 if brace[0] == "{" else -1
@@ -163,7 +163,10 @@ def _behind(text: str, at: int) -> int:
 
 
 def kernels(text: str) -> list[KernelDeclaration]:
-    """Every `__global__` function that a text declares, definitions and templates among them, as often as it does."""
+    """List each `__global__` function that a text declares, as often as it does.
+
+    Definitions and templates are among them.
+    """
     return [kernel for declaration in declarations(text) if (kernel := _kernel(declaration, text))]
 
 
@@ -183,7 +186,7 @@ def _kernel(declaration: CppDeclaration, text: str) -> KernelDeclaration | None:
 
 
 def _template(head: str) -> tuple[str, str]:
-    """Template parameters and the rest of a head; of `template <>` none."""
+    """Return the template parameters and the rest of a head; of `template <>` none."""
     match = re.match(r"\s*template\s*<", head)
     if not match:
         return "", head
@@ -197,7 +200,7 @@ def _template(head: str) -> tuple[str, str]:
 
 
 def _last_list(head: str) -> str:
-    """A head up to the end of its parameters, from the name before them."""
+    """Return a head up to the end of its parameters, from the name before them."""
     end = head.rfind(")")
     depth = 0
     for at in range(end, -1, -1):
@@ -249,7 +252,7 @@ def for_device(text: str, host: Places, wrong: Places = ()) -> str:
 
 
 def _indices_at(text: str, declared: list[CppDeclaration], places: Places) -> set[int]:
-    """Indices of the declarations at some places, but not of those for the device."""
+    """Return the indices of the declarations at given places, except those for the device."""
     lines = [0, *(newline.end() for newline in re.finditer("\n", text))]
     starts = [declaration.start for declaration in declared]
     indices = set()

@@ -68,7 +68,7 @@ class FileError(PtxlabError):
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """An `ArgumentError` inside says first what it is about: `layer 3: w: must be finite`."""
+    """Prefix an `ArgumentError` raised inside with the name of its subject: `layer 3: w: must be finite`."""
     try:
         yield
     except ArgumentError as error:
@@ -77,7 +77,7 @@ def naming(name: str) -> Iterator[None]:
 
 @contextmanager
 def in_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An `ArgumentError` inside is the fault of a file, and becomes its `FileError`."""
+    """Turn an `ArgumentError` raised inside into the `FileError` of a file."""
     try:
         yield
     except ArgumentError as error:

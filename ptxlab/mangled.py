@@ -11,7 +11,10 @@ _ANONYMOUS = "(anonymous namespace)::"
 
 @lru_cache(maxsize=4096)
 def demangle(symbol: str) -> str:
-    """A symbol with its parameters, `ns::add<float, 3>(float*, unsigned int)`; what is not mangled stays as it is."""
+    """Demangle a symbol with its parameters, `ns::add<float, 3>(float*, unsigned int)`.
+
+    What is not mangled stays as it is.
+    """
     if not symbol.startswith("_Z"):
         return symbol
     import pydemumble  # LLVM's demangler; most programs never meet a mangled name
@@ -21,7 +24,10 @@ def demangle(symbol: str) -> str:
 
 
 def name_of(symbol: str) -> str:
-    """The name alone, `ns::add<float, 3>`; of a variable or function within a function its own name."""
+    """Return the name alone, `ns::add<float, 3>`.
+
+    For a variable or function within a function it is its own name.
+    """
     plain = demangle(symbol)
     if plain.startswith("_Z"):
         return plain
@@ -33,7 +39,10 @@ def name_of(symbol: str) -> str:
 
 
 def parameters_of(symbol: str) -> tuple[str, ...] | None:
-    """Types of a kernel's parameters as the compiler sees them, typedefs resolved; None for what is not mangled."""
+    """Return the types of a kernel's parameters as the compiler sees them, typedefs resolved.
+
+    Return None for what is not mangled.
+    """
     if not symbol.startswith("_Z") or (plain := demangle(symbol)).startswith("_Z"):
         return None
     _, inside = split_parameters(plain)
@@ -41,7 +50,7 @@ def parameters_of(symbol: str) -> tuple[str, ...] | None:
 
 
 def split_parameters(text: str) -> tuple[str, str | None]:
-    """`scale(float*)` as `scale` and `float*`; None where there is no list of parameters at the end."""
+    """Split `scale(float*)` into `scale` and `float*`; None where there is no list of parameters at the end."""
     if not text.endswith(")"):
         return text, None
     depth = 0
@@ -72,7 +81,7 @@ def normalise(name: str) -> str:
 
 
 def readable(text: str) -> str:
-    """A message with every mangled symbol in it replaced by its name."""
+    """Replace every mangled symbol in a message by its name."""
     return _SYMBOL.sub(lambda match: name_of(match[1]) + (match[2] or ""), text) if "_Z" in text else text
 
 
@@ -83,7 +92,7 @@ def distinct_names(symbols: Sequence[str]) -> list[str]:
 
 
 def find_symbols(symbols: Sequence[str], name: str) -> list[str]:
-    """The symbols of that name: with or without parameters, the arguments of a template, namespaces."""
+    """Find the symbols of that name: with or without parameters, the arguments of a template, namespaces."""
     normalised_name = normalise(name)
 
     def forms(symbol: str) -> set[str]:

@@ -15,7 +15,7 @@ COLOURS, EXACT = 256, 160  # of a palette; of them, those that `shrink_png` take
 
 
 def format_of(path: Path) -> str:
-    """The format that a picture's file name asks for; ArgumentError for none of .png, .svg and .pdf."""
+    """Return the format that a picture's file name asks for. Raises ArgumentError unless it is .png, .svg or .pdf."""
     suffix = path.suffix.lstrip(".").lower()
     if suffix not in ("png", "svg", "pdf"):
         raise ArgumentError("picture", "a file name that ends in .png, .svg or .pdf", path)
@@ -23,7 +23,7 @@ def format_of(path: Path) -> str:
 
 
 def require_writable(path: Path) -> None:
-    """ArgumentError or FileError where `save` could not write: to be asked before anything long is done."""
+    """Raise ArgumentError or FileError if `save` could not write. Call it before a long task."""
     format_of(path)
     require_folder(path)
 

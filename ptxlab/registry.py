@@ -85,7 +85,7 @@ _ROOMS: Mapping[str, Mapping[str, str]] = {
 
 
 class Registration(NamedTuple):
-    """One thing that is registered: `MODULE` or `MODULE:NAME`, not imported yet."""
+    """A registered module or name: `MODULE` or `MODULE:NAME`, not imported yet."""
 
     name: str
     place: str
@@ -113,7 +113,7 @@ class Registration(NamedTuple):
 
 @cache
 def entries(kind: str) -> dict[str, Registration]:
-    """What is registered of a kind, by name: the project's own, then other packages'.
+    """List the registrations of a kind, by name: the project's own, then other packages'.
 
     Raises ArgumentError for a name that two packages register.
     """
@@ -132,7 +132,7 @@ def _of_other_packages(kind: str) -> list[EntryPoint]:
 
 @cache
 def _family(name: str) -> Any:
-    """The module of a family; its sources are known from then on."""
+    """Load the module of a family; from then on its sources are known."""
     module = entries("kernels")[name].load()
     if folder := getattr(module, "SOURCES", None):
         sources.add_folder(Path(folder), name)
@@ -140,29 +140,31 @@ def _family(name: str) -> Any:
 
 
 def families() -> list[str]:
-    """Families of kernels by name, in the order in which they are listed."""
+    """List the families of kernels by name, in the order in which they are listed."""
     return list(entries("kernels"))
 
 
 @cache
 def specs() -> "dict[str, KernelSpec]":
-    """All specs by name, family after family."""
+    """Return all specs by name, family after family."""
     return {spec.name: spec for family in families() for spec in _family(family).SPECS}
 
 
 def _forms(family: str) -> "tuple[KernelSpec, ...]":
-    """Other forms of a family's kernels, `NAME:FORM`."""
+    """Return the other forms of a family's kernels, `NAME:FORM`."""
     return tuple(getattr(_family(family), "FORMS", ())) if family in entries("kernels") else ()
 
 
 def forms_of(spec: "KernelSpec") -> "tuple[KernelSpec, ...]":
-    """Other forms of a kernel, by the same sources."""
+    """Return the other forms of a kernel, by the same sources."""
     return tuple(form for form in _forms(spec.family) if form.name == spec.name and form.form != spec.form)
 
 
 @break_graph
 def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
-    """The spec of a kernel and its sources, the `.ptx` first; `dequant_lqq.cu` selects one source, `NAME:FORM` a form.
+    """Find the spec of a kernel and its sources, the `.ptx` first.
+
+    `dequant_lqq.cu` selects one source, `NAME:FORM` a form.
 
     Raises:
         ArgumentError: unknown name (the nearest ones are shown), or a source or form that the kernel does not have.
@@ -190,8 +192,10 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
 
 
 def resolve_all(target: str) -> "list[tuple[KernelSpec | None, tuple[Source, ...], str | None]]":
-    """What a command line names: a kernel (`NAME`), a form of it (`NAME:FORM`), one source (`NAME.cu`, `NAME.cu:FORM`),
-    a family (`gemm`), `FILE[:entry]`, `FILE.py[:NAME]` with specs of somebody's own.
+    """Resolve a target of a command line to kernels.
+
+    It is a kernel (`NAME`), a form of it (`NAME:FORM`), one source (`NAME.cu`, `NAME.cu:FORM`), a family (`gemm`),
+    `FILE[:entry]`, or `FILE.py[:NAME]` with specs of a user's own.
 
     Returns:
         For each kernel: the spec (None for a file), the sources, the entry symbol (None: the only one of the file).

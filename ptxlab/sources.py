@@ -47,7 +47,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Source:
-    """One PTX or CUDA C++ source.
+    """A PTX or CUDA C++ source.
 
     Attributes:
         name: the stem of the file, which is also the kernel's entry symbol for the project's own kernels.
@@ -90,7 +90,7 @@ class Source:
         return f"{self.name}.{self.language}"
 
     def include_dirs(self) -> list[Path]:
-        """Folders in which `#include` looks: the file's own, those of `build`, then the project's headers."""
+        """Return the folders that `#include` searches: the file's own, those of `build`, then the project's headers."""
         own = [Path(self.path).resolve().parent] if Path(self.path).is_file() else []
         return [*own, *(Path(folder).resolve() for folder in self.build.include), include_dir()]
 
@@ -102,15 +102,16 @@ def split_target(target: str) -> tuple[str, str | None]:
 
 
 def names_same_file(recorded: str, path: str) -> bool:
-    """Whether a compiler's name of a file is that of `path`: it may have put the folder that it ran in before it.
+    """Check whether a compiler's name of a file is that of `path`.
 
-    What was compiled may come from the cache, so that folder need not be the present one.
+    It may have put the folder that it ran in before it. What was compiled may come from the cache, so that folder need
+    not be the present one.
     """
     return recorded in (path, os.path.abspath(path)) or recorded.endswith(f"/{path}")
 
 
 def cuda_entries(text: str, linkage: Literal["C", "C++"] = "C") -> dict[str, tuple[str, ...]]:
-    """The `extern "C"` kernels of a CUDA C++ source, or all others, each with the names of its parameters."""
+    """Find the `extern "C"` kernels of a CUDA C++ source, or all others, each with the names of its parameters."""
     text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
     entries = {}
     for found in _CUDA_ENTRY.finditer(text):
@@ -128,27 +129,33 @@ def _root(folder: str) -> Path:
 
 
 def ptx_dir() -> Path:
-    """The folder of hand-written PTX: `ptx/<family>/<kernel>.ptx`, teaching steps in `ptx/<family>/steps/`."""
+    """Return the folder of hand-written PTX: `ptx/<family>/<kernel>.ptx`.
+
+    Teaching steps are in `ptx/<family>/steps/`.
+    """
     return _root("ptx")
 
 
 def cuda_dir() -> Path:
-    """The folder of hand-written CUDA C++: `cuda_src/<family>/<kernel>.cu`, teaching steps in `<family>/steps/`."""
+    """Return the folder of hand-written CUDA C++: `cuda_src/<family>/<kernel>.cu`.
+
+    Teaching steps are in `<family>/steps/`.
+    """
     return _root("cuda_src")
 
 
 def include_dir() -> Path:
-    """The folder of shared device functions: `cuda_src/include/*.cuh`."""
+    """Return the folder of shared device functions: `cuda_src/include/*.cuh`."""
     return cuda_dir() / "include"
 
 
 def in_checkout() -> bool:
-    """Whether the package stands in a checkout, and not in an installed wheel."""
+    """Check whether the package stands in a checkout rather than in an installed wheel."""
     return (_PACKAGE.parent / "notebooks" / "results").is_dir()
 
 
 def results_dir() -> Path:
-    """The folder of recorded measurements: `notebooks/results` (`_sources/results` in a wheel)."""
+    """Return the folder of recorded measurements: `notebooks/results` (`_sources/results` in a wheel)."""
     return _PACKAGE.parent / "notebooks" / "results" if in_checkout() else _root("results")
 
 
@@ -171,7 +178,10 @@ def add_folder(folder: Path, family: str) -> None:
 
 @cache
 def _paths() -> dict[str, tuple[Path, ...]]:
-    """Every kernel name with its sources, the `.ptx` first: it is what a bare name means."""
+    """Map each kernel name to its sources.
+
+    The `.ptx` comes first: it is what a bare name means.
+    """
     by_name: dict[str, list[Path]] = {}
     for language, folder in (("ptx", ptx_dir()), ("cu", cuda_dir())):
         for path in sorted(path for root in (folder, *_FOLDERS.values()) for path in root.rglob(f"*.{language}")):
@@ -180,12 +190,15 @@ def _paths() -> dict[str, tuple[Path, ...]]:
 
 
 def names() -> list[str]:
-    """Names of all kernels that have a source, sorted."""
+    """List the names of all kernels that have a source, sorted."""
     return list(_paths())
 
 
 def family_of(name: str) -> str:
-    """The family of one of the project's kernels: the first folder of its sources below `ptx/` or `cuda_src/`."""
+    """Return the family of one of the project's kernels: the first folder of its sources.
+
+    The folder lies below `ptx/` or `cuda_src/`.
+    """
     path = _paths()[name][0]
     for family, folder in _FOLDERS.items():
         if path.is_relative_to(folder):
@@ -194,12 +207,15 @@ def family_of(name: str) -> str:
 
 
 def of_kernel(name: str) -> tuple[Source, ...]:
-    """All sources of a kernel, the `.ptx` before the `.cu`; empty for an unknown name."""
+    """Read all sources of a kernel, the `.ptx` before the `.cu`; return none for an unknown name."""
     return tuple(Source.read(path) for path in _paths().get(name, ()))
 
 
 def commit() -> str:
-    """`$PTXLAB_COMMIT`, for copies with another history; else the checkout's, with `+` if files differ from it."""
+    """Return the commit of the sources.
+
+    It is `$PTXLAB_COMMIT`, for copies with another history; else the checkout's, with `+` if files differ from it.
+    """
     if said := os.environ.get("PTXLAB_COMMIT"):
         return said
 

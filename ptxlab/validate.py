@@ -9,7 +9,7 @@ from ptxlab.errors import ArgumentError
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether that is an integer, Python's or NumPy's; True and False are none."""
+    """Check whether a value is an integer, Python's or NumPy's; True and False are none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -26,11 +26,11 @@ def require_number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def is_one_of(value: Any, known: Collection[Any]) -> bool:
-    """Whether that is one of the names or integers that are known (or None, where that is)."""
+    """Check whether a value is one of the names or integers in `known` (or None, where that is among them)."""
     return (value is None or isinstance(value, str) or is_integer(value)) and value in known
 
 
 def shape_of(array: Any) -> tuple[Any, ...]:
-    """The shape of an array of any library; of what has none, ()."""
+    """Return the shape of an array of any library; () for a value that has none."""
     shape = getattr(array, "shape", ())
     return tuple(shape) if isinstance(shape, Collection) else ()

@@ -163,8 +163,11 @@ def _record(
     resume: Path | None = None,
     keeper: _Keeper | None = None,
 ) -> Record:
-    """The rows beside the ceilings of the same run; with `resume` beside those that the record there has, kept in it as
-    soon as they are measured."""
+    """Record the rows beside the ceilings of the same run.
+
+    With `resume` the rows that the record there has are kept, and new ones are stored in it as soon as they are
+    measured.
+    """
     info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
@@ -197,7 +200,7 @@ def _record(
 
 
 def resumed_path(suite: Suite, only: Sequence[str]) -> Path:
-    """Where the record of a suite that resumes, or of that part of it, goes unless somebody says otherwise."""
+    """Return the default path of the record of a suite that resumes, or of that part of it."""
     suite.require_part(only)
     slug = gpu.device_info().slug if suite.on_gpu else "cpu"
     return default_path(Record(suite.record_name(only), {"slug": slug}, {}, {}, ()))
@@ -211,13 +214,13 @@ def _request(suite: Suite, names: Sequence[Any], only: Sequence[str], options: M
 
 
 def _digest(spec: KernelSpec, own_sources: Sequence[Source]) -> str:
-    """Name a kernel of the user by what its sources say."""
+    """Return a user's kernel's name with a digest of its sources and sizes."""
     text = "".join([str(spec.example_sizes), *(source.text for source in own_sources)])
     return f"{spec.name}={hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _keep(keeper: _Keeper | None, record: Record) -> dict[str, Keep]:
-    """The keyword with which `Suite.rows` keeps its sections, if this run keeps any."""
+    """Return the keyword with which `Suite.rows` keeps its sections, if this run keeps any."""
     if keeper is None:
         return {}
     partial_record = PartialRecord(partial_path(keeper.path), record, keeper.request)
@@ -227,7 +230,10 @@ def _keep(keeper: _Keeper | None, record: Record) -> dict[str, Keep]:
 
 
 def _done(path: Path, record: Record) -> tuple[Row, ...]:
-    """The rows of an earlier run on the same card, commit and versions, if there is one whose ceilings were right."""
+    """Return the rows of an earlier run on the same card, commit and versions.
+
+    There are none unless there is such a run and its ceilings were right.
+    """
     before = load(path) if path.is_file() else None
     if before is None or before.invalid not in ("", UNFINISHED) or record.commit.endswith("+"):
         return ()
@@ -238,10 +244,10 @@ def _done(path: Path, record: Record) -> tuple[Row, ...]:
 def confirmed(
     slower: Sequence[Slower], before: Record, progress: Callable[[str], None] = lambda _: None
 ) -> list[Slower]:
-    """Of the rows that got slower, those that are so again wherever in memory their kernels are measured anew, alone.
+    """Return the slower rows that are slower again when their kernels are measured alone, at several places in memory.
 
-    Of some thousand rows a few are slower in any run, by a clock that fell or by where arrays came to lie, which gives
-    a kernel two speeds that may be a tenth apart. What a kernel's own run does not measure (a chain, a loop) stays.
+    Of some thousand rows a few are slower in any run: a clock fell, or arrays came to lie where a kernel runs at the
+    lower of two speeds, which may be a tenth apart. What a kernel's own run does not measure (a chain, a loop) stays.
     """
     for place in range(_PLACES):
         again: list[Record] = []
@@ -261,20 +267,23 @@ def confirmed(
 
 
 def _has_suite(kernel: str) -> bool:
-    """Whether it is the name of a kernel that can be measured alone."""
+    """Check whether a name is that of a kernel that can be measured alone."""
     spec = registry.specs().get(kernel)
     return spec is not None and spec.family in registry.entries("suites")
 
 
 def title(record: Record) -> str:
-    """What was measured where, the ceilings of the run, and why the record must not be used if so."""
+    """Describe a record in a line: suite, device, the ceilings of the run.
+
+    If it must not be used, the line says why.
+    """
     ceilings = ", ".join(f"{name} {value:.2f}" for name, value in record.ceilings.items())
     invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
     return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}"
 
 
 def as_tables(record: Record) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The record for a terminal of 100 columns: title, columns (right-aligned where the name ends in `>`), rows.
+    """Return the record for a terminal of 100 columns: title, columns (right-aligned where the name ends in `>`), rows.
 
     What is the same in all rows of a table is in its title.
     """
@@ -308,7 +317,10 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
 
 
 def _label(row: Row) -> str:
-    """The kernels, where a Python call chose them without the call's name: `small_sm90, sm90` of `gemm_w4a8`."""
+    """Return the kernels of a row, without the call's name where a Python call chose them.
+
+    For example `small_sm90, sm90` of `gemm_w4a8`.
+    """
     if not row.face:
         return f"{row.kernel}.{row.source}"
     return ", ".join(kernel.removeprefix(f"{row.face}_") for kernel in row.kernel.split(", "))
@@ -319,13 +331,13 @@ def _assigned(values: Mapping[str, object]) -> str:
 
 
 def _over_best_peer(row: Row) -> str:
-    """How many times as fast as the fastest peer, and its name."""
+    """Compare a row with its fastest peer: the ratio of times, and the peer's name."""
     name = min(row.peers, key=row.peers.__getitem__, default="")
     return f"{row.peers[name] / row.time_us:.2f}x {name}" if name else ""
 
 
 def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
-    """Of every tool and library that takes part; None: without a GPU."""
+    """Return the versions of every tool and library that takes part; None: without a GPU."""
     own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
     if info is None:
         return own

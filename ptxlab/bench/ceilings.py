@@ -29,7 +29,7 @@ class Ceilings:
     copy_tbps: float
 
     def to_json(self) -> dict[str, float]:
-        """As JSON-ready values."""
+        """Return JSON-ready values."""
         return asdict(self)
 
 
@@ -47,7 +47,10 @@ def measure_ceilings() -> Ceilings:
 
 
 def shortfall(ceilings: Ceilings, device: str) -> str:
-    """Why a record with these ceilings is not valid; empty if it is, or if there is no sheet for the device."""
+    """Return the reason why a record with these ceilings is not valid.
+
+    It is empty if the record is valid, or if there is no sheet for the device.
+    """
     if device not in SHEETS:
         return ""
     expected = sheet(device)

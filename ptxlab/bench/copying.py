@@ -16,17 +16,20 @@ _PER_BLOCK = _THREADS * 4 * 16  # bytes that one block of copy.ptx copies
 
 
 def source() -> Source:
-    """The kernel `stream_copy`."""
+    """Read the kernel `stream_copy`."""
     return Source.read(Path(__file__).with_name("copy.ptx"))
 
 
 def geometry(nbytes: int, *, programmatic: bool = False) -> Launch:
-    """A block for every 16 KiB."""
+    """Return the geometry with a block for every 16 KiB."""
     return Launch((ceil_div(nbytes, _PER_BLOCK), 1, 1), (_THREADS, 1, 1), programmatic=programmatic)
 
 
 def copy_us(moved: int, copies: int) -> float:
-    """Microseconds to copy half of `moved` bytes, read plus written, over so many copies of them in turn."""
+    """Measure the microseconds of a copy that moves `moved` bytes: half of them read, half of them written.
+
+    The copies take turns over `copies` buffers.
+    """
     nbytes = max(16, moved // 2 // 16 * 16)
     kernel = gpu.load(source(), "stream_copy")
     first = gpu.to_device(np.resize(np.frombuffer(np.random.default_rng(0).bytes(_RANDOM), np.uint8), nbytes))

@@ -14,7 +14,7 @@ _COLUMNS = 3
 
 
 def record_figure(record: Record) -> Figure:
-    """Floor over time, by kernel where there is one size, else over the floor."""
+    """Draw floor over time, by kernel where there is one size, otherwise over the floor."""
     of = attrgetter("measure")
     measures = {measure: list(rows) for measure, rows in groupby(sorted(record.rows, key=of), key=of)}
     columns = min(_COLUMNS, len(measures))

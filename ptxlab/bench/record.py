@@ -20,7 +20,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement beside its floor.
+    """A measurement beside its floor.
 
     Attributes:
         kernel: its name.
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies the measurement across records."""
+        """Fields that identify the measurement across records."""
         shape = tuple(sorted(self.sizes.items())), tuple(sorted(self.config.items()))
         return self.face or self.kernel, self.source, self.measure, self.activations, *shape
 
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """One run of a suite.
+    """Measurements of a run of a suite.
 
     Attributes:
         suite: its name.
@@ -114,7 +114,7 @@ class Record:
         return self.commit[:10] + "+" * self.commit.endswith("+")
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON-ready values."""
+        """Return the record as JSON-ready values."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
 
@@ -133,7 +133,7 @@ class Slower:
 
     @property
     def loss(self) -> float:
-        """Of the rate."""
+        """Share of the rate that was lost."""
         return 1 - self.row.rate / self.old.rate
 
     @property
@@ -143,7 +143,7 @@ class Slower:
 
     @property
     def apart(self) -> bool:
-        """Whether every replay is slower than every one of the older record."""
+        """True if every replay is slower than every one of the older record."""
         return self.row.fastest_us > self.old.slowest_us
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ def row_of(
     rate: tuple[float, str] | None = None,
     **further: Any,
 ) -> Row:
-    """The row of one measurement.
+    """Make the row of one measurement.
 
     Args:
         spec: the kernel.
@@ -201,7 +201,10 @@ def row_of(
 
 
 def default_path(record: Record) -> Path:
-    """`notebooks/results/<gpu>/<suite>.json`; `<suite>-<gpu>.json` in the current folder unless it `_is_kept`."""
+    """Return a record's default path: `notebooks/results/<gpu>/<suite>.json`.
+
+    It is `<suite>-<gpu>.json` in the current folder unless it `_is_kept`.
+    """
     slug = str(record.device["slug"])
     if not _is_kept(record.suite):
         return Path(f"{record.suite.removesuffix('.py')}-{slug}.json")
@@ -209,12 +212,12 @@ def default_path(record: Record) -> Path:
 
 
 def _is_kept(suite: str) -> bool:
-    """Whether a record belongs to this project's results: in a checkout, unless it is of somebody's `FILE.py`."""
+    """Check whether a record belongs to this project's results: in a checkout, unless it is of a user's `FILE.py`."""
     return sources.in_checkout() and not suite.endswith(".py")
 
 
 def require_writable(suite: str, path: Path | None) -> None:
-    """FileError where `save` could not write: to be asked before anything is measured."""
+    """Raise FileError if `save` could not write. Call it before anything is measured."""
     if path is not None:
         return require_folder(path)
     folder = sources.results_dir() if _is_kept(suite) else Path.cwd()
@@ -244,7 +247,7 @@ def load(path: Path) -> Record:
 
 
 def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slower]:
-    """Rows whose rate fell by more than `tolerance` against the same row of an older record of the same GPU.
+    """List the rows whose rate fell by more than `tolerance` against the same row of an older record of the same GPU.
 
     Not those whose clock alone fell: the power limit moves it by a tenth with the card's temperature, from one run to
     the next. A kernel that got slower takes more cycles. Nor those whose floor, measured in the same run, rose as

@@ -34,7 +34,10 @@ def _streaming_rows(spec: KernelSpec, source: Source, ceilings: Ceilings) -> lis
 
 
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
-    """Inputs and outputs in as many copies as exceed the L2; the results of every copy are compared."""
+    """Measure inputs and outputs in as many copies as exceed the L2.
+
+    The outputs of every copy are compared.
+    """
     if not spec.example_sizes:
         raise ArgumentError(f"{spec.name}: example_sizes", "sizes to measure at", "none")
     sizes = dict(spec.example_sizes[-1])

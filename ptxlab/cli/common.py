@@ -133,7 +133,7 @@ class Progress:
         notes.print(escape(line), highlight=False, soft_wrap=True)
 
     def steps(self) -> str:
-        """`12 of 30`."""
+        """Format progress as `12 of 30`."""
         return f"{self.done} done" if self.total is None else f"{self.done} of {self.total}"
 
     def _time_left(self) -> str:
@@ -148,9 +148,10 @@ class Progress:
 def progress_bar(
     title: str, total: int | None, *, quiet: bool = False, keeps: str = "nothing is kept"
 ) -> Iterator[Progress]:
-    """A long run: a bar with the time to go on a terminal, else a line a minute; calls of the `Progress` advance it.
+    """Show a bar with the time to go on a terminal during a long run, otherwise a line a minute.
 
-    Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end: what is left, and how to go on.
+    Calls of the `Progress` advance it. Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end:
+    what is left, and how to go on.
     """
     steps = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("to go"))
@@ -168,7 +169,7 @@ def progress_bar(
 
 @contextmanager
 def interruptible(state: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C inside ends the command with exit code 130 and one line: where it was, and what is kept."""
+    """End the command on Ctrl-C inside, with exit code 130 and one line: where it was, and what is kept."""
     try:
         yield
     except KeyboardInterrupt:
@@ -179,7 +180,7 @@ def interruptible(state: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def download_bar(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that appears with the first bytes."""
+    """Show a progress bar that appears with the first bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with RichProgress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
         task = bar.add_task(f"download {name}", visible=False)
@@ -194,7 +195,7 @@ _NAME_WIDTH = 33  # characters of the first column that are never broken: a kern
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """A table; columns whose name ends in `>` are right-aligned.
+    """Build a table; columns whose name ends in `>` are right-aligned.
 
     Names in the first column and words in the headers are not broken, however narrow the terminal is.
     """
@@ -219,7 +220,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
 
 
 def sizes_text(sizes: Mapping[str, Any]) -> str:
-    """`M=16 N=12288 K=4096`."""
+    """Format sizes as `M=16 N=12288 K=4096`."""
     return " ".join(
         f"{name}={size:.4g}" if isinstance(size, float) else f"{name}={size}" for name, size in sizes.items()
     )
@@ -232,7 +233,7 @@ def written(*paths: Path | None) -> None:
 
 
 def dims(name: str, text: str) -> tuple[int, ...]:
-    """A grid or a block: one to three integers between commas."""
+    """Parse a grid or a block: one to three integers between commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -244,12 +245,12 @@ class CommandLineError(PtxlabError):
 
 
 def expects(option: str, what: str, got: object) -> CommandLineError:
-    """The error `--from expects a .ncu-rep or .json file, got k.npz`."""
+    """Return the error `--from expects a .ncu-rep or .json file, got k.npz`."""
     return CommandLineError(f"{option} expects {what}, got {got}{nearest_of(what, got)}")
 
 
 def refuse(options: Mapping[str, Any], reason: str) -> None:
-    """CommandLineError for the first of the options that was given: `--set needs a launch`."""
+    """Raise CommandLineError for the first of the options that was given: `--set needs a launch`."""
     for name, value in options.items():
         if value is not None:
             raise CommandLineError(f"{name} {reason}")

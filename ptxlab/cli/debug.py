@@ -96,7 +96,10 @@ def debug(
 
 
 def _row(terminal: "Terminal", line: str) -> dict[str, Any]:
-    """A command, what it says, whether it was refused, and where the session is behind it: no line at the end."""
+    """Run a command in the debugger; return it with its output, whether it was refused, and the line reached.
+
+    There is no line at the end of the launch.
+    """
     said, refused = terminal.answer(line)
     moment = terminal.commands.session.now.moment
     at = None if moment.ended else {"path": moment.instruction.path, "line": moment.instruction.line, "pc": moment.pc}
@@ -115,7 +118,10 @@ class Terminal(cmd.Cmd):
         self.use_rawinput = sys.stdin.isatty()
 
     def answer(self, line: str) -> tuple[str, bool]:
-        """What a command says, and whether it was refused, which is one line."""
+        """Run a command; return what it prints, and whether it was refused.
+
+        The message of a refused command is one line.
+        """
         try:
             return self.commands.run(line), False
         except PtxlabError as error:
@@ -142,7 +148,7 @@ class Terminal(cmd.Cmd):
                 self.stdout.write("\n")
 
     def carry_out(self, lines: Iterable[str]) -> None:
-        """The same with lines that are given, each shown behind a prompt."""
+        """Carry out lines that are given, each shown after a prompt."""
         for line in lines:
             self.stdout.write(f"{PROMPT}{line}\n")
             if self.onecmd(line):
@@ -158,15 +164,15 @@ class Terminal(cmd.Cmd):
         return False
 
     def emptyline(self) -> bool:
-        """Never asked: `onecmd` takes empty lines too."""
+        """Return False; it is never called, because `onecmd` takes empty lines too."""
         return False
 
     def completenames(self, text: str, *ignored: Any) -> list[str]:
-        """Commands that begin so."""
+        """List the commands that begin with a text."""
         return [name for name in (*COMMANDS, "quit") if name.startswith(text)]
 
     def completedefault(self, text: str, *ignored: Any) -> list[str]:
-        """Names of registers, variables and arguments."""
+        """List names of registers, variables and arguments."""
         try:
             state = debugger.State(self.commands.session)
         except PtxlabError:

@@ -18,7 +18,7 @@ PANEL = "Project"
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that ptxlab can use: is it here, what it is, and what to do if it is not."""
+    """A tool or library that ptxlab can use: whether it works, what it is, and how to get it."""
 
     name: str
     works: bool
@@ -26,7 +26,7 @@ class Item:
     remedy: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The item as JSON-ready values."""
+        """Return the item as JSON-ready values."""
         return asdict(self)
 
 
@@ -86,7 +86,7 @@ def _model_libraries() -> Item:
 
 
 def _trained_weights() -> list[Item]:
-    """What `ptxlab weights` downloads."""
+    """List the weights that `ptxlab weights` downloads."""
     return [
         Item(f"weights {name}", found is not None, w.summary, "" if found else f"ptxlab weights {name}")
         for name, w in downloads.KNOWN.items()

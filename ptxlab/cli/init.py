@@ -163,7 +163,7 @@ def _check_free(name: str) -> None:
 
 
 def installed_from() -> str | None:
-    """The requirement that this ptxlab was installed from, if that was a repository; else None."""
+    """Return the requirement that this ptxlab was installed from, if that was a repository; otherwise None."""
     try:
         record = metadata.distribution("ptxlab").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -188,7 +188,7 @@ def installed_folder() -> str | None:
 
 
 def files(name: str, requirement: str) -> dict[str, str]:
-    """The project's files: path -> text."""
+    """Return the project's files: path -> text."""
     own = {
         f"{name}.cu": KERNEL,
         f"{name}.py": SPEC,
@@ -202,7 +202,7 @@ def files(name: str, requirement: str) -> dict[str, str]:
 
 
 def _notebook() -> str:
-    """The notebook: text and code cells in turn."""
+    """Build the notebook: text and code cells in turn."""
     cells: list[dict[str, Any]] = []
     for i, text in enumerate(CELLS):
         kind: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []} if i % 2 else {}

@@ -96,7 +96,7 @@ class ScheduledRun:
     differences: tuple[Difference, ...] = ()
 
     def annotations(self, path: str) -> list[Annotation]:
-        """Findings, differences and notes as annotations; `path` is the source's."""
+        """Return findings, differences and notes as annotations; `path` is the source's."""
         places = [of_finding(finding) for finding in self.outcome.findings]
         places += [Annotation(CHECK, relative(path), 1, str(difference)) for difference in self.differences]
         return places + [of_note(note) for note in self.outcome.notes]

@@ -148,7 +148,10 @@ def show(found: Sequence[Profile], words: Sequence[str]) -> None:
 
 
 def _carried(carrier: nsight.Carrier) -> str:
-    """A line's share of the stalls, its two most frequent reasons, its source, its instruction with most of them."""
+    """Format a line's share of the stalls and its two most frequent reasons.
+
+    Its source follows, and its instruction with most stalls.
+    """
     most = list(carrier.reasons.items())[:2]
     reasons = ", ".join(f"{reason.replace('_', ' ')} {share / carrier.share:.0%}" for reason, share in most)
     texts = [textwrap.shorten(text, _WIDEST, placeholder=" …") for text in (carrier.text, carrier.sass) if text]

@@ -150,7 +150,7 @@ def prove(
 
 
 def _least(seconds: float, ends: float | None, total: float | None, task: str) -> tuple[float, str]:
-    """The nearer of two limits of time, and the error of which says which it was."""
+    """Return the nearer of two limits of time, and the message that says which it was."""
     left = seconds if ends is None else ends - monotonic()
     if left < seconds:
         return max(0.001, left), f"{task} after --total-seconds {total:g}"
@@ -158,7 +158,7 @@ def _least(seconds: float, ends: float | None, total: float | None, task: str) -
 
 
 def _kernel(target: str) -> Kernel:
-    """A kernel by name or file, as one without a spec."""
+    """Load a kernel by name or file, as one without a spec."""
     _, source, entry = registry.resolve(target)
     return load(source, entry)
 

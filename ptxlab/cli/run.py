@@ -155,14 +155,17 @@ def _show_contract(spec: KernelSpec) -> None:
 
 
 def _pictures(spec: KernelSpec) -> Pictures | None:
-    """The pictures that a family registers, if there are some of this kernel."""
+    """Return the pictures that a family registers, if there are some of this kernel."""
     entry = registry.entries("pictures").get(spec.family)
     pictures: Pictures | None = entry.load() if entry else None
     return pictures if pictures and pictures.draws(spec) else None
 
 
 def _print_source(source: Source) -> None:
-    """Verbatim, so that what is piped into a file is the kernel again; a terminal gets colours and no line breaks."""
+    """Print a source verbatim, so that what is piped into a file is the kernel again.
+
+    A terminal gets colours and no line breaks.
+    """
     if console.is_terminal:
         console.print(Syntax("", "c", background_color="default").highlight(source.text), soft_wrap=True, end="")
     else:
@@ -336,7 +339,7 @@ def _unneeded(launch: SolvedLaunch, options: emulator.EmulatorOptions, as_json: 
 
 
 def _memory_rows(outcome: runtime.Outcome) -> list[dict[str, Any]]:
-    """What the accesses of each source line cost beyond the least; the dearest first."""
+    """Compute the cost of each source line's accesses beyond the least; the dearest first."""
     costs: list[tuple[str, emulator.SharedAccess | emulator.GlobalAccess, int, int]] = []
     costs += [("shared", a, a.wavefronts, a.wavefronts - a.conflicts) for a in outcome.shared]
     costs += [("global", a, a.sectors, a.needed) for a in outcome.sectors]
@@ -431,7 +434,10 @@ def _verify(
 
 
 def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
-    """The same kernels on the same backends at other sizes; each takes those that it has, floats as in its example."""
+    """Return the same kernels on the same backends at other sizes.
+
+    Each takes the sizes that it has, floats as in its example.
+    """
     if unknown := set(sizes) - {symbol for job in jobs for symbol in job.spec.example_sizes[0]}:
         raise expects("--shape", "sizes that one of the kernels has", min(unknown))
     added = []
@@ -447,6 +453,6 @@ def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
 
 
 def _worst(group: list[Verdict]) -> Verdict:
-    """The first failed verdict, else the last one."""
+    """Return the first failed verdict, otherwise the last one."""
     worst = next((v for v in group if not v.passed), group[-1])
     return worst if worst.passed else replace(worst, detail=f"{sizes_text(worst.sizes)}: {worst.detail}")

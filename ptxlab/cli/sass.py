@@ -122,12 +122,15 @@ def _of_file(source: Source, entry: str | None, arch: str, defines: dict[str, An
 
 
 def _variant(spec: KernelSpec | None) -> dict[str, int]:
-    """The constants of a form at its last example; none of all else, whose sources have their own."""
+    """Return the constants of a form at its last example.
+
+    Return none for other kernels, whose sources have their own.
+    """
     return spec.config_for(spec.example_sizes[-1]) if spec and spec.form else {}
 
 
 def _summarise(title: str, found: Sequence[Report]) -> None:
-    """A row per kernel."""
+    """Print a row per kernel."""
     columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>")
     rows = [(r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())) for r in found]
     console.print(table(title, columns, rows))
@@ -137,7 +140,7 @@ def _summarise(title: str, found: Sequence[Report]) -> None:
 
 
 def _compare(title: str, found: Sequence[Report]) -> None:
-    """A column per kernel."""
+    """Print a column per kernel."""
     columns = [f"{one.name}>" for one in found]
     facts = [
         ("ALU instructions per 8 weights", *map(_alu, found)),
@@ -167,7 +170,10 @@ def _spilled(report: Report) -> int:
 
 
 def interleaved(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> Iterator[str]:
-    """The machine code of one entry in the order of addresses, each run of instructions below its source line."""
+    """Yield the machine code of one entry in the order of addresses.
+
+    Each run of instructions lies below its source line.
+    """
     yield f"{source.label}, {arch}"
     before = ("", 0)
     for one in machine_code.instructions(source, arch, entry=entry, defines=defines):

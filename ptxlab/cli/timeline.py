@@ -86,7 +86,7 @@ def _recorded(target: str, sizes: dict[str, Any], backend: str | None) -> Timeli
 
 
 def _show(found: Timeline) -> None:
-    """A row per track of the first SM: how long it was at what."""
+    """Print a row per track of the first SM with the share of time in each phase."""
     one = found.of_sm(found.sms[0])
     rows = []
     for track in one.tracks:

@@ -47,7 +47,7 @@ class Commands:
         self.last = ""  # what an empty line repeats
 
     def run(self, line: str) -> str:
-        """What a command prints; raises PtxlabError for one that cannot be carried out."""
+        """Run a command and return its output. Raises PtxlabError for one that cannot be carried out."""
         line = line.strip() or self.last
         if not line:
             return ""
@@ -100,7 +100,7 @@ class Commands:
 
     @command("next n", "[COUNT] [all]")
     def _next(self, rest: str) -> list[str]:
-        """The same, over functions that this line calls."""
+        """Run as `step` does, but over functions that this line calls."""
         return self._steps("next", self.session.step, "call", rest)
 
     @command("stepi si", "[COUNT] [all]")
@@ -144,7 +144,7 @@ class Commands:
     # Where
 
     def stopped(self, stop: Stop) -> list[str]:
-        """Why and where it has stopped, with the source line."""
+        """Describe why and where the launch has stopped, with the source line."""
         moment, session = stop.moment, self.session
         lines = [str(finding) for finding in moment.findings]
         if moment.error is not None:
@@ -178,12 +178,12 @@ class Commands:
 
     @command("where w")
     def _where(self, rest: str) -> list[str]:
-        """Why, where and for whom it has stopped."""
+        """Describe why, where and for which threads the launch has stopped."""
         return self.stopped(self.session.now)
 
     @command("list l", "[LINE]")
     def _list(self, rest: str) -> list[str]:
-        """The source around here, or around a line; a line with code has a mark."""
+        """List the source around the present line, or around a given line; a line with code has a mark."""
         code, now = self.session.code, self.session.now
         at = code[min(now.moment.pc, len(code) - 1)]
         path = self.session.kernel.source.path if rest else at.path
@@ -202,7 +202,7 @@ class Commands:
 
     @command("code", "[#INSTRUCTION]")
     def _code(self, rest: str) -> list[str]:
-        """The PTX around here, or around an instruction, with the source line of each."""
+        """List the PTX around the present instruction, or around a given one, with the source line of each."""
         code, pc = self.session.code, self.session.now.moment.pc
         middle = min(pc, len(code) - 1) if not rest else _number("code", rest.lstrip("#"))
         if not 0 <= middle < len(code):
@@ -213,7 +213,7 @@ class Commands:
 
     @command("line", "[LINE]")
     def _line(self, rest: str) -> list[str]:
-        """The instructions of a source line, with what the registers that they write hold now."""
+        """List the instructions of a source line, with the present values of the registers that they write."""
         session, code = self.session, self.session.code
         at = code[min(session.now.moment.pc, len(code) - 1)]
         path, line = (session.kernel.source.path, _number("line", rest)) if rest else (at.path, at.line)
@@ -228,7 +228,7 @@ class Commands:
 
     @command("warps")
     def _warps(self, rest: str) -> list[str]:
-        """Where the warps of the block are, and what they wait for."""
+        """List the places of the block's warps, and the events that they wait for."""
         moment = self.session.now.moment
         block = State(self.session).lane // moment.machine.stride
         return pending.whereabouts(moment.machine, moment.pc, moment.lanes, block)
@@ -276,7 +276,7 @@ class Commands:
 
     @command("findings")
     def _findings(self, rest: str) -> list[str]:
-        """What the checks have reported so far."""
+        """List the findings that the checks have reported so far."""
         found = self.session.now.moment.machine.launch.findings.found
         return [str(finding) for finding in found.values()] or ["no findings"]
 
@@ -284,7 +284,7 @@ class Commands:
 
     @command("print p", "NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS [swizzle BYTES]]")
     def _print(self, rest: str) -> list[str]:
-        """A register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window.
+        """Print a register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window.
 
         Of a C++ local it shows what the lines that assign it have written.
         """
@@ -314,7 +314,10 @@ class Commands:
         return [title, *values.array(found.values, found.type, found.first)]
 
     def _assigned(self, state: State, name: str) -> list[str]:
-        """Of a C++ local, which PTX has no name for: lines that assign it, and the last registers of its type there."""
+        """List the lines that assign a C++ local, and the last registers of its type there.
+
+        PTX has no name for such a local.
+        """
         source, code = self.session.kernel.source, state.machine.code
         if source.language != "cu" or not re.fullmatch(r"[A-Za-z_]\w*", name) or state.knows(name):
             return []
@@ -333,7 +336,7 @@ class Commands:
 
     @command("registers r", "[all]")
     def _registers(self, rest: str) -> list[str]:
-        """The registers of the instruction, or all of the kernel."""
+        """List the registers of the instruction, or all of the kernel."""
         state, moment = State(self.session), self.session.now.moment
         if rest not in ("", "all"):
             raise DebuggerError(f"registers: nothing or all (got {rest!r}); print shows one")
@@ -348,7 +351,7 @@ class Commands:
 
     @command("who", "holds row N [column M] [of a|b|c|d]")
     def _who(self, rest: str) -> list[str]:
-        """Which lanes hold a row, a column or an element of a matrix operand, in which registers."""
+        """List the lanes that hold a row, a column or an element of a matrix operand, and their registers."""
         parsed = _HOLDS.fullmatch(rest)
         if parsed is None or (parsed["row"] is None and parsed["column"] is None):
             raise DebuggerError("who: holds row N [column M] [of a|b|c|d]")
@@ -357,7 +360,10 @@ class Commands:
 
     @command("fragment f", "[a|b|c|d] [FROM:TO, FROM:TO]")
     def _fragment(self, rest: str) -> list[str]:
-        """The matrix that an operand of the matrix instruction at hand holds, over the lanes or in shared memory."""
+        """Print the matrix that an operand of the nearest matrix instruction holds.
+
+        It lies over the lanes or in shared memory.
+        """
         letter, _, index = (rest or "d").partition(" ")
         title, matrix, type_name = matrices.printed(State(self.session), letter)
         whole = Held(letter, "", type_name, matrix)
@@ -366,13 +372,16 @@ class Commands:
 
     @command("pending")
     def _pending(self, rest: str) -> list[str]:
-        """The block's copies, products and barriers, with groups, phases and counts, and who waits for what."""
+        """List the block's copies, products and barriers, with groups, phases and counts.
+
+        Waiting lanes are listed with what they wait for.
+        """
         machine = self.session.now.moment.machine
         return pending.lines(machine, State(self.session).lane // machine.stride)
 
     @command("help h ?", "[COMMAND]")
     def _help(self, rest: str) -> list[str]:
-        """The commands, or one of them."""
+        """Describe the commands, or one of them."""
         if rest and rest not in ALIASES:
             raise DebuggerError(f"help: no command {rest!r}")
         chosen = [ALIASES[rest]] if rest else list(COMMANDS)
@@ -392,7 +401,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _short(held: Held) -> str:
-    """`%f3 = 1.5` of a register in its lane."""
+    """Format a register in its lane as `%f3 = 1.5`."""
     assert held.lane is not None
     return f"{held.name} = {values.scalar(held.values[held.lane : held.lane + 1], held.type)}"
 

@@ -48,14 +48,14 @@ def condition_of(session: Session, text: str) -> Callable[[Moment], Array]:
 
 
 def _per_lane(session: Session, moment: Moment, operand: str, lanes: Array) -> Array:
-    """Values of an operand in lanes of any warps, as numbers that compare exactly."""
+    """Return the values of an operand in lanes of any warps, as numbers that compare exactly."""
     warps = [lanes[lanes // 32 == warp] for warp in np.unique(lanes // 32)]
     parts = [_values_of(State(session, moment, int(warp[0])), operand, warp % 32) for warp in warps]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _values_of(state: State, operand: str, places: Array) -> Array:
-    """Values of an operand in lanes of one warp."""
+    """Return the values of an operand in lanes of one warp."""
     number = _number(operand)
     if number is not None:
         return np.full(len(places), number, object)
@@ -78,7 +78,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _numbers(operand: Held) -> Array:
-    """Values as Python's numbers; bits of unknown sign are signed, as `print` shows them."""
+    """Convert values to Python's numbers; bits of unknown sign are signed, as `print` shows them."""
     flat = np.ascontiguousarray(operand.values).reshape(-1)
     if is_float(operand.type):
         wide = widen(flat, operand.type)

@@ -39,18 +39,18 @@ class MatrixOperand:
 
 @cache
 def of_warp_group(fragment: Fragment) -> Fragment:
-    """Four warps' fragments below each other."""
+    """Stack the fragments of four warps below each other."""
     rows = np.concatenate([fragment.rows + 16 * warp for warp in range(4)])
     return Fragment(f"{fragment.name} of a warp group", fragment.bits, rows, np.concatenate([fragment.cols] * 4))
 
 
 def is_matrix(instruction: Instruction) -> bool:
-    """Whether its operands are matrices."""
+    """Check whether the instruction's operands are matrices."""
     return instruction.head in _HEADS and ("mma_async" in instruction.opcode or instruction.head != "wgmma")
 
 
 def operands_of(instruction: Instruction) -> dict[str, MatrixOperand]:
-    """Its matrices by letter; DebuggerError for a form whose fragments are not known."""
+    """Return an instruction's matrices by letter. Raises DebuggerError for a form whose fragments are not known."""
     words = instruction.opcode.split(".")
     shape = re.fullmatch(r"m\d+n(\d+)k(\d+)", next((w for w in words if re.fullmatch(r"m\d+n\d+k\d+", w)), ""))
     types = [word for word in words if word in (*_BITS, "f32", "s32")]
@@ -99,7 +99,10 @@ def _items(operand: ir.Operand) -> tuple[ir.Operand, ...]:
 
 
 def nearest(state: State) -> Instruction:
-    """The matrix instruction at hand: the present one, the last one above it, or the first of the kernel."""
+    """Find the nearest matrix instruction.
+
+    It is the present one, the last one above it, or the first of the kernel.
+    """
     code, pc = state.machine.code, state.session.now.moment.pc
     above = [i for i in code[: pc + 1] if is_matrix(i)]
     found = above[-1:] or [i for i in code if is_matrix(i)]
@@ -109,7 +112,7 @@ def nearest(state: State) -> Instruction:
 
 
 def operand(state: State, letter: str) -> tuple[Instruction, MatrixOperand]:
-    """An operand of the matrix instruction at hand."""
+    """Return an operand of the nearest matrix instruction, and that instruction."""
     instruction = nearest(state)
     known = operands_of(instruction)
     if letter not in known:
@@ -118,7 +121,7 @@ def operand(state: State, letter: str) -> tuple[Instruction, MatrixOperand]:
 
 
 def matrix(state: State, held: MatrixOperand) -> tuple[Array, str]:
-    """What it holds now, [rows, columns], and the type that this is printed as."""
+    """Return an operand's present matrix, [rows, columns], and the type as which it is printed."""
     type_name = _VIEWED.get(held.type, held.type)
     viewed = {"s4": "s8", "u4": "u8"}.get(type_name, type_name)
     dtype = dtype_of(viewed)
@@ -128,7 +131,7 @@ def matrix(state: State, held: MatrixOperand) -> tuple[Array, str]:
 
 
 def _registers(state: State, held: MatrixOperand) -> Array:
-    """u32 [lanes, registers]."""
+    """Read an operand's registers, u32 [lanes, registers]."""
     assert held.fragment is not None
     machine, lanes = state.machine, held.fragment.lanes
     first = state.lane // lanes * lanes
@@ -139,7 +142,7 @@ def _registers(state: State, held: MatrixOperand) -> Array:
 
 
 def _in_shared(state: State, held: MatrixOperand) -> Array:
-    """Bytes [rows, 32] of an operand that wgmma reads by its descriptor."""
+    """Read the bytes [rows, 32] of an operand that wgmma reads by its descriptor."""
     machine, lane = state.machine, state.lane
     read = machine.reader(held.registers[0], "u64")
     value = int(np.broadcast_to(read(slice(lane, lane + 1)), (1,))[0])
@@ -150,7 +153,10 @@ def _in_shared(state: State, held: MatrixOperand) -> Array:
 
 
 def holders(state: State, letter: str, row: int | None, column: int | None) -> list[str]:
-    """Lines: which lanes hold a row, a column or an element of an operand, in which registers, and its values."""
+    """List the lanes that hold a row, a column or an element of an operand.
+
+    Each line has the registers and values too.
+    """
     instruction, held = operand(state, letter)
     fragment = held.fragment
     if fragment is None:
@@ -182,7 +188,7 @@ def holders(state: State, letter: str, row: int | None, column: int | None) -> l
 
 
 def printed(state: State, letter: str) -> tuple[str, Array, str]:
-    """A title, the matrix of an operand, and its type."""
+    """Return a title, the matrix of an operand, and its type."""
     instruction, held = operand(state, letter)
     found, type_name = matrix(state, held)
     where = "in shared memory" if held.fragment is None else f"in {', '.join(_names(held))}"

@@ -18,31 +18,34 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 
 
 def lines(machine: Machine, block: int) -> list[str]:
-    """Everything that is pending for a block of the wave, or the one line that nothing is."""
+    """List everything that is pending for a block of the wave, or the one line that nothing is."""
     found = [*_effects(machine, block), *_mbarriers(machine, block), *_barriers(machine, block)]
     return [*found, *_waiting(machine, block)] or ["nothing is pending"]
 
 
 def line_of(instruction: Instruction) -> str:
-    """`scale.cu:12`."""
+    """Format an instruction's place as `scale.cu:12`."""
     return f"{Path(instruction.path).name}:{instruction.line}"
 
 
 def text_of(instruction: Instruction) -> str:
-    """Its text; of one that shares its line of inline assembly with others, the opcode."""
+    """Return an instruction's text.
+
+    It is only the opcode if the instruction shares its line of inline assembly with others.
+    """
     guard = f"@{'!' if instruction.guard.negated else ''}{instruction.guard.name} " if instruction.guard else ""
     return f"{guard}{instruction.opcode} .." if ";" in instruction.text else instruction.text
 
 
 def name_of(machine: Machine, place: int) -> str:
-    """`full + 8`, or in more words where no variable lies."""
+    """Name a place in memory as `full + 8`, or in more words where no variable lies."""
     text = machine.memory.byte(place)
     named = re.search(r"\((\w+ \+ \d+)\)$", text)
     return named[1] if named else text
 
 
 def _effects(machine: Machine, block: int) -> Iterator[str]:
-    """Copies and products that nobody has waited for."""
+    """Describe copies and products that no thread has waited for."""
     queue = machine.units.get(EffectQueue)
     if not isinstance(queue, EffectQueue):
         return
@@ -107,7 +110,7 @@ def _barriers(machine: Machine, block: int) -> Iterator[str]:
 
 
 def parked(machine: Machine) -> list[Parked]:
-    """Lanes that wait for something."""
+    """Return the lanes that wait for something."""
     found = [Parked(pc, lanes, "the rest of its warp") for m in machine.meetings.values() for pc, lanes, _ in m]
     return found + [each for unit in machine.units.values() for each in unit.waiters()]
 
@@ -123,7 +126,7 @@ def _waiting(machine: Machine, block: int) -> Iterator[str]:
 
 
 def whereabouts(machine: Machine, pc: int, here: Lanes, block: int) -> list[str]:
-    """Where the warps of a block of the wave are: a line for each place that lanes are at."""
+    """List the places of a block's warps: a line for each place that lanes are at."""
     places: dict[tuple[int, str], list[int]] = {}
 
     def enter(some: Lanes, text: str) -> None:
@@ -152,7 +155,7 @@ def whereabouts(machine: Machine, pc: int, here: Lanes, block: int) -> list[str]
 
 
 def ranges(numbers: list[int]) -> str:
-    """`0-15,20`."""
+    """Format numbers as ranges: `0-15,20`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:

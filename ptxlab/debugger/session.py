@@ -29,7 +29,7 @@ class DebuggerError(PtxlabError):
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """Where to stop: at these instructions, or after one that has reported a finding of these kinds.
+    """Instructions at which to stop, or kinds of findings after which to stop.
 
     `condition` returns the lanes of a moment for which it stops; without one these are all.
     """
@@ -41,7 +41,7 @@ class Breakpoint:
     condition: Callable[[Moment], Array] | None = None
 
     def lanes(self, moment: Moment) -> Array:
-        """Lanes of a moment for which it stops there."""
+        """Return the lanes of a moment for which the breakpoint stops."""
         if moment.after or not (moment.pc in self.code and moment.machine.launch.entry.name == self.entry):
             return _NO_LANES
         return indices_of(moment.lanes) if self.condition is None else self.condition(moment)
@@ -49,14 +49,14 @@ class Breakpoint:
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a session is, and why."""
+    """Moment at which a session is stopped, and the reason."""
 
     moment: Moment
     reason: str
 
     @property
     def ended(self) -> bool:
-        """Whether the launch has."""
+        """True if the launch has ended."""
         return self.moment.ended
 
 
@@ -83,7 +83,10 @@ class Session:
 
     @classmethod
     def of(cls, kernel: Kernel, *args: Any, checks: str | Iterable[str] = "all", **launch: Any) -> Self:
-        """A kernel of `ptxlab.load`, launched as `kernel(*args, **launch)` would; the arguments stay as they are."""
+        """Make a session of a kernel of `ptxlab.load`, launched as `kernel(*args, **launch)` would be.
+
+        The arguments stay as they are.
+        """
         chosen = checks_of("checks", checks)
 
         def call() -> object:
@@ -134,10 +137,11 @@ class Session:
     # Breakpoints
 
     def stop_at(self, what: str, condition: Callable[[Moment], Array] | None = None) -> int:
-        """A breakpoint: a line (`12`, `scale.cu:12`), an instruction (`#17`, or an opcode's beginning), or a finding of
-        any kind (`finding`) or of one (`race`, `nan` ...). Returns its number.
+        """Set a breakpoint and return its number.
 
-        `condition` returns the lanes of a moment for which it stops; of findings there is none.
+        It is a line (`12`, `scale.cu:12`), an instruction (`#17`, or an opcode's beginning), or a finding of any kind
+        (`finding`) or of one (`race`, `nan` ...). `condition` returns the lanes of a moment for which it stops; of
+        findings there is none.
         """
         found = self._breakpoint(what.strip())
         if condition is not None and found.kinds:
@@ -175,7 +179,7 @@ class Session:
         return Breakpoint(what, entry, frozenset(chosen))
 
     def _at_line(self, file: str | None, line: int) -> Breakpoint:
-        """Where instructions of a line begin, at each place that the compiler has put them."""
+        """Make a breakpoint where instructions of a line begin, at each place that the compiler has put them."""
         code = self.code
         paths = dict.fromkeys(each.path for each in code)
         path = self.kernel.source.path
@@ -197,7 +201,7 @@ class Session:
         return Breakpoint(f"{name}:{line}", self.now.moment.machine.launch.entry.name, frozenset(starts))
 
     def _hit(self, moment: Moment) -> str:
-        """Whether a breakpoint or an error stops there."""
+        """Name the error or breakpoint that stops at a moment; return an empty text if there is none."""
         if moment.error is not None:
             return "error"
         kinds = {finding.kind for finding in moment.findings}
@@ -207,7 +211,10 @@ class Session:
         return ""
 
     def _either(self, steps: Wanted) -> Wanted:
-        """A breakpoint, or where a step ends; the latter is asked every time, as it follows the places."""
+        """Return a condition that stops at a breakpoint, or where a step ends.
+
+        The step is asked every time, because it follows the places.
+        """
 
         def wanted(moment: Moment) -> str:
             step = steps(moment)
@@ -259,7 +266,10 @@ class Session:
             raise DebuggerError(f"{what}: the launch has ended; back, rewind and restart go on from here")
 
     def _steps(self, unit: str, everyone: bool, since: Moment | None) -> Wanted:
-        """Where a step of the warp that is looked at, or of anyone, ends; `since`: where it has begun."""
+        """Return the condition that ends a step of the focused warp, or of any warp.
+
+        `since` is where the step has begun.
+        """
         if unit not in UNITS:
             raise DebuggerError(f"step: by {', '.join(UNITS)} (got {unit!r})")
         (block, thread), depth = self.focus, None
@@ -282,7 +292,7 @@ class Session:
 
     @staticmethod
     def _is_of(moment: Moment, block: int, thread: int) -> bool:
-        """Whether lanes of that thread's warp run the instruction."""
+        """Check whether lanes of that thread's warp run the instruction."""
         machine = moment.machine
         index = np.unravel_index(block, machine.launch.grid, order="F")
         at = np.flatnonzero((machine.blocks == index).all(axis=1))
@@ -350,11 +360,11 @@ class Session:
 
     @property
     def code(self) -> list[Instruction]:
-        """Of the kernel that runs."""
+        """Instructions of the kernel that runs."""
         return self.now.moment.machine.code
 
     def text(self, path: str) -> list[str]:
-        """The lines of a source; none if it cannot be read."""
+        """Return the lines of a source; none if it cannot be read."""
         if path not in self._texts:
             source, text = self.kernel.source, ""
             if path == source.path:

@@ -48,7 +48,7 @@ class Held:
     address: int | None = None  # of a whole variable in shared memory
 
     def as_type(self, type_name: str) -> "Held":
-        """The same bits as another type."""
+        """View the same bits as another type."""
         dtype = values.dtype_of(type_name)
         flat = np.ascontiguousarray(self.values)
         if self.lane is not None:
@@ -63,7 +63,7 @@ class Held:
         return replace(self, type=type_name, values=flat.view(dtype))
 
     def part(self, index: str) -> "Held":
-        """Some of its values: `3`, `0:16`, `2, 0:8`; of a register these are lanes."""
+        """Return some of the values: `3`, `0:16`, `2, 0:8`; of a register these are lanes."""
         parts = [part.strip() for part in index.split(",")]
         if not all(re.fullmatch(r"\d*(?::\d*)?", part) and part for part in parts):
             raise DebuggerError(f"print: an index is a number or from:to, per axis (got [{index}])")
@@ -84,7 +84,10 @@ class Held:
         return replace(self, name=name, values=np.asarray(chosen), first=start, address=None)
 
     def tile(self, rows: int, columns: int, span: int = 16) -> "Held":
-        """Its first elements as a matrix; `span`: of the swizzle by which its 16-byte pieces lie in shared memory."""
+        """View the first elements as a matrix.
+
+        `span` is that of the swizzle by which its 16-byte pieces lie in shared memory.
+        """
         if rows * columns > self.values.size or not rows * columns:
             raise DebuggerError(f"print: {self.name} has {self.values.size} elements, {rows}x{columns} does not fit")
         if span == 16:
@@ -124,7 +127,7 @@ class State:
         return kernel.parameters if entry.name == kernel.entry else tuple(each.name for each in entry.params)
 
     def find(self, text: str) -> Held:
-        """What `%r5`, `%tid.x`, `tile[0:8]`, `a[3]`, `[%rd4+16]` or `shared` stands for."""
+        """Find the value of `%r5`, `%tid.x`, `tile[0:8]`, `a[3]`, `[%rd4+16]` or `shared`."""
         parsed = _NAME.fullmatch(text.strip())
         if parsed is None:
             raise DebuggerError(f"print: a name, perhaps with an index such as [0:8] (got {text!r})")
@@ -133,11 +136,11 @@ class State:
         return found if index is None else found.part(index)
 
     def knows(self, name: str) -> bool:
-        """Whether `named` finds it."""
+        """Check whether `named` finds a name."""
         return name in self.registers() or name in self.memory_names() or name in self.parameters
 
     def named(self, name: str) -> Held:
-        """A register, a special register, a variable of the kernel or of the module, or an argument."""
+        """Find a register, a special register, a variable of the kernel or of the module, or an argument."""
         if register := self.register(name):
             return self.of_register(register)
         if name.startswith("%"):
@@ -155,7 +158,10 @@ class State:
     # Registers
 
     def registers(self) -> dict[str, ir.Register]:
-        """Those of the code, by name; where blocks of PTX declare one name twice, the one that is nearest above."""
+        """Return the registers of the code, by name.
+
+        If blocks of PTX declare one name twice, it is the one that is nearest above.
+        """
         pc, found = self.moment.pc, dict[str, ir.Register]()
         code = self.machine.code
         for at in [*range(len(code) - 1, pc, -1), *range(min(pc, len(code) - 1) + 1)]:
@@ -164,17 +170,17 @@ class State:
         return found
 
     def register(self, name: str) -> ir.Register | None:
-        """One of them."""
+        """Return the register of that name, or None."""
         return self.registers().get(name)
 
     def of_register(self, register: ir.Register) -> Held:
-        """Its values in the warp."""
+        """Return a register's values in the warp."""
         first = self.lane // 32 * 32
         row = self.machine.row(replace(register, negated=False, selector=""), register.type)[first : first + 32]
         return Held(register.name, self.place, register.type, row.copy(), self.lane - first)
 
     def special(self, name: str) -> Held:
-        """`%tid.x`."""
+        """Return a special register such as `%tid.x`."""
         type_name = "u64" if name.endswith("64") else "u32"
         try:
             if not _SPECIAL.fullmatch(name):
@@ -190,7 +196,10 @@ class State:
     # Memory
 
     def memory_names(self) -> dict[str, tuple[int, int, str]]:
-        """Variables by name -> arena offset, bytes, PTX type; `shared` and `local` are the whole windows."""
+        """Return variables by name -> arena offset, bytes, PTX type.
+
+        `shared` and `local` are the whole windows.
+        """
         machine, launch = self.machine, self.machine.launch
         base = int(machine.shared_base[self.lane]) + SHARED_START
         found = {"shared": (base, launch.window_bytes, "u32")} if launch.window_bytes else {}
@@ -207,7 +216,7 @@ class State:
         return found
 
     def of_memory(self, name: str, start: int, size: int, type_name: str) -> Held:
-        """A variable; in CUDA C++ of the type and shape that its declaration shows."""
+        """Return a variable; in CUDA C++ of the type and shape that its declaration shows."""
         type_name = f"u{type_name[1:]}" if type_name[0] == "b" and type_name[1:].isdigit() else type_name
         shape: tuple[int, ...] = (-1,)
         if self.session.kernel.source.language == "cu" and name not in ("shared", "local"):
@@ -220,7 +229,7 @@ class State:
         return Held(name, self.machine.memory.byte(start), type_name, held, address=shared)
 
     def argument(self, position: int) -> Held:
-        """A parameter: a number, or the array that it points to."""
+        """Return a parameter: a number, or the array that it points to."""
         launch, name = self.machine.launch, self.parameters[position]
         value = launch.args[position]
         array = array_of(value)
@@ -238,7 +247,10 @@ class State:
         return Held(name, f"argument {position}, {array.dtype}{list(array.shape)}", type_name, here)
 
     def at_address(self, text: str) -> Held:
-        """`[%rd4+16]`: memory from where a register points to, to the end of what lies there."""
+        """Return the memory at an address such as `[%rd4+16]`.
+
+        It goes from where the register points to, to the end of what lies there.
+        """
         parsed = _ADDRESS.fullmatch(text)
         register = self.register(parsed["register"]) if parsed else None
         if parsed is None or register is None or bits_of(register.type) < 32:
@@ -256,18 +268,21 @@ class State:
 
 
 def place_of(machine: Machine, lane: int) -> str:
-    """`block (0,0,0) thread (5,0,0)`."""
+    """Format a lane's place as `block (0,0,0) thread (5,0,0)`."""
     block, thread = ("({},{},{})".format(*index) for index in machine.place_of(lane))
     return f"block {block} thread {thread}"
 
 
 def plain(name: str) -> str:
-    """The name of a variable as its source has it."""
+    """Return the name of a variable as its source has it."""
     return LOCAL_NAME.sub("", name)
 
 
 def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:
-    """Function that tells whether a register is as wide as a local of C++ and, like it, of floats or not."""
+    """Return a function that tells whether a register could hold a local of C++.
+
+    The register must be as wide as the local and, like it, of floats or not.
+    """
     text = kernel.source.text
     found = re.search(rf"\b((?:unsigned\s+)?\w+)\s+{name}\s*[=;,(\[]", text)
     number = of_declaration(text, name, f"{found[1]} {name}", kernel.defines).number if found else None
@@ -278,7 +293,7 @@ def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:
 
 
 def type_named(dtype: np.dtype) -> str:
-    """The PTX type of an array's elements; of others than numbers their bytes."""
+    """Return the PTX type of an array's elements; u8 for elements that are no numbers."""
     letter = {"i": "s", "f": "f", "c": "b"}.get(dtype.kind, "u")
     name = f"{letter}{8 * dtype.itemsize}"
     return name if name in DTYPES else "u8"

@@ -51,7 +51,7 @@ class Moment:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes after it."""
+        """True if nothing comes after it."""
         return self.pc == len(self.machine.code)
 
     @property
@@ -74,7 +74,7 @@ Wanted = Callable[[Moment], str]  # why to stop there; "" to go on
 
 
 class _Abandoned(BaseException):
-    """Unwinds a run that nobody wants any more; no error, so that nothing on the way takes it for one."""
+    """Unwinds a run that its session has abandoned; it is no error, so that no handler on the way takes it for one."""
 
 
 class StoppableCall:
@@ -154,7 +154,10 @@ class StoppableCall:
         return [_Stops(self, machine)]
 
     def reach(self, moment: Moment) -> None:
-        """Wait here if somebody wants it; not if the launch will begin again, with an eye on loads that have raced."""
+        """Stop at a moment if the session wants it.
+
+        It does not stop if the launch will begin again, with loads tracked that have raced.
+        """
         launch = moment.machine.launch
         if not launch.suspects <= launch.tracked:
             if launch is not self._doomed:
@@ -180,11 +183,14 @@ class StoppableCall:
         return successors
 
     def _after(self, machine: Machine, pc: int, lanes: Lanes, error: EmulationError | None = None) -> None:
-        """An instruction has reported something, or failed."""
+        """Reach the moment after an instruction that has reported something, or failed."""
         self.reach(Moment(self.position, machine, pc, lanes, True, self._reported(machine), error))
 
     def _reported(self, machine: Machine) -> tuple[emulator.Finding, ...]:
-        """What is new among the findings; copies that land report between two instructions, or behind the last."""
+        """Return the new findings.
+
+        Copies that land report between two instructions, or behind the last.
+        """
         found = machine.launch.findings.found
         if len(found) == self._found:
             return ()
@@ -204,15 +210,15 @@ class _Stops(Watcher):
         self.run, self.machine = run, machine
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
-        """One without a guard."""
+        """Wrap the handler of an instruction without a guard."""
         return handler if instruction.guard is not None else self.around_guard(instruction, handler)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Whoever its guard lets through."""
+        """Wrap a handler that gets the lanes that the guard lets through."""
         run, machine = self.run, self.machine
         pc = machine.index[id(instruction)]
         return lambda lanes: run.dispatch(machine, pc, lanes, handler)
 
     def end(self) -> None:
-        """Of the wave."""
+        """End the wave."""
         self.run.wave_ended(self.machine)

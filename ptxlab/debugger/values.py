@@ -16,14 +16,14 @@ _WIDTH = 108  # characters of a line
 
 
 def packed(type_name: str) -> LaneType | None:
-    """`u8x4`: integers side by side in a word of 8, 16, 32 or 64 bits."""
+    """Parse a packed type such as `u8x4`: integers side by side in a word of 8, 16, 32 or 64 bits."""
     found = _PACKED.fullmatch(type_name)
     lanes = LaneType(found[1] == "s", int(found[2]), int(found[3])) if found else None
     return lanes if lanes and lanes.count > 1 and lanes.bits * lanes.count in (8, 16, 32, 64) else None
 
 
 def dtype_of(type_name: str) -> np.dtype:
-    """What holds an element of the type in memory; DebuggerError for one that there is not."""
+    """Return the dtype of an element in memory. Raises DebuggerError for a type that does not exist."""
     if lanes := packed(type_name):
         return np.dtype(f"u{lanes.bits * lanes.count // 8}")
     if type_name not in DTYPES:
@@ -32,7 +32,7 @@ def dtype_of(type_name: str) -> np.dtype:
 
 
 def shown(values: Array, type_name: str) -> Array:
-    """Each value (of `dtype_of` the type) as text; the same shape."""
+    """Format each value (of `dtype_of` the type) as text; the shape stays."""
     flat = np.ascontiguousarray(values).reshape(-1)
     if lanes := packed(type_name):
         columns = lanes.decode(flat)
@@ -51,7 +51,7 @@ def shown(values: Array, type_name: str) -> Array:
 
 
 def scalar(value: Array, type_name: str) -> str:
-    """One value; an integer in both notations, one of unknown sign as signed."""
+    """Format one value; an integer in both notations, one of unknown sign as signed."""
     bits = int(np.asarray(value).reshape(-1)[:1].view(f"u{value.itemsize}")[0])
     if type_name == "pred" or is_float(type_name):
         return str(shown(value.reshape(1), type_name)[0])
@@ -62,7 +62,7 @@ def scalar(value: Array, type_name: str) -> str:
 
 
 def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> list[str]:
-    """Lines of a matrix of texts, each with the label of its row; as much as fits a screen."""
+    """Format the lines of a matrix of texts, each with the label of its row; as much as fits a screen."""
     rows, width = texts.shape
     wide = max((len(text) for text in texts[:MOST].reshape(-1)), default=1) + 2
     most_columns = max(1, (_WIDTH - 10) // wide)
@@ -79,7 +79,10 @@ def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> l
 
 
 def array(values: Array, type_name: str, first: int = 0) -> list[str]:
-    """Lines of an array: two axes as a matrix, fewer or more as rows of up to eight with the index of the first."""
+    """Format the lines of an array.
+
+    Two axes make a matrix, fewer or more make rows of up to eight with the index of the first.
+    """
     if values.ndim == 2:
         return grid(shown(values[:MOST, :MOST], type_name), str, columns=True) if values.size else ["  nothing"]
     flat = values.reshape(-1)

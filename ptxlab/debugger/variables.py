@@ -25,7 +25,10 @@ _DEPTH = 16  # constants that are defined by others
 
 
 def declared_type(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]] | None:
-    """PTX type and shape of a variable of so many bytes, as far as its declaration shows them plainly."""
+    """Return the PTX type and shape of a variable of `size` bytes.
+
+    Return None if its declaration does not show them plainly.
+    """
     text, instance = kernel.source.text, template_arguments(kernel)
     pattern = rf"__(?:shared|constant|device)__\s+(?:alignas\([^)]*\)\s*)?([^;(){{}}]*?\b{name})\b((?:\s*\[[^\]]*\])*)"
     declaration = re.search(pattern, text)
@@ -42,7 +45,10 @@ def declared_type(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int,
 
 
 def _shape(lengths: list[int | None], count: int) -> tuple[int, ...]:
-    """Lengths of the axes of so many elements; one that is not known follows from the others."""
+    """Return the lengths of the axes of an array of `count` elements.
+
+    One length that is not known follows from the others.
+    """
     product = prod(length for length in lengths if length is not None)
     if lengths.count(None) > 1 or not product or count % product:
         return ()
@@ -50,7 +56,7 @@ def _shape(lengths: list[int | None], count: int) -> tuple[int, ...]:
 
 
 def template_arguments(kernel: Kernel) -> dict[str, str]:
-    """Arguments of the template that a kernel is an instance of, by the names of its parameters."""
+    """Return the arguments of the template that a kernel is an instance of, by the names of its parameters."""
     full = mangled.name_of(kernel.entry)
     name, bracket, arguments = full.partition("<")
     base = name.rpartition("::")[2]
@@ -88,7 +94,7 @@ def constant(kernel: Kernel, expression: str, instance: Mapping[str, str], depth
 
 
 def _definition(kernel: Kernel, name: str) -> str | None:
-    """The text that defines a constant: -D, a macro of the source, or a `constexpr`."""
+    """Return the text that defines a constant: -D, a macro of the source, or a `constexpr`."""
     if name in kernel.defines:
         return str(kernel.defines[name])
     for pattern in (_MACRO, _CONSTANT):

@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 
 def without_pool() -> None:
-    """From now on every CuPy array is an allocation of its own, so that tools see where it ends."""
+    """Make each CuPy array an allocation of its own from now on, so that tools see where it ends."""
     import cupy
 
     cupy.cuda.set_allocator(None)
@@ -31,9 +31,10 @@ def free_pool() -> None:
 
 @contextmanager
 def elsewhere(nbytes: int) -> Iterator[None]:
-    """Arrays that are made inside come to lie elsewhere: CuPy's pool has nothing to reuse, `nbytes` are taken first.
+    """Let arrays that are made inside lie elsewhere in memory: `nbytes` are taken first.
 
-    What the driver hands out is its own affair: as a rule other memory than for the arrays before.
+    CuPy's pool has nothing to reuse. What the driver hands out is its own affair: as a rule other memory than for the
+    arrays before.
     """
     import cupy
 
@@ -48,7 +49,7 @@ def elsewhere(nbytes: int) -> Iterator[None]:
 
 
 def _library(kind: type) -> str:
-    """The name of the package that a type comes from."""
+    """Return the name of the package that a type comes from."""
     return kind.__module__.partition(".")[0]
 
 
@@ -56,7 +57,7 @@ library: Callable[[type], str] = cache(_library)
 
 
 def is_device_array(array: Any) -> bool:
-    """Whether the array lies in GPU memory."""
+    """Check whether the array lies in GPU memory."""
     if library(type(array)) == "cupy":  # which takes long over the last question: it asks the driver
         return isinstance(array, sys.modules["cupy"].ndarray)
     if isinstance(array, (np.ndarray, np.generic)):
@@ -69,7 +70,7 @@ def is_device_array(array: Any) -> bool:
 
 
 def as_array(name: str, array: Any) -> Any:
-    """A NumPy array or, for GPU memory, a CuPy array on the same memory.
+    """View an array as NumPy's or, in GPU memory, as CuPy's on the same memory.
 
     Args:
         name: of the argument, for messages.
@@ -104,7 +105,7 @@ def check_alignment(name: str, array: Any) -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An uninitialised CuPy array on the current device, allocated on the caller's stream."""
+    """Allocate an uninitialised CuPy array on the current device, on the caller's stream."""
     import cupy
 
     with caller_stream():
@@ -112,7 +113,10 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A CuPy array of zeros on the current device, which are there when it returns, whatever stream will use it."""
+    """Make a CuPy array of zeros on the current device.
+
+    The zeros are written when it returns, so any stream may use the array.
+    """
     import cupy
 
     with caller_stream() as stream:
@@ -122,7 +126,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def to_device(array: np.ndarray) -> Any:
-    """A CuPy copy of a NumPy array, C-contiguous, made on the caller's stream."""
+    """Copy a NumPy array to a CuPy array, C-contiguous, on the caller's stream."""
     import cupy
 
     with caller_stream():
@@ -130,7 +134,7 @@ def to_device(array: np.ndarray) -> Any:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """A NumPy copy of a CuPy array, made after everything that was enqueued on the device."""
+    """Copy a CuPy array to a NumPy array after everything that was enqueued on the device."""
     import cupy
 
     cupy.cuda.Device().synchronize()
@@ -166,7 +170,7 @@ def fetch(array: Any) -> Callable[[], np.ndarray]:
 
 
 def gumbel(seed: int) -> Callable[[tuple[int, ...]], Any]:
-    """Draws from Gumbel's distribution, f32 CuPy arrays of any shape, on the caller's stream."""
+    """Return a function that draws f32 CuPy arrays of any shape from Gumbel's distribution, on the caller's stream."""
     import cupy
 
     state = cupy.random.RandomState(seed)
@@ -196,7 +200,7 @@ def copy_bytes(target: Any, source: Any) -> None:
 
 
 def like(array: Any, example: Any, dtype: str = "") -> Any:
-    """The array (NumPy or CuPy) as the library of `example` has it, on the same memory.
+    """Convert an array (NumPy or CuPy) to the library of `example`, on the same memory.
 
     Where `dtype` is bfloat16, the array holds its bits as uint16, and so does what is returned for NumPy and CuPy.
     """
@@ -211,10 +215,11 @@ def like(array: Any, example: Any, dtype: str = "") -> Any:
 
 
 def caller_stream() -> AbstractContextManager[Any]:
-    """CuPy's current stream while inside: the one the caller works on. The stream itself: a generator takes longer.
+    """Make the stream that the caller works on CuPy's current stream while inside.
 
-    That is CuPy's own if the caller has chosen one (`with stream:`), else PyTorch's current stream where PyTorch is in
-    use. PyTorch is never imported for this.
+    The context manager is the stream itself, because a generator takes longer. It is CuPy's own if the caller has
+    chosen one (`with stream:`), else PyTorch's current stream where PyTorch is in use. PyTorch is never imported for
+    this.
     """
     import cupy
 
@@ -225,7 +230,10 @@ def caller_stream() -> AbstractContextManager[Any]:
 
 
 def torch_stream() -> int:
-    """The handle of PyTorch's current stream on CuPy's current device; 0, the default one, where it is not in use."""
+    """Return the handle of PyTorch's current stream on CuPy's current device.
+
+    It is 0, the default stream, where PyTorch is not in use.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -236,14 +244,17 @@ def torch_stream() -> int:
 
 @cache
 def _torch_streams() -> Callable[[int], int]:
-    """By device. `torch.cuda.current_stream` makes an object of it, which takes longer."""
+    """Return a function from a device to PyTorch's current stream there.
+
+    `torch.cuda.current_stream` makes an object of it, which takes longer.
+    """
     torch = sys.modules["torch"]
     quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return quick or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
 def borrow_stream(handle: int) -> Any:
-    """CuPy's view of a stream that another library owns."""
+    """Wrap a stream that another library owns as CuPy's."""
     import cupy
 
     return cupy.cuda.Stream.from_external(_Borrowed(handle))

@@ -61,12 +61,12 @@ class DeviceInfo:
 
 
 def available() -> bool:
-    """Whether kernels can run on a GPU here; `why_not` says why not."""
+    """Check whether kernels can run on a GPU here; `why_not` says why not."""
     return why_not(None) is None
 
 
 def why_not(arch: str | None, *, exact: bool = False) -> str | None:
-    """Why a kernel cannot run on the GPU here; None if it can.
+    """Return the reason why a kernel cannot run on the GPU here; None if it can.
 
     Args:
         arch: lowest architecture that the kernel needs, `sm_80`; None asks for any GPU.
@@ -91,7 +91,7 @@ def _label(device: DeviceInfo) -> str:
 
 
 def device_info() -> DeviceInfo:
-    """The current device; `UnavailableError` says why there is none."""
+    """Describe the current device. Raises `UnavailableError`, which says why there is none."""
     reason = _why_no_gpu()
     if reason is not None:
         raise UnavailableError(f"no GPU backend here: {reason}" + (f"; {remedy()}" if remedy() else ""))
@@ -101,7 +101,7 @@ def device_info() -> DeviceInfo:
 
 
 def card_id() -> str:
-    """Which of several cards of one kind the current device is: its UUID as nvidia-smi has it, `GPU-...`."""
+    """Identify the current device among cards of one kind: its UUID as nvidia-smi has it, `GPU-...`."""
     import cupy
     from cuda.bindings import driver
 
@@ -110,7 +110,10 @@ def card_id() -> str:
 
 
 def remedy() -> str:
-    """The command that would bring the GPU backend to this machine; empty where it works, or where nothing would."""
+    """Return the command that would bring the GPU backend to this machine.
+
+    It is empty where the backend works, or where nothing would bring it.
+    """
     cuda = _driver_cuda_version()
     if cuda is None or cuda < 12000 or _why_no_gpu() is None:
         return ""
@@ -118,7 +121,7 @@ def remedy() -> str:
 
 
 def unused_gpu() -> str | None:
-    """A hint for people who have a GPU that ptxlab cannot use yet; None if there is nothing to say."""
+    """Return a hint for people who have a GPU that ptxlab cannot use yet; None if there is nothing to say."""
     return f"There is a GPU here, but {_why_no_gpu()}: {remedy()}" if remedy() else None
 
 
@@ -171,7 +174,7 @@ def _why_no_gpu() -> str | None:
 
 @cache
 def _driver_cuda_version() -> int | None:
-    """The CUDA version that the driver supports (13000 for 13.0); None without a driver and a device."""
+    """Return the CUDA version that the driver supports (13000 for 13.0); None without a driver and a device."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         cuda: Any = ctypes.CDLL(library)

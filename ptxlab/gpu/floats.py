@@ -10,7 +10,10 @@ from typing import Any
 
 @cache
 def float_instruction(opcode: str) -> Callable[..., Any]:
-    """An instruction of f32 operands as a function of CuPy arrays: "ex2.approx.ftz.f32", "fma.rn.f32" ..."""
+    """Make a function of CuPy arrays from an instruction of f32 operands.
+
+    Examples are "ex2.approx.ftz.f32", "fma.rn.f32" ...
+    """
     import cupy
 
     names = "abc"[: {"fma": 3, "mul": 2, "add": 2, "sub": 2}.get(opcode.partition(".")[0], 1)]

@@ -108,7 +108,7 @@ def capture(calls: Iterable[Callable[[], None]]) -> Graph:
 
 
 def adopt(launch: Callable[[], None], stream: int, calls: int) -> Graph:
-    """A graph that another library captured, so that it is timed like our own.
+    """Wrap a graph that another library captured, so that it is timed like our own.
 
     Args:
         launch: replays it on its stream, without waiting.
@@ -120,7 +120,7 @@ def adopt(launch: Callable[[], None], stream: int, calls: int) -> Graph:
 
 @dataclass(frozen=True)
 class _Foreign:
-    """What `Graph` needs of a graph."""
+    """A graph of another library with the methods that `Graph` calls."""
 
     replay: Callable[[], None]
 
@@ -129,7 +129,9 @@ class _Foreign:
 
 
 def time_calls(call: Callable[[], None], *, repeats: int = 10, warm_up: int = 2) -> float:
-    """Median microseconds of a call enqueued on a stream, without a graph, for work that far outlasts a launch.
+    """Measure the median microseconds of a call enqueued on a stream, without a graph.
+
+    It is for work that far outlasts a launch.
 
     For large copies: as nodes of a graph they go through the copy engine, which is slower than what the driver does
     with them on a stream.
@@ -138,7 +140,7 @@ def time_calls(call: Callable[[], None], *, repeats: int = 10, warm_up: int = 2)
 
 
 def call_times(call: Callable[[], Any], *, repeats: int, warm_up: int) -> list[float]:
-    """Microseconds of each of the calls enqueued on a stream one after the other, without a graph around them."""
+    """Measure the microseconds of each of the calls enqueued on a stream one after the other, without a graph."""
     import cupy
 
     cupy.cuda.Device().synchronize()

@@ -51,7 +51,7 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
         copies: dict[tuple[Any, ...], Any] = {}
 
         def copied(a: np.ndarray) -> Any:
-            """An array that is passed twice is one buffer, as in the emulator."""
+            """Copy an array to the device; an array that is passed twice becomes one buffer, as in the emulator."""
             where = a.ctypes.data, a.shape, a.strides, a.dtype.str
             if where not in copies:
                 copies[where] = cupy.asarray(a, order="C")
@@ -77,7 +77,7 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
 
 
 def prepare(kernel: GpuKernel, args: Sequence[Any], geometry: Launch) -> Callable[[], None]:
-    """A launch with its arguments packed once, for calls that are timed or captured.
+    """Pack a launch's arguments once, for calls that are timed or captured.
 
     Args:
         kernel: from `load`.
@@ -103,7 +103,7 @@ class Packed:
 
     @property
     def address(self) -> int:
-        """Of the array of pointers."""
+        """Address of the array of pointers."""
         return ctypes.addressof(self._pointers)
 
 
@@ -124,7 +124,7 @@ def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
 
 
 def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
-    """A launch of which everything but arguments and stream is checked and set up, for calls that have to be quick.
+    """Check and set up a launch except for its arguments and stream, for calls that have to be quick.
 
     A programmatic launch that asks for no shared memory gets some, so that its blocks spread over the SMs. Otherwise
     they gather on those that the launch before leaves free first, and share them when they run (decision 0029).
@@ -159,7 +159,7 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
 
 
 def spread_bytes(geometry: Launch, static: int, device: DeviceInfo) -> int:
-    """Dynamic shared memory with which an SM holds no more blocks than its share of the grid; 0 for large grids.
+    """Compute the dynamic shared memory with which an SM holds no more blocks than its share; 0 for large grids.
 
     `static` is what a block has already. Clusters lie within a GPC, whose SMs they may not divide evenly: an eighth of
     the SMs is not counted for them.

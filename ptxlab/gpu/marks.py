@@ -25,9 +25,10 @@ class Marked:
 
 @contextmanager
 def profiled() -> Iterator[None]:
-    """What a profiler that was told to wait (`ncu --profile-from-start off`, `nsys profile -c cudaProfilerApi`) sees.
+    """Limit what a waiting profiler records to the launches inside.
 
-    Begins when the device has done with everything before, ends when it has done with what is launched within.
+    Such profilers are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`. The recording begins when
+    the device has finished everything before, and ends when it has finished what is launched inside.
     """
     import cupy
     from cupyx.profiler import profile

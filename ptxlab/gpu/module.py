@@ -21,7 +21,7 @@ from ptxlab.toolchain import cache, nvrtc
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """One entry, loaded on the current device.
+    """An entry of a source, loaded on the current device.
 
     Attributes:
         name: the entry symbol.
@@ -54,7 +54,10 @@ class GpuKernel:
             return None
 
     def variable(self, name: str) -> Any:
-        """A global variable of its module: a CuPy array, u8, over its bytes; ArgumentError if there is none."""
+        """View a global variable of the module as a CuPy array, u8, over its bytes.
+
+        Raises ArgumentError if there is none.
+        """
         import cupy
         from cuda.bindings import driver
 
@@ -131,7 +134,10 @@ def _load(source: Source, entry: str, path: Path) -> GpuKernel:
 
 
 def _kind() -> toolchain.Kind:
-    """Machine code of this GPU, or PTX of another architecture, which the driver compiles."""
+    """Return the kind of image to load.
+
+    It is machine code of this GPU, or PTX of another architecture, which the driver compiles.
+    """
     return "cubin" if target() is None else "ptx"
 
 

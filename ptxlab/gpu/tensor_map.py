@@ -10,7 +10,7 @@ from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 
 def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
-    """The 128 bytes of a tensor map over a device array at `address`; `ArgumentError` names `name`."""
+    """Encode a tensor map over a device array at `address` as its 128 bytes; `ArgumentError` names `name`."""
     from cuda.bindings import driver
 
     if address % 16:

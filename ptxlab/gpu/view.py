@@ -27,9 +27,9 @@ class View(NamedTuple):
     owner: Any
 
     def require(self, name: str, dtype: str, shape: tuple[int, ...], device: int) -> "View":
-        """The view itself; ArgumentError unless it is that dtype, shape and device, and aligned to 16 bytes.
+        """Return the view itself if it has that dtype, shape and device, and is aligned to 16 bytes.
 
-        bfloat16 may come as its bits, uint16.
+        bfloat16 may come as its bits, uint16. Raises ArgumentError otherwise.
         """
         if self.dtype != dtype and (self.dtype, dtype) != ("uint16", "bfloat16"):
             raise ArgumentError(name, f"dtype {dtype}", self.dtype)
@@ -46,7 +46,7 @@ _view = cast(Callable[[tuple[Any, ...]], View], partial(tuple.__new__, View))  #
 
 
 def view(name: str, array: Any) -> View:
-    """What there is to know of an array of any library; ArgumentError unless it is contiguous and on the GPU."""
+    """View an array of any library. Raises ArgumentError unless it is contiguous and on the GPU."""
     origin = library(type(array))
     if origin == "torch" and array.is_cuda:
         if not array.is_contiguous():
@@ -112,7 +112,7 @@ def _torch_name(dtype: Any) -> str:
 
 
 def stream_handle() -> int:
-    """The caller's stream (see `caller_stream`), as the driver's handle."""
+    """Return the caller's stream (see `caller_stream`) as the driver's handle."""
     import cupy
 
     handle: int = cupy.cuda.get_current_stream().ptr
@@ -120,21 +120,24 @@ def stream_handle() -> int:
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether what is enqueued on that stream goes into a CUDA graph that is being captured."""
+    """Check whether work enqueued on that stream goes into a CUDA graph that is being captured."""
     import cupy
 
     return stream != 0 and bool(cupy.cuda.runtime.streamIsCapturing(stream))
 
 
 def current_device() -> int:
-    """CuPy's current device."""
+    """Return CuPy's current device."""
     import cupy
 
     return int(cupy.cuda.runtime.getDevice())
 
 
 def new(example: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """An uninitialised device array for a result that goes to the caller: PyTorch's own for PyTorch, else CuPy's."""
+    """Allocate an uninitialised device array for a result that goes to the caller.
+
+    It is PyTorch's own for PyTorch, otherwise CuPy's.
+    """
     if library(type(example)) == "torch":
         torch = sys.modules["torch"]
         return torch.empty(shape, dtype=getattr(torch, dtype), device=example.device)
@@ -145,7 +148,7 @@ _storage = cache(storage)
 
 
 def handed(array: Any, example: Any, dtype: str) -> Any:
-    """What `new` made, as the caller's library has it, once everything that writes it is enqueued."""
+    """Convert an array made by `new` to the caller's library, once everything that writes it is enqueued."""
     if type(array) is type(example):
         return array
     with caller_stream():

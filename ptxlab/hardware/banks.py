@@ -63,7 +63,7 @@ class Collision:
 
 
 def bank_use(addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = True, store: bool = False) -> BankUse:
-    """What accesses of `width` bytes per lane at byte `addresses` [..., 32] ask of the banks.
+    """Count how accesses of `width` bytes per lane at byte `addresses` [..., 32] use the banks.
 
     `active` bool [..., 32]: lanes that take part. Raises ArgumentError: a width not in 1, 2, 4, 8, 16, a last axis that
     is not 32 lanes, a negative or misaligned address of an active lane.
@@ -74,7 +74,7 @@ def bank_use(addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = Tr
 
 
 def ldmatrix_use(addresses: npt.ArrayLike) -> BankUse:
-    """What ldmatrix or stmatrix .x1, .x2, .x4 asks of the banks, by row addresses [..., 8, 16 or 32].
+    """Count how ldmatrix or stmatrix .x1, .x2, .x4 uses the banks, by row addresses [..., 8, 16 or 32].
 
     Raises ArgumentError: another number of addresses, or one that is not a multiple of 16.
     """
@@ -89,7 +89,7 @@ def ldmatrix_use(addresses: npt.ArrayLike) -> BankUse:
 def collisions(
     addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = True, store: bool = False
 ) -> list[Collision]:
-    """Every bank of one warp's access, [32], that has more than one word to move; arguments as for `bank_use`."""
+    """List each bank of one warp's access, [32], that has more than one word to move; arguments as for `bank_use`."""
     return [
         Collision(phase, bank, words)
         for (phase, bank), words in sorted(_users(addresses, width, active, store).items())
@@ -100,7 +100,10 @@ def collisions(
 def wavefronts(
     addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = True, store: bool = False
 ) -> list[dict[int, tuple[int, ...]]]:
-    """One warp's access, [32], wavefront by wavefront: which lanes each bank serves; arguments as for `bank_use`."""
+    """Return one warp's access, [32], wavefront by wavefront: the lanes that each bank serves.
+
+    Arguments are as for `bank_use`.
+    """
     fronts: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     for (phase, bank), words in sorted(_users(addresses, width, active, store).items()):
         for turn, lanes in enumerate(words.values()):
@@ -111,7 +114,10 @@ def wavefronts(
 def _users(
     addresses: npt.ArrayLike, width: int, active: npt.ArrayLike, store: bool
 ) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-    """One warp's access: (phase, bank) -> address of each word that the bank has to move -> its lanes."""
+    """Map each (phase, bank) of one warp's access to the words that the bank has to move.
+
+    A word is given by its address and the lanes that access it.
+    """
     lanes, mask = _checked(addresses, width, active)
     if lanes.shape != (WARP,):
         raise ArgumentError("addresses", "must be those of one warp", f"shape {lanes.shape}")
@@ -139,12 +145,12 @@ def _checked(addresses: npt.ArrayLike, width: int, active: npt.ArrayLike) -> tup
 
 
 def _words(lanes: Counts, width: int) -> Counts:
-    """The words [..., 32, n] that each lane touches, counted from address 0."""
+    """Return the words [..., 32, n] that each lane touches, counted from address 0."""
     return lanes[..., None] // 4 + np.arange(max(1, width // 4))
 
 
 def _phases(lanes: Counts, width: int, mask: npt.NDArray[np.bool_], store: bool) -> Counts:
-    """The phase [..., 32] of each lane."""
+    """Return the phase [..., 32] of each lane."""
     lane = np.arange(WARP)
     phases = np.broadcast_to(lane * max(4, width) // (4 * WARP), lanes.shape)
     if store or width <= 4:
@@ -157,7 +163,7 @@ def _phases(lanes: Counts, width: int, mask: npt.NDArray[np.bool_], store: bool)
 
 
 def _count(words: Counts, phases: Counts, mask: npt.NDArray[np.bool_]) -> BankUse:
-    """Different words per warp, phase and bank, of arrays [..., 32, n]."""
+    """Count different words per warp, phase and bank, of arrays [..., 32, n]."""
     leading = words.shape[:-2]
     warp = np.arange(int(np.prod(leading)), dtype=np.int64).reshape(*leading, 1, 1)
     phase = (4 * warp + phases)[mask]

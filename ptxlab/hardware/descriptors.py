@@ -29,7 +29,7 @@ _MODES = {16: 0, 128: 1, 64: 2, 32: 3}  # bits 62-63 of a descriptor
 
 
 def swizzle(addresses: npt.ArrayLike, span: int) -> Indices:
-    """Where the bytes at unswizzled shared `addresses` lie under swizzle `span`; its own inverse.
+    """Return the addresses of bytes at unswizzled shared `addresses` under swizzle `span`; its own inverse.
 
     Raises ArgumentError for an unknown span.
     """
@@ -62,28 +62,30 @@ class MatrixDescriptor:
             raise ArgumentError("span", f"must be one of {', '.join(map(str, SPANS))}", self.span)
 
     def encode(self) -> int:
-        """The descriptor as wgmma takes it."""
+        """Return the descriptor's 64 bits, as wgmma takes them."""
         return self.start >> 4 | self.leading >> 4 << 16 | self.stride >> 4 << 32 | _MODES[self.span] << 62
 
     @classmethod
     def decode(cls, bits: int) -> "MatrixDescriptor":
-        """The descriptor with these 64 bits. Raises ArgumentError for a base offset: atoms must be aligned here."""
+        """Decode a descriptor's 64 bits. Raises ArgumentError for a base offset: atoms must be aligned here."""
         if bits >> 49 & 7:
             raise ArgumentError("descriptor", "base offset must be 0, atoms at multiples of 8·span", f"{bits:#x}")
         start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         return cls(start, stride, leading, {mode: span for span, mode in _MODES.items()}[bits >> 62])
 
     def addresses(self, rows: int, k: int = 32) -> Indices:
-        """The shared address [rows, k] of each byte of the operand: `rows` of N (or M), `k` bytes along K."""
+        """Return the shared address [rows, k] of each byte of the operand: `rows` of N (or M), `k` bytes along K."""
         row, byte = np.indices((rows, k))
         column, within = byte // self.span, byte % self.span
         offsets = row // 8 * self.stride + row % 8 * self.span + column * self.leading + within
         return swizzle(self.start + offsets, self.span)
 
     def transposed(self, rows: int) -> Indices:
-        """The same of an MN-major operand, 16 deep, of 2-byte elements: the shared address [rows / 8, 16] of each run
-        of 8 rows. An atom is `span` bytes of rows by 8 of K; `leading` is from atom to atom along the rows, `stride`
-        along K. Raises ArgumentError without a swizzle: no example shows which of the two is which then.
+        """Return the shared addresses of an MN-major operand, 16 deep, of 2-byte elements.
+
+        There is an address [rows / 8, 16] for each run of 8 rows. An atom is `span` bytes of rows by 8 of K; `leading`
+        is from atom to atom along the rows, `stride` along K. Raises ArgumentError without a swizzle: no example shows
+        which of the two is which then.
         """
         if self.span == 16:
             raise ArgumentError("descriptor", "an MN-major operand needs a swizzle", f"{self.encode():#x}")

@@ -11,7 +11,10 @@ U16: TypeAlias = npt.NDArray[np.uint16]
 
 
 def bfloat16_bits(values: F32) -> U16:
-    """f32 rounded to the nearest bfloat16, ties to even: the upper half of its bits. A NaN stays one (0x7fff)."""
+    """Round f32 to the nearest bfloat16, ties to even, and return its bits: the upper half of the f32's.
+
+    A NaN stays one (0x7fff).
+    """
     require_dtype("values", values, np.float32)
     bits = values.view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -19,13 +22,13 @@ def bfloat16_bits(values: F32) -> U16:
 
 
 def from_bfloat16_bits(bits: U16) -> F32:
-    """The f32 that these bits of a bfloat16 stand for, exactly."""
+    """Convert the bits of a bfloat16 to the f32 that they stand for, exactly."""
     require_dtype("bits", bits, np.uint16)
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def fma(a: F32, b: F32, c: F32) -> F32:
-    """a·b + c of finite f32, rounded once, as fma.rn.f32 has it where the result is finite.
+    """Compute a·b + c of finite f32, rounded once, as fma.rn.f32 does where the sum is finite.
 
     The product is exact in float64. Of the sum the last bit is set if anything is missing (round to odd), from where
     one more rounding gives what rounding the exact value would have given (Boldo and Melquiond).

@@ -65,11 +65,11 @@ class Fragment:
         return int(self.rows.max()) + 1, int(self.cols.max()) + 1
 
     def index(self, lane: int, register: int, element: int = 0) -> tuple[int, int]:
-        """(row, column) of an element of a register of a lane."""
+        """Return (row, column) of an element of a register of a lane."""
         return int(self.rows[lane, register, element]), int(self.cols[lane, register, element])
 
     def scatter(self, matrix: npt.NDArray[Any]) -> U32:
-        """The registers u32 [..., lanes, registers] that hold `matrix` [..., rows, columns].
+        """Return the registers u32 [..., lanes, registers] that hold `matrix` [..., rows, columns].
 
         Any dtype as wide as an element; 4-bit elements come as u8 0..15 or s8 -8..7. Raises ArgumentError for another
         shape or width.
@@ -86,10 +86,10 @@ class Fragment:
         return np.ascontiguousarray(elements).view(np.uint32)[..., 0]
 
     def gather(self, registers: U32, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-        """The matrix [..., rows, columns] that `registers` u32 [..., lanes, registers] hold; the inverse of `scatter`.
+        """Return the matrix [..., rows, columns] that `registers` u32 [..., lanes, registers] hold.
 
-        Elements are unsigned, or what `dtype` makes of their bits; s8 sign-extends elements of 4 bits. Raises
-        ArgumentError for another shape or dtype of the registers.
+        It is the inverse of `scatter`. Elements are unsigned, or what `dtype` makes of their bits; s8 sign-extends
+        elements of 4 bits. Raises ArgumentError for another shape or dtype of the registers.
         """
         registers = np.asarray(registers)
         if registers.dtype != np.uint32 or registers.shape[-2:] != self.rows.shape[:2]:
@@ -112,7 +112,7 @@ class Fragment:
 
     @cached_property
     def _places(self) -> Indices:
-        """Where each element, lane by lane, lies in the flattened matrix."""
+        """Index in the flattened matrix of each element, lane by lane."""
         return (self.rows * self.shape[1] + self.cols).reshape(-1)
 
     @cached_property
@@ -123,7 +123,10 @@ class Fragment:
 def _fragment(
     name: str, bits: int, registers: int, run: int, tile_rows: int, *, transposed: bool = False, lanes: int = WARP
 ) -> Fragment:
-    """The picture above: `run` elements per lane and tile, `tile_rows` tiles below each other."""
+    """Build the fragment of the picture above.
+
+    It has `run` elements per lane and tile, and `tile_rows` tiles below each other.
+    """
     per_register = 32 // bits
     lane, element = np.indices((lanes, registers * per_register))
     warp, g, t = lane // WARP, lane % WARP // 4, lane % 4
@@ -136,10 +139,11 @@ def _fragment(
 
 @cache
 def ldmatrix(count: int, trans: bool = False) -> Fragment:
-    """ldmatrix and stmatrix .m8n8.x1, .x2, .x4 .b16: `count` 8 x 8 matrices below each other, one per register.
+    """Return the fragment of ldmatrix and stmatrix .m8n8.x1, .x2, .x4 .b16.
 
-    Row 8·i + j, 16 bytes, is the one at the address that lane 8·i + j gives. With `trans` each matrix is transposed on
-    its way. Raises ArgumentError unless `count` is 1, 2 or 4.
+    It has `count` 8 x 8 matrices below each other, one per register. Row 8·i + j, 16 bytes, is the one at the address
+    that lane 8·i + j gives. With `trans` each matrix is transposed on its way. Raises ArgumentError unless `count` is
+    1, 2 or 4.
     """
     if count not in (1, 2, 4):
         raise ArgumentError("count", "must be 1, 2 or 4", count)
@@ -149,7 +153,7 @@ def ldmatrix(count: int, trans: bool = False) -> Fragment:
 
 @cache
 def mma_a(k: int, bits: int | None = None) -> Fragment:
-    """Operand A [16, k] of mma.sync m16n8k16 (16-bit), m16n8k32 (8-bit) or m16n8k64 (4-bit elements).
+    """Return operand A [16, k] of mma.sync m16n8k16 (16-bit), m16n8k32 (8-bit) or m16n8k64 (4-bit elements).
 
     With `bits` also of the forms half as deep: m16n8k8, m16n8k16 and m16n8k32 of 16, 8 and 4 bits; and of m16n8k8 and
     m16n8k4 of 32 bits (tf32). Raises ArgumentError for another k.
@@ -160,14 +164,14 @@ def mma_a(k: int, bits: int | None = None) -> Fragment:
 
 @cache
 def mma_b(k: int, bits: int | None = None) -> Fragment:
-    """Operand B [k, 8] of mma.sync; forms as in `mma_a`. Raises ArgumentError for another k."""
+    """Return operand B [k, 8] of mma.sync; forms as in `mma_a`. Raises ArgumentError for another k."""
     bits = _mma_bits(k, bits)
     return _fragment(_mma_name(k, bits, "b"), bits, k * bits // 128, run=32 // bits, tile_rows=1, transposed=True)
 
 
 @cache
 def mma_c(bits: int = 32) -> Fragment:
-    """Accumulators C and D [16, 8] of mma.sync m16n8k16, k32 and k64: s32, f32, or f16 with `bits` = 16.
+    """Return accumulators C and D [16, 8] of mma.sync m16n8k16, k32 and k64: s32, f32, or f16 with `bits` = 16.
 
     Raises ArgumentError for another number of bits.
     """
@@ -177,15 +181,16 @@ def mma_c(bits: int = 32) -> Fragment:
 
 @cache
 def wgmma_a() -> Fragment:
-    """Operand A [64, 32] of wgmma m64nNk32 from registers, 8-bit elements over 128 lanes."""
+    """Return operand A [64, 32] of wgmma m64nNk32 from registers, 8-bit elements over 128 lanes."""
     return _fragment("wgmma.m64k32.a", 8, 4, run=4, tile_rows=2, lanes=4 * WARP)
 
 
 @cache
 def wgmma_d(n: int, is_float: bool = False, bits: int = 32) -> Fragment:
-    """Accumulator D [64, n] of wgmma m64nN, s32, f32 or f16 (`bits`): n/2 registers of 32 bits, of f16 n/4, per lane.
+    """Return accumulator D [64, n] of wgmma m64nN, s32, f32 or f16 (`bits`).
 
-    Raises ArgumentError unless `n` is one of `WGMMA_N`, or with `is_float` a multiple of 8 to 256, and `bits` 16 or 32.
+    It has n/2 registers of 32 bits per lane, of f16 n/4. Raises ArgumentError unless `n` is one of `WGMMA_N`, or with
+    `is_float` a multiple of 8 to 256, and `bits` 16 or 32.
     """
     _require_sum(bits)
     if not is_float and n not in WGMMA_N:
@@ -210,5 +215,5 @@ def _mma_bits(k: int, bits: int | None) -> int:
 
 
 def _mma_name(k: int, bits: int, operand: str) -> str:
-    """With the width where the depth does not tell it."""
+    """Name a fragment of mma.sync, with the width if the depth does not tell it."""
     return f"mma.m16n8k{k}{'' if MMA_K.get(k) == bits else f'.b{bits}'}.{operand}"

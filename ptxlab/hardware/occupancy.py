@@ -39,7 +39,7 @@ _SMS = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What an SM holds of a kernel at once.
+    """Blocks of a kernel that an SM holds at once, and what limits them.
 
     Attributes:
         blocks: so many; 0 where one does not fit.

@@ -16,7 +16,7 @@ LANES_PER_CLOCK = {"sm_80": _AMPERE, "sm_86": _LATER, "sm_89": _LATER, "sm_90": 
 
 
 def slowest_pipe(per_pipe: Mapping[str, float], arch: str) -> tuple[float, str]:
-    """Clocks that one SM needs per lane for these instructions, at best, and the pipe that decides."""
+    """Compute the clocks that one SM needs per lane for these instructions, at best, and the pipe that decides."""
     load = {pipe: per_pipe.get(pipe, 0.0) for pipe in ("alu", "fmaheavy", "xu")}
     load["fma"] = per_pipe.get("fma", 0.0) + load["fmaheavy"]
     load["issue"] = sum(per_pipe.values())
@@ -27,7 +27,7 @@ def slowest_pipe(per_pipe: Mapping[str, float], arch: str) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Device:
-    """What the cost model has to know of a GPU; rates in 10^12 per second.
+    """Data of a GPU for the cost model; rates in 10^12 per second.
 
     Attributes:
         name: by which `device` finds it.
@@ -80,11 +80,11 @@ class DeviceSheet(Device):
     mma_start_us: float
 
     def stream_us(self, nbytes: float) -> float:
-        """Microseconds that weights take into shared memory, replayed in a CUDA graph, never from the L2."""
+        """Return the microseconds that weights take into shared memory, replayed in a CUDA graph, never from the L2."""
         return self.start_us + nbytes / self.memory_tbps / 1e6
 
     def int8_us(self, operations: float) -> float:
-        """Microseconds that a GEMM takes if only its INT8 multiplications count."""
+        """Compute the microseconds of a GEMM if only its INT8 multiplications count."""
         return self.mma_start_us + operations / self.tops["int8"] / 1e6
 
 
@@ -127,14 +127,17 @@ DEVICES = {d.name: d for d in (*_PROMISED, *SHEETS.values())}
 
 
 def sheet(name: str) -> DeviceSheet:
-    """The measured sheet of a GPU by its slug; `ArgumentError` names those that exist."""
+    """Return the measured sheet of a GPU by its slug; `ArgumentError` names those that exist."""
     if name not in SHEETS:
         raise ArgumentError("device", f"a GPU with a sheet: {', '.join(SHEETS)}", name)
     return SHEETS[name]
 
 
 def device(name: str) -> Device:
-    """A GPU of the cost model by its name, in capitals or not; `ArgumentError` names those that exist."""
+    """Return a GPU of the cost model by its name, in capitals or not.
+
+    `ArgumentError` names those that exist.
+    """
     if name.lower() not in DEVICES:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.5)
         known = f"one of {', '.join(DEVICES)}" + (f"; nearest: {', '.join(near)}" if near else "")

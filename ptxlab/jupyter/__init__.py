@@ -18,7 +18,7 @@ __all__ = ["Cell", "compile_cell", "debug", "register"]
 
 
 def register(shell: Any) -> None:
-    """What `%load_ext ptxlab` does: enter the magics, the HTML of the workbench's types, and a handler of its errors.
+    """Enter the magics, the HTML of the workbench's types, and a handler of its errors: `%load_ext ptxlab` calls it.
 
     Their `repr` stays as it is: a terminal shows what it always did.
     """

@@ -22,7 +22,7 @@ _ARCH = "sm_90a"  # where there is no GPU: that of an H100
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell became; in a notebook it shows itself as a page.
+    """Kernels of a cell and the assembler's reports on them; in a notebook it shows itself as a page.
 
     Attributes:
         source: the text. Its first line is empty and stands for the magic's, so that lines count as in the cell.
@@ -76,7 +76,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Fact:
-    """One number of a report, and what it was before (None: nothing to compare with)."""
+    """A number of a report, and what it was before (None: nothing to compare with)."""
 
     name: str
     now: float
@@ -84,22 +84,25 @@ class Fact:
 
     @property
     def changed(self) -> bool:
-        """Whether it is another number than before."""
+        """True if the number differs from the one before."""
         return self.before is not None and self.before != self.now
 
     def in_words(self) -> str:
-        """`12 registers (was 14)`."""
+        """Format a number and its change as `12 registers (was 14)`."""
         return f"{self.now:g} {self.name}" + (f" (was {self.before:g})" if self.changed else "")
 
 
 def facts(report: sass.Report, before: sass.Report | None = None) -> list[Fact]:
-    """Registers, spills, shared memory, instructions; instructions per eight weights where a word is marked."""
+    """List registers, spills, shared memory and instructions as facts.
+
+    If a word is marked, instructions per eight weights are among them.
+    """
     now, old = _numbers(report), _numbers(before) if before else {}
     return [Fact(name, value, old.get(name)) for name, value in now.items()]
 
 
 def counts(now: Mapping[str, int], before: Mapping[str, int] | None = None) -> list[Fact]:
-    """How often each opcode (pipe, section) occurs, with those that are gone."""
+    """Count each opcode (pipe, section), with those that are gone."""
     names = dict.fromkeys([*now, *(before or {})])
     return [Fact(n, now.get(n, 0), None if before is None else before.get(n, 0)) for n in names]
 
@@ -181,7 +184,7 @@ def _remarks(source: Source, image: toolchain.Image, defines: toolchain.Defines)
 
 
 def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> Listing:
-    """Machine code by the line that it comes from."""
+    """Group machine code by the line that it comes from."""
     code = sass.parse(toolchain.disassemble(image))
     lines: dict[tuple[str, int], list[sass.SassInstruction]] = {}
     for instruction in (i for name in entries for i in code[name]):
@@ -191,7 +194,7 @@ def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> List
 
 
 def _source(text: str, language: Language) -> Source:
-    """The cell as a source called by its first kernel, under a path that messages can name."""
+    """Make a source of the cell. Its name is that of the cell's first kernel, its path one that messages can name."""
     pattern = r"\.entry\s+(\w+)" if language == "ptx" else r"__global__\b[^;{(]*?(?:__\w+__\s*\([^)]*\)\s*)?(\w+)\s*\("
     found = re.search(pattern, text)
     name = found[1] if found else "cell"

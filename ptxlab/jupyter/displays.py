@@ -19,7 +19,7 @@ _SHORT = 60  # lines of a source that is shown unfolded
 
 
 def of_kernel(kernel: Kernel) -> str:
-    """A kernel: how it is called, and its source."""
+    """Render a kernel: its call, and its source."""
     signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
     arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
     chips = [chip(kernel.source.language), *([chip(lowest_arch(arch))] if arch else [])]
@@ -31,7 +31,7 @@ def of_kernel(kernel: Kernel) -> str:
 
 
 def of_spec(spec: KernelSpec) -> str:
-    """A spec: what it shows, arguments, rules, and the sources."""
+    """Render a spec: its summary, arguments, rules and sources."""
     chips = [chip(lowest_arch(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
     rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]
@@ -49,12 +49,12 @@ def of_spec(spec: KernelSpec) -> str:
 
 
 def of_finding(finding: Finding) -> str:
-    """A finding: where, the lines around it, and for packed lanes the operands in binary."""
+    """Render a finding: its place, the lines around it, and for packed lanes the operands in binary."""
     return page.page(finding_body(finding))
 
 
 def finding_body(finding: Finding) -> Html:
-    """The same without the style."""
+    """Render a finding without the style."""
     block, thread = ("({}, {}, {})".format(*index) for index in (finding.block, finding.thread))
     times = f"{finding.count} times" if finding.count > 1 else "once"
     place = element("code", page.place(finding.path, finding.line))
@@ -65,7 +65,7 @@ def finding_body(finding: Finding) -> Html:
 
 
 def _operands(finding: Finding) -> Html:
-    """Sources, the wide result with the bits that do not fit, and what was stored."""
+    """Render the sources, the wide result with the bits that do not fit, and what was stored."""
     if finding.fault is None:
         return Html("")
     *given, stored = finding.fault.registers
@@ -80,7 +80,7 @@ def _operands(finding: Finding) -> Html:
 
 
 def of_outcome(outcome: Outcome) -> str:
-    """A launch: where it ran, what it wrote, what was found."""
+    """Render a launch: where it ran, what it wrote, what was found."""
     chips = [chip(outcome.backend)]
     found = len(outcome.findings)
     if outcome.backend == "emulator":
@@ -99,7 +99,7 @@ def _summary(finding: Finding) -> str:
 
 
 def of_cell(cell: Cell) -> str:
-    """A cell of PTX or CUDA C++: what the assembler made of it, and what changed."""
+    """Render a cell of PTX or CUDA C++: the assembler's reports, and what changed."""
     parts: list[object] = [element("div", cell.note)] if cell.note else []
     for name, report in cell.reports.items():
         parts += _report(name, cell, report)
@@ -132,7 +132,7 @@ def _report(name: str, cell: Cell, report: Report) -> list[object]:
 
 
 def _remark(remark: Remark) -> Html:
-    """What the assembler says, and the lines that it speaks of."""
+    """Render a warning of the assembler and the lines that it is about."""
     source = page.recall(remark.path) if remark.line else None
     lines = page.excerpt(source, remark.line, around=1) if source else ""
     return element("div", chip("warning", kind="bad"), remark.text, lines)
@@ -150,7 +150,7 @@ def _count(fact: Fact) -> Html:
 
 
 def _machine_code(cell: Cell) -> Html:
-    """Each line of the cell and under it the instructions that it became; then those of headers."""
+    """Render each line of the cell with the instructions that it became below it; then those of headers."""
     return join(_by_line(path, cell) for path in dict.fromkeys([cell.source.path, *(path for path, _ in cell.listing)]))
 
 

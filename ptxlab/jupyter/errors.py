@@ -15,7 +15,7 @@ _AROUND = 2  # lines
 
 
 def excerpt(error: PtxlabError) -> list[str]:
-    """The lines around the one of a cell that the message names, with an arrow; empty if it names none."""
+    """Return the lines around the one of a cell that the message names, with an arrow; empty if it names none."""
     place = _PLACE.search(str(error))
     source = page.recall(place[1]) if place else None
     if place is None or source is None:
@@ -26,21 +26,24 @@ def excerpt(error: PtxlabError) -> list[str]:
 
 
 def in_short(error: PtxlabError) -> PtxlabError:
-    """The same error, which IPython shows without a traceback: it was raised by the magic and nobody's code."""
+    """Make IPython show the error without a traceback, and return it.
+
+    The magic raised it, and not the user's code.
+    """
     lines = [f"{type(error).__name__}: {error}", *excerpt(error)]
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     return error
 
 
 def show(shell: Any, kind: type, error: PtxlabError, trace: TracebackType | None, tb_offset: int | None = None) -> None:
-    """What IPython calls for every error of ptxlab that nobody caught."""
+    """Show an error of ptxlab that nobody caught; IPython calls it."""
     for line in excerpt(error):
         error.add_note(line)
     shell.showtraceback((kind, error, _outside(trace)), tb_offset=tb_offset)
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of a traceback that come before the package's."""
+    """Return the frames of a traceback that come before the package's."""
     if trace is None or Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
         return None
     return TracebackType(_outside(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

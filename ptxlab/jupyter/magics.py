@@ -18,7 +18,7 @@ from ptxlab.spec import KernelSpec
 
 
 def _options(function: Any) -> Any:
-    """What both magics take."""
+    """Add the options that both magics take."""
     for option in (
         argument("-q", "--quiet", action="store_true", help="Bind the kernels and show nothing."),
         argument("--listing", action="store_true", help="Show the machine code, below the source lines."),
@@ -83,7 +83,10 @@ class PtxlabMagics(Magics):
         return None if options.quiet else cell
 
     def _verify(self, cell: Cell, contract: str) -> tuple[Verdict, ...]:
-        """Every kernel of the cell at every size of the spec's examples: in the emulator, and on a GPU that fits."""
+        """Verify each kernel of the cell at each size of the spec's examples.
+
+        It runs in the emulator, and on a GPU that fits.
+        """
         assert self.shell is not None
         spec = self.shell.user_ns.get(contract)
         if not isinstance(spec, KernelSpec):

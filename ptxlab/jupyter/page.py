@@ -62,34 +62,37 @@ class Html(str):
 
 
 def escape(content: object) -> Html:
-    """The content as HTML."""
+    """Escape the content to HTML; what is `Html` already stays as it is."""
     return content if isinstance(content, Html) else Html(html.escape(str(content), quote=False))
 
 
 def element(name: str, *children: object, **attributes: object) -> Html:
-    """`<name ...>children</name>`; children that are not `Html` are escaped, `cls` stands for `class`."""
+    """Return `<name ...>children</name>`; children that are not `Html` are escaped, `cls` stands for `class`."""
     given = {"class" if n == "cls" else n.replace("_", "-"): value for n, value in attributes.items()}
     inside = "".join(f' {n}="{html.escape(str(value))}"' for n, value in given.items() if value not in (None, ""))
     return Html(f"<{name}{inside}>{join(children)}</{name}>")
 
 
 def join(parts: Iterable[object], between: str = "") -> Html:
-    """Parts one after the other."""
+    """Join parts one after the other."""
     return Html(between.join(map(escape, parts)))
 
 
 def page(*children: object) -> str:
-    """One output: its style and its content."""
+    """Build one output: its style and its content."""
     return element("div", element("style", Html(STYLE)), *children, cls="ptxlab")
 
 
 def chip(*children: object, kind: str = "") -> Html:
-    """A word on a coloured ground; `kind`: `bad`, `good`, `changed` or none. The space is for pages without style."""
+    """Build a word on a coloured ground; `kind`: `bad`, `good`, `changed` or none.
+
+    The space is for pages without style.
+    """
     return Html(element("span", *children, cls=f"chip {kind}".strip()) + " ")
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
-    """A table; what is a cell or a row already stays as it is."""
+    """Build a table; an argument that is a cell or a row already stays as it is."""
     head = element("tr", *(_cell("th", cell) for cell in header))
     return element("table", head, *(row if isinstance(row, Html) else _row(row) for row in rows))
 
@@ -104,18 +107,18 @@ def _cell(name: str, content: object) -> Html:
 
 
 def details(summary: object, *children: object, shown: bool = False) -> Html:
-    """Something to unfold."""
+    """Build an element to unfold."""
     return Html(f"<details{' open' if shown else ''}>{element('summary', summary)}{join(children)}</details>")
 
 
 def highlighted(text: str, language: str) -> list[Html]:
-    """The lines of a PTX (`ptx`) or CUDA C++ (`cu`) source, with their colours."""
+    """Return the lines of a PTX (`ptx`) or CUDA C++ (`cu`) source with their colours."""
     coloured = highlight(text, get_lexer_by_name(_LEXERS[language], stripnl=False), HtmlFormatter(nowrap=True))
     return [Html(line) for line in coloured.splitlines()]
 
 
 def listing(text: str, language: str, *, marked: Iterable[int] = (), first: int = 1, last: int | None = None) -> Html:
-    """Numbered lines `first` to `last` of a source; `marked` ones stand out."""
+    """Render numbered lines `first` to `last` of a source; `marked` ones stand out."""
     lines, marks = highlighted(text, language), set(marked)
     chosen = range(first, min(last or len(lines), len(lines)) + 1)
     shown = []
@@ -126,22 +129,25 @@ def listing(text: str, language: str, *, marked: Iterable[int] = (), first: int 
 
 
 def excerpt(source: Source, line: int, around: int = 2) -> Html:
-    """Some lines of a source around one."""
+    """Render the lines of a source around a line, which stands out."""
     return listing(source.text, source.language, marked=[line], first=max(1, line - around), last=line + around)
 
 
 def place(path: str, line: int) -> str:
-    """`<cell mine>:12`, `dequant.cuh:7`: without the folder, which a notebook is not to show."""
+    """Format a place as `<cell mine>:12` or `dequant.cuh:7`.
+
+    The folder is left out, because a notebook must not show it.
+    """
     return f"{os.path.basename(path) if os.path.isabs(path) else path}:{line}"
 
 
 def remember(source: Source) -> None:
-    """Keep the text of a cell where Python keeps the lines of those that it runs itself."""
+    """Store the text of a cell in `linecache`, where Python stores the lines of cells that it runs itself."""
     linecache.cache[source.path] = (len(source.text), None, source.text.splitlines(keepends=True), source.path)
 
 
 def recall(path: str) -> Source | None:
-    """The file at a path, or the cell that `remember` was told of."""
+    """Return the file at a path, or the cell that `remember` was told of."""
     linecache.checkcache(path)  # files change; cells are remembered anew
     text = "".join(linecache.getlines(path))
     return Source.from_text(text, path) if text else None

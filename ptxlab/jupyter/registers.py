@@ -11,7 +11,7 @@ _NIBBLE = 4
 
 @dataclass(frozen=True)
 class RegisterRow:
-    """A word, or what it should be.
+    """A row of the table: a word, or the exact values that it should have.
 
     Attributes:
         label: what it is, or the instruction that made it.
@@ -29,7 +29,7 @@ class RegisterRow:
 
 
 def words(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
-    """A table of words of equally many lanes, `lane` brought out; a plain number for all lanes stands once.
+    """Build a table of words of equally many lanes, with `lane` marked; a plain number for all lanes stands once.
 
     Rows that are `Html`, made by `section`, stand between them.
     """
@@ -40,7 +40,7 @@ def words(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
 
 
 def section(*content: object) -> Html:
-    """A row of such a table that says what follows."""
+    """Build a heading row of such a table."""
     return element("tr", element("td", *content, colspan=99), cls="section")
 
 
@@ -56,7 +56,10 @@ def _row(row: RegisterRow, count: int) -> list[Html]:
 
 
 def bits(value: int, lane_type: LaneType) -> Html:
-    """`225 = 1110 0001`; the bits of a value that is too wide stand out, of a negative one as far as the sign goes."""
+    """Format a value as `225 = 1110 0001`.
+
+    The bits of a value that is too wide stand out, of a negative one as far as the sign goes.
+    """
     width = lane_type.bits
     low, high = lane_type.limits
     shown = Html(in_nibbles(value & (1 << width) - 1, width))
@@ -70,7 +73,7 @@ def bits(value: int, lane_type: LaneType) -> Html:
 
 
 def in_nibbles(value: int, width: int) -> str:
-    """`1110 0001`."""
+    """Format bits in groups of four: `1110 0001`."""
     digits = f"{value:0{width}b}"
     first = len(digits) % _NIBBLE
     parts = [digits[:first]] if first else []

@@ -18,9 +18,9 @@ STEPS = ("step", "next", "stepi", "step all", "back", "backi", "continue", "rewi
 
 
 def debug(kernel: Kernel, *args: Any, checks: str = "all", **launch: Any) -> "VBox":
-    """The debugger on `kernel(*args, **launch)` in the emulator: buttons, a line for any command, source and registers.
+    """Open the debugger on `kernel(*args, **launch)` in the emulator.
 
-    The box has the session as `session`.
+    It has buttons, a line for any command, source and registers. The box has the session as `session`.
 
     Raises:
         ArgumentError: arguments that the kernel does not take.
@@ -56,7 +56,7 @@ def debug(kernel: Kernel, *args: Any, checks: str = "all", **launch: Any) -> "VB
 
 
 def _stopped(session: Session) -> list[Html]:
-    """The source around the line where a session has stopped, and the registers of the instruction."""
+    """Render the source around the line where a session has stopped, and the registers of the instruction."""
     moment = session.now.moment
     if moment.ended:
         return []

@@ -18,7 +18,10 @@ class GeneratedText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """`stop` are texts before the first of which it ends. Raises ArgumentError for an empty one."""
+        """Begin an empty text; it ends before the first of the texts `stop`.
+
+        Raises ArgumentError for an empty `stop` text.
+        """
         require_stop(stop)
         special = {text: tokenizer.encode(text).tolist() for text in stop}
         special = {text: ids for text, ids in special.items() if len(ids) == 1 and not tokenizer.decode(ids)}
@@ -34,7 +37,7 @@ class GeneratedText:
         return text[: min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)]
 
     def append(self, token: int) -> None:
-        """Take one more token; those behind the end are left out."""
+        """Append one token; tokens after the end are left out."""
         if self.ended or token in self.ends:
             self.ended = True
             return

@@ -24,7 +24,7 @@ _WATCHED = (1, 5, 33)  # batches of `check_chains`
 
 
 def batch_of(config: Config, B: int) -> Batch:
-    """Attention of B sequences."""
+    """Build an attention batch of B sequences, all of `LENGTH` tokens."""
     return even((config.heads, config.kv_heads), B, LENGTH, config.head_dim)
 
 
@@ -48,7 +48,10 @@ class Decoder:
         self.restart()
 
     def ending(self, weights: Sequence[LayerWeights], residual_epilogue: bool) -> "Decoder":
-        """The same with other epilogues: as many weights, interleaved or not, and buffers of its own."""
+        """Return a copy with other epilogues and with buffers of its own.
+
+        There are as many weights as before, interleaved or not.
+        """
         made = copy(self)
         made.weights = weights
         made.buffers = LayerBuffers.empty(weights[0], self.caches[0], residual_epilogue=residual_epilogue)
@@ -61,7 +64,10 @@ class Decoder:
         gpu.copy_bytes(self.residual, self._start[1])
 
     def layers(self, programmatic: bool = True) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What `decode_layer` is given for each layer, which goes on with the result of the one before."""
+        """Return the arguments of `decode_layer` for each layer.
+
+        A layer goes on with the result of the layer before it.
+        """
         buffers = replace(self.buffers, programmatic=programmatic)
         how = {"rope": self.rope, "buffers": buffers, "programmatic": programmatic}
         return [
@@ -71,11 +77,11 @@ class Decoder:
 
     @property
     def _x(self) -> Any:
-        """What a layer is given, which is what the one before it returned."""
+        """Input of a layer, which is the output of the layer before it."""
         return self.buffers.result(self.residual)
 
     def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
-        """A call per layer."""
+        """Return one call per layer."""
         return [partial(decode_layer, *given, **how) for given, how in self.layers(programmatic)]
 
     @cached_property
@@ -124,8 +130,9 @@ class Decoder:
 
 
 def check_chains() -> None:
-    """Two small layers after each other against their twins, for tools that watch launches: dense, dense with the
-    epilogues of its GEMMs, and of experts.
+    """Run two small layers in a row against their twins, for tools that watch launches.
+
+    Models: dense, dense with the epilogues of its GEMMs, and of experts.
     """
     dense = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=HEAD_DIM, layers=1, vocabulary=1, name="dense")
     for config, ends in (
@@ -143,11 +150,14 @@ def check_chains() -> None:
 
 
 def layers_of(config: Config, *, interleaved: bool = False) -> list[LayerWeights]:
-    """Random weights on the device: the same for each of as many layers as exceed the L2 together."""
+    """Make random weights on the device, the same ones for each layer.
+
+    There are as many layers as exceed the L2 cache together.
+    """
     first = LayerWeights.random(config, on_device=True, interleaved=interleaved)
     return [first, *(copy_of(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
 
 
 def copy_of(weights: Any) -> Any:
-    """A layer's weights, or one of them, elsewhere in memory."""
+    """Copy a layer's weights, or one of them, to other memory."""
     return with_arrays(weights, lambda array: array.copy())

@@ -42,7 +42,7 @@ class Request:
 
     @property
     def known(self) -> list[int]:
-        """All its tokens."""
+        """Tokens of the prompt and those generated."""
         return self.prompt + self.tokens
 
 
@@ -69,7 +69,10 @@ class Server:
     """
 
     def __init__(self, runner: Runner, *, share_prefixes: bool = True) -> None:
-        """`share_prefixes` lets requests share pages."""
+        """Prepare a server on a runner, whose sequences are emptied.
+
+        `share_prefixes` lets requests share pages.
+        """
         if not isinstance(runner, Runner):
             raise ArgumentError("runner", "must be a Runner", type(runner).__name__)
         check_flags(share_prefixes=share_prefixes)
@@ -87,7 +90,7 @@ class Server:
         ends: Collection[int] = (),
         **sampling: Any,
     ) -> Request:
-        """A request that waits for its turn; see `Request`. Raises ArgumentError for one that can never be served.
+        """Queue a request; see `Request`. Raises ArgumentError for one that can never be served.
 
         `sampling` are the attributes of `Sampling`: `temperature`, `seed`, `top_k`, `top_p`, `min_p`,
         `repetition_penalty`; by default the likeliest token is taken.
@@ -112,7 +115,7 @@ class Server:
             self._leave(b)
 
     def step(self) -> list[Request]:
-        """The requests that have one more token, or an error.
+        """Run one step; return the requests that got a token or an error.
 
         If it fails or is interrupted, the next one computes all that were running again from their tokens.
         """
@@ -136,12 +139,12 @@ class Server:
         return advanced
 
     def run(self) -> None:
-        """Steps until every request is done."""
+        """Run steps until every request is done."""
         while self.waiting or self.running:
             self.step()
 
     def stream(self, request: Request) -> Iterator[int]:
-        """The tokens of a request as soon as they are there; the others go on meanwhile."""
+        """Yield a request's tokens as soon as they exist; the other requests go on meanwhile."""
         if not request.done and all(other is not request for other in (*self.waiting, *self.running.values())):
             raise ArgumentError("request", "must be one of this server's", f"prompt of {len(request.prompt)} tokens")
         given = 0
@@ -184,7 +187,10 @@ class Server:
         return part
 
     def _make_room(self, b: int) -> None:
-        """A page for the next token of b where it needs one: of the youngest if none is free, be it b itself."""
+        """Reserve a page for the next token of b where it needs one.
+
+        If none is free, the youngest request, be it b itself, gives up its pages and waits again.
+        """
         while b in self.running and not self.runner.reserve(b, 1):
             self.waiting.insert(0, self._leave(next(reversed(self.running))))
 
@@ -194,7 +200,10 @@ class Server:
         return self._append([at[i] for i in complete], logits[complete]) if complete else []
 
     def _append(self, at: list[int], logits: Any) -> list[Request]:
-        """The next tokens of sequences, of their logits [n, V]; what is not finite ends a request with an error."""
+        """Append the next token of each sequence, chosen from logits [n, V].
+
+        Logits that are not finite end a request with an error.
+        """
         requests = [self.running[b] for b in at]
         for b, request, token in zip(at, requests, chosen_tokens(requests, logits), strict=True):
             if token < 0:
@@ -222,7 +231,7 @@ class Server:
 
 
 def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
-    """The next token of each request, of its logits [n, V]; -1 where the largest of these is not finite."""
+    """Choose the next token of each request from logits [n, V]; -1 where the largest of a row is not finite."""
     tokens = logits.argmax(axis=-1)
     adjusted = [i for i, request in enumerate(requests) if not request.sampling.takes_largest]
     for start in range(0, len(adjusted), _AT_ONCE):
@@ -256,11 +265,14 @@ def adjusted_scores(requests: Sequence[Request], logits: Any) -> Any:
 
 
 def share_drawn(request: Request) -> float:
-    """The share of the likelihood in [0, 1) at which its next token is drawn: the same for every vocabulary and GPU."""
+    """Draw the share of the likelihood, in [0, 1), at which a request's next token lies.
+
+    It is the same for every vocabulary and GPU.
+    """
     return float(np.random.default_rng((request.sampling.seed, len(request.tokens))).random())
 
 
 def _drawn(scores: Any, uniform: Any) -> Any:
-    """Tokens [n] at which the sum of the likelihoods of scores [n, V] passes a share [n, 1] of the whole."""
+    """Return tokens [n] at which the sum of the likelihoods of scores [n, V] passes a share [n, 1] of the whole."""
     total = np.exp(scores - scores.max(axis=-1, keepdims=True)).cumsum(axis=-1)
     return (total <= uniform * total[:, -1:]).sum(axis=-1)

@@ -31,7 +31,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """One launch to be profiled, as a command line names it.
+    """A launch to be profiled, as a command line names it.
 
     Attributes:
         target: `NAME[:FORM]`, `NAME.cu[:FORM]` or `FILE[:entry]`.
@@ -58,17 +58,20 @@ class LaunchTarget:
 
     @property
     def spec(self) -> KernelSpec | None:
-        """Of a kernel of the project."""
+        """Spec of a registered kernel; None for a file."""
         return registry.resolve(self.target)[0]
 
 
 def command(jobs: Sequence[LaunchTarget]) -> list[str]:
-    """What to run under a profiler: it prepares every job, warms it up and launches it once, in this order."""
+    """Return the command to run under a profiler: it prepares each job, warms it up and launches it once, in order."""
     return [sys.executable, "-c", _LAUNCH, json.dumps([asdict(job) for job in jobs])]
 
 
 def main(jobs: str) -> None:
-    """The process under the profiler. What ptxlab cannot launch it says in a line that `nsight.collect` looks for."""
+    """Run the jobs in the process under the profiler.
+
+    If ptxlab cannot launch one, the process exits with a line that `nsight.collect` looks for.
+    """
     try:
         for described in json.loads(jobs):
             call = prepared(LaunchTarget(**described))
@@ -81,7 +84,7 @@ def main(jobs: str) -> None:
 
 
 def usual_sizes(spec: KernelSpec, backend: str = "gpu") -> dict[str, Any]:
-    """The sizes of a problem that says something of a kernel, in the symbols that `--shape` takes.
+    """Return the sizes of a problem that is typical of a kernel, in the symbols that `--shape` takes.
 
     A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads; others have those of their examples.
     """
@@ -91,7 +94,7 @@ def usual_sizes(spec: KernelSpec, backend: str = "gpu") -> dict[str, Any]:
 
 
 def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -> dict[str, Any]:
-    """The usual sizes with those given in their place.
+    """Return the usual sizes, replaced by the given ones.
 
     Raises:
         ArgumentError: a symbol that is not the kernel's, a size below 1, or sizes that break a rule of the kernel.
@@ -107,7 +110,7 @@ def weights_of(spec: KernelSpec | None, sizes: Mapping[str, Any]) -> int | None:
 
 
 def entry_of(job: LaunchTarget) -> str:
-    """The entry symbol that will be launched; raises what makes the job impossible anywhere."""
+    """Return the entry symbol that will be launched. Raises what makes the job impossible anywhere."""
     spec, source, entry = registry.resolve(job.target)
     if spec is None:
         kernel = _loaded(job, source, entry)
@@ -129,7 +132,7 @@ def prepared(job: LaunchTarget) -> Call:
 
 
 def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:
-    """On an example of the spec."""
+    """Prepare a launch of a spec's kernel on an example of the spec."""
     config = spec.config_for(sizes)
     everything = {**sizes, **config}
     host = arrays_of(spec, spec.example(np.random.default_rng(0), **sizes), everything)
@@ -139,7 +142,7 @@ def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:
 
 
 def arrays_of(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) -> Arrays:
-    """Every array argument on the host: inputs packed, the others zero."""
+    """Return every array argument on the host: inputs packed, the others zero."""
     dtypes = {arg.name: dtype_in(arg.dtype, everything) for arg in spec.args if arg.shape}
     empty = [arg for arg in spec.args if arg.role in ("out", "scratch")]
     zeros = {arg.name: np.zeros(arg.resolve(everything), storage(dtypes[arg.name])) for arg in empty}
@@ -151,13 +154,13 @@ def _loaded(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Ker
 
 
 def _file_launch(job: LaunchTarget, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
-    """The arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
+    """Return the arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
     given = in_order(kernel.entry, kernel.signature, load_arrays(Path(job.inputs)))
     return kernel.arguments(given), geometry(job.grid, job.block, job.shared)
 
 
 def _file_call(job: LaunchTarget, kernel: runtime.Kernel) -> Call:
-    """On the arrays of the `.npz`."""
+    """Prepare a launch of a file's kernel on the arrays of its `.npz`."""
     given, launch = _file_launch(job, kernel)
     args = [gpu.to_device(value) if isinstance(value, np.ndarray) else value for value in given]
     return gpu.prepare(gpu.load(kernel.source, kernel.entry, defines=kernel.defines), args, launch)

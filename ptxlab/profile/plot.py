@@ -18,7 +18,7 @@ _TEXT: dict[str, Any] = {"family": "monospace", "fontsize": 8, "va": "top"}
 
 
 def page_figure(profiles: Sequence[Profile], words: Sequence[str] = ()) -> Figure:
-    """The page of one profile, or of two with their differences in words below."""
+    """Draw the page of one profile, or of two with their differences in words below."""
     heights = [4.2, 3.4, *([0.12 * len(words) + 0.2] if words else [])]
     figure = Figure(figsize=(15, sum(heights) + 0.6), layout="constrained")
     figure.suptitle(_title(profiles), x=0.01, ha="left", weight="bold")
@@ -52,7 +52,7 @@ def _label(name: str) -> str:
 
 
 def _numbers(axes: Axes, profiles: Sequence[Profile]) -> None:
-    """The figures that are no shares, as a table."""
+    """Draw the figures that are no shares as a table."""
     axes.axis("off")
     shown = [f for f in FIGURES if f.name not in BUSY and any(f.name in one.figures for one in profiles)]
     cells = [[amount(f, one.figures.get(f.name)) for one in profiles] for f in shown]
@@ -77,7 +77,7 @@ def _reasons(profiles: Sequence[Profile]) -> list[tuple[str, list[float]]]:
 
 
 def _bars(axes: Axes, profiles: Sequence[Profile], rows: Sequence[tuple[str, list[float]]]) -> None:
-    """A row of bars per name, a bar per profile."""
+    """Draw a row of bars per name, with a bar per profile."""
     height = 0.8 / len(profiles)
     for index, (one, colour) in enumerate(zip(profiles, _COLOURS, strict=False)):
         places = np.arange(len(rows)) + (index - (len(profiles) - 1) / 2) * height
@@ -92,7 +92,7 @@ def _bars(axes: Axes, profiles: Sequence[Profile], rows: Sequence[tuple[str, lis
 
 
 def _carriers(axes: Axes, profile: Profile, colour: str, width: int) -> None:
-    """The lines that warps waited at, as a table with bars."""
+    """Draw the lines that warps waited at as a table with bars."""
     axes.axis("off")
     issuing = f"{profile.samples:,} warps sampled, of which {profile.issuing:.0%} issued"
     axes.set_title(f"Where {profile.kernel} waits ({issuing})", loc="left", weight="bold", fontsize=10)

@@ -36,7 +36,7 @@ def profile(job: LaunchTarget, *, chosen: str = "quick", keep: Path | None = Non
 
 
 def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
-    """The profile in a `.json`, or of the last launch in a `.ncu-rep`, of a problem of these sizes.
+    """Read the profile in a `.json`, or of the last launch in a `.ncu-rep`, of a problem of these sizes.
 
     Raises:
         FileError: no such file, or another.
@@ -77,6 +77,6 @@ def launch(
 
 
 def origin() -> dict[str, str]:
-    """Where a profile made now comes from."""
+    """Return the origin of a profile made now: commit, date, versions of driver and ncu."""
     info, now = gpu.device_info(), datetime.now(UTC).isoformat(timespec="seconds")
     return {"commit": commit(), "date": now, "driver": info.driver, "ncu": nsight.version()}

@@ -12,7 +12,7 @@ SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24)}
 
 
 def value(number: int, bits: int) -> Bits:
-    """A constant."""
+    """Make a constant of `bits` bits."""
     return z3.BitVecVal(number, bits)
 
 
@@ -25,27 +25,27 @@ def extend(x: Bits, bits: int, signed: bool) -> Bits:
 
 
 def pieces(x: Bits, bits: int) -> list[Bits]:
-    """Fields of so many bits, lowest first."""
+    """Split a bitvector into fields of `bits` bits, lowest first."""
     return [z3.Extract(at + bits - 1, at, x) for at in range(0, x.size(), bits)]
 
 
 def joined(fields: list[Bits]) -> Bits:
-    """Fields beside each other, lowest first."""
+    """Join fields into one bitvector, lowest first."""
     return z3.Concat(*reversed(fields)) if len(fields) > 1 else fields[0]
 
 
 def clamped(x: Bits, low: int, high: int) -> Bits:
-    """A signed bitvector within limits that it can hold."""
+    """Clamp a signed bitvector to limits that it can hold."""
     bottom, top = value(low, x.size()), value(high, x.size())
     return z3.If(x < bottom, bottom, z3.If(x > top, top, x))
 
 
 def as_float(x: Bits, type_name: str) -> Any:
-    """Bits as the number they stand for."""
+    """View bits as the floating-point number that they encode."""
     return z3.fpBVToFP(x, z3.FPSort(*SORTS[type_name]))
 
 
 def float_bits(x: Any, type_name: str) -> Bits:
-    """The bits of a number; those of the NaN that the hardware makes."""
+    """Return the bits of a number; a NaN has the bits that the hardware makes."""
     nan = CANONICAL_NAN[type_name]
     return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))

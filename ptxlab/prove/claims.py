@@ -23,7 +23,7 @@ from ptxlab.prove.solve import (
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement, and the formula that it comes to.
+    """A statement, and the formula that proves it.
 
     Attributes:
         subject: what it speaks of: a kernel's source (`dequant_lqq.ptx`), or a topic (`quantiser lqq`).
@@ -44,7 +44,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a claim was decided: by which solver, or by trying all `cases`, in how many seconds of CPU time."""
+    """The decision on a claim: by which solver, or by trying all `cases`, in how many seconds of CPU time."""
 
     claim: Claim
     verdict: Verdict
@@ -56,16 +56,16 @@ class Decision:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the claim was decided as it says."""
+        """True if the claim was decided as it expects."""
         return self.verdict == self.claim.expect
 
     def __str__(self) -> str:
-        """The verdict, the claim, and each lane of a counterexample's word."""
+        """Format the verdict, the claim, and each lane of a counterexample's word."""
         lines = self.explanation.lines if self.explanation else ()
         return "\n  ".join([f"{self.claim.subject}: {self.verdict}", self.claim.text, *lines])
 
     def to_json(self) -> dict[str, Any]:
-        """The outcome as JSON-ready values."""
+        """Return the outcome as JSON-ready values."""
         said = {key: getattr(self.claim, key) for key in ("subject", "name", "text", "expect")}
         how = {"verdict": self.verdict, "seconds": round(self.seconds, 3), "solver": self.solver}
         lines = list(self.explanation.lines) if self.explanation else []
@@ -77,13 +77,13 @@ _MAKERS: list[Maker] = []
 
 
 def register(maker: Maker) -> Maker:
-    """Decorator: enter a function that gives claims on something else than a kernel's code."""
+    """Register a function, as a decorator, that returns claims on something other than a kernel's code."""
     _MAKERS.append(maker)
     return maker
 
 
 def registered() -> list[Claim]:
-    """All claims that were entered so: by the modules that rooms and other packages register, and by others."""
+    """Return every registered claim: of modules that rooms and other packages register, and of others."""
     for _ in registry.load_all("claims"):
         pass  # a module enters its claims when it is imported
     return [claim for maker in _MAKERS for claim in maker()]

@@ -57,11 +57,11 @@ class Buffer:
     types: set[str] = field(default_factory=set)  # of the elements that instructions access
 
     def before(self, at: int) -> Bits:
-        """The byte that lay at an offset before the launch."""
+        """Return the byte that lay at an offset before the launch."""
         return self.first(at) if self.first else z3.BitVec(f"{self.name} byte {at}", 8)
 
     def read(self, at: int) -> Bits:
-        """The byte at an offset."""
+        """Return the byte at an offset."""
         if at not in self.content:
             self.content[at] = self.before(at)
         return self.content[at]
@@ -93,7 +93,7 @@ class LaneStep:
 
 @dataclass(frozen=True)
 class SymbolicRun:
-    """What a run left: annotated steps, and on which conditions something went wrong, with the reason.
+    """Steps and faults of a symbolic run: annotated steps, and on which conditions something went wrong, and why.
 
     `missed` are annotated instructions that no thread came to.
     """
@@ -211,7 +211,10 @@ class SymbolicExecution:
         return any(x.size() < 16 or self.possible(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
 
     def advice(self, term: Any) -> str:
-        """The inputs of a term, and the assumptions that make it a number, as they are written on a command line."""
+        """Name the inputs of a term, and the assumptions that make it a number.
+
+        Both are written as on a command line.
+        """
         inputs = dict[str, Bits]()
         for name, symbol in sorted(symbols_of([term]).items(), key=lambda pair: (len(pair[0]), pair[0])):
             of_buffer, _, at = name.partition(" byte ")
@@ -254,7 +257,7 @@ class SymbolicExecution:
         return (len(self.buffers) << _WINDOW) + _FIRST
 
     def symbol(self, symbol: ir.Symbol) -> int:
-        """The address of a variable, in its space where that is shared or local."""
+        """Return the address of a variable, in its space where that is shared or local."""
         variable = symbol.variable
         if variable.space in ("shared", "local"):
             return variable.offset + symbol.offset
@@ -266,7 +269,7 @@ class SymbolicExecution:
     # Registers
 
     def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:
-        """A source operand as bits of the type's width, or a Bool."""
+        """Read a source operand as bits of the type's width, or a Bool."""
         bits = bits_of(type_name)
         if isinstance(operand, Register):
             width = bits_of(operand.type)
@@ -289,7 +292,7 @@ class SymbolicExecution:
         raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
 
     def register(self, lane: int, register: Register, width: int) -> Bits:
-        """What a register holds; anything where nothing has written it."""
+        """Read a register; where nothing has written it, its bits are unknown."""
         key = width, register.index
         known, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
         guard = self.guards.get(lane, TRUE)
@@ -318,7 +321,7 @@ class SymbolicExecution:
         self.registers[lane][key], self.defined[lane][key] = z3.simplify(result), guard
 
     def special(self, name: str, lane: int) -> int:
-        """Value of a special register such as `%tid.x` for one lane."""
+        """Return the value of a special register such as `%tid.x` for one lane."""
         base, _, axis = name[1:].partition(".")
         block, thread = self.threads[lane]
         linear = self.linear(lane)
@@ -334,7 +337,7 @@ class SymbolicExecution:
         return values[base]
 
     def linear(self, lane: int) -> int:
-        """The thread's number in its block."""
+        """Return the thread's number in its block."""
         x, y, z = self.threads[lane][1]
         return x + self.block[0] * (y + self.block[1] * z)
 
@@ -385,7 +388,10 @@ class SymbolicExecution:
                 by_lane.get(head, self.compute)(instruction, lane, guard)
 
     def meet(self, instruction: Instruction, guards: dict[int, Any]) -> None:
-        """A barrier holds nobody back where all its threads come to it at once, on one condition; ValueError if not."""
+        """Check that all threads of a barrier come to it at once, on one condition, so that it holds none back.
+
+        Raises ValueError if they do not.
+        """
         words = instruction.opcode.split(".")
         if {"red", "arrive", "cluster"} & {*words}:
             raise ValueError("no such barrier")
@@ -404,7 +410,7 @@ class SymbolicExecution:
                 raise ValueError(f"of the {expected} threads of a barrier, {len(here)} come to it, on some condition")
 
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
-        """A register-to-register operation: the forms are the emulator's."""
+        """Execute a register-to-register operation, in the forms that the emulator knows."""
         known, targets, taken = typed_operands(instruction)
         self.check_contraction(instruction)
         sources = [self.read(lane, operand, t) for operand, t in taken]
@@ -424,7 +430,10 @@ class SymbolicExecution:
             self.write(lane, guard, operand, result, is_signed(t))
 
     def check_contraction(self, instruction: Instruction) -> None:
-        """Without a rounding, ptxas may fuse a float `mul` and an `add` or `sub`, which then round once."""
+        """Check that ptxas cannot fuse a float `mul` with this `add` or `sub`.
+
+        Without a rounding modifier it may fuse them, and they then round once. Raises ValueError if it may.
+        """
         head, *words = instruction.opcode.split(".")
         if head in ("add", "sub") and len(words) == 1 and is_float(words[0]) and f"mul.{words[0]}" in self.opcodes:
             raise ValueError(f"ptxas may fuse it with a mul.{words[0]}: write {head}.rn.{words[0]}")
@@ -461,7 +470,7 @@ class SymbolicExecution:
         self.write(lane, guard, target, address)
 
     def shuffle(self, instruction: Instruction, guards: dict[int, Any]) -> None:
-        """shfl[.sync].mode.b32 d[|p], a, b, c[, mask]: lanes, b and c have to be numbers."""
+        """Execute shfl[.sync].mode.b32 d[|p], a, b, c[, mask]; lanes, b and c have to be numbers."""
         words = instruction.opcode.split(".")[1:]
         if words[:1] == ["sync"]:
             words = words[1:]
@@ -488,7 +497,7 @@ class SymbolicExecution:
             self.write(lane, guards[lane], inside, z3.BoolVal(ok))
 
     def neighbour(self, lane: int, number: int, guards: dict[int, Any]) -> int:
-        """The lane with that number in the warp, which has to be here too, whenever this one is."""
+        """Return the lane with that number in the warp, which must be active whenever this one is."""
         block, warp = self.threads[lane][0], self.linear(lane) // 32
         for other, guard in guards.items():
             here = z3.is_true(guard) or guard.eq(guards[lane])
@@ -499,7 +508,10 @@ class SymbolicExecution:
     # Memory
 
     def located(self, instruction: Instruction, lane: int, guard: Any, kind: str) -> tuple[Any, list[Any]]:
-        """The access, and the (guard, buffer, offset) that it may go to; what lies outside is a fault."""
+        """Return the access, and the (guard, buffer, offset) of each place that it may go to.
+
+        A place outside every buffer is a fault.
+        """
         access = decode(instruction, kind)
         address = instruction.operands[0 if kind == "store" else 1]
         if not isinstance(address, ir.Address) or address.coordinates:
@@ -527,7 +539,7 @@ class SymbolicExecution:
         return access, found
 
     def candidates(self, instruction: Instruction, at: Bits, guard: Any) -> Iterator[tuple[Any, int]]:
-        """The values that an address may have, each with the condition."""
+        """Yield the values that an address may have, each with its condition."""
         if z3.is_bv_value(at):
             yield TRUE, at.as_long()
             return
@@ -564,7 +576,7 @@ class SymbolicExecution:
             self.write(lane, guard, item, result, is_signed(t))
 
     def parameter(self, instruction: Instruction) -> Bits | None:
-        """What a load of a kernel's parameter reads; None for a parameter of a call, which lies in local memory."""
+        """Read a kernel's parameter; return None for a parameter of a call, which lies in local memory."""
         address = instruction.operands[1]
         base = address.base if isinstance(address, ir.Address) else None
         if not isinstance(base, ir.Symbol) or id(base.variable) not in self.params:
@@ -585,7 +597,7 @@ class SymbolicExecution:
 
 
 def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
-    """The lanes whose condition may hold too, each under both."""
+    """Return the lanes whose condition may hold, each with its guard and the condition combined."""
     both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
     return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
 
@@ -610,5 +622,5 @@ def _number(bits: Bits, what: str) -> int:
 
 
 def _any(at: int) -> Bits:
-    """A byte that nobody has written."""
+    """Return an unknown byte, for memory that nothing has written."""
     return z3.FreshConst(z3.BitVecSort(8), "unwritten")

@@ -43,7 +43,7 @@ class Elements:
 
     @property
     def bits(self) -> int:
-        """Of an element; without a type it is a byte."""
+        """Bits of an element; without a type it is a byte."""
         return int(self.type.lstrip("usfb") or 8)
 
     def __getitem__(self, index: int) -> Any:
@@ -58,7 +58,7 @@ class Elements:
         return Integer.signed(found) if self.type[0] == "s" else Integer.unsigned(found)
 
     def typed(self, type_name: str) -> "Elements":
-        """The same bytes as elements of another type."""
+        """View the same bytes as elements of another type."""
         kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
         if not (type_name in SORTS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
             raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(SORTS)}")
@@ -72,32 +72,35 @@ def _fold(values: tuple[Any, ...], keep: Callable[[Integer, Integer], Any]) -> I
 
 
 def _rounds(q: Any, a: Any, b: Any) -> Any:
-    """Whether q is a/b rounded to nearest, for b > 0; of two equally near either."""
+    """Build the formula that q is a/b rounded to nearest, for b > 0; ties may go either way."""
     twice = 2 * (Integer.of(q) * b - a)
     return z3.And(twice <= b, twice >= -Integer.of(b))
 
 
 def _rounds_even(q: Any, a: Any, b: Any) -> Any:
-    """The same with ties to even."""
+    """Build the formula that q is a/b rounded to nearest, ties to even."""
     tie = Integer.of(2) * abs(Integer.of(q) * b - a) == b
     return z3.And(_rounds(q, a, b), z3.Implies(tie, Integer.of(q) % 2 == 0))
 
 
 def _float(x: Any, sort: Any) -> Any:
-    """A number as a float of that sort, rounded to nearest even."""
+    """Convert a number to a float of that sort, rounded to nearest even."""
     if z3.is_fp(x):
         return x
     return z3.FPVal(x, sort) if isinstance(x, float) else z3.fpSignedToFP(z3.RNE(), Integer.of(x).bits, sort)
 
 
 def _alike(left: Any, right: Any) -> tuple[Any, Any]:
-    """Both as floats where one is."""
+    """Convert both to floats if one is a float."""
     sort = next((x.sort() for x in (left, right) if z3.is_fp(x)), None)
     return (left, right) if sort is None else (_float(left, sort), _float(right, sort))
 
 
 def _nibbles(words: Elements) -> Elements:
-    """The weights of micro-kernel words, in logical order: e0..e3 in the low nibbles of bytes 0..3, e4..e7 above."""
+    """View micro-kernel words as weights in logical order.
+
+    Weights e0..e3 are the low nibbles of bytes 0..3, e4..e7 the high ones.
+    """
 
     def weight(index: int, bits: int) -> Bits:
         word, at = divmod(index, 8)
@@ -134,7 +137,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @cache
 def parsed(text: str) -> ast.expr:
-    """The expression, parsed; ArgumentError if it is none."""
+    """Parse an expression. Raises ArgumentError if it is none."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:
@@ -142,12 +145,15 @@ def parsed(text: str) -> ast.expr:
 
 
 def names_in(text: str) -> set[str]:
-    """The names that an expression uses, functions apart."""
+    """Return the names that an expression uses, without functions."""
     return {n.id for n in ast.walk(parsed(text)) if isinstance(n, ast.Name)} - set(_FUNCTIONS)
 
 
 def indexed_by_i(text: str) -> list[tuple[str, str]]:
-    """The arrays whose element `i` an expression names, in order: name and type (`out.s8[i]`), which may be empty."""
+    """Return the arrays whose element `i` an expression names, in order: name and type (`out.s8[i]`).
+
+    The type may be empty.
+    """
     found = []
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == "i":
@@ -160,7 +166,7 @@ def indexed_by_i(text: str) -> list[tuple[str, str]]:
 
 
 def sides(text: str) -> tuple[str, str] | None:
-    """The two sides of a plain equation."""
+    """Split a plain equation into its two sides; return None for other expressions."""
     node = parsed(text)
     if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
         return None
@@ -168,7 +174,10 @@ def sides(text: str) -> tuple[str, str] | None:
 
 
 def formula(text: str, names: Mapping[str, Any], i: int, count: int | None = None) -> Any:
-    """An expression at element `i`, of `count`, as a z3 Bool; ArgumentError says what is wrong with it."""
+    """Evaluate an expression at element `i`, of `count`, to a z3 Bool.
+
+    Raises ArgumentError that says what is wrong with the expression.
+    """
     found = term(text, names, i, count)
     if isinstance(found, bool):
         return z3.BoolVal(found)
@@ -178,7 +187,7 @@ def formula(text: str, names: Mapping[str, Any], i: int, count: int | None = Non
 
 
 def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) -> Any:
-    """What an expression comes to at element `i` of `count`: an Integer, a z3 float or Bool, a Python number."""
+    """Evaluate an expression at element `i` of `count`: to an Integer, a z3 float or Bool, or a Python number."""
     try:
         return _element(_Evaluator({**names, "i": i}, i, count).visit(parsed(text)), i, count)
     except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError, z3.Z3Exception) as error:
@@ -186,7 +195,7 @@ def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) 
 
 
 def _element(x: Any, i: int, count: int | None) -> Any:
-    """Of an array the element that belongs to `i`."""
+    """Return an array's element that belongs to `i`; other values are returned as they are."""
     if not isinstance(x, Elements):
         return x
     if x.count is not None and count:
@@ -201,7 +210,7 @@ class _Evaluator(ast.NodeVisitor):
         self.names, self.i, self.count = names, i, count
 
     def value(self, node: ast.expr) -> Any:
-        """A number or a condition."""
+        """Evaluate a node to a number or a condition."""
         return _element(self.visit(node), self.i, self.count)
 
     def condition(self, node: ast.expr) -> Any:
@@ -286,7 +295,7 @@ class _Evaluator(ast.NodeVisitor):
 
 
 def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> Elements:
-    """A view of bytes by offset, as elements of whatever width, lowest bits first."""
+    """View bytes by offset as elements of any width, lowest bits first."""
 
     def element(index: int, bits: int) -> Bits:
         first = index * bits

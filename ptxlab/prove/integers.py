@@ -22,37 +22,37 @@ class Integer:
 
     @classmethod
     def of(cls, number: Operand) -> "Integer":
-        """The integer itself, or that of a Python number."""
+        """Convert a Python number to an Integer; an Integer is returned as it is."""
         if isinstance(number, Integer):
             return number
         return cls(z3.BitVecVal(number, number.bit_length() + 1), number, number)
 
     @classmethod
     def unsigned(cls, bits: Any) -> "Integer":
-        """What a bitvector says as an unsigned number."""
+        """Make the Integer of a bitvector's unsigned value."""
         return cls(z3.ZeroExt(1, bits), 0, (1 << bits.size()) - 1)
 
     @classmethod
     def signed(cls, bits: Any) -> "Integer":
-        """What a bitvector says in two's complement."""
+        """Make the Integer of a bitvector's value in two's complement."""
         half = 1 << bits.size() - 1
         return cls(bits, -half, half - 1)
 
     @classmethod
     def within(cls, name: str, low: int, high: int) -> tuple["Integer", list[Any]]:
-        """A new unknown of that name, and the formulas that keep it within its limits."""
+        """Make a new unknown of that name; return it and the formulas that keep it within its limits."""
         width = Integer.of(low).bits.size(), Integer.of(high).bits.size()
         symbol = z3.BitVec(name, max(width))
         made = cls(symbol, low, high)
         return made, [symbol >= low, symbol <= high]
 
     def at(self, width: int) -> Any:
-        """The bitvector at a width, extended by its sign."""
+        """Return the bitvector at a width, extended by its sign."""
         spare = width - self.bits.size()
         return z3.SignExt(spare, self.bits) if spare > 0 else self.bits
 
     def modulo(self, width: int) -> Any:
-        """The lowest bits."""
+        """Return the lowest `width` bits."""
         return z3.Extract(width - 1, 0, self.at(max(width, self.bits.size())))
 
     # Arithmetic. The limits of a result are those of the operands' extremes.
@@ -149,7 +149,7 @@ class Integer:
     __hash__ = None  # type: ignore[assignment]
 
     def where(self, condition: Any, otherwise: Operand) -> "Integer":
-        """This where the condition (z3 Bool) holds, else the other."""
+        """Select this where the condition (z3 Bool) holds, and `otherwise` elsewhere."""
         other = Integer.of(otherwise)
         a, b = self._both(other)
         return Integer(z3.If(condition, a, b), min(self.low, other.low), max(self.high, other.high))

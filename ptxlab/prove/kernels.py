@@ -28,8 +28,10 @@ from ptxlab.spec.claims import KernelClaim
 
 
 def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
-    """The claims on each source of a kernel: those of its spec, its `@lanes` annotations, and that a `.cu`, as NVRTC
-    compiles it, stores what the `.ptx` does.
+    """Yield the claims on each source of a kernel.
+
+    They are those of its spec, its `@lanes` annotations, and that a `.cu`, as NVRTC compiles it, stores what the `.ptx`
+    does.
     """
     if not spec.claims:
         return
@@ -57,7 +59,7 @@ def claims_on_spec(
     equals: str = "",
     unchecked: bool = False,
 ) -> Iterator[Claim]:
-    """Claims given with a kernel that has a spec, on each source that was named.
+    """Yield claims given with a kernel that has a spec, on each source that was named.
 
     Its rules on values are assumed, as a launch refuses what breaks them; with `unchecked` they are not.
     """
@@ -78,9 +80,10 @@ def claims_on_file(
     other: Kernel | None = None,
     advance: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Claim]:
-    """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations.
+    """Yield claims on a kernel without a spec.
 
-    `advance` is told the line of each instruction that is followed.
+    Without `claims`, they are that it stores what `other` does, or its `@lanes` annotations. `advance` is told the line
+    of each instruction that is followed.
     """
     label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume, advance=advance)
     if not claims and other is None:
@@ -100,13 +103,16 @@ def claims_on_file(
 
 
 def _check_alike(label: str, own: Iterable[str], expected: Iterable[str]) -> None:
-    """Whether two kernels store to the same arguments: what only one of them stores would not be compared."""
+    """Check that two kernels store to the same arguments.
+
+    Stores of only one of them would not be compared.
+    """
     if {*own} != {*expected}:
         raise ArgumentError(label, f"stores to {', '.join(expected)}, as --equals does", ", ".join(own))
 
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
-    """The formulas of one claim on one source."""
+    """Build the formulas of one claim on one source."""
     launch = of_spec(spec, source, alone=claim.alone)
     if not claim.equals:
         return queries(launch, claim)
@@ -115,7 +121,10 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
 
 
 def other_kernel(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str]:
-    """The kernel that `equals` names: its spec, source and entry; `FILE[:entry]` takes what the spec's kernel does."""
+    """Find the kernel that `equals` names: its spec, source and entry.
+
+    `FILE[:entry]` takes what the spec's kernel does.
+    """
     try:
         other_spec, (source, *_) = registry.find(equals)
         return other_spec, source, other_spec.name
@@ -127,7 +136,10 @@ def other_kernel(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str
 
 
 def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
-    """A launch, and another on the same inputs, whose outputs are `other.NAME`; both have to store the same."""
+    """Combine a launch with another on the same inputs, whose outputs become `other.NAME`.
+
+    Both have to store the same elements.
+    """
     outputs = {name: other.names[name] for name in other.outputs}
     run = replace(launch.trace, faults=[*launch.trace.faults, *other.trace.faults])
     names, expected = {**launch.names, "other": outputs}, (*launch.expected, *other.stored)
@@ -135,9 +147,9 @@ def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
 
 
 def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
-    """The formulas of a claim on what a launch stored: nothing goes wrong; and each word that it stores is right.
+    """Build the formulas of a claim on what a launch stored: nothing goes wrong, and each stored word is right.
 
-    One formula per word, for a solver is quick with a few lanes, and with more of them it is not.
+    There is one formula per word, because a solver is quick with a few lanes and slow with more.
     """
     limits: list[Any] = []
     unknowns = {name: _unknown(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
@@ -154,7 +166,7 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
 
 
 def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
-    """One formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
+    """Build a formula for each annotated instruction of each thread: its lanes, computed wide, equal what it stores."""
     if launch.trace.missed:
         missed = launch.trace.missed[0].where
         raise ArgumentError(launch.label, "threads that come to every instruction with // @lanes", f"none at {missed}")
@@ -237,7 +249,7 @@ def _key(i: int, name: str) -> str:
 
 
 def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
-    """The names, with what is asked of arrays entered into `seen`."""
+    """Return the names with arrays that record in `seen` each element that is read."""
     found = {}
     for name, x in names.items():
         if isinstance(x, Elements):
@@ -249,7 +261,10 @@ def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
 
 
 def _promised(left: Any, right: Any) -> tuple[str, Any] | None:
-    """The right side of an equation: the type of the left one, and bits."""
+    """Return the right side of an equation as bits, with the left side's type.
+
+    Return None unless both sides are integers.
+    """
     if not isinstance(left, Integer | int) or not isinstance(right, Integer | int):
         return None
     signed, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()
@@ -257,7 +272,7 @@ def _promised(left: Any, right: Any) -> tuple[str, Any] | None:
 
 
 def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
-    """An array of integers that nobody gave: each element is made when it is first spoken of."""
+    """Make an array of unknown integers; each element is made when it is first used."""
     made: dict[int, Integer] = {}
 
     def element(index: int, bits: int) -> Any:
@@ -271,7 +286,10 @@ def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
 
 
 def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
-    """The lanes of a word that has a wrong one: what the claim speaks of in each, and first what all of them share."""
+    """Explain a wrong word: the values of each of its lanes that the claim speaks of.
+
+    Values that all lanes share come first.
+    """
 
     def cells(i: int, wanted: Callable[[str], bool]) -> str:
         return ", ".join(f"{n} = {_cell(x, model[_key(i, n)])}" for n, x in rows[i].items() if x[0] and wanted(n))
@@ -289,7 +307,10 @@ def _cell(seen: tuple[str, Any], bits: int) -> str:
 
 
 def number(kind: str, bits: int, size: int) -> str:
-    """`-3 (1101)`: a number of a type, given by `size` bits; an integer that the type does not hold has more digits."""
+    """Format a number of a type, given by `size` bits, as `-3 (1101)`.
+
+    An integer that the type does not hold has more digits.
+    """
     if kind in SORTS:
         raw = np.array([bits << 16], np.uint32) if kind == "bf16" else np.array([bits], f"u{size // 8}")
         return f"{raw.view(f'f{raw.itemsize}')[0]} ({bits:0{size}b})"

@@ -8,7 +8,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoopClaim:
-    """What is claimed of a kernel's main loop.
+    """The claim on a kernel's main loop.
 
     Attributes:
         a, b: limits of the operands' elements. Where the operand's type is wider, the loop's own code keeps them.
@@ -30,6 +30,6 @@ class LoopClaim:
 
     @property
     def most(self) -> int:
-        """How many products an INT32 sum has room for."""
+        """Number of products that an INT32 sum has room for."""
         low, high = self.product
         return min((2**31 - 1) // high, 2**31 // -low)

@@ -36,7 +36,7 @@ TOP_BITS = 0x80808080
 
 @dataclass(frozen=True)
 class Product:
-    """What integer matrix instructions or dp4as of one step have added to one sum: an unknown number.
+    """An unknown number: the sum that a step's integer matrix instructions or dp4as have added to one accumulator.
 
     Attributes:
         symbol: it.
@@ -55,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Body:
-    """What one step of a loop did.
+    """Effects of one step of a loop.
 
     Attributes:
         ends: for each way back to the loop's head the condition, and registers (width, index) -> bits.
@@ -78,14 +78,14 @@ class Body:
 
     @cached_property
     def sums(self) -> dict[str, Bits]:
-        """What registers held before that products are added to, by name."""
+        """Values of registers before the step to which products are added, by name."""
         held = {symbol.decl().name() for symbol in self.before.values()}
         added = {name: x for p in self.products for name, x in _summands(p.added_to).items()}
         return {name: x for name, x in added.items() if name in held}
 
 
 def loops_of(entry: Entry) -> list[range]:
-    """The innermost loops that multiply integers, as instructions: each from its head to its last branch back."""
+    """Find the innermost loops that multiply integers, each as instructions from its head to its last branch back."""
     back = [(i.operands[0].index, pc) for pc, i in enumerate(entry.instructions) if i.head == "bra"]
     whole = {head: max(last for first, last in back if first == head) for head, pc in back if head <= pc}
     multiplies = [pc for pc, i in enumerate(entry.instructions) if _MATRIX.fullmatch(i.opcode) or _DOT.match(i.opcode)]
@@ -94,7 +94,10 @@ def loops_of(entry: Entry) -> list[range]:
 
 
 def steps_of(entry: Entry) -> list[Body]:
-    """A step of each innermost loop of a kernel that multiplies integers; ArgumentError if there is none."""
+    """Execute a step of each innermost loop of a kernel that multiplies integers.
+
+    Raises ArgumentError if there is none.
+    """
     found = [one_step(entry, loop) for loop in loops_of(entry)]
     if not found:
         raise ArgumentError(entry.name, "a loop that multiplies integers", "none")
@@ -107,7 +110,7 @@ def one_step(entry: Entry, loop: range) -> Body:
 
 
 class OneStep(SymbolicExecution):
-    """One thread executes some instructions once, in order; registers and operands hold anything at first."""
+    """A thread that executes some instructions once, in order; registers and operands hold anything at first."""
 
     def __init__(self, entry: Entry, loop: range) -> None:
         anything = [z3.FreshConst(z3.BitVecSort(8 * p.size), p.name) for p in entry.params]
@@ -123,7 +126,7 @@ class OneStep(SymbolicExecution):
         self.named: dict[Any, Bits] = {}
 
     def body(self) -> Body:
-        """Execute them: the state at each end, and the products on the way."""
+        """Execute the instructions; return the state at each end, and the products on the way."""
         head, last = self.loop[0], self.loop[-1]
         inner = {i.operands[0].index: pc for pc in self.loop
                  if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip
@@ -171,7 +174,7 @@ class OneStep(SymbolicExecution):
         return super().read(lane, operand, type_name)
 
     def forget(self, instruction: Instruction, guard: Any) -> None:
-        """What an instruction writes becomes anything."""
+        """Set an instruction's destinations to unknown values."""
         for target in instruction.destinations:
             width = bits_of(target.type)
             sort = z3.BoolSort() if width == 1 else z3.BitVecSort(width)
@@ -203,13 +206,16 @@ class OneStep(SymbolicExecution):
                 self.forget(instruction, guard)
 
     def load_anything(self, instruction: Instruction, guard: Any) -> None:
-        """What a load gives is anything."""
+        """Set a load's destinations to unknown values."""
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
         for item in target.items if isinstance(target, ir.Vector) else (target,):
             self.write(0, guard, item, z3.FreshConst(z3.BitVecSort(bits_of(t)), "loaded"), is_signed(t))
 
     def multiply(self, instruction: Instruction, guard: Any, channels: int, types: tuple[str, str]) -> None:
-        """d = a*b + c of mma and dp4a; of wgmma, which has no c, d += a*b, or d = a*b where its scale is 0."""
+        """Execute a matrix instruction or dp4a.
+
+        d = a*b + c of mma and dp4a. wgmma has no c: d += a*b, or d = a*b where its scale is 0.
+        """
         d, a, b, *rest = instruction.operands
         targets = d.items if isinstance(d, ir.Vector) else (d,)
         keeps = TRUE
@@ -228,7 +234,10 @@ class OneStep(SymbolicExecution):
             self.write(0, guard, target, before + added)
 
     def parted(self, held: Bits) -> tuple[Bits, int]:
-        """A sum without the products that this step has added to it, and over how many channels these are."""
+        """Split a sum from the products that this step has added to it.
+
+        Return the sum without them, and the number of channels that they cover.
+        """
         terms = held.children() if z3.is_app_of(held, z3.Z3_OP_BADD) else [held]
         for at, term in enumerate(terms):
             name = term.decl().name()
@@ -238,7 +247,7 @@ class OneStep(SymbolicExecution):
         return held, 0
 
     def in_registers(self, operand: ir.Operand) -> tuple[Bits, ...]:
-        """An operand's words; of a descriptor none."""
+        """Read an operand's words; return none for a descriptor."""
         items = operand.items if isinstance(operand, ir.Vector) else (operand,)
         of_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in items)
         return tuple(self.read(0, item, "u32") for item in items) if of_words else ()
@@ -248,7 +257,7 @@ class OneStep(SymbolicExecution):
 
 
 def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
-    """That no INT32 sum of up to so many products leaves its limits in a step."""
+    """Build the formulas that no INT32 sum of up to `most` products leaves its limits in a step."""
     low, high = loop.product
     found = []
     for body in bodies:
@@ -268,9 +277,10 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """That a step leaves no sum behind, and that FP32 holds each that it converts.
+    """Build the formulas that a step leaves no sum behind, and that FP32 holds each sum that it converts.
 
-    By an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to a float.
+    It converts by an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to
+    a float.
     """
     found = []
     for body in bodies:
@@ -293,7 +303,7 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """Of each packed mad or mul: what its operands are, and what it gives for the groups that are admitted."""
+    """Build the formulas of each packed mad or mul: the type of its operands, and its lanes for admitted groups."""
     found = []
     for body in bodies:
         steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
@@ -315,9 +325,9 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """Of INT4 as s8: bytes of operand A are 16 times the signed nibbles of a loaded word, or it itself (INT8 blocks).
+    """Build the formulas of INT4 as s8: bytes of operand A are 16 times the signed nibbles of a loaded word.
 
-    The latter on a condition alone, one for all words of an operand.
+    Or they are the word itself (INT8 blocks), but only on a condition, one for all words of an operand.
     """
     found, nibbles = [], 0
     for product in (p for body in bodies for p in body.products if p.operands[0][0] == "s8"):
@@ -337,20 +347,26 @@ def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
-    """That bytes, as s8, are 16 times the high (`first` 4) or low nibbles of another word, as s4."""
+    """Build the formula that bytes, as s8, are 16 times the high (`first` 4) or low nibbles of another word, as s4."""
     fours = [z3.Extract(first + 3, first, octet) for octet in pieces(packed, 8)]
     return z3.And([z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(pieces(word, 8), fours, strict=True)])
 
 
 def _within(x: Bits, low: Any, high: Any) -> list[Any]:
-    """That a sum lies within numbers, or formulas of so many bits that they do not wrap."""
+    """Build the conditions that a sum lies within limits.
+
+    The limits are numbers, or formulas of enough bits that they do not wrap.
+    """
     width = low.size() if z3.is_bv(low) else 33
     wide = z3.SignExt(width - x.size(), x)
     return [low <= wide, wide <= high]
 
 
 def _sums_after(body: Body, begun: bool = True) -> list[tuple[Any, Bits]]:
-    """The sums after the step, each on its condition; with those that the step has begun, where it left them."""
+    """Return the sums after the step, each with its condition.
+
+    With `begun`, sums that the step has begun are included, where it left them.
+    """
     places = {key for key, before in body.before.items() if before.decl().name() in body.sums}
     parts = {*body.sums, *(p.symbol.decl().name() for p in body.products)} if begun else set()
     return [
@@ -362,7 +378,7 @@ def _sums_after(body: Body, begun: bool = True) -> list[tuple[Any, Bits]]:
 
 
 def _summands(bits: Bits) -> dict[str, Bits]:
-    """What a sum adds up, on whatever conditions: unknowns by name, other terms by their text."""
+    """Return the terms that a sum adds up, under every condition: unknowns by name, other terms by their text."""
     found, todo = dict[str, Bits](), [bits]
     while todo:
         term = todo.pop()
@@ -378,7 +394,7 @@ def _summands(bits: Bits) -> dict[str, Bits]:
 
 
 def _most_channels(bits: Bits, channels: Mapping[str, int]) -> int:
-    """How many products a sum has got at most, whatever the conditions are."""
+    """Return the most products that a sum has received, under any conditions."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
         condition, *ways = bits.children()
         told = (z3.substitute(way, (condition, value)) for way, value in zip(ways, (TRUE, FALSE), strict=True))
@@ -389,15 +405,15 @@ def _most_channels(bits: Bits, channels: Mapping[str, int]) -> int:
 
 
 def _added(body: Body, loop: LoopClaim) -> Bounds:
-    """How much each product may add."""
+    """Return the bounds of the amount that each product may add."""
     low, high = loop.product
     return {p.symbol.decl().name(): _within(p.symbol, low * p.channels, high * p.channels) for p in body.products}
 
 
 def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:
-    """That products are added to sums, 0 or `start`, and that elements lie within what is claimed of them.
+    """Yield the formulas that products are added to sums, 0 or `start`, and that elements lie within the claim.
 
-    The latter by their type, or by what the loop's code left in registers.
+    Elements lie there by their type, or by what the loop's code left in registers.
     """
     known = {value(start, 32).sexpr(), *body.sums, *(p.symbol.decl().name() for p in body.products)}
     for product in body.products:
@@ -411,6 +427,6 @@ def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query
 
 
 def _bounded(holds: Any, bounds: Bounds) -> Query:
-    """A formula, under the bounds of what it speaks of."""
+    """Build the query of a formula under the bounds of its unknowns."""
     symbols = symbols_of([holds])
     return Query(holds, [bound for name in symbols for bound in bounds.get(name, ())], symbols)

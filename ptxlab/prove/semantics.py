@@ -26,7 +26,10 @@ _operation = _TABLE.enter
 
 @cache
 def computation(text: str, selectors: tuple[str, ...] = ()) -> Compute:
-    """The function of an opcode such as "mad.lo.u32" with its operands' selectors; `UnknownOpcode` if not modelled."""
+    """Return the function of an opcode such as "mad.lo.u32" with its operands' selectors.
+
+    Raises `UnknownOpcode` if it is not modelled.
+    """
     return _TABLE.find(text, selectors)
 
 
@@ -71,7 +74,7 @@ def _add(op: Opcode) -> Compute:
 
 
 def _product(op: Opcode) -> tuple[str, Compute]:
-    """(result type, function) of mul, mul24 and their multiply-adds."""
+    """Return (result type, function) of mul, mul24 and their multiply-adds."""
     is24 = "24" in op.name
     part, t = op.choice("lo", "hi", "wide", default="lo" if is24 else None), op.type()
     bits, signed = bits_of(t), is_signed(t)
@@ -188,7 +191,7 @@ _ORDER = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _compare_with(op: Opcode, compare: Compute) -> Compute:
-    """setp and set, from a comparison of two sources."""
+    """Build setp and set from a comparison of two sources."""
     name = op.choice(*_COMBINE, default="")
 
     def setp(a: Bits, b: Bits, c: Bits | None = None) -> tuple[Bits, Bits]:
@@ -246,7 +249,7 @@ def _lop3(op: Opcode) -> Compute:
     op.type()
 
     def logic(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
-        """All products of a, b and c or their complements that the table names, each by its bit."""
+        """Combine the products of a, b and c or their complements that the table selects, each by its bit."""
         products = ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8))
         named = (product for i, product in enumerate(products) if table.as_long() >> i & 1)
         return reduce(lambda x, y: x | y, named, value(0, 32))
@@ -385,7 +388,7 @@ def _permute(op: Opcode) -> Compute:
 
 
 def _chosen(index: Bits, items: list[Bits]) -> Bits:
-    """The item of that index, which is one of them."""
+    """Select the item of that index, which must be in range."""
     index = z3.simplify(index)
     if z3.is_bv_value(index):
         return items[index.as_long()]
@@ -415,7 +418,7 @@ _VIDEO: dict[str, Compute] = {
 
 
 def _of_lanes(function: str, wide: int) -> Compute:
-    """A function of `_VIDEO`, or a comparison that gives 1 or 0."""
+    """Return a function of `_VIDEO`, or a comparison that returns 1 or 0."""
     if function in _VIDEO:
         return _VIDEO[function]
     compare = _comparison(function, signed=True)

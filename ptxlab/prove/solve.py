@@ -63,14 +63,17 @@ class Enumeration:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver said; `model` has the bits of every value of a refuted query, as unsigned integers."""
+    """A solver's verdict; `model` has the bits of every value of a refuted query, as unsigned integers."""
 
     verdict: Verdict
     model: Mapping[str, int] = field(default_factory=dict)
 
 
 def check_solver(solver: str) -> str:
-    """The name of a solver that is here; ArgumentError for an unknown one, UnavailableError for one to install."""
+    """Return the name of an installed solver.
+
+    Raises ArgumentError for an unknown one, UnavailableError for one to install.
+    """
     if not is_one_of(solver, SOLVERS):
         raise ArgumentError("solver", f"one of {', '.join(SOLVERS)}", solver)
     for module in ("z3", solver):  # formulas are z3's, whoever solves them
@@ -80,13 +83,13 @@ def check_solver(solver: str) -> str:
 
 
 def version_of(solver: str) -> str:
-    """`z3 5.4.1`: a solver that is here, for records."""
+    """Return the name and version of an installed solver, for records: `z3 5.4.1`."""
     return f"{solver} {version('z3-solver' if solver == 'z3' else solver)}"
 
 
 @contextmanager
 def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
-    """End what runs inside after so many seconds, None: never; for the main thread.
+    """End what runs inside after `seconds` seconds, None: never; for the main thread.
 
     Raises OutOfTime with `unfinished`, which says what was not done. It ends as Ctrl-C would, also within z3, and also
     in a job in the background, which ignores SIGINT.
@@ -161,7 +164,10 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
 
 
 def of_each_form(queries: Sequence[Query]) -> list[Query]:
-    """Each formula once, whatever its unknowns are called: most threads, words and registers go through the same."""
+    """Keep one query of each form, whatever its unknowns are called.
+
+    Most threads, words and registers go through the same formulas.
+    """
     import z3
 
     found: dict[tuple[str, ...], Query] = {}
@@ -174,7 +180,7 @@ def of_each_form(queries: Sequence[Query]) -> list[Query]:
 
 
 def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
-    """The unknowns of formulas, by name."""
+    """Return the unknowns of formulas, by name."""
     import z3
 
     found, seen, todo = {}, set[int](), list(formulas)
@@ -190,7 +196,7 @@ def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
 
 
 def contradict(assumptions: Sequence[Any]) -> bool:
-    """Whether no input satisfies all assumptions."""
+    """Check whether no input satisfies all assumptions."""
     import z3
 
     return bool(check(z3.Solver(), *assumptions, seconds=10) == z3.unsat)

@@ -45,21 +45,24 @@ class Logical:
 
     @property
     def type(self) -> str:
-        """What a view calls it."""
+        """Name of the elements' type in a view."""
         return f"{_LETTERS[self.dtype.kind]}{self.bits}"
 
     def symbol(self, index: int) -> Bits:
-        """The element."""
+        """Return the symbol of an element."""
         return z3.BitVec(f"{self.name}[{index}]", self.bits)
 
     def element(self, index: int, bits: int) -> Bits:
-        """The same where it has so many bits; ValueError if not: nothing lies beside it."""
+        """Return the symbol of an element, which must have `bits` bits.
+
+        Raises ValueError for another width: no other element lies beside it.
+        """
         if bits != self.bits:
             raise ValueError(f"{self.name} has elements of {self.bits} bits, not {bits}")
         return self.symbol(index)
 
     def array(self, raw: np.ndarray) -> np.ndarray:
-        """Elements by their bits (u64, flat) as the array that `pack` takes."""
+        """Convert elements by their bits (u64, flat) to the array that `pack` takes."""
         unsigned = np.dtype(f"u{self.dtype.itemsize}")
         bits = raw.astype(np.int64)
         if self.dtype.kind == "i":
@@ -69,9 +72,10 @@ class Logical:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a spec packs its logical inputs: for each bit of each argument, the symbol's bit and what it is xored with.
+    """The layout in which a spec packs its logical inputs.
 
-    `origin[name]` counts from 1 over all bits of all logical inputs; 0 is a constant.
+    It has for each bit of each argument the symbol's bit, and what that is xored with. `origin[name]` counts from 1
+    over all bits of all logical inputs; 0 is a constant.
     """
 
     logical: tuple[Logical, ...]
@@ -84,11 +88,11 @@ class Layout:
         return [int(n) for n in np.cumsum([1, *(a.count * a.bits for a in self.logical)])]
 
     def byte(self, name: str, at: int) -> Bits:
-        """A byte of an argument, over the symbols."""
+        """Return a byte of an argument as a formula over the symbols."""
         return z3.simplify(joined([self.bit(name, 8 * at + i) for i in range(8)]))
 
     def bit(self, name: str, at: int) -> Bits:
-        """A bit of an argument."""
+        """Return a bit of an argument as a formula over the symbols."""
         number, flipped = int(self.origin[name][at]), int(self.base[name][at])
         if not number:
             return value(flipped, 1)
@@ -98,7 +102,7 @@ class Layout:
         return ~bit if flipped else bit
 
     def arrays(self, model: Mapping[str, int]) -> Arrays:
-        """The logical inputs, by the bits of their symbols."""
+        """Build the logical inputs from the bits of their symbols."""
         raw = {a.name: np.zeros(a.count, np.uint64) for a in self.logical}
         for symbol, bits in model.items():
             name, _, index = symbol.rstrip("]").partition("[")
@@ -119,7 +123,7 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
     numbers = np.split(np.arange(1, sum(counts) + 1), np.cumsum(counts)[:-1])
 
     def packed(chosen: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """The arguments' bits for bits of the logical inputs."""
+        """Pack bits of the logical inputs; return the arguments' bits."""
         arrays = {}
         for a, bits in zip(logical, chosen, strict=True):
             weights = np.uint64(1) << np.arange(a.bits, dtype=np.uint64)
@@ -142,7 +146,7 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
 
 
 def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
-    """The input, and the bits that `pack` takes of it."""
+    """Return the logical input with the number of bits that `pack` takes of it."""
     array = example[name]
     own = (0, 0) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
     for low, high in (own, *_DOMAINS[array.dtype.kind]):
@@ -158,7 +162,7 @@ def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
 
 @dataclass(frozen=True, eq=False)
 class SymbolicLaunch:
-    """One source of a kernel, launched over symbols, with some threads followed.
+    """A launch of one source of a kernel over symbols, with some threads followed.
 
     Attributes:
         label: the source.
@@ -190,18 +194,18 @@ class SymbolicLaunch:
         return sorted({bit // self.bits for octet in bits for bit in octet} | set(self.expected))
 
     def written(self, i: int) -> Any:
-        """The condition on which all bytes of element `i` of the target are stored."""
+        """Return the condition on which all bytes of element `i` of the target are stored."""
         octets = range(i * self.bits // 8, ((i + 1) * self.bits + 7) // 8)
         return z3.simplify(z3.And([self.outputs[self.target].written.get(at, FALSE) for at in octets]))
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What assumptions may speak of: nothing that the kernel has stored."""
+        """Names that assumptions may speak of: nothing that the kernel has stored."""
         before = {name: replace(view, name=f"before.{name}") for name, view in self.names["before"].items()}
         return {name: x for name, x in {**self.names, **before}.items() if name != "other"}
 
     def about(self, claim: str) -> "SymbolicLaunch":
-        """The launch for a claim that says by an element `i` what it is on, and of which type (`out.s8[i]`)."""
+        """Return the launch for a claim, which names its target by an element `i` with its type (`out.s8[i]`)."""
         for name, type_name in indexed_by_i(claim):
             if name in self.outputs:
                 try:
@@ -214,7 +218,7 @@ class SymbolicLaunch:
 
 
 def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str = "") -> SymbolicLaunch:
-    """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
+    """Launch a spec's kernel over symbols at the largest of its examples; each thread stores as many elements.
 
     The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
     none. `entry` is another kernel's in the source, which takes the same arguments.
@@ -263,7 +267,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str
 def _run(
     spec: KernelSpec, source: Source, symbol: str, sizes: dict[str, int], layout: Layout, numbers: Sequence[int]
 ) -> tuple[dict[str, Buffer], SymbolicRun]:
-    """What threads, by their number in the launch, store."""
+    """Run some threads, by their number in the launch; return the buffers that they store to, and the trace."""
     config = spec.config_for(sizes)
     known = {**sizes, **config}
     launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[symbol]
@@ -282,7 +286,7 @@ def _run(
 
 
 def _elements(arg: Arg, sizes: Mapping[str, int], byte: Callable[[int], Bits]) -> Elements:
-    """An argument of a spec, by its bytes."""
+    """View an argument of a spec as elements, by its bytes."""
     kind = np.dtype(str(arg.dtype))
     type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
     return of_bytes(arg.name, byte, type=type_name, count=int(np.prod(arg.resolve(sizes))))
@@ -296,7 +300,7 @@ def of_file(
     parameters: Sequence[str] = (),
     advance: Callable[[str], object] = lambda _: None,
 ) -> SymbolicLaunch:
-    """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
+    """Launch a kernel without a spec over symbols: all threads of a small launch, arguments byte by byte.
 
     `parameters` are other names for the kernel's own; `advance` is told the line of each instruction. ArgumentError for
     a launch of more than `MOST_THREADS`.
@@ -355,7 +359,10 @@ def of_file(
 def _on_inputs(
     assume: Sequence[str], arguments: Mapping[str, Bits | Buffer], scalars: Mapping[str, Elements]
 ) -> list[Any]:
-    """The conditions on scalars and on elements by number and type (`x.u32[3]`): they tell which ways a kernel goes."""
+    """Return the conditions on scalars and on elements by number and type (`x.u32[3]`).
+
+    They tell which branches a kernel takes.
+    """
     arrays = {name: of_bytes(name, one.before) for name, one in arguments.items() if isinstance(one, Buffer)}
     names = {**arrays, **scalars}
     conditions = []
@@ -369,7 +376,7 @@ def _on_inputs(
 
 
 def _typed(buffer: Buffer, before: bool = False) -> Elements:
-    """A pointer's elements, of the type by which the kernel accesses them, if it is one."""
+    """View a pointer's elements, of the type by which the kernel accesses them, if it is one."""
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""
     places = {8 * at // int(type_name[1:] or 8) for at in buffer.content}

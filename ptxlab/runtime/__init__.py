@@ -27,7 +27,7 @@ _EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CU
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a launch did.
+    """Outputs, findings and costs of one launch.
 
     Attributes:
         backend: `"gpu"` or `"emulator"`.
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
+    """An entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
 
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
     `checks` are the emulator's for every call that does not ask for others. What `waits` for the kernel before it is
@@ -69,7 +69,7 @@ class Kernel:
 
     @classmethod
     def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
-        """A spec's kernel, compiled with these constants."""
+        """Make the kernel of a spec, compiled with these constants."""
         return cls(source, spec.name, dict(config), spec.arch, waits=bool(spec.after_wait))
 
     @cached_property
@@ -100,7 +100,7 @@ class Kernel:
 
     @cached_property
     def signature(self) -> tuple[Parameter, ...]:
-        """What each parameter takes, as far as the source tells, and where that does not, its PTX."""
+        """Type of each parameter as the source declares it; where the source does not, as its PTX does."""
         if any(parameter.is_pointer is None for parameter in self._declared):
             return signature.with_sizes(self._declared, self.module.entries[self.entry])
         return self._declared
@@ -131,7 +131,7 @@ class Kernel:
         return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments as `launch` takes them: arrays NumPy's or CuPy's on the same memory, numbers NumPy scalars.
+        """Convert arguments to what `launch` takes: NumPy or CuPy arrays on the same memory, numbers as NumPy scalars.
 
         Raises ArgumentError for another number of arguments, or for one that its parameter does not take.
         """
@@ -236,7 +236,10 @@ class Kernel:
 
     @break_graph
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
-        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
+        """Return the kernel with its geometry, to be called.
+
+        Write `kernel[grid, block]` or `kernel[grid, block, shared_bytes]`.
+        """
         if not isinstance(launch, tuple) or len(launch) not in (2, 3):
             raise ArgumentError(f"{self.name}: []", "kernel[grid, block] or kernel[grid, block, shared_bytes]", launch)
         return partial(self, **dict(zip(("grid", "block", "shared_bytes"), launch, strict=False)))
@@ -286,7 +289,10 @@ def load(
 
 
 def with_build(source: Source, include: Sequence[str | Path] = (), std: str | None = None) -> Source:
-    """The source with further folders for `#include` and another language; ArgumentError for those of PTX."""
+    """Return the source with further folders for `#include` and another language standard.
+
+    Raises ArgumentError if either is given for PTX.
+    """
     if isinstance(include, str | Path) or not all(isinstance(folder, str | Path) for folder in include):
         raise ArgumentError("include", "a list of folders", repr(include))
     for name, setting in (("include", [*include]), ("std", std)):
@@ -299,7 +305,7 @@ def with_build(source: Source, include: Sequence[str | Path] = (), std: str | No
 
 
 def _ptx_entry(source: Source, name: str | None) -> str:
-    """The symbol of a kernel of PTX."""
+    """Find the symbol of a kernel of PTX."""
     entries = list(emulator.parse(source.text, source.path).entries)
     symbols = entries if name is None else [name] if name in entries else mangled.find_symbols(entries, name)
     if len(symbols) == 1:
@@ -460,7 +466,7 @@ def _outcome(
 
 
 def _origin_of(ptx: str) -> str:
-    """The source whose lines a compiler's PTX names, relative to the present folder if it lies below it."""
+    """Return the source whose lines a compiler's PTX names, relative to the present folder if it lies below it."""
     path = signature.origin_of(ptx)
     return path.removeprefix(f"{os.getcwd()}/")
 

@@ -35,8 +35,11 @@ def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
 
 
 def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, int]:
-    """The constants of the variant that runs: as the spec chooses by the sizes, but for those that are wanted, and for
-    dtypes and arrays left out, which are as the arrays have them."""
+    """Return the constants of the variant to run.
+
+    The spec chooses them by the sizes. The `wanted` constants replace them. Constants of dtypes and of arrays left out
+    are as the arrays have them.
+    """
     config = {**spec.config_for(sizes), **wanted}
     for arg in spec.args:
         if arg.absent:
@@ -47,8 +50,10 @@ def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: M
 
 
 def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
-    """The constants by which outputs are of that dtype, where no input decides it; None is the first there is: of a
-    GEMM scaled numbers, and not the accumulators that it is verified by."""
+    """Return the constants that give outputs the dtype `out_dtype`, where no input decides it.
+
+    None means the first dtype there is: a GEMM's scaled numbers, and not the accumulators that it is verified by.
+    """
     by_inputs = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
     free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
     free = [dtype for dtype in free if dtype.constant not in by_inputs and not dtype.by_sizes]
@@ -78,9 +83,9 @@ def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[s
 
 
 def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> Any:
-    """The array as NumPy's; ArgumentError unless it is on the host, of that dtype and shape, and C-contiguous.
+    """Return the array as NumPy's, checked to be on the host, of that dtype and shape, and C-contiguous.
 
-    bfloat16 may come as its bits, uint16. What is `written` has to be writeable.
+    bfloat16 may come as its bits, uint16. What is `written` has to be writeable. Raises ArgumentError otherwise.
     """
     if gpu.is_device_array(array):
         raise ArgumentError(name, "must be on the host, as the other arrays are", "an array on the GPU")
@@ -96,7 +101,10 @@ def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *
 
 
 def accept_for(name: str, parameter: Parameter, arg: Any) -> Any:
-    """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; numbers as scalars."""
+    """Convert an argument of a kernel without a spec to what its parameter takes.
+
+    Arrays are converted as in `accept`, also in a tensor map; numbers become scalars.
+    """
     if arg is None:
         return parameter.null(name)
     if isinstance(arg, TensorMap):
@@ -128,7 +136,10 @@ def _check_contiguous(name: str, array: Any) -> None:
 
 
 def in_order(name: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
-    """Arrays of a file as the arguments of a kernel without a spec: by name, or `arr_0`, `arr_1` ... in order."""
+    """Return a file's arrays as the arguments of a kernel without a spec.
+
+    They go by name, or `arr_0`, `arr_1` ... in order.
+    """
     parameters = [parameter.name for parameter in signature]
     arrays = place_in_order(parameters, arrays)
     for parameter in parameters:
@@ -141,7 +152,10 @@ def in_order(name: str, signature: Sequence[Parameter], arrays: Mapping[str, Any
 
 
 def place_in_order(parameters: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arrays of a file by parameter: `arr_0`, `arr_1` ..., as `np.savez` calls those without a name, in order."""
+    """Name a file's arrays by parameter.
+
+    Arrays without a name, which `np.savez` calls `arr_0`, `arr_1` ..., take the parameters in order.
+    """
     if set(arrays) & set(parameters) or not all(re.fullmatch(r"arr_\d+", key) for key in arrays):
         return arrays
     in_place = {f"arr_{i}": name for i, name in enumerate(parameters)}
@@ -149,7 +163,7 @@ def place_in_order(parameters: Sequence[str], arrays: Mapping[str, Any]) -> Mapp
 
 
 def source_of(source: str | Path | Source) -> Source:
-    """A source as it is, or read from a path, or made of the text itself."""
+    """Return a source as it is, or read it from a path, or make it of the text itself."""
     if isinstance(source, Source):
         return source
     if not isinstance(source, (str, Path)):
@@ -158,7 +172,7 @@ def source_of(source: str | Path | Source) -> Source:
 
 
 def is_text(source: str | Path) -> bool:
-    """Whether a string is a kernel's text and not its path."""
+    """Check whether a string is a kernel's text and not its path."""
     return isinstance(source, str) and ("\n" in source or "{" in source)
 
 
@@ -175,7 +189,7 @@ def check_defines(defines: Any, arch: Any) -> None:
 
 
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
-    """Where the chosen ones stand among the names."""
+    """Return the positions of the chosen names among all `names`."""
     if isinstance(chosen, str | np.ndarray) or not isinstance(chosen, Collection):
         raise ArgumentError(label, f"some of {', '.join(names)}", repr(chosen))
     for name in chosen:
@@ -192,7 +206,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> Launch:
-    """Where a kernel without a spec is launched; ArgumentError for what is no size."""
+    """Build the geometry of a kernel without a spec. Raises ArgumentError for a size that is not valid."""
     if not is_integer(shared_bytes) or shared_bytes < 0:
         raise ArgumentError("shared_bytes", "an integer, 0 or more", repr(shared_bytes))
     grid, block = emulator.size_of("grid", grid), emulator.size_of("block", block)
@@ -200,12 +214,12 @@ def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> 
 
 
 def on_device(arg: Any) -> bool:
-    """Whether an argument is, or a tensor map is over, an array in GPU memory."""
+    """Check whether an argument is an array in GPU memory, or a tensor map over one."""
     return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)
 
 
 def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
-    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
+    """Parse `TILE=64` or `FIXED`, which counts as 1, as in a compiler's options."""
     values: dict[str, int] = {}
     for text in texts:
         name, given, value = text.partition("=")
@@ -221,7 +235,10 @@ def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
 
 
 def parse_defines(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    """`TILE=64`, `FIXED`, which counts as 1, or `T=float`: macros of a compiler, integers where they are such."""
+    """Parse a compiler's macros: `TILE=64`, `FIXED`, which counts as 1, or `T=float`.
+
+    Values are integers where the text is one.
+    """
     values: dict[str, Any] = {}
     for text in texts:
         name, equals_sign, macro = text.partition("=")
@@ -237,7 +254,7 @@ def parse_defines(option: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_sizes(option: str, text: str) -> dict[str, int]:
-    """`M=64,N=4096`; unlike a macro a size has to be given."""
+    """Parse `M=64,N=4096`; unlike a macro a size has to be given."""
     parts = text.split(",")
     if bare := [part for part in parts if "=" not in part]:
         raise ArgumentError(option, "NAME=INTEGER[,NAME=INTEGER..]", bare[0] or text or "nothing")
@@ -245,7 +262,7 @@ def parse_sizes(option: str, text: str) -> dict[str, int]:
 
 
 def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> dict[str, Any]:
-    """The usual sizes of a kernel with the given ones in their place.
+    """Return the usual sizes of a kernel, replaced by the given ones.
 
     Raises:
         ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.

@@ -15,7 +15,7 @@ _LANE_INSTRUCTIONS_PER_SECOND = 50e6
 
 
 class Runnable(Protocol):
-    """What has to be known of a kernel (`runtime.Kernel`)."""
+    """Attributes of a kernel (`runtime.Kernel`) by which its backend is chosen."""
 
     @property
     def entry(self) -> str:
@@ -33,7 +33,10 @@ class Runnable(Protocol):
 def choose_backend(
     backend: str | None, kernel: Runnable, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
 ) -> str:
-    """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
+    """Return the backend to use.
+
+    Raises an error that says why the requested backend cannot run this kernel here.
+    """
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     if backend == "emulator":
@@ -56,6 +59,6 @@ def choose_backend(
 
 
 def estimate_seconds(kernel: Runnable, launch: Launch) -> float:
-    """Seconds that the emulator will need, if every thread runs every instruction once."""
+    """Estimate the seconds that the emulator needs, if every thread runs every instruction once."""
     threads = math.prod(launch.grid) * math.prod(launch.block)
     return threads * len(kernel.module.entries[kernel.entry].instructions) / _LANE_INSTRUCTIONS_PER_SECOND

@@ -73,7 +73,7 @@ def _number(option: str, text: str) -> int | float:
 
 
 def _struct(text: str) -> list[np.generic]:
-    """`i32:100,f32:2` as scalars; empty for what is not such a list."""
+    """Parse `i32:100,f32:2` to scalars; return an empty list for a text that is not such a list."""
     fields: list[np.generic] = []
     for part in text.split(","):
         match = _TYPED.fullmatch(part.strip())
@@ -88,7 +88,7 @@ def _struct(text: str) -> list[np.generic]:
 
 
 def _struct_bytes(fields: Sequence[np.generic]) -> bytes:
-    """The bytes of a struct of these fields, each aligned to its size, as C++ lays it out."""
+    """Return the bytes of a struct of these fields, each aligned to its size, as C++ lays it out."""
     raw = b""
     for field in fields:
         raw += bytes(-len(raw) % field.nbytes) + field.tobytes()
@@ -96,7 +96,7 @@ def _struct_bytes(fields: Sequence[np.generic]) -> bytes:
 
 
 def _make_array(option: str, name: str, shape: tuple[int, ...], fill: str, seed: int) -> Any:
-    """An array of that content; bfloat16 as its bits, uint16."""
+    """Make an array filled as `fill` says; bfloat16 is made as its bits, uint16."""
     is_bfloat16 = name in BFLOAT16
     dtype = np.dtype(np.float32) if is_bfloat16 else _DTYPES[name]
     rng = np.random.default_rng(seed)
@@ -144,7 +144,7 @@ def place_arguments(
 
 
 def uninitialised_names(parameters: Sequence[str], arguments: Sequence[Given], named: Sequence[str]) -> list[str]:
-    """Names of the arguments whose content counts as never written."""
+    """Return the names of the arguments whose content counts as never written."""
     names = [one.name for one in arguments if one.name]
     free = iter([name for name in parameters if name not in names and name not in named])
     return [name for one in arguments if (name := one.name or next(free, "")) and one.is_uninitialised]

@@ -35,7 +35,7 @@ class Launches:
 
     @property
     def resources(self) -> dict[str, int]:
-        """Of a thread."""
+        """Registers and local memory of a thread."""
         return {"registers": self.kernel.registers, "local_bytes": self.kernel.local_bytes}
 
 
@@ -50,7 +50,7 @@ def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:
 
 
 def poisoned(shape: tuple[int, ...], dtype: Any, byte: int = POISON) -> Any:
-    """An array on the device with `byte` everywhere."""
+    """Allocate an array on the device, every byte of which is `byte`."""
     array = gpu.empty(shape, dtype)
     gpu.fill_bytes(array, byte)
     return array
@@ -59,7 +59,7 @@ def poisoned(shape: tuple[int, ...], dtype: Any, byte: int = POISON) -> Any:
 def prepared(
     spec: KernelSpec, sizes: Sizes, constants: Sizes, arrays: Iterable[Arrays], *, programmatic: bool = False
 ) -> tuple[gpu.GpuKernel, list[Call]]:
-    """The kernel with these constants, and a launch of it on each of `arrays`, which are on the device.
+    """Load the kernel with these constants; return it and a launch on each of `arrays`, which are on the device.
 
     `programmatic`: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
     """

@@ -91,7 +91,7 @@ class Plan:
         self._idle.append(words)
 
     def _new_words(self) -> Any:
-        """Room for the values of all parameters, and behind it pointers to them, which the driver takes."""
+        """Allocate the values of every parameter, followed by pointers to them, which the driver takes."""
         count = len(self._numbers)
         words = (ctypes.c_uint64 * (2 * count))(*self._numbers)
         base = ctypes.addressof(words)
@@ -99,7 +99,10 @@ class Plan:
         return words
 
     def _map(self, arg: Arg, address: int, array: Any) -> Any:
-        """The tensor map over an array, remembered by its address: at fixed sizes nothing else tells maps apart."""
+        """Return the tensor map over an array.
+
+        It is remembered by its address: at fixed sizes nothing else tells maps apart.
+        """
         key = arg.name, address
         if key not in self._encoded:
             if len(self._encoded) == _MOST_MAPS:

@@ -39,7 +39,7 @@ class Summary:
         return cls(name, str(array.dtype), array.shape, tuple(v.item() for v in flat[:_FIRST]), low, high, nan)
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as JSON-ready values: NaN and infinity as text."""
+        """Return the summary as JSON-ready values: NaN and infinity as text."""
         values = asdict(self) | {"shape": list(self.shape), "first": [_json(v) for v in self.first]}
         return values | {"minimum": _json(self.minimum), "maximum": _json(self.maximum)}
 
@@ -58,7 +58,7 @@ class Summary:
 
 
 def number(x: float | int | None) -> str:
-    """A number in up to six digits."""
+    """Format a number with up to six digits."""
     return "-" if x is None else f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
@@ -92,7 +92,7 @@ class Comparison:
         return f"{self.name}: {self.wrong:,} of {self.total:,} elements are not {allowed}; worst: {places}"
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON-ready values."""
+        """Return the comparison as JSON-ready values."""
         worst = [{"index": list(at), "got": _json(got), "expected": _json(want)} for at, got, want in self.worst]
         return asdict(self) | {"worst": worst}
 
@@ -134,7 +134,7 @@ def compare(name: str, got: Any, expected: Any, rtol: float | None = None, atol:
 
 
 def split_expected(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays of a file as arguments, and as expected outputs: those called `expected.NAME`."""
+    """Split a file's arrays into arguments and expected outputs, which are called `expected.NAME`."""
     expected = {name.removeprefix(EXPECTED): a for name, a in arrays.items() if name.startswith(EXPECTED)}
     return {name: a for name, a in arrays.items() if not name.startswith(EXPECTED)}, expected
 

@@ -51,7 +51,7 @@ class Difference:
         return f"{self.name}[{place}] is {a} in schedule {one} and {b} in {two}{several}"
 
     def to_json(self) -> dict[str, Any]:
-        """The difference as JSON-ready values; numbers as text."""
+        """Return the difference as JSON-ready values; numbers as text."""
         return asdict(self) | {"values": [*map(str, self.values)]}
 
 

@@ -37,7 +37,10 @@ class Number:
     is_vector: bool = False  # of several, such as float4, by which kernels also move narrower numbers
 
     def takes(self, dtype: np.dtype[Any], name: str) -> bool:
-        """Whether elements of that dtype are such numbers; `name` is the dtype's in the library it comes from."""
+        """Check whether elements of that dtype are such numbers.
+
+        `name` is the dtype's in the library it comes from.
+        """
         if self.kind == "raw" or (self.is_vector and dtype.itemsize < self.nbytes):
             return True
         if self.kind == "bf":
@@ -52,7 +55,7 @@ class Number:
         return "bfloat16 or its bits, uint16" if self.kind == "bf" else f"{8 * self.nbytes}-bit integers"
 
     def of(self, label: str, wanted: str, value: int | float) -> np.generic:
-        """A Python number as one of these; ArgumentError where it is none."""
+        """Convert a Python number to a scalar of this type. Raises ArgumentError if the type cannot hold it."""
         if self.kind == "i" and isinstance(value, int):
             bits = 8 * self.nbytes
             low, high = (0 if self.signed is False else -(1 << bits - 1)), (1 << bits - (self.signed is True)) - 1
@@ -108,7 +111,7 @@ class Parameter:
     is_const: bool = False
 
     def accept(self, label: str, value: Any, dtype: str) -> Any:
-        """The argument as it is, or a Python number as the NumPy scalar that the parameter is.
+        """Return the argument as it is, or a Python number as a NumPy scalar of the parameter's type.
 
         `value` is a NumPy or CuPy array, a scalar, or anything else, which is left to the launch; `dtype` is its
         dtype's name where it comes from. Raises ArgumentError for another type than the parameter's.
@@ -132,13 +135,16 @@ class Parameter:
         )
 
     def scalar(self, value: Any) -> Any:
-        """A NumPy scalar of a file; one that was a Python number there, int64 or float64, as that if it has to fit."""
+        """Return a NumPy scalar of a file, or the Python number that it was.
+
+        An int64 or float64 becomes a Python number again if its size differs from the parameter's.
+        """
         was_python = value.dtype in (np.int64, np.float64, np.bool_)
         resized = self.number is not None and self.is_pointer is False and self.number.nbytes != value.dtype.itemsize
         return value.item() if was_python and resized else value
 
     def _struct(self, label: str, argument: Any, dtype: str) -> bytes:
-        """The bytes of a struct that is passed by value: given as bytes, or as an array or scalar of as many."""
+        """Return the bytes of a struct passed by value, given as bytes, or as an array or scalar of as many bytes."""
         if isinstance(argument, bytes | bytearray):
             raw, shown = bytes(argument), f"{len(argument)} bytes"
         elif isinstance(argument, np.ndarray | np.generic):
@@ -187,7 +193,10 @@ class Parameter:
             raise ArgumentError(label, f"the kernel accesses it as {read}, or give bytes (.view(np.uint8))", name)
 
     def _fits_accesses(self, dtype: np.dtype[Any]) -> bool:
-        """Whether no access is known to take an element for something else. Bits may be moved in any pieces."""
+        """Check whether elements of that dtype fit every known access.
+
+        Bits may be moved in any pieces.
+        """
         if dtype.kind == "f" and all(access.is_float for access in self.accesses):
             return not self.accesses or dtype.itemsize in {access.nbytes for access in self.accesses}
         if dtype == np.int64 and self.accesses:  # what NumPy makes of Python integers; packed words are unsigned
@@ -196,7 +205,7 @@ class Parameter:
 
 
 def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
-    """The parameters of a kernel of PTX."""
+    """Return the parameters of a kernel of PTX."""
     accesses = accesses_of(entry)
     return tuple(_declared(variable, accesses.get(variable.name)) for variable in entry.params)
 
@@ -218,13 +227,16 @@ def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> 
 
 
 def origin_of(ptx: str) -> str:
-    """The source whose lines a compiler's PTX names: its first `.file`; empty where there is none, or no line."""
+    """Return the source whose lines a compiler's PTX names: its first `.file`.
+
+    Return an empty string if there is no `.file`, or no `.loc` line.
+    """
     match = re.search(r'^\s*\.file\s+1\s+"([^"]+)"', ptx, re.MULTILINE)
     return match[1] if match and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
 
 
 def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
-    """The parameters of an `extern "C"` kernel by its signature; `macros` are names that `-D` defines."""
+    """Return the parameters of an `extern "C"` kernel by its signature; `macros` are names that `-D` defines."""
     text = _COMMENT.sub(" ", text)
     parameter_lists = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
     if len(parameter_lists) != 1 or len(*parameter_lists) != len(names):  # the preprocessor decides
@@ -234,21 +246,24 @@ def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[st
 
 
 def of_mangled(symbol: str, declared: Sequence[KernelDeclaration]) -> tuple[Parameter, ...]:
-    """The parameters of a C++ kernel: its symbol says every type, `declared` what they are called."""
+    """Return the parameters of a C++ kernel: types come from its symbol, names from the declarations `declared`."""
     types = parameters_of(symbol) or ()
     names = _names(symbol, types, declared)
     return tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
 
 
 def with_sizes(parameters: Sequence[Parameter], entry: Entry) -> tuple[Parameter, ...]:
-    """The parameters, with the bytes of structs as PTX declares them."""
+    """Return the parameters with the bytes of structs as PTX declares them."""
     if len(parameters) != len(entry.params):
         return tuple(parameters)
     return tuple(map(_with_size, parameters, entry.params))
 
 
 def _names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:
-    """Names of a mangled kernel's parameters, by its declaration; of several overloads by the one of like types."""
+    """Return the names of a mangled kernel's parameters from its declaration.
+
+    Of several overloads, the one whose types are most alike decides.
+    """
     base = name_of(symbol).partition("<")[0]
     fitting = [one for one in declared if is_end_of(base, one.name) or is_end_of(one.name, base)]
     fitting = [one for one in fitting if len(one.parameters) == len(types)]
@@ -262,19 +277,22 @@ def _names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclarati
 
 
 def _bare(type_: str) -> str:
-    """A type without qualifiers and namespaces, its words in order: `const float *` and `float const*` are one."""
+    """Normalise a type: without qualifiers and namespaces, its words in order.
+
+    `const float *` and `float const*` become one.
+    """
     return "".join(sorted(re.findall(r"\w+|\*", re.sub(r"\w+\s*::", "", _QUALIFIER.sub(" ", type_)))))
 
 
 def _with_size(parameter: Parameter, variable: Variable) -> Parameter:
-    """A parameter of an unknown type: a struct, where PTX has its bytes."""
+    """Return a parameter of an unknown type as a struct, where PTX has its bytes."""
     if parameter.is_pointer is None and variable.type == "b8":
         return replace(parameter, is_pointer=False, struct_bytes=variable.size)
     return parameter
 
 
 def _lists(text: str, entry: str) -> list[str]:
-    """What stands between the parentheses of every declaration of the kernel."""
+    """Return the text between the parentheses of every declaration of the kernel."""
     lists = []
     for found in re.finditer(rf"\b{entry}\s*\(", text):
         head = re.split(r"[;{}]", text[: found.start()])[-1]
@@ -288,7 +306,10 @@ def _lists(text: str, entry: str) -> list[str]:
 
 
 def of_declaration(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
-    """What a declaration without its attributes says, `const float* x`; `text` may give its words other meanings."""
+    """Parse a declaration without its attributes, such as `const float* x`.
+
+    `text` may give its words other meanings.
+    """
     bare = _QUALIFIER.sub(" ", declaration.partition("=")[0]).strip()
     arrays = bare.count("[")
     bare = re.sub(r"\[[^\]]*\]", "", bare).strip()
@@ -312,7 +333,7 @@ def of_declaration(text: str, name: str, declaration: str, macros: Collection[st
 
 
 def _number(words: list[str]) -> Number | None:
-    """What a type of that name is; None for one that is not known."""
+    """Return the number type of that name; None for a name that is not known."""
     if words and set(words) <= _INTEGER_WORDS:
         nbytes = 1 if "char" in words else 2 if "short" in words else 4
         if "long" in words:
@@ -328,12 +349,12 @@ def _number(words: list[str]) -> Number | None:
 
 
 def _is_vector(word: str) -> bool:
-    """Whether a name that is known is that of several numbers."""
+    """Check whether a known type name stands for several numbers."""
     return bool(_VECTOR.fullmatch(word) or re.search(r"half2|bfloat162|Complex", word))
 
 
 def _is_redefined(word: str, text: str) -> bool:
-    """Whether the text may give that name a meaning of its own; to keywords it does so by macros alone."""
+    """Check whether the text may redefine that name; keywords can only be redefined by macros."""
     own = rf"#\s*define\s+{word}\b"
     if word not in _KEYWORDS:
         own += rf"|\busing\s+(?:\w+\s*::\s*)*{word}\b|\b(?:struct|class|enum|union|typename)\b[^;{{}}<>,=]*\b{word}\b"

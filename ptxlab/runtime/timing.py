@@ -28,12 +28,12 @@ class Measured:
 
 
 def copies_beyond_l2(nbytes: int) -> int:
-    """How many copies of a buffer to rotate over, so that every call finds it in memory and not in the L2."""
+    """Count the copies of a buffer to rotate over, so that every call finds it in memory and not in the L2."""
     return max(1, math.ceil(BEYOND_L2 / nbytes))
 
 
 def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """One call that makes these, which is then timed as a whole."""
+    """Return one call that makes these calls in turn, so that they are timed as a whole."""
 
     def all_of_them() -> None:
         for call in calls:
@@ -43,7 +43,7 @@ def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 
 def chained(*calls: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-    """The first call of each as one (`in_turn`), the second of each, and so on."""
+    """Join the first call of each sequence into one (`in_turn`), then the second of each, and so on."""
     return [in_turn(each) for each in zip(*calls, strict=True)]
 
 
@@ -66,7 +66,7 @@ def measure_graph(
     replays: int = REPLAYS,
     capture: Callable[[Sequence[Callable[[], None]]], gpu.Graph] = gpu.capture,
 ) -> tuple[Measured, gpu.Graph]:
-    """The times, and the very graph that was timed.
+    """Measure calls in a CUDA graph; return the times and the graph that was timed.
 
     Args:
         calls: one round: the same kernel over rotating buffers.
@@ -95,13 +95,13 @@ class Clock:
         self.start, self.stop = (gpu.prepare(stamp, [stamps], geometry) for stamps in self._stamps)
 
     def mhz(self) -> float:
-        """Between start and stop, the median over the SMs."""
+        """Compute the clock rate between start and stop, the median over the SMs."""
         before, after = ({sm: (c, t) for sm, c, t in gpu.to_host(s).tolist()} for s in self._stamps)
         return clock_mhz(before, after)
 
 
 def clock_mhz(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> float:
-    """Median clock rate over the SMs that were stamped twice.
+    """Compute the median clock rate over the SMs that were stamped twice.
 
     Args:
         before: SM -> (clocks, nanoseconds).

@@ -25,7 +25,7 @@ _GUARD = 256  # bytes of poison before and behind every output
 
 @dataclass(frozen=True)
 class Verdict:
-    """One kernel source on one backend at one size.
+    """Outcome of verifying one kernel source on one backend at one size.
 
     Attributes:
         kernel: name with its source, `dequant_lqq.ptx`, and a form where it is one.
@@ -44,13 +44,13 @@ class Verdict:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """The verdict as JSON-ready values."""
+        """Return the verdict as JSON-ready values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One verification to be done: a source of a kernel, a backend, the sizes of the example.
+    """A verification to run: a source of a kernel, a backend, the sizes of the example.
 
     `config` are the constants of the variant; None: those of the variant that runs at these sizes.
     """
@@ -63,12 +63,12 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What selects it on a command line: `NAME.cu`, or `NAME.cu:FORM`."""
+        """Name that selects it on a command line: `NAME.cu`, or `NAME.cu:FORM`."""
         return self.source.label + self.spec.suffix
 
 
 def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
-    """What there is to verify: jobs, and a line for each source that cannot be verified here.
+    """Return the jobs to verify, and a line for each source that cannot be verified here.
 
     Args:
         names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them, `name:form`
@@ -109,13 +109,19 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
 
 
 def _compiled_form(spec: KernelSpec) -> KernelSpec | None:
-    """The form of a kernel that can be compiled for `gpu.target`; None if there is none, or a form was asked for."""
+    """Find the form of a kernel that can be compiled for `gpu.target`.
+
+    Return None if there is none, or if a form was asked for.
+    """
     forms = () if spec.form else registry.forms_of(spec)
     return next((f for f in forms if gpu.why_not_compiled(f.arch, exact=f.exact_arch) is None), None)
 
 
 def variants_of(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
-    """All sizes in the variant that runs there; then the other dtypes, which take turns over the sizes."""
+    """Yield every example size with the constants of the variant that runs there; then the other dtypes.
+
+    The other dtypes take turns over the sizes.
+    """
     yield from ((sizes, spec.config_for(sizes)) for sizes in spec.example_sizes)
     usual = spec.config_for(spec.example_sizes[-1])
     others = [(c, i) for c, dtypes in spec.by_variant.items() for i in range(len(dtypes)) if i != usual[c]]
@@ -183,7 +189,10 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
 
 
 def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
-    """Jobs for `check_rows`, one per source and backend, and a line for each source that cannot be asked."""
+    """Plan jobs for `check_rows`, one per source and backend.
+
+    Return them and a line for each source that has no rows to check.
+    """
     asked, refused = [], {}
     for job in {(job.label, job.backend): job for job in jobs}.values():
         spec = job.spec.invariant or job.spec
@@ -195,7 +204,10 @@ def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
 
 
 def _batch_sizes(spec: KernelSpec) -> Mapping[str, Any]:
-    """Sizes of a batch that the kernel takes, as well as one row of it; ArgumentError if there are none."""
+    """Return sizes of a batch that the kernel takes, as well as one row of it.
+
+    Raises ArgumentError if there are none.
+    """
     if spec.batch not in spec.symbols:
         raise ArgumentError("batch", "the spec must have a size that counts rows", spec.batch or "none")
     usual = [spec.batch_sizes] if spec.batch_sizes else reversed(spec.example_sizes)
@@ -212,7 +224,7 @@ def _batch_sizes(spec: KernelSpec) -> Mapping[str, Any]:
 
 
 def check_rows(job: Job, *, seed: int = 0) -> Verdict:
-    """Whether rows of a batch have the same bits when each is alone: its first, last and one between.
+    """Check whether rows of a batch have the same bits when each is alone: its first, last and one between.
 
     What has no axis of rows, such as a cache's pool, is written into a copy of what the batch left, and must not
     change.
@@ -295,7 +307,10 @@ def _judge_findings(spec: KernelSpec, backend: str, findings: list[emulator.Find
 
 
 def _guarded(shape: tuple[int, ...], dtype: np.dtype, poison: int, backend: str) -> tuple[Any, Any]:
-    """A poisoned buffer where the backend works and, inside its guards, the array that the kernel is to write."""
+    """Allocate a poisoned buffer where the backend works.
+
+    Return it and, inside its guards, the array that the kernel is to write.
+    """
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     whole = (gpu.empty if backend == "gpu" else np.empty)((nbytes + 2 * _GUARD,), np.uint8)
     whole.fill(poison)

@@ -60,7 +60,7 @@ _INSTRUCTION = re.compile(
 
 @dataclass(frozen=True)
 class SassInstruction:
-    """One machine instruction.
+    """A machine instruction.
 
     Attributes:
         address: byte offset in its function.
@@ -104,7 +104,7 @@ class SassInstruction:
 
 
 def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
-    """Instructions of every function in nvdisasm's (or cuobjdump's) text, without the padding behind its end.
+    """Parse nvdisasm's (or cuobjdump's) text into the instructions of every function, without padding at the end.
 
     Branch targets are byte offsets, as in cuobjdump's text: labels are resolved.
     """
@@ -130,7 +130,7 @@ def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
 
 
 def loop_of(instructions: list[SassInstruction]) -> list[SassInstruction]:
-    """The last innermost loop: from the target of the last backward branch to that branch; empty without one."""
+    """Return the last innermost loop: from the target of the last backward branch to that branch; empty without one."""
     for end in reversed(instructions):
         if end.opcode == "BRA" and (target := int(end.operands[-1], 16)) <= end.address:
             return [i for i in instructions if target <= i.address <= end.address]
@@ -138,23 +138,26 @@ def loop_of(instructions: list[SassInstruction]) -> list[SassInstruction]:
 
 
 def opcode_counts(instructions: Iterable[SassInstruction]) -> dict[str, int]:
-    """How often each opcode occurs, modifiers included, most frequent first."""
+    """Count the occurrences of each opcode, modifiers included, most frequent first."""
     return dict(Counter(i.name for i in instructions).most_common())
 
 
 def pipe_counts(instructions: Iterable[SassInstruction]) -> dict[str, int]:
-    """How many instructions each pipe executes."""
+    """Count the instructions of each pipe."""
     return dict(Counter(i.pipe for i in instructions).most_common())
 
 
 def pipe_limit(per_pipe: Mapping[str, float]) -> tuple[float, str]:
-    """Clocks that one SM needs per lane for these instructions on Hopper, at best, and the pipe that decides."""
+    """Compute the clocks that one SM needs per lane for these instructions on Hopper, at best.
+
+    Return them and the pipe that decides.
+    """
     return sheets.slowest_pipe(per_pipe, "sm_90")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler made of one entry.
+    """The assembler's report on one entry.
 
     Attributes:
         name: of the source, with its language.
@@ -191,7 +194,7 @@ class Report:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON-ready values."""
+        """Return the report as JSON-ready values."""
         return asdict(self)
 
 
@@ -231,13 +234,16 @@ def report(
 def instructions(
     source: Source, arch: str, *, entry: str | None = None, defines: toolchain.Defines = toolchain.NO_DEFINES
 ) -> list[SassInstruction]:
-    """The machine code of one entry of a source, each instruction with its source line; raises as `report` does."""
+    """Return the machine code of one entry of a source, each instruction with its source line.
+
+    Raises as `report` does.
+    """
     image, entry = _built(source, arch, entry, defines)
     return parse(toolchain.disassemble(image))[entry]
 
 
 def _built(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> tuple[toolchain.Image, str]:
-    """The compiled source, and the entry: the one that is named, else the only one."""
+    """Build a source; return its image and the entry: the one that is named, otherwise the only one."""
     image = toolchain.build(source, arch, defines=defines)
     if entry is None and len(image.resources) == 1:
         entry = next(iter(image.resources))
@@ -247,9 +253,10 @@ def _built(source: Source, arch: str, entry: str | None, defines: toolchain.Defi
 
 
 def per_8(source: Source, arch: str) -> dict[str, float] | None:
-    """Arithmetic instructions that one word (8 weights) costs, by opcode; None for a source that marks no word.
+    """Count the arithmetic instructions that one word (8 weights) costs, by opcode.
 
-    The difference between treating 16 and 8 words, divided by 8: constants, addresses and the entry's frame cancel.
+    The count is the difference between treating 16 and 8 words, divided by 8: constants, addresses and the entry's
+    frame cancel. Return None for a source that marks no word.
     """
     harnesses = [harness.counting(source, words) for words in (8, 16)]
     few, many = (_arithmetic(h, arch) if h else None for h in harnesses)
@@ -280,7 +287,7 @@ def _resolved(instruction: SassInstruction, labels: Mapping[str, int]) -> SassIn
 
 
 def _without_padding(instructions: list[SassInstruction]) -> list[SassInstruction]:
-    """Cut the NOPs behind the end, and the branch to itself that stands before them."""
+    """Cut the NOPs after the end, and the branch to itself that stands before them."""
     end = len(instructions)
     while end and instructions[end - 1].opcode == "NOP":
         end -= 1

@@ -39,7 +39,7 @@ def fragment_cost(instructions: Sequence[SassInstruction]) -> FragmentCost:
 
 
 def _slice(instructions: Sequence[SassInstruction], wanted: set[str]) -> set[int]:
-    """Which computations `wanted` depend on, followed backwards to loads, special registers and constants."""
+    """Find the computations that `wanted` depend on, followed backwards to loads, special registers and constants."""
     found = set()
     for n, instruction in reversed(list(enumerate(instructions))):
         if not instruction.operands or not (results := written(instruction)) & wanted:
@@ -52,14 +52,14 @@ def _slice(instructions: Sequence[SassInstruction], wanted: set[str]) -> set[int
 
 
 def written(instruction: SassInstruction) -> set[str]:
-    """Registers that an instruction writes: its first operand, as wide as its modifiers say."""
+    """Return the registers that an instruction writes: its first operand, as wide as its modifiers say."""
     if instruction.section in ("store", "control"):
         return set()
     return set(_wide(instruction.operands[0], _words(instruction)))
 
 
 def _words(instruction: SassInstruction) -> int:
-    """32-bit registers of the value that an instruction moves or makes."""
+    """Count the 32-bit registers of the value that an instruction moves or makes."""
     modifiers = instruction.modifiers
     if "128" in modifiers or (instruction.opcode == "LDSM" and "4" in modifiers):
         return 4

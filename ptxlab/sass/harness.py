@@ -67,7 +67,10 @@ class Word:
 
 
 def word_of(source: Source) -> Word | None:
-    """The marked word of a PTX source, `None` if none is marked; `SourceError` for a marker that cannot be read."""
+    """Return the marked word of a PTX source, `None` if none is marked.
+
+    Raises `SourceError` for a marker that cannot be read.
+    """
     begin = _BEGIN.search(source.text)
     if begin is None:
         return None
@@ -86,7 +89,7 @@ def word_of(source: Source) -> Word | None:
 
 
 def counting(source: Source, words: int) -> Source | None:
-    """The harness that treats `words` (4, 8, 12 or 16) words per thread; `None` for a source without a marker.
+    """Build the harness that treats `words` (4, 8, 12 or 16) words per thread; `None` for a source without a marker.
 
     It is in the source's language; its entry is `COUNTING(words, shared, results)`. Threads are `MOST_WORDS` words
     apart whatever `words` is, so that addresses are the same in harnesses of 8 and 16.
@@ -101,7 +104,7 @@ def counting(source: Source, words: int) -> Source | None:
 
 
 def looping(source: Source) -> Source | None:
-    """The harness for throughput, from a PTX source; `None` without a marker.
+    """Build the harness for throughput, from a PTX source; `None` without a marker.
 
     Its entry is `LOOPING(words, shared, results, iterations)`: every thread loads `LOOP_WORDS` words (thread-major) and
     the shared values, and stores `LOOP_WORDS` words. In between, `iterations` times, word = d0 * d1 + c, and + d2 * d3
@@ -113,10 +116,10 @@ def looping(source: Source) -> Source | None:
 
 
 def repeating(source: Source) -> Source | None:
-    """A PTX source whose marked fragment is loaded `repeats` times, a last parameter u32; `None` without a marker.
+    """Build a PTX source whose marked fragment is loaded `repeats` times; `None` without a marker.
 
-    What arrives is folded by exclusive or: after an odd number of repeats the kernel's results are what they were. The
-    warp barrier keeps ptxas from loading only once.
+    `repeats` is a last parameter u32. What arrives is folded by exclusive or: after an odd number of repeats the
+    kernel's results are what they were. The warp barrier keeps ptxas from loading only once.
     """
     found = _FRAGMENT.search(source.text)
     if found is None:
@@ -182,7 +185,10 @@ def _entry(
     code: list[str],
     more: str = "",
 ) -> str:
-    """An entry around `code`. `registers` and `strides` (per thread, in words) are of the words and of the results."""
+    """Build an entry around `code`.
+
+    `registers` and `strides` (per thread, in words) are of the words and of the results.
+    """
     shared = [f"ld.global.u32 {r}, [%_with+{4 * i}];" for i, r in enumerate(word.shared)]
     lines = [
         word.header,

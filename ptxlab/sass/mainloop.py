@@ -15,7 +15,7 @@ Blocks = list[list[SassInstruction]]
 
 @dataclass(frozen=True)
 class MainLoop:
-    """One iteration of the innermost loop that unpacks 4-bit weights, as one thread executes it.
+    """An iteration of the innermost loop that unpacks 4-bit weights, as one thread executes it.
 
     Attributes:
         weights: that the thread unpacks.
@@ -35,12 +35,12 @@ class MainLoop:
         return sum(self.pipes.values()) / self.weights
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Return JSON-ready values."""
         return asdict(self)
 
 
 def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
-    """Find it in one entry; None where no loop unpacks weights in every iteration."""
+    """Find the main loop of one entry; None where no loop unpacks weights in every iteration."""
     blocks = basic_blocks(instructions)
     found = [loop for loop in natural_loops(blocks) if any(map(_unpacks, _instructions(blocks, loop.body)))]
     if not found:
@@ -59,7 +59,10 @@ def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
 
 
 def pipes_beside_mma(instructions: Sequence[SassInstruction]) -> dict[str, int]:
-    """Instructions of one thread in the smallest loop that multiplies, by pipe, without the MMAs; empty without one."""
+    """Count the instructions of one thread in the smallest loop that multiplies, by pipe, without the MMAs.
+
+    The counts are empty if no loop multiplies.
+    """
     blocks = basic_blocks(instructions)
     bodies = [_instructions(blocks, loop.body) for loop in natural_loops(blocks)]
     loop = min((body for body in bodies if any(i.pipe == "tensor" for i in body)), key=len, default=[])
@@ -67,7 +70,7 @@ def pipes_beside_mma(instructions: Sequence[SassInstruction]) -> dict[str, int]:
 
 
 def pipes_per_sum(instructions: Sequence[SassInstruction]) -> dict[str, float]:
-    """Instructions that scale one INT32 sum in the main loop, by pipe; empty where none is converted there.
+    """Count the instructions that scale one INT32 sum in the main loop, by pipe; empty if none is converted there.
 
     Counted where least else happens: in the shortest block of a loop that converts integers to FP32.
     """
@@ -131,7 +134,7 @@ class Loop:
 
 
 def natural_loops(blocks: Blocks) -> list[Loop]:
-    """Every header with all that leads back to it, the loops within as part of it."""
+    """Find each loop header with the blocks that lead back to it, inner loops as part of it."""
     successors = _successors(blocks)
     dominators = _dominators(successors)
     latches: dict[int, list[int]] = {}
@@ -149,7 +152,10 @@ def natural_loops(blocks: Blocks) -> list[Loop]:
 
 
 def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
-    """For every block, the blocks on every way from the entry to it; nothing for one that is not reached."""
+    """Compute for each block the blocks on every way from the entry to it.
+
+    There are none for a block that is not reached.
+    """
     everything = frozenset(range(len(successors)))
     predecessors: list[list[int]] = [[] for _ in successors]
     for index, onward in enumerate(successors):

@@ -17,7 +17,7 @@ _A_REGISTERS = 4
 
 
 def overwritten_operands(instructions: Sequence[SassInstruction]) -> list[SassInstruction]:
-    """Instructions of the innermost loops with wgmma that write operand A of one which no wait has ended yet.
+    """List instructions of the innermost loops with wgmma that write operand A before a wait has ended that wgmma.
 
     A loop is gone through twice in the order of its addresses, whichever way its branches go.
     """
@@ -32,7 +32,7 @@ def overwritten_operands(instructions: Sequence[SassInstruction]) -> list[SassIn
 
 
 def overwriting(instructions: Sequence[SassInstruction]) -> Iterator[str]:
-    """The same for people: a line, if there are any."""
+    """Yield a line for people about the overwritten operands, if there are any."""
     if found := overwritten_operands(instructions):
         first = found[0]
         line = f", line {first.line}" if first.line else ""

@@ -29,13 +29,13 @@ Arrays = dict[str, Any]
 
 
 def sizes_rows(names: str, *rows: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
-    """Sizes of a spec's examples: a number of each row per name."""
+    """Build the sizes of a spec's examples: a number of each row per name."""
     return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)
 
 
 @dataclass(frozen=True)
 class Arg:
-    """One argument of a kernel.
+    """An argument of a kernel.
 
     Attributes:
         name: also the keyword in `ptxlab.run(kernel, name=array)`.
@@ -59,11 +59,14 @@ class Arg:
     swizzle: int = 0
 
     def resolve(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape in numbers."""
+        """Compute the shape in numbers."""
         return tuple(int(evaluate(axis, sizes)) for axis in self.shape)
 
     def nbytes(self, sizes: Sizes) -> int:
-        """Bytes of the array at these sizes, which include the constants of the variant where one decides the dtype."""
+        """Compute the bytes of the array at these sizes.
+
+        They include the constants of the variant where one decides the dtype.
+        """
         return math.prod(self.resolve(sizes)) * storage(dtype_in(self.dtype, sizes)).itemsize
 
 
@@ -90,7 +93,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class WrongByDesign:
-    """For a kernel that shows a mistake: the truth it misses, and the model of where it misses it.
+    """A mistake that a kernel shows: the truth it misses, and the model of where it misses it.
 
     Attributes:
         truth: logical inputs -> the results a correct kernel would give.
@@ -173,7 +176,7 @@ class KernelSpec:
 
     @property
     def label(self) -> str:
-        """What selects it: `NAME`, or `NAME:FORM`."""
+        """Name that selects the kernel: `NAME`, or `NAME:FORM`."""
         return self.name + self.suffix
 
     @property
@@ -182,7 +185,7 @@ class KernelSpec:
         return f":{self.form}" if self.form else ""
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
-        """The `-D` constants of the variant that runs at these sizes."""
+        """Return the `-D` constants of the variant that runs at these sizes."""
         return dict(self.choose(sizes) if self.choose else self.configs[0])
 
     @cached_property
@@ -192,11 +195,11 @@ class KernelSpec:
         return {dtype.constant: dtype.dtypes for dtype in found if not dtype.by_sizes}
 
     def expected(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
-        """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""
+        """Compute the reference's outputs, by name, in the variant `config` (by default the reference's)."""
         return self._by_output(self.reference, logical, config)
 
     def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> dict[str, Allowed]:
-        """The error that every output may have, by name; of a spec with a `bound`."""
+        """Compute the error that every output may have, by name; of a spec with a `bound`."""
         bounds = self._by_output(self.bound, logical, config) if self.bound else {}
         return {name: bound if isinstance(bound, Allowed) else Allowed(bound) for name, bound in bounds.items()}
 
@@ -228,7 +231,7 @@ class KernelSpec:
         return frozenset(set().union(*map(names_in, [*of_args, *self.rules])))
 
     def arg(self, name: str) -> Arg:
-        """The argument of that name."""
+        """Return the argument of that name."""
         if found := [arg for arg in self.args if arg.name == name]:
             return found[0]
         raise ArgumentError("argument", f"{self.name} takes {', '.join(a.name for a in self.args)}", name)
@@ -289,7 +292,7 @@ class KernelSpec:
             raise ArgumentError(f"{self.name}: {', '.join(at)}", rule, ", ".join(values))
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
-        """The value of a scalar argument at these sizes."""
+        """Compute the value of a scalar argument at these sizes."""
         dtype, number = np.dtype(str(arg.dtype)), self._evaluate(arg.value or arg.name, sizes)
         try:
             value: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
@@ -298,7 +301,7 @@ class KernelSpec:
         return value
 
     def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
-        """The arguments in launch order: arrays, tensor maps over arrays, scalars; null for an input left out.
+        """Return the arguments in launch order: arrays, tensor maps over arrays, scalars; null for an input left out.
 
         `sizes` has the constants of the variant too.
         """
@@ -310,7 +313,10 @@ class KernelSpec:
         return arrays.get(arg.name, NULL) if arg.shape else self.scalar(arg, sizes)
 
     def tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
-        """The map of the matrix, or of the boxes one after the other, that a `tma` argument is; `sizes` as above."""
+        """Make the tensor map of a `tma` argument: of the matrix, or of the boxes one after the other.
+
+        `sizes` are those of `arguments`.
+        """
         rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
         array = array if len(arg.shape) == 2 else array.reshape(-1, columns)
         try:
@@ -319,7 +325,7 @@ class KernelSpec:
             raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
 
     def rows_of(self, sizes: Sizes) -> tuple[str, ...]:
-        """The array arguments whose first axis counts a batch's rows at these sizes.
+        """List the array arguments whose first axis counts a batch's rows at these sizes.
 
         Raises ArgumentError for an argument in which the batch's size is anywhere else.
         """
@@ -335,11 +341,17 @@ class KernelSpec:
         return tuple(by_row)
 
     def bytes_moved(self, sizes: Sizes) -> int:
-        """Compulsory traffic: inputs read once, outputs written once; `sizes` may hold constants of a variant."""
+        """Compute the compulsory traffic: inputs read once, outputs written once.
+
+        `sizes` may hold constants of a variant.
+        """
         sizes, moved = {**self.config_for(sizes), **sizes}, [a for a in self.args if a.shape and a.role != "scratch"]
         return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved)
 
 
 def _place(place: tuple[int, ...], array: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:
-    """Where in `array` the element lies that decided `holds[place]`: the last axis may be packed or grouped."""
+    """Find the element of `array` that decided `holds[place]`.
+
+    The last axis may be packed or grouped.
+    """
     return (*place[:-1], place[-1] * array.shape[-1] // holds.shape[-1])

@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KernelClaim:
-    """One claim on every source of a kernel, in the language of `ptxlab.prove.expressions`.
+    """A claim on every source of a kernel, in the language of `ptxlab.prove.expressions`.
 
     Attributes:
         name: short, unique within the kernel.

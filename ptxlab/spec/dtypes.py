@@ -32,24 +32,30 @@ DType = str | ByVariant
 
 
 def name_of(dtype: Any) -> str:
-    """The name of a dtype however it is given: by name, as NumPy's, as a scalar's type, as PyTorch's or JAX's."""
+    """Return the name of a dtype in any form.
+
+    It may be given by name, as NumPy's, as a scalar's type, as PyTorch's or JAX's.
+    """
     if isinstance(dtype, str):
         return dtype
     return dtype.__name__ if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
 
 
 def dtype_in(dtype: DType, constants: Mapping[str, int]) -> str:
-    """The name of `dtype` in the variant with these constants."""
+    """Return the name of `dtype` in the variant with these constants."""
     return dtype if isinstance(dtype, str) else dtype.dtypes[constants[dtype.constant]]
 
 
 def storage(name: str) -> np.dtype[Any]:
-    """What NumPy and CuPy hold elements of that name in."""
+    """Return the dtype in which NumPy and CuPy hold elements of that name."""
     return np.dtype("uint16" if name == "bfloat16" else name)
 
 
 def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """float32 values as that dtype, rounded to nearest even, and s32 as s64; anything else as it is."""
+    """Convert float32 values to that dtype, rounded to nearest even, and s32 to s64.
+
+    Anything else stays as it is.
+    """
     if values.dtype == np.int32 and name == "int64":
         return values.astype(np.int64)
     if values.dtype != np.float32 or name == "float32":
@@ -58,15 +64,15 @@ def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 
 def as_stored(values: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
-    """float32 values as they are once stored as that dtype, back in float32."""
+    """Round float32 values to that dtype and return them in float32."""
     return floats(stored(values, name))
 
 
 def floats(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """What f16, f32, or bf16 by its bits (uint16), stand for, in float32."""
+    """Convert f16, f32, or bf16 by its bits (uint16), to float32."""
     return from_bfloat16_bits(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
 
 
 def numbers(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.float64]:
-    """What elements of that dtype stand for, in float64."""
+    """Convert elements of that dtype to float64."""
     return (from_bfloat16_bits(array) if name == "bfloat16" else array).astype(np.float64)

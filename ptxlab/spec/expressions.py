@@ -34,7 +34,7 @@ def _compiled(expression: str) -> CodeType:
 
 @cache
 def names_in(expression: str) -> frozenset[str]:
-    """The names that an expression takes from outside, without the functions that every expression may use."""
+    """Return the names that an expression takes from outside, without the functions that every expression may use."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
     return frozenset(node.id for node in nodes if isinstance(node, ast.Name)) - set(_FUNCTIONS)
 
@@ -55,11 +55,17 @@ def solve(axis: str, length: int, sizes: dict[str, int]) -> None:
 
 
 def nibbles(words: np.ndarray) -> np.ndarray:
-    """For value rules: the eight nibbles of every word, in logical order, wide enough to compute with."""
+    """Unpack the eight nibbles of every word, in logical order, wide enough to compute with.
+
+    Value rules use it.
+    """
     wide: np.ndarray = unpack_nibbles(words).astype(np.int32)
     return wide
 
 
 def per_weight(values: np.ndarray, group: int) -> np.ndarray:
-    """For value rules: one value per weight from one per group, wide enough to compute with."""
+    """Repeat each value of a group for the weights of that group, wide enough to compute with.
+
+    Value rules use it.
+    """
     return np.repeat(values.astype(np.int32), group, axis=-1)

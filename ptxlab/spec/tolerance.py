@@ -22,7 +22,7 @@ class Allowed:
 
 
 def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> str | None:
-    """What is wrong with results, in one line; None if all are as near as they have to be.
+    """Describe what is wrong with results, in one line; None if all are as near as they have to be.
 
     Of an infinity only itself is near, and nothing of a NaN.
 
@@ -51,7 +51,7 @@ def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[st
 
 
 def misses(found: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
-    """(which elements [..., N], which rows [...]) are further off than they may be."""
+    """Return which elements [..., N], and which rows [...], exceed their allowed error."""
     found, exact = found.astype(np.float64), exact.astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinity less itself
         off = np.where(found == exact, 0.0, np.abs(found - exact))
@@ -62,5 +62,5 @@ def misses(found: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
 
 
 def _first(wrong: Any) -> tuple[int, ...]:
-    """The place of the first that is true."""
+    """Return the place of the first that is true."""
     return tuple(int(axis[0]) for axis in wrong.nonzero())

@@ -12,7 +12,7 @@ Found = tuple[KernelSpec, tuple[Source, ...]]
 
 
 def specs_in(path: Path) -> list[Found]:
-    """The specs at the top level of a Python file, which is run for that, each with its sources, the `.ptx` first."""
+    """Run a Python file and return the specs at its top level, each with its sources, the `.ptx` first."""
     if not path.is_file():
         raise FileError(f"{path}: cannot be read: No such file")
     path = path.resolve()

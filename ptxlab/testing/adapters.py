@@ -52,7 +52,7 @@ class Target:
 
     @classmethod
     def of(cls, kernel: runtime.Kernel) -> "Target":
-        """A kernel called by its own parameters."""
+        """Make the target of a kernel called by its own parameters."""
         return cls(kernel, kernel.parameters, tuple(range(len(kernel.parameters))))
 
     @property
@@ -61,12 +61,15 @@ class Target:
         return self.kernel.source.name if self.kernel.origin else self.kernel.name
 
     def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """The values of all parameters; ArgumentError for an argument that is missing, repeated or unknown."""
+        """Return the values of all parameters.
+
+        Raises ArgumentError for an argument that is missing, repeated or unknown.
+        """
         return self.expand(bound(self.kernel.name, self.names, args, named))
 
 
 def bound(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """The argument of each name, given by position or by name."""
+    """Return the argument of each name, given by position or by name."""
     if len(args) > len(names):
         raise ArgumentError(f"{entry}: args", f"at most {len(names)} ({', '.join(names)})", len(args))
     given = dict(zip(names, args, strict=False))
@@ -83,7 +86,10 @@ def bound(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[
 def target(
     kernel: Any, options: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any], made: dict[Any, Target]
 ) -> tuple[Target, list[Any]]:
-    """A kernel of another library, compiled once per session, and the values of all its parameters."""
+    """Adapt a kernel of another library, compiled once per session.
+
+    Return the target and the values of all its parameters.
+    """
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(kernel).__mro__}
     for kind, adapt in ADAPTERS.items():
         if kind in kinds:
@@ -109,7 +115,7 @@ def _loaded(text: str, label: str, entry: str | None, **more: Any) -> runtime.Ke
 
 
 def _cupy(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """CuPy's RawKernel and RawModule: their code and `-D` options."""
+    """Adapt CuPy's RawKernel and RawModule by their code and `-D` options."""
     if not kernel.code or kernel.backend != "nvrtc":
         raise ArgumentError(
             "kernel", "CuPy's from source code for NVRTC", kernel.file_path or f"backend {kernel.backend}"
@@ -132,7 +138,7 @@ def _cupy(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: 
 
 
 def _object_code(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """cuda.core's ObjectCode."""
+    """Adapt cuda.core's ObjectCode."""
     _no(options, "an ObjectCode", "defines", "arch")
     if kernel.code_type != "ptx":
         rule = "an ObjectCode of PTX (ObjectCode.from_ptx, Program.compile('ptx')): the emulator runs no machine code"
@@ -146,7 +152,7 @@ def _object_code(kernel: Any, options: Mapping[str, Any], args: Any, named: Any,
 
 
 def _program(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """cuda.core's Program, which compiles to PTX where there is a driver."""
+    """Adapt cuda.core's Program, which compiles to PTX where there is a driver."""
     try:
         compiled = kernel.compile("ptx")
     except Exception as error:  # whatever that library raises
@@ -159,7 +165,7 @@ def _program(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, mad
 
 
 def _numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """A numba.cuda dispatcher: an array is 5 parameters plus 2 per axis; the fifth is the pointer."""
+    """Adapt a numba.cuda dispatcher: an array is 5 parameters plus 2 per axis; the fifth is the pointer."""
     _no(options, "a kernel of numba.cuda", "defines", "entry")
     numba = sys.modules["numba"]
     function = kernel.py_func
@@ -197,7 +203,10 @@ def _numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made:
 
 
 def _flattened(values: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """The parameters of a numba.cuda kernel: (meminfo, parent, items, itemsize, pointer, shape, strides) per array."""
+    """Return the parameters of a numba.cuda kernel.
+
+    An array has (meminfo, parent, items, itemsize, pointer, shape, strides).
+    """
     flat: list[Any] = []
     for value, kind in zip(values, types, strict=True):
         if not hasattr(kind, "ndim"):
@@ -221,7 +230,7 @@ def _only_entry(ptx: str) -> str:
 
 
 def _compiled(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """The result of `triton.compile`."""
+    """Adapt a kernel that `triton.compile` returned."""
     _no(options, "a compiled kernel", "defines", "arch", "entry")
     constants = {path[0] for path in kernel.src.constants}
     names = [name for i, name in enumerate(kernel.src.fn.arg_names) if i not in constants]
@@ -232,7 +241,7 @@ def _compiled(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, ma
 
 
 def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """A Triton function that is not compiled yet."""
+    """Adapt a Triton function that is not compiled yet."""
     _no(options, "a Triton kernel", "defines", "entry")
     kernel, named = _unwrapped(kernel, args, named)
     compiler, target_of = _triton_compiler(options["arch"] or _TRITON_ARCH)
@@ -263,7 +272,10 @@ def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made
 
 
 def _unwrapped(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The function that autotune and heuristics wrap; what is named, and the constants that they choose."""
+    """Unwrap the function inside autotune and heuristics.
+
+    Return it and the arguments by name, with the constants that the wrappers choose.
+    """
     named = dict(named)
     while not hasattr(kernel, "params"):
         if configs := getattr(kernel, "configs", None):
@@ -278,7 +290,10 @@ def _unwrapped(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> tu
 def _specialised(
     kernel: Any, given: Sequence[Any]
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
-    """Types by name, and by position constants and attributes, which Triton compiles a function for."""
+    """Return the arguments of Triton's compiler that specialise a function.
+
+    They are types by name, and constants and attributes by position.
+    """
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -295,7 +310,7 @@ def _specialised(
 
 
 def _triton_compiler(arch: str) -> tuple[Any, Any]:
-    """Triton's compiler and its target for an architecture."""
+    """Return Triton's compiler and its target for an architecture."""
     found = re.fullmatch(r"sm_(\d{2,3})a?", arch)
     if not found:
         raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90", arch)
@@ -306,7 +321,7 @@ def _triton_compiler(arch: str) -> tuple[Any, Any]:
 
 
 def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
-    """A compiled kernel: parameters of these names, then pointers to scratch memory."""
+    """Make the target of a compiled kernel: parameters of these names, then pointers to scratch memory."""
     facts, text = compiled.metadata, compiled.asm.get("ptx", "")
     if not text:
         raise ArgumentError("kernel", "compiled by Triton for NVIDIA", facts.target)
@@ -357,7 +372,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _triton_type(label: str, value: Any) -> str:
-    """Triton's name for the type of an argument."""
+    """Return Triton's name for the type of an argument."""
     if isinstance(value, TensorMap):
         raise ArgumentError(label, "an array or a number: Triton's host-side descriptors are not taken", "a tensor map")
     if hasattr(value, "dtype"):
@@ -378,7 +393,7 @@ def _triton_type(label: str, value: Any) -> str:
 
 
 def _triton_number(kind: str, value: Any) -> Any:
-    """A number in the width of its parameter; arrays as they are."""
+    """Convert a number to the width of its parameter; arrays stay as they are."""
     if _is_array(value) or kind.startswith("*"):
         return value
     if kind == "bf16":

@@ -21,7 +21,7 @@ _HELP = "https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consiste
 
 @dataclass(frozen=True)
 class Annotation:
-    """One line of a source, and what is wrong there.
+    """A message at a line of a source.
 
     Attributes:
         kind: kind of the finding (`race`, `async-dirty` ...), a note's quirk, or the error's class.
@@ -41,31 +41,34 @@ class Annotation:
 
 
 def relative(path: str, root: str | Path | None = None) -> str:
-    """A path relative to the root (default: the current folder) if it lies below it, else unchanged."""
+    """Return a path relative to the root (default: the current folder) if it lies below it, otherwise unchanged."""
     root = Path(root or Path.cwd()).resolve()
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path
 
 
 def of_finding(finding: "Finding") -> Annotation:
-    """The annotation of a finding of the emulator's checks."""
+    """Make the annotation of a finding of the emulator's checks."""
     return Annotation(finding.kind, relative(finding.path), finding.line, str(finding))
 
 
 def of_note(note: "Note") -> Annotation:
-    """The annotation of a note of the check `quirks`."""
+    """Make the annotation of a note of the check `quirks`."""
     return Annotation(note.quirk, relative(note.path), note.line, str(note), level="note")
 
 
 def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
-    """The annotation of an error that ended a run: at the first place in its message, else line 1 of `path`."""
+    """Make the annotation of an error that ended a run.
+
+    It lies at the first place in the error's message, otherwise at line 1 of `path`.
+    """
     found = _PLACE.search(str(error))
     where = (relative(found["path"]), int(found["line"])) if found else (path, 1)
     return Annotation(type(error).__name__, *where, str(error), test)
 
 
 def render(form: str, annotations: Iterable[Annotation]) -> str:
-    """The annotations as text, in one of `FORMATS`."""
+    """Render the annotations as text, in one of `FORMATS`."""
     found = list(annotations)
     if form == "github":
         return "".join(map(_github, found))
@@ -75,7 +78,7 @@ def render(form: str, annotations: Iterable[Annotation]) -> str:
 
 
 def _github(found: Annotation) -> str:
-    """A workflow command, which GitHub shows at the line in the pull request."""
+    """Format a workflow command, which GitHub shows at the line in the pull request."""
 
     def escape(text: str, more: str = "") -> str:
         return "".join(f"%{ord(c):02X}" if c in "%\r\n" + more else c for c in text)
@@ -86,7 +89,7 @@ def _github(found: Annotation) -> str:
 
 
 def _sarif(found: list[Annotation]) -> dict[str, object]:
-    """SARIF 2.1.0, one run."""
+    """Build SARIF 2.1.0 with one run."""
     from ptxlab import __version__
 
     results = [

@@ -59,7 +59,7 @@ class Settings:
     seeds: int = 1
 
     def schedules(self, seeds: int | None, varies: bool) -> list[Schedule]:
-        """The early schedule, then the late ones; only the early one if the kernel does not vary."""
+        """Return the early schedule, then the late ones; only the early one if the kernel does not vary."""
         count = self.seeds if seeds is None else seeds
         if not is_integer(count) or count < 0:
             raise ArgumentError("seeds", "an integer, 0 or more", repr(count))
@@ -69,22 +69,25 @@ class Settings:
         return [Schedule(), *drawn]
 
     def shorten(self, text: str) -> str:
-        """A message with paths relative to the root."""
+        """Return a message with paths relative to the root."""
         return text.replace(f"{self.root}/", "")
 
     def name_arguments(self, text: str, target: Target) -> str:
-        """A message of the emulator with the caller's names and positions of arguments."""
+        """Return a message of the emulator with the caller's names and positions of arguments."""
         symbols = target.kernel.module.entries[target.kernel.entry].params
         for i, (name, place) in enumerate(zip(target.names, target.places, strict=True)):
             text = text.replace(f"argument {place} ({symbols[place].name})", f"argument {i} ({name})")
         return self.shorten(text)
 
     def place(self, path: str, line: int = 1) -> tuple[str, int]:
-        """File (relative to the root) and line of an annotation; the test's file if the kernel is text."""
+        """Return the file (relative to the root) and line of an annotation.
+
+        It is the test's file if the kernel is text.
+        """
         return (self.test.partition("::")[0], 1) if path.startswith("<") else (relative(path, self.root), line)
 
     def replay(self, schedule: Schedule) -> str:
-        """The command that runs the test on this schedule alone."""
+        """Return the command that runs the test on this schedule alone."""
         return f"replay: pytest {shlex.quote(self.test)} --ptxlab-schedule {schedule}"
 
 
@@ -204,7 +207,7 @@ class Emulate:
     def _target(
         self, kernel: Any, settings: Settings, loading: dict[str, Any], args: Sequence[Any], named: dict[str, Any]
     ) -> tuple[Target, list[Any]]:
-        """The kernel, compiled once per session, and the arguments of all its parameters."""
+        """Return the target of the kernel, compiled once per session, and the arguments of all its parameters."""
         key: tuple[Any, ...]
         if isinstance(kernel, runtime.Kernel):
             target = Target.of(kernel)
@@ -270,7 +273,7 @@ def _annotation(error: PtxlabError, settings: Settings, path: str) -> Annotation
 
 
 def _merged(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """Arguments by name, of which some came as a mapping."""
+    """Merge arguments given as keywords with those of a mapping."""
     if arguments is None:
         return named
     if not isinstance(arguments, Mapping):
@@ -281,7 +284,7 @@ def _merged(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def _find(path: Path, settings: Settings) -> Path:
-    """The file relative to the test's folder, else to the root, else to the current folder."""
+    """Find the file relative to the test's folder, then to the root, then to the current folder."""
     for folder in (settings.folder, settings.root, Path.cwd()):
         if os.path.isfile(folder / path):  # Path.is_file raises OSError for a name that is too long
             return folder / path
@@ -290,7 +293,10 @@ def _find(path: Path, settings: Settings) -> Path:
 
 
 def _find_folder(path: str | Path, settings: Settings) -> str | Path:
-    """The folder relative to the test's folder or to the root, as kernels are found; else the path as it is."""
+    """Find the folder relative to the test's folder or to the root, as kernels are found.
+
+    If there is none, return the path as it is.
+    """
     return next((at / path for at in (settings.folder, settings.root) if (at / path).is_dir()), path)
 
 
@@ -304,7 +310,10 @@ def _array_of(argument: Any) -> np.ndarray | None:
 
 
 def _copies(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with every array copied; an array passed twice is copied once, a read-only copy stays read-only."""
+    """Copy every array of the arguments.
+
+    An array passed twice is copied once, a read-only copy stays read-only.
+    """
     made: dict[int, np.ndarray] = {}
 
     def copy(argument: Any) -> Any:

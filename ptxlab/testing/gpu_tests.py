@@ -25,7 +25,7 @@ _INCLUDE = re.compile(r'^#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
 @dataclass(frozen=True)
 class GpuTests:
-    """One run of the tests on a GPU.
+    """A run of the tests on a GPU.
 
     Attributes:
         command: what was run.
@@ -56,7 +56,7 @@ class GpuTests:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON-ready values."""
+        """Return the record as JSON-ready values."""
         return asdict(self)
 
 
@@ -76,7 +76,10 @@ def load(path: Path) -> GpuTests:
 
 
 def digests() -> dict[str, str]:
-    """SHA-256 of every source's code and of the headers that it includes, by path: `ptx/dequant/dequant_lqq.ptx`."""
+    """Compute the SHA-256 of every source's code and of the headers that it includes.
+
+    Keys are paths: `ptx/dequant/dequant_lqq.ptx`.
+    """
     folders = sources.ptx_dir(), sources.cuda_dir()
     paths = [path.resolve() for folder in folders for path in sorted(folder.rglob("*"))]
     codes = {path: code_of(read_text(path)) for path in paths if path.suffix in (".ptx", ".cu", ".cuh")}
@@ -85,7 +88,7 @@ def digests() -> dict[str, str]:
 
 
 def code_of(text: str) -> str:
-    """A source without comments and blank lines, white space in one width; what is in quotes stays."""
+    """Return a source without comments and blank lines, white space in one width; what is in quotes stays."""
     code = _LITERAL_OR_COMMENT.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
     return "\n".join(filter(None, (" ".join(line.split()) for line in code.split("\n"))))
 
@@ -98,7 +101,7 @@ def _digest(path: Path, codes: Mapping[Path, str]) -> str:
 
 
 def _headers(path: Path, codes: Mapping[Path, str]) -> set[Path]:
-    """The project's headers that a source includes, directly or not."""
+    """Find the project's headers that a source includes, directly or not."""
     seen: set[Path] = set()
     pending = [path]
     while pending:
@@ -112,7 +115,7 @@ def _headers(path: Path, codes: Mapping[Path, str]) -> set[Path]:
 
 
 def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
-    """Labels of the kernels' sources (`dequant_lqq.ptx`) that are not those of the record, new ones among them.
+    """List labels of the kernels' sources (`dequant_lqq.ptx`) that differ from the record, new ones among them.
 
     A source is known by its name, which is unique: in another folder it is the same kernel.
     """
@@ -121,7 +124,10 @@ def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
 
 
 def warnings() -> list[str]:
-    """Of each record: how many of its tests failed, and which kernels have changed since. In a checkout alone."""
+    """Warn of each record whose tests failed or whose kernels have changed since.
+
+    Only a checkout has records.
+    """
     if not sources.in_checkout():
         return []
     lines, now = [], cache(digests)

@@ -20,7 +20,7 @@ _MARKER = 'ptxlab(checks="all", seeds=1): checks of `emulate`, and its number of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, all in one group."""
+    """Add the options, all in one group."""
     group = parser.getgroup("ptxlab", "kernels in the emulator (ptxlab)")
     group.addoption(
         "--ptxlab-backend", choices=("emulator", "gpu"), default="emulator", help="Where `emulate` runs kernels."
@@ -104,7 +104,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, Any
 
 
 def _annotations(error: BaseException) -> "list[Annotation]":
-    """Annotations of an error, or of all errors of a group, which Hypothesis raises for several distinct failures."""
+    """Return the annotations of an error, or of all errors of a group.
+
+    Hypothesis raises a group for several distinct failures.
+    """
     if isinstance(error, BaseExceptionGroup):
         return [each for part in error.exceptions for each in _annotations(part)]
     found: list[Annotation] = getattr(error, "annotations", [])

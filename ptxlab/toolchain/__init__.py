@@ -34,7 +34,10 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one entry uses, as the assembler reports it: registers per thread; bytes per thread, `shared` per block."""
+    """Resources of one entry, as the assembler reports them: registers per thread and bytes.
+
+    Bytes are per thread, `shared` is per block.
+    """
 
     registers: int
     stack: int
@@ -173,7 +176,7 @@ def assemble(source: Source, arch: str) -> Image:
 
 
 def build(source: Source, arch: str, *, defines: Defines = NO_DEFINES) -> Image:
-    """The cubin of a source in either language. PTX has no macros, so `defines` must be empty for it."""
+    """Build the cubin of a source in either language. PTX has no macros, so `defines` must be empty for it."""
     if source.language == "cu":
         return compile_cuda(source, arch, defines=defines)
     if defines:
@@ -182,7 +185,7 @@ def build(source: Source, arch: str, *, defines: Defines = NO_DEFINES) -> Image:
 
 
 def disassemble(image: Image) -> str:
-    """nvdisasm's text of a cubin, annotated with the lines of the `.cu` or `.ptx` that it came from."""
+    """Return nvdisasm's text of a cubin, annotated with the lines of the `.cu` or `.ptx` that it came from."""
     nvdisasm = _require("nvdisasm")
     lines = "--print-line-info" if image.language == "cu" else "--print-line-info-ptx"
 
@@ -194,7 +197,10 @@ def disassemble(image: Image) -> str:
         return done.stdout
 
     def run() -> bytes:
-        """The analysis of data flow takes a third of the time, and finds no more than where indirect jumps lead."""
+        """Run nvdisasm without the analysis of data flow, except where indirect jumps need it.
+
+        The analysis takes a third of the time, and finds no more than where indirect jumps lead.
+        """
         text = printed("--no-dataflow")
         return printed() if b" BRX" in text else text
 
@@ -203,18 +209,18 @@ def disassemble(image: Image) -> str:
 
 
 def missing() -> dict[str, str]:
-    """Tools that are not here, each with the command that installs it."""
+    """List tools that are missing, each with the command that installs it."""
     return {tool: nvrtc.INSTALL for tool in TOOLS if version(tool) is None}
 
 
 def versions() -> dict[str, str]:
-    """Versions of the tools that are here."""
+    """Return the versions of the tools that are installed."""
     return {tool: found for tool in TOOLS if (found := version(tool)) is not None}
 
 
 @functools.cache
 def version(tool: str) -> str | None:
-    """Version of one of `TOOLS`, or of nvcc; `None` if it is not here."""
+    """Return the version of one of `TOOLS`, or of nvcc; `None` if it is not installed."""
     if tool == "nvrtc":
         return nvrtc.version()
     path = find(tool)
@@ -227,7 +233,7 @@ def version(tool: str) -> str | None:
 
 @functools.cache
 def find(tool: str) -> str | None:
-    """Where a command-line tool is: in a wheel, under `CUDA_HOME`, or on the `PATH`."""
+    """Find a command-line tool: in a wheel, under `CUDA_HOME`, or on the `PATH`."""
     try:
         from cuda.pathfinder import find_nvidia_binary_utility
 
@@ -245,7 +251,7 @@ def _require(tool: str) -> str:
 
 
 def check_arch(arch: str) -> str:
-    """The name of an architecture, if it is spelt like one."""
+    """Return the name of an architecture. Raises ArgumentError unless it is spelt like one."""
     if not _ARCH.fullmatch(arch):
         raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", arch)
     return arch
@@ -276,9 +282,10 @@ def _image(
     options: list[str],
     run: Callable[[], tuple[bytes, str]],
 ) -> Image:
-    """Product and log are two entries of the cache; whichever is missing, the compiler runs at most once.
+    """Compile a source, or return its image from the cache.
 
-    `content` stands for all that the compiler reads.
+    Product and log are two entries of the cache; whichever is missing, the compiler runs at most once. `content` stands
+    for all that the compiler reads.
     """
     once = functools.cache(run)
     key = cache.key_of(content, source.path, tool, *options)

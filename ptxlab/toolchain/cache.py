@@ -33,7 +33,7 @@ def key_of(*parts: object) -> str:
 
 
 def get_or_make(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
-    """The path of an entry; `make` is called if there is none, or if what is there is damaged.
+    """Return the path of an entry; `make` is called if there is none, or if what is there is damaged.
 
     Args:
         key: hexadecimal digest of everything the content depends on (`key_of`).
@@ -81,7 +81,7 @@ def _unusable(problem: str | None) -> FileError:
 
 
 def _intact(folder: Path, key: str, suffix: str) -> Path | None:
-    """The entry of that key whose content still has the digest in its name; damaged ones are removed."""
+    """Find the entry of that key whose content still has the digest in its name; damaged ones are removed."""
     for path in sorted(folder.glob(f"{key}-*{suffix}")):
         try:
             if path.is_file() and path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
@@ -93,7 +93,10 @@ def _intact(folder: Path, key: str, suffix: str) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there, also what cannot be opened as a file without waiting (a FIFO) or at all (a folder)."""
+    """Remove any kind of file.
+
+    That includes what cannot be opened as a file without waiting (a FIFO) or at all (a folder).
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -63,7 +63,7 @@ _STANDARD = {"std", "FLT_MAX", "FLT_MIN", "INT_MAX", "UINT_MAX", "INT_MIN"} | {
 
 
 def lacks(log: str) -> bool:
-    """Return whether a compilation failed since one of these was not there."""
+    """Check whether a compilation failed because a standard header was missing."""
     return any(name in BY_NAME for name in _MISSING.findall(log))
 
 

@@ -25,7 +25,7 @@ class _Inputs:
     absent: frozenset[str]
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Check whether every input is as it was."""
         same = all(_content_digest(path) == digest for path, digest in self.headers.items())
         return same and not any(map(os.path.exists, self.absent))
 
@@ -51,7 +51,10 @@ def digest(source: Source, options: Sequence[str]) -> str | None:
 
 
 def _inputs(source: Source, options: Sequence[str]) -> _Inputs | None:
-    """What the preprocessor depends on; None if that cannot be listed: nobody says what `__has_include` looked for."""
+    """List the files that the preprocessor depends on.
+
+    Return None if they cannot be listed: nobody says what `__has_include` looked for.
+    """
     rules = nvrtc.front_end(source, "--dependencies", options).decode(errors="surrogateescape").splitlines()
     own = {source.path, os.path.abspath(source.path)}
     read = [path for rule in rules if (path := rule.partition(": ")[2]) not in own and os.path.isfile(path)]

@@ -86,7 +86,7 @@ class Kernels:
         return [*mangled.distinct_names(self.symbols), *self.launched]
 
     def find(self, name: str | None) -> tuple[Source, str]:
-        """The source with the instance that has a kernel, and its symbol. None: the only kernel there is.
+        """Find the source with the instance that has a kernel, and its symbol. None: the only kernel there is.
 
         Raises ArgumentError, with what there is, where no kernel or more than one has that name.
         """
@@ -110,7 +110,7 @@ class Kernels:
         raise self._no_such_kernel(name)
 
     def _instance(self, name: str) -> tuple[Source, str]:
-        """A template with its arguments, instantiated."""
+        """Instantiate a template with its arguments."""
         error: ArgumentError | None = None
         for expression in self._expressions(name):
             source = replace(self.source, build=replace(self.source.build, instances=(expression,)))
@@ -160,12 +160,12 @@ def _first_of_templates(names: list[str]) -> list[str]:
 
 
 def entry_symbols(ptx: str) -> list[str]:
-    """Symbols of the kernels that a PTX text defines."""
+    """List symbols of the kernels that a PTX text defines."""
     return list(dict.fromkeys(_ENTRY.findall(ptx)))
 
 
 def declared_kernels(source: Source, arch: str | None, defines: Defines) -> list[KernelDeclaration]:
-    """Kernels that a source and its own headers declare, as the preprocessor leaves them."""
+    """List kernels that a source and its own headers declare, as the preprocessor leaves them."""
     return declarations.kernels(_own_text(source, arch, defines))
 
 
@@ -180,7 +180,7 @@ def _own_text(source: Source, arch: str | None, defines: Defines) -> str:
 
 
 def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> Kernels:
-    """The kernels of a source, by NVRTC; where it fails and there is host code, by nvcc.
+    """Find the kernels of a source, by NVRTC; where it fails and there is host code, by nvcc.
 
     Raises:
         CompileError: neither compiles it.
@@ -232,7 +232,7 @@ def _has_host_code(source: Source, log: str) -> bool:
 def find_kernel(
     source: Source, name: str | None, arch: str | None = None, defines: Defines = NO_DEFINES
 ) -> tuple[Source, str]:
-    """The source as it is to be compiled, and the symbol of one of its kernels. None: the only one.
+    """Find the source as it is to be compiled, and the symbol of one of its kernels. None: the only one.
 
     Of `extern "C"` kernels alone nothing is compiled: the preprocessor tells which are there.
 
@@ -254,7 +254,10 @@ def find_kernel(
 
 
 def extern_c_entries(source: Source, arch: str | None, defines: Defines) -> list[str]:
-    """The `extern "C"` kernels that the preprocessor leaves, for an architecture or for either of sm_80 and sm_90."""
+    """List the `extern "C"` kernels that the preprocessor leaves.
+
+    It runs for an architecture, or for either of sm_80 and sm_90.
+    """
     written = list(sources.cuda_entries(source.text))
     try:
         seen = "".join(front_end_text(source, one, defines) for one in ([arch] if arch else ["sm_80", "sm_90"]))
@@ -264,7 +267,7 @@ def extern_c_entries(source: Source, arch: str | None, defines: Defines) -> list
 
 
 def entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
-    """Names of all kernels that `find_kernel` finds without the arguments of a template."""
+    """List names of all kernels that `find_kernel` finds without the arguments of a template."""
     written = sources.cuda_entries(source.text)
     if written and not sources.cuda_entries(source.text, "C++"):
         if names := extern_c_entries(source, arch, defines):

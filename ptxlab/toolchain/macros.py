@@ -21,7 +21,7 @@ _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+([A-Za-z_]\w*)(\([^)\n]*\))?(.*
 
 @dataclass(frozen=True)
 class Growth:
-    """What one use of a macro becomes: tokens of its own, and how often it repeats each of its arguments."""
+    """Tokens that one use of a macro adds, and the number of times that it repeats each of its arguments."""
 
     tokens: int
     repeats: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class _Macros:
         self.known: dict[str, Growth] = {}
 
     def of(self, name: str, depth: int) -> Growth:
-        """A macro's, of its definitions the largest."""
+        """Return the growth of a macro, the largest of its definitions."""
         if depth > _DEEPEST:
             return Growth(MOST_TOKENS + 1)
         if name not in self.known:
@@ -47,7 +47,7 @@ class _Macros:
         return self.known[name]
 
     def expanded(self, tokens: Iterable[str], parameters: Sequence[str] = (), depth: int = 0) -> Growth:
-        """Tokens of a text, and how often it has each of the parameters."""
+        """Count the tokens of a text, and how often it has each of the parameters."""
         total, having = 0, dict.fromkeys(parameters, 0)
         times = 1  # how often what comes next is there
         called: tuple[int, ...] = ()  # of the macro before, how often it repeats its arguments
@@ -76,7 +76,7 @@ class _Macros:
 
 @lru_cache(maxsize=64)
 def require_finite(source: Source) -> None:
-    """CompileError if the macros of a source make more than `MOST_TOKENS` of it."""
+    """Raise CompileError if the macros of a source make more than `MOST_TOKENS` of it."""
     text = source.text.replace("\\\n", " ")
     macros = _Macros(text)
     if not macros.bodies or macros.expanded(_TOKEN.findall(text)).tokens <= MOST_TOKENS:

@@ -24,7 +24,7 @@ _RELAXED = "--expt-relaxed-constexpr"  # as PyTorch compiles extensions: kernels
 
 
 def require_host_compiler() -> None:
-    """UnavailableError where there is no C++ compiler that nvcc could ask about host code."""
+    """Raise UnavailableError if there is no C++ compiler that nvcc could ask about host code."""
     named = os.environ.get("NVCC_CCBIN", "g++" if os.name == "posix" else "cl")
     if shutil.which(named) is None:
         raise UnavailableError(f"nvcc: needs a C++ compiler of the host, and {named} is not on the PATH")

@@ -39,7 +39,7 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
 
 
 def version() -> str | None:
-    """`"13.2"`, or `None` where NVRTC is not installed."""
+    """Return NVRTC's version, `"13.2"`, or `None` if it is not installed."""
     try:
         return "{}.{}".format(*_call(_library().nvrtcVersion))
     except UnavailableError:
@@ -75,7 +75,7 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
 
 
 def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
-    """What the front end alone makes of a source: its text (`--preprocess`), or what it read (`--dependencies`).
+    """Run only the front end on a source; return its text (`--preprocess`), or what it read (`--dependencies`).
 
     NVRTC reports a failure even where there is none, since no code comes out: a source that is wrong is for `run` to
     refuse. Empty if this NVRTC has no such action; it is not documented.
@@ -92,7 +92,7 @@ def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
 def _compilation(
     source: Source, options: Sequence[str], instances: Sequence[str] = (), *, is_whole: bool = True
 ) -> Iterator[tuple[Any, Any, str]]:
-    """The program, compiled or not, NVRTC's result and its log.
+    """Yield the program, compiled or not, NVRTC's result and its log.
 
     What it turns out to lack is added and it is compiled anew: standard headers; and unless the front end works alone
     (not `is_whole`) what nvcc includes beforehand. Host functions, which NVRTC refuses, are left out; kernels may call
@@ -157,7 +157,7 @@ def _for_device(source: Source, text: str, log: str) -> str:
 
 
 def excerpt(source: Source, line: int, path: str = "") -> str:
-    """That line (from 1) of the source, or of the header at `path`; empty if there is none."""
+    """Return that line (from 1) of the source, or of the header at `path`; empty if there is none."""
     in_header = path not in ("", source.path) and Path(path).is_file()
     text = Path(path).read_text(encoding="utf-8", errors="replace") if in_header else source.text
     lines = text.splitlines()
@@ -173,7 +173,7 @@ def with_hint(problem: str, log: str) -> str:
 
 
 def origin_of(source: Source, ptx: str, line: int) -> tuple[str, int]:
-    """(path, line) of the source or of a header that a line of NVRTC's PTX comes from; line 0 if unknown."""
+    """Return (path, line) of the source or of a header that a line of NVRTC's PTX comes from; line 0 if unknown."""
     locations = [loc for text in ptx.splitlines()[:line] if (loc := _LOC.match(text))]
     if not locations:
         return source.path, 0
@@ -183,7 +183,7 @@ def origin_of(source: Source, ptx: str, line: int) -> tuple[str, int]:
 
 
 def _library() -> Any:
-    """The module `cuda.bindings.nvrtc`, whose library is loaded by its first call."""
+    """Import the module `cuda.bindings.nvrtc`; its library is loaded by its first call."""
     try:
         from cuda.bindings import nvrtc
 
@@ -212,7 +212,10 @@ def _text(size: Callable[..., Any], get: Callable[..., Any], program: Any) -> st
 
 
 def _error(source: Source, log: str, ptx: str) -> CompileError:
-    """The first error, in the source or in a header; for bad inline assembly, at the statement that emitted it."""
+    """Return the first error, in the source or in a header.
+
+    For bad inline assembly it is at the statement that emitted it.
+    """
     found = _ERROR.search(log)
     if found:
         path, line, problem = found[1], int(found[2]), found[3]

@@ -21,7 +21,10 @@ def lacks_headers(log: str) -> bool:
 
 @functools.cache
 def folders() -> tuple[str, ...]:
-    """Folders of PyTorch's headers and of Python's, which those include; none where PyTorch is not installed."""
+    """Return the folders of PyTorch's headers and of Python's, which those include.
+
+    There are none if PyTorch is not installed.
+    """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return ()

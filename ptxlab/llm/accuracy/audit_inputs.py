@@ -33,7 +33,7 @@ INPUT_SCHEMES = ("atom", "fmpq")
 
 @dataclass(frozen=True)
 class InputRow:
-    """One matrix and its input under one scheme, rounded to nearest.
+    """A matrix and its input under one scheme, both rounded to nearest.
 
     `outliers` counts the channels whose largest magnitude is more than `fmpq.OUTLIER` times the median channel's,
     `channels8` those in INT8: with atom as many as a group has, with fmpq whole blocks. Errors are relative, in
@@ -52,13 +52,13 @@ class InputRow:
 
     @property
     def share8(self) -> float:
-        """Of the channels, those in INT8."""
+        """Share of channels in INT8, 0 to 1."""
         return self.channels8 / self.channels
 
 
 @dataclass(frozen=True)
 class InputTotal:
-    """All matrices under one scheme: the share of 8-bit channels, mean and worst error of the products."""
+    """Totals over every matrix under one scheme: the share of 8-bit channels, mean and worst error of the products."""
 
     scheme: str
     group: int
@@ -170,7 +170,7 @@ def audit_model(
 
 
 def input_totals(rows: list[InputRow]) -> list[InputTotal]:
-    """One total per scheme, in the order of the rows."""
+    """Return one total per scheme, in the order in which the rows name the schemes."""
     found = []
     for scheme in dict.fromkeys(row.scheme for row in rows):
         some = [row for row in rows if row.scheme == scheme]

@@ -13,7 +13,7 @@ from ptxlab.llm.server import Request, adjusted_scores, chosen_tokens, share_dra
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs of a request part.
+    """The first token at which two runs of a request differ.
 
     Attributes:
         position: of the token among those generated, from 0.
@@ -32,10 +32,10 @@ class Parting:
 
 
 def parting(runner: Runner, request: Request) -> Parting | None:
-    """Where the tokens of a request differ from those it gets on a runner of one sequence; None where they do not.
+    """Find the first token of a request that differs from a runner of one sequence; return None if all agree.
 
-    The runner goes over the request's own tokens, so what is reported is the first difference alone. A request that
-    was cancelled or failed is compared as far as it came. Raises ArgumentError for a runner of several sequences, and
+    The runner goes over the request's own tokens, so only the first difference is reported. A request that was
+    cancelled or failed is compared as far as it came. Raises ArgumentError for a runner of several sequences, and
     what the runner refuses.
     """
     if not isinstance(runner, Runner) or runner.batch != 1:

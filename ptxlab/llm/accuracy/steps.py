@@ -26,7 +26,7 @@ _FLOAT = Recipe(scheme=None, acts=None, kv=None)
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One row: a step of a ladder, on top of those before it; `repeats`: measured with several calibration seeds."""
+    """A row of the table: a step of a ladder, on top of the steps before it; `repeats`: measured with several seeds."""
 
     ladder: str
     step: str
@@ -40,7 +40,7 @@ class AccuracyRow:
 
 
 def rows() -> list[AccuracyRow]:
-    """All rows of the table in order. The first, in floats, is the baseline of the others."""
+    """Return every row of the table in order. The first, in floats, is the baseline of the others."""
     return [
         AccuracyRow("float", "float32", _FLOAT),
         *_alone(),
@@ -62,7 +62,7 @@ def _alone() -> Iterator[AccuracyRow]:
 
 
 def _caches() -> Iterator[AccuracyRow]:
-    """Formats of the KV cache, each alone."""
+    """Yield a row for each format of the KV cache, everything else in floats."""
     for step, kv, smooth_keys in (
         ("KV4", "kv4", None),
         ("KV4, keys rotated", "kv4_keys_rotated", None),
@@ -80,11 +80,11 @@ def _caches() -> Iterator[AccuracyRow]:
 
 
 def _w4a8kv4() -> Iterator[AccuracyRow]:
-    """Rotation, smoothing, SmoothAttention, groups, reordering, clipping, GPTQ: each on top of those before it.
+    """Yield the steps of W4A8KV4, each on top of those before it.
 
-    QServe §6.4 (Fig. 16) has another order: 4-bit weights, rotation, clipping, KV4, SmoothAttention, groups,
-    reordering. Here clipping is late, because its levels are chosen for the final groups, and the cache has 4 bits from
-    the start.
+    They are rotation, smoothing, SmoothAttention, groups, reordering, clipping and GPTQ. QServe §6.4 (Fig. 16) has
+    another order: 4-bit weights, rotation, clipping, KV4, SmoothAttention, groups, reordering. Here clipping is late,
+    because its levels are chosen for the final groups, and the cache has 4 bits from the start.
     """
     full, rounded = RECIPES["qoq_channel"].but(clip_block=False), Recipe(scheme="qoq_channel")
     recipe = rounded
@@ -110,7 +110,7 @@ def _w4a8kv4() -> Iterator[AccuracyRow]:
 
 
 def _schemes() -> Iterator[AccuracyRow]:
-    """Formats and the choice of their constants, in groups of 64."""
+    """Yield rows that compare LQQ with QoQ in groups of 64, and ways to choose their constants."""
     full = RECIPES["lqq"]
     plain = full.but(clip=None, gptq=False)
     for ladder, recipe in (("schemes, rounded", plain), ("schemes, GPTQ", full)):
@@ -122,7 +122,11 @@ def _schemes() -> Iterator[AccuracyRow]:
 
 
 def _qoq() -> Iterator[AccuracyRow]:
-    """QServe's two settings with q and k clipped by the block (Eq. 10); then o smoothed in place of rotated heads."""
+    """Yield rows for QServe's two settings, groups of 64 and per channel.
+
+    First every matrix is clipped by its own output; then q and k by the block's (Eq. 10); then o is smoothed in place
+    of rotated heads.
+    """
     for ladder, name in (("QoQ in groups of 64", "qoq"), ("QoQ per channel", "qoq_channel")):
         recipe = RECIPES[name]
         yield AccuracyRow(ladder, "every matrix clipped by its own output", recipe.but(clip_block=False))
@@ -132,7 +136,7 @@ def _qoq() -> Iterator[AccuracyRow]:
 
 
 def _atom() -> Iterator[AccuracyRow]:
-    """W4A4 in the order of Atom's Table 3."""
+    """Yield the steps of W4A4 in the order of Atom's Table 3."""
     recipe = Recipe(scheme="int4", acts=4, group=None, kv=None)
     yield AccuracyRow("Atom", "round to nearest", recipe)
     for step, changes in (
@@ -148,9 +152,10 @@ def _atom() -> Iterator[AccuracyRow]:
 
 
 def _fmpq() -> Iterator[AccuracyRow]:
-    """COMET's W4Ax by the share of INT8 blocks, filled with the largest channels; and with those of outliers alone.
+    """Yield rows for COMET's W4Ax: by the share of INT8 blocks, and with only the blocks of outliers in INT8.
 
-    The cache is per token and head, weights are GPTQ's; COMET §6.1 has a cache per channel, and OmniQuant's weights.
+    A share is filled with the blocks of the largest channels. The cache is per token and head, weights are GPTQ's;
+    COMET §6.1 has a cache per channel, and OmniQuant's weights.
     """
     recipe = RECIPES["fmpq"]
     for share in SHARES:
@@ -164,13 +169,13 @@ def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
 
 
 def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Measurements in the order of the table, then by seed."""
+    """Sort measurements by the order of the table, then by seed."""
     places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
     return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
 
 
 def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
-    """The model with its stream rotated by a fixed random rotation, which moves its weights off the file's 4-bit grid.
+    """Rotate a model's residual stream by a fixed random rotation, which moves its weights off the file's 4-bit grid.
 
     The function does not change. Weights of a 4-bit file lie on 16 levels per group, so rounding them to 16 levels
     again costs too little. `mixed` mixes every channel with three others, which keeps large channels large; `uniform`
@@ -186,7 +191,7 @@ def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatMod
 
 
 def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
-    """An orthogonal matrix [n, n] that rotates random pairs of channels, twice: each becomes a mixture of four."""
+    """Build an orthogonal matrix [n, n] that rotates random pairs of channels twice, so each becomes a mix of four."""
     rng = np.random.default_rng(seed)
     mixed = np.eye(n)
     for _ in range(2):
@@ -269,7 +274,7 @@ def cache_bytes(config: Config, recipe: Recipe) -> float:
 
 
 def gemm_bytes(config: Config, recipe: Recipe, layer: QuantizedLayer, tokens: int = TOKENS) -> int:
-    """Bytes that a layer's GEMMs of so many tokens read: weights and activations with their scales, floats as FP16."""
+    """Count the bytes that a layer's GEMMs of `tokens` tokens read: weights, activations and scales, floats as FP16."""
     total = 0.0
     for name, (N, K) in config.matrices.items():
         per_row, per_token = _weight_bytes(recipe, K), 2.0 * K
@@ -285,7 +290,7 @@ def gemm_bytes(config: Config, recipe: Recipe, layer: QuantizedLayer, tokens: in
 
 
 def _weight_bytes(recipe: Recipe, K: int) -> float:
-    """Of a row of K weights, its scales among them."""
+    """Count the bytes of one row of K weights with its scales."""
     if recipe.scheme is None:
         return 2.0 * K
     if recipe.scheme == "int8":

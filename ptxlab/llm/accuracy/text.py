@@ -31,7 +31,7 @@ class Corpus:
 
 
 def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lambda done, total: None) -> Corpus:
-    """A text by name or from a file.
+    """Open a text by name or from a file.
 
     Args:
         source: "wikipedia" (95 articles, the first 47 for calibration), "lee" (300 news items), or a UTF-8 file, which
@@ -51,12 +51,12 @@ def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lam
 
 
 def tokens_of(documents: tuple[str, ...], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """The tokens [T] of documents with an empty line between them."""
+    """Encode documents as tokens [T], with an empty line between documents."""
     return tokenizer.encode("\n\n".join(documents))
 
 
 def windows(tokens: npt.NDArray[np.integer], length: int = 2048, count: int | None = None) -> npt.NDArray[np.integer]:
-    """Windows [W, length] of tokens [T]: all consecutive windows, or `count` of these, evenly spread.
+    """Cut tokens [T] into windows [W, length]: all consecutive windows, or `count` of them, evenly spread.
 
     Raises ArgumentError if the tokens do not fill one window, or `count` windows.
     """

@@ -12,7 +12,7 @@ SHORTEST = 1000  # characters of an article; shorter pages mostly list other art
 
 
 def read_wiki(path: Path) -> list[str]:
-    """The articles of a MediaWiki dump (.xml.bz2), in its order, as paragraphs of plain text.
+    """Read the articles of a MediaWiki dump (.xml.bz2), in its order, as paragraphs of plain text.
 
     Redirects and articles of fewer than `SHORTEST` characters are left out. Raises FileError for another file.
     """
@@ -53,7 +53,7 @@ _LAST = [
 
 
 def plain(markup: str) -> str:
-    """The paragraphs of a page of wiki markup, separated by empty lines; without lists, tables and headings."""
+    """Strip a page's wiki markup to paragraphs separated by empty lines, without lists, tables and headings."""
     text = _replaced(markup, _FIRST)
     before = ""
     while text != before:

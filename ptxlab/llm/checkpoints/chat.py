@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any], *, begins: bool = False) -> Self | None:
-        """Take it out of a GGUF file's metadata; None where it is not there.
+        """Read the chat template of a GGUF file's metadata; None if there is none.
 
         With `begins` the start token is ahead of a conversation, once, whether the template has it or not.
         """
@@ -118,7 +118,7 @@ def read_object(file: Path) -> Mapping[str, Any]:
 
 
 def _begun(text: str) -> str:
-    """Put the start token ahead of what a template renders, unless it is there; `+` keeps blanks at the seams."""
+    """Put the start token ahead of a template, unless it is there; `+` keeps blanks at the seams."""
     inside = _LAST_LINE_END.sub("", text)
     begun = "{{ whole if whole.startswith(bos_token) else bos_token ~ whole }}"
     return f"{{% set whole +%}}{inside}{{%+ endset %}}{begun}"

@@ -29,7 +29,7 @@ Progress = Callable[[str], None]  # called with the name of each tensor that is 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """What becomes of one tensor: `fields` describe the packed weight, or are None with the `reason` for a copy.
+    """The plan for one tensor: `fields` describe the packed weight, or are None with the `reason` for a copy.
 
     `selected`: it is a matrix under the pattern, so that a copy deserves a word.
     """
@@ -46,12 +46,12 @@ class PlannedTensor:
 
     @property
     def announced(self) -> list[TensorInfo]:
-        """The tensors that it becomes in the new file."""
+        """Tensors of the new file that the tensor becomes."""
         return announce(self.info.name, self.fields) if self.fields else [self.info]
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the new file."""
+        """Bytes of the tensor in the new file."""
         return sum(info.nbytes for info in self.announced)
 
     @property
@@ -62,7 +62,7 @@ class PlannedTensor:
 
 @dataclass
 class Conversion:
-    """What `plan` has found; `write` makes the new file, `verify` loads it again."""
+    """The conversion that `plan` has found; `write` makes the new file, `verify` loads it again."""
 
     checkpoint: Checkpoint
     tensors: list[PlannedTensor]
@@ -70,7 +70,7 @@ class Conversion:
 
     @property
     def steps(self) -> int:
-        """How often `write` and `verify` together report progress."""
+        """Number of progress reports that `write` and `verify` make together."""
         return len(self.tensors) + len(self._packed)
 
     def write(self, out: str | os.PathLike[str], progress: Progress | None = None) -> None:

@@ -118,7 +118,7 @@ def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path | str) -> QuantizedModel:
-    """The model of a folder, in NumPy arrays.
+    """Load the quantised model of a folder into NumPy arrays.
 
     Raises FileError for a file that is missing, damaged or does not fit the config, or a recipe with a wrong digest.
     """
@@ -133,13 +133,13 @@ def load(folder: Path | str) -> QuantizedModel:
 
 
 def load_config(folder: Path) -> Config:
-    """The config of a folder. Raises FileError as `load` does."""
+    """Read the config of a folder. Raises FileError as `load` does."""
     with in_file(folder):
         return Config.from_json(folder / "config.json")
 
 
 def load_ends(folder: Path, config: Config) -> dict[str, Any]:
-    """embedding, final_norm and, unless it is tied, head. Raises FileError as `load` does."""
+    """Load embedding, final_norm and, unless it is tied, head. Raises FileError as `load` does."""
     file = Checkpoint(folder / _ENDS)
     shapes = {"embedding": (config.vocabulary, config.hidden), "final_norm": (config.hidden,)}
     shapes |= {} if config.tied_head else {"head": (config.vocabulary, config.hidden)}
@@ -148,7 +148,7 @@ def load_ends(folder: Path, config: Config) -> dict[str, Any]:
 
 
 def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
-    """One layer. Raises FileError as `load` does."""
+    """Load one layer of a folder. Raises FileError as `load` does."""
     path = layer_path(folder, index)
     file = Checkpoint(path)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(NORMS, (config.hidden,))
@@ -173,12 +173,12 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
 
 
 def layer_path(folder: Path, index: int) -> Path:
-    """The file of a layer."""
+    """Return the path of a layer's file."""
     return folder / f"layer_{index:03}.safetensors"
 
 
 def part_name(part: str, index: int) -> str:
-    """The tensor, or the packed weight, that is a part of a layer, by its attribute of `LayerWeights`.
+    """Return the file's name of a layer's tensor or packed weight; `part` is its attribute of `LayerWeights`.
 
     A weight of an expert has the name of `fused_parts`: `gate_up.3`.
     """
@@ -189,12 +189,15 @@ def part_name(part: str, index: int) -> str:
 
 
 def channel_name(scheme: str, part: str, index: int) -> str:
-    """The tensor of constants by channel, (scale, zero) f32 [2, Hkv, D], of a layer's keys or values in a scheme."""
+    """Name the tensor of constants by channel of a layer's keys or values in a scheme.
+
+    The tensor is (scale, zero), f32 [2, Hkv, D].
+    """
     return f"model.layers.{index}.self_attn.{scheme}.{_CHANNELS[part]}"
 
 
 def _stored_cache(file: Checkpoint, index: int) -> str:
-    """The scheme by channel that a layer's file has constants of, or kv4."""
+    """Return the scheme whose constants by channel a layer's file holds; kv4 if it holds none."""
     stored = (
         scheme for scheme in BY_CHANNEL for part in _CHANNELS if channel_name(scheme, part, index) in file.tensors
     )
@@ -202,7 +205,7 @@ def _stored_cache(file: Checkpoint, index: int) -> str:
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a folder. Raises FileError if the file is damaged or its digest is wrong."""
+    """Read the recipe of a folder. Raises FileError if the file is damaged or its digest is wrong."""
     path = folder / RECIPE
     try:
         found = read_json(path)
@@ -217,7 +220,7 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 
 
 def digest(recipe: Mapping[str, Any]) -> str:
-    """SHA-256 of a recipe; the order of its keys does not matter."""
+    """Compute the SHA-256 of a recipe; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
@@ -230,7 +233,7 @@ def _on_host(plain: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _read(file: Checkpoint, name: str, shape: tuple[int, ...]) -> Any:
-    """A tensor as it was saved: bfloat16 as its bits."""
+    """Read a tensor as it was saved, bfloat16 as its bits. Raises FileError for another shape or dtype."""
     info = file.tensors.get(name)
     if info is None or info.shape != shape or info.dtype not in _STORED.values():
         got = f"{info.dtype} {list(info.shape)}" if info else "no such tensor"

@@ -110,11 +110,11 @@ class ForeignCheckpoint:
             raise FileError(f"{self.path}: no matrix is quantised, where the config declares {declared}")
 
     def read(self, name: str) -> Array:
-        """The tensor `name`: f32 [N, K] of a quantised matrix, else as the file's own `read`."""
+        """Read the tensor `name`: f32 [N, K] of a quantised matrix, otherwise what the file's own `read` returns."""
         return self.weight(name).dequantize() if name in self.matrices else self.file.read(name)
 
     def weight(self, name: str) -> ForeignWeight:
-        """The integers of a matrix.
+        """Read the integers and constants of a quantised matrix.
 
         Raises FileError for scales that are not finite, values that no 4 bits have, and constants that contradict the
         config.
@@ -238,7 +238,7 @@ def _group_size(declared: Declaration, K: int, groups: int) -> int:
 
 
 def qserve_weight(arrays: Arrays) -> ForeignWeight:
-    """The weight of QServe's tensors by the last part of their names: of groups where they have `s2_scales`.
+    """Convert QServe's tensors, keyed by the last part of their names; with `s2_scales` the weight has groups.
 
     Raises ArgumentError for constants that no such weight has.
     """
@@ -246,10 +246,11 @@ def qserve_weight(arrays: Arrays) -> ForeignWeight:
 
 
 def _qserve_groups(arrays: Arrays) -> LQQWeight:
-    """QServe's zeros are integers, whatever the scale: LQQ's minimum. Some are -255..0 modulo 256.
+    """Convert QServe's weight of groups; its zeros are integers whatever the scale, and become LQQ's minimum.
 
-    Where such a zero reads as positive and its group overflows by that, 256 is subtracted. The group's smallest nibble
-    moves from q4 into the minimum, which is a signed byte then. The integers stay the same.
+    Some zeros are -255..0 modulo 256. Where such a zero reads as positive and its group overflows by that, 256 is
+    subtracted. The group's smallest nibble moves from q4 into the minimum, which is a signed byte then. The integers
+    stay the same.
     """
     q4, scale = unpack_qserve(arrays["qweight"]), qserve_rows(arrays["s2_scales"])
     if scale.min() < 0:
@@ -270,7 +271,10 @@ def _qserve_groups(arrays: Arrays) -> LQQWeight:
 
 
 def _qserve_channel(arrays: Arrays) -> AffineWeight:
-    """A file has zero·scale rounded to FP16: where it is an integer's, the zero is that integer."""
+    """Convert QServe's weight per channel, whose file has zero·scale rounded to FP16.
+
+    Where the product is an integer's, the zero is that integer.
+    """
     scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
     with np.errstate(divide="ignore", invalid="ignore"):
         zero = np.where(scaled == 0, 0, scaled / scale).astype(np.float32)

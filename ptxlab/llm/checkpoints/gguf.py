@@ -47,7 +47,7 @@ class GgufFile(TensorFile):
             raise FileError(f"{self.path}: not a readable GGUF file ({error})") from None
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor `name`, dequantised to float32. Raises ArgumentError for a name that is not in the file."""
+        """Read the tensor `name`, dequantised to float32. Raises ArgumentError for a name that is not in the file."""
         info = self._info(name)
         return _dequantized(self.read_bytes(name), info.dtype).reshape(info.shape)
 
@@ -91,27 +91,27 @@ class _Header:
         self.position, self.size = 0, os.fstat(file.fileno()).st_size
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes."""
+        """Read the next `nbytes` bytes. Raises ValueError if the file has fewer."""
         if nbytes > self.size - self.position:
             raise ValueError(f"{nbytes} bytes at byte {self.position}, but it has {self.size}")
         self.position += nbytes
         return self._file.read(nbytes)
 
     def number(self, dtype: str) -> Any:
-        """One number."""
+        """Read one number."""
         return self.array(dtype, 1)[0].item()
 
     def array(self, dtype: str, count: int) -> npt.NDArray[Any]:
-        """`count` numbers."""
+        """Read `count` numbers."""
         return np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
 
     def text(self) -> str:
-        """A text: its length in bytes, then UTF-8."""
+        """Read a text: its length in bytes, then UTF-8."""
         (length,) = struct.unpack("<Q", self.take(8))
         return self.take(length).decode()
 
     def value(self, kind: int) -> Any:
-        """A metadata value of the type `kind`: a number, a text, or an array of either."""
+        """Read a metadata value of the type `kind`: a number, a text, or an array of either."""
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
@@ -122,7 +122,7 @@ class _Header:
         return [self.text() for _ in range(count)]
 
     def tensor(self) -> tuple[TensorInfo, int]:
-        """A tensor's entry and the offset of its bytes."""
+        """Read a tensor's entry; return it and the offset of its bytes."""
         name, axes = self.text(), self.number("<u4")
         if not 1 <= axes <= _MOST_AXES:
             raise ValueError(f"{name} has {axes} axes")
@@ -143,7 +143,7 @@ class _Header:
 
 
 def library() -> Any:
-    """The library `gguf`; UnavailableError where it is not installed."""
+    """Import the library `gguf`. Raises UnavailableError if it is not installed."""
     try:
         import gguf
     except ImportError:

@@ -39,7 +39,7 @@ class GuardedEncoder:
     definition: str = field(repr=False)
 
     def __call__(self, text: str) -> npt.NDArray[np.int64]:
-        """The tokens of a text, [T]. Raises FileError if the tokenizer fails, or exceeds `SECONDS` or `MEMORY`."""
+        """Encode a text as tokens [T]. Raises FileError if the tokenizer fails, or exceeds `SECONDS` or `MEMORY`."""
         request = {"definition": self.definition, "text": text}
         try:
             ids = run_program(Path(encode_text.__file__), request, Limits(SECONDS, MEMORY))
@@ -57,7 +57,7 @@ def is_harmless(definition: dict[str, Any], patterns: Collection[str]) -> bool:
 
 
 def has_harmless_decoder(definition: dict[str, Any], patterns: Collection[str]) -> bool:
-    """Tell whether its decoder does."""
+    """Check whether the decoder of a tokenizer.json bounds time and memory; `patterns` are known to be fast."""
     return _are_bounded(definition.get("decoder"), patterns)
 
 

@@ -43,7 +43,7 @@ Progress = Callable[[str, int], None]  # called with each matrix, or layer, that
 
 @dataclass(frozen=True)
 class ImportedMatrix:
-    """What became of a matrix.
+    """The outcome of importing one matrix.
 
     `relative_error` is ||W - W'||_F / ||W||_F, W being what the file's numbers stand for; None where they were taken
     over exactly. Of the `groups`, `requantised` counts those quantised from the beginning, `overflows` those that the
@@ -166,7 +166,10 @@ def _write_file(
 
 
 def _fields(checkpoint: ForeignCheckpoint, matrix: ForeignMatrix, layout: str) -> dict[str, Any]:
-    """The header of what `convert_parts` makes of a matrix. Without groups the zero points decide, so it is read."""
+    """Return the header that `convert_parts` will write for a matrix.
+
+    A matrix without groups is read, because its zero points decide the scheme.
+    """
     name, N, K = matrix.name, matrix.N, matrix.K
     if matrix.format.two_level:
         scheme, group, protective_range = "lqq", matrix.group, UNKNOWN_RANGE

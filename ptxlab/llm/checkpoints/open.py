@@ -62,7 +62,7 @@ MODELS = tuple(name for name, shipped in weights.KNOWN.items() if shipped.kind =
 def open_model(
     source: str | Path, progress: weights.Progress = lambda done, total: None
 ) -> tuple[FloatModel, Tokenizer]:
-    """The model in float32, and its tokenizer.
+    """Open the model in float32 and its tokenizer.
 
     Args:
         source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Mixtral, Qwen2, Yi, SmolLM),
@@ -117,19 +117,19 @@ def _tensor_name(names: Mapping[str, str], part: str, layer: int | None) -> str:
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether `path` is the folder of a quantised model."""
+    """Check whether `path` is the folder of a quantised model."""
     return (path / RECIPE).is_file()
 
 
 def stored_numerics(folder: Path) -> FakeQuantized:
-    """How the quantised model of a folder computes."""
+    """Return the numerics of the quantised model in a folder, read from its first layer."""
     with in_file(folder):
         config = Config.from_json(folder / "config.json")
     return numerics_of(load_layer(folder, 0, config))
 
 
 def dequantized(model: QuantizedModel) -> FloatModel:
-    """The float32 model with a quantised model's weights; a layer is dequantised each time it is needed."""
+    """Convert a quantised model to a float32 model; a layer is dequantised each time it is needed."""
     return FloatModel(
         config=model.config,
         embedding=floats(model.embedding),
@@ -148,7 +148,7 @@ def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
     heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
 
     def in_halves(name: str, array: Any) -> Any:
-        """Rows of q and k in the order of `reference.rope`: GGUF's `llama` interleaves the two halves of a head."""
+        """Reorder rows of q and k for `reference.rope`: GGUF's `llama` interleaves the two halves of a head."""
         if name not in heads:
             return array
         return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
@@ -177,7 +177,7 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
 
 
 def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder or of a quantised model's. Raises FileError if it is broken."""
+    """Open the tokenizer of a Hugging Face folder or of a quantised model's. Raises FileError if it is broken."""
     return _fitting(Tokenizer.from_folder(folder), config, folder)
 
 
@@ -215,7 +215,7 @@ class _Weights:
     in_stacks: bool = False
 
     def read(self, name: str, layer: int | None = None) -> Any:
-        """One tensor as f32; FileError for NaN or infinity."""
+        """Read one tensor as f32. Raises FileError for NaN or infinity."""
         theirs = _tensor_name(self.names, name, layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
             array = self.file.read(theirs).astype(np.float32, copy=False)
@@ -224,7 +224,7 @@ class _Weights:
         return self.reordered(name, array)
 
     def layer(self, index: int) -> Layer:
-        """All tensors of a layer."""
+        """Read every tensor of a layer."""
         parts = {name: self.read(name, index) for name in self.shapes}
         for part in EXPERT_MATRICES if self.in_stacks else ():
             parts |= {expert_part(part, expert): w for expert, w in enumerate(parts.pop(part))}

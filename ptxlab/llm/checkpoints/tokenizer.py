@@ -78,7 +78,7 @@ class Tokenizer:
         return count
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The tokens of a text, [T], without those of its start.
+        """Encode a text as tokens [T], without start tokens.
 
         Raises ArgumentError for what UTF-8 cannot hold, FileError where the file's tokenizer fails or takes too long.
         """
@@ -90,7 +90,7 @@ class Tokenizer:
             return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; special tokens are left out."""
+        """Decode tokens to text; special tokens are left out."""
         with _no_panic("tokens", "must be ones that the model's tokenizer can decode"):
             text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
@@ -164,7 +164,7 @@ class Tokenizer:
         write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
 
     def _template(self) -> dict[str, Any] | None:
-        """The post-processor that puts the start tokens ahead of a text."""
+        """Build the post-processor that puts the start tokens ahead of a text; None without start tokens."""
         if not self.starts:
             return None
         texts = {token: self._library.id_to_token(token) for token in self.starts}
@@ -179,8 +179,9 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self:
-        """From the metadata of the GGUF file at `path`: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
+        """Build a tokenizer from the metadata of the GGUF file at `path`.
 
+        Kinds: byte-level BPE (`gpt2`), and SentencePiece's BPE (`llama`).
         Raises FileError for another kind, or one that is broken; UnavailableError without `tokenizers`.
         """
         get = _Metadata(path, metadata)
@@ -219,26 +220,26 @@ class _Metadata:
     values: Mapping[str, Any]
 
     def __call__(self, key: str, kind: Any, *default: Any) -> Any:
-        """The value of a key, of the type `kind`; without a default the key must exist."""
+        """Return the value of a key, which must be of the type `kind`; without a default the key must exist."""
         value = self.values.get(f"tokenizer.ggml.{key}", *default)
         if not isinstance(value, kind):
             raise self.wrong(key, f"must be of type {getattr(kind, '__name__', kind)}", type(value).__name__)
         return value
 
     def token(self, which: str, tokens: int) -> int:
-        """The number of a special token."""
+        """Return the id of a special token, which must lie below `tokens`."""
         number: int = self(f"{which}_token_id", int)
         if isinstance(number, bool) or not 0 <= number < tokens:
             raise self.wrong(f"{which}_token_id", f"must lie in 0..{tokens - 1}", number)
         return number
 
     def wrong(self, key: str, rule: str, value: object) -> FileError:
-        """The error for a key's value."""
+        """Return the error for a key's wrong value."""
         return FileError(f"{self.path}: tokenizer.ggml.{key}: {rule} (got {value})")
 
 
 def _byte_level(get: _Metadata, tokens: list[str], split: str) -> Any:
-    """BPE over bytes, within the words that a pattern splits text into."""
+    """Build a tokenizer of BPE over bytes, within the words that a pattern splits text into."""
     found = library()
     merges = [tuple(merge.split(" ")) for merge in get("merges", list)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -255,7 +256,10 @@ def _byte_level(get: _Metadata, tokens: list[str], split: str) -> Any:
 
 
 def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
-    """BPE over characters, or bytes of a character that is no token; the pair whose token scores best merges first."""
+    """Build a tokenizer of BPE over characters, or over the bytes of a character that is no token.
+
+    The pair whose token scores best merges first.
+    """
     found = library()
     scores, vocabulary = get("scores", np.ndarray), {token: i for i, token in enumerate(tokens)}
     if len(scores) != len(tokens):
@@ -282,7 +286,7 @@ def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
 
 
 def _gguf_ends(get: _Metadata, tokens: list[str], by_text: list[int]) -> tuple[int, ...]:
-    """The end tokens of a GGUF file, that of `eos_token_id` first."""
+    """Return the end tokens of a GGUF file, that of `eos_token_id` first."""
     named = [which for which in _END_IDS if which == "eos" or f"tokenizer.ggml.{which}_token_id" in get.values]
     listed = get("eos_token_ids", list | np.ndarray, [])
     if beyond := [token for token in listed if not is_integer(token) or not 0 <= token < len(tokens)]:
@@ -303,7 +307,7 @@ def _ends(path: Path) -> tuple[int, ...]:
 
 
 def _starts(file: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The start tokens of a tokenizer.json."""
+    """Return the start tokens of a tokenizer.json."""
     if tokenizer.post_processor is None:
         return ()
     processor = json.loads(tokenizer.post_processor.__getstate__())
@@ -365,7 +369,7 @@ def _refuse_unreadable(file: Path) -> Iterator[None]:
 
 
 def library() -> Any:
-    """The library `tokenizers`; UnavailableError where it is not installed."""
+    """Import the library `tokenizers`. Raises UnavailableError if it is not installed."""
     try:
         import tokenizers
     except ImportError:

@@ -35,7 +35,7 @@ _LONGEST = 300  # characters of what a message says of a file
 
 
 class _Name(str):
-    """Of what the pickle would call: `torch._utils _rebuild_tensor_v2`."""
+    """Name of a function or class in the pickle: `torch._utils _rebuild_tensor_v2`."""
 
 
 class _Storage(NamedTuple):
@@ -101,7 +101,7 @@ class TorchFile(TensorFile):
         return np.frombuffer(content, np.uint8).copy()
 
     def _found(self, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
-        """What the pickle says; other values than tensors are refused."""
+        """Return the tensors that the pickle lists. Raises FileError for any other value."""
         pickles = [name for name in self._members if name.split("/")[1:] == ["data.pkl"]]
         if len(pickles) != 1:
             self._refuse(f"one data.pkl expected (got {len(pickles)})")
@@ -148,7 +148,10 @@ class _Program:
         self.memo: dict[int, Any] = {}
 
     def run(self, pickle: bytes) -> Any:
-        """What the program leaves. Raises what `DAMAGE` has for one that is broken, FileError for anything else."""
+        """Run the pickle's program and return the value that it leaves.
+
+        Raises what `DAMAGE` has for one that is broken, FileError for anything else.
+        """
         try:
             for opcode, argument, _ in pickletools.genops(pickle):
                 if opcode.name == "STOP":
@@ -159,7 +162,7 @@ class _Program:
         raise ValueError("the pickle has no end")
 
     def step(self, opcode: str, argument: Any) -> None:
-        """One opcode of those that `torch.save` writes."""
+        """Execute one opcode. Known opcodes are those that `torch.save` writes."""
         push, pop = self.stack.append, self.stack.pop
         match opcode:
             case "PROTO" | "FRAME":
@@ -206,14 +209,14 @@ class _Program:
                 self.refuse(f"pickle opcode {opcode}, which no dictionary of tensors needs; nothing was executed")
 
     def to_mark(self) -> list[Any]:
-        """All above the last mark."""
+        """Pop the values above the last mark and return them in order."""
         values = []
         while (value := self.stack.pop()) is not _MARK:
             values.append(value)
         return values[::-1]
 
     def set_items(self, items: list[Any]) -> None:
-        """Keys and values, alternating, into the dictionary on the stack."""
+        """Put keys and values, which alternate in `items`, into the dictionary on top of the stack."""
         target = self.stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError("items for no dictionary")
@@ -221,7 +224,7 @@ class _Program:
             target[text(key)] = value
 
     def storage(self, found: Any) -> _Storage:
-        """Of the persistent id ('storage', type, key, device, elements)."""
+        """Build a storage from the persistent id ('storage', type, key, device, elements)."""
         _, kind, key, _, count = found
         dtype = _DTYPES.get(kind.removeprefix("torch ")) if isinstance(kind, _Name) else None
         if dtype is None:
@@ -230,7 +233,7 @@ class _Program:
         return _Storage(f"{self.folder}/data/{text(key)}", *dtype, size(count))
 
     def call(self, name: Any, arguments: Any) -> Any:
-        """What PyTorch's functions make of their arguments."""
+        """Evaluate a call of PyTorch's functions that rebuild tensors. No code of the file is executed."""
         if not isinstance(name, _Name) or not isinstance(arguments, tuple):
             raise ValueError("a call of no function")
         match name:
@@ -243,7 +246,7 @@ class _Program:
         self.refuse(f"holds {name.replace(' ', '.')[:80]}, not only tensors; nothing was executed")
 
     def tensor(self, storage: Any, first: Any, shape: Any, strides: Any) -> _Tensor:
-        """Of contiguous elements."""
+        """Build a tensor from a storage; its elements must be contiguous."""
         if not isinstance(storage, _Storage):
             raise ValueError("a tensor of no storage")
         sizes, step = tuple(map(size, shape)), 1
@@ -255,14 +258,17 @@ class _Program:
 
 
 def text(value: Any) -> str:
-    """A string; ValueError for anything else, of which a hash or a message might never end."""
+    """Check that a value is a string and return it.
+
+    Raises ValueError for anything else, of which a hash or a message might never end.
+    """
     if not isinstance(value, str):
         raise ValueError(f"a name expected (got {type(value).__name__})")
     return value
 
 
 def size(value: Any) -> int:
-    """A number of elements."""
+    """Check that a value is a number of elements, 0 to 2^48 - 1, and return it. Raises ValueError otherwise."""
     if type(value) is not int or not 0 <= value < 1 << 48:
         raise ValueError(f"a size below 2^48 expected (got {type(value).__name__})")
     return value
@@ -280,7 +286,7 @@ class TorchFolder(CheckpointFolder):
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
-    """A checkpoint of whatever container: a file or a folder of safetensors, else of `torch.save` (.pt, .pth, .bin).
+    """Open a checkpoint: a file or a folder of safetensors, otherwise of `torch.save` (.pt, .pth, .bin).
 
     In a folder the names that transformers knows come before others.
     """

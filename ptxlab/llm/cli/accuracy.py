@@ -111,7 +111,7 @@ def accuracy(
 
 
 def _table(title: str, results: list[dict[str, Any]], chosen: list[table_of.AccuracyRow], names: list[str]) -> Table:
-    """Means over the calibration seeds; the ratio and the seeds' spread are of the first text."""
+    """Build the table of means over the calibration seeds; the ratio and the seeds' spread are of the first text."""
     first, base = names[0], results[0]["perplexity"]
     cells: list[tuple[Any, ...]] = []
     for row in chosen:
@@ -125,7 +125,7 @@ def _table(title: str, results: list[dict[str, Any]], chosen: list[table_of.Accu
 
 
 def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record that is there. Raises FileError where it is of other settings, or of another table."""
+    """Read the rows of an existing record. Raises FileError for a record of other settings, or of another table."""
     record = read_record(out, "a record of ptxlab accuracy", about["schema"])
     for name, value in about.items():
         if record.get(name) != value:

@@ -45,7 +45,7 @@ class _Streamed(NamedTuple):
     rate: float | None
 
     def speed(self) -> str:
-        """Say how fast it was."""
+        """Describe the speed: tokens per second, and the seconds that the prompt took."""
         rate = f"{self.rate:.1f} tokens/s" if self.rate else "1 token"
         return f"{rate}; prompt of {self.prompt_tokens} tokens in {self.prompt_seconds:.2f} s"
 
@@ -60,7 +60,7 @@ def _stream(
     quiet: bool = False,
     goes_on: bool = False,
 ) -> _Streamed:
-    """Write the first sequence's text behind `echo` as it is made, unless it is to be `quiet`."""
+    """Write the first sequence's text after `echo` as it is generated, unless `quiet`."""
     size = runner.batch
     texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
     computed = len(ids) - (int(runner.lengths[0]) if goes_on else 0)
@@ -91,7 +91,7 @@ def _stream(
 def continue_text(
     runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], computing: Computing, *, echo: str
 ) -> None:
-    """Stream the first continuation of a prompt behind the text `echo`, and print the others; or all as JSON."""
+    """Stream the first continuation of a prompt after the text `echo`, then print the others; or print all as JSON."""
     streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=computing.quiet)
     if computing.quiet:
         return print_json(
@@ -132,7 +132,10 @@ def converse(
 
 
 def _messages(first: str) -> Iterator[str]:
-    """The first message, if there is one; then what is typed, up to an empty line, or every line that is piped in."""
+    """Yield the first message, if there is one, then messages from standard input.
+
+    Typed messages end at an empty line; from a pipe every line is one.
+    """
     if first:
         yield first
     is_typed = sys.stdin.isatty()

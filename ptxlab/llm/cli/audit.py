@@ -137,7 +137,7 @@ def audit(
 def _audited_inputs(
     model: str, tensor: str, text: str, samples: int, length: int, how: dict[str, Any], *, quiet: bool
 ) -> list[inputs.InputRow | audits.SkippedTensor]:
-    """A model on samples of a text; `how` are the options of `audit_model`."""
+    """Audit a model's matrices and inputs on samples of a text; `how` are the options of `audit_model`."""
     require_counts(samples=samples, length=length)
     opened, tokenizer = opened_model(model, length=length, quiet=quiet)
     corpus = opened_text(text, quiet=quiet)
@@ -171,7 +171,7 @@ def _inputs_table(rows: list[inputs.InputRow]) -> Table:
 
 
 def _matrices_table(rows: list[inputs.InputRow], every: bool) -> Table:
-    """All rows, or those of the largest errors."""
+    """Build the table of every row, or of the `SHOWN` rows with the largest errors."""
     shown = rows if every else sorted(rows, key=lambda row: row.output_error, reverse=True)[:SHOWN]
     cells: list[tuple[Any, ...]] = []
     for r in shown:
@@ -183,7 +183,10 @@ def _matrices_table(rows: list[inputs.InputRow], every: bool) -> Table:
 
 
 def _print_safety(totals: list[audits.AuditTotal]) -> None:
-    """Which schemes are safe: each of their groups meets the precondition under which the kernels are proved right."""
+    """Print which schemes are safe and which are not.
+
+    Each group of a safe scheme meets the precondition under which the kernels are proved right.
+    """
     named = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
     if safe := [name for t, name in named.items() if not t.unsafe_groups]:
         console.print(f"safe by proof: {', '.join(safe)}", highlight=False, soft_wrap=True)
@@ -212,7 +215,7 @@ def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:
 
 
 def _tensors_table(rows: list[audits.AuditRow], every: bool) -> Table:
-    """All rows, or of the tensors with the largest errors the row of that error."""
+    """Build the table of every row, or of the worst row of each of the tensors with the largest errors."""
     worst = {row.tensor: row for row in sorted(rows, key=_error)}  # the last one of a tensor stays
     shown = rows if every else sorted(worst.values(), key=_error, reverse=True)[:SHOWN]
     title = "" if every else f"{len(shown)} of {len(worst)} tensors, by their largest error; --all lists every row"
@@ -241,7 +244,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def _print_skipped(skipped: list[audits.SkippedTensor], every: bool) -> None:
-    """Each tensor and why; more than a screen of them only as a count by reason."""
+    """Print each skipped tensor and why; if they exceed a screen, print only counts by reason."""
     if every or len(skipped) <= SHOWN:
         lines = [f"skipped {item.tensor}: {item.reason}" for item in skipped]
     else:

@@ -233,9 +233,10 @@ def _fitted(
     at_once: bool,
     **options: Any,
 ) -> tuple[int, int]:
-    """The batch, which becomes smaller where it must unless it is `fixed`, and the cache's pages within --memory.
+    """Return the batch and the number of cache pages that fit --memory.
 
-    The pages hold all sequences `at_once`, or no fewer than the longest one, of the prompt that was found `where`.
+    Unless it is `fixed`, the batch shrinks where it must. The pages hold all sequences `at_once`, or no fewer than the
+    longest one, of the prompt that was found `where`.
     """
     least, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **options)
     if footprint.total(least) > budget(memory):
@@ -301,7 +302,7 @@ def _conversation(context: int | None, config: Config) -> int:
 
 
 def _open(computing: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
-    """A model, quantised already or not; one that has a name is downloaded."""
+    """Open a model, quantised already or not; one that is given by name is downloaded."""
     path = Path(computing.model)
     if not is_quantized(path) or computing.scheme == "float":
         return opened_model(computing.model, quiet=computing.quiet)
@@ -323,7 +324,7 @@ def _runner(
     fixed: bool,
     at_once: bool,
 ) -> Runner:
-    """A runner of `size` sequences, or fewer where --memory holds no more and the size is not `fixed`."""
+    """Build a runner of `size` sequences, or fewer if --memory holds no more and the size is not `fixed`."""
     if computing.scheme == "float" and isinstance(opened, FloatModel):
         return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
     of_model = opened.cache if isinstance(opened, QuantizedModel) else DEFAULT_CACHE

@@ -15,7 +15,10 @@ ModelBackend = Annotated[str | None, typer.Option("--backend", help="gpu or nump
 
 
 def model_on_gpu(backend: str | None) -> bool:
-    """Whether a model runs on the GPU: where there is one, unless --backend says otherwise. Raises where it cannot."""
+    """Decide whether a model runs on the GPU: where there is one, unless --backend says otherwise.
+
+    Raises UnavailableError if --backend gpu finds none.
+    """
     if backend not in (None, "gpu", "numpy"):
         raise expects("--backend", "gpu or numpy", backend)
     on_gpu = gpu.available() if backend is None else backend == "gpu"
@@ -25,7 +28,10 @@ def model_on_gpu(backend: str | None) -> bool:
 
 
 def opened_model(source: str, *, length: int = 0, quiet: bool) -> tuple[FloatModel, Tokenizer]:
-    """A model and its tokenizer, for windows of so many tokens. Raises for a --length beyond the model's context."""
+    """Open a model and its tokenizer for windows of `length` tokens.
+
+    Raises for a --length beyond the model's context.
+    """
     with download_bar(source, quiet=quiet) as progress:
         model, tokenizer = open_model(source, progress)
     if (context := model.config.context) is not None and length > context:
@@ -34,6 +40,6 @@ def opened_model(source: str, *, length: int = 0, quiet: bool) -> tuple[FloatMod
 
 
 def opened_text(source: str, *, quiet: bool) -> Corpus:
-    """A text by name or from a file."""
+    """Open a text by name or from a file, with a progress bar for the download."""
     with download_bar("text", quiet=quiet) as progress:
         return open_text(source, progress)

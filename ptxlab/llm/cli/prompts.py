@@ -97,7 +97,7 @@ def changed_shares(sampling: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """An `ArgumentError` inside is about the option of the argument's name."""
+    """Turn an `ArgumentError` raised inside into an error about the option of the argument's name."""
     try:
         yield
     except ArgumentError as error:
@@ -110,7 +110,7 @@ def option_name(name: str) -> str:
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], opening: list[Message] | None) -> list[list[int]]:
-    """Encode prompts; asked in the chat template behind the messages `opening`, unless that is None."""
+    """Encode prompts; in the chat template after the messages `opening`, unless that is None."""
     if opening is None:
         encoded = []
         for prompt in prompts:

@@ -141,7 +141,7 @@ def quantize(
 
 
 def _range(scheme: str | None, given: int | None) -> int:
-    """The protective range, of a scheme that has one."""
+    """Return the protective range of a scheme that has one. Raises for --range with qoq_channel."""
     refuse({"--range": given if scheme == "qoq_channel" else None}, "is for lqq and qoq: qoq_channel has one level")
     return PROTECTIVE_RANGE if given is None else given
 
@@ -174,7 +174,7 @@ def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
 
 
 def _by_product(errors: dict[str, float | None]) -> dict[str, list[float]]:
-    """The errors that are known of each product, those of all experts together."""
+    """Group the known errors by product; errors of every expert count to their product."""
     products: dict[str, list[float]] = {}
     for name, error in errors.items():
         products.setdefault(name.partition(".")[0], []).extend([] if error is None else [error])
@@ -184,7 +184,7 @@ def _by_product(errors: dict[str, float | None]) -> dict[str, list[float]]:
 def _file(
     file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, limit: int, *, as_json: bool
 ) -> None:
-    """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
+    """Quantise a checkpoint's matrices one by one, then load the new file again and compare every bit."""
     if file.is_dir() or (not file.exists() and str(file) in MODELS):
         command = f"quantize {file} --recipe lqq --out FOLDER"
         raise CommandLineError(f"{file} is no file; a whole model needs --recipe: {command}")

@@ -17,7 +17,7 @@ _E4M3_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """How keys, or values, are stored.
+    """Storage format of keys or of values.
 
     Attributes:
         scheme: one of `KV_SCHEMES`; or "e4m3", FP8 with scale 1 for the whole tensor, as vLLM stores it by default.

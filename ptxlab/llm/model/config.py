@@ -116,14 +116,14 @@ class Config:
 
     @classmethod
     def named(cls, name: str) -> "Config":
-        """A published model by name. Raises ArgumentError for one that is not in `MODELS`."""
+        """Return a published model's config by name. Raises ArgumentError for a name that is not in `MODELS`."""
         if not is_one_of(name, MODELS):
             raise ArgumentError("Config.named: name", f"must be one of {', '.join(MODELS)}", name)
         return MODELS[name]
 
     @classmethod
     def from_json(cls, source: str | Path | Mapping[str, Any]) -> Self:
-        """From the config.json of Hugging Face: its path, or what it holds.
+        """Build a config from the config.json of Hugging Face: its path, or its keys and values.
 
         Families: LLaMA, which Yi and SmolLM are too, Mistral, Mixtral, Qwen2. Raises FileError for a file that cannot
         be read, ArgumentError, which names the key, for what is missing, wrong or not of these families.
@@ -156,7 +156,7 @@ class Config:
         return config
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of a config.json; the inverse of `from_json`.
+        """Return the keys of a config.json; the inverse of `from_json`.
 
         Raises ArgumentError for a window of some layers in a family that has one in all.
         """
@@ -187,7 +187,7 @@ class Config:
         tied_head: bool = False,
         rope_factors: Sequence[float] | None = None,
     ) -> Self:
-        """From the metadata of a GGUF file of architecture `llama` (Mistral and Mixtral too) or `qwen2`.
+        """Build a config from the metadata of a GGUF file of architecture `llama` (Mistral and Mixtral too) or `qwen2`.
 
         The metadata do not say whether the head is tied: it is where the file has no tensor `output.weight`. Nor do
         they hold LLaMA-3's scaling: its factors per pair are the tensor `rope_freqs.weight`. As llama.cpp has it, a
@@ -222,7 +222,7 @@ class Config:
         return config
 
     def share(self, n: int) -> "Config":
-        """One of n GPUs' share by tensor parallelism: 1/n of the heads and of the rows of gate and up.
+        """Return one GPU's share under tensor parallelism over n GPUs: 1/n of the heads and of the rows of gate and up.
 
         Raises ArgumentError unless n divides them.
         """
@@ -234,7 +234,7 @@ class Config:
         return self if n == 1 else replace(self, **parts, name=f"{self.name} 1/{n}".strip())
 
     def window_of(self, layer: int | None = None) -> int | None:
-        """Tokens that a query of a layer sees at most, or None for all.
+        """Return the most tokens that a query of a layer sees, or None for all.
 
         Raises ArgumentError for a number that no layer has, and for None where only some layers have the window.
         """
@@ -247,7 +247,7 @@ class Config:
         return self.window if layer in self.window_layers else None
 
     def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
-        """(cos, sin) f32 [.., D/2] of these positions [..], or of that many from 0 on."""
+        """Return (cos, sin) f32 [.., D/2] at positions [..]; an integer stands for so many positions from 0 on."""
         at = np.arange(positions) if is_integer(positions) and 0 <= positions < 2**31 else positions
         if not isinstance(at, np.ndarray) or at.dtype.kind not in "iu":
             raise ArgumentError("positions", "must be integers [..], or how many", type(positions).__name__)
@@ -255,7 +255,7 @@ class Config:
 
     @property
     def qkv_width(self) -> int:
-        """Of queries, keys and values of a token, one after the other: (Hq + 2·Hkv)·D."""
+        """Width of a token's queries, keys and values, one after the other: (Hq + 2·Hkv)·D."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
@@ -338,14 +338,14 @@ class _Keys:
         self.values, self._where, self._names = values, where, names
 
     def get(self, key: str, *default: Any) -> Any:
-        """The value of a key, or the default where it is missing; without a default it must not be null either."""
+        """Return the value of a key, or the default if it is missing; without a default it must not be null either."""
         value = self.values.get(key, *default)
         if value is None and not default:
             raise ArgumentError(f"{self._where}: {key}", "must be given", "nothing")
         return value.item() if isinstance(value, np.generic) else value
 
     def count(self, field: str, *default: Any) -> Any:
-        """The integer, 1 or more, for an attribute of `Config`."""
+        """Return the integer, 1 or more, of an attribute of `Config`."""
         key = self._names[field]
         value = self.get(key, *default)
         if value is not None:
@@ -353,34 +353,34 @@ class _Keys:
         return value
 
     def positive(self, key: str, *default: float) -> float:
-        """A number above 0."""
+        """Return the value of a key, a number above 0."""
         return _require_positive(f"{self._where}: {key}", self.get(key, *default))
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return the value of a key, true or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "must be true or false")
         return value
 
     def one_of(self, key: str, known: Collection[str], *default: str) -> str:
-        """One of the names that are known."""
+        """Return the value of a key, which must be a name in `known`."""
         value = self.get(key, *default)
         if not isinstance(value, str) or value not in known:
             raise self.wrong(key, f"must be one of {', '.join(known)}")
         return value
 
     def part(self, key: str) -> "_Keys | None":
-        """An object within the object."""
+        """Return the object that a key holds, or None if the key is missing."""
         value = self.get(key, None)
         return None if value is None else _Keys(f"{self._where}: {key}", value, {})
 
     def wrong(self, key: str, rule: str) -> ArgumentError:
-        """The error for a key's value."""
+        """Return the error for a key's wrong value."""
         return ArgumentError(f"{self._where}: {key}", rule, repr(self.values.get(key)))
 
     def config(self, kind: Any, *, has_experts: bool, tokens: int | None = None, **further: Any) -> Any:
-        """The config, whose errors name keys. `tokens`: how many the file lists, if it does."""
+        """Build the config; its errors name keys. `tokens` is the number of tokens that the file lists, if it does."""
         heads, hidden = self.count("heads"), self.count("hidden")
         numbers = {
             "hidden": hidden,
@@ -403,7 +403,7 @@ class _Keys:
 
 
 def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
-    """The base and the scaling of a config.json, where old and new keys may stand side by side.
+    """Return RoPE's base and the scaling of a config.json, where old and new keys may stand side by side.
 
     As transformers has it: `rope_scaling` stands for all of `rope_parameters`, a `rope_theta` in either for the one
     beside them, `rope_type` for `type`, and `original_max_position_embeddings` beside them for the one in them.
@@ -426,7 +426,7 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
 
 
 def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | None]:
-    """The window of a config.json, and which layers have it (None for all), as transformers has it.
+    """Return the window of a config.json and the layers that have it (None for all), as transformers does.
 
     LLaMA has no window, whatever the config says; Mistral and Mixtral have it in all layers; Qwen2 in those that
     `layer_types` names, else from `max_window_layers` on, and only with `use_sliding_window`.
@@ -446,7 +446,7 @@ def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | No
 
 
 def _named_layers(keys: _Keys) -> tuple[int, ...] | None:
-    """The layers that have a window by `layer_types`, or None where a config.json has no such key."""
+    """Return the layers that have a window by `layer_types`, or None if a config.json has no such key."""
     layers, types = keys.count("layers"), keys.get("layer_types", None)
     if types is None:
         return None
@@ -457,7 +457,10 @@ def _named_layers(keys: _Keys) -> tuple[int, ...] | None:
 
 
 def _gguf_scaling(keys: _Keys, arch: str) -> dict[str, Any] | None:
-    """The scaling of a GGUF file as llama.cpp reads it: linear unless a type is named, and none with a factor of 0."""
+    """Return the scaling of a GGUF file as llama.cpp reads it.
+
+    It is linear unless a type is named; a factor of 0 means no scaling.
+    """
     of = f"{arch}.rope.scaling"
     if unknown := next((key for key in keys.values if key.startswith(f"{of}.yarn_")), None):
         raise keys.wrong(unknown, "must be missing: YaRN is not known")
@@ -509,7 +512,7 @@ def _require_positive(name: str, value: Any) -> float:
 
 
 def _published(name: str, vocabulary: int = 32000, **more: Any) -> Config:
-    """A published model: its shape, its vocabulary, and what else it needs."""
+    """Build a published model's config from its shape, its vocabulary and further fields."""
     shape = asdict(SHAPES[name])
     return Config(vocabulary=vocabulary, **shape, **more)
 

@@ -36,13 +36,13 @@ def expert_of(name: str) -> int | None:
 
 
 class Numerics:
-    """How a layer computes its products and what its cache stores; exact unless a subclass overrides it.
+    """Products of a layer and contents of its cache; exact unless a subclass overrides them.
 
     `FloatModel.states` and calibration call it from several threads, one batch in each.
     """
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
-        """x [.., K] times the matrix `name` [N, K] of the layer, plus its bias where it has one: [.., N]."""
+        """Multiply x [.., K] by the layer's matrix `name` [N, K] and add its bias where it has one: [.., N]."""
         y = x @ layer[name].T
         bias = layer.get(f"{name}_bias")
         return y if bias is None else y + bias
@@ -52,7 +52,7 @@ class Numerics:
         return y @ layer[ROUTER].T
 
     def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
-        """Keys behind RoPE and values [B, T, Hkv, D] as attention finds them in the layer's cache."""
+        """Return keys after RoPE and values [B, T, Hkv, D] as attention finds them in the layer's cache."""
         return keys, values
 
 
@@ -71,7 +71,7 @@ def decoder_layer(
     chosen_experts: int = 0,
     numerics: Numerics = EXACT,
 ) -> Floats:
-    """One layer on whole sequences, from their first token on.
+    """Compute one layer on whole sequences, from their first token on.
 
     Args:
         x: residual stream, float [B, T, H].
@@ -109,7 +109,10 @@ def feed_forward(
     numerics: Numerics = EXACT,
     only: int | None = None,
 ) -> Floats:
-    """The second half of `decoder_layer`, behind the residual stream after attention; `only` one of the experts."""
+    """Compute the second half of `decoder_layer`, from the residual stream after attention on.
+
+    With `only`, add just that expert's output.
+    """
     y = rms_norm(x, layer["post_norm"], eps).astype(x.dtype)
 
     def run(y: Floats, expert: int | None = None) -> Floats:
@@ -144,11 +147,11 @@ def route(logits: Floats, chosen_experts: int) -> Iterator[RoutedRows]:
 
 
 def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:
-    """softmax(q kᵀ / √D) v, each token over itself and what precedes it: q [B, T, Hq, D], k and v [B, L, Hkv, D].
+    """Compute softmax(q kᵀ / √D) v, where each token sees itself and what precedes it.
 
-    The queries are those of the last T of L tokens. In q's dtype; `attention` computes the same for one sequence in
-    float64. A block of queries is multiplied only with the keys that one of them sees, which halves the work and bounds
-    the memory of the scores.
+    Shapes: q [B, T, Hq, D], k and v [B, L, Hkv, D]. The queries are those of the last T of L tokens. In q's dtype;
+    `attention` computes the same for one sequence in float64. A block of queries is multiplied only with the keys that
+    one of them sees, which halves the work and bounds the memory of the scores.
     """
     (B, T, Hq, D), (L, Hkv) = q.shape, k.shape[1:3]
     seen, unseen = (q.dtype.type(value) for value in (0, -np.inf))

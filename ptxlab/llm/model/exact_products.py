@@ -43,12 +43,12 @@ _WRITTEN = {"x": "x_q", "x8": "x8", "scale": "x_scale"}  # parts of packed activ
 
 
 def is_read(x: Any) -> bool:
-    """Tell whether this is what a product reads."""
+    """Check whether x is of a type that a product reads: quantised activations."""
     return isinstance(x, QuantizedActivations | AtomActivations | BlockActivations)
 
 
 def parts_of(x: Read) -> dict[str, Any]:
-    """Return its arrays by name."""
+    """Return the arrays of quantised activations by name."""
     if isinstance(x, QuantizedActivations):
         return {name: getattr(x, name) for name in ("q", "scale", "token_sum")}
     return x.arrays
@@ -124,7 +124,7 @@ def _pack_inputs(weight: ReorderedWeight, rows: Any) -> AtomActivations | BlockA
 
 
 def _place(x: Read, example: Any) -> Read:
-    """Put its arrays where the example is."""
+    """Put the arrays of x where the example is."""
     arrays: Mapping[str, Any] = {name: beside(array, example) for name, array in parts_of(x).items()}
     placed: Read = replace(x, **arrays)
     return placed
@@ -134,15 +134,15 @@ def _place(x: Read, example: Any) -> Read:
 
 
 def shared(array: Any) -> Any:
-    """An array of any library as NumPy's or CuPy's."""
+    """View an array of any library as NumPy's or CuPy's."""
     return gpu.as_array("reference", array)
 
 
 def on_host(array: Any) -> Any:
-    """A NumPy array, copied from a GPU where it lies there."""
+    """Return an array as NumPy's, copied from the GPU if it lies there."""
     return gpu.to_host(shared(array)) if gpu.is_device_array(array) else array
 
 
 def beside(array: Any, example: Any) -> Any:
-    """A NumPy array, on the device where the example is there."""
+    """Copy a NumPy array to the device if the example lies there."""
     return array if isinstance(example, np.ndarray) else gpu.to_device(array)

@@ -41,7 +41,7 @@ class FloatModel:
 
     @classmethod
     def random(cls, config: Config, seed: int = 0, dtype: Any = np.float32) -> Self:
-        """Random weights, of standard deviation K^-0.5 (the embedding's is 1)."""
+        """Make a model of random weights, of standard deviation K^-0.5 (the embedding's is 1)."""
         rng = np.random.default_rng(seed)
 
         def matrix(N: int, K: int) -> Any:
@@ -69,14 +69,17 @@ class FloatModel:
         )
 
     def to_device(self) -> Self:
-        """The same on the GPU; a layer is copied there each time it is needed."""
+        """Copy the model to the GPU; a layer is copied there each time it is needed."""
         head = None if self.head is None else gpu.to_device(self.head)
         parts = {"embedding": gpu.to_device(self.embedding), "final_norm": gpu.to_device(self.final_norm), "head": head}
         layers = MappedLayers(self.layers, lambda layer: {name: gpu.to_device(w) for name, w in layer.items()})
         return replace(self, layers=layers, **parts)
 
     def embedded(self, tokens: Tokens) -> Any:
-        """The stream before the first layer, [B, T, H], of tokens [B, T]; ArgumentError outside the vocabulary."""
+        """Look up the embeddings of tokens [B, T], the stream before the first layer: [B, T, H].
+
+        Raises ArgumentError for tokens outside the vocabulary.
+        """
         most = self.config.vocabulary - 1
         if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() <= most):
             got = f"{tokens.min()}..{tokens.max()} of {tokens.dtype}"
@@ -84,9 +87,9 @@ class FloatModel:
         return self.embedding[np.asarray(tokens, like=self.embedding)]
 
     def batches(self, tokens: Tokens) -> list[Tokens]:
-        """Sequences [S, T] as batches [B, T]: single ones on a CPU, whose caches hold them.
+        """Split sequences [S, T] into batches [B, T]: single sequences on a CPU, whose caches hold them.
 
-        On a GPU as many as memory allows, because a launch costs more than it computes of one sequence.
+        On a GPU a batch has as many as memory allows, because a launch costs more than it computes of one sequence.
         """
         on_cpu = isinstance(self.embedding, np.ndarray)
         at_once = 1 if on_cpu else max(1, _ELEMENTS // (tokens.shape[1] * self.config.ffn))
@@ -95,9 +98,10 @@ class FloatModel:
     def states(
         self, tokens: Sequence[Tokens], numerics: Numerics = EXACT, progress: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """The stream after the last layer, [B, T, H] for each tokens [B, T]; `progress` follows each sequence.
+        """Compute the stream after the last layer, [B, T, H] for each tokens [B, T].
 
-        All of them pass through a layer before the next layer is read.
+        Every stream passes through a layer before the next layer is read. `progress` is called after each sequence of a
+        layer.
         """
         states = [self.embedded(each) for each in tokens]
         for index, layer in enumerate(self.layers):
@@ -109,7 +113,7 @@ class FloatModel:
         return states
 
     def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT, *, index: int | None = None) -> Any:
-        """One layer on the stream [B, T, H] of sequences from their first token on.
+        """Run one layer on the stream [B, T, H] of sequences from their first token on.
 
         `index` is its number, which a model needs where only some layers have the window.
         """
@@ -128,13 +132,13 @@ class FloatModel:
         )
 
     def run_feed_forward(self, x: Any, layer: Layer, numerics: Numerics = EXACT, *, only: int | None = None) -> Any:
-        """The layer's second half, on the stream after attention; `only` one of the experts."""
+        """Run the layer's second half on the stream after attention; with `only`, just that expert."""
         config = self.config
         of_config: dict[str, Any] = {name: getattr(config, name) for name in ("eps", "activation", "chosen_experts")}
         return feed_forward(x, layer, **of_config, numerics=numerics, only=only)
 
     def logits(self, state: Any) -> Any:
-        """[.., V] of the stream [.., H] after the last layer."""
+        """Compute the logits [.., V] of the stream [.., H] after the last layer."""
         y = rms_norm(state, self.final_norm, self.config.eps).astype(state.dtype)
         return y @ (self.embedding if self.head is None else self.head).T
 
@@ -161,8 +165,9 @@ def perplexity(
     numerics: Numerics = EXACT,
     progress: Callable[[], None] = lambda: None,
 ) -> float:
-    """exp of the mean negative log likelihood, in nats, of each window's tokens [W, T] but the first.
+    """Compute a model's perplexity on windows of tokens [W, T].
 
+    It is exp of the mean negative log likelihood, in nats, of each window's tokens but the first.
     `progress` is called after every window of a layer and of the head. Raises ArgumentError for no window, or windows
     of a single token.
     """
@@ -177,7 +182,10 @@ def perplexity(
 
 
 def negative_log_likelihood(logits: Any, tokens: Tokens) -> float:
-    """Mean over tokens [T] of -log softmax(logits [T, V]); exponentials in the logits' dtype, sums in float64."""
+    """Compute the mean over tokens [T] of -log softmax(logits [T, V]).
+
+    Exponentials are in the logits' dtype, sums in float64.
+    """
     total = 0.0
     for start in range(0, len(tokens), _STRIP):
         some = logits[start : start + _STRIP]

@@ -21,7 +21,7 @@ def generate(
     progress: Callable[[], None] = lambda: None,
     **sampling: Any,
 ) -> Iterator[Indices]:
-    """Up to `tokens` tokens s32 [B] behind the prompts, one of every sequence at a time, each as soon as it is there.
+    """Generate up to `tokens` tokens after each prompt; yield s32 [B], one token per sequence, as each step ends.
 
     On a GPU the host reads a token while the next step runs already, and nothing else waits.
 
@@ -48,12 +48,15 @@ def generate(
 
 
 def _begin(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
-    """Start the sequences anew with these prompts, and return the logits behind them."""
+    """Start the sequences anew with these prompts, and return the logits after them."""
     return runner.prefill(prompts, progress)
 
 
 def _extend(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
-    """Append what the sequences lack of their prompts, one by one, in chunks; return the logits behind them."""
+    """Append the tokens of the prompts that the sequences lack, one sequence after the other, in chunks.
+
+    Return the logits after them.
+    """
     if len(prompts) != runner.batch:
         raise ArgumentError("prompts", f"must be {runner.batch}, one for each sequence", len(prompts))
     logits_behind = []
@@ -96,8 +99,11 @@ def _generated(
 
 
 def choose(logits: Any, sampling: Sampling, noise: Callable[[tuple[int, ...]], Any], seen: Any = None) -> Any:
-    """Tokens [B] of logits [B, V]: the likeliest, or drawn: the largest of the scores plus Gumbel's noise is a draw
-    from their softmax; -1 where the largest of the logits is not finite. `seen` tokens [B, V] are penalised."""
+    """Choose tokens [B] from logits [B, V]: the likeliest ones, or drawn ones.
+
+    The largest of the scores plus Gumbel's noise is a draw from their softmax. A token is -1 where the largest logit is
+    not finite. `seen` tokens [B, V] are penalised.
+    """
     scores = logits
     if not sampling.takes_largest:
         scores = adjust(logits.astype(np.float32), [sampling], seen)
@@ -107,12 +113,12 @@ def choose(logits: Any, sampling: Sampling, noise: Callable[[tuple[int, ...]], A
 
 
 def finite_only(tokens: Any, logits: Any) -> Any:
-    """These tokens [B], with -1 where the largest of the logits [B, V] is not finite."""
+    """Replace tokens [B] by -1 where the largest of the logits [B, V] is not finite."""
     return np.where(np.isfinite(logits.max(axis=-1)), tokens, -1)
 
 
 def _gumbel(seed: int, like: Any) -> Callable[[tuple[int, ...]], Any]:
-    """Noise f32 of any shape, where the logits are."""
+    """Return a function that draws Gumbel noise f32 of any shape, on the device if the logits are there."""
     if gpu.is_device_array(like):
         return gpu.gumbel(seed)
     rng = np.random.default_rng(seed)

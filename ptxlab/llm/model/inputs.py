@@ -119,7 +119,7 @@ def input_bytes(weight: Any, K: int) -> int:
 
 
 def takes(weight: Any, inputs: Inputs) -> bool:
-    """Tell whether these inputs are what the weight reads."""
+    """Check whether a weight can read these inputs: their type, order and sizes must be its own."""
     if not isinstance(weight, ReorderedWeight):
         return isinstance(inputs, PackedActivations)
     if weight.scheme == "fmpq":

@@ -96,7 +96,7 @@ class KernelRunner(Runner):
         self.caches = self._step(self.batch).caches
 
     def _place_layer(self, weights: LayerWeights) -> LayerWeights:
-        """A layer where its kernels run, in a layout that one of them takes."""
+        """Move a layer to where its kernels run, in a layout that one of them takes."""
         placed = weights.to_device() if self._on_gpu else weights
         layout = layout_here(weights.o.scheme, self.backend, now=weights.o.layout)
         return placed if layout == weights.o.layout else placed.in_layout(layout)
@@ -135,8 +135,11 @@ class KernelRunner(Runner):
             step.graph.replay(gpu.caller_stream())
 
     def _placed_step(self, sequence: Indices, position: Indices) -> "_Step":
-        """The step for these rows. Its numbers on the device are those before it adds `live`: they are set anew unless
-        the step before has left them so. What is set is enqueued on the caller's stream, ahead of the step."""
+        """Return the step for decoding these rows, with its numbers on the device set.
+
+        The step adds `live` to its numbers. They are set anew unless the step before has left them at the right values.
+        Writes are enqueued on the caller's stream, ahead of the step.
+        """
         step = self._step(padded_rows(len(sequence), self.batch))
         padding = (0, step.rows - len(sequence))
         live = np.pad(np.ones_like(sequence), padding)
@@ -150,8 +153,10 @@ class KernelRunner(Runner):
         return step
 
     def _placed_prompt(self, rows: Rows) -> "_Step":
-        """The step for rows of prompts, whose numbers are enqueued on the caller's stream: its sequences are those of
-        the rows, in their order, and then empty ones; or each row is a sequence."""
+        """Return the step for rows of prompts; its numbers are enqueued on the caller's stream.
+
+        Its sequences are those of the rows, in their order, followed by empty ones; or each row is a sequence.
+        """
         step = self._prompt_step(padded_rows(len(rows.token), self.chunk))
         count, padding = len(rows.token), (0, step.rows - len(rows.token))
         starts = np.arange(count)
@@ -176,7 +181,10 @@ class KernelRunner(Runner):
             target[...] = self._placed(array.astype(np.int32))
 
     def _step(self, rows: int) -> "_Step":
-        """The decoding step of so many rows; on a GPU it is captured at its first use, when it writes nothing."""
+        """Return the decoding step of `rows` rows.
+
+        On a GPU it is captured at its first use, when it writes nothing.
+        """
         if rows not in self._steps:
             caches = self._caches(rows)
             buffers = _sharing(self._steps, self._buffers(caches[0]))
@@ -184,7 +192,10 @@ class KernelRunner(Runner):
         return self._steps[rows]
 
     def _prompt_step(self, rows: int) -> "_Step":
-        """The step of so many rows of prompts; on a GPU it is captured at its first use, when it writes nothing."""
+        """Return the step of `rows` rows of prompts.
+
+        On a GPU it is captured at its first use, when it writes nothing.
+        """
         if rows not in self._prompt_steps:
             in_chunks = self.cache in CHUNKED
             caches = self._caches(self.batch if in_chunks else rows)
@@ -193,7 +204,7 @@ class KernelRunner(Runner):
         return self._prompt_steps[rows]
 
     def _caches(self, sequences: int) -> list[KVCache]:
-        """The caches of all layers for so many sequences, with a block table and lengths of their own."""
+        """Build every layer's cache for `sequences` sequences, with a block table and lengths of their own."""
         shapes = (sequences, self.max_pages), (sequences,)
         table, lengths = (np.zeros(shape, np.int32, like=self._embedding) for shape in shapes)
         layers = zip(self._layers, self._pools, strict=True)
@@ -210,25 +221,28 @@ class KernelRunner(Runner):
         return step
 
     def _forward(self, b: "_Step") -> None:
-        """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
+        """Run every layer and the last norm for the rows of a step.
+
+        On a GPU this only enqueues and allocates nothing.
+        """
         for call in self._work(b):
             call()
 
     def _work(self, b: "_Step") -> Iterator[Callable[[], Any]]:
-        """The calls of `_forward`, those of a layer looked at before the first of them is made."""
+        """Yield the calls of `_forward`; a layer's arguments are checked before the first of its calls is made."""
         yield partial(self._begin, b)
         for layer in self._calls(b):
             yield from layer
         yield partial(self._end, b)
 
     def _begin(self, b: "_Step") -> None:
-        """What comes ahead of the first layer."""
+        """Fill the step's input and clear its residual stream before the first layer."""
         b.begin()
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)
 
     def _end(self, b: "_Step") -> None:
-        """The last norm. What it quantises nobody reads."""
+        """Run the last norm. Its quantised output is not used."""
         weight = self._layers[-1].qkv
         out: dict[str, Any] = {"normed": b.normed, **into(weight, b.buffers.qkv_in)}
         last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
@@ -236,7 +250,7 @@ class KernelRunner(Runner):
         calls_of(weight).normed(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
     def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
-        """Of every layer."""
+        """Yield the calls of each layer."""
         how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self.backend}
         how["query_start_loc"] = b.starts
         x = b.x
@@ -246,18 +260,22 @@ class KernelRunner(Runner):
             x = b.buffers.result(b.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:
-        """The calls of every layer in a decoding launch of so many rows, to be made one by one: the next launch undoes
-        them but for the last tokens in the cache."""
+        """Return the calls of every layer in a decoding launch of `rows` rows, to be made one by one.
+
+        The next launch undoes them, except for the last tokens in the cache.
+        """
         return list(self._calls(self._step(padded_rows(rows, self.batch))))
 
     def logits(self, rows: int, head: "LMHead | None" = None) -> Any:
-        """Return the logits f16 [rows, V] of a head alone, by default its own, of the last decoding launch of so many
-        rows."""
+        """Return the logits f16 [rows, V] of the last decoding launch of `rows` rows, by a head alone.
+
+        The head is by default the runner's own.
+        """
         return (head or self._head)(self._step(padded_rows(rows, self.batch)).normed[:rows])
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Inside, the launches of steps are made one by one instead of as a graph."""
+        """Launch the kernels of steps one by one, without a graph, inside this context."""
         self._eager = True
         try:
             yield
@@ -289,7 +307,7 @@ class LMHead:
     programmatic: bool = True
 
     def __call__(self, normed: Any) -> Any:
-        """Logits f16 [R, V] of the normalised stream [R, H], f16 or bf16."""
+        """Compute logits f16 [R, V] from the normalised stream [R, H], f16 or bf16."""
         if isinstance(self.weight, Level1Weight):
             x = quantize_activations(normed, backend=self.backend)
             logits = gemm_w8a8(x, self.weight, backend=self.backend, programmatic=self.programmatic)
@@ -333,7 +351,7 @@ class _Step:
 
     @classmethod
     def of(cls, buffers: LayerBuffers, caches: Sequence[KVCache], *, prompts: bool) -> Self:
-        """Make a step of these buffers' rows, which see and write nothing yet."""
+        """Make a step for as many rows as the buffers have; its rows see and write nothing yet."""
         R, H = buffers.qkv_in.M, buffers.config.hidden
 
         def zeros(*shape: int, of: Any = np.int32) -> Any:
@@ -362,7 +380,7 @@ class _Step:
 
     @property
     def lengths(self) -> Any:
-        """Of the caches' sequences, s32 [R] of decoding, [B] of prompts."""
+        """Lengths of the caches' sequences, s32: [R] for decoding, [B] for prompts."""
         return self.caches[0].lengths
 
     def begin(self) -> None:

@@ -33,7 +33,7 @@ ORDER = "row_major"  # of activations: at no batch is another one faster over al
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Routing:
-    """What lies between the launches of experts only.
+    """Buffers between the launches that only layers of experts have.
 
     Attributes:
         tokens: normalised and quantised, row-major [M, H].
@@ -107,10 +107,13 @@ class LayerBuffers:
         residual_epilogue: bool | None = None,
         own_keys: bool = False,
     ) -> Self:
-        """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
+        """Allocate buffers for layers like this one, on the cache's batch.
+
+        Arrays are of the cache's library, on its device.
 
         With `tokens`, for launches of so many rows of prompts (`layer_calls` with `query_start_loc`), which with
         `own_keys` attend to their own keys and values in 16 bits.
+
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones. There is
         a `residual_epilogue` by default where there are no experts and the weights are in strips. Launches are
         `programmatic` by default where the products' kernels wait for each other: of weights in strips.
@@ -181,7 +184,10 @@ class LayerBuffers:
         )
 
     def result(self, residual: Any) -> Any:
-        """What a layer on this residual stream returns: `hidden`, or the stream if the last product adds to that."""
+        """Return the array that holds a layer's output for this residual stream.
+
+        It is `hidden`, or the stream itself if the last product adds to that.
+        """
         return residual if self.residual_epilogue and self.routing is None else self.hidden
 
 
@@ -198,7 +204,7 @@ def decode_layer(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """One layer of decoding: a token of every sequence, over its cache, to which the token's key and value are added.
+    """Decode one token of every sequence through one layer; the token's key and value are added to the cache.
 
     On the GPU it only enqueues, on the caller's stream, and after the first call allocates nothing, so that it can be
     captured into a CUDA graph and replayed on other tokens, slots, positions, lengths, tables. One GPU's share of a
@@ -236,7 +242,7 @@ def decode_layer(
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of the chain that a layer is.
+    """A call in the chain of calls that a layer consists of.
 
     Attributes:
         name: of a product that of its weight, of another call that of what it writes, in `LayerBuffers`.
@@ -254,7 +260,7 @@ class LayerCall:
 
     @property
     def launches(self) -> int:
-        """How many kernels it launches."""
+        """Number of kernels that the call launches."""
         return 2 if self.function is route_tokens else 1
 
 
@@ -272,7 +278,7 @@ def layer_calls(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> list[LayerCall]:
-    """The calls that `decode_layer` of the same arguments makes, in order; none has been made.
+    """Return the calls that `decode_layer` of the same arguments makes, in order, without making them.
 
     With `query_start_loc`, s32 [B + 1], the rows are tokens of prompts (`attention_kv4`), M of any number, and buffers
     made for so many `tokens`. Rows behind the last start are padding: their slots must be -1.
@@ -421,7 +427,7 @@ def _check_weights(weights: Any) -> None:
 
 
 def _ends_gated(weights: LayerWeights) -> bool:
-    """Whether the product of gate and up ends with SiLU·mul."""
+    """Check whether the product of gate and up ends with SiLU·mul."""
     return getattr(weights.gate_up, "interleaved", False)
 
 

@@ -60,7 +60,7 @@ class Footprint:
         cache: str = "kv4",
         own_keys: str = "cache",
     ) -> "Footprint":
-        """Of a model of this shape, with a cache of that scheme.
+        """Compute the footprint of a model of this shape, with a cache of the given scheme.
 
         `weights` are the bytes of its layers, `layer_bytes` of the scheme and group if None; `inputs` those of a token
         between the kernels, as a layer's products read it, W4A8's if None.
@@ -112,28 +112,34 @@ class Footprint:
         cache: str | None = None,
         own_keys: str = "cache",
     ) -> "Footprint":
-        """Of this very model; `cache` is its own by default."""
+        """Compute the footprint of a loaded model; `cache` is the model's own by default."""
         options: dict[str, Any] = {"chunk": chunk, "head": head, "own_keys": own_keys, **weights_of(model)}
         return cls.of(model.config, batch, context, cache=model.cache if cache is None else cache, **options)
 
     @property
     def fixed(self) -> int:
-        """All but the pages."""
+        """Bytes of everything but the pages."""
         return self.weights + self.ends + self.buffers + self.reserve
 
     def total(self, pages: int) -> int:
-        """With so many pages."""
+        """Compute the bytes with `pages` pages."""
         return self.fixed + pages * self.page
 
     def most_pages(self, gigabytes: float) -> int:
-        """Pages that fit `gigabytes` (10^9 bytes) beside the rest. Raises ArgumentError, with the figures, for none."""
+        """Count the pages that fit in `gigabytes` (10^9 bytes) beside the rest.
+
+        Raises ArgumentError, with the figures, if not one fits.
+        """
         pages = (budget(gigabytes) - self.fixed) // self.page
         if pages < 1:
             raise ArgumentError("memory", f"must be at least {self.needed(1)}", f"{gigabytes:g} GB")
         return pages
 
     def needed(self, pages: int) -> str:
-        """GB in all with so many pages, rounded up, so that a `budget` of these suffices, and what they consist of."""
+        """Describe the memory needed with `pages` pages: the sum in GB and its parts.
+
+        The sum is rounded up, so that a `budget` of these GB suffices.
+        """
         gigabytes = ceil_div(self.total(pages), 10**7) / 100
         return f"{gigabytes:.2f} GB: {self} + {pages * self.page / 1e9:.2f} GB of {pages} pages"
 
@@ -144,7 +150,10 @@ class Footprint:
 
 
 def weights_of(model: QuantizedModel) -> dict[str, Any]:
-    """What `Footprint.of` cannot count from the shapes of this very model; the scheme of its cache is not among it."""
+    """Return the options of `Footprint.of` that depend on a loaded model's weights and not only on its shapes.
+
+    The scheme of its cache is not among them.
+    """
     layers = model.layers
     footprint_options = {"weights": sum(layer.nbytes for layer in layers), "dtype": layers[0].dtype}
     if not layers[0].four_bit_inputs:
@@ -154,7 +163,10 @@ def weights_of(model: QuantizedModel) -> dict[str, Any]:
 
 
 def budget(gigabytes: float) -> int:
-    """Bytes of so many gigabytes (10^9 bytes). Raises ArgumentError for what is no number above 0, up to 10^9."""
+    """Convert gigabytes (10^9 bytes) to bytes.
+
+    Raises ArgumentError unless it is a number above 0, up to 10^9.
+    """
     if not isinstance(gigabytes, int | float) or not 0 < gigabytes <= 10**9:
         raise ArgumentError("memory", "must be a number of gigabytes above 0, at most 10^9", repr(gigabytes))
     return round(gigabytes * 10**9)
@@ -163,7 +175,7 @@ def budget(gigabytes: float) -> int:
 def largest_batch(
     config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, pages: int | None = None, **how: Any
 ) -> int:
-    """How many sequences of so many tokens fit a memory at once, up to `most`; 0 where not one does.
+    """Find the largest batch of sequences of `tokens` tokens that fits in memory, up to `most`; 0 if not one fits.
 
     `pages` are as many as all of them need, unless a number is given, which they share; `how` is that of
     `Footprint.of`. Raises ArgumentError where even the weights do not fit.
@@ -189,14 +201,14 @@ def require_batch(
 
 
 def excess(config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any) -> int:
-    """Bytes that such a batch needs beyond a memory; 0 or below where it fits."""
+    """Compute the bytes by which a batch exceeds `gigabytes`; 0 or below if it fits."""
     require_integer("batch", batch, 1)
     footprint = Footprint.of(config, batch, tokens, **how)
     return footprint.total(batch * ceil_div(tokens, PAGE) if pages is None else pages) - budget(gigabytes)
 
 
 def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: str = "strips") -> int:
-    """Bytes of a layer's weights (`LayerWeights.nbytes`), which need not exist."""
+    """Compute the bytes of a layer's weights (`LayerWeights.nbytes`) without making them."""
     total = 2 * config.hidden * _HALF
     for name, (N, K) in config.matrices.items():
         shapes = buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else group)

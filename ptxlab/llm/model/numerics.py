@@ -60,7 +60,10 @@ class FakeQuantized(Numerics):
         return super().product(name, seen, layer)
 
     def input(self, x: Floats, order: Any = None, int8: Any = None) -> Floats:
-        """x [.., K] as a GEMM sees it. The last result of a thread is kept: several matrices read the same input."""
+        """Round x [.., K] as the kernel that quantises a GEMM's input does.
+
+        A thread keeps its last array, because several matrices read the same input.
+        """
         if self.acts is None:
             return x
         given = x, order, int8
@@ -100,7 +103,7 @@ class FakeQuantized(Numerics):
         return together if order is None else together[:, np.argsort(order)]
 
     def _in_blocks(self, x: Floats, int8: int) -> Floats:
-        """COMET's: the last blocks in INT8."""
+        """Round x [M, K] in COMET's blocks, the last `int8` of them to INT8 and the others to INT4."""
         if self.group is None or x.shape[1] % self.group or int8 * self.group > x.shape[1]:
             raise ArgumentError("group", f"must divide {x.shape[1]} channels, {int8} groups in INT8", self.group)
         at = x.shape[1] - int8 * self.group
@@ -110,21 +113,21 @@ class FakeQuantized(Numerics):
 
 
 def per_token(x: Floats) -> Floats:
-    """x [M, K] as INT8 per token and back, by the scales of `quantize_activations`."""
+    """Round x [M, K] to INT8 per token and back, by the scales of `quantize_activations`."""
     scale = token_scales(x)[:, None]
     seen: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
     return seen
 
 
 def _in_groups(x: Floats, group: int, bits: int, steps: float, clip: float = 1.0) -> Floats:
-    """x [M, K] as integers of so many bits and back, a scale per group in FP16."""
+    """Round x [M, K] to integers of `bits` bits and back, with a scale per group in FP16."""
     q, scale = integer_groups("activations", x.reshape(len(x), -1, group), bits, steps, clip=clip)
     seen: Floats = dequantized(q.reshape(x.shape), scale).astype(x.dtype)
     return seen
 
 
 def _in_16_bits(x: Floats) -> Floats:
-    """x [M, K] as integers of 16 bits and back, a scale per row."""
+    """Round x [M, K] to integers of 16 bits and back, with a scale per row."""
     most = 2**15 - 1
     largest = np.abs(x).max(axis=1, keepdims=True)
     scale = np.where(largest > 0, largest / most, 1).astype(x.dtype)

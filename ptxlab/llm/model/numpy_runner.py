@@ -52,23 +52,23 @@ class IntegerProduct:
         self.pieces = integers.astype(np.float32).reshape(N, pieces, -1).transpose(1, 2, 0)  # [pieces, K/pieces, N]
 
     def quantized(self, y: F32) -> QuantizedActivations:
-        """The input y f32 [M, K] as it is read."""
+        """Quantise the input y f32 [M, K] as the kernel reads it."""
         return quant.quantize_activations(y)
 
     def gated(self, gate_up: F32, activation: int, dtype: int) -> QuantizedActivations:
-        """The gate of gate_up [M, 2·K] as it is read."""
+        """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
         x_q, scale, token_sum = gated_and_quantized(gate_up, 1, 32, activation, dtype)
         return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))
 
     def accumulators(self, x_q: S8) -> S32:
-        """x_q s8 [M, K] times the weight, s32 [M, N]."""
+        """Multiply x_q s8 [M, K] by the weight: s32 [M, N]."""
         M, pieces = len(x_q), len(self.pieces)
         sums = x_q.astype(np.float32).reshape(M, pieces, -1).transpose(1, 0, 2) @ self.pieces
         total: S32 = sums.astype(np.int32).sum(axis=0, dtype=np.int32)
         return total
 
     def __call__(self, x: QuantizedActivations, dtype: str) -> F32:
-        """The product as the kernel stores it, f32 [M, N]."""
+        """Compute the product as the kernel stores it, f32 [M, N]."""
         return floats(reference.gemm_epilogue(self.accumulators(x.q), x.scale, self.scale, self.bias, dtype))
 
 
@@ -86,11 +86,11 @@ class GroupProduct:
         self.quantized, self.bias = weight.quantized, bias
 
     def gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
-        """The gate of gate_up [M, 2·K] as it is read."""
+        """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
         return self.quantized(gated(gate_up, activation, dtype)[0].astype(np.float32))
 
     def __call__(self, x: AtomRows | BlockRows, dtype: str) -> F32:
-        """The product as the kernel stores it, f32 [M, N]."""
+        """Compute the product as the kernel stores it, f32 [M, N]."""
         if isinstance(x, AtomRows):
             parts, scales = [*np.split(x.q4, x.scale4.shape[1], axis=1), x.q8], x.scales
         else:
@@ -199,7 +199,7 @@ class NumpyRunner(Runner):
         return stored(normed, dtype)
 
     def _ffn(self, gate_up: Any, down: Any, x: Any, rows: Rows) -> F32:
-        """Give the feed-forward part of rows [R, H] as they are read, f32 [R, H]."""
+        """Compute the feed-forward part of quantised rows: f32 [R, H]."""
         activation = reference.ACTIVATIONS.index(self.config.activation)
         both = self._finite(gate_up(x, self._dtype), rows)
         product: F32 = down(down.gated(both, activation, DTYPES.index(self._dtype)), self._dtype)
@@ -221,7 +221,10 @@ class NumpyRunner(Runner):
         return as_stored(reference.combined(outputs, place, share.astype(np.float32)), self._dtype)
 
     def _finite(self, x: F32, rows: Rows) -> F32:
-        """x with zeros in rows that are not finite. From there on their sequences have no logits; others go on."""
+        """Set rows of x that are not finite to zeros.
+
+        From there on their sequences have no logits; others go on.
+        """
         lost = np.flatnonzero(~np.isfinite(x).all(axis=1))
         np.minimum.at(self._lost, rows.sequence[lost], rows.position[lost])
         x[lost] = 0
@@ -231,7 +234,7 @@ class NumpyRunner(Runner):
         return self._finite(normalized(stream, gamma, self.config.eps), rows)
 
     def _normed(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, F32]:
-        """The stream with x added, and what RMSNorm makes of it."""
+        """Add x to the stream; return the stream and its RMSNorm."""
         stream = as_stored(x + stream, self._dtype)
         return stream, self._normalized(stream, gamma, rows)
 
@@ -242,7 +245,10 @@ class NumpyRunner(Runner):
         self._keys[i, slots], self._values[i, slots] = keys.dequantize(), values.dequantize()
 
     def _attend(self, i: int, q: F32, rows: Rows, of_chunk: tuple[F32, F32] | None) -> F32:
-        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once. `of_chunk`: the rows' keys, values."""
+        """Compute attention of rotated queries [R, Hq, D] in float64, rounded once: f32 [R, Hq·D].
+
+        `of_chunk` has the rows' keys and values.
+        """
         result, config, q = np.empty_like(q), self.config, self.caches[i].rotate(q)
         how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):

@@ -41,7 +41,7 @@ class Pages:
         return page
 
     def share(self, tokens: Sequence[int]) -> list[int]:
-        """Take the pages that hold the beginning of these tokens, for one more sequence, in order."""
+        """Take the pages that hold the beginning of these tokens for one more sequence; return them in order."""
         shared = []
         for prefix in prefixes(tokens):
             page = self._by_prefix.get(prefix)
@@ -62,7 +62,7 @@ class Pages:
                 self._by_prefix[prefix], self._prefix_of[page] = page, prefix
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back a sequence's pages. Those that are nobody's then are free; the first ones are kept longest."""
+        """Give back a sequence's pages. Pages that no sequence holds then are free; the first ones are kept longest."""
         for page in reversed(pages):
             self.users[page] -= 1
             if not self.users[page]:

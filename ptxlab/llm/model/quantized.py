@@ -26,7 +26,10 @@ OF_EXPERTS = ("gate_up", "down")  # products that each expert has of its own
 
 
 def fused_parts(config: Config) -> dict[str, tuple[str, ...]]:
-    """The matrices of each product in the order of a layer: `FUSED`; with experts `gate_up.0`, `down.0` and so on."""
+    """Return the matrices of each product, in the order of a layer.
+
+    They are `FUSED`; with experts `gate_up.0`, `down.0` and so on.
+    """
     if not config.experts:
         return FUSED
     parts = {name: parts for name, parts in FUSED.items() if name not in OF_EXPERTS}
@@ -81,7 +84,7 @@ class QuantizedModel:
         dtype: str = "float16",
         progress: Callable[[str], None] = lambda label: None,
     ) -> Self:
-        """The model's weights rounded to nearest, without calibration.
+        """Round a model's weights to nearest, without calibration.
 
         Args:
             model: NumPy arrays.
@@ -118,9 +121,9 @@ def packed_layer(
     cache: str = DEFAULT_CACHE,
     unchecked: bool = False,
 ) -> LayerWeights:
-    """A layer for the kernels: norms, biases and router of the float layer, quantised matrices by `fused_parts`.
+    """Build a layer for the kernels: norms, biases and router of the float layer, quantised matrices by `fused_parts`.
 
-    Those of W4A4 are packed already. With the float layer's constants of a `cache` by channel.
+    Matrices of W4A4 are packed already. The float layer's constants of a `cache` by channel are included.
     """
     parts: dict[str, Any] = {
         name: weight if isinstance(weight, ReorderedWeight) else pack(weight, layout, unchecked=unchecked)
@@ -141,7 +144,10 @@ def packed_layer(
 
 
 def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
-    """embedding, final_norm and head of a `QuantizedModel`; the norm is in the layers' dtype."""
+    """Return embedding, final_norm and head of a `QuantizedModel`.
+
+    The norm is in the layers' dtype.
+    """
     return {
         "embedding": _narrowed("embedding", model.embedding, "float16"),
         "final_norm": _narrowed("final_norm", model.final_norm, dtype),
@@ -150,7 +156,7 @@ def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
 
 
 def _narrowed(name: str, x: Any, dtype: str) -> Any:
-    """x in 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
+    """Convert x to 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
     low, high = extremes(name, x)
     largest, most = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
     if dtype == "float16" and largest > most:
@@ -159,9 +165,9 @@ def _narrowed(name: str, x: Any, dtype: str) -> Any:
 
 
 def layer_floats(layer: LayerWeights) -> Layer:
-    """A packed layer dequantised to float32, by the names of `decoder.decoder_layer`; of W4A4 with its orders.
+    """Dequantise a packed layer to float32, by the names of `decoder.decoder_layer`.
 
-    With `k_channel` and `v_channel` where it has constants of a cache.
+    W4A4 adds the orders of channels, a cache's constants by channel add `k_channel` and `v_channel`.
     """
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
@@ -184,13 +190,13 @@ def layer_floats(layer: LayerWeights) -> Layer:
 
 
 def product_weight(layer: LayerWeights, name: str) -> Any:
-    """The packed weight of a product by its name in `fused_parts`."""
+    """Return the packed weight of a product by its name in `fused_parts`."""
     expert = expert_of(name)
     return getattr(layer, name) if expert is None else getattr(layer, name.partition(".")[0]).expert(expert)
 
 
 def numerics_of(layer: LayerWeights) -> FakeQuantized:
-    """How a model of such layers computes: the activations that its kernels read, and its cache."""
+    """Return the numerics of a model of such layers: the activations that its kernels read, and its cache."""
     weight = layer.qkv
     if not isinstance(weight, ReorderedWeight):
         return FakeQuantized(kv=layer.cache)

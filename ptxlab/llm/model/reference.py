@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What a layer is given, copied before it runs, as it writes the residual and the cache.
+    """Inputs of a layer, copied before it runs, as it writes the residual and the cache.
 
     `x` is None where it is the residual itself, to which nothing is added.
     """
@@ -67,7 +67,7 @@ class LayerInputs:
 
     @classmethod
     def of(cls, x: Any, residual: Any, cache: KVCache, slots: Any, rope: tuple[Any, ...]) -> "LayerInputs":
-        """Copies, as NumPy's or CuPy's, of arrays of any library."""
+        """Copy arrays of any library to NumPy's or CuPy's."""
         if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
             got = f"{type(cache).__name__}, {type(rope).__name__}"
             raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
@@ -82,10 +82,11 @@ def exact(
     *,
     residual_epilogue: bool = False,
 ) -> dict[str, Step]:
-    """Every step of a layer by its name in `LayerBuffers`, and `pool` and `residual`.
+    """Compute every step of a layer, by its name in `LayerBuffers`, and `pool` and `residual`.
 
-    `left` is what launches have left, by step (`left_by`): where it is there, what follows goes on from that. With
-    `residual_epilogue` the products that go to the residual stream leave nothing but that, behind the last of them.
+    `left` has the outputs that launches wrote, by step (`left_by`); where a step has one, the next steps continue from
+    it. With `residual_epilogue` the products that add to the residual stream write only the stream, after the last of
+    them.
     """
     config, dtype = weights.config, weights.dtype
     steps: dict[str, Step] = {}
@@ -174,7 +175,7 @@ def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, re
 
 
 def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
-    """(hidden, residual) f64 [M, H] of the weights as they are packed and the tokens as they lie in the cache.
+    """Compute (hidden, residual) f64 [M, H] from the packed weights and the tokens as they lie in the cache.
 
     Nothing else is quantised: neither activations nor the new token's key and value. Angles are float32, as always.
     """
@@ -227,7 +228,10 @@ def _norm(stream: Any, gamma: Any, eps: float) -> Any:
 
 
 def _chosen(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, Allowed]:
-    """chosen and share of `RoutedTokens`, of logits in the kernel's order of additions; and the shares' error."""
+    """Compute chosen and share of `RoutedTokens`, and the error that the shares may have.
+
+    Logits are added in the kernel's order.
+    """
     logical = {"x": floats(on_host(y)), "router": floats(on_host(router)), "k": k}
     config = {"IN": DTYPES.index(dtype)}
     right = CHOOSE.expected(logical, config)
@@ -242,14 +246,14 @@ def _taken(x: QuantizedActivations, rows: Any) -> QuantizedActivations:
 
 
 def _angles(given: LayerInputs) -> tuple[Any, Any]:
-    """(cos, sin) f32 [M, D/2] of the tokens."""
+    """Return (cos, sin) f32 [M, D/2] of the tokens."""
     cos, sin, *positions = given.rope
     at = positions[0] if positions else slice(len(given.residual))
     return cos[at], sin[at]
 
 
 def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> tuple[Any, Any]:
-    """Queries [M, Hq, D], and the pool with the new tokens."""
+    """Rotate queries and append the new tokens; return queries [M, Hq, D] and the pool."""
     cache = replace(given.cache, pool=given.cache.pool.copy())
     heads = floats(qkv).reshape(len(qkv), -1, cache.head_dim)
     Hkv, angles = cache.num_kv_heads, _angles(given)
@@ -261,7 +265,7 @@ def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> 
 
 
 def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[Any, Allowed]:
-    """[M, Hq, D] rounded from float64, and how far from that the kernel may be."""
+    """Compute attention [M, Hq, D], rounded from float64, and the error that the kernel may have."""
     logical = {"q": floats(q)[:, None], "cache": cache, "blocks": 1, "window": window or 0}
     logical["softmax_scale"] = cache.head_dim**-0.5
     config = {"BF16": int(dtype == "bfloat16")}
@@ -270,7 +274,7 @@ def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[
 
 
 def _ended_gated(x: QuantizedActivations, weight: PackedWeight, dtype: str) -> tuple[Any, Allowed]:
-    """SiLU(gate) · up [M, F] in float64, rounded to the dtype, and how far from that the epilogue may be."""
+    """Compute SiLU(gate) · up [M, F] in float64, rounded to the dtype, and the error that the epilogue may have."""
     gate_up, OUT = on_host(multiply(x, weight, "float32")), DTYPES.index(dtype)
     return beside(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
 

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     position: Indices
 
     def part(self, start: int, stop: int) -> "Rows":
-        """Rows start..stop - 1."""
+        """Return rows start..stop - 1."""
         return Rows(*(array[start:stop] for array in self))
 
 
@@ -54,12 +54,15 @@ def launch_sizes(largest: int) -> list[int]:
 
 
 def padded_rows(rows: int, largest: int) -> int:
-    """Return the size in `launch_sizes` of the launch that so many rows go into."""
+    """Return the number of rows of the launch for n rows: the next of `launch_sizes`."""
     return min(largest, 1 << (rows - 1).bit_length())
 
 
 def quantized_head(head: Any) -> Level1Weight:
-    """An LM head f16 or f32 [V, H], NumPy, in INT8 with a scale per row; rows of zeros pad it to a multiple of 8."""
+    """Quantise an LM head f16 or f32 [V, H], NumPy, to INT8 with a scale per row.
+
+    Rows of zeros pad it to a multiple of 8.
+    """
     return quantize_level1(np.pad(head, ((0, -len(head) % HEAD_ROWS), (0, 0))), 127)
 
 
@@ -104,10 +107,10 @@ class Runner(ABC):
         rotated: bool | None = None,
         own_keys: str = "cache",
     ) -> None:
-        """`pages` are as many as all sequences can need, unless a number is given.
+        """Prepare a runner of `batch` sequences of up to `context` tokens.
 
-        `cache` is the scheme that the model is calibrated for, by default. Keys are `rotated` by default unless it is
-        by channel.
+        By default there are as many `pages` as all sequences can need, and `cache` is the scheme that the model is
+        calibrated for. Keys are `rotated` by default unless it is by channel.
         """
         if not isinstance(model, self.runs):
             raise ArgumentError("model", f"must be a {self.runs.__name__}", type(model).__name__)
@@ -171,7 +174,7 @@ class Runner(ABC):
         return ceil_div(self.context, PAGE)
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None) -> Any:
-        """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.
+        """Start the sequences anew with these tokens, and return the logits f16 [B, V] after each prompt.
 
         `progress` is called after each chunk.
 
@@ -196,7 +199,7 @@ class Runner(ABC):
             return self._logits(np.concatenate(last))
 
     def extend(self, new: Mapping[int, Sequence[int]]) -> Any:
-        """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] behind each part.
+        """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] after each part.
 
         Raises ArgumentError for more of them, an empty part, a token outside the vocabulary, or where no room is left.
         """
@@ -216,11 +219,14 @@ class Runner(ABC):
         """
 
     def lacking(self, b: int, tokens: int) -> int:
-        """Pages that sequence b needs for so many more tokens beyond those that it has."""
+        """Count the further pages that sequence b needs for `tokens` more tokens."""
         return max(0, ceil_div(int(self.lengths[b]) + tokens, PAGE) - int(self.held[b]))
 
     def reserve(self, b: int, tokens: int) -> bool:
-        """Whether sequence b has pages for so many more tokens, which it takes from the free ones: all or none."""
+        """Reserve pages for `tokens` more tokens of sequence b from the free pages.
+
+        Return True if it got every page; if there are too few it takes none and returns False.
+        """
         needed, held = self.lacking(b, tokens), int(self.held[b])
         if needed > len(self.page_pool.free):
             return False
@@ -243,12 +249,12 @@ class Runner(ABC):
         self.page_pool.hold(tokens, self.table[b, : self.held[b]].tolist())
 
     def release(self, b: int) -> None:
-        """Empty sequence b: pages that are of no other are free."""
+        """Empty sequence b; pages that no other sequence holds become free."""
         self.page_pool.release(self.table[b, : self.held[b]].tolist())
         self.held[b] = self.lengths[b] = 0
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
-        """Its tokens. Raises ArgumentError for an empty one, or a token outside the vocabulary."""
+        """Return a prompt's tokens. Raises ArgumentError for an empty prompt, or a token outside the vocabulary."""
         if _as_array(prompt).size == 0:
             raise ArgumentError("prompt", "must have 1 token or more", 0)
         tokens: list[int] = self._checked("prompt", prompt).tolist()
@@ -256,15 +262,15 @@ class Runner(ABC):
 
     @abstractmethod
     def _run(self, rows: Rows) -> Any:
-        """The normalised stream after the last layer, [R, H] of the layers' dtype, for one launch's rows."""
+        """Run one launch's rows; return the normalised stream after the last layer, [R, H] of the layers' dtype."""
 
     @abstractmethod
     def _logits(self, normed: Any) -> Any:
-        """f16 [R, V]."""
+        """Compute the logits f16 [R, V] of the normalised stream."""
 
     @contextmanager
     def _appended(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
-        """The rows of these tokens, by which their sequences have `_grown` inside."""
+        """Yield the rows of new tokens; within the context their sequences have `_grown` by them."""
         at, counts = list(new), [len(tokens) for tokens in new.values()]
         first = self.lengths[at]
         positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
@@ -301,14 +307,14 @@ class Runner(ABC):
         return slots
 
     def _sequences(self, at: Sequence[int] | None) -> list[int]:
-        """Which sequences. Raises ArgumentError for one that is not there, or is named twice."""
+        """Return the sequences named by `at`. Raises ArgumentError for one that does not exist, or is named twice."""
         chosen = list(range(self.batch) if at is None else at)
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.batch)):
             raise ArgumentError("at", f"must be sequences in 0..{self.batch - 1}, each once", chosen)
         return chosen
 
     def _checked(self, name: str, tokens: Any, n: int | None = None) -> Indices:
-        """Tokens s32 [n]; raises ArgumentError for anything else, and for one outside the vocabulary."""
+        """Return tokens as s32 [n]. Raises ArgumentError for anything else, and for a token outside the vocabulary."""
         array, most = _as_array(tokens), self.config.vocabulary - 1
         if array.ndim != 1 or array.dtype.kind not in "iu" or n not in (None, len(array)):
             raise ArgumentError(name, f"must be integers [{n or 'n'}]", f"{array.dtype} {list(array.shape)}")
@@ -319,7 +325,10 @@ class Runner(ABC):
 
 
 def _as_array(tokens: Any) -> npt.NDArray[Any]:
-    """Lists of unlike lengths become an array of objects, which is refused by its dtype."""
+    """Convert tokens to an array.
+
+    Lists of unlike lengths become an array of objects, which is refused by its dtype.
+    """
     try:
         return np.asarray(tokens)
     except ValueError:

@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 
 def each_stream(function: Callable[[Any], Made], streams: Sequence[Any]) -> Iterator[Made]:
-    """`function` of every stream [B, T, H], in order; it may be called from several threads at once.
+    """Yield `function` of every stream [B, T, H], in order; it may be called from several threads at once.
 
     NumPy computes what lies between products on one core, so that on a CPU a core takes a stream, up to eight at once.
     BLAS has what threads are left for each, in the whole process, until the last result is taken. One after the other

@@ -30,9 +30,10 @@ RANDOM_OUTLIERS = 128  # channels in INT8 of random W4A4 weights, as Atom has th
 def quantiser(
     scheme: str, rounding: quant.Rounding = "nearest", protective_range: int = quant.PROTECTIVE_RANGE
 ) -> Callable[[Any, int], QuantizedWeight]:
-    """Of a matrix [N, K] in groups of so many; ArgumentError for an unknown scheme.
+    """Return the function that quantises a matrix [N, K] in groups of a given size.
 
-    `rounding` is of LQQ's scales, `protective_range` of level 1, which qoq_channel has not got.
+    `rounding` is of LQQ's scales, `protective_range` of level 1, which qoq_channel has not got. Raises ArgumentError
+    for an unknown scheme.
     """
     known: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
         "lqq": lambda w, group: quant.quantize_lqq(w, group, protective_range, rounding),
@@ -46,7 +47,7 @@ def quantiser(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One layer, NumPy or CuPy arrays; with experts, `gate_up` and `down` are all of theirs.
+    """Weights of one layer, NumPy or CuPy arrays; with experts, `gate_up` and `down` hold every expert's.
 
     The matrices are W4A8's (`PackedWeight`) or, all of them, W4A4's (`ReorderedWeight`).
 
@@ -126,7 +127,7 @@ class LayerWeights:
         dtype: str = "float16",
         on_device: bool = False,
     ) -> Self:
-        """Random weights of standard deviation K^-0.5: a block of each matrix is quantised and repeated.
+        """Make random weights of standard deviation K^-0.5: a block of each matrix is quantised and repeated.
 
         Args:
             config: of the layer.
@@ -179,17 +180,17 @@ class LayerWeights:
 
     @property
     def four_bit_inputs(self) -> bool:
-        """Whether its matrices are W4A4's, which read 4-bit activations."""
+        """True if the matrices are W4A4's, which read 4-bit activations."""
         return isinstance(self.qkv, ReorderedWeight)
 
     @property
     def dtype(self) -> str:
-        """Of what lies between the kernels, by name."""
+        """Name of the dtype of activations between the kernels."""
         return dtype_of(self.input_norm)
 
     @property
     def parts(self) -> dict[str, Any]:
-        """All weights and constants that the layer has, by attribute."""
+        """Weights and constants that the layer has, by attribute."""
         named = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "cache")}
         return {name: part for name, part in named.items() if part is not None}
 
@@ -199,7 +200,7 @@ class LayerWeights:
         return sum(int(part.nbytes) for part in self.parts.values())
 
     def in_layout(self, layout: str) -> "LayerWeights":
-        """The same weights with every matrix but those of experts packed so, bit for bit, where they lie."""
+        """Repack every matrix but those of experts in a layout, bit for bit, where it lies."""
         repacked: dict[str, Any] = {}
         for name, part in self.parts.items():
             if getattr(part, "layout", layout) == layout:
@@ -211,7 +212,7 @@ class LayerWeights:
         return replace(self, **repacked)
 
     def to_device(self) -> "LayerWeights":
-        """The same on the GPU, NumPy arrays copied. Raises UnavailableError where there is none."""
+        """Copy NumPy arrays to the GPU. Raises UnavailableError if there is none."""
         gpu.device_info()  # or the reason why there is none
         moved: LayerWeights = with_arrays(self, copied_to_device)
         return moved
@@ -220,7 +221,10 @@ class LayerWeights:
 def _random_reordered(
     rng: np.random.Generator, N: int, K: int, scheme: str, group: int, layout: str, place: Callable[[Any], Any]
 ) -> ReorderedWeight:
-    """A matrix of W4A4 whose input has a random order: a block of INT4 channels is repeated, as of W4A8's."""
+    """Make a random W4A4 matrix whose input has a random order of channels.
+
+    A block of INT4 channels is repeated, as in W4A8's.
+    """
     outliers = RANDOM_OUTLIERS if scheme == "atom" else 0
     w4a4.check_reordered(K, outliers)
     size = min(N, BLOCK_ROWS), min(K - outliers, BLOCK_K) + outliers

@@ -76,7 +76,7 @@ class QuantizedLayer:
 
 
 def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
-    """[count, length] of tokens [T], each sample from a random place. Raises ArgumentError for a shorter text."""
+    """Draw samples [count, length] of tokens [T] from random places. Raises ArgumentError for a shorter text."""
     for name, value, least in (("count", count, 1), ("length", length, 1), ("seed", seed, 0)):
         require_integer(name, value, least)
     if len(tokens) < length:
@@ -87,7 +87,7 @@ def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0)
 
 
 def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
-    """The model with its residual stream and its heads' values rotated; layers are rotated when they are read.
+    """Rotate a model's residual stream and its heads' values; layers are rotated when they are read.
 
     The function does not change. rotation: orthogonal [H, H], or None; of_heads: orthogonal [D, D], or None.
     """
@@ -107,7 +107,7 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
 
 
 def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
-    """The model rotated as the recipe says, not yet quantised.
+    """Rotate a model as the recipe says, without quantising it.
 
     Raises ArgumentError for a recipe that is for dense models alone where there are experts.
     """
@@ -124,7 +124,7 @@ def quantize_layers(
     recipe: Recipe,
     finished: Callable[[int], Layer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer | None]:
-    """Every layer of a prepared model after the recipe, in order.
+    """Quantise every layer of a prepared model by the recipe, in order.
 
     Args:
         model: as `prepared` gives it.
@@ -159,7 +159,7 @@ def require_text(recipe: Recipe, tokens: Tokens) -> None:
 def quantize_layer(
     model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None
 ) -> QuantizedLayer:
-    """One layer of a prepared model, on the stream [B, T, H] of every batch of calibration samples before it.
+    """Quantise one layer of a prepared model, on the stream [B, T, H] of every batch of calibration samples before it.
 
     Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
     inputs with the errors of those before it, one of an expert on the tokens that take the expert. An expert that fewer
@@ -311,9 +311,10 @@ def _count_sequences(states: Sequence[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
-    """The order of a matrix's input channels, the largest last, and how many of its groups are INT8.
+    """Sort a matrix's input channels, the largest last; return the order and the number of its INT8 groups.
 
-    By the squares over the calibration data for Atom, whose outliers are so many; by the largest magnitude for COMET.
+    Atom sorts by the squares over the calibration data and has a fixed number of outliers; COMET sorts by the largest
+    magnitude.
     """
     if recipe.int8 is None:
         return np.argsort(np.diagonal(H), kind="stable"), None
@@ -323,7 +324,7 @@ def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None
 
 
 def folded(layer: QuantizedLayer) -> QuantizedLayer:
-    """The layer with the order of down's input folded into the rows of gate and up; nothing computes otherwise.
+    """Fold the order of down's input into the rows of gate and up; the layer computes the same.
 
     The other orders cannot be folded: the residual stream has one order for all layers, and a head's values stay
     together. There the kernel that quantises the input reorders it.
@@ -340,7 +341,7 @@ def folded(layer: QuantizedLayer) -> QuantizedLayer:
 
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None) -> Layer:
-    """The layer after smoothing and reordering, which do not change its function."""
+    """Smooth and reorder a layer's channels as the recipe says; its function does not change."""
     if not recipe.needs_peaks:
         return layer
     D = model.config.head_dim
@@ -348,7 +349,10 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
     tokens: dict[str, int] = {}
 
     def peaks_of(x: Any) -> dict[str, tuple[Any, int]]:
-        """max|x| of every channel of the keys and of the inputs of o and down, of every expert; and the tokens."""
+        """Find max|x| of every channel of the keys and of the inputs of o and down, of every expert.
+
+        Each comes with its number of tokens.
+        """
         found: dict[str, tuple[Any, int]] = {}
 
         def seen(name: str, x: Any) -> None:
@@ -449,9 +453,9 @@ def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
 def read_by(
     name: str, run: Callable[..., Any], streams: Sequence[Any], layer: Layer, numerics: Numerics
 ) -> Iterator[Any]:
-    """What the matrix reads in every batch, if `run`, a layer or its second half, is given these streams [B, T, H].
+    """Yield the input that a matrix reads in every batch, when `run` is given these streams [B, T, H].
 
-    Batches in which no token takes the matrix's expert are left out.
+    `run` is a layer or its second half. Batches in which no token takes the matrix's expert are left out.
     """
 
     def read(x: Any) -> Any:

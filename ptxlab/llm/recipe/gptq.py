@@ -26,7 +26,7 @@ class Rounded(NamedTuple):
 
 
 def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
-    """Every weight of w float [N, K] rounded to the nearest level of the grid.
+    """Round every weight of w float [N, K] to the nearest level of the grid.
 
     A grid with `clip` chooses the levels of least d H dᵀ per group; without a Hessian, of least squared error.
     """
@@ -43,7 +43,7 @@ def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
 
 
 def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
-    """w float [N, K] quantised by GPTQ on a grid that was made for w.
+    """Quantise w float [N, K] by GPTQ on a grid that was made for w.
 
     Groups are processed in descending order of their mean of H's diagonal, and so are the columns within a group. The
     levels of a group are chosen when it begins, for the weights as updated by then. A row keeps rounding to nearest
@@ -87,9 +87,10 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
 
 
 def _compensated(w: Array, levels: Levels, share: Array) -> tuple[Array, Array]:
-    """The integers of a group's columns w [g, N], rounded one after the other, and their errors.
+    """Round the columns of a group w [g, N] one after the other; return the integers and their errors.
 
-    In steps of the levels, which differ from row to row alone: so a column takes few operations.
+    Each column's error is compensated in the columns after it. Columns are in steps of the levels, which differ only
+    from row to row, so a column takes few operations.
     """
     at = levels.places(w)
     q = np.empty_like(at)
@@ -103,13 +104,16 @@ def _compensated(w: Array, levels: Levels, share: Array) -> tuple[Array, Array]:
 
 
 def objective(w: Array, values: Array, hessian: Array) -> Array:
-    """Error of each row of the quantised matrix, float64 [N]: d H dᵀ with d = w - values."""
+    """Compute the error of each row of the quantised matrix, float64 [N]: d H dᵀ with d = w - values."""
     error = w - values
     return ((error @ hessian.astype(w.dtype)) * error).sum(axis=1, dtype=np.float64)
 
 
 def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
-    """U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; damping is raised until there is an inverse."""
+    """Compute U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U.
+
+    Damping is raised until there is an inverse.
+    """
     if not bool(np.isfinite(hessian).all()):
         raise ArgumentError("hessian", "must be finite", "NaN or infinity")
     identity = np.identity(len(hessian), hessian.dtype, like=hessian)  # np.eye passes a `device`, which CuPy lacks
@@ -126,7 +130,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
 
 
 def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int], Array]:
-    """Groups, and all columns, in the order in which they are quantised."""
+    """Return the groups, and every column, in the order in which they are quantised."""
 
     def descending(group: int) -> Array:
         start, stop = bounds[group]

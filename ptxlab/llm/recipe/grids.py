@@ -41,19 +41,19 @@ class Levels(NamedTuple):
     high: Any = 15
 
     def places(self, w: Array) -> Array:
-        """Where w [.., N] lies, in steps from the level 0."""
+        """Return the positions of w [.., N] in steps from the level 0."""
         return (w / self.unit - self.base) / self.step
 
     def nearest_to(self, places: Array) -> Array:
-        """The integers, as floats, of the levels nearest to places [.., N]."""
+        """Return the integers, as floats, of the levels nearest to positions [.., N]."""
         return np.rint(places).clip(self.low, self.high)
 
     def nearest(self, w: Array) -> Array:
-        """The integers, as floats, of the levels nearest to w [.., N]."""
+        """Return the integers, as floats, of the levels nearest to w [.., N]."""
         return self.nearest_to(self.places(w))
 
     def values(self, q: Array) -> Array:
-        """The levels of the integers q [.., N]."""
+        """Return the levels of the integers q [.., N]."""
         return (q * self.step + self.base) * self.unit
 
 
@@ -69,7 +69,7 @@ class Grid(ABC):
     ratio: Array | None = None
 
     def choose(self, group: int, w: Array, metric: Array) -> tuple[Levels, Constants]:
-        """The levels of a group for its weights w float [g, N], a column per row of the matrix.
+        """Choose the levels of a group for its weights w float [g, N], a column per row of the matrix.
 
         `metric` [g, g], or [g] for a diagonal, says what an error d [g] of a row costs: dᵀ metric d.
         """
@@ -87,21 +87,27 @@ class Grid(ABC):
 
     @abstractmethod
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
-        """Levels for w [g, N] and their constants, [C, N] where candidates differ; the first are of plain rounding."""
+        """Return levels for w [g, N] and their constants, [C, N] where candidates differ.
+
+        The first are of plain rounding.
+        """
 
     @abstractmethod
     def weight(self, q: Array, constants: Constants) -> Any:
-        """The quantised weight with integers q [N, K] and the constants of all groups, [N, K/g] each."""
+        """Build the quantised weight with integers q [N, K] and the constants of all groups, [N, K/g] each."""
 
     def searched(self, w: Array, first: Sequence[float], second: Sequence[float] = (0.0,)) -> tuple[Array, Array]:
-        """Every pair of the values, as columns [C, 1] of w's type; without `clip` that of the first ones alone."""
+        """Return every pair of the values to search, as columns [C, 1] of w's type.
+
+        Without `clip` it is only the pair of the first values.
+        """
         pairs = list(product(first, second))[: None if self.clip else 1]
         table = np.asarray(np.array(pairs, w.dtype), like=w)
         return table[:, :1], table[:, 1:]
 
 
 def _least(levels: Levels, w: Array, metric: Array) -> Array:
-    """Which of the candidates costs each row the least, [N]; the first of equal ones."""
+    """Return the index of the candidate that costs each row the least, [N]; the first of equal ones."""
     count = max(len(each) for each in levels if _depth(each) == 2)
     strip = strip_of(w, count * len(w))
     best = []
@@ -115,7 +121,7 @@ def _least(levels: Levels, w: Array, metric: Array) -> Array:
 
 
 def _depth(each: Any) -> int:
-    """Dimensions of an array: 2 where candidates differ, 1 where rows do; 0 of a number."""
+    """Return the dimensions of an array: 2 where candidates differ, 1 where rows do; 0 for a number."""
     return getattr(each, "ndim", 0)
 
 
@@ -132,13 +138,13 @@ class TwoLevelGrid(Grid):
         self.scale = self.channel_scale.astype(w.dtype)
 
     def extent(self, w: Array) -> tuple[Array, Array]:
-        """The lowest and the highest level-1 integer of w [g, N], as floats."""
+        """Return the lowest and the highest level-1 integer of w [g, N], as floats."""
         R = self.protective_range
         low, high = (np.rint(end / self.scale).clip(-R, R) for end in (w.min(axis=0), w.max(axis=0)))
         return low, high
 
     def fields(self, q: Array, group_scale: Array) -> dict[str, Any]:
-        """Those of a `TwoLevelWeight`."""
+        """Return the fields of a `TwoLevelWeight`."""
         return {
             "q4": q.astype(np.uint8),
             "group_scale": group_scale.astype(np.uint8),
@@ -257,5 +263,5 @@ class SymmetricGrid(Grid):
 
 
 def groups_of(K: int, group: int) -> list[tuple[int, int]]:
-    """Where each group begins and ends."""
+    """Return the first column and the end of each group."""
     return [(start, start + group) for start in range(0, K, group)]

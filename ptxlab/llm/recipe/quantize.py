@@ -119,7 +119,7 @@ def _write_layers(
 
 
 def _ordered(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mapping[str, Any]:
-    """The quantised matrices; of W4A4 packed, with the orders of their inputs."""
+    """Return the quantised matrices; W4A4's are packed, with the orders of their inputs."""
     if not recipe.reorders:
         return layer.weights
     return {
@@ -129,7 +129,7 @@ def _ordered(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mapping[str,
 
 
 def check_packable(recipe: Recipe, out: Path) -> str:
-    """The scheme. Raises as `quantize_model` does for a recipe that cannot be packed, or for `out`."""
+    """Return the recipe's scheme. Raises as `quantize_model` does for a recipe that cannot be packed, or for `out`."""
     in_order = recipe.scheme == "int4" and recipe.reorders and recipe.acts == 4 and recipe.kept_bits == 8
     if recipe.scheme is None or not (recipe.scheme in PACKED or in_order):
         rule = f"scheme must be one of {', '.join(PACKED)} to be packed, or int4 with 4-bit activations in order"

@@ -16,7 +16,7 @@ from ptxlab.llm.model.decoder import EXPERT_MATRICES, Layer, expert_part
 
 
 def reorder_down(layer: Layer, salience: Any, expert: int | None = None) -> dict[str, Any]:
-    """The layer with the channels between gate, up and down sorted by salience [F], the largest first.
+    """Sort the channels between gate, up and down by salience [F], the largest first.
 
     `expert` is the one whose matrices these are, None in a dense layer.
     """
@@ -26,7 +26,7 @@ def reorder_down(layer: Layer, salience: Any, expert: int | None = None) -> dict
 
 
 def reorder_heads(layer: Layer, salience: Any) -> dict[str, Any]:
-    """The layer with the channels of every head of values sorted by salience [Hq, D] of o's input, the largest first.
+    """Sort the channels of every head of values by the salience [Hq, D] of o's input, the largest first.
 
     The query heads that share a KV head share its order: that of their largest salience.
     """
@@ -42,7 +42,7 @@ def reorder_heads(layer: Layer, salience: Any) -> dict[str, Any]:
 
 
 def descending(argument: str, salience: Any, shape: tuple[int, ...]) -> Any:
-    """The order that sorts along the last axis, the largest first; ties keep their order."""
+    """Return the order that sorts along the last axis, the largest first; ties keep their order."""
     if salience.shape != shape:
         raise ArgumentError(argument, f"must be {list(shape)}", f"shape {salience.shape}")
     return np.argsort(-salience, axis=-1, kind="stable")

@@ -18,18 +18,18 @@ from ptxlab.validate import is_integer
 
 
 def stream_readers(layer: Layer) -> dict[str, tuple[str, ...]]:
-    """The matrices after each norm: behind attention gate and up, of every expert, and the router."""
+    """Return the matrices after each norm: after attention gate and up, of every expert, and the router."""
     readers = tuple(name for name in layer if name == ROUTER or name.partition(".")[0] in ("gate", "up"))
     return {"input_norm": ("q", "k", "v"), "post_norm": readers}
 
 
 def stream_writers(layer: Layer) -> tuple[str, ...]:
-    """The matrices whose outputs go to the residual stream: o, and down of every expert."""
+    """Return the matrices whose outputs go to the residual stream: o, and down of every expert."""
     return ("o", *(name for name in layer if name.partition(".")[0] == "down"))
 
 
 def hadamard(n: int) -> npt.NDArray[np.float64]:
-    """The scaled Hadamard matrix [n, n]: orthogonal, every element ±n^-0.5.
+    """Build the scaled Hadamard matrix [n, n]: orthogonal, every element ±n^-0.5.
 
     A Kronecker product of orders 2 and p + 1 or 2 (p + 1), p a prime, by Paley's constructions: 576 = 12·12·4,
     1536 = 12·128, 3584 = 28·128. Raises ArgumentError for an order that is no such product.
@@ -45,14 +45,14 @@ def hadamard(n: int) -> npt.NDArray[np.float64]:
 
 
 def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
-    """An orthogonal matrix [n, n], uniformly distributed."""
+    """Draw an orthogonal matrix [n, n] from the uniform distribution."""
     q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))
     rotation: npt.NDArray[np.float64] = q * np.sign(np.diagonal(r))
     return rotation
 
 
 def fold_norms(layer: Layer) -> dict[str, Any]:
-    """The layer with its norms' gamma folded into the matrices after them, and norms of ones."""
+    """Fold the gamma of a layer's norms into the matrices after them; the norms become ones."""
     folded = dict(layer)
     for norm, readers in stream_readers(layer).items():
         folded |= {name: as_before(layer[name], wide(layer[name]) * wide(layer[norm])) for name in readers}
@@ -61,7 +61,10 @@ def fold_norms(layer: Layer) -> dict[str, Any]:
 
 
 def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
-    """The layer on the stream x Q, Q = `rotation` f64 [H, H]. Raises ArgumentError for a norm that is not folded."""
+    """Rotate a layer to the stream x Q, Q = `rotation` f64 [H, H].
+
+    Raises ArgumentError for a norm that is not folded.
+    """
     turned = dict(layer)
     for norm, readers in stream_readers(layer).items():
         if not bool((layer[norm] == 1).all()):
@@ -71,7 +74,7 @@ def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
 
 
 def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tuple[Any, Any, Any]:
-    """(embedding [V, H], final norm of ones [H], head [V, H]) on the rotated stream.
+    """Rotate both ends: return embedding [V, H], final norm of ones [H] and head [V, H] on the rotated stream.
 
     A tied head (None) is untied, because the final norm's gamma is folded into the head alone.
     """
@@ -85,7 +88,7 @@ def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tu
 
 
 def rotate_heads(layer: Layer, rotation: Any) -> dict[str, Any]:
-    """The layer with every head's values rotated by `rotation` f64 [D, D], and rotated back by the projection o."""
+    """Rotate every head's values by `rotation` f64 [D, D], and back in the projection o."""
     D = len(rotation)
 
     def of_values(v: Any) -> Any:  # [Hkv·D, ..]
@@ -101,18 +104,18 @@ def rotate_heads(layer: Layer, rotation: Any) -> dict[str, Any]:
 
 
 def wide(x: Any) -> Any:
-    """x in float64."""
+    """Convert x to float64."""
     return x.astype(np.float64)
 
 
 def as_before(x: Any, result: Any) -> Any:
-    """A result that replaces x, in x's dtype."""
+    """Cast an array that replaces x to x's dtype."""
     return result.astype(x.dtype)
 
 
 @cache
 def _factors(n: int) -> tuple[int, ...] | None:
-    """Orders whose product is n: Paley's and a power of two; None if there are none."""
+    """Factor n into the orders of Paley's matrices and a power of two; None if it has no such factors."""
     if n & (n - 1) == 0:
         return (2,) * (n.bit_length() - 1)
     for order in _paley_orders(n):
@@ -127,7 +130,10 @@ def _paley_orders(n: int) -> Iterator[int]:
 
 
 def _paley_prime(order: int) -> int:
-    """The prime p of the construction of that order: p = order - 1 = 3 mod 4, or order / 2 - 1 = 1 mod 4; or 0."""
+    """Return the prime p of Paley's construction of that order, or 0 if there is none.
+
+    p is order - 1 = 3 mod 4, or order / 2 - 1 = 1 mod 4.
+    """
     for p, residue in ((order - 1, 3), (order // 2 - 1, 1)):
         if p % 4 == residue and all(p % d for d in range(2, int(p**0.5) + 1)):
             return p
@@ -135,7 +141,7 @@ def _paley_prime(order: int) -> int:
 
 
 def _signs(order: int) -> npt.NDArray[np.float64]:
-    """The Hadamard matrix of that order, of ±1."""
+    """Build the Hadamard matrix of that order, of ±1."""
     if order == 2:
         return np.array([[1.0, 1.0], [1.0, -1.0]])
     p = _paley_prime(order)

@@ -126,32 +126,32 @@ class Recipe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs a calibration text."""
+        """True if the recipe needs a calibration text."""
         return self.needs_peaks or self.needs_hessian or self.calibrates_cache or self.smooth_search is not None
 
     @property
     def calibrates_cache(self) -> bool:
-        """Whether it calibrates constants by channel of the KV cache."""
+        """True if the recipe calibrates constants by channel of the KV cache."""
         return self.kv in BY_CHANNEL
 
     @property
     def needs_peaks(self) -> bool:
-        """Whether it needs max|x| of every channel of the keys and of the inputs of o and down."""
+        """True if the recipe needs max|x| of every channel of the keys and of the inputs of o and down."""
         smooths = any(exponents is not None for exponents in (self.smooth_keys, self.smooth, self.smooth_heads))
         return smooths or self.reorder
 
     @property
     def needs_hessian(self) -> bool:
-        """Whether it needs H = Xᵀ X of every input."""
+        """True if the recipe needs H = Xᵀ X of every input."""
         return self.clip == "output" or self.gptq or self.reorders
 
     @property
     def reorders(self) -> bool:
-        """Whether every matrix has an order of its input's channels."""
+        """True if every matrix has an order of its input's channels."""
         return bool(self.kept) or self.int8 is not None
 
     def numerics(self) -> FakeQuantized:
-        """How a model of this recipe computes."""
+        """Return the numerics of a model of this recipe."""
         return FakeQuantized(
             acts=self.acts,
             kv=self.kv,
@@ -162,7 +162,7 @@ class Recipe:
         )
 
     def grid(self, w: Array, ratio: Array | None = None) -> Grid:
-        """The scheme's grid for a matrix float [N, K], with the clip ratios [N] of its rows (`Grid.ratio`)."""
+        """Return the scheme's grid for a matrix float [N, K], with the clip ratios [N] of its rows (`Grid.ratio`)."""
         grid = self._grid(w)
         grid.ratio = ratio
         return grid
@@ -179,7 +179,7 @@ class Recipe:
         return SymmetricGrid(w, self.group, kept=self.kept, kept_bits=self.kept_bits, clip=self.clip is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Its settings as JSON values."""
+        """Return the settings as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -188,7 +188,7 @@ class Recipe:
         return {**cls().to_json(), **recorded}
 
     def but(self, **changes: Any) -> "Recipe":
-        """The same with other settings."""
+        """Return a copy with other settings."""
         return replace(self, **changes)
 
 
@@ -215,7 +215,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def named(name: str) -> Recipe:
-    """A recipe by name. Raises ArgumentError for one that is not in `RECIPES`."""
+    """Return a recipe by name. Raises ArgumentError for a name that is not in `RECIPES`."""
     if not is_one_of(name, RECIPES):
         raise ArgumentError("recipe", f"must be one of {', '.join(RECIPES)}", name)
     return RECIPES[name]

@@ -27,7 +27,7 @@ SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes t
 
 
 def read_together(config: Config) -> dict[str, tuple[str, ...]]:
-    """The matrices of each input that is smoothed, by the name under which a layer's `Numerics` sees it.
+    """Return the matrices of each input that is smoothed, by the name under which a layer's `Numerics` sees it.
 
     With experts the input of all gates and ups is one, which the router reads too; each down has its own.
     """
@@ -42,7 +42,7 @@ def read_together(config: Config) -> dict[str, tuple[str, ...]]:
 def smooth_down(
     layer: Layer, peaks: Any, alpha: float, beta: float, expert: int | None = None
 ) -> tuple[dict[str, Any], Any]:
-    """The layer with a smoother input of down, and the λ f64 [F] by which the input was divided.
+    """Smooth the input of down; return the layer and the λ f64 [F] by which the input was divided.
 
     Args:
         layer: its matrices.
@@ -143,7 +143,7 @@ def smooth_input(layer: Layer, names: Sequence[str], factor: Any) -> dict[str, A
 
 
 def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
-    """The layer with SmoothAttention folded in; peaks: max|K| of every channel, [Hkv, D]."""
+    """Fold SmoothAttention into a layer; peaks: max|K| of every channel, [Hkv, D]."""
     smoothed = smooth_attention(
         layer["q"],
         layer["k"],

@@ -25,7 +25,7 @@ __all__ = ["KV4Cache", "W4A8Linear", "attention_workspace", "quantize_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs `transformers`, imported when first asked for."""
+    """Import a name that needs `transformers` when it is first used."""
     module = {"KV4Cache": "cache", "quantize_model": "models", "bench": "bench"}.get(name)
     if module is None:
         raise AttributeError(f"module 'ptxlab.llm.torch' has no attribute {name!r}")

@@ -17,7 +17,7 @@ IMPLEMENTATION = "ptxlab_kv4"
 
 
 class TokenPlaces(NamedTuple):
-    """Where the rows of a forward pass, B·T tokens, are written, and what each of them sees.
+    """Positions, slots and visible tokens of a forward pass's rows, B·T tokens.
 
     Attributes:
         positions, slots: s64 [B·T]; the slot of padding is -1.
@@ -55,7 +55,10 @@ class KV4Cache(Cache):
         scheme: str = "kv4",
         rotated: bool = True,
     ) -> None:
-        """On the model's device, for its layers and heads. Raises ArgumentError for sizes that no cache has."""
+        """Allocate the cache on the model's device, for its layers and heads.
+
+        Raises ArgumentError for sizes that no cache has.
+        """
         super().__init__(layers=[])
         for name, number in (("batch", batch), ("context", context)):
             if not is_integer(number) or number < 1:
@@ -84,9 +87,9 @@ class KV4Cache(Cache):
                 torch._dynamo.mark_static_address(tensor)
 
     def rows(self, positions: Tensor, real: Tensor | None, batch: int) -> TokenPlaces:
-        """Of tokens at positions s64 [B or 1, T]; `real` bool [B, T] is False for padding.
+        """Return the places of tokens at positions s64 [B or 1, T]; `real` bool [B, T] is False for padding.
 
-        All layers of a forward pass ask with the same tensors; the answer to the first is kept.
+        Every layer of a forward pass calls it with the same tensors; the places of the first call are kept.
         """
         traced = torch.compiler.is_compiling()
         if not traced and self._rows is not None and self._rows[0] is positions and self._rows[1] is real:
@@ -110,20 +113,20 @@ class KV4Cache(Cache):
         return found
 
     def advance(self, tokens: int) -> None:
-        """Each sequence has so many tokens more."""
+        """Add `tokens` to the length of each sequence."""
         self._seen.add_(tokens)
         self._is_used = True
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Tokens so far, padding included."""
+        """Return the tokens so far, padding included."""
         return self._seen if self._is_used else 0
 
     def get_mask_sizes(self, *given: Any, **how: Any) -> tuple[int, int]:
-        """Of a mask over the whole cache, which attention does without."""
+        """Return the size and offset of a mask over the whole cache; attention does without that mask."""
         return self.context, 0
 
     def get_max_length(self, layer_idx: int = 0) -> int:
-        """Tokens of a sequence at most."""
+        """Return the most tokens that a sequence can have."""
         return self.context
 
     get_max_cache_shape = get_max_length  # its name before
@@ -134,7 +137,7 @@ class KV4Cache(Cache):
         self._is_used, self._rows = False, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence b becomes a copy of sequence beam_idx[b]."""
+        """Copy sequence beam_idx[b] to sequence b, for every b."""
         for pool in self.pools:
             pool.copy_(pool.unflatten(0, (self.batch, -1))[beam_idx.to(pool.device)].flatten(0, 1))
 
@@ -165,7 +168,7 @@ class KV4Cache(Cache):
 
 
 class Past(NamedTuple):
-    """What takes the place of keys and values in the attention interface: a layer's pool, and the rows."""
+    """Stand-in for keys and values in the attention interface: a layer's pool, and the rows."""
 
     cache: KV4Cache
     pool: Tensor
@@ -183,7 +186,7 @@ def attend_kv4(
     sliding_window: int | None = None,
     **how: Any,
 ) -> tuple[Tensor, None]:
-    """Attention [B, T, Hq, D] of rotated queries [B, Hq, T, D] over what has been appended already."""
+    """Compute attention [B, T, Hq, D] of rotated queries [B, Hq, T, D] over the tokens in the cache."""
     if not isinstance(key, Past):
         raise ArgumentError(
             f"attn_implementation={IMPLEMENTATION}", "for models of quantize_model", type(module).__name__
@@ -205,7 +208,7 @@ def attend_kv4(
 
 
 def real_tokens(*given: Any, q_length: int, attention_mask: Tensor | None = None, **how: Any) -> Tensor | None:
-    """The mask bool [B, T] of a pass's own tokens, False for padding: all that attention over the cache needs."""
+    """Return the mask bool [B, T] of a pass's own tokens, False for padding; attention needs no other mask."""
     if attention_mask is None:
         return None
     # With strides of its own: those of a part are the whole mask's, which grows, and CUDA graphs are recorded for each.

@@ -58,21 +58,21 @@ class PackedModule(Uncast):
 
     @property
     def device(self) -> torch.device:
-        """Where its buffers are."""
+        """Device of the buffers."""
         return self.get_buffer(self.names[0]).device
 
     @property
     def _format(self) -> dict[str, Any]:
-        """All by which its buffers are read."""
+        """Fields that describe the format of the buffers."""
         sizes = {"N": self.out_features, "K": self.in_features, **({"E": self.experts} if self.experts else {})}
         return {"version": VERSION, "layout": self.layout, "scheme": self.scheme, "group": self.group, **sizes}
 
     def get_extra_state(self) -> Tensor:
-        """The format, JSON in a u8 tensor, as files hold nothing but tensors."""
+        """Return the format as JSON in a u8 tensor, because files hold nothing but tensors."""
         return torch.frombuffer(bytearray(json.dumps(self._format).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing to do: `_load_from_state_dict` has looked at it."""
+        """Do nothing, because `_load_from_state_dict` has checked the state."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Raise ArgumentError for a weight of another format, before anything is overwritten."""
@@ -87,7 +87,7 @@ class PackedModule(Uncast):
 
 
 class W4A8Linear(PackedModule):
-    """y = x Wᵀ + b with 4-bit weights and INT8 activations, which are quantised per token.
+    """Linear layer y = x Wᵀ + b with 4-bit weights and INT8 activations, which are quantised per token.
 
     Its state are the packed weight's buffers, which keep their dtypes when a model is cast, and the format's name,
     which must be the same to load them.
@@ -100,7 +100,7 @@ class W4A8Linear(PackedModule):
     """
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float16) -> None:
-        """Of NumPy arrays: on the CPU; CuPy's are taken where they are."""
+        """Take a packed weight: NumPy arrays stay on the CPU, CuPy's on their GPU."""
         if not isinstance(weight, PackedWeight):
             raise ArgumentError("W4A8Linear: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
         super().__init__(weight, dtype)
@@ -118,7 +118,7 @@ class W4A8Linear(PackedModule):
         rounding: Rounding = "nearest",
         layout: str | None = None,
     ) -> Self:
-        """The linear with its weight rounded to nearest, on its device.
+        """Round a linear layer's weight to nearest, on its device.
 
         Args:
             linear: of float16, bfloat16 or float32, which become the dtypes of x and y.
@@ -137,7 +137,10 @@ class W4A8Linear(PackedModule):
         return made
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
-        """y [.., N] of x [.., K] of `dtype`; or of quantised activations [.., K]: (x_q, scale, token_sum)."""
+        """Compute y [.., N] from x [.., K] of `dtype`, or from quantised activations [.., K].
+
+        Quantised activations are (x_q, scale, token_sum).
+        """
         given = x if isinstance(x, Tensor) else x[0]
         if given.device != self.device:
             raise ArgumentError("W4A8Linear: x", f"must be on {self.device} as the weight", given.device)
@@ -163,7 +166,7 @@ class W4A8Linear(PackedModule):
         return y.view(*given.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """For `print`."""
+        """Describe the layer's sizes and format for `print`."""
         group = "" if self.scheme == "qoq_channel" else f", group={self.group}"
         kept = f"bias={self.bias is not None}, dtype={name_of(self.dtype)}"
         return f"{self.in_features}, {self.out_features}, {self.scheme}{group}, {self.layout}, {kept}"

@@ -80,7 +80,7 @@ def quantize_model(
 
 
 def float_model(model: PreTrainedModel) -> FloatModel:
-    """The model's weights in float32 NumPy arrays, a layer read each time it is needed.
+    """Read a model's weights as float32 NumPy arrays, a layer each time it is needed.
 
     Raises ArgumentError for a model of another architecture, or one whose dtype or devices are mixed.
     """
@@ -101,7 +101,7 @@ def float_model(model: PreTrainedModel) -> FloatModel:
 
 
 def _parameter_of(model: PreTrainedModel, part: str, layer: int) -> Tensor:
-    """A parameter by the name of `decoder`; those of experts are slices of transformers' stacks of all of them."""
+    """Return a parameter by the name of `decoder`; an expert's is a slice of transformers' stack of all experts."""
     expert, of_ffn = expert_of(part), f"model.layers.{layer}.mlp"
     if part == ROUTER:
         return model.get_parameter(f"{of_ffn}.gate.weight")
@@ -114,7 +114,7 @@ def _parameter_of(model: PreTrainedModel, part: str, layer: int) -> Tensor:
 
 
 def _checked(model: Any) -> Config:
-    """Its config. Raises as `float_model` does."""
+    """Check a model and return its config. Raises as `float_model` does."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "must be a model of transformers", type(model).__name__)
     config = Config.from_json(model.config.to_dict())
@@ -191,7 +191,7 @@ def _exchange(model: PreTrainedModel, quantized: QuantizedModel) -> None:
 
 
 def _stored(array: Any, dtype: torch.dtype) -> Tensor:
-    """NumPy's or CuPy's f16, or bits of bf16, as a tensor of dtype."""
+    """Convert NumPy's or CuPy's f16, or bits of bf16, to a tensor of `dtype`."""
     tensor = torch.as_tensor(array)
     return (tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor).to(dtype)
 
@@ -208,7 +208,7 @@ class Norm(nn.Module):
         self.weight, self.eps = _parameter(weight, dtype, torch.device("cpu")), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """y like x."""
+        """Normalise x; y has x's shape and dtype."""
         rows = x.reshape(-1, x.shape[-1])
         y = torch.empty_like(rows)
         torch.ops.ptxlab.rmsnorm_quantize(rows, self.weight, None, self.eps, y)
@@ -219,7 +219,7 @@ class QuantizingNorm(Norm):
     """RMSNorm whose result is quantised without being rounded before."""
 
     def forward(self, x: Tensor) -> Quantized:
-        """x_q s8 [.., H], scale f32 [..], token_sum s32 [..]."""
+        """Normalise and quantise x: x_q s8 [.., H], scale f32 [..], token_sum s32 [..]."""
         x_q, *of_tokens = torch.ops.ptxlab.rmsnorm_quantize(x.reshape(-1, x.shape[-1]), self.weight, None, self.eps)
         scale, token_sum = (each.view(x.shape[:-1]) for each in of_tokens)
         return x_q.view(x.shape), scale, token_sum
@@ -234,7 +234,7 @@ class W4A8FFN(nn.Module):
         self.down_proj, self.activation = W4A8Linear(weights.down, dtype=dtype), config.activation
 
     def forward(self, x: Quantized) -> Tensor:
-        """[.., H] of quantised activations [.., H]."""
+        """Compute the feed-forward part [.., H] from quantised activations [.., H]."""
         gate_up = self.gate_up_proj(x)
         h = torch.ops.ptxlab.silu_mul_quantize(gate_up.flatten(0, -2), self.activation)
         return self.down_proj(h).unflatten(0, gate_up.shape[:-1])
@@ -244,7 +244,10 @@ class RoutingNorm(Norm):
     """RMSNorm whose result goes to the products of experts quantised, and to the router rounded."""
 
     def forward(self, x: Tensor) -> tuple[Quantized, Tensor]:
-        """(x_q s8 [M, H], scale f32 [M], token_sum s32 [M]) of all tokens, and y like x."""
+        """Normalise tokens; return them quantised, and as y of x's shape and dtype.
+
+        The quantised tokens are x_q s8 [M, H], scale f32 [M], token_sum s32 [M].
+        """
         rows = x.reshape(-1, x.shape[-1])
         y = torch.empty_like(rows)
         return torch.ops.ptxlab.rmsnorm_quantize(rows, self.weight, None, self.eps, y), y.view(x.shape)
@@ -260,7 +263,7 @@ class W4A8Experts(nn.Module):
         self.activation, self.chosen_experts = config.activation, config.chosen_experts
 
     def forward(self, x: tuple[Quantized, Tensor]) -> Tensor:
-        """[B, T, H] of what a `RoutingNorm` gives of [B, T, H]."""
+        """Compute the experts' output [B, T, H] from a `RoutingNorm`'s outputs."""
         tokens, normed = x
         rows = normed.view(-1, normed.shape[-1])
         routed = torch.ops.ptxlab.route_tokens(*tokens, rows, self.gate, self.chosen_experts)
@@ -290,7 +293,7 @@ class KV4Attention(nn.Module):
         cache: Any = None,
         **how: Any,
     ) -> tuple[Tensor, None]:
-        """[B, T, H] of quantised activations [B, T, H]; `attention_mask` bool [B, T] is False for padding.
+        """Compute attention [B, T, H] of quantised [B, T, H]; `attention_mask`, bool [B, T], is False for padding.
 
         The `KV4Cache` comes as `cache` from transformers 5.24 on, as `past_key_values` before.
         """
@@ -310,7 +313,10 @@ class KV4Attention(nn.Module):
         return self.o_proj(out.flatten(2)), None
 
     def _checked(self, cache: Any) -> KV4Cache:
-        """The cache. Raises ArgumentError for none, another model's, and for another implementation of attention."""
+        """Check the cache and return it.
+
+        Raises ArgumentError for none, another model's, and for another implementation of attention.
+        """
         if not isinstance(cache, KV4Cache):
             rule = "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context)"
             raise ArgumentError("quantised model", rule, type(cache).__name__)
@@ -335,5 +341,8 @@ class RopeTables(Uncast):
         self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(cos, sin) f32 [positions, D/2], and which of them s64 [B or 1, T]: `position_embeddings` of the layers."""
+        """Return (cos, sin) f32 [positions, D/2] and the positions s64 [B or 1, T] to read.
+
+        Layers take them as `position_embeddings`.
+        """
         return self.cos, self.sin, position_ids

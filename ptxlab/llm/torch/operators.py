@@ -90,7 +90,10 @@ def define(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fa
 
 
 def array_of(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int | str) -> Any:
-    """The NumPy array on a CPU tensor's memory, bfloat16 as its bits; ArgumentError unless of that dtype and shape."""
+    """View a CPU tensor's memory as a NumPy array, bfloat16 as its bits.
+
+    Raises ArgumentError unless it has one of the dtypes and the shape.
+    """
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     found = name_of(tensor.dtype)
     require_array(name, tensor, found if found in dtypes else " or ".join(dtypes), shape)
@@ -101,7 +104,7 @@ def array_of(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int
 
 
 def tensor_of(array: Any, dtype: torch.dtype) -> Tensor:
-    """The tensor on an array's memory; bfloat16 are its bits."""
+    """View an array's memory as a tensor; bfloat16 are its bits."""
     made = torch.from_numpy(array)
     return made.view(torch.bfloat16) if dtype == torch.bfloat16 else made
 
@@ -129,7 +132,7 @@ def _quantize_on_cpu(x: Tensor) -> Quantized:
 def norm_rows(
     name: str, x: Tensor, gamma: Tensor, residual: Tensor | None, eps: float, normed: Tensor | None, columns: str = "K"
 ) -> Iterator[F32]:
-    """Give RMSNorm of x + residual, f32 [M, K]; behind the block, write residual and `normed` unless it has raised."""
+    """Yield RMSNorm of x + residual, f32 [M, K]; write residual and `normed` afterwards, unless the block raised."""
     dtype = name_of(x.dtype)
     v = floats(array_of(f"{name}: x", x, _HALVES, "M", columns))
     weight = floats(array_of(f"{name}: gamma", gamma, dtype, x.shape[1]))
@@ -177,7 +180,7 @@ def _check_width(name: str, width: int, step: int = 32) -> None:
 
 
 def _on_cuda(quantiser: Callable[..., Any], x: Tensor, K: int, *given: Any, **how: Any) -> Quantized:
-    """What a quantiser makes of x, in new tensors [M, K]."""
+    """Run a quantiser on x into new tensors [M, K] and return them."""
     x_q, scale, token_sum = _empty_quantized(x, K)
     of_rows = {"layout": "row_major", "rows": 1, "M": x.shape[0], "K": K}
     out = PackedActivations(**of_rows, x_q=x_q, scale=scale, token_sum=token_sum)
@@ -224,7 +227,7 @@ W = TypeVar("W", PackedWeight, ExpertWeights)
 
 
 def _of_tensors(kind: type[W], **fields: Any) -> W:
-    """A weight whose buffers `_buffers` has checked: its own checks take no tensors."""
+    """Make a weight whose buffers `_buffers` has checked, because its own checks take no tensors."""
     weight = object.__new__(kind)
     vars(weight).update(fields)
     return weight
@@ -233,7 +236,10 @@ def _of_tensors(kind: type[W], **fields: Any) -> W:
 def _buffers(
     name: str, tensors: Sequence[Tensor], layout: str, scheme: str, K: int, group: int, experts: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """The fields of a PackedWeight, or of ExpertWeights, of these buffers; ArgumentError unless they are its."""
+    """Return the fields of a PackedWeight, or of ExpertWeights, with these buffers.
+
+    Raises ArgumentError unless the buffers are those of such a weight.
+    """
     if not tensors or not tensors[-1].shape:
         raise ArgumentError(name, "must be the buffers of a packed weight", f"{len(tensors)} tensors")
     N, group = tensors[-1].shape[-1], K if scheme == "qoq_channel" else group  # the last one is per channel
@@ -274,7 +280,10 @@ _unpacked = WeakIdKeyDictionary()  # by the first buffer
 
 
 def _product(fields: dict[str, Any]) -> IntegerProduct:
-    """The weight on the CPU for exact integer products, unpacked once as long as its buffers are there."""
+    """Return the weight on the CPU for exact integer products.
+
+    It is unpacked once as long as its buffers exist.
+    """
     tensors = tuple(fields["buffers"].values())
     counted = not any(tensor.is_inference() for tensor in tensors)  # else nobody knows whether they were written
     versions = tuple(tensor._version for tensor in tensors) if counted else ()
@@ -298,7 +307,7 @@ def _multiplied(product: IntegerProduct, x_q: Any, x_scale: Any, bias: Any, out_
 
 
 def _operands(name: str, x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, out_dtype: torch.dtype) -> tuple[Any, Any]:
-    """x_q and x_scale as arrays; ArgumentError for sums that are not those of x_q."""
+    """Return x_q and x_scale as arrays. Raises ArgumentError for sums that are not those of x_q."""
     if name_of(out_dtype) not in DTYPES:
         raise ArgumentError(f"{name}: out_dtype", f"must be one of {', '.join(DTYPES)}", name_of(out_dtype))
     x, M = array_of(f"{name}: x_q", x_q, "int8", "M", "K"), len(x_q)
@@ -417,7 +426,10 @@ _NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and 
 def _cache_fields(
     tensors: tuple[Any, Any, Any], how: tuple[int, int, str, bool], channel: Sequence[Any] | None
 ) -> dict[str, Any]:
-    """Of a KVCache: (pool, block_table, lengths), (page_size, head_dim, scheme, rotated), and constants by channel."""
+    """Return the fields of a KVCache.
+
+    Arguments are (pool, block_table, lengths), (page_size, head_dim, scheme, rotated), and constants by channel.
+    """
     if channel and len(channel) != 4:
         raise ArgumentError("channel", "must be k scale, k zero, v scale, v zero, or empty", f"{len(channel)} tensors")
     names = "pool", "block_table", "lengths", "page_size", "head_dim", "scheme", "rotated"
@@ -443,7 +455,7 @@ def _cache_on_cpu(
 
 
 def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> tuple[Tensor, ...] | None:
-    """`rope` of the public calls: both tables, and positions or not; or None."""
+    """Build `rope` of the public calls: both tables, with or without positions; or None."""
     if cos is not None and sin is not None:
         return (cos, sin) if positions is None else (cos, sin, positions)
     if cos is not None or sin is not None or positions is not None:
@@ -453,7 +465,7 @@ def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor |
 
 
 def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCache) -> tuple[Any, Any]:
-    """(cos, sin) f32 [T, D/2] of the tokens, after checking where they go; Nones without tables."""
+    """Return (cos, sin) f32 [T, D/2] of the tokens, after checking their slots; Nones without tables."""
     if rope is None:
         check_places(name, cache, slots, rows=0)
         return None, None
@@ -691,7 +703,7 @@ class _Owner(NamedTuple):
 
 
 def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> Tensor:
-    """`workspace` of the operator `attention_kv4` for heads of that size: u8 zeros, none on the CPU.
+    """Make the `workspace` of the operator `attention_kv4` for heads of that size: u8 zeros, none on the CPU.
 
     It serves calls with `query_start_loc` and calls without, but none of the latter with `batch_invariant`. In a CUDA
     graph the operator needs one, and so does each of two calls that may run at the same time.
@@ -724,7 +736,10 @@ def _place(kernel: str, needed: Iterable[Scratch], offset: int) -> tuple[_Memory
 
 
 def _carved(workspace: Tensor, head_dim: int, *, of_chunks: bool) -> attention.AttentionWorkspace | None:
-    """The parts of a workspace that a call needs, by their names; None of a kernel that needs none."""
+    """Return the parts of a workspace that a call needs, by their names.
+
+    Return None for a kernel that needs none.
+    """
     start, _, dtype, device, _ = gpu.view("attention_kv4: workspace", workspace)
     memories = _memory(head_dim, device)
     if dtype != "uint8" or workspace.numel() < memories.nbytes:

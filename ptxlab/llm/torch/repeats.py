@@ -29,7 +29,7 @@ class _Launch(NamedTuple):
 
 
 class _Apart(NamedTuple):
-    """An argument that is written, another, and how far the other begins, at least before it or behind it."""
+    """Two arguments, the first of which is written, and the bytes that the other must keep clear of it on each side."""
 
     written: int
     other: int
@@ -38,7 +38,7 @@ class _Apart(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """What a kind of call launches, and which arguments must not share memory."""
+    """Launches of a kind of call, and the arguments that must not share memory."""
 
     launches: tuple[_Launch, ...]
     apart: tuple[_Apart, ...]
@@ -58,7 +58,7 @@ class Repeats:
         self._known: dict[tuple[Any, ...], _Again] = {}
 
     def __call__(self, *args: Any, **how: Any) -> Any:
-        """What the public call returns."""
+        """Launch a known kind of call again, otherwise make the public call; return what that returns."""
         kind, tensors, addresses = _taken_apart(args, how)
         again = self._known.get(kind)
         if again is None:
@@ -77,7 +77,11 @@ class Repeats:
         return results
 
     def _first(self, kind: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        """The public call; what it launches is noted if all memory is that of arguments and results, each apart."""
+        """Make the public call for the first time with this kind of arguments.
+
+        Its launches are noted if all their memory belongs to arguments and results, and nothing overlaps what they
+        write.
+        """
         with launches_within() as launched:
             results = self.call(*args, **how)
         spans = [(each.data_ptr(), _extent(each)) for each in (*tensors, *_tensors(results))]
@@ -108,7 +112,7 @@ class Repeats:
 
 
 def _taken_apart(args: tuple[Any, ...], how: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
-    """By what kinds of calls are told apart; all tensors, those of lists too; where they begin."""
+    """Return the key of a call's kind, every tensor of it, those of lists too, and the tensors' addresses."""
     kind: list[Any] = [*how]
     tensors: list[Tensor] = []
     for given in (*args, *how.values()):
@@ -132,7 +136,7 @@ def _taken_apart(args: tuple[Any, ...], how: dict[str, Any]) -> tuple[tuple[Any,
 
 
 def _tensors(given: Any) -> Sequence[Tensor]:
-    """Those in what an operator takes or returns."""
+    """Return the tensors among an operator's arguments or results."""
     if isinstance(given, Tensor):
         return (given,)
     return given if isinstance(given, tuple | list) else ()
@@ -151,8 +155,9 @@ def _overlap(one: _Span, other: _Span) -> bool:
 
 
 def _launch(plan: Plan, views: Mapping[str, gpu.View], spans: Sequence[_Span]) -> _Launch | None:
-    """None where a pointer lies in none of the tensors, or may be of more than one, or a tensor map is of a part.
+    """Return a plan's launch with each pointer as an offset into a tensor.
 
+    Return None where a pointer lies in none of the tensors, or may be of more than one, or a tensor map is of a part.
     Tensors that are only read may overlap, as views of one projection do: a pointer belongs to the one it begins.
     """
     places = []

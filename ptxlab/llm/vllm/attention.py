@@ -327,6 +327,6 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
 
 
 def _by_sequence(rows: Tensor, sequences: SequenceRows) -> Tensor:
-    """View rows [B·T, Hq, D] as [B, T, Hq, D], or as they are where T is 1."""
+    """View rows [B·T, Hq, D] as [B, T, Hq, D], or leave them as they are if T is 1."""
     B = sequences.lengths.shape[0]
     return rows if len(rows) == B else rows.view(B, -1, *rows.shape[1:])

@@ -34,7 +34,7 @@ class MatrixShape:
     group: int
 
     def weight(self) -> PackedWeight:
-        """Return a weight of this shape, whose memory nobody touches."""
+        """Return a weight of this shape, whose memory is never touched."""
         shapes = buffer_shapes(LAYOUT, self.scheme, self.N, self.K, self.group)
         buffers = {name: np.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()}
         return PackedWeight(

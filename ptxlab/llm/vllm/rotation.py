@@ -19,7 +19,7 @@ def rotate_values(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def rotate_back(weight: Tensor, head_dim: int) -> Tensor:
-    """Return the matrix [N, Hq·D] behind attention, of rotated values; f32, a part of the rows at a time."""
+    """Return the matrix [N, Hq·D] after attention for rotated values; f32, computed a part of the rows at a time."""
     rotation = _rotation(head_dim, weight.device)
     parts = [(part.double().unflatten(1, (-1, head_dim)) @ rotation).flatten(1).float() for part in weight.split(1024)]
     return torch.cat(parts)

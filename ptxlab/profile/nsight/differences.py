@@ -10,7 +10,10 @@ _UNSAID = ("time_us", "warp_instructions", "wavefronts", "occupancy_limit_pct", 
 
 
 def differences(one: Profile, other: Profile) -> list[str]:
-    """What `one` does otherwise than `other`, a sentence each: first the time, then what changed most."""
+    """Describe how `one` differs from `other`, one sentence per difference.
+
+    The time comes first, then what changed most.
+    """
     mine, theirs = one.figures["time_us"], other.figures["time_us"]
     faster = (
         f"is {theirs / mine:.2f} times as fast as" if mine <= theirs else f"takes {mine / theirs:.2f} times as long as"
@@ -28,7 +31,7 @@ def differences(one: Profile, other: Profile) -> list[str]:
 
 
 def amount(figure: Figure, value: float | None) -> str:
-    """A figure's value as it is shown, with its unit."""
+    """Format a figure's value with its unit."""
     if value is None:
         return "-"
     short = f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
@@ -36,7 +39,7 @@ def amount(figure: Figure, value: float | None) -> str:
 
 
 def _differs(figure: Figure, one: Profile, other: Profile) -> bool:
-    """Whether a figure differs by enough to be told."""
+    """Check whether a figure differs by enough to be mentioned."""
     here, there = one.figures.get(figure.name), other.figures.get(figure.name)
     if here is None or there is None or figure.name in _UNSAID:
         return False
@@ -46,9 +49,9 @@ def _differs(figure: Figure, one: Profile, other: Profile) -> bool:
 
 
 def _figure(figure: Figure, one: Profile, other: Profile) -> tuple[float, str]:
-    """How much a difference says, to order by, and the words for it.
+    """Return the weight of a difference, to order by, and its sentence.
 
-    That is points of a percentage; of anything else what the smaller lacks of the larger.
+    The weight is points of a percentage; of anything else what the smaller lacks of the larger.
     """
     here, there = one.figures[figure.name], other.figures[figure.name]
     weight = abs(here - there) / 100 if figure.unit.startswith("%") else 1 - min(here, there) / max(here, there)

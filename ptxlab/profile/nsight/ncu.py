@@ -97,12 +97,12 @@ def collect(
 
 
 def unknown_metric(name: str) -> UnavailableError:
-    """The error that names a metric."""
+    """Return the error that names an unknown metric."""
     return UnavailableError(f"ncu: does not know the metric {name}")
 
 
 def version() -> str:
-    """Of the ncu on the PATH, `2025.3.1.0`; empty if there is none."""
+    """Return the version of the ncu on the PATH, `2025.3.1.0`; empty if there is none."""
     ncu = shutil.which("ncu")
     printed = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout if ncu else ""
     found = re.search(r"Version (\S+)", printed)
@@ -115,7 +115,7 @@ def _wanted(kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[s
 
 
 def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run ncu and turn what it complains of into an error."""
+    """Run ncu. Raise UnavailableError for the problems that it reports."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise UnavailableError(f"ncu (Nsight Compute): not on the PATH; {INSTALL}")
@@ -131,7 +131,10 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
 
 
 def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]) -> UnavailableError:
-    """Launches were not those that were asked for: ncu's first error, then the last line that the command printed."""
+    """Return the error for launches other than those that were asked for.
+
+    It has ncu's first error, then the last line that the command printed.
+    """
     lines = (done.stdout + done.stderr).strip().splitlines()
     said = [line for line in lines if line.startswith("==ERROR==")][:1]
     own = [line for line in lines if line.strip() and not line.startswith(("==", '"'))][-1:]
@@ -139,13 +142,13 @@ def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]
 
 
 def launched(printed: str) -> list[dict[str, str]]:
-    """The launches in ncu's CSV, by column; its second line has units and no launch."""
+    """Parse the launches in ncu's CSV, by column; its second line has units and no launch."""
     table = [line for line in printed.splitlines() if line.startswith('"')]
     return [row for row in csv.DictReader(io.StringIO("\n".join(table))) if row["ID"]]
 
 
 def numbers(row: dict[str, str]) -> dict[str, float]:
-    """The columns that hold a number."""
+    """Return the columns that hold a number."""
     found = {}
     for name, value in row.items():
         try:

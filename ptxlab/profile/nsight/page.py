@@ -19,7 +19,7 @@ WEIGHTS = "weights"  # beside ncu's metrics: 4-bit (or 8-bit) elements that the 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the page.
+    """A figure of the page.
 
     Attributes:
         name: key in a profile.
@@ -113,7 +113,7 @@ class Carrier:
 
 @dataclass(frozen=True)
 class Profile:
-    """One launch of a kernel, warmed up, with the caches empty.
+    """A profile of one launch of a kernel, warmed up, with the caches empty.
 
     Attributes:
         kernel: its entry symbol.
@@ -139,7 +139,7 @@ class Profile:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Return the profile as JSON-ready values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -188,7 +188,10 @@ def profile_of(
 
 
 def carriers(launched: ProfiledLaunch) -> tuple[Carrier, ...]:
-    """The source lines, or where there is no line table the instructions, that most stalls were sampled at."""
+    """Return the source lines at which most stalls were sampled.
+
+    Where there is no line table these are instructions.
+    """
     waiting: dict[tuple[str, int], Counter[str]] = {}
     hottest: dict[tuple[str, int], str] = {}
     most = Counter[tuple[str, int]]()

@@ -20,7 +20,7 @@ _MOST = 1 << 16  # instructions of a kernel, at most
 
 @dataclass(frozen=True)
 class SampledInstruction:
-    """One machine instruction of a profiled kernel.
+    """A machine instruction of a profiled kernel, with its samples.
 
     Attributes:
         offset: in bytes from the kernel's start.
@@ -46,7 +46,7 @@ class SampledInstruction:
 
 @dataclass(frozen=True)
 class ProfiledLaunch:
-    """One launch as the report has it.
+    """A launch as the report has it.
 
     Attributes:
         kernel: its entry symbol.
@@ -63,19 +63,19 @@ class ProfiledLaunch:
     sources: Mapping[str, str]
 
     def number(self, metric: str) -> float:
-        """A metric that has to be there; UnavailableError names it."""
+        """Return a metric that must be in the report. Raises UnavailableError, which names it."""
         if metric not in self.numbers:
             raise unknown_metric(f"{metric} (it is not in the report)")
         return self.numbers[metric]
 
     def text_of(self, file: str, line: int) -> str:
-        """A source line without its indentation; empty where the report does not hold it."""
+        """Return a source line without its indentation; empty if the report does not hold it."""
         lines = self.sources.get(file, "").splitlines()
         return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
 def require_reader() -> Any:
-    """The package ncu-report; UnavailableError says how to install it."""
+    """Import the package ncu-report. Raises UnavailableError, which says how to install it."""
     try:
         import ncu_report
     except ImportError:
@@ -84,7 +84,7 @@ def require_reader() -> Any:
 
 
 def read(path: Path) -> list[ProfiledLaunch]:
-    """The launches of a report, in their order.
+    """Read the launches of a report, in their order.
 
     Raises:
         FileError: no such file, or no report that this ncu-report can read.
@@ -137,7 +137,7 @@ def _instructions(action: Any) -> Iterator[SampledInstruction]:
 
 
 def _by_address(action: Any, name: str) -> dict[int, int]:
-    """A metric's values by the address of the instruction."""
+    """Return a metric's values by the address of the instruction."""
     metric = action.metric_by_name(name)
     if metric is None or not metric.has_correlation_ids():
         return {}

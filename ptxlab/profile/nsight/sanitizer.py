@@ -26,7 +26,7 @@ _HEADER = "COMPUTE-SANITIZER"
 
 @dataclass(frozen=True)
 class SanitizerResult:
-    """What one tool said of some kernels.
+    """A tool's verdict on some kernels.
 
     Attributes:
         tool: one of `TOOLS`.
@@ -46,7 +46,9 @@ class SanitizerResult:
 
 
 def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Iterator[SanitizerResult]:
-    """One verdict on all the kernels if they are clean, else one on each: a report does not always name its kernel.
+    """Yield one verdict on all the kernels if they are clean, otherwise one on each.
+
+    A report does not always name its kernel.
 
     Args:
         tool: one of `TOOLS`.
@@ -94,7 +96,7 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResul
 
 
 def first_report(printed: str) -> str:
-    """The first block of the tool's own lines, without its header and its margin."""
+    """Return the first block of the tool's own lines, without its header and its margin."""
     block: list[str] = []
     for line in printed.splitlines():
         margin, _, text = line.partition(" ")

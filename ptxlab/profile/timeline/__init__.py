@@ -58,7 +58,7 @@ class WgmmaGroup:
 
 @dataclass(frozen=True)
 class Track:
-    """What one warp group (or warp) did: its stamps, by the first of its warps.
+    """Stamps of one warp group (or warp), made by the first of its warps.
 
     Attributes:
         sm, block, warp: whose.
@@ -78,12 +78,12 @@ class Track:
 
     @property
     def complete(self) -> bool:
-        """Whether there was room for all stamps."""
+        """True if there was room for all stamps."""
         return PHASES[self.stamps[-1][1]] == "end"
 
     @property
     def role(self) -> str:
-        """What the warp group is there for, by what it does."""
+        """Role of the warp group, derived from its phases."""
         does = {PHASES[phase] for _, phase, _ in self.stamps}
         names = {
             "dequantise": "dequantise",
@@ -99,7 +99,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One launch.
+    """A launch with the stamps of its warp groups.
 
     Attributes:
         kernel, source: name and language.
@@ -128,7 +128,7 @@ class Timeline:
 
     @cached_property
     def duration(self) -> int:
-        """From the first stamp to the last."""
+        """Time from the first stamp to the last."""
         return max((track.stamps[-1][0] for track in self.tracks), default=0)
 
     @property
@@ -137,7 +137,7 @@ class Timeline:
         return sorted({track.sm for track in self.tracks})
 
     def of_sm(self, sm: int) -> "Timeline":
-        """The part of one SM."""
+        """Return the part of one SM."""
         return replace(self, tracks=tuple(track for track in self.tracks if track.sm == sm))
 
     @cached_property
@@ -154,18 +154,24 @@ class Timeline:
         return tuple(map(tuple, found))
 
     def busy(self, window: Window | None = None) -> float:
-        """Of one SM: the share of the time that its tensor cores multiply by `wgmma`, at the least."""
+        """Compute the share of the time that one SM's tensor cores multiply by `wgmma`.
+
+        The true share is at least this.
+        """
         begin, end = window or (0, max(1, self.duration))
         spans = [(max(p.start, begin), min(p.stop, end)) for products in self.products for p in products]
         return sum(max(0, stop - start) for start, stop in spans) / (end - begin)
 
     @property
     def share_of_launch(self) -> float:
-        """How much of the launch (with stamps) these tracks last: little, where other SMs have more tiles."""
+        """Share of the launch (with stamps) that these tracks last: little, where other SMs have more tiles."""
         return self.duration / self.mhz / self.recording_us if self.mhz and self.recording_us else 1.0
 
     def steady(self, width: float | None = None) -> Window:
-        """A part of the main loop, from before its middle: of that width, or some repetitions."""
+        """Choose a window of the main loop, from before its middle.
+
+        It has the given width, or that of some repetitions.
+        """
         loops = [[time for time, phase, _ in track.stamps if PHASES[phase] in _LOOP] for track in self.tracks]
         times = max(loops, key=len, default=[])
         if len(times) < 2:
@@ -176,12 +182,12 @@ class Timeline:
         return begin, begin + width
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """Return JSON-ready values."""
         return {**asdict(self), "phases": list(PHASES), "tracks": [asdict(track) for track in self.tracks]}
 
 
 def _issued(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
-    """(issued at, known to have ended at, clocks that it takes) of groups of wgmmas, in their order."""
+    """Yield (issued at, known to have ended at, clocks that it takes) of groups of wgmmas, in their order."""
     flying: list[tuple[int, int]] = []
     left = last = 0
     waiting = False
@@ -199,7 +205,7 @@ def _issued(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
 
 
 def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
-    """The tracks in the bytes of `ptxlab_timeline`, and clocks per nanosecond.
+    """Read the tracks in the bytes of `ptxlab_timeline`; return them and the clocks per nanosecond.
 
     SMs count from different beginnings: the time in nanoseconds of each track's first stamp brings them together.
     """
@@ -227,13 +233,13 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
 
 
 def default_path(timeline: Timeline) -> Path:
-    """`notebooks/results/<gpu>/timelines/<kernel>-M64.json` and the like."""
+    """Return a timeline's default path: `notebooks/results/<gpu>/timelines/<kernel>-M64.json` and the like."""
     first = "".join(f"-{name}{size}" for name, size in list(timeline.sizes.items())[:1])
     return folder(str(timeline.device.get("slug", timeline.backend))) / f"{timeline.kernel}{first}.json"
 
 
 def folder(gpu: str = "h200") -> Path:
-    """Of the timelines recorded on a GPU."""
+    """Return the folder of the timelines recorded on a GPU."""
     return sources.results_dir() / gpu / "timelines"
 
 
@@ -258,7 +264,7 @@ def load(path: Path) -> Timeline:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The timeline in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+    """Convert the timeline to the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
     An SM is a process, a warp group a thread; groups of wgmmas lie on a thread of their own, from issue to known end.
     Microseconds; of the emulator a step is one.

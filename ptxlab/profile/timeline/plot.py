@@ -29,7 +29,7 @@ _WHOLE = 0.6  # of the launch: so large a part is not shown beside it
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """The first SM: above the whole launch, below a part of it from the middle of the main loop."""
+    """Draw the first SM: above the whole launch, below a part of it from the middle of the main loop."""
     shown = timeline.of_sm(timeline.sms[0])
     begin, end = shown.steady()
     parts = [(0.0, float(shown.duration))]
@@ -52,7 +52,10 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], width: float, finding: str = "") -> Figure:
-    """Several launches, one SM each, at the same scale: `width` clocks from the middle of their main loops."""
+    """Draw several launches, one SM each, at the same scale.
+
+    A panel shows `width` clocks from the middle of the launch's main loop.
+    """
     shown = [timeline.of_sm(timeline.sms[0]) for timeline in timelines]
     windows = [timeline.steady(width) for timeline in shown]
     rows = [sum(map(bool, _active(one, window))) + 1 for one, window in zip(shown, windows, strict=True)]
@@ -71,7 +74,7 @@ def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], widt
 
 
 def took(timeline: Timeline) -> str:
-    """How long the launch took, in words."""
+    """Describe in words how long the launch took."""
     if not timeline.time_us:
         return f"{timeline.duration:,} steps of the emulator"
     device = str(timeline.device.get("slug", "")).upper()
@@ -79,12 +82,15 @@ def took(timeline: Timeline) -> str:
 
 
 def _active(timeline: Timeline, window: Window) -> list[bool]:
-    """Which tracks have something in the window."""
+    """Return for each track whether it overlaps the window."""
     return [track.stamps[0][0] < window[1] and track.stamps[-1][0] > window[0] for track in timeline.tracks]
 
 
 def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
-    """The tracks of one SM in that window; below them its tensor cores, as busy as they are at the least."""
+    """Draw the tracks of one SM in that window.
+
+    Below them are its tensor cores, as busy as they are at the least.
+    """
     begin, end = window
     active = _active(timeline, window)
     names = []
@@ -110,7 +116,7 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
 
 
 def _within(spans: Sequence[tuple[float, float]], window: Window) -> list[tuple[float, float]]:
-    """(begin, length) of what of these lies in the window, from its beginning."""
+    """Clip spans to the window; return (begin, length) of each, counted from the window's beginning."""
     begin, end = window
     clipped = [(max(a, begin), min(b, end)) for a, b in spans]
     return [(a - begin, b - a) for a, b in clipped if b > a]

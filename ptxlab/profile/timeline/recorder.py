@@ -66,7 +66,7 @@ def record(
 def _on_gpu(
     about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any]
 ) -> Timeline:
-    """Launches with and without stamps, timed over rotating inputs; then one whose stamps are kept."""
+    """Time launches with and without stamps over rotating inputs, then launch once more and keep the stamps."""
     geometry = spec.launch(everything)
     plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
     stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: _SMS})
