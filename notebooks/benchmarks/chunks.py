@@ -43,7 +43,7 @@ class Chunk:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What tells it from the others in a record; T is new tokens, C those before them."""
+        """Sizes that identify the chunk in a record; T is the number of new tokens, C that of the earlier tokens."""
         return {"T": self.queries, "C": self.context, "Hq": self.heads[0], "Hkv": self.heads[1], "D": self.D}
 
     @property
