@@ -53,7 +53,7 @@ class DeviceLock:
 
 @cache
 def _lock() -> DeviceLock:
-    """Of this process."""
+    """Return this process's lock on the device."""
     return DeviceLock(Path(tempfile.gettempdir()), f"ptxlab-tests-{os.getuid()}")
 
 
@@ -155,7 +155,10 @@ def _name_for_scheduler(test: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and outside of the timeout
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
-    """The device for a test, alone or shared; alone for all that measure one after the other."""
+    """Hold the device while a GPU test runs, alone or shared.
+
+    Tests that measure, one after the other, keep it alone until the last of them has ended.
+    """
     if item.get_closest_marker("gpu") is None:
         return (yield)
     lock, alone = _lock(), _measures(item)
