@@ -34,7 +34,7 @@ FLASH = {"sdpa_flash_f16": 40.0}
 
 
 def quiet(_: str) -> None:
-    """No progress."""
+    """Ignore the progress."""
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) ->
 
 @pytest.mark.full
 def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    """The suite runs from its entry to a record that is compared with itself: no two rows have one key."""
     small.setattr(attention, "HEADS", ((2, 1),))
     small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))

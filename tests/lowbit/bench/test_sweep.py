@@ -23,7 +23,7 @@ def spec_of(name: str) -> KernelSpec:
 
 @pytest.fixture
 def timed(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
-    """Microseconds of the variants to come."""
+    """Return the list of microseconds that the next variants take."""
     times: list[float] = []
 
     def measure(calls: Sequence[Callable[[], None]], **_: Any) -> Measured:

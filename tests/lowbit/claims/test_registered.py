@@ -46,7 +46,7 @@ NO_PACKINGS = re.compile(r"packed_(names|headers)|_packing")  # of the weights i
 
 
 def functions(module: Any) -> Iterator[tuple[str, CodeType]]:
-    """Functions and methods that a module defines, by the name that says where."""
+    """Yield the functions and methods that a module defines, by qualified name."""
     for name, found in vars(module).items():
         for of, each in vars(found).items() if inspect.isclass(found) else [(name, found)]:
             function = inspect.unwrap(each) if callable(each) else None

@@ -39,7 +39,7 @@ COSTS = st.builds(Costs, TIMES, TIMES, st.sampled_from([0.0, 0.24, 3.0]))
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[Tile], int, Costs]:
-    """Any mixture in any order, fewer tiles than SMs and many more."""
+    """Draw any mixture in any order, with fewer tiles than SMs and with many more."""
     kinds = draw(st.lists(st.booleans(), max_size=60))
     tiles = [Tile(0, index, 0, int8) for index, int8 in enumerate(kinds)]
     return tiles, draw(st.integers(1, 12)), draw(COSTS)

@@ -44,7 +44,7 @@ def test_text_names_lane_and_register_and_marks_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("name", (*RIGHT, "load_qserve_reorder", "load_ldmatrix_u4"))
 def test_four_channels_are_bytes_0_to_3_of_one_register(name: str) -> None:
-    """What one label of the pictures and of the text stands for."""
+    """The pictures and the text have one label for the four."""
     held = holders.holders(name)
     assert np.array_equal(held.byte, np.broadcast_to(np.arange(64) % 4, (64, 64)))
     for places in (held.thread, held.register, held.wrong):

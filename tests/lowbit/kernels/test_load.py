@@ -24,7 +24,7 @@ modes, seeds = st.sampled_from(emulator.MODES), st.integers(0, 2**16)
 
 
 def launch(name: str, logical: dict[str, Any], backend: str, mode: str = "early", seed: int = 0) -> np.ndarray:
-    """What the kernel writes; on the emulator with all checks on, which have to find nothing."""
+    """Run a kernel and return its output; in the emulator all checks are on and have to find nothing."""
     spec, (source, *_) = registry.find(name)
     sizes = {"B": logical["B"]} if "B" in logical else None
     checks = emulator.CHECKS if backend == "emulator" else ()
@@ -37,7 +37,7 @@ def launch(name: str, logical: dict[str, Any], backend: str, mode: str = "early"
 
 @st.composite
 def tiles_of(draw: st.DrawFn, name: str) -> dict[str, np.ndarray]:
-    """Tiles of a kernel: random ones, of one value, or with a single element that differs."""
+    """Draw tiles of a kernel: random ones, of one value, or with a single element that differs."""
     low, high, dtype = {"load_ldmatrix_s8": (-128, 128, "i1"), "load_comet_interleave": (-8, 8, "i1")}.get(
         name, (0, 16, "u1")
     )
@@ -52,7 +52,10 @@ def tiles_of(draw: st.DrawFn, name: str) -> dict[str, np.ndarray]:
 
 
 def matrix_of(registers: np.ndarray) -> np.ndarray:
-    """[T, 128, 32] bytes that two wgmma.m64nNk32 take as operand A -> the tiles [T, 64, 64], by the fragment map."""
+    """Gather the tiles [T, 64, 64] by the fragment map.
+
+    `registers` are the [T, 128, 32] bytes that two wgmma.m64nNk32 take as operand A.
+    """
     words = registers.view(np.uint32)
     steps = [fragments.wgmma_a().gather(np.ascontiguousarray(words[..., i : i + 4])) for i in (0, 4)]
     return np.concatenate(steps, axis=-1).view(registers.dtype)
@@ -129,7 +132,7 @@ def test_the_stage_four_rounds_on_is_a_u32(name: str) -> None:
 
 
 def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:
-    """The words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 512], with padding."""
+    """Return the words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 512], with padding."""
     if packed.layout == "dual_mma":  # blocks of one or two units of 2048 bytes, and constants behind them
         blocks = packed.buffers["blocks"]
         units = max(1, packed.group // 64)

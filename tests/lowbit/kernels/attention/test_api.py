@@ -71,7 +71,7 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
 
 
 def forget() -> None:
-    """As if the device were another one."""
+    """Clear the caches of prepared calls, as if the device were another one."""
     operation._prepared.clear()
     operation._ready.clear()
 
@@ -492,7 +492,7 @@ def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
 @pytest.mark.parametrize("programmatic", [False, True])
 @pytest.mark.parametrize("kernel", HERE)
 def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -> None:
-    """With a kernel before it that writes the queries, which a programmatic launch has to wait for."""
+    """The kernel before it in the graph writes the queries, for which a programmatic launch has to wait."""
     if programmatic and kernel == SM80:
         pytest.skip("it does not wait by itself")
     cupy = pytest.importorskip("cupy")
@@ -574,7 +574,7 @@ def test_torch_captures_and_replays() -> None:
 @ON_GPU
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 def test_the_bound_is_worked_out_on_the_device_too(scheme: str) -> None:
-    """As benchmarks do: CuPy has not all that NumPy has."""
+    """Benchmarks do so, though CuPy lacks some of NumPy's functions."""
     q, cache = problems.problem(0, (75, 300), Hq=4, Hkv=2, scheme=scheme, page_size=32)
     q, sizes = q.astype(np.float16), {"softmax_scale": 0.1, "blocks": 1}
     assert sm90.SM90.bound is not None

@@ -58,7 +58,7 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
 
 
 def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
-    """What the kernel makes of it on an H200, whose MMAs truncate, with so many warps that take tiles in turns."""
+    """Compute the kernel's results on an H200, whose MMAs truncate, with `warps` warps that take tiles in turns."""
     tile = AttentionTileSm90(64, warps, 4, 1)
     variant = Variant(HEAD_DIM, PAGE, 4, 0, T=1, ratio=q.shape[2] // cache.num_kv_heads, tile=tile)
     config = {**variant.config, "PROMOTE": 2 * PROMOTE}
@@ -70,7 +70,7 @@ def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
 @every_data
 @pytest.mark.parametrize(("length", "warps"), [(300, 2), (1000, 2), (4096, 4)])
 def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int) -> None:
-    """With more tokens to a warp than there are between promotions."""
+    """A warp has more tokens than there are between two promotions."""
     for seed in range(max(1, 2048 // length)):
         of = faults.problem(data, HEADS, length, spare=1, seed=seed)
         right = dict(zip(("out", "lse"), common.attention(of.q, of.cache, SCALE), strict=True))
@@ -90,7 +90,7 @@ def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> Non
 
 @pytest.mark.full
 def test_zeros_are_no_attention_however_many_tokens_there_are() -> None:
-    """Of a bell in everything, which the certain bound let pass from some length on."""
+    """Zeros stay outside the bound on Gaussian inputs, where the certain bound accepted them from some length on."""
     rng, D = np.random.default_rng(0), 128
     q = rng.standard_normal((1, 2, D))
     k, v = (quantize_kv(rng.standard_normal((32768, 1, D), np.float32)) for _ in range(2))
@@ -141,7 +141,10 @@ LENGTH = 131072
 
 
 def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
-    """Launches the kernel once for every table and length: out f16 [draws, 1, 1, Hq, D], lse f32 [draws, 1, 1, Hq]."""
+    """Return a function that launches the kernel once for every table and length.
+
+    It returns out f16 [draws, 1, 1, Hq, D] and lse f32 [draws, 1, 1, Hq].
+    """
     Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
     sizes: dict[str, Any] = {"B": 1, "T": 1, "Hq": Hq, "Hkv": Hkv, "D": HEAD_DIM, "P": of.cache.block_table.shape[1]}
     sizes |= {"pages": of.cache.pages, "page": PAGE, "bits": 4, "channel": 0, "window": 0, "softmax_scale": SCALE}

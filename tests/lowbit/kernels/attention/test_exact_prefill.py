@@ -151,14 +151,14 @@ def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
 
 
 def neighbours_page(logical: Arrays) -> Arrays:
-    """The first page is read twice."""
+    """Read the first page twice."""
     table = logical["cache"].block_table.copy()
     table[0, 1] = table[0, 0]
     return {**logical, "cache": replace(logical["cache"], block_table=table)}
 
 
 def swapped_nibbles(logical: Arrays) -> Arrays:
-    """The first keys and values of the first page have their nibbles exchanged."""
+    """Swap the nibbles of the first page's first keys and values."""
     cache = logical["cache"]
     pool = cache.pool.copy()
     nibbles = pool[cache.block_table[0, 0], :, :, :8]
@@ -167,12 +167,12 @@ def swapped_nibbles(logical: Arrays) -> Arrays:
 
 
 def wider_window(logical: Arrays) -> Arrays:
-    """The window has one token more."""
+    """Widen the window by one token."""
     return {**logical, "window": logical["window"] + 1}
 
 
 def other_chunks(logical: Arrays) -> Arrays:
-    """The first sequence has a query fewer, which is the second one's."""
+    """Move the first sequence's last query to the second sequence."""
     return {**logical, "starts": logical["starts"] - np.array([0, 1, 0], np.int32)}
 
 

@@ -103,7 +103,7 @@ def test_near_float64_on_the_gpu(
 @pytest.mark.default_cases("attention_kv8")
 @every_step
 def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) -> None:
-    """On an A100, with what the step uses anyway."""
+    """The sequences' table fits an A100's shared memory beside the step's other buffers."""
     most = int(next(rule for rule in spec.rules if rule.startswith("P <=")).split()[-1])
     image = toolchain.compile_cuda(registry.find(spec.name)[1][0], "sm_80")
     sizes = {"B": 1, "Hq": 1, "Hkv": 1, "pages": most}

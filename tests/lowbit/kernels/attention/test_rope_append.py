@@ -43,7 +43,7 @@ def fused(
     positions: bool = True,
     kept: bool = True,
 ) -> FusedProblem:
-    """Every fourth token is padding, with a position far outside the tables."""
+    """Make a problem in which every fourth token is padding, with a position far outside the tables."""
     q = (RNG.standard_normal((tokens, ratio * heads, D)) * 3).astype(dtype)
     rope = rotations(tokens, D, index, positions)
     problem = problem_of(*normal(tokens, heads, D, dtype), scheme, size, index=index, rope=rope)
@@ -156,7 +156,7 @@ QKV, ROPE = PROBLEM.qkv, PROBLEM.of.rope
 
 
 def call(fake_cache: Any, **options: Any) -> Any:
-    """On device arrays."""
+    """Call `rope_append_kv4` on device arrays."""
     rope = tuple(map(sent, ROPE))
     return ptxlab.rope_append_kv4(sent(QKV), fake_cache, sent(PROBLEM.of.slots), rope=rope, **options)
 
@@ -290,7 +290,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, A
 @ON_GPU
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> None:
-    """With a kernel before it that makes qkv, for which a programmatic launch has to wait."""
+    """The kernel before it in the graph makes qkv, for which a programmatic launch has to wait."""
     problem = fused(64, 8, 4, 128, size=64)
     cache = replace(problem.of.cache, **{n: cupy.asarray(getattr(problem.of.cache, n)) for n in
                                          ("pool", "block_table", "lengths")})  # fmt: skip

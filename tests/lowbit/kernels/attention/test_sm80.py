@@ -27,7 +27,10 @@ SOURCE = registry.find(MMA.name)[1][0]
 def in_parts(
     variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
+    """Compute (out, lse) by many blocks.
+
+    The partial results of a block are merged in float64, unless `fused`.
+    """
     B, T, Hq, D = logical["q"].shape
     config = {**variant.config, "FUSED": fused}
     columns = min(config["COLUMNS"], variant.ratio * T)
@@ -121,7 +124,7 @@ def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) 
 @pytest.mark.default_cases("sm80-128-64-4-0-1-1-0")
 @of_each(*AMPERE)
 def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
-    """Of keys, values and their constants; what is done once for a unit may have some."""
+    """Loads of keys, values and their constants have no conflicts; accesses made once for a work item may have some."""
     logical, arrays = variant.problem(0, (200,))
     outcome = variant.run(logical, arrays, count_banks=True)
     loads = [access for access in outcome.shared if not access.store and ".u32" in access.text]
@@ -146,7 +149,7 @@ def mutated_kernel() -> Kernel:
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is noticed of a kernel, on a problem that goes around each warp's ring, in more units than one."""
+    """Check a mutated kernel on a problem of several work items that goes around each warp's ring; return the error."""
     problem = MUTATED.problem(0, (600, 40))
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode), monkeypatch)
 

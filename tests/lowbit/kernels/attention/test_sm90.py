@@ -43,7 +43,7 @@ def test_scores_that_rise_from_tile_to_tile(
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
 def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
-    """What the first query sees begins with the last token of a tile, or with the first of the next one."""
+    """The first query's window begins with the last token of a tile, or with the first of the next one."""
     length = 2 * TILE + 9
     window = length - variant.T + 1 - begin
     variant.check(*variant.problem(5, (length,), window=window, blocks=2), backend)
@@ -74,7 +74,10 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("ratio", [3, 8])
 def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend: str) -> None:
-    """Of 256 dims, all but one at the highest level, and queries with no smaller element; in one operand and in two."""
+    """The 256 dims but one are at the highest level, and queries have no smaller element.
+
+    This holds in one operand and in two.
+    """
     variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, tile=AttentionTileSm90(16, 4, 1, 1))
 
     def change(rng: np.random.Generator, q: np.ndarray, k: problems.Tokens, v: problems.Tokens) -> None:
@@ -134,7 +137,7 @@ def test_more_than_a_warp_has_lanes(
 @given(**drawn(3000, 40, gpu=True))
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
-    """In the tile that is chosen, too; and two runs give the same bits."""
+    """The chosen tile is near too; and two runs give the same bits."""
     logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     shapes = SM90.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(window, blocks))
     for tile in (variant.tile, sm90.choose_tile(shapes)):
@@ -240,7 +243,7 @@ def mutated_kernel() -> Kernel:
 
 
 def mutants() -> Iterator[tuple[str, emulator.Module]]:
-    """What is changed, and the kernel with it."""
+    """Yield each change with the kernel that has it."""
     kernel = mutated_kernel()
     for (opcode, place), copies in waits.places(kernel).items():
         line = next(line for path, line in place if path == SOURCE.path)
@@ -250,7 +253,7 @@ def mutants() -> Iterator[tuple[str, emulator.Module]]:
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> str:
-    """What is noticed of a kernel."""
+    """Check a mutated kernel on ragged sequences, and return the error; empty if there is none."""
     problem = MUTATED.problem(0, (130, 1, 300, 200, 40), Hkv=3, blocks=2)
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 

@@ -59,7 +59,10 @@ def ran(
     packed: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Held against the reference, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run a kernel under the emulator's checks, and compare the result with the reference.
+
+    `config` overrides chosen constants.
+    """
     sizes = {"M": len(logical["x"]), "N": len(logical["weight"].q4), "K": logical["x"].shape[1]}
     if "g" in spec.symbols:
         sizes["g"] = logical["weight"].group
@@ -76,7 +79,7 @@ def ran(
 @pytest.mark.full
 @pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one SM a block has many tiles; what the options are takes turns over the cases."""
+    """A block has many tiles on one SM; the options take turns over the cases."""
     spec, turn = FORMS[label], CASES.index((label, config))
     monkeypatch.setattr(strips_tiles, "SMS", 1 if turn % 2 else 132)
     BM = config.get("BM", 12)
@@ -170,7 +173,7 @@ each_scheme = pytest.mark.parametrize(
 
 
 def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """(what is right, how far off it may be), f64: where there is no tie within its error, nothing."""
+    """Compute the expected output and the allowed error, f64; the error is 0 unless a tie lies within it."""
     spec = FORMS["gemm_w4a8_sm90:channel_silu_mul" if scheme == "qoq_channel" else "gemm_w4a8_sm90:silu_mul"]
     logical, config = {"weight": GATE_UP[scheme], "x": X, "x_scale": X_SCALE}, {"OUT": epilogues.OUTPUTS.index(dtype)}
     return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
@@ -296,7 +299,7 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
 
 @pytest.mark.full
 def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
-    """What is remembered of a call knows its epilogue; nothing is allocated for either."""
+    """The cache of calls tells epilogues apart; nothing is allocated for either."""
     x, x_scale, y = DeviceArray(X), DeviceArray(X_SCALE), DeviceArray(np.zeros((M, 40), np.float16))
     for _ in range(2):
         assert ptxlab.gemm_w4a8(x, x_scale, on_device(STRIPS["lqq"]), out=y) is y

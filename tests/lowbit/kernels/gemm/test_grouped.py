@@ -32,7 +32,7 @@ OUTPUT_TILES = (*TILES[:3], {"BM": 128, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run the grouped GEMM under the emulator's checks and return Y; `config` overrides chosen constants."""
     (M, K), first = logical["x"].shape, logical["weights"][0]
     spec, groups = (GROUPED, {"g": first.group}) if isinstance(first, TwoLevelWeight) else (GROUPED_CHANNEL, {})
     sizes = {"M": M, "N": first.shape[0], "K": K, "E": len(logical["weights"]), **groups}
@@ -52,7 +52,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
 def test_accumulators_are_exact_in_the_emulator(
     tile: dict[str, int], logical: dict[str, Any], signed: int, mode: str, sms: int
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "SMS", sms)
         y = output(logical, "emulator", {**tile, "SIGNED": signed}, mode=mode)
@@ -83,7 +83,7 @@ def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[s
 @pytest.mark.parametrize("M", [1, 2, 16, 64, 128, 300, 1024, 2050])
 @pytest.mark.parametrize("N", [1088, 4096])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
-    """With N that leaves the last tile ragged, and K the last stage."""
+    """N leaves the last tile ragged, and K the last stage."""
     for groups in ({"g": 32}, {}):
         logical = GROUPED.example(np.random.default_rng(M), M=M, N=N, K=1184, E=8, **groups)
         assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical)), groups

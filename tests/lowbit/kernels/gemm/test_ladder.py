@@ -66,7 +66,7 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
-    """On sm_80, for groups of 32, whose constants are the most."""
+    """Registers are fewest on sm_80, and groups of 32 have the most constants."""
     spec, (source, *_) = registry.find(name)
     for M in (1, 16, 32, 64, 128, 256):
         config = {**spec.config_for(sizes_of(spec, M=M, N=N, K=8192, g=32)), "OUT": 0}
@@ -76,7 +76,10 @@ def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
 
 @on_every_backend
 def test_the_zero_point_leaves_with_the_token_sum(backend: str) -> None:
-    """With the token sum the product is that of q4 - zero; another sum is refused, and subtracted where it may be."""
+    """The product with the token sum is that of q4 - zero.
+
+    Another sum is refused, or subtracted in an unchecked call.
+    """
     logical = CHANNEL.example(np.random.default_rng(0), M=5, N=40, K=96)
     weight, x = logical["weight"], logical["x"]
     centred = x.astype(np.int64) @ (weight.q4.astype(np.int64) - weight.zero[:, None]).T

@@ -45,7 +45,7 @@ TILES_OF = {
 
 
 def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run a W4Ax kernel under the emulator's checks and return Y; `config` overrides chosen constants."""
     sizes = sizes_of(spec, **logical)
     config = {**spec.config_for(sizes), **(config or {})}
     return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
@@ -57,13 +57,13 @@ def sizes_of(spec: KernelSpec, x: BlockRows, w: BlockRows, blocks: int = 0, **_:
 
 
 def shared_by(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """The problem, and of a kernel whose blocks share tiles how many there are."""
+    """Add the number of blocks to the problem, if the kernel's blocks share tiles."""
     return {**logical, "blocks": blocks} if "blocks" in spec.symbols else logical
 
 
 @st.composite
 def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3) -> dict[str, Any]:
-    """Integers at their limits, scales at FP16's; blocks of one kind or of both."""
+    """Draw integers at their limits and scales at FP16's, in blocks of one kind or of both."""
     M, N, blocks = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), draw(st.integers(1, blocks))
     int8 = draw(st.integers(0, blocks))
     four, eight = ((R, 128 * count) for R, count in ((M, blocks - int8), (M, int8)))
@@ -80,7 +80,7 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
 def test_any_problem_is_exact_in_the_emulator(
     spec: KernelSpec, logical: dict[str, Any], mode: str, sms: int, data: st.DataObject
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     tile = data.draw(st.sampled_from(TILES_OF[spec.name]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
@@ -115,7 +115,7 @@ def test_counters_are_made_where_the_operands_are(spec: KernelSpec) -> None:
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
-    """With M and N that leave the last tile ragged, more blocks than the ring has slots, of both kinds."""
+    """M and N leave the last tile ragged, and there are more blocks than the ring has slots, of both kinds."""
     logical = NAIVE.example(np.random.default_rng(M), M=M, N=136, K4=384, K8=256)
     right = gemm_blocks(logical["w"], logical["x"]) + logical["bias"]
     for variant, dtype in checks.OUTPUTS[: 3 if spec is NAIVE and M == 33 else 1]:
@@ -217,7 +217,7 @@ def test_pairs_are_unpacked_without_bank_conflicts() -> None:
 
 
 def test_how_pairs_are_unpacked() -> None:
-    """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
+    """The low nibbles of 16 bytes lie before the high ones, and each counts 16 times."""
     q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
     pairs = atom.join_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
     unpacked = np.concatenate([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=2)

@@ -38,7 +38,7 @@ SWEEP = sources.results_dir() / "h200" / "sweeps" / "gemm_w8a8.csv"
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run W8A8 under the emulator's checks and return Y; `config` overrides chosen constants."""
     (M, K), N = logical["x"].shape, len(logical["w"])
     config = {**W8A8.config_for({"M": M, "N": N, "K": K}), **config}
     return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
@@ -55,7 +55,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
 def test_accumulators_are_exact_in_the_emulator(
     tile: dict[str, int], logical: dict[str, Any], mode: str, sms: int
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
         assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
@@ -79,7 +79,7 @@ def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[s
 @pytest.mark.parametrize("M", [1, 8, 9, 16, 32, 64, 65, 128, 129, 256, 300, 2048, 2056])
 @pytest.mark.parametrize("N", [1088, 4096, 30016])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
-    """With M and N that leave the last tile ragged, and K the last stage."""
+    """M and N leave the last tile ragged, and K the last stage."""
     logical = W8A8.example(np.random.default_rng(M), M=M, N=N, K=1072)
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 

@@ -36,12 +36,12 @@ def packed(q: np.ndarray, scale: np.ndarray, token_sum: np.ndarray) -> PackedAct
 
 
 def tokens_of(M: int, H: int) -> PackedActivations:
-    """Every token's bytes, scale and sum are its own."""
+    """Make tokens with bytes, scale and sum of their own."""
     return packed(RNG.integers(-127, 128, (M, H), np.int8), RNG.random(M, np.float32), np.arange(M, dtype=np.int32))
 
 
 def check_rows(tokens: PackedActivations, routed: RoutedTokens, experts: int) -> None:
-    """Rows in the order of experts, then of tokens, found token by token."""
+    """Assert that rows are in the order of experts, then of tokens; the expected order is built token by token."""
     rows: list[list[int]] = [[] for _ in range(experts)]
     for token, chosen in enumerate(routed.chosen):
         for expert in chosen:
@@ -56,7 +56,7 @@ def check_rows(tokens: PackedActivations, routed: RoutedTokens, experts: int) ->
 
 @st.composite
 def problems(draw: st.DrawFn, most: int) -> dict[str, Any]:
-    """Small integers, whose products add up exactly in any order, and often to the same."""
+    """Draw small integers, whose products add up exactly in any order, and often to equal scores."""
     E, k = draw(st.sampled_from(((1, 1), (5, 3), (8, 2), (40, 2), (64, 4))))  # each is compiled
     M, H, extent = draw(st.integers(1, most)), 32 * draw(st.integers(1, 3)), draw(st.integers(0, 3))
     rng, dtype = np.random.default_rng(draw(st.integers(0, 999))), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
@@ -147,7 +147,10 @@ def test_logits_that_are_no_number_come_last(backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_added_in_the_order_of_the_choice(dtype: str, backend: str) -> None:
-    """In f32, products and sums rounded one by one, then once; half of them cancel but for what the roundings leave."""
+    """Products and sums are rounded one by one in f32, then once to the output.
+
+    Half of the results cancel but for what the roundings leave.
+    """
     M, H, E, k = 7, 1120, 6, 3
     router = (normal(E, H) / np.float16(32)).astype(DTYPES[dtype])  # so that all shares are of some size
     routed = ptxlab.route_tokens(tokens_of(M, H), normal(M, H, dtype=dtype), router, k, backend=backend)
@@ -322,7 +325,7 @@ EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spe
     ("spec", "sizes"), EXAMPLES, ids=lambda of: getattr(of, "name", None) or "-".join(map(str, of.values()))
 )
 def test_every_bit(spec: Any, sizes: dict[str, int]) -> None:
-    """At all of the spec's sizes, on poisoned memory, with all checks."""
+    """The kernel runs at all of the spec's sizes, on poisoned memory, with all checks."""
     (source,) = registry.find(spec.name)[1]
     found = verify(Job(spec, source, "emulator", sizes))
     assert found.passed, found.detail
@@ -337,7 +340,7 @@ SYNCHRONISED = {  # several tokens of a block, several parts of a warp
 @pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the checks or by a wrong result."""
+    """The checks or a wrong result show it."""
     spec, sizes = SYNCHRONISED[case]
     (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)

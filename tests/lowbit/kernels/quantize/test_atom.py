@@ -51,7 +51,7 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def same(found: AtomActivations, rows: quant.AtomRows) -> bool:
-    """Every bit, those of the padding too."""
+    """Tell whether every bit is equal, those of the padding included."""
     wanted = layout.pack_atom_activations(rows, found.layout).arrays
     return all(
         np.array_equal(array.view(np.uint8), wanted[name].view(np.uint8)) for name, array in found.arrays.items()
@@ -60,7 +60,7 @@ def same(found: AtomActivations, rows: quant.AtomRows) -> bool:
 
 @st.composite
 def orders(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
-    """Channels of whole groups, and where they go; how, by name."""
+    """Draw channels of whole groups, their places, and the options of the call by name."""
     group, outliers = draw(st.sampled_from(quant.ATOM_GROUPS)), draw(st.sampled_from(quant.ATOM_OUTLIERS))
     channels = group * draw(st.integers(1, blocks * 128 // group)) + outliers
     order = np.random.default_rng(draw(st.integers(0, 99))).permutation(channels)
@@ -76,7 +76,7 @@ def orders(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
 
 @st.composite
 def problems(draw: st.DrawFn, blocks: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Rows of any magnitude whose scales FP16 has."""
+    """Draw rows of any magnitude whose scales FP16 can hold."""
     how = draw(orders(blocks))
     dtype = DTYPES[draw(st.sampled_from(names))]
     x = draw(floats(dtype, (draw(st.integers(1, 4)), len(how["place"]))))
@@ -108,7 +108,7 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
 
 
 def check_norm(backend: str, x: np.ndarray, residual: np.ndarray | None, place: np.ndarray, **how: Any) -> None:
-    """y has the bits of `normalized`, in any order; so have the integers made of it."""
+    """Assert that y has the bits of `normalized`, in any order, and so have the integers made of it."""
     gamma = np.random.default_rng(1).uniform(-2, 2, x.shape[1]).astype(x.dtype)
     written, kept = np.empty_like(x), None if residual is None else residual.copy()
     more = {"residual": kept, "normed": written, "eps": EPS, "backend": backend}
@@ -161,7 +161,7 @@ def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> Non
 @on_every_backend
 @pytest.mark.parametrize("code", [0, 1])
 def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
-    """Of all sizes, and as shut gates are; packed, the same integers are two a byte."""
+    """The gates have all sizes, nearly shut ones included; packed, the same integers are two a byte."""
     gate_up = (wide(normal(6, 1280)) * np.geomspace(0.01, 40, 6, dtype=np.float32)[:, None]).astype(np.float16)
     logical = {"gate_up": wide(gate_up), "place": quant.channel_places(RNG.permutation(640)), "activation": code}
     how = {"outliers": 128, "g": 128, "code": code, "clip": 0.9}
@@ -245,7 +245,10 @@ def test_by_hand() -> None:
 @on_every_backend
 @pytest.mark.parametrize(("rules", "ties"), [*zip(RULES, ([0, 2, 2, 0, 0], [1, 2, 3, -1, 0]), strict=True)])
 def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
-    """Of a scale of 1: to even by the paper's rules, away from zero by the code's; what lies below a tie, to zero."""
+    """A scale of 1 makes ties: the paper's rules round them to even, the code's away from zero.
+
+    A value below a tie goes to zero.
+    """
     x = np.zeros((1, 128), np.float32)
     x[0, :6] = 0.5, 1.5, 2.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), rules.steps(4)
     how: dict[str, Any] = {"outliers": 0, "clip": 1, "rules": rules, "backend": backend}
@@ -254,7 +257,7 @@ def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
 
 
 def test_places_that_there_are_not_write_nowhere() -> None:
-    """On a GPU nobody looks at them: in the emulator a store outside is an error."""
+    """The GPU checks no place; in the emulator a store outside is an error."""
     place = np.arange(256, dtype=np.int16)
     place[:3] = -1, 256, 32767
     sizes = {"K": 192, "outliers": 64, "g": 64, "pairs": 0, "code": 0, "clip": 1.0}
@@ -264,7 +267,7 @@ def test_places_that_there_are_not_write_nowhere() -> None:
 
 @on_every_backend
 def test_groups_that_no_host_lets_through(backend: str) -> None:
-    """What is no number, or too large for a scale, shows in the scale of its own group, and zeros have scale 1."""
+    """A NaN, or a value too large for a scale, shows in the scale of its own group; zeros have scale 1."""
     x = np.ones((5, 384), np.float32)
     x[0, 3], x[1, 140], x[2, 300], x[3, 2], x[4] = np.nan, np.inf, -np.inf, 1e6, 0
     sizes = {"M": 5, "K": 256, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 1.0}
@@ -313,7 +316,7 @@ def test_what_follows_is_the_product() -> None:
 
 
 def same_blocks(found: BlockActivations, y: np.ndarray, place: np.ndarray, int8: int) -> bool:
-    """Every bit is that of the quantiser on the host, those of the padding too."""
+    """Tell whether every bit is that of the quantiser on the host, those of the padding included."""
     wanted = layout.pack_block_activations(quant.quantize_blocks(y[:, np.argsort(place)], int8), found.layout)
     assert (found.M, found.K4, found.K8) == (wanted.M, wanted.K4, wanted.K8)
     return found.arrays.keys() == wanted.arrays.keys() and all(
@@ -386,7 +389,7 @@ def test_a_block_by_hand(backend: str) -> None:
 @pytest.mark.full
 @on_every_backend
 def test_two_launches_from_floats_to_comets_product(backend: str) -> None:
-    """By the bits of the host's quantiser, and near to the float product."""
+    """The integers have the bits of the host's quantiser, and the product is near the float product."""
     x, w = normal(5, 384), wide(normal(64, 384))
     x[:, ::97] *= 30
     order = quant.outlier_order(quant.channel_sizes(wide(x), "max"), 128)
@@ -582,7 +585,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 @pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the checks or by a wrong result, early or late."""
+    """The checks or a wrong result show it, early or late."""
     spec, sizes = SYNCHRONISED[case]
     sizes = {"M": 2, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9, **sizes}
     (source,) = registry.find(spec.name)[1]
@@ -629,7 +632,10 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @pytest.mark.parametrize("M", [1, 33, 1000])
 @pytest.mark.parametrize("int8", [None, 3])
 def test_a_programmatic_chain_is_the_plain_chain(int8: int | None, M: int, K: int) -> None:
-    """Each norm reads what the norm before it has written while the gate between them runs: a stale byte goes on."""
+    """A norm reads the rows of the norm before it, written while the gate between them runs.
+
+    So a stale byte goes on to the end.
+    """
     import cupy
 
     x, gamma = cupy.asarray(normal(M, K)), cupy.asarray(normal(K))
