@@ -107,7 +107,7 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
 @pytest.mark.parametrize("temperature", [0.0, 30.0])
 @pytest.mark.parametrize("at", [0, 5])
 def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
-    """In a request that somebody has changed: nothing before it differs, and nothing behind it counts."""
+    """A request is changed at one token: no token before it differs, and no later one counts."""
     how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
     right = served(1).tokens_alone(how)
     runner = ALONE["float16"]
@@ -178,8 +178,10 @@ def test_prompts_go_in_between_steps() -> None:
 @pytest.mark.default_cases("False")
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_a_page_of_an_equal_prefix_is_computed_once(share_prefixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a request that runs, by one that has ended, and not behind another beginning; a prompt that is wholly there
-    computes its last token."""
+    """The request that computed the page may run still or have ended; behind another beginning the page does not count.
+
+    A prompt that is wholly in the cache computes its last token.
+    """
     these = served(3, pages=9, chunk=128, share_prefixes=share_prefixes)
     extend, computed = these.server.runner.extend, list[int]()
     monkeypatch.setattr(
@@ -270,7 +272,10 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("head", [*ALONE])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str) -> None:
-    """In the midst of a prompt, in its own chunk or an earlier one, and as a token that was made; pages go on."""
+    """The state belongs to a prompt's own chunk, an earlier one, or a generated token.
+
+    The request's pages are used again.
+    """
     config = replace(TINY_MODEL, layers=1, tied_head=False)
     model = QuantizedModel.rounded(FloatModel.random(config), group=32, dtype=dtype)
     how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
@@ -308,7 +313,7 @@ def test_a_stream_of_another_server_is_refused() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("place", ["layer", "head", "choice"])
 def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its middle, at any time: prompts in chunks, steps, both."""
+    """The step fails in its middle, at any time: with prompts in chunks, with steps, with both."""
     for at in range(0, 8, 2):
         these = served(2, pages=3, chunk=20)
         for i in (2, 0, 1):
@@ -455,7 +460,7 @@ def test_bad_input_of_pages_and_heads() -> None:
 
 @pytest.mark.full
 def test_the_kernels_serve_the_tokens_of_each_alone() -> None:
-    """In the emulator, one layer: a sequence and its page are taken over, a row joins and a row leaves."""
+    """The emulator runs one layer: a sequence and its page are taken over, a row joins and a row leaves."""
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, layers=1)), group=32)
     how: dict[str, Any] = {"chunk": 4, "backend": "emulator", "batch_invariant": True}
     these = Served(Server(KernelRunner(model, 2, 20, **how)), KernelRunner(model, 1, 20, **how))

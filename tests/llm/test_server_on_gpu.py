@@ -26,7 +26,7 @@ SECONDS = float(os.environ.get("PTXLAB_SOAK_SECONDS", "300"))  # of the long one
 
 
 def in_use() -> int:
-    """Bytes of CuPy's pool."""
+    """Return the bytes of CuPy's pool."""
     import cupy
 
     return int(cupy.get_default_memory_pool().total_bytes())
@@ -35,7 +35,10 @@ def in_use() -> int:
 def endured(
     model: QuantizedModel, count: int, seconds: float, context: int, *, invariant: bool = True, head: str, **how: Any
 ) -> Served:
-    """A soak of up to `count` requests or `seconds`; without `invariant` in the fast mode, whose requests may part."""
+    """Run a soak of up to `count` requests or `seconds`.
+
+    Without `invariant` the fast mode runs, whose requests may part.
+    """
     runner = KernelRunner(model, context=context, batch_invariant=invariant, head=head, **how)
     alone = KernelRunner(runner.model, 1, context, chunk=how["chunk"], batch_invariant=True, head=head)
     these = Served(Server(runner), alone, may_part=not invariant)

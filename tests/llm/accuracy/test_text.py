@@ -15,7 +15,7 @@ from tests.support.small_models import tokenizer
 
 @pytest.fixture
 def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The two files of `wikipedia`, small: 95 articles, two news items."""
+    """Write small files of `wikipedia`: 95 articles, two news items."""
     wiki, lee = (tmp_path / file.name for file in weights.KNOWN["wikipedia"].files)
     pages = "".join(f"<page><revision><text>{i} {'word ' * 200}</text></revision></page>" for i in range(95))
     wiki.write_bytes(bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode()))

@@ -20,7 +20,7 @@ Q4 = RNG.integers(0, 16, (64, 128)).astype(np.uint8)
 
 
 def saved(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Path:
-    """A file with the matrix `q.weight` and a norm, and what a config states beside it."""
+    """Write a file with the matrix `q.weight` and a norm, and the given quantisation in a config beside it."""
     made = {f"q.{part}": array for part, array in arrays.items()} | {"norm.weight": np.ones(8, np.float16)}
     if stated:
         (path / "config.json").write_text(json.dumps({"quantization_config": stated}))
@@ -66,7 +66,10 @@ def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> No
 
 
 def test_qserve_with_zeros_that_wrap(tmp_path: Path) -> None:
-    """Of PreScale: zero·scale of a group below 0 is up to 255, a byte that wraps; the same integers come out."""
+    """PreScale's zero·scale of a group below 0 is up to 255, a byte that wraps.
+
+    The same integers come out.
+    """
     q4 = RNG.integers(8, 16, (64, 128)).astype(np.uint8)
     s2, zeros = np.full((64, 2), 16), np.full((64, 2), -15 * 16)
     exact = q4.astype(int) * 16 - 240
@@ -345,7 +348,10 @@ def test_a_config_that_contradicts(format: str, stated: dict[str, Any], message:
 
 
 def of_groups(*weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A config of compressed-tensors whose groups have weights of these changes to groups of 64."""
+    """Make a config of compressed-tensors with several groups.
+
+    The weights of each have these changes to groups of 64.
+    """
     configs = [packed_config(64, **change)["config_groups"]["group_0"] for change in weights]
     return packed_config(64) | {"config_groups": {f"group_{i}": config for i, config in enumerate(configs)}} | changes
 

@@ -57,7 +57,7 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("group", "ours"), [(16, 32), (32, 32), (128, 128), (256, 128)])
 def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
-    """Those of the file where kernels take them, or the largest that divide them."""
+    """The groups are the file's where kernels take them, otherwise the largest that divide them."""
     wide = np.concatenate([W, W[::-1], W, W], axis=1)
     source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", wide, group))
     (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
@@ -123,7 +123,7 @@ MATRICES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" f
 
 
 def biases(folder: Path, **values: float) -> dict[str, np.ndarray]:
-    """A bias for every matrix of a model's layers, 0 unless `values` has its last element."""
+    """Make a bias for every matrix of a model's layers, 0 but for the last element that `values` gives."""
     rows = ForeignCheckpoint(folder).matrices
     arrays = {}
     for layer in (0, 1):
@@ -184,7 +184,7 @@ def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
 
 
 def overflowing(path: Path) -> Path:
-    """128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
+    """Write 128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
     q4, s1, s2, zeros = foreign_files.two_level(np.concatenate([W, W]), 64)
     q4[9, 64], s2[9, 1], zeros[9, 1] = 15, 16, -100
     q4[70, :64], s2[70, 0], zeros[70, 0] = 3, 40, 10

@@ -286,7 +286,7 @@ def test_a_share_without_a_temperature_is_refused(
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a template of its own, in which a turn ends with `#`."""
+    """Write a model with a template of its own, in which a turn ends with `#`."""
     folder = write_folder(tmp_path_factory.mktemp("model") / "chatty", "smollm", **SIZES, max_position_embeddings=512)
     template = "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ':' + m.content + '#' }}{% endfor %}a:"
     config = {"chat_template": template, "bos_token": "<turn>"}

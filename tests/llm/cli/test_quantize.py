@@ -89,7 +89,7 @@ def test_the_range_that_is_proved_is_offered(cli: Any, checkpoint: Path, tmp_pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A trained model's folder, of heads that the kernels take, and a text."""
+    """Write a trained model's folder, with head sizes that the kernels take, and a text."""
     (tmp_path / "text.txt").write_text(TEXT)
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     return write_folder(tmp_path / "model", "smollm", **sizes)

@@ -57,7 +57,10 @@ def as_on(arch: str) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_constants_are_those_of_the_keys_and_values_of_the_text(scheme: str) -> None:
-    """Of floats, in two batches: keys behind RoPE, in whatever batch a channel has its extreme."""
+    """The floats' keys and values, in two batches, give the constants.
+
+    Keys are taken behind RoPE, whichever batch has a channel's extreme.
+    """
     model, recipe = FloatModel.random(CONFIG), RECIPES["rtn"].but(kv=scheme, acts=None)
     layer, x = model.layers[0], model.embedding[TEXT]
     y = rms_norm(x, layer["input_norm"], CONFIG.eps).astype(np.float32)
@@ -198,7 +201,10 @@ def test_layers_of_other_caches_and_damaged_constants_are_refused(
 def test_a_calibrated_model_is_quantised_anew_from_its_floats_alone(
     folders: dict[str, Path], models: dict[str, QuantizedModel], tmp_path: Path
 ) -> None:
-    """As one without constants is: those of before are of other keys."""
+    """The earlier constants, which are of other keys, do not count.
+
+    The layers are those of a model without constants.
+    """
     recipe, layers = RECIPES["lqq"].but(rotate=None, group=32, kv="kv4_channel"), []
     for has_constants in (True, False):
         model = dequantized(models["kv8_channel"])

@@ -25,7 +25,7 @@ def test_bytes_of_a_layer_are_those_of_its_arrays(config: Config, scheme: str) -
 
 
 def arrays(part: Any) -> dict[int, np.ndarray]:
-    """Every array in a dataclass, at any depth, once."""
+    """List every array in a dataclass, at any depth, once."""
     if isinstance(part, np.ndarray):
         return {id(part): part}
     values = [getattr(part, each.name) for each in fields(part)] if is_dataclass(part) else []

@@ -27,7 +27,7 @@ BATCHES = (1, 3, 16, 33, 128)
 
 
 def on_gpu(problem: LayerProblem, **buffers: Any) -> LayerProblem:
-    """The same problem on the device."""
+    """Copy a problem to the device."""
     weights, cache = problem.weights.to_device(), ptxlab.to_device(problem.cache)
     x, residual, slots, *rope = map(gpu.to_device, (problem.x, problem.residual, problem.slots, *problem.rope))
     made = LayerBuffers.empty(weights, cache, **buffers)
@@ -135,7 +135,7 @@ class Case:
     problems: dict[int, LayerProblem] = field(default_factory=dict)
 
     def call(self) -> Any:
-        """The layer's result as int32."""
+        """Run the layer, and return its result as int32."""
         handle = gpu.stream_handle()
         if handle not in self.problems:
             given = self.given

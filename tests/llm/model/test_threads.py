@@ -19,7 +19,7 @@ STREAMS = [np.full((1, 2, 3), i, np.float32) for i in range(9)]
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three cores."""
+    """Pretend that the machine has three cores."""
     monkeypatch.setattr(threads, "os", SimpleNamespace(cpu_count=lambda: 3))
 
 

@@ -28,7 +28,7 @@ FOUR_BITS = {"atom": RECIPES["atom"], "fmpq": RECIPES["fmpq"].but(int8=0.5, outl
 
 
 def small() -> FloatModel:
-    """With channels of the stream, and rows of up, of very different size."""
+    """Make a model whose residual channels, and rows of up, differ much in size."""
     model, rng = FloatModel.random(CONFIG), np.random.default_rng(3)
     layers = [{**layer, "up": layer["up"] * rng.choice([0.3, 8], (192, 1), p=[0.9, 0.1])} for layer in model.layers]
     layers = [{name: array.astype(np.float32) for name, array in layer.items()} for layer in layers]
@@ -38,7 +38,7 @@ def small() -> FloatModel:
 
 @pytest.fixture(scope="module", params=FOUR_BITS)
 def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path, QuantizedModel]:
-    """A recipe, the folder that it makes, and the model in it."""
+    """Quantise a model; return the recipe, the folder that it makes, and the model in it."""
     recipe, out = FOUR_BITS[request.param], tmp_path_factory.mktemp("w4a4") / "out"
     quantize_model(small(), TEXT, recipe, out, layout="rows" if request.param == "fmpq" else "strips")
     return recipe, out, folder.load(out)
@@ -143,7 +143,7 @@ def relative(found: Any, right: Any) -> float:
 
 
 def problem(scheme: str, to: str) -> tuple[ReorderedWeight, Any, Any, Any]:
-    """A weight [24, 320] and its order, activations [5, 320], and a bias."""
+    """Make a weight [24, 320] and its order, activations [5, 320], and a bias."""
     rng = np.random.default_rng(5)
     w, x = rng.standard_normal((24, 320)).astype(np.float32), rng.standard_normal((5, 320)).astype(np.float32)
     order = rng.permutation(320)

@@ -46,7 +46,10 @@ def other_blocks(weight: ReorderedWeight, int8: int) -> ReorderedWeight:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
-    """Models from the folders that recipes make; of COMET's, layers have INT8 blocks of different numbers."""
+    """Load models from the folders that recipes make.
+
+    The layers of COMET's have different numbers of INT8 blocks.
+    """
     models = {}
     for name, recipe in RECIPE.items():
         out = tmp_path_factory.mktemp(name) / "out"

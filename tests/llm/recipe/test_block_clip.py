@@ -45,7 +45,7 @@ def attention_block(model: FloatModel, layer: Any, x: Any) -> Any:
 
 
 def errors_of(model: FloatModel, name: str, chosen: dict[str, float] | None = None) -> tuple[list[float], list[float]]:
-    """Errors of every ratio of a matrix: of the block's output, and of the matrix' own."""
+    """Compute the errors of every ratio of a matrix: of the block's output, and of the matrix' own."""
     layer = dict(model.layers[0])
     states = [model.embedding[sample] for sample in TEXT]
     exact = [attention_block(model, layer, x) for x in states]

@@ -32,7 +32,7 @@ TEXT = RNG.integers(0, 60, (6, 40))
 
 
 def small(config: Config = CONFIG) -> FloatModel:
-    """With residual channels of very different size, as trained models have them."""
+    """Make a model whose residual channels differ much in size, as in trained models."""
     model = FloatModel.random(config)
     scale = np.where(np.arange(config.hidden) % 31 == 7, 12, 0.3).astype(np.float32)
     return FloatModel(
@@ -41,7 +41,7 @@ def small(config: Config = CONFIG) -> FloatModel:
 
 
 def arrays(part: Any) -> dict[str, Any]:
-    """Every array of a layer by its attribute."""
+    """List every array of a layer by its attribute."""
     found = {name: array for name, array in part.parts.items() if hasattr(array, "ndim")}
     for name in ("qkv", "o", "gate_up", "down"):
         found |= {f"{name}.{buffer}": array for buffer, array in getattr(part, name).buffers.items()}
@@ -92,7 +92,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
 
 @pytest.mark.full
 def test_the_whole_recipe_beats_rounding() -> None:
-    """By the squared error of the logits."""
+    """The measure is the squared error of the logits."""
     model, found = small(), {}
     for name in ("rtn", "lqq"):
         recipe = PACKED[name]
@@ -385,14 +385,17 @@ def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch:
 
 
 def too_wide(grid: Any, group: int, w: Any) -> Any:
-    """Levels to 16·15 - 100 = 140, and scales so small that the largest weights take the last."""
+    """Make levels up to 16·15 - 100 = 140.
+
+    Scales are so small that the largest weights take the last level.
+    """
     step, minimum = np.full(w.shape[1], 16.0), np.full(w.shape[1], -100.0)
     return steps.Levels(grid.scale / 2, step, minimum), (step, minimum)
 
 
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration samples one by one, as on a CPU: the same sums in the same order."""
+    """Run calibration samples one by one, as on a CPU: the same sums in the same order."""
     monkeypatch.setattr(floats, "_ELEMENTS", 1)
 
 

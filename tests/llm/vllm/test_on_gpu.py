@@ -54,7 +54,7 @@ CLIENTS = 64
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 as a folder of packed weights in groups of 64, with its tokenizer."""
+    """Write SmolLM2 as a folder of packed weights in groups of 64, with its tokenizer."""
     try:
         model, tokenizer = open_model("smollm2")
     except UnavailableError as error:
@@ -67,7 +67,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: Path) -> list[list[int]]:
-    """Two hundred beginnings of texts, of 8 to 300 tokens."""
+    """Cut two hundred beginnings of texts, of 8 to 300 tokens."""
     tokens, rng = corpus(smollm2, 8), np.random.default_rng(0)
     starts, lengths = rng.integers(0, len(tokens) - 300, 200), rng.integers(8, 301, 200)
     return [tokens[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
@@ -161,7 +161,7 @@ def test_perplexity_is_that_of_the_formulas(
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of `vllm serve`."""
+    """Start `vllm serve`, and yield its address."""
     if find_spec("openai") is None or find_spec("uvicorn") is None:
         pytest.skip("openai and uvicorn, of the server and its client, are not importable")
     with socket.socket() as free:
