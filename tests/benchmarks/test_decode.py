@@ -30,7 +30,7 @@ CEILINGS = Ceilings(4.6, 4.2)
 
 @pytest.fixture
 def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Prompts of 4 tokens and 2 behind each; every call is made once and takes 10 µs."""
+    """Emulate a GPU for prompts of 4 tokens and 2 behind each; every call is made once and takes 10 µs."""
 
     def call_times(call: Callable[[], Any], repeats: int, warm_up: int) -> list[float]:
         call()
@@ -181,7 +181,7 @@ def test_experts_run_per_channel_alone(tiny_gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_compiled_side_by_side_is_what_runs(tiny_gpu: pytest.MonkeyPatch) -> None:
-    """Where it fails nobody hears of it: it is ahead of the measuring only in time."""
+    """The compile step runs ahead of the measuring, and reports no failure."""
     launched: list[tuple[int, ...]] = []
     operations = KernelRunner.operations
     tiny_gpu.setattr(
@@ -352,7 +352,7 @@ def a_row(B: int) -> Row:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card and a commit that bench believes to measure."""
+    """Fake a card and a commit that bench accepts for a measurement."""
     info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
     monkeypatch.setattr(gpu, "device_info", lambda: info)
     monkeypatch.setattr(bench, "measure_ceilings", lambda: CEILINGS)

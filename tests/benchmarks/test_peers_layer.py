@@ -31,7 +31,7 @@ PLAIN = ("fp16", "fp8_row", "fp8_tensor")
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Every call of two layers runs once; 7 µs each."""
+    """Run every call of two layers once, and report 7 µs each."""
 
     def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
         assert len(calls) in (1, 2)
@@ -129,7 +129,7 @@ def test_a_prompt_costs_a_quarter_of_a_layer_of_four(on_cpu: pytest.MonkeyPatch)
 
 
 def decoded(config: Config, B: int) -> tuple[Any, Any]:
-    """The first layer of the FP16 mix, and what came in and went out."""
+    """Run the first layer of the FP16 mix; return the decoder and its inputs."""
     layers = peers_layer._weights("fp16", config, 1, ())
     decoder = peers_layer._decoder("fp16", config, B, layers, peers_layer._Attention)
     came = [part.double().clone() for part in (decoder.x, decoder.residual, *decoder.attention.caches[0])]
@@ -138,7 +138,7 @@ def decoded(config: Config, B: int) -> tuple[Any, Any]:
 
 
 def matrices(config: Config) -> dict[str, Any]:
-    """The weights of every mix, as `_weights` makes them."""
+    """Make the weights of every mix, as `_weights` does."""
     import torch
 
     made = {}
@@ -279,7 +279,7 @@ def test_fused_kernels_have_a_peer(kernel: str, on_cpu: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def liger(on_cpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The calls of Liger that are timed, whose kernels need a GPU, in PyTorch."""
+    """Replace the timed calls of Liger, whose kernels need a GPU, by PyTorch."""
     import torch
 
     def normed(x: Any, residual: Any, gamma: Any, eps: float, offset: float, casting_mode: str) -> tuple[Any, ...]:
