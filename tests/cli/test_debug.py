@@ -30,7 +30,7 @@ class Terminal:
             os.execv(sys.executable, [sys.executable, "-m", "ptxlab", *map(str, arguments)])
 
     def until(self, end: str, seconds: float = 60) -> str:
-        """What it writes until it writes that."""
+        """Read the terminal's output until it contains `end`."""
         said, late = "", time.monotonic() + seconds
         while end not in said:
             if not select.select([self.terminal], [], [], max(0, late - time.monotonic()))[0]:
@@ -45,12 +45,12 @@ class Terminal:
         os.write(self.terminal, text.encode())
 
     def run(self, line: str) -> str:
-        """What a command prints, up to the next prompt."""
+        """Enter a command, and return its output up to the next prompt."""
         self.send(f"{line}\n")
         return self.until(PROMPT).partition("\n")[2].removesuffix(PROMPT).strip()
 
     def end(self) -> int:
-        """Its exit code."""
+        """Wait for the process to end, and return its exit code."""
         late = time.monotonic() + 30
         while time.monotonic() < late:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -18,7 +18,7 @@ REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What `ptxlab init sums` writes; the current folder."""
+    """Write the files of `ptxlab init sums`, and make their folder the current one."""
     for path, text in init.files("sums", REQUIREMENT).items():
         (tmp_path / "sums" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sums" / path).write_text(text)
