@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 
 class FakeCupy:
-    """What `device` asks of CuPy before anything runs."""
+    """Stand-in with the parts of CuPy that `device` uses before anything runs."""
 
     class cuda:  # noqa: N801
         class runtime:  # noqa: N801

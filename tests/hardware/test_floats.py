@@ -48,7 +48,7 @@ def test_fma_is_rounded_once(bits: np.ndarray, shift: int) -> None:
 
 
 def rounded_to_single(exact: Fraction) -> np.float32:
-    """The nearest f32, of two the one with an even significand; no subnormals."""
+    """Round to the nearest f32, ties to the even significand; there are no subnormals."""
     if exact == 0:
         return np.float32(0)
     exponent = math.frexp(float(abs(exact)))[1] - 24

