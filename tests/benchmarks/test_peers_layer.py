@@ -97,7 +97,7 @@ def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.Mo
 
 
 def test_prompts_are_attended_causally_each_for_itself(on_cpu: pytest.MonkeyPatch) -> None:
-    """Two prompts; their cache has the rotated keys, and the values."""
+    """The cache of two prompts has the rotated keys, and the values."""
     import torch
 
     qkv = torch.randn((2 * LENGTH, TINY.qkv_width), dtype=torch.float16, generator=torch.Generator().manual_seed(0))
@@ -339,7 +339,10 @@ def test_what_liger_cannot_do_is_left_out(liger: pytest.MonkeyPatch) -> None:
 
 
 def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under names of their own, with the axis of tokens marked; PyTorch's compiler takes seconds to import alone."""
+    """The functions get names of their own, with the axis of tokens marked.
+
+    PyTorch's compiler itself is not run: it takes seconds to import alone.
+    """
     import torch
 
     names, marked, options = [], [], []

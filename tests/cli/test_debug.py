@@ -79,7 +79,10 @@ SCALED = ("debug", "scale.ptx", "--in", "scale.npz", "--block", 128)
 
 
 def test_a_session_in_a_terminal(files: Path) -> None:
-    """Break, continue, print, step, an empty line, a mistake, backwards, completion, the end."""
+    """The session breaks, continues, prints, steps, repeats by an empty line, reports a mistake, and goes back.
+
+    It completes names, runs to the end of the launch, and quits.
+    """
     terminal = Terminal(*SCALED)
     assert terminal.until(PROMPT).startswith("begin: scale.ptx:")
     at = line_of(SCALE, "bar.sync")
@@ -144,7 +147,7 @@ def test_json(files: Path, cli: Any) -> None:
 
 
 def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
-    """A kernel of the project by name, sizes from the file; and the same mistakes in one line."""
+    """It takes a kernel of the project by name, sizes from the file; and reports the same mistakes in one line."""
     from ptxlab import registry
 
     spec, _ = registry.find("dequant_lqq")

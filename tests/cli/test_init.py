@@ -131,7 +131,7 @@ def test_without_a_repository_the_requirement_has_to_be_given(
 def test_a_folder_is_named_with_a_warning_that_ci_lacks_it(
     cli: Any, pytester: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After `pip install -e .` of a clone, README's own install."""
+    """The warning comes after `pip install -e .` of a clone, README's own install."""
     (tmp_path / "pyproject.toml").touch()
     record = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
     monkeypatch.setattr(init.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda name: record))

@@ -68,7 +68,7 @@ def test_recorded(name: str, vectors) -> None:
 
 @pytest.mark.full
 def test_kernels_assemble() -> None:
-    """So that a recording on a GPU cannot fail for a reason that this machine could have found."""
+    """A recording on a GPU then cannot fail for a reason that this machine could have found."""
     for case in (CASES | NARROW).values():
         assert toolchain.assemble(Source.from_text(case.ptx, f"{case.name}.ptx"), "sm_90a").warnings == (), case.name
 

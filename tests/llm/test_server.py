@@ -63,7 +63,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
 
 @pytest.mark.full
 def test_a_soak_of_random_requests() -> None:
-    """The small one; `test_server_on_gpu` has 2,000."""
+    """This is the small soak; `test_server_on_gpu` has 2,000 requests."""
     these = served(4, pages=4, chunk=40)
     for _ in soak(these, random_requests(20, TINY_MODEL.vocabulary, 100), cancels=0.2):
         pass
@@ -163,7 +163,10 @@ def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
 
 
 def test_prompts_go_in_between_steps() -> None:
-    """A prompt of 70 in chunks of 20: the sequence before it makes a token in each of the steps."""
+    """A prompt of 70 tokens goes in chunks of 20.
+
+    The sequence before it makes a token in each of the steps.
+    """
     these = served(2, chunk=20)
     first = these.submit(**REQUESTS[0])
     these.step()
@@ -208,7 +211,7 @@ def test_a_whole_prompt_of_shared_pages_computes_its_last_page() -> None:
 
 
 def test_preempted_requests_take_up_what_they_had_left() -> None:
-    """Without batch invariance pages of generated tokens are shared, too."""
+    """Pages of generated tokens are shared too, without batch invariance."""
     runner = NumpyRunner(MODEL, 1, 128, chunk=128)
     server = Server(runner)
     request = server.submit([*range(60)], tokens=10)
@@ -358,7 +361,10 @@ def test_what_was_not_finite_in_a_call_that_fails_does_not_count(monkeypatch: py
 
 
 def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without its layers; the next one of both sequences would begin at the numbers that the failed one had."""
+    """The failed step runs without its layers.
+
+    The next step of both sequences would begin at the numbers that it had.
+    """
     runner = KernelRunner(MODEL, 2, 20, chunk=2, backend="emulator", batch_invariant=True)
     monkeypatch.setattr(runner, "_work", lambda b: [lambda: runner._begin(b)])
     runner.prefill([[1], [2]])

@@ -70,7 +70,7 @@ def test_windows_that_do_not_fit(given: dict[str, int], message: str) -> None:
 
 @pytest.mark.full
 def test_the_text_as_it_is_shipped() -> None:
-    """Its 95 articles, where it is in the cache."""
+    """The cache, if it has the text, holds its 95 articles."""
     if weights.find("wikipedia") is None:
         pytest.skip("not in the cache: ptxlab weights wikipedia")
     corpus = open_text()

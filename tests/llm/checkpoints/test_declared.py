@@ -185,7 +185,7 @@ def test_what_a_config_may_not_declare(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_values_of_any_type_are_taken_or_refused(tmp_path: Path) -> None:
-    """Try every setting of every config above, of compressed-tensors those of its weights too."""
+    """The values are tried in every setting of every config above, of compressed-tensors also in its weights'."""
 
     def outcome(config: dict[str, Any]) -> str:
         try:

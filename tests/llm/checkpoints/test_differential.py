@@ -75,7 +75,7 @@ def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> No
 
 
 def test_every_kind_has_files_that_must_be_read_and_files_that_must_be_refused() -> None:
-    """So a reader that refuses all of a kind fails, and so does one that reads all."""
+    """A reader that refuses all of a kind thus fails, and so does one that reads all."""
     assert {plan.name for plan in PLANS} == TWISTS.keys() and len(PLANS) >= 300
     verdicts = Counter((plan.kind, plan.twist.verdict) for plan in PLANS)
     for kind in {plan.kind for plan in PLANS}:

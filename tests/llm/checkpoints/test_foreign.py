@@ -33,7 +33,10 @@ def opened(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Any:
 
 
 def test_orders() -> None:
-    """The first tile of QServe by hand, as both of its converters have it: a byte's nibbles are 16 rows apart."""
+    """The first tile of QServe is computed by hand, as both of its converters have it.
+
+    A byte's nibbles are 16 rows apart.
+    """
     assert (unpack_qserve(foreign_files.qserve_nibbles(Q4)) == Q4).all()
     packed = foreign_files.qserve_nibbles(Q4).view(np.uint8).ravel()
     for byte, (row, k) in {0: (0, 0), 3: (0, 3), 4: (8, 0), 8: (0, 16), 16: (0, 4), 64: (1, 0), 511: (15, 31)}.items():
@@ -50,7 +53,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("container", ["safetensors", "torch"])
 def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> None:
-    """Read those of PostScale, no multiples of the scales: w = (q4·s2 + zero)·s1."""
+    """PostScale's zeros are no multiples of the scales: w = (q4·s2 + zero)·s1."""
     q4, s1, s2, zeros = foreign_files.two_level(W, group)
     assert (zeros % s2).any()
     arrays = foreign_files.qserve(q4, s1, s2, zeros)
@@ -141,7 +144,7 @@ def test_zeros_that_borrow_from_the_next(writer: dict[str, Any], tmp_path: Path)
 def test_the_version_of_a_symmetric_file_is_that_of_its_zeros(
     label: str | None, sym: bool | None, stored: int, tmp_path: Path
 ) -> None:
-    """Whatever the config calls it: zeros that are all 7, or all 8, are the middle of one version."""
+    """Zeros that are all 7, or all 8, are the middle of one version, whatever the config calls it."""
     q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
     arrays = foreign_files.gptq(q4, scale, zero, stored=stored)
     check(opened(tmp_path, arrays, **GPTQ, sym=sym, checkpoint_format=label), q4, scale, zero, 64)
@@ -172,7 +175,7 @@ def test_zeros_that_contradict_the_config(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("desc_act", [True, False, None])
 def test_gptq_in_order_of_activation(desc_act: bool | None, tmp_path: Path) -> None:
-    """The file's own order counts, also where the config denies one, as files with act_group_aware have it."""
+    """The file's own order counts, even if the config denies one, as in files with act_group_aware."""
     q4, scale, zero = foreign_files.affine(W, 64)
     order = RNG.permutation(np.arange(128) // 64)
     weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order), **GPTQ, desc_act=desc_act)
@@ -397,7 +400,7 @@ def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_mutated_files_are_read_or_refused(format: str, tmp_path: Path) -> None:
-    """500 of each: bytes of the header, of the tensors, and truncated files."""
+    """The 500 mutants of each file have changed bytes of the header or the tensors, or are cut off."""
     path = saved(tmp_path, of_format(format, W[:32, :64], 32))
 
     def read() -> None:

@@ -107,7 +107,7 @@ def test_a_model(format: str, tmp_path: Path) -> None:
 @pytest.mark.default_cases("gptq")
 @pytest.mark.parametrize("format", ["qserve", "gptq"])
 def test_a_model_with_experts(format: str, tmp_path: Path) -> None:
-    """Mixtral: every expert by itself, the router as it is."""
+    """Mixtral's experts are imported one by one, and its router stays as it is."""
     mixtral = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     source = write_model(tmp_path / "in", format, **mixtral)
     rows = import_checkpoint(source, tmp_path / "out")
@@ -158,7 +158,7 @@ def test_biases_that_the_model_has_not(matrix: str, element: float, tmp_path: Pa
 
 
 def test_biases_that_the_model_has(tmp_path: Path) -> None:
-    """Qwen2's of queries, keys and values, be they 0 or not, beside zeros of the others."""
+    """Qwen2's biases of queries, keys and values are kept, 0 or not; zeros of the others are not."""
     source = write_model(tmp_path / "in", "gptq", **QWEN2)
     add_tensors(source, biases(source, k_proj=0.5))
     layer = open_model(source)[0].layers[1]
@@ -173,7 +173,7 @@ def test_negative_scales_are_rounded_as_positive_ones(tmp_path: Path) -> None:
 
 
 def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
-    """160 columns in groups of 128 and 32: our groups of 32 lie within them."""
+    """Our groups of 32 lie within the file's groups of 128 and 32, of 160 columns."""
     q4 = RNG.integers(0, 16, (64, 160)).astype(np.uint8)
     scale = RNG.uniform(0.01, 0.02, (64, 2)).astype(np.float16)
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -267,7 +267,7 @@ def test_a_model_with_a_matrix_that_is_not_quantised(tmp_path: Path) -> None:
 
 
 def test_exactness_is_of_the_integers_that_their_kernel_computes(tmp_path: Path) -> None:
-    """(q4·s2 + zero)·s1 in NumPy's wide integers, against what the packed weight gives."""
+    """The packed weight gives (q4·s2 + zero)·s1 as NumPy's wide integers do."""
     q4, s1, s2, zeros = foreign_files.two_level(W, 64)
     source = saved(tmp_path / "in.safetensors", foreign_files.qserve(q4, s1, s2, zeros))
     import_checkpoint(source, tmp_path / "out.safetensors")

@@ -74,7 +74,7 @@ def test_constants_are_those_of_the_keys_and_values_of_the_text(scheme: str) -> 
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_a_folder_holds_its_constants(folders: dict[str, Path], scheme: str, tmp_path: Path) -> None:
-    """Rewritten too."""
+    """A rewritten folder holds them too."""
     model = folder.load(folders[scheme])
     rewrite_folder(folders[scheme], tmp_path / "new", layout="row_major")
     again = folder.load(tmp_path / "new")
@@ -112,7 +112,7 @@ def require_equal_but_for_steps(pool: Any, right: Any) -> None:
 @pytest.mark.parametrize("scheme", [*BY_CHANNEL, "kv8"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch: str) -> None:
-    """Prompts in chunks and two steps; in NumPy the first cache has the same bytes."""
+    """It decodes prompts in chunks and two steps; in NumPy the first cache has the same bytes."""
     how = {"batch": 2, "context": 70, "chunk": 4, "cache": scheme}
     with as_on(arch):
         kernels = KernelRunner(models[scheme], **how, backend="emulator")

@@ -46,7 +46,10 @@ def bits(array: Any) -> Any:
     ids=["lqq", "qoq_channel", "qoq"],
 )
 def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
-    """Every bit of every step: pools, and the stream behind each layer, which all other bits decide."""
+    """Every bit of every step is equal.
+
+    These are the pools, and the stream behind each layer, which all other bits decide.
+    """
     model = quantized(**how)
     runner = NumpyRunner(model, len(PROMPTS), 80)
     runner.prefill(PROMPTS)
@@ -110,7 +113,10 @@ def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, leve
 @pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
-    """And the same for a row alone as for a row of many; 260 rows are padded to 264 and cut off again."""
+    """A row alone has the same bits as a row of many.
+
+    The 260 rows are padded to 264 and cut off again.
+    """
     model = quantized(dtype=dtype, tied_head=False)
     kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
     twin = NumpyRunner(model, 3, 80, head="int8")
@@ -126,10 +132,7 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
 
 @pytest.mark.smoke
 def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
-    """A prompt at once, in chunks that cut it anywhere, token by token, alone or in a batch: the same caches.
-
-    Logits may differ by a rounding: float32 BLAS adds in an order of its own.
-    """
+    """A prompt gives the same caches at once, in chunks that cut it anywhere, token by token, alone or in a batch."""
 
     def same(found: Any, right: Any) -> bool:
         return bool((np.abs(found - right) <= 2.0**-10 * np.abs(right)).all())

@@ -210,7 +210,7 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
 def test_a_wait_that_one_kernel_leaves_out_is_found(
     config: Config, name: str, ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though everything comes out right, as it may on a GPU for long."""
+    """It is found though the results are right, as they may be on a GPU for long."""
 
     def parsed(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
@@ -368,7 +368,7 @@ def on_the_device(problem: LayerProblem) -> LayerProblem:
 def test_in_a_capture_nothing_is_allocated(
     config: Config, names: tuple[str, ...], fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all launches but the first are programmatic."""
+    """The launches but the first are programmatic."""
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     fake.runs = False
@@ -384,7 +384,10 @@ def test_in_a_capture_nothing_is_allocated(
 @pytest.mark.full
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_capture_takes_rows_of_prompts(batch_invariant: bool, fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind long contexts, which attention cuts into parts unless it is batch-invariant: then it needs a workspace."""
+    """Attention cuts long contexts into parts unless it is batch-invariant.
+
+    It needs a workspace then.
+    """
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     fake.runs, fake.sms = False, 32
@@ -510,7 +513,10 @@ def test_a_batch_of_nobody_is_a_layer_of_no_launch(problem: LayerProblem) -> Non
 
 
 def test_what_is_elsewhere_is_refused_before_a_launch(fake: FakeGpu) -> None:
-    """Weights, angles or slots on the host, slots on another device, a cache on the GPU beside buffers on the host."""
+    """Weights, angles or slots may be on the host, or slots on another device.
+
+    The cache may be on the GPU beside buffers on the host.
+    """
     there = on_the_device(layer_problem())
     host, count = layer_problem(), len(fake.launched)
     second = DeviceArray(host.slots, device=1)

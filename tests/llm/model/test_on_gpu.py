@@ -71,7 +71,7 @@ def test_a_residual_epilogue_has_the_bits_of_the_chain_without(interleaved: bool
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("config", [WIDE, CONFIGS["experts"]], ids=["dense", "experts"])
 def test_layers_in_a_graph_are_plain_launches_one_after_the_other(config: Config, batch: int) -> None:
-    """Four layers, all launches but the first programmatic."""
+    """The graph has four layers, whose launches but the first are programmatic."""
     import cupy
 
     first = on_gpu(layer_problem(config, lengths=lengths_of(batch)))
@@ -153,7 +153,10 @@ class Case:
 
 @pytest.mark.long(70)
 def test_twenty_thousand_layers_beside_a_busy_stream() -> None:
-    """`soak.CALLS` layers at random batch sizes, one in four of experts, one in four with epilogues."""
+    """The `soak.CALLS` layers have random batch sizes.
+
+    A quarter of them has experts, a quarter epilogues.
+    """
     cases = []
     for config, batches, ends in (
         (WIDE, (1, 2, 7, 16, 33, 64, 128, 256), False),

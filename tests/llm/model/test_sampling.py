@@ -133,7 +133,7 @@ def test_of_equal_tokens_the_first_is_kept() -> None:
 
 
 def test_a_row_whose_likeliest_is_taken_is_only_penalised() -> None:
-    """Beside one that is drawn."""
+    """Another row of the batch is drawn."""
     logits = some_logits("drawn")[:2]
     samplings = [Sampling(repetition_penalty=2.0), Sampling(temperature=2.0)]
     scores = adjust(logits, samplings, tokens_mask(PROMPTS[:2], logits))

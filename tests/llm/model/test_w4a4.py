@@ -46,7 +46,10 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe
 
 @pytest.mark.default_cases("fmpq")
 def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
-    """Every float of the first layer; and loaded and written again, every byte."""
+    """Every float of the first layer is equal.
+
+    When the folder is loaded and written again, every byte is.
+    """
     recipe, out, model = made
     right = next(calibrate.quantize_layers(calibrate.prepared(small(), recipe), TEXT, recipe))
     assert right is not None
@@ -123,7 +126,10 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:
-    """But for sums in another order, which move a weight to the next level here and there; and it is measured there."""
+    """Sums in another order move a weight to the next level here and there.
+
+    The model is measured on the GPU.
+    """
     recipe, model, text = FOUR_BITS[name], small(), np.tile(TEXT, (1, 4))
     for place, each in (("host", model), ("device", model.to_device())):
         quantize_model(each, text, recipe, tmp_path / place)
@@ -215,7 +221,7 @@ def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> No
 
 
 def test_a_damaged_folder_is_refused_in_one_line(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
-    """An order that names a channel twice."""
+    """The order names a channel twice."""
     _, out, _ = made
     for path in out.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -85,7 +85,7 @@ def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
 
 @pytest.mark.full
 def test_blocks_change_nothing() -> None:
-    """More columns than a block, and groups that straddle none."""
+    """There are more columns than a block, and groups that straddle none."""
     w, H = problem(4, 288)
     np.testing.assert_allclose(recipe.gptq(w, H, LQQGrid(w, 32)).values, solved(w, H, LQQGrid(w, 32), 0.01), atol=1e-12)
 
@@ -191,7 +191,10 @@ def test_what_is_no_hessian_is_refused(hessian: Any, rule: str) -> None:
 
 @pytest.mark.parametrize("low", [-127, -68])
 def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
-    """A group of 196 integers, in steps of 13: with the zero 10 the lowest level is -130, with 5 the highest 130."""
+    """A group of 196 integers has steps of 13.
+
+    With the zero 10 the lowest level is -130, with 5 the highest 130.
+    """
     w = np.linspace(low, low + 195, 32, dtype=np.float32)[None]
     w[0, np.abs(w[0]).argmax()] = 127 * np.sign(w[0, np.abs(w[0]).argmax()])
     grid = QoQGrid(w, 32, protective_range=127)

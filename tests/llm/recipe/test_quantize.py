@@ -426,7 +426,7 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
 def test_a_model_of_device_arrays_becomes_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Packed and written too, and read again to calibrate the next layer on."""
+    """The folder is packed and written too, and read again to calibrate the next layer on."""
     monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
     monkeypatch.setattr(gpu, "device_info", lambda: None)
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
@@ -464,6 +464,6 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
 
 
 def test_a_setting_that_one_run_lacks_differs() -> None:
-    """Also where it is null in the other, as a later version's would be."""
+    """It differs even if it is null in the other, as a later version's would be."""
     earlier, now = {"config": {"a": 1}}, {"config": {"a": 1, "b": None}}
     assert quantize._difference(earlier, now) == "config.b differs (absent, now None)"

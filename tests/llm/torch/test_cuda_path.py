@@ -134,7 +134,7 @@ def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.M
 
 @pytest.mark.full
 def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
-    """After a first call of each; attention with the tensor as its workspace."""
+    """The capture follows a first call of each; attention has the tensor as its workspace."""
     from ptxlab.llm.torch import operators
 
     fake.runs, calls = False, every_call(np.random.default_rng(0))
@@ -154,7 +154,7 @@ def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
 
 
 def test_chunks_take_the_kernel_for_prompts(fake: TensorGpu) -> None:
-    """Without a workspace; a later call with as many queries only launches."""
+    """They take it without a workspace; a later call with as many queries only launches."""
     from ptxlab.llm.torch import operators
 
     fake.runs, ((q, pool, table, lengths), _) = False, every_call(np.random.default_rng(0))["attention_kv4"]

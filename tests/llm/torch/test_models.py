@@ -48,7 +48,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
-    """And its caches have the same bytes."""
+    """Its caches have the same bytes too."""
     from ptxlab.llm.torch import quantize_model
 
     model = small(family)
@@ -128,7 +128,7 @@ def test_a_recipe_rotates_and_rounds() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
 def test_a_step_compiles_without_a_break(family: str) -> None:
-    """Prompt in eager mode, then steps of one graph."""
+    """The prompt runs in eager mode, then steps run as one graph."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = quantize_model(small(family, num_hidden_layers=1))
@@ -196,7 +196,10 @@ def test_inductor_takes_attention_on_the_cpu() -> None:
 
 
 def test_parts_of_tensors_are_taken() -> None:
-    """Positions and activations that are columns of larger tensors: kernels take whole ones."""
+    """Positions and activations may be columns of larger tensors.
+
+    The kernels themselves take whole tensors.
+    """
     from ptxlab.llm.torch import KV4Cache, W4A8Linear, quantize_model
 
     model, tokens = quantize_model(small()), torch.tensor([[5, 7, 11], [13, 17, 19]])
@@ -350,7 +353,7 @@ def test_bad_input_is_one_line(message: str) -> None:
 
 @pytest.mark.full
 def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
-    """And `generate` goes on where the cache ends."""
+    """Its `generate` goes on where the cache ends."""
     from ptxlab.llm.torch import KV4Cache
 
     model, other = quantize(small("qwen2")), quantize(small("qwen2"))

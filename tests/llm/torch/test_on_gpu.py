@@ -80,7 +80,7 @@ def test_compiled_without_a_break() -> None:
 
 
 def test_captured_and_replayed() -> None:
-    """A CUDA graph of all operators, replayed on other numbers."""
+    """A CUDA graph of all operators is replayed on other numbers."""
     _, device = calls()
     _, other = calls(1)
     graph = torch.cuda.CUDAGraph()

@@ -101,7 +101,7 @@ def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("scheme", "rotated"), [*((each, False) for each in quant.KV_SCHEMES), ("kv4", True)])
 def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -> None:
-    """Two sequences, written in two ways, and attended to."""
+    """Two sequences are written in two ways, and attended to."""
     of, (cos, sin) = caches(rng, scheme, rotated), rope()
     qkv, positions = normal(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
     slots = torch.tensor([0, 1, 2, 64, -1])

@@ -30,7 +30,10 @@ def test_rows_come_scheme_by_scheme():
 
 
 def test_totals_by_scheme_and_range():
-    """Per tensor the rows of two matrices, one twice the other's size, and a packed one of unknown origin."""
+    """The totals are over two matrices, one twice the other's size.
+
+    A packed row without an error counts too.
+    """
     rows = [*audit_matrix(gaussian(), ranges=(119, 127), tensor="a"), *audit_matrix(gaussian(8), ranges=(119, 127))]
     packed = AuditRow("p", "lqq", 119, 64, 128, 7, 1, None, None)
     found = totals([*rows, packed])
@@ -57,7 +60,10 @@ def test_the_papers_overflow_is_counted():
 
 
 def test_error_is_measured_without_the_overflow():
-    """-113 comes back as -112 and 120 as 128: errors of 1 and 8, not of 248."""
+    """The integer -113 comes back as -112 and 120 as 128.
+
+    These are errors of 1 and 8, not of 248.
+    """
     w = np.zeros((1, 128), np.float32)
     w[0, :2] = -113, 120
     (row,) = audit_matrix(w, schemes=("qoq",), ranges=(120,))

@@ -126,7 +126,10 @@ def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Ba
 
 
 def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
-    """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
+    """The rule holds though pages are drawn once, and repeated.
+
+    Otherwise a neighbour's page would not show in place of its twin.
+    """
     small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
     attention_problem.random_pages.cache_clear()
     of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))

@@ -84,7 +84,7 @@ def test_an_accumulator_of_another_width_is_refused() -> None:
 
 
 def test_every_fragment_map_has_a_claim() -> None:
-    """Whatever arguments the makers of maps take."""
+    """The rule holds for any arguments of the functions that make maps."""
     made = set[str]()
     for k, bits in product(range(1, 257), (None, 4, 8, 16, 32)):
         for make in (

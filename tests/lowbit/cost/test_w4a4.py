@@ -56,7 +56,10 @@ def test_the_error_is_from_the_nearer_end() -> None:
 
 
 def test_w4a4_loses_on_the_a100_and_wins_on_geforce_cards() -> None:
-    """Beside INT8 at its peak, in turn and overlapped alike: what the guide's first lines say."""
+    """The comparison is with INT8 at its peak, in turn and overlapped alike.
+
+    The guide's first lines say so.
+    """
     for gpu in ("rtx3090", "rtx4090"):
         assert min(over_int8(gpu, "W4A4 Atom")) > 1.1 and max(over_int8(gpu, "W4A4 Atom")) < 2
         assert min(over_int8(gpu, "W4Ax g128")) > 0.99 and min(over_int8(gpu, "W4Ax token")) > 1.3

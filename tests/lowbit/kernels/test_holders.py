@@ -86,7 +86,7 @@ def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> 
 
 @pytest.mark.parametrize("name", [*RIGHT, "load_ldmatrix_u4", "load_qserve_reorder"])
 def test_four_neighbours_share_a_register(name: str) -> None:
-    """So one label serves four channels, in the text and in the pictures."""
+    """So a single label serves four channels, in the text and in the pictures."""
     held = holders.holders(name)
     for places in (held.thread, held.register):
         runs = places.reshape(64, 16, 4)

@@ -98,7 +98,10 @@ def test_ldmatrix_on_4_bits_misses_where_its_model_says(backend: str, data: st.D
 
 
 def test_ldmatrix_on_4_bits_is_right_in_a_quarter_of_the_places() -> None:
-    """Numbers that differ wherever places do: right only where the channel happens to be the one that is needed."""
+    """The numbers differ wherever places do.
+
+    A place is right only if its channel happens to be the one that is needed.
+    """
     place = np.arange(64 * 64).reshape(64, 64)
     tiles = np.stack([place >> 4 * digit & 15 for digit in range(3)]).astype(np.uint8)  # three digits name a place
     right = (launch("load_ldmatrix_u4", {"q4": tiles}, "emulator") == operand_a(tiles)).all(axis=0)
@@ -161,7 +164,10 @@ def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:
 def test_a_packed_weight_arrives_as_the_map_says(
     name: str, packing: str, N: int, groups: int, g: int, seed: int, backend: str
 ) -> None:
-    """A quantised matrix of any shape, packed as a checkpoint would be: every tile of it, at every position."""
+    """A quantised matrix of any shape is packed as a checkpoint would be.
+
+    Every tile of it is tried, at every position.
+    """
     weight = quantize_lqq(np.random.default_rng(seed).standard_normal((N, g * groups)), group=g)
     tiles = tiles_of_packed(layout.pack(weight, packing))
     spec, (source, *_) = registry.find(name)
@@ -186,7 +192,7 @@ TILES = [name for name, spec in registry.specs().items() if spec.family == "load
 @pytest.mark.gpu
 @pytest.mark.timing  # counters of the device, which count others' launches too
 def test_wavefronts_and_conflicts_are_those_that_ncu_counts() -> None:
-    """The bank model against the hardware's counters: needs ncu, with permission to count."""
+    """The bank model equals the hardware's counters: this needs ncu, with permission to count."""
     specs = [registry.specs()[name] for name in TILES]
     try:
         counted = dict(zip(TILES, loads.counted_banks(*specs), strict=True))

@@ -210,7 +210,7 @@ ALIKE = {"window": 1, "rows": 1}  # what is equal to a change, and right
 def test_a_repeat_call_is_refused_what_a_first_one_is(
     calls: Calls, fake: FakeGpu, name: str, change: dict[str, Any], message: str
 ) -> None:
-    """Twice, since what is refused is not remembered either."""
+    """It is refused twice, since a refusal is not remembered either."""
     call, given = calls[name]
     call(**given)
     call(**{**given, **{option: ALIKE[option] for option in change if option in ALIKE and len(change) == 1}})

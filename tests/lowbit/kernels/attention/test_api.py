@@ -166,7 +166,10 @@ def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: FakeGpu, kernel: str) -> None:
-    """Other lengths, other pages: the same kernel, and zeros where every call has to find them."""
+    """The kernel stays the same for other lengths and other pages.
+
+    The zeros that every call has to find are there.
+    """
     fake.sms = 5
     cache, q = on_device(CACHE), sent(Q)
     out, lse = sent(np.zeros_like(Q)), sent(np.zeros(Q.shape[:-1], np.float32))
@@ -191,7 +194,10 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
 
 @pytest.mark.full
 def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, last of three, with a wider table; on the host, and on devices of other sizes."""
+    """The sequence is alone, the last of three, or in a wider table.
+
+    It runs on the host, and on devices of other sizes.
+    """
     monkeypatch.setattr(sm90, "PART", 1)
     q, cache = problems.problem(4, (200, 0, 70, 130), Hq=4, Hkv=2, scheme="kv4")
     q = q.astype(np.float16)
@@ -270,7 +276,7 @@ def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
 
 
 def test_a_workspace_does_for_any_queries() -> None:
-    """However many blocks and columns are chosen."""
+    """It suffices for any choice of blocks and columns."""
     for step in (*steps.STEPS[-2:], *steps.INVARIANT_STEPS):
         for D in (64, 128, 256):
             room = {item.name: item.nbytes for item in step.most_memory(D, 132)}
@@ -470,7 +476,7 @@ def read(array: Any) -> np.ndarray:
 @pytest.mark.parametrize("kernel", HERE)
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda c: "-".join(map(str, c.values())))
 def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
-    """Twice, with the same bits; PyTorch has a bfloat16 of its own."""
+    """Two calls give the same bits; PyTorch has a bfloat16 of its own."""
     module = pytest.importorskip(library)
     to = module.asarray if library == "cupy" else lambda array: module.from_numpy(array.copy()).cuda()
     sizes = {name: size for name, size in case.items() if name not in ("window", "dtype")}

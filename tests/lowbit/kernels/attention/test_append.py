@@ -158,7 +158,7 @@ def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, back
 
 @pytest.mark.full
 def test_what_padding_brings_does_not_matter() -> None:
-    """Not even positions outside the tables, which a stray read would show."""
+    """Its positions may even lie outside the tables, where a stray read would show."""
     k, v = normal(8, 2, 64)
     problem = problem_of(k, v, "kv4", 16, rope=rotations(8, 64, np.int32, True))
     padding = problem.slots < 0

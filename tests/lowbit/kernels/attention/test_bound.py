@@ -40,7 +40,10 @@ def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
 @every_data
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.Data, length: int) -> None:
-    """Even if the kernel's own error is half of what it may be, and hides as much of the fault as it can."""
+    """A fault is refused even if the kernel's own error is half of what it may be.
+
+    That error hides as much of the fault as it can.
+    """
     of = faults.problem(data, HEADS, length)
     exact, rng = faults.Expected(of), np.random.default_rng(0)
     with_error = {
@@ -80,7 +83,10 @@ def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int
 @pytest.mark.default_cases("equal_scores", "nothing", "one_dominant_score")
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
 def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> None:
-    """Equal scores, where all tokens are rounded alike; one that is all; queries and values of any size."""
+    """The scores are equal, where all tokens are rounded alike, or one is all.
+
+    Queries and values have any size.
+    """
     q, cache = problems.problem(0, (700,), change, Hq=4, Hkv=1, scheme="kv4")
     q = q.astype(np.float16)
     right = dict(zip(("out", "lse"), common.attention(q, cache, SCALE), strict=True))
@@ -128,7 +134,10 @@ def test_no_bound_is_looser_than_the_certain_one(
 @pytest.mark.parametrize("roundings", [sm80.roundings_of, roundings_of], ids=["sm80", "sm90"])
 @pytest.mark.parametrize("seen", [1, 255, 256])
 def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -> None:
-    """A window of less than what chance needs, in a cache so long that the certain bound is not computed for it."""
+    """The window has fewer tokens than chance needs.
+
+    The cache is so long that the certain bound is not computed for it.
+    """
     L = 40_000
     tokens = quantize_kv(np.random.default_rng(0).standard_normal((L, 1, 8), dtype=np.float32))
     visible = np.arange(L)[None] >= L - seen
@@ -179,9 +188,9 @@ def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
 def test_every_fault_is_refused_at_131072_tokens(
     data: kvdata.Data, heads: tuple[int, int], record_property: Callable[[str, object], None]
 ) -> None:
-    """Wrong pages or lengths, by results and by logarithms alone, 1,000 draws of each; right launches are accepted.
+    """Wrong pages or lengths are refused by results and by logarithms alone, in 1,000 draws of each.
 
-    One bound serves all last tokens: at this length another one hardly changes it.
+    Right launches are accepted.
     """
     host, rng = faults.problem(data, heads, LENGTH, spare=faults.DRAWS), np.random.default_rng(0)
     of = replace(host, q=gpu.to_device(host.q), cache=replace(host.cache, pool=gpu.to_device(host.cache.pool)))

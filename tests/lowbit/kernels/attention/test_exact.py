@@ -69,7 +69,7 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
 @pytest.mark.full
 @of_each(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
-    """Ragged, whole pages and tiles among them, in more blocks than units."""
+    """Ragged lengths, whole pages and tiles among them, are cut into more blocks than work items."""
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
@@ -78,7 +78,10 @@ def test_equal_in_parts(variant: Variant) -> None:
     ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
 )
 def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int) -> None:
-    """Units cut by their own length: the oracle knows no blocks then, and no other sequences."""
+    """The work items are cut by their own length.
+
+    So the oracle knows no blocks, and no other sequences.
+    """
     config = {**variant.config, "PART": 1 + blocks % 2, "MOST_PARTS": sm90.MOST_PARTS}
     logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
     arrays = {**INVARIANT.pack(logical), "q": stored(logical["q"], variant.dtype)}
@@ -94,7 +97,7 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
 
 
 def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
-    """Nor does a table: the order of sums depends on the tile."""
+    """A table does not choose it either: the order of sums depends on the tile."""
     sizes = {"Hq": 8, "Hkv": 8, "T": 1, "D": 128, "page": 64, "bits": 4, "channel": 0}
     batches = ({**sizes, "B": B, "P": P} for B in (1, 16, 4096) for P in (1, 64, 2048))
     assert len({tuple(INVARIANT.config_for(batch).items()) for batch in batches}) == 1
@@ -187,7 +190,10 @@ def shares_of(variant: Variant, logical: Arrays) -> Shares:
     part=st.sampled_from((0, 1, 2, 16)),
 )
 def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
-    """And only one's: segments of a unit follow each other, from its first tile in the window to its last."""
+    """A tile belongs to exactly one segment.
+
+    The segments of a work item follow each other, from its first tile in the window to its last.
+    """
     n, units = np.array(lengths, np.int64), how["heads"] * how["splits"]
     shares = Shares.of(n, **how)
     begin = np.maximum(n - how["queries"] + 1 - how["window"], 0) // 64 if how["window"] else 0 * n

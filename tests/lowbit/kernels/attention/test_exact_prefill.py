@@ -86,7 +86,10 @@ def test_equal_in_many_parts(past: int, parts: int) -> None:
 @pytest.mark.parametrize("case", ["wrong", "tiny", "large"])
 @on_every_kernel
 def test_equal_for_queries_at_the_ends_of_their_range(spec: KernelSpec, case: str) -> None:
-    """NaN and infinity; elements whose f16 over the row's power is subnormal, and a query of zeros; scores of 10^5."""
+    """The queries have NaN and infinity, or elements whose f16 over the row's power is subnormal.
+
+    There is also a query of zeros, and scores of 10^5.
+    """
     logical, sizes = chunks_of((70,), (10,), D=64)
     q = logical["q"].copy()
     if case == "wrong":

@@ -190,7 +190,10 @@ def test_rows_may_lie_apart(fake: FakeGpu) -> None:
 
 
 def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
-    """Neither on the host nor on the device, where a call like one before skips the checks."""
+    """The call refuses it on the host and on the device.
+
+    On the device a repeated call skips the checks.
+    """
     room = np.concatenate([QKV.reshape(-1), np.zeros(6 * 6 * 64, np.float16)])
     qkv, ends = room[: QKV.size].reshape(QKV.shape), (0, QKV.size - 8)  # inside, and by eight values
     cache, pool = on_device(PROBLEM.of.cache), PROBLEM.of.cache.pool.copy()

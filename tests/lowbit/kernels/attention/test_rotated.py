@@ -51,7 +51,7 @@ extern "C" __global__ void rotate_heads(float* x) {  // of one warp: a lane's el
 @pytest.mark.default_cases("64-16-4", "256-8-16")
 @pytest.mark.parametrize(("D", "run", "lanes"), [(64, 16, 4), (128, 8, 8), (128, 32, 4), (128, 64, 2), (256, 8, 16)])
 def test_every_bit_of_a_rotated_head(D: int, run: int, lanes: int) -> None:
-    """Elements with all bits of float32, so that another order of sums gives other bits."""
+    """The elements use all bits of float32, so that another order of sums gives other bits."""
     count, heads = D // lanes, 32 // lanes
     x = np.random.default_rng(0).standard_normal((heads, D), dtype=np.float32)
     i, lane = np.arange(count), np.arange(lanes)[:, None]

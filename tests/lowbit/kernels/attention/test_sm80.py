@@ -75,7 +75,10 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
 def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
-    """Blocks with several units, with part of one, and with none; ragged, and a window that leaves tiles out."""
+    """The blocks have several work items, part of one, or none.
+
+    Lengths are ragged, and a window leaves tiles out.
+    """
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), window=window)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))

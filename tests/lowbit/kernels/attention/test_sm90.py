@@ -54,7 +54,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
 @of_each(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
-    """Though queries become integers, of which none stands for either."""
+    """A NaN or an infinity shows though queries become integers, none of which stands for it."""
     logical, arrays = variant.problem(1, (75, 130), blocks=2)
     right = variant.check(logical, arrays, backend)
     q = logical["q"].copy()
@@ -106,7 +106,10 @@ def test_constants_that_the_host_counts_with_are_checked(constants: dict[str, in
 
 @pytest.mark.full
 def test_memory_is_what_the_constants_need() -> None:
-    """Also of others than are chosen: a sweep may ask for room for 8 columns where there are 2."""
+    """The rule holds for constants that are not chosen, too.
+
+    A sweep may ask for room for 8 columns where there are 2.
+    """
     variant = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
     logical, arrays = variant.problem(0, (75, 130), blocks=2)
     for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
@@ -126,7 +129,10 @@ def test_memory_is_what_the_constants_need() -> None:
 def test_more_than_a_warp_has_lanes(
     lengths: tuple[int, ...], Hkv: int, shape: dict[str, int], blocks: int, window: int
 ) -> None:
-    """Units of a sequence, and sequences: lanes take several, one after the other."""
+    """There are more sequences, or more work items of a sequence, than lanes.
+
+    A lane takes several, one after the other.
+    """
     variant = Variant(64, 64, 4, 0, **shape, tile=AttentionTileSm90(32, 4, 2, 1))
     variant.check(*variant.problem(0, lengths, Hkv=Hkv, window=window, blocks=blocks))
 
@@ -164,7 +170,10 @@ def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> N
 @pytest.mark.full
 @on_every_backend
 def test_a_nan_is_handed_over(backend: str) -> None:
-    """Also one of all ones, whose word would say that nothing has come: arithmetic makes another of it."""
+    """The NaN may have all bits set, whose word would say that no result has come.
+
+    Arithmetic makes another NaN of it.
+    """
     variant, lengths, blocks = IN_PARTS
     logical, arrays = variant.problem(0, lengths, blocks=blocks)
     right = variant.check(logical, arrays, backend)
@@ -206,7 +215,7 @@ CHOSEN = [
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", CHOSEN, ids=lambda s: "-".join(map(str, s.values())))
 def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
-    """Nothing in the loops of head dims 64 and 128; of 256 a few registers."""
+    """The loops of head dims 64 and 128 spill nothing, those of 256 a few registers."""
     tile = sm90.choose_tile(sizes)
     assert tile.STAGES % tile.groups == 0 and tile.WARPS * tile.TOKENS % sm90.TILE == 0
     constants = {**SM90.config_for(sizes), "BF16": 1}
@@ -221,7 +230,7 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
 @pytest.mark.default_cases("4")
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
-    """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
+    """Keys, queries, and the warps' sums of a head dim of 128 go there and back without conflicts."""
     variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, tile=AttentionTileSm90(64, 2, 4, 1))
     outcome = variant.run(*variant.problem(0, (200,)), count_banks=True)
     vectors = [access for access in outcome.shared if access.width == 16 and min(access.addresses) >= 0]

@@ -437,7 +437,7 @@ def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     [(order, M) for order in STRIPS_ORDERS for M in (1, 8, 9, 16, 17, 32, 33, 40) if order != "fragment" or M <= 32],
 )
 def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) -> None:
-    """Across the two kernels, and beyond what one of them takes."""
+    """The numbers cross from one kernel to the other, and exceed the limit of one of them."""
     x = np.random.default_rng(tokens).standard_normal((tokens, K), dtype=np.float32)
     packed = ptxlab.quantize_activations(x, **STRIPS_ORDERS[order], backend="emulator")
     plain = quant.quantize_activations(x)
@@ -451,7 +451,10 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strips_with_token_sums_and_without(scheme: str, tokens: int, dtype: str) -> None:
-    """The same bits by two variants; sums that are not those of x would give others, and are refused."""
+    """The two variants give the same bits.
+
+    Sums that are not those of x would give others, and are refused.
+    """
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     x_scale, x_sum = np.full(tokens, 0.01, np.float32), x.sum(axis=1, dtype=np.int32)
 

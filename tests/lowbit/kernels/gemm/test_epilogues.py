@@ -115,7 +115,7 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
 
 @pytest.mark.full
 def test_no_tile_spills_or_waits_for_its_own_wgmma() -> None:
-    """SiLU·mul, in the largest tile; a reduction needs no registers that a store does not."""
+    """SiLU·mul is compiled in the largest tile; a reduction needs no more registers than a store."""
     spec, tile, split = FORMS["gemm_w4a8_sm90:silu_mul"], StripTile(128, 2, 1, 2, 128), 1
     sizes = {"M": tile.BM, "N": 4096, "K": 4096, "g": 128}
     choice = StripChoice(tile, tile.strips, strips_tiles._stages(tile, tile.strips, split, 128), split)
@@ -218,7 +218,7 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
 )
 @settings(max_examples=3)
 def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, K: int, seed: int) -> None:
-    """And of a weight that is interleaved, SiLU·mul is that of the same call's gate and up in float32."""
+    """The SiLU·mul of an interleaved weight is that of the same call's gate and up in float32."""
     rng = np.random.default_rng(seed)
     x_q, x_scale = rng.integers(-128, 128, (M, K), dtype=np.int8), rng.uniform(1e-3, 1e-2, M).astype(np.float32)
     weight = quant.quantize_lqq(rng.standard_normal((2 * N, K), dtype=np.float32), group=32)
@@ -314,7 +314,7 @@ def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", epilogues.OUTPUTS)
 def test_calls_in_a_graph(dtype: str) -> None:
-    """Replays add again and again; beside it SiLU·mul."""
+    """Replays add again and again, beside SiLU·mul."""
     x, x_scale = gpu.to_device(X), gpu.to_device(X_SCALE)
     weight, gate_up = ptxlab.to_device(STRIPS["lqq"]), ptxlab.to_device(INTERLEAVED["lqq"])
     residual = gpu.to_device(stored(np.zeros(expected("lqq").shape, np.float32), dtype))

@@ -71,7 +71,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(backend: str) -> None:
 
 
 def test_another_order_has_other_bits() -> None:
-    """So the tests above can fail."""
+    """This shows that the tests above can fail."""
     logical = drawn(5, 40, 96)
     swapped = {name: array[:, np.r_[32:64, 0:32, 64:96]] for name, array in logical.items()}
     assert not same(in_order(**logical, mma=EMULATED.mma), in_order(**swapped, mma=EMULATED.mma))

@@ -63,7 +63,10 @@ def test_accumulators_are_exact_in_the_emulator(
 @on_every_backend
 @pytest.mark.parametrize("experts", [32, 33, 100])
 def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most without rows, among them the first and the last, and one with several tiles; on few SMs."""
+    """Most experts have no rows, among them the first and the last, and one has several tiles.
+
+    There are few SMs.
+    """
     monkeypatch.setattr(grouped, "SMS", 3)
     counts = np.zeros(experts, np.int64)
     counts[[3, 31, experts - 3]] = 1, 19, 4
@@ -96,9 +99,9 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
 def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, tile: dict[str, int], backend: str
 ) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits.
+    """The bits are those of acc * x_scale * w_scale + bias.
 
-    Every output and every tile with a bias and without.
+    Each operation is rounded to float32, then once to the output.
     """
     with_bias = (variant + OUTPUT_TILES.index(tile)) % 2 == 0
     logical = GROUPED.example(np.random.default_rng(variant), M=50, N=136, K=384, E=3, g=64)

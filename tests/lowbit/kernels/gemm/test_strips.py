@@ -161,7 +161,10 @@ def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int)
 @pytest.mark.full
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
-    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
+    """Nineteen token tiles make a band of sixteen and a narrower one.
+
+    Each band is over three row tiles.
+    """
     logical = LARGE.example(np.random.default_rng(0), M=150, N=96, K=128, g=64)
     config = {**LARGE_CONFIGS[0], "STRIPS": 2, "SIGNED": 1}
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
@@ -258,9 +261,9 @@ SCALED = [
 )
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int32])
 def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec, config: Config, backend: str) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits.
+    """The bits are those of acc * x_scale * w_scale + bias.
 
-    Every dtype and every tile with token sums and a bias, and without both.
+    Each operation is rounded to float32, then once to the output.
     """
     OUT = DTYPES.index(np.dtype(dtype).name)
     signed = (OUT + SCALED.index((spec, config))) % 2
@@ -279,7 +282,10 @@ def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec
 @pytest.mark.parametrize("spec", strips.SPECS, ids=lambda spec: spec.name)
 @on_every_backend
 def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) -> None:
-    """Bytes of 255 times -128 over a long K: the largest sums that 128 times the token's is taken from."""
+    """Bytes of 255 are multiplied by -128 over a long K.
+
+    These are the largest sums from which 128 times the token's is subtracted.
+    """
     N, K = 8, 4096
     ones = np.ones((N, K // 128), np.uint8)
     q4, minimum = np.full((N, K), 15, np.uint8), np.full((N, K // 128), -113, np.int8)
@@ -295,7 +301,10 @@ def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) 
 @pytest.mark.parametrize(("q", "zero"), [(15, 0), (0, 15), (15, 15), (0, 0)])
 @on_every_backend
 def test_the_extremes_per_channel_add_up_without_a_rounding(q: int, zero: int, spec: KernelSpec, backend: str) -> None:
-    """Nibbles and zero points at both ends times activations at both ends, over a long K with a ragged last block."""
+    """Nibbles and zero points at both ends are multiplied by activations at both ends.
+
+    K is long, with a ragged last block.
+    """
     N, K = 8, 4128
     weight = quant.QoQChannelWeight(np.full((N, K), q, np.uint8), np.ones(N, np.float32), np.full(N, zero, np.uint8))
     x = np.stack([np.full(K, value, np.int8) for value in (-128, -127, 127)])

@@ -112,7 +112,10 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
 @on_every_backend
 @pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
-    """Two tiles of fewer tokens than they have room for, the last rows missing, more stages than slots."""
+    """Two tiles have fewer tokens than they have room for.
+
+    The last rows are missing, and there are more stages than slots.
+    """
     sizes = {"M": tile.BM + 10, "N": 136, "K": 640, "outliers": 128, "g": 64 if tile.WN == 2 else 128}
     logical = SM90.example(np.random.default_rng(tile.BM), **sizes)
     y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
@@ -182,7 +185,10 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
 @with_outliers
 @pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])
 def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
-    """Groups of zeros; rows whose numbers are all among the outliers; none; -8 and 7 times -128 and 127 throughout."""
+    """The rows have groups of zeros, all their numbers among the outliers, no outliers, or extremes alone.
+
+    The extremes are -8 and 7 times -128 and 127.
+    """
     rng, outliers = np.random.default_rng(0), 0 if what == "no outlier" else 128
     x, w = (rng.standard_normal((R, 256 + outliers), dtype=np.float32) for R in (5, 16))
     if what == "zeros":

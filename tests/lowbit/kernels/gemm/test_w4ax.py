@@ -127,7 +127,10 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
-    """Two tiles of fewer tokens than they have room for, the last rows missing, more blocks than slots."""
+    """Two tiles have fewer tokens than they have room for.
+
+    The last rows are missing, and there are more blocks than slots.
+    """
     logical = SM90.example(np.random.default_rng(tile.BM), M=tile.BM + 10, N=136, K4=384, K8=256)
     y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
     assert np.array_equal(y, gemm_blocks(**logical))
@@ -138,7 +141,10 @@ def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
 @every
 @pytest.mark.parametrize("int8", [0, 2])
 def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
-    """Blocks of zeros, -8 and 7 by -8, 7, -128 and 127 throughout; all blocks of one kind."""
+    """Blocks are zeros, or -8 and 7 by -8, 7, -128 and 127 throughout.
+
+    In some problems all blocks are of one kind.
+    """
     rng = np.random.default_rng(int8)
     x, w = (
         rng.choice(ends, (R, 256)).astype(np.int8) for ends, R in (((-128, 127) if int8 else (-8, 7), 5), ((-8, 7), 16))
@@ -157,7 +163,10 @@ def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("spec", SHARED, ids=lambda spec: spec.name)
 def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
-    """Zeros, in the caller's arrays, with what is in `sums` still there; the sixth tile is one that can be cut."""
+    """They are zeros in the caller's arrays, though `sums` still holds its numbers.
+
+    The sixth tile is one that can be cut.
+    """
     sizes = {"M": 40, "N": 72, "K4": 640, "K8": 128, "blocks": 3}
     logical = spec.example(np.random.default_rng(0), **sizes)
     inputs = spec.pack(logical)
@@ -171,7 +180,10 @@ def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str
 
 
 def test_what_a_lane_loads_for_int8() -> None:
-    """Sixteen times its weights by an AND, or a shift and the same AND, of the words that ldmatrix brings."""
+    """A lane gets sixteen times its weights by an AND, or a shift and the same AND.
+
+    It takes the words that ldmatrix brings.
+    """
     w = BlockRows(np.random.default_rng(0).integers(-8, 8, (16, 256), np.int8), np.ones((16, 2), np.float16))
     rows = atom.pack_comet_rows(w, 1)
     np.testing.assert_array_equal(layout.unpack_pairs(rows[:, :64]), w.q[:, :128])

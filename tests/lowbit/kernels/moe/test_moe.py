@@ -82,7 +82,7 @@ def check_routing(normed: np.ndarray, router: np.ndarray, k: int, backend: str) 
 @given(problem=problems(most=12))
 @settings(max_examples=25)
 def test_routing_of_any_problem(problem: dict[str, Any]) -> None:
-    """Equal logits too: the lower expert comes first."""
+    """The lower of two experts with equal logits comes first."""
     check_routing(**problem, backend="emulator")
 
 
@@ -132,7 +132,7 @@ def test_a_token_has_the_same_bits_in_any_batch(backend: str) -> None:
 
 @on_every_backend
 def test_logits_that_are_no_number_come_last(backend: str) -> None:
-    """And tokens keep their rows: each is with as many experts as it has to be, all different."""
+    """The tokens keep their rows: a token has as many experts as it must, all different."""
     M, H, E = 4, 64, 5
     normed, router = np.ones((M, H), np.float16), np.arange(E, dtype=np.float16)[:, None].repeat(H, axis=1)
     router[2], normed[1, 3], normed[2, 3], tokens = np.nan, np.nan, np.inf, tokens_of(M, H)
@@ -288,7 +288,10 @@ def test_a_token_takes_an_expert_once() -> None:
 
 @pytest.mark.full
 def test_device_arrays(fake: FakeGpu) -> None:
-    """Two launches and one, programmatic if they shall be; a call like one before allocates nothing but results."""
+    """Routing makes two launches and combining one, programmatic if asked.
+
+    A repeated call allocates nothing but results.
+    """
     there = packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
     normed, router, results = DeviceArray(NORMED), DeviceArray(ROUTER), normal(6, 64)
     routed, known = ptxlab.route_tokens(there, normed, router, 2, programmatic=True), routed_on_host()
@@ -382,7 +385,10 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @ON_GPU
 @pytest.mark.parametrize("M", [1, 33, 256, 1000])
 def test_a_programmatic_chain_is_the_plain_chain(M: int) -> None:
-    """Norm, routing, sum, each step's x the sum of the one before: a stale byte goes on."""
+    """The chain has norm, routing and sum; a step's x is the sum of the step before.
+
+    So a stale byte goes on.
+    """
     import cupy
 
     H, E = 4096, 8

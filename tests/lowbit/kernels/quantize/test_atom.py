@@ -148,7 +148,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> None:
-    """1 + exp(-20) is 1: what is left is the product, of which every bit is known."""
+    """The sum 1 + exp(-20) is 1: the product remains, of which every bit is known."""
     gate, up = (20 + np.abs(wide(normal(3, 512)))).astype(np.float16), normal(3, 512)
     place = quant.channel_places(RNG.permutation(512))
     how: dict[str, Any] = {"outliers": 64, "group": 64, "layout": order, "clip": 0.9, "rules": quant.ATOM_PAPER}
@@ -180,7 +180,10 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
 
 
 def test_a_gate_may_be_off_only_near_ties() -> None:
-    """The bound itself: hardly any integer may differ, none by more than a step, and no scale but by its last bit."""
+    """This tests the bound itself.
+
+    Hardly any integer may differ, none by more than a step, and no scale but by its last bit.
+    """
     sizes = {"M": 8, "K": 3968, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9, "activation": 0}
     logical = SILU_MUL_REORDER.example(np.random.default_rng(0), **sizes)
     allowed = SILU_MUL_REORDER.allowed(logical)
@@ -192,7 +195,10 @@ def test_a_gate_may_be_off_only_near_ties() -> None:
 
 @pytest.mark.parametrize("code", [0, 1, COMET])
 def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> None:
-    """Gates near every tie of their group, moved by their error to either side: what changes is in the bound."""
+    """Gates near every tie of their group are moved by their error to either side.
+
+    An integer that changes is in the bound.
+    """
     rng, groups, clip = np.random.default_rng(code), 256, 1.0 if code == COMET else 0.9
     steps = RULES[min(code, 1)].steps(4)
     pairs = rng.uniform(0.5, 3, (1 << 20, 2)).astype(np.float16)
@@ -223,7 +229,10 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
 @on_every_backend
 @pytest.mark.parametrize("channels", [128, 4096, 8192, 8320, 16384, 32768])
 def test_rows_of_any_width(channels: int, backend: str) -> None:
-    """A block of one warp up to one of 16, clusters of two and of four; channels from any block to any other."""
+    """A row takes a block of one warp up to one of 16, or clusters of two and of four.
+
+    Channels go from any block to any other.
+    """
     how: dict[str, Any] = {"outliers": 0 if channels == 128 else 128, "group": 128, "clip": 0.9}
     place = quant.channel_places(np.random.default_rng(0).permutation(channels))
     x = normal(2, channels)
@@ -284,7 +293,10 @@ def test_groups_that_no_host_lets_through(backend: str) -> None:
 
 @pytest.mark.parametrize("random", [False, True])
 def test_the_way_through_shared_memory_has_few_conflicts(random: bool) -> None:
-    """None while channels stay in order; about what 32 random banks have (3.5 passes) where they do not."""
+    """There are none while channels stay in order.
+
+    Otherwise there are about as many as 32 random banks have (3.5 passes).
+    """
     order = np.random.default_rng(0).permutation(4096) if random else np.arange(4096)
     sizes = {"M": 1, "K": 3968, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9}
     inputs = {"x": normal(1, 4096), "place": quant.channel_places(order)}
@@ -297,7 +309,7 @@ def test_the_way_through_shared_memory_has_few_conflicts(random: bool) -> None:
 
 @pytest.mark.full
 def test_what_follows_is_the_product() -> None:
-    """Norm, order, GEMM: as near to the float product as Atom's INT4 is."""
+    """Norm, order and GEMM are as near to the float product as Atom's INT4 is."""
     x, gamma, w = normal(4, 512), normal(512), wide(normal(64, 512))
     x[:, 5] *= 30
     y = reference.rms_norm(wide(x), wide(gamma), EPS)
@@ -363,7 +375,10 @@ def test_every_bit_of_blocks_on_the_gpu(problem: dict[str, Any]) -> None:
     ("blocks", "int8", "order"), [(1, 0, "pairs"), (1, 1, "joined"), (9, 4, "pairs"), (86, 17, "joined")]
 )
 def test_normed_and_gated_blocks(blocks: int, int8: int, order: str, backend: str) -> None:
-    """A warp, a block, a cluster; scales in whole eights and beyond; of a gate wide open every bit is known."""
+    """A row takes a warp, a block or a cluster, with scales in whole eights and beyond.
+
+    Of a gate wide open every bit is known.
+    """
     place = quant.channel_places(np.random.default_rng(0).permutation(blocks * 128))
     x, gamma = normal(2, blocks * 128), normal(blocks * 128)
     how: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}

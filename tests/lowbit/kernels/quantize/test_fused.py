@@ -121,7 +121,10 @@ def test_every_bit_of_a_normed_row_on_the_gpu(problem: dict[str, Any]) -> None:
 @on_every_backend
 @pytest.mark.parametrize("K", [128, 4096, 8192, 8224, 16384, 32768])
 def test_rows_of_any_width(K: int, backend: str) -> None:
-    """A block of one warp up to one of 16, clusters of two and of four, where the last warps have nothing to do."""
+    """A row takes a block of one warp up to one of 16, or clusters of two and of four.
+
+    The last warps of a cluster have nothing to do.
+    """
     M = max(2, 32768 // K)  # tokens enough that another order of the sum would show
     check_norm(backend, normal(M, K), normal(K), normal(M, K))
     check_gate(backend, normal(M, 2 * K), "silu")
@@ -154,7 +157,7 @@ def test_gates(order: str, rows: int | None, activation: str, dtype: str, backen
 @on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_an_open_gate_is_exact(activation: str, backend: str) -> None:
-    """1 + exp(-20) is 1: what is left is the product, of which every bit is known."""
+    """The sum 1 + exp(-20) is 1: the product remains, of which every bit is known."""
     gate = (20 + np.abs(wide(normal(6, 512)))).astype(np.float16)
     up = normal(6, 512) * np.float16(2.0) ** np.arange(-20, 10, 5).astype(np.float16)[:, None]
     packed = ptxlab.silu_mul_quantize(np.concatenate([gate, up], axis=1), activation=activation, backend=backend)

@@ -97,7 +97,10 @@ def test_quotients_of_the_smallest_rows(backend: str) -> None:
 
 @on_every_backend
 def test_tokens_that_no_host_lets_through(backend: str) -> None:
-    """The kernel itself: what is too small counts as zeros, what is no number shows in the scale."""
+    """The kernel itself takes a value that is too small for zero.
+
+    A NaN or an infinity shows in the scale.
+    """
     spec, (source, *_) = ptxlab.find("quantize_activations_s8")
     x = np.ones((5, 32), np.float32)
     x[1, 3], x[2, 5], x[3], x[4] = np.nan, -np.inf, 2.0**-149 * 190, 1e-36
