@@ -73,7 +73,7 @@ def changed(text: str, rng: random.Random) -> str:
 
 
 def attempt(text: str, rng: random.Random) -> None:
-    """Parse it, and run its first kernel on buffers and numbers."""
+    """Parse a module, and run its first kernel on buffers and numbers."""
     module = emulator.parse(text)
     if not module.entries:
         return

@@ -73,9 +73,10 @@ class WantedChunks:
 
 
 def part(words: Sequence[str]) -> WantedChunks:
-    """Choose the part of words: heads, `D=64`, `T=512`, `C=8192`, `short`, `alone`; kinds without a word are whole.
+    """Parse the words of `--only`: heads, `D=64`, `T=512`, `C=8192`, `short`, `alone`.
 
-    `short` are the rows that have targets, at heads 32/8. Raises ArgumentError for another word.
+    All of a kind is measured if no word names one of it. `short` are the rows that have targets, at heads 32/8. Raises
+    ArgumentError for another word.
     """
     kinds = (
         {f"{Hq}/{Hkv}": chunks_of(heads=(Hq, Hkv)) for Hq, Hkv in HEADS},

@@ -307,9 +307,9 @@ class Steady:
         return logits
 
     def check(self) -> str:
-        """Hold a step's logits from the graph against those of its launches made one by one; what was checked.
+        """Compare a step's logits from the graph with those of its launches made one by one; return the claim.
 
-        Raises BenchmarkError for a bit that differs, or what is not finite.
+        Raises BenchmarkError for a bit that differs, or a logit that is not finite.
         """
         tokens, lengths = self.tokens, self.runner.lengths.copy()
         timed = gpu.to_host(self.step())
@@ -747,7 +747,7 @@ def beside_row(
 
 
 def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what our steps at these batches need."""
+    """Compile all that our steps at these batches need, in a process that ends then."""
     model = random_model(replace(config, layers=1), scheme, layout)
     ours = scheme == "lqq"
     runner = KernelRunner(

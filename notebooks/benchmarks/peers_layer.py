@@ -367,7 +367,7 @@ class _Attention:
         return out.reshape(self.B, -1)
 
     def check(self, name: str, q: Any, got: Any) -> None:
-        """Hold the first sequence against float64."""
+        """Compare the first sequence's results with float64."""
         import torch
 
         keys, values = (x[0].double().cpu() for x in self.floats())
@@ -716,7 +716,10 @@ def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
 
 
 def _warm_between(name: str, config: Config, largest: int) -> None:
-    """Compile all that lies between the GEMMs, which are replaced by zeros: tuned to the largest batch, and for one."""
+    """Compile all functions between the GEMMs, tuned to the largest batch, and for a batch of one.
+
+    Products are replaced by zeros.
+    """
     import torch
 
     def product(N: int) -> Callable[..., Any]:

@@ -41,7 +41,7 @@ class FloatCache:
 
     @classmethod
     def of(cls, chunk: Chunk, q: Any, of: Problem, *, once: bool) -> "FloatCache":
-        """Restore what the problem's cache holds; one copy if `once`."""
+        """Dequantise the problem's cache to FP16; one copy if `once`, otherwise enough to exceed the L2."""
         import torch
 
         k, v = (torch.from_dlpack(each[0].dequantize().astype("float16")) for each in gather(of.caches[0]))

@@ -222,7 +222,7 @@ def cache_of_head(cache: KVCache, length: int, head: int) -> KVCache:
 
 
 def check_ours(ready: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
-    """Hold what every timed launch wrote against the samples, and launches against each other.
+    """Compare the results of every timed launch with the samples, and launches with each other.
 
     Returns what was checked. Raises BenchmarkError for a result that is further off than the spec allows.
     """

@@ -288,7 +288,7 @@ _STYLES: dict[int, dict[str, Any]] = {
 
 
 def speedup_figure(rows: pd.DataFrame) -> Figure:
-    """Time of the best peer with so many bits over ours, by batch; a panel for heads and length."""
+    """Plot the speed-up over the best peer with each cache width, by batch; a panel for heads and length."""
     rows = beside_all(rows)
     batches = sorted(rows.B.unique())
     figure = Figure(figsize=(12, 6.6), layout="constrained")

@@ -117,7 +117,7 @@ def predicted_figure(record: Record) -> Figure:
 
 
 def crossover_figure(record: Record) -> Figure:
-    """Time of `gemm_w4a8` over that of 8-bit weights, matrix by matrix, with what the model says in the mean."""
+    """Plot the time of `gemm_w4a8` over that of 8-bit weights, by matrix, with the model's prediction in the mean."""
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, other, name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):

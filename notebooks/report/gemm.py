@@ -109,7 +109,7 @@ def eight_bit(record: Record | None) -> pd.DataFrame:
 
 
 def dequantising(record: Record | None, *tokens: int) -> pd.Series:
-    """Time with 4-bit over time with 8-bit weights, by the same skeleton, at so many tokens."""
+    """Return the time with 4-bit over that with 8-bit weights, by the same skeleton, at one number of tokens."""
     both = at(points(record), *tokens).merge(eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8"))
     return both.time_us / both.time_us_8
 

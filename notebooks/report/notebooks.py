@@ -81,7 +81,7 @@ def _shrink(output: Any) -> Any:
 
 
 def build(script: Path) -> Path:
-    """Execute a notebook's source and write the `.ipynb` beside it; returns its path. Raises what `execute` does."""
+    """Run a notebook's source and write the `.ipynb` beside it; returns its path. Raises what `execute` does."""
     notebook = execute(script)
     import jupytext
 

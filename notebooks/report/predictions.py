@@ -72,7 +72,7 @@ def called(kernel: str) -> str:
 
 
 def duels(record: Record | None, other: str) -> pd.DataFrame:
-    """Time of `gemm_w4a8` over that of 8-bit weights, by matrix and tokens: measured, and predicted either way.
+    """Return the time of `gemm_w4a8` over that of 8-bit weights, by matrix and tokens, measured and predicted.
 
     `other` is `gemm_w8a8_sm90`, or a peer with FP8 weights by name; no rows where that was not measured.
     """

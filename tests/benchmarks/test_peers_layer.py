@@ -156,7 +156,10 @@ def normed(x: Any) -> Any:
 
 
 def attended(config: Config, qkv: Any, keys: Any, values: Any) -> Any:
-    """Rotate, append as the last token, attend: f64, one sequence and head after another."""
+    """Compute attention in f64, one sequence and head after another.
+
+    The new keys are rotated, and appended as the last token.
+    """
     import torch
 
     pairs = torch.arange(64).double()

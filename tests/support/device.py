@@ -34,7 +34,7 @@ class DeviceLock:
         self.alone: bool | None = None  # how it is held; None: not at all
 
     def acquire(self, *, alone: bool) -> None:
-        """Wait for it; who has it alone keeps it."""
+        """Wait for the device; a process that holds it alone keeps it."""
         if self.alone is not None:
             assert self.alone and alone, "released after every test, but between two that measure"
             return
@@ -47,7 +47,7 @@ class DeviceLock:
         self.alone = None
 
     def close(self) -> None:
-        """Release it for good."""
+        """Close the lock's file, which releases the device for good."""
         os.close(self._device)
 
 
@@ -172,7 +172,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _leave_device() -> None:
-    """Wait for what is still running, and give back memory that is kept unused: others may need it."""
+    """Wait for running work, and free the pools' unused memory, which other processes may need."""
     with contextlib.suppress(RuntimeError):  # of a device that a test has broken: those that follow will say so
         if (cupy := sys.modules.get("cupy")) is not None:
             cupy.cuda.Device().synchronize()

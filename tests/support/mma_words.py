@@ -38,7 +38,7 @@ def kernel(form: str, registers: tuple[int, ...], word: str, d: str) -> str:
 
 
 def held(m: int, words: int) -> tuple[list, list, list]:
-    """Register by register, of each lane: (row, word) of A, (word, column) of B, (row, column) of C."""
+    """List each register's places, lane by lane: (row, word) of A, (word, column) of B, (row, column) of C."""
     lanes, halves = range(32), m // 8
     a = [
         [(lane // 4 + 8 * (i % halves), lane % 4 + 4 * (i // halves)) for lane in lanes]

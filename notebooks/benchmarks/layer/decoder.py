@@ -54,7 +54,7 @@ def work_of(decoder: Decoder) -> list[Work]:
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what a layer launches at these batches."""
+    """Compile all that a layer launches at these batches, in a process that ends then."""
     weights = [LayerWeights.random(config, on_device=True)]
     for B in batches:
         Decoder(config, B, weights, caches=1).calls()[0]()

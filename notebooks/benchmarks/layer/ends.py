@@ -51,7 +51,7 @@ def predicted_us(config: Config, B: int, ends: Ends) -> float:
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what is measured."""
+    """Compile all that is measured, in a process that ends then."""
     weights = {turns: [LayerWeights.random(config, on_device=True, interleaved=turns)] for turns in (False, True)}
     for B in batches:
         for each in decoders(config, B, weights, caches=1).values():

@@ -86,7 +86,10 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def warm(K: int) -> None:
-    """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
+    """Compile all that is launched at this width, in a process that ends then.
+
+    The first width also compiles everything else.
+    """
     made = [normed(1, K), gated(1, K), quantised(1, K), *(reordering(1, K) if K in _REORDERED[0] else ())]
     made += [appended(1, *heads) for heads in HEADS if WIDTHS[0] == K]
     for each in made:
@@ -305,7 +308,11 @@ def _taken(array: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
-    """Hold rows `at` against floats f64: scales, values within rounding of y / scale, sums those of the values."""
+    """Compare rows `at` with floats f64, and return the claim.
+
+    Scales agree, values are within rounding of y / scale, and sums are those of the values. Raises BenchmarkError
+    otherwise.
+    """
     scale = _taken(packed.scale, at).astype(np.float64)[:, None]
     values, sums = _taken(packed.x_q, at).astype(np.float64), _taken(packed.token_sum, at)
     expected = np.abs(y).max(1, keepdims=True) / 127
@@ -316,7 +323,7 @@ def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
 
 
 def _right_in_groups(name: str, packed: AtomActivations, at: Any, y: np.ndarray) -> str:
-    """Hold rows `at` against floats f64 in Atom's order: scales and values, within their rounding."""
+    """Compare rows `at` with floats f64 in Atom's order: scales and values, within their rounding."""
     K, stored = packed.K, _taken(packed.scale, at).astype(np.float64)
     values, steps, off = _taken(packed.x, at).astype(np.float64), 0.0, 0.0
     for g, k in enumerate(range(0, K + packed.outliers, packed.group)):

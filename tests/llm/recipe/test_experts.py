@@ -35,7 +35,7 @@ def few_tokens_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken_by(model: FloatModel, stream: list[Any], layer: Layer, expert: int) -> Any:
-    """Collect what an expert reads, [rows, H]: of each state behind attention the tokens that take it."""
+    """Collect an expert's inputs, [rows, H]: the tokens behind attention that take it, of each state."""
     rows = []
     for x in stream:
         y = reference.rms_norm(x, layer["post_norm"], CONFIG.eps).astype(np.float32)[0]

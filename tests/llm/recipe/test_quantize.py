@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_after_its_last_layer_goes_on(tmp_path: Path, monk
 
 
 def interrupt_folders(source: Path, target: Path) -> None:
-    """Rename a file; a folder is interrupted."""
+    """Rename a file; interrupt the renaming of a folder."""
     if source.is_dir():
         raise KeyboardInterrupt
     source.rename(target)

@@ -49,7 +49,7 @@ def by_kernel(
 
 
 def hold(problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, **how: Any) -> None:
-    """Hold the kernel to the oracle's bits."""
+    """Assert that the kernel has the oracle's bits."""
     assert difference(by_oracle(problem, BF16, spec), by_kernel(problem, BF16, spec, **how), bool(BF16)) == ""
 
 

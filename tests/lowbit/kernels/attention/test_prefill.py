@@ -36,7 +36,7 @@ def check(
     spec: KernelSpec = PREFILL,
     **how: Any,
 ) -> None:
-    """Hold what it says against float64 within the bound; no check finds anything."""
+    """Assert that the kernel's results are within the bound of float64, and that no check finds anything."""
     outputs, outcome = run(logical, sizes, backend, BF16=BF16, spec=spec, **how)
     compare(spec, outputs, logical, {"BF16": BF16})
     assert not outcome.findings
