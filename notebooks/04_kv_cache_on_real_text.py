@@ -97,7 +97,7 @@ def normalize(x, name):
 
 
 def projections(layer):
-    """Weights f32 [hidden, hidden] and biases f32 [hidden] of queries, keys and values."""
+    """Read the weights f32 [hidden, hidden] and biases f32 [hidden] of queries, keys and values."""
     names = [f"encoder.layer.{layer}.attention.self.{name}" for name in ("query", "key", "value")]
     return [(checkpoint.read(f"{name}.weight"), checkpoint.read(f"{name}.bias")) for name in names]
 
@@ -107,7 +107,7 @@ def by_head(x, w, bias):
 
 
 def attend(q, k, v):
-    """f64 [tokens, heads, D] of q, k, v f32 [tokens, heads, D]."""
+    """Compute attention f64 [tokens, heads, D] of q, k, v f32 [tokens, heads, D]."""
     scores = np.einsum("qhd,khd->hqk", q, k).astype(np.float64) / math.sqrt(head_dim)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("hqk,khd->qhd", shares / shares.sum(axis=-1, keepdims=True), v.astype(np.float64))

@@ -40,12 +40,12 @@ from ptxlab.profile.launch_target import LaunchTarget
 
 # %%
 def reference(q4: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """q4 s8 [R, K] in -8..7 times scale f16 [R, K/g], as f16 [R, K]."""
+    """Multiply q4 s8 [R, K] in -8..7 by scale f16 [R, K/g], as f16 [R, K]."""
     return q4.astype(np.float16) * np.repeat(scale, q4.shape[1] // scale.shape[1], axis=1)
 
 
 def example(rng: np.random.Generator, *, R: int, K: int, g: int) -> dict[str, np.ndarray]:
-    """Inputs as they occur."""
+    """Quantise random normal weights: q4 and scale."""
     w = quant.quantize_int4(rng.standard_normal((R, K), np.float32), group=g)
     return {"q4": w.q4, "scale": w.scale}
 

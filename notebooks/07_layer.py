@@ -184,7 +184,7 @@ def packed_bytes(N, K):
 
 
 def parts(config, M):
-    """Microseconds of weights, cache, and everything between the launches."""
+    """Estimate the microseconds of weights, of the cache, and of everything between the launches."""
     H, F, qkv, heads = config.hidden, config.ffn, config.qkv_width, config.heads * config.head_dim
     products = [
         max(packed_bytes(N, K) / device.read_tbps, 2 * M * N * K / device.tops["int8"]) / 1e6

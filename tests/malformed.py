@@ -32,14 +32,14 @@ _PIECES = ("{", "}", "(", ")", "[", "]", ";", ",", "@", "!", "|", ":", "\0", "é
 
 
 def sources(small: bool) -> list[str]:
-    """The files that are changed."""
+    """Read the files that are changed."""
     files = [*ROOT.glob("ptx/*/*.ptx"), *ROOT.glob("tests/outside/triton/*.ptx")]
     texts = [path.read_text(encoding="utf-8") for path in sorted(files)]
     return [text for text in texts if len(text) < 10_000] if small else texts
 
 
 def changed(text: str, rng: random.Random) -> str:
-    """The text with one to four mistakes."""
+    """Make one to four mistakes in a text."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         tokens = [(found.start(), found.end()) for found in _TOKEN.finditer(text)]
         if not tokens:
@@ -73,7 +73,7 @@ def changed(text: str, rng: random.Random) -> str:
 
 
 def attempt(text: str, rng: random.Random) -> None:
-    """Parse it, and run its first kernel on buffers and numbers."""
+    """Parse a module, and run its first kernel on buffers and numbers."""
     module = emulator.parse(text)
     if not module.entries:
         return
@@ -90,7 +90,7 @@ def attempt(text: str, rng: random.Random) -> None:
 
 
 def failures(count: int, seed: int, small: bool = False) -> Iterator[str]:
-    """What is not as it should be, file by file."""
+    """Yield each failure of a changed file, file by file."""
     texts = sources(small)
     for i in range(count):
         rng = random.Random(f"{seed}.{i}")
@@ -111,7 +111,7 @@ def failures(count: int, seed: int, small: bool = False) -> Iterator[str]:
 
 
 def peak() -> int:
-    """Most memory of this process so far, in bytes."""
+    """Return the most memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

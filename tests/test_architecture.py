@@ -32,7 +32,10 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path, *, when_imported: bool = False) -> frozenset[str]:
-    """Dotted names that a file imports: modules, and what it takes from them; perhaps only outside its functions."""
+    """Return the dotted names that a file imports: modules, and the names taken from them.
+
+    With `when_imported`, imports within functions do not count.
+    """
     tree = tree_of(path)
     found: set[str] = set()
     for node in tree.body if when_imported else ast.walk(tree):
@@ -52,23 +55,23 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_so
 
 
 def importers(library: str) -> set[str]:
-    """Modules that import a library, somewhere."""
+    """List the modules that import a library, at any place."""
     return {name for name, path in MODULES.items() if any(n.split(".")[0] == library for n in imports_of(path))}
 
 
 def room(module: str) -> str:
-    """The room that a module is in."""
+    """Return the room that a module is in."""
     first = module.split(".")[1]
     return first if first in ROOMS else "workbench"
 
 
 def folder(module: str) -> str:
-    """The folder of a module within its room, or the module where it stands in no folder."""
+    """Return a module's folder within its room, or the module itself if it stands in no folder."""
     return ".".join(module.split(".")[: 2 if room(module) == "workbench" else 3])
 
 
 def edges() -> Iterator[tuple[str, str]]:
-    """(module, what it imports) of the package, wherever in a module it is imported."""
+    """Yield (module, imported module) of the package, wherever in a module the import stands."""
     for module, path in MODULES.items():
         if module not in DOORS:
             for name in imports_of(path):
@@ -176,7 +179,7 @@ def test_tests_mirror_the_package() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What two share is in `tests/support`, or a fixture of a `conftest.py`; and imports need no `sys.path`."""
+    """Helpers of two modules are in `tests/support`, or fixtures of a `conftest.py`; and imports need no `sys.path`."""
 
     def wrong(path: Path) -> Iterator[str]:
         yield from (name for name in imports_of(path) if name.startswith("tests.") and ".test_" in name)
@@ -186,7 +189,7 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_nothing_is_built_while_tests_are_collected() -> None:
-    """Which `tests/support/collection.py` sees to in every run."""
+    """The plugin `tests/support/collection.py` enforces it in every run."""
     ptx = Source.from_text(".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() { ret; }\n", "k.ptx")
     cuda = Source.from_text('extern "C" __global__ void k() {}', "k.cu")
     toolchain.assemble(ptx, "sm_80"), toolchain.compile_cuda(cuda, "sm_80")

@@ -58,14 +58,14 @@ def mistakes(text: str) -> Iterator[str]:
 
 
 def files() -> list[Path]:
-    """Code, kernels, guide, notebooks and tests; without this module, which makes mistakes on purpose."""
+    """List code, kernels, guide, notebooks and tests; without this module, which makes mistakes on purpose."""
     paths = {path for place in PLACES for path in ROOT.glob(place)}
     return sorted(paths - {Path(__file__).resolve()})
 
 
 @pytest.fixture(scope="module")
 def texts() -> dict[Path, str]:
-    """The texts of all files that name a document or a section."""
+    """Read the texts of all files that name a document or a section."""
     read = {path: path.read_text() for path in files()}
     return {path: text for path, text in read.items() if any(word in text for word in (*DOCUMENTS, "§", "ection "))}
 

@@ -92,7 +92,7 @@ def test_steps_of_attention_beyond_four_pages(spec: Any) -> None:
 
 
 def test_each_tier_executes_every_kernel(request: pytest.FixtureRequest) -> None:
-    """By what is collected of this file: a kernel that is added, or a test that changes its tier, shows."""
+    """The tests that this file collects show it if a kernel is added, or a test changes its tier."""
     module = request.node.getparent(pytest.Module)
     cases = [case for case in module.collect() if "label" in vars(case).get("callspec", NO_CASE).params]
     executed: dict[str, set[str]] = {"default": set(), "full": set(), "smoke": set()}

@@ -92,7 +92,7 @@ def test_what_never_was_there_is_not_found() -> None:
     "line", ["import ptxlab.layout", "from ptxlab.layout import pack", "from ptxlab import layout"]
 )
 def test_a_script_sees_the_warning_at_its_own_line(line: str, tmp_path: Path) -> None:
-    """By Python's default filters, which show a DeprecationWarning in `__main__` alone."""
+    """Python's default filters show a DeprecationWarning in `__main__` alone."""
     script = tmp_path / "script.py"
     script.write_text(f"import ptxlab\n{line}\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -24,7 +24,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def true_colour() -> bytes:
-    """A plot of thousands of colours: a heat map of 60 values, its colour bar, lines, markers, text."""
+    """Plot a picture of thousands of colours: a heat map of 60 values, its colour bar, lines, markers, text."""
     figure = Figure(figsize=(8, 4))
     left, right = figure.subplots(1, 2)
     figure.colorbar(left.imshow(np.arange(60).reshape(6, 10), cmap="RdYlGn"))

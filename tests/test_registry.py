@@ -62,7 +62,7 @@ greet = negation:greet
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the package is installed."""
+    """Make an environment in which the package is installed."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "negation" / "kernels").mkdir(parents=True)
     (folder / "negation" / "__init__.py").write_text(PACKAGE)

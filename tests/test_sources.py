@@ -39,7 +39,7 @@ def test_text_is_utf8(tmp_path: Path) -> None:
 
 
 def test_a_name_is_one_file() -> None:
-    """What names a kernel is the stem alone, so no two folders may share one; a `.ptx` and a `.cu` may."""
+    """The stem alone names a kernel, so no two folders may share one; a `.ptx` and a `.cu` may."""
     files = [path for root in (sources.ptx_dir(), sources.cuda_dir()) for path in root.rglob("*.*")]
     names = Counter(path.name for path in files)
     assert [name for name, count in names.items() if count > 1] == []
@@ -55,7 +55,10 @@ def test_the_family_is_the_first_folder() -> None:
 
 
 def test_production_kernels_are_what_the_public_calls_launch() -> None:
-    """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
+    """The public calls launch them by default, for a weight in the packing that its GPU has.
+
+    All other kernels of a family are steps, and siblings.
+    """
     # LM heads: `gemm_w8a8`, which the bench compares with, too, and `gemm_f16`
     head_kernels = {"gemm_w8a8_sm90", "gemm_w8a8_sm80", "gemm_f16_sm80"}
     launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}

@@ -11,7 +11,7 @@ MOST_BYTES = 27_000_000
 
 
 def tracked_files() -> list[Path]:
-    """Files that git tracks and the checkout has; none outside a git checkout."""
+    """List the files that git tracks and the checkout has; none outside a git checkout."""
     try:
         listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

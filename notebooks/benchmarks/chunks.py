@@ -43,7 +43,7 @@ class Chunk:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What tells it from the others in a record; T is new tokens, C those before them."""
+        """Sizes that identify the chunk in a record; T is the number of new tokens, C that of the earlier tokens."""
         return {"T": self.queries, "C": self.context, "Hq": self.heads[0], "Hkv": self.heads[1], "D": self.D}
 
     @property
@@ -73,9 +73,10 @@ class WantedChunks:
 
 
 def part(words: Sequence[str]) -> WantedChunks:
-    """Choose the part of words: heads, `D=64`, `T=512`, `C=8192`, `short`, `alone`; kinds without a word are whole.
+    """Parse the words of `--only`: heads, `D=64`, `T=512`, `C=8192`, `short`, `alone`.
 
-    `short` are the rows that have targets, at heads 32/8. Raises ArgumentError for another word.
+    All of a kind is measured if no word names one of it. `short` are the rows that have targets, at heads 32/8. Raises
+    ArgumentError for another word.
     """
     kinds = (
         {f"{Hq}/{Hkv}": chunks_of(heads=(Hq, Hkv)) for Hq, Hkv in HEADS},

@@ -128,9 +128,10 @@ class WantedModels:
 
 
 def part(words: Sequence[str]) -> WantedModels:
-    """The part that words name: models, `B=16`, mixes, `without`, or `alone` (no mix); a kind without a word is whole.
+    """Parse the words of `--only`: models, `B=16`, mixes, `without`, or `alone` (no mix).
 
-    Words of `SYSTEMS` name rows that are measured for no other word, and then nothing else is.
+    All of a kind is measured if no word names one of it. Words of `SYSTEMS` name rows that are measured for no other
+    word, and then nothing else is.
 
     Raises ArgumentError for another word.
     """
@@ -153,13 +154,13 @@ def part(words: Sequence[str]) -> WantedModels:
 
 
 def sizes_of(config: Config, B: int, L: int = PROMPT) -> dict[str, int]:
-    """What tells a row from the others in a record; L is the budget in GB where the rule is QServe's."""
+    """Return the sizes that identify a row in a record; L is the budget in GB for rows of QServe's rule."""
     widths = {"hidden": config.hidden, "ffn": config.ffn, "Hq": config.heads, "Hkv": config.kv_heads}
     return {**widths, "E": config.experts, "layers": config.layers, "V": config.vocabulary, "B": B, "L": L}
 
 
 def config_of(sizes: Mapping[str, int]) -> Config | None:
-    """The model whose `sizes_of` these are, or None."""
+    """Find the model with these sizes (`sizes_of`), or return None."""
     return next((c for c in MODELS if sizes_of(c, sizes["B"], sizes["L"]) == dict(sizes)), None)
 
 
@@ -184,7 +185,7 @@ def rows(
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What of a model is measured.
+    """Points of a model that are measured.
 
     Attributes:
         batches: of `decode`.
@@ -196,7 +197,7 @@ class ModelPlan:
 
     @classmethod
     def of(cls, config: Config, wanted: WantedModels) -> "ModelPlan":
-        """On this card."""
+        """Plan the batches and budgets that this card has memory for."""
         here = gpu.device_info().memory_bytes / 1e9
         most = {gb: largest_batch(config, min(gb, here), PROMPT + MADE, chunk=CHUNK) for gb in BUDGETS}
         budgets = {gb: B for gb, B in most.items() if B and (gb <= here or gb == min(BUDGETS))}
@@ -206,7 +207,7 @@ class ModelPlan:
 
 
 def row_key(config: Config, measure: str, B: int, L: int, name: str = FACE) -> Key:
-    """`Row.key` of a point; `name` is that of a mix, `without`, or ours."""
+    """Return the `Row.key` of a point; `name` is that of a mix, `without`, or ours."""
     return name, "cu", measure, "", tuple(sorted(sizes_of(config, B, L).items())), ()
 
 
@@ -218,9 +219,9 @@ def model_rows(
     ceilings: Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    """A model: the mixes first, then ours with `gemm_w4a8_qoq_sm80`, then ours; one after the other in memory.
+    """Measure a model: first the mixes, then ours with `gemm_w4a8_qoq_sm80`, then ours.
 
-    What `known` has is not measured again.
+    Only one of them is in memory at a time. Rows in `known` are not measured again.
     """
     beside: dict[int, dict[str, Row]] = {B: {} for B in plan.batches}
     for row in mix_rows(config, wanted, plan, known, progress):
@@ -265,7 +266,7 @@ def model_rows(
 def random_model(
     config: Config, scheme: str = "lqq", layout: str = "strips", group: int = GROUP, cache: str = DEFAULT_CACHE
 ) -> QuantizedModel:
-    """Random weights on the device through our quantiser: those of one layer, copied for each of the others."""
+    """Make a model of random weights on the device with our quantiser; one layer is copied for all others."""
     first = LayerWeights.random(config, scheme=scheme, group=group, layout=layout, on_device=True)
     rng = np.random.default_rng(1)
     if cache in BY_CHANNEL:
@@ -314,7 +315,7 @@ class Steady:
         return float(np.where(lengths > PROMPT + MADE - 1, PROMPT, lengths).mean())
 
     def step(self) -> Any:
-        """A token of every sequence, chosen and fed back on the device; the logits f16 [B, V]."""
+        """Generate one token per sequence, chosen and fed back on the device; return the logits f16 [B, V]."""
         lengths = self.runner.lengths
         lengths[self.at] = np.where(lengths[self.at] >= PROMPT + MADE - 1, PROMPT - 1, lengths[self.at])
         logits = self.runner.decode(self.tokens, self.at)
@@ -322,9 +323,9 @@ class Steady:
         return logits
 
     def check(self) -> str:
-        """Hold a step's logits from the graph against those of its launches made one by one; what was checked.
+        """Compare a step's logits from the graph with those of its launches made one by one; return the claim.
 
-        Raises BenchmarkError for a bit that differs, or what is not finite.
+        Raises BenchmarkError for a bit that differs, or a logit that is not finite.
         """
         tokens, lengths = self.tokens, self.runner.lengths.copy()
         timed = gpu.to_host(self.step())
@@ -340,7 +341,10 @@ class Steady:
 
 
 def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping[str, Row]) -> Row:
-    """A steady batch over `STEPS` steps, taken apart, beside mixes, to which our head is added, and `qoq_sm80`."""
+    """Measure a steady batch over `STEPS` steps, and each of its operations alone.
+
+    The row has the times of mixes, to which our head's time is added, and of `qoq_sm80` as peers.
+    """
     config = runner.config
     steady = Steady(runner, B)
     checked = steady.check()
@@ -373,7 +377,7 @@ def row_at(
     peers: Mapping[str, float],
     more: Mapping[str, float],
 ) -> Row:
-    """The row of what was measured."""
+    """Build the row of a measured step."""
     parts = {f"{part}_us": config.layers * apart.of(part) for part in ("gemm", "attention", "others")}
     parts["head_us"] = head
     floors = {f"floor {each.name}": each.us(ceilings) for each in work}
@@ -402,9 +406,9 @@ def row_at(
 
 
 def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
-    """Every operation of a layer alone, over all layers' weights and caches, and the head with the choice of tokens.
+    """Time every operation of a layer alone, over all layers' weights and caches; and the head with the argmax.
 
-    What the last step has left is overwritten, the last tokens in the cache too.
+    The calls overwrite the results of the last step, also the last tokens in the cache.
     """
     us: dict[str, float] = {}
     part: dict[str, str] = {}
@@ -417,9 +421,9 @@ def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
 
 
 def other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
-    """Microseconds of the head with the choice of tokens: in INT8, of random bytes, and in FP16 with sums in one order.
+    """Time the head with the choice of tokens in INT8 and in batch-invariant FP16, in microseconds.
 
-    Of INT8 the head is there twice meanwhile.
+    The INT8 head has random bytes. It is in memory beside the model's own head meanwhile.
     """
     config, model = runner.config, runner.model
     rows = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS
@@ -441,7 +445,10 @@ def _chosen(runner: KernelRunner, B: int, head: LMHead | None = None) -> Any:
 
 
 def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:
-    """The least work of all layers and the head: weights and cache read once; of experts as many as B tokens meet."""
+    """Compute the least work of all layers and the head: weights and cache are read once.
+
+    Of a layer's experts, as many are read as B tokens choose on average.
+    """
     found = []
     chosen = config.chosen_experts / max(config.experts, 1)
     for name, (N, K) in config.matrices.items():
@@ -457,7 +464,7 @@ def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Wo
 def without_rows(
     config: Config, batches: Sequence[int], known: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """A steady step by batch with QoQ weights and `gemm_w4a8_qoq_sm80`; no launch overlaps another."""
+    """Measure a steady step by batch with QoQ weights and `gemm_w4a8_qoq_sm80`; no launch overlaps another."""
     there = {B: known.get(row_key(config, BESIDE, B, PROMPT, WITHOUT)) for B in batches}
     yield from (row for row in there.values() if row)
     if all(there.values()):
@@ -522,7 +529,7 @@ def rule_row(runner: KernelRunner, system: str, B: int, gigabytes: int) -> Row:
 
 
 def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
-    """A step of B sequences, with the floor of its bytes and operations, which are INT8's here."""
+    """Measure a step of B sequences; its floor counts the bytes and the operations at INT8's rate."""
     config, clock, steady = runner.config, Clock(), Steady(runner, B)
     checked = steady.check()
     clock.start()
@@ -562,7 +569,10 @@ class Generated(NamedTuple):
 
 
 def generated(runner: KernelRunner, B: int) -> Generated:
-    """From the first prompt to the last token of B sequences; every launch has been made once before."""
+    """Time prompts and steps of B sequences, from the first prompt to the last token.
+
+    Every launch has been made once before.
+    """
     rng = np.random.default_rng(B)
     prompts = rng.integers(0, runner.config.vocabulary, (B, PROMPT))
     at, each = list(range(B)), runner.chunk // PROMPT
@@ -603,9 +613,9 @@ def _release_all(runner: KernelRunner) -> None:
 def generate_row(
     config: Config, B: int, gigabytes: int, run: Generated, composed: Mapping[str, tuple[float, int]]
 ) -> Row:
-    """QServe's rule under a budget, beside the mixes at their best batch: microseconds and batch by name.
+    """Build the row of QServe's rule under a budget, beside the mixes at their best batch, in microseconds.
 
-    As peers they have the time in which they serve as many sequences as ours, some after others if need be.
+    A mix's time as a peer is that in which it serves as many sequences as ours, some after others if need be.
     """
     us = run.prefill_us + run.decode_us
     more = {"prefill_us": run.prefill_us, "decode_us": run.decode_us}
@@ -627,7 +637,7 @@ def generate_row(
 
 
 def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate: float, **more: Any) -> Row:
-    """A row of what has no floor of its own."""
+    """Build a row without a floor of its own."""
     fixed: dict[str, Any] = {"source": "cu", "rate_unit": "tokens/s", "bytes": 0, "operations": 0, "fraction": 1.0}
     fixed |= dict.fromkeys(("time_us", "fastest_us", "slowest_us", "floor_us"), us)
     return Row(kernel=kernel, measure=measure, sizes=sizes, rate=rate, limit="itself", **fixed, **more)
@@ -635,7 +645,10 @@ def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate:
 
 @contextmanager
 def power() -> Iterator[list[float]]:
-    """Watts of the card, five times a second, meanwhile; none where there is no nvidia-smi."""
+    """Sample the card's power in watts five times a second while the block runs.
+
+    The list stays empty without nvidia-smi.
+    """
     watts: list[float] = []
     query = "--query-gpu=power.draw --format=csv,noheader,nounits -lms 200"
     command = ["nvidia-smi", "-i", gpu.card_id(), *query.split()]
@@ -659,9 +672,9 @@ def power() -> Iterator[list[float]]:
 def mix_rows(
     config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Steps of the mixes, less what lies between layers and the head: a row per batch of ours, and of their largest.
+    """Measure steps of the mixes without the head: one row per batch of ours, and per largest batch of a mix.
 
-    The largest comes first.
+    The largest batch comes first.
     """
     own: dict[str, set[int]] = {}
     for gb in plan.budgets:
@@ -689,7 +702,7 @@ def mix_rows(
 def prompt_rows(
     config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """A prompt of `PROMPT` tokens in every mix: all layers, with causal attention."""
+    """Measure a prompt of `PROMPT` tokens in every mix: all layers, with causal attention."""
     there = known.get(row_key(config, PROMPTS, 1, PROMPT, MIX))
     if there is None and wanted.mixes and plan.budgets:
         times = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
@@ -698,7 +711,10 @@ def prompt_rows(
 
 
 def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callable[[str], None]) -> Iterator[Row]:
-    """The time to the first token of a prompt that shares `SHARED_PAGES` pages, and as a peer of one that is new."""
+    """Measure the time to the first token of a prompt that shares `SHARED_PAGES` pages.
+
+    The peer is a prompt that shares none.
+    """
     row = known.get(row_key(config, FIRST_TOKEN, 1, TOKENS))
     if row is None:
         progress(f"{config.name}: time to the first token")
@@ -723,7 +739,7 @@ def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callabl
 
 
 def mix_row(config: Config, B: int, times: Mapping[str, peers_layer.MixTime], measure: str = BESIDE) -> Row:
-    """All layers of every mix, of which `times` are one layer's; how much of it GEMMs and attention are."""
+    """Build the row of all layers of every mix from one layer's `times`, with the shares of GEMMs and attention."""
     us = {name: config.layers * mix.layer for name, mix in times.items()}
     more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
     more |= {f"{name} attention_us": config.layers * (mix.layer - mix.without_attention) for name, mix in times.items()}
@@ -739,7 +755,7 @@ def beside_row(
     more: Mapping[str, float] | None = None,
     measure: str = BESIDE,
 ) -> Row:
-    """What others take for a step of B sequences (`BESIDE`), or for B prompts (`PROMPTS`)."""
+    """Build the row of another implementation's step of B sequences (`BESIDE`), or of its B prompts (`PROMPTS`)."""
     rate = B * (1 if measure == BESIDE else PROMPT) / us * 1e6
     said = "a layer against the FP16 mix's" if name == MIX else "not looked at"
     parts: dict[str, Any] = {"peers": dict(peers or {}), "more": dict(more or {})}
@@ -747,7 +763,7 @@ def beside_row(
 
 
 def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what our steps at these batches need."""
+    """Compile all that our steps at these batches need, in a process that ends then."""
     model = random_model(replace(config, layers=1), scheme, layout)
     ours = scheme == "lqq"
     runner = KernelRunner(
@@ -762,7 +778,10 @@ def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> N
 
 
 def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
-    """Bytes of a mix's weights, and of a sequence's cache at the end; scales, pages and buffers are not counted."""
+    """Return the bytes of a mix's weights, and of one sequence's cache at the end.
+
+    Scales, pages and buffers are not counted.
+    """
     experts = max(1, config.experts)
     sizes = {name: N * K * (experts if name in ("gate_up", "down") else 1) for name, (N, K) in config.matrices.items()}
     ends = 2 * (1 if config.tied_head else 2) * config.vocabulary * config.hidden
@@ -772,12 +791,15 @@ def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
 
 
 def mix_batches(config: Config, mixes: Sequence[str], gigabytes: float) -> dict[str, int]:
-    """The largest batch, up to 256, that a budget has room for, by `MIX/ATTENTION`; 0 where not one sequence fits."""
+    """Return the largest batch, up to 256, that fits a budget, by `MIX/ATTENTION`.
+
+    It is 0 if not even one sequence fits.
+    """
     return {name: room_for(config, gigabytes, name) for name in peers_layer.names_of(config, mixes)}
 
 
 def room_for(config: Config, gigabytes: float, name: str) -> int:
-    """The same of one `MIX/ATTENTION`."""
+    """Return the largest batch, up to 256, that fits a budget, of one `MIX/ATTENTION`."""
     weights, cache = mix_bytes(config, *name.split("/"))
     return int(min(max(BATCHES), max(0, (gigabytes * 10**9 - RESERVE - weights) // cache)))
 
@@ -790,7 +812,7 @@ def composed_rates(
     prompts: Mapping[str, float],
     heads: Mapping[int, float],
 ) -> dict[str, tuple[float, int]]:
-    """QServe's rule for the mixes: microseconds and batch at the batch with the most tokens per second, by name.
+    """Compute QServe's rule for the mixes: microseconds and batch at the batch with the most tokens/s, by name.
 
     Prefill is layers alone, the steps are of MEAN tokens. A mix whose prompts were not measured is left out.
     """
@@ -807,7 +829,7 @@ def composed_rates(
 
 
 def _record_of(only: Sequence[str]) -> str:
-    """Whole models have a record of their own."""
+    """Return the name of the models' own record if all words of `only` are models; an empty string otherwise."""
     return f"decode/{'+'.join(only)}" if only and set(only) <= {config.name for config in MODELS} else ""
 
 

@@ -30,21 +30,21 @@ class Work(NamedTuple):
     operations: int
 
     def us(self, ceilings: Ceilings) -> float:
-        """Its floor in microseconds."""
+        """Compute the work's floor in microseconds."""
         return max(self.nbytes / ceilings.read_tbps, self.operations / TOPS) / 1e6
 
 
 def sizes_of(config: Config, B: int) -> dict[str, int]:
-    """What tells a layer from the others in a record."""
+    """Return the sizes that identify a layer in a record."""
     widths = {"hidden": config.hidden, "ffn": config.ffn, "Hq": config.heads, "Hkv": config.kv_heads}
     return {**widths, "E": config.experts, "B": B, "L": LENGTH, "g": GROUP}
 
 
 def config_of(sizes: dict[str, int]) -> Config | None:
-    """The config whose `sizes_of` these are, or None."""
+    """Find the config with these sizes (`sizes_of`), or return None."""
     return next((config for config in CONFIGS if sizes_of(config, sizes["B"]) == sizes), None)
 
 
 def rows_of(config: Config, matrix: str, B: int) -> int:
-    """Rows of a GEMM's activations: tokens, or tokens times the experts that each takes."""
+    """Return the rows of a GEMM's activations: tokens, or tokens times the experts that each token chooses."""
     return B * config.chosen_experts if config.experts and matrix in ("gate_up", "down") else B

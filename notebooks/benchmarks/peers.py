@@ -35,7 +35,7 @@ _TOLERANCE = 1e-2  # of the largest result: a wrong product shows, rounding does
 
 
 def importable() -> bool:
-    """Whether PyTorch is installed and has a GPU."""
+    """Tell whether PyTorch is installed and has a GPU."""
     if find_spec("torch") is None:
         return False
     import torch
@@ -44,7 +44,7 @@ def importable() -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that peers are of, as far as they are installed."""
+    """Return the versions of the peers' libraries, of those that are installed."""
     installed = {}
     for name in ("torch", "humming-kernels", "flashinfer-python", "liger-kernel", "vllm"):
         with suppress(metadata.PackageNotFoundError):
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] | None = None) -> dict[int, dict[str, float]]:
-    """Microseconds by tokens and peer for a weight [N, K], rotated beyond the L2; empty without PyTorch.
+    """Time cuBLAS for a weight [N, K], rotated beyond the L2: microseconds by tokens and peer; empty without PyTorch.
 
     FP8: per-tensor scales, FP16 out. INT8: int32 out, nothing dequantised, at least 32 rows. FP16: FP16 out. The
     quantisation of the activations is in none of them.
@@ -74,7 +74,10 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] | None = 
 
 
 def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Microseconds by tokens for FP8 GEMMs of weights [N, K] one after the other, as `cublas` measures each alone."""
+    """Time FP8 GEMMs of weights [N, K] one after the other, in microseconds by tokens.
+
+    They are measured as `cublas` measures each alone.
+    """
     times: dict[int, dict[str, float]] = {M: {} for M in tokens}
     if not importable():
         return times
@@ -93,11 +96,11 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
 
 
 def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Microseconds by tokens and scheme of humming's W4A8 GEMM, measured as `cublas`; empty without the package.
+    """Time humming's W4A8 GEMM as `cublas` is timed: microseconds by tokens and scheme; empty without the package.
 
     INT4 weights without zero points, INT8 activations that the package quantised by token before, FP16 out; kernels and
-    tiles are those that its heuristics choose. It compiles them when a call is checked, before anything is timed. What
-    it cannot do is left out with a warning that says why.
+    tiles are those that its heuristics choose. It compiles them when a call is checked, before anything is timed. A
+    case that it refuses is left out with a warning that says why.
     """
     times: dict[int, dict[str, float]] = {M: {} for M in tokens}
     if not importable() or find_spec("humming") is None:
@@ -119,7 +122,7 @@ def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]
 
 @contextmanager
 def left_out(what: str) -> Iterator[None]:
-    """What another library raises becomes a warning; wrong results stay an error."""
+    """Turn another library's exception into a warning that `what` is left out; wrong results stay an error."""
     try:
         yield
     except BenchmarkError:
@@ -141,9 +144,9 @@ def why_not_humming() -> str:
 def humming_layers(
     N: int, K: int, group: int, tokens: Sequence[int], weight: Any = None, copies: int = 0
 ) -> tuple[list[Any], Any, str]:
-    """Layers of one weight, a random one if none is given; its first rows dequantised; the tiles that are taken.
+    """Make layers of one weight (random if None), and return them, their first rows dequantised, and the tiles.
 
-    As many layers as do not fit the L2, unless `copies` are asked for.
+    There are enough layers to exceed the L2, unless `copies` are asked for.
 
     Tiles are those of the package's heuristics, for these numbers of tokens alone: the others would be compiled too. A
     launch looks the tile of one token up, whatever it takes. Raises UnavailableError for an older release.
@@ -180,7 +183,7 @@ def humming_layers(
 
 
 def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles: str) -> list[Callable[[], Any]]:
-    """One call per layer, on activations that are quantised already; the first one's results are checked."""
+    """Make one call per layer, on quantised activations, and check the first call's results."""
     from humming.forward import may_quant_input
 
     first = layers[0]
@@ -192,12 +195,12 @@ def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles:
 
 
 def _copies(weight: Any, nbytes: int = 0) -> list[Any]:
-    """Copies of a weight, enough that they do not fit the L2; or that `nbytes`, of which it is a part, do not."""
+    """Copy a weight until the copies exceed the L2; `nbytes`, if given, counts the whole that it is a part of."""
     return [weight.clone() for _ in range(copies_beyond_l2(nbytes or weight.nbytes))]
 
 
 def operand(name: str, rows: int, K: int, seed: int) -> Any:
-    """A random matrix [rows, K] of the peer's type."""
+    """Make a random matrix [rows, K] of the peer's dtype."""
     import torch
 
     generator = torch.Generator(DEVICE).manual_seed(seed)
@@ -208,7 +211,7 @@ def operand(name: str, rows: int, K: int, seed: int) -> Any:
 
 
 def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]:
-    """One call per copy of the weight; the first one's results are checked."""
+    """Make one call per copy of the weight, and check the first call's results."""
     import torch
 
     one = torch.ones((), device=DEVICE)
@@ -227,10 +230,10 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
 
 
 def sdpa(batch: Batch) -> dict[str, float]:
-    """Microseconds by backend for sequences of equal length, rotated beyond the L2; empty without PyTorch.
+    """Time PyTorch's attention for sequences of equal length, rotated beyond the L2: microseconds by backend.
 
     Query heads of a group are rows of one head, so that no backend reads the cache more than once; cuDNN, which is slow
-    with them, only where there are no groups. A backend that this PyTorch lacks is left out.
+    with them, runs only if there are no groups. A backend that this PyTorch lacks is left out; empty without PyTorch.
     """
     if not importable():
         return {}
@@ -261,7 +264,7 @@ def _normal(*shape: int) -> Any:
 
 
 def _runs(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
-    """Whether the backend is there; the first sequence's results are checked."""
+    """Tell whether the backend is available, and check the first sequence's results."""
     import torch
 
     try:
@@ -284,7 +287,7 @@ def check_close(name: str, got: Any, expected: Any, tolerance: float) -> None:
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
-    """PyTorch captures its own calls: its allocator has to know of the graph."""
+    """Capture calls with PyTorch's own graph: its allocator has to know of the graph."""
     import torch
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -27,7 +27,7 @@ STATIC = 16.0 / FP8_MOST  # scale of all tensors of the tensor-wise mix, as cali
 
 
 class Format(NamedTuple):
-    """What a mix multiplies.
+    """Number formats of a mix.
 
     Attributes:
         dtype: of the floats between the GEMMs, by name.
@@ -65,7 +65,7 @@ class MixTime(NamedTuple):
 
 
 def quantised(y: Any, how: str, dtype: Any) -> tuple[Any, Any]:
-    """Operand [M, K] of a GEMM from f32 [M, K], and its scales f32 [M, 1], or None where the format has none."""
+    """Quantise f32 [M, K] for a GEMM: operand [M, K], and scales f32 [M, 1], or None if the format has none."""
     import torch
 
     if how == "none":
@@ -81,7 +81,10 @@ def quantised(y: Any, how: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def norm(x: Any, residual: Any, gamma: Any, how: str, keep: bool = False) -> tuple[Any, Any, Any]:
-    """residual += x in place; then its RMSNorm as (operand, scales, floats of x's dtype if `keep`), all [M, H]."""
+    """Add x to residual in place, and return the sum's RMSNorm.
+
+    It is (operand, scales, floats of x's dtype if `keep`), all [M, H].
+    """
     import torch
 
     residual.add_(x)
@@ -91,7 +94,7 @@ def norm(x: Any, residual: Any, gamma: Any, how: str, keep: bool = False) -> tup
 
 
 def gated(gate_up: Any, how: str) -> tuple[Any, Any]:
-    """silu(gate) * up of [M, 2·F], gate in the first half of the columns, as (operand, scales)."""
+    """Compute silu(gate) * up of [M, 2·F], gate in the first half of the columns, as (operand, scales)."""
     import torch
 
     gate, up = gate_up.chunk(2, 1)
@@ -99,12 +102,15 @@ def gated(gate_up: Any, how: str) -> tuple[Any, Any]:
 
 
 def requantised(x: Any, how: str) -> tuple[Any, Any]:
-    """Output of attention [M, Hq·D] as (operand, scales)."""
+    """Quantise the output of attention [M, Hq·D] as (operand, scales)."""
     return quantised(x.float(), how, x.dtype)
 
 
 def rotated(x: Any, cos: Any, sin: Any) -> Any:
-    """RoPE on halves, in a form that compiles to one kernel: x [.., T, H, D], cos and sin f32 [T, 1, D] (`_tables`)."""
+    """Apply RoPE on halves, in a form that compiles to one kernel.
+
+    x [.., T, H, D], cos and sin f32 [T, 1, D] (`_tables`).
+    """
     return (x.float() * cos + x.float().roll(HEAD_DIM // 2, -1) * sin).to(x.dtype)
 
 
@@ -121,7 +127,7 @@ def append(qkv: Any, tables: Any, positions: Any, keys: Any, values: Any, kv_hea
 
 
 def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, values: Any, kv_heads: int) -> Any:
-    """The same into pages [pages, page, Hkv, D]."""
+    """Append the keys and values of one token per sequence to pages [pages, page, Hkv, D]; return rotated queries."""
     import torch
 
     heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
@@ -133,7 +139,10 @@ def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, v
 
 
 def append_prompts(qkv: Any, tables: Any, keys: Any, values: Any, kv_heads: int) -> Any:
-    """Whole prompts into caches [prompts, Hkv, L, D]; q [prompts, Hq, L, D], in memory as [prompts, L, Hq, D]."""
+    """Append whole prompts to caches [prompts, Hkv, L, D], and return the rotated queries.
+
+    q [prompts, Hq, L, D], in memory as [prompts, L, Hq, D].
+    """
     prompts, _, length, _ = keys.shape
     heads, (cos, sin) = qkv.view(prompts, length, -1, HEAD_DIM), tables.split(1, 1)
     keys.copy_(rotated(heads[:, :, -2 * kv_heads : -kv_heads], cos, sin).transpose(1, 2))
@@ -156,12 +165,12 @@ _WITHOUT_CACHES = {"fx_graph_cache": False, "autotune_local_cache": False}
 
 @cache
 def compiled(function: Callable[..., Any], *key: str | int, anew: bool = False) -> Callable[..., Any]:
-    """`torch.compile` of one of the functions above, for one format and width. It takes any number of tokens;
-    `append_prompts` is compiled for each number of prompts.
+    """Compile one of the functions above by `torch.compile`, for one format and width and any number of tokens.
 
-    A name of its own keeps PyTorch from making widths dynamic; the first axis of arguments in `_OF_TOKENS` is, but for
-    a single token, which PyTorch always compiles for itself. It is tuned to the tokens of the first call. PyTorch's
-    caches on disk do not tell these numbers apart, so that call may have been another process's, unless `anew`.
+    `append_prompts` is compiled for each number of prompts. A name of its own keeps PyTorch from making widths dynamic;
+    the first axis of arguments in `_OF_TOKENS` is dynamic, but for a single token, which PyTorch always compiles for
+    itself. The function is tuned to the tokens of the first call. PyTorch's caches on disk do not tell these numbers
+    apart, so that call may have been another process's, unless `anew`.
     """
     import torch
 
@@ -182,7 +191,7 @@ def compiled(function: Callable[..., Any], *key: str | int, anew: bool = False) 
 
 
 def _product(name: str, weight: Any) -> Callable[[Any, Any], Any]:
-    """The GEMM of a mix with a weight f16 [N, K], quantised here: what is multiplied and its scale -> floats [M, N]."""
+    """Quantise a weight f16 [N, K] and return the mix's GEMM: (operand, its scale) -> floats [M, N]."""
     import torch
 
     if name == "fp16":
@@ -208,7 +217,7 @@ def _require_mix(name: str, mix: str) -> None:
 
 
 def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
-    """The same of all experts' weights bf16 [E, N, K]: rows sorted by expert, their scales, where each one's end."""
+    """Quantise all experts' weights bf16 [E, N, K] and return their GEMM: (rows sorted by expert, scales, ends)."""
     import torch
 
     if name == "fp16":
@@ -223,7 +232,10 @@ def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """GEMMs by name of so many layers: random weights, the same in every mix and layer but for their place."""
+    """Make the GEMMs of `copies` layers, by name.
+
+    The random weights are the same in every mix and layer; each layer has its own copy.
+    """
     import torch
 
     layers: list[dict[str, Any]] = [{} for _ in range(copies)]
@@ -254,7 +266,7 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
 
 
 def _dtype(name: str, config: Config) -> Any:
-    """Of the floats between GEMMs: PyTorch's grouped ones, too, write bfloat16 alone."""
+    """Return the dtype of the floats between GEMMs; with experts, PyTorch's grouped GEMMs write bfloat16 alone."""
     import torch
 
     return torch.bfloat16 if config.experts else getattr(torch, MIXES[name].dtype)
@@ -300,7 +312,7 @@ class _Attention:
         self.positions = torch.full((B,), self.length - 1, device=peers.DEVICE)
 
     def attend(self, q: Any, place: int) -> Any:
-        """Attention of a layer, [B, Hq·D]."""
+        """Compute the attention of a layer, [B, Hq·D]."""
         return self.call(q, place)
 
     @cached_property
@@ -310,7 +322,7 @@ class _Attention:
         return self.fastest(q)
 
     def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """A cache with its own copy of these, [B, Hkv, L, D] each."""
+        """Copy keys and values [B, Hkv, L, D] into a cache."""
         return keys.clone(), values.clone()
 
     def append(self, qkv: Any, place: int) -> Any:
@@ -319,7 +331,10 @@ class _Attention:
         return put(qkv, self.tables, self.positions, *self.caches[place], self.config.kv_heads)
 
     def fastest(self, q: Any) -> Callable[[Any, int], Any]:
-        """The faster of the backends that run here, each checked; the one that was faster on equal caches."""
+        """Check and time the backends that run here, and return the faster one.
+
+        On caches of a known shape, the backend that was faster before is taken.
+        """
         place = self.config.heads, self.config.kv_heads, self.B, self.length, self.dtype, len(self.caches)
         known, times = self.fastest_at.get(place), dict[str, float]()
         for name in (known,) if known else ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
@@ -336,7 +351,7 @@ class _Attention:
         return partial(self.sdpa, self.fastest_at[place])
 
     def sdpa(self, backend: str, q: Any, place: int) -> Any:
-        """[B, Hq·D] of q [B, Hq, D]."""
+        """Compute PyTorch's attention [B, Hq·D] of q [B, Hq, D]."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -352,7 +367,7 @@ class _Attention:
         return out.reshape(self.B, -1)
 
     def check(self, name: str, q: Any, got: Any) -> None:
-        """Hold the first sequence against float64."""
+        """Compare the first sequence's results with float64."""
         import torch
 
         keys, values = (x[0].double().cpu() for x in self.floats())
@@ -361,7 +376,7 @@ class _Attention:
         peers.check_close(name, got[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
 
     def floats(self) -> tuple[Any, Any]:
-        """Keys and values of the first layer's first sequence, [1, Hkv, L, D]."""
+        """Return keys and values of the first layer's first sequence, [1, Hkv, L, D]."""
         keys, values = self.caches[0]
         return keys[:1], values[:1]
 
@@ -399,7 +414,7 @@ class _Paged(_Attention):
         return self.xqa
 
     def xqa(self, q: Any, place: int) -> Any:
-        """[B, Hq·D] of q [B, Hq, D]."""
+        """Compute FlashInfer's XQA attention [B, Hq·D] of q [B, Hq, D]."""
         from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
         out = xqa_batch_decode_with_kv_cache(
@@ -423,12 +438,12 @@ class _Prompts(_Attention):
         super().__init__(config, B // (length or LENGTH), copies, dtype, length)
 
     def append(self, qkv: Any, place: int) -> Any:
-        """q [prompts, Hq, L, D]."""
+        """Append the prompts to the cache of a layer, and return q [prompts, Hq, L, D]."""
         put = compiled(append_prompts, str(self.dtype), self.config.heads, self.config.kv_heads)
         return put(qkv, self.tables, *self.caches[place], self.config.kv_heads)
 
     def attend(self, q: Any, place: int) -> Any:
-        """[prompts·L, Hq·D]; whichever backend PyTorch chooses."""
+        """Compute causal attention [prompts·L, Hq·D] by the backend that PyTorch chooses."""
         import torch
 
         grouped = self.config.heads > self.config.kv_heads
@@ -439,7 +454,7 @@ class _Prompts(_Attention):
 
 @cache
 def _tables(length: int) -> Any:
-    """Cosines of every position for both halves, and sines, of the first half negative: f32 [L, 2, D]."""
+    """Return cosines of every position for both halves, and sines, negative for the first half: f32 [L, 2, D]."""
     import torch
 
     rates = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, device=peers.DEVICE) / HEAD_DIM)
@@ -449,7 +464,7 @@ def _tables(length: int) -> Any:
 
 
 def has_flashinfer() -> bool:
-    """Whether its decode attention can be imported."""
+    """Tell whether FlashInfer is installed."""
     return find_spec("flashinfer") is not None
 
 
@@ -484,11 +499,14 @@ class _Decoder:
         self.flowing = self.x
 
     def calls(self, attended: Any = None) -> list[Callable[[], None]]:
-        """One call per layer; `attended` [B, Hq·D] stands in for the output of attention, which is then left out."""
+        """Return one call per layer.
+
+        `attended` [B, Hq·D], if given, replaces the output of attention, which then does not run.
+        """
         return [partial(self.layer, place, attended) for place in range(len(self.weights))]
 
     def layer(self, place: int, attended: Any = None) -> None:
-        """Layer `place` on the output of the layer before, the first one on x."""
+        """Run layer `place` on the output of the layer before; the first one runs on x."""
         weights = self.weights[place]
         x = self.x if place == 0 else self.flowing
         q, scale, _ = self.norm(x, False)
@@ -508,7 +526,7 @@ class _Decoder:
         self.flowing = self.gemm(weights, "down", *self.gated(gate_up))
 
     def between(self, function: Callable[..., Any], width: int) -> Callable[..., Any]:
-        """One of the functions between the GEMMs, compiled for its width, and for prompts apart from steps."""
+        """Compile a function between the GEMMs for its width; prompts and steps are compiled apart."""
         return compiled(function, self.how, str(self.x.dtype), width, anew=isinstance(self.attention, _Prompts))
 
     def norm(self, x: Any, keep: bool) -> tuple[Any, Any, Any]:
@@ -525,7 +543,7 @@ class _Decoder:
         return weights[matrix](*given)
 
     def experts(self, weights: dict[str, Any], q: Any, scale: Any, y: Any) -> Any:
-        """The chosen experts of every token, weighted by their softmax; one grouped GEMM for all experts."""
+        """Compute the chosen experts of every token, weighted by their softmax, with one grouped GEMM for all."""
         import torch
 
         logits = (y @ weights["router"].t()).float()
@@ -541,7 +559,7 @@ class _Decoder:
         return out.to(self.x.dtype)
 
     def gemms(self) -> list[Callable[[], None]]:
-        """The GEMMs of every layer one after the other, on what they were given last."""
+        """Return calls that run the GEMMs of every layer one after the other, on their last inputs."""
         given = {matrix: tuple(x if x is None else x.clone() for x in each) for matrix, each in self.given.items()}
 
         def alone(weights: dict[str, Any]) -> None:
@@ -559,7 +577,7 @@ def mixes(
     length: int = 0,
     further: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[tuple[int, dict[str, MixTime]]]:
-    """Times of a layer by `MIX/ATTENTION`, batch by batch; what cannot be done here is left out with a warning.
+    """Time a layer of each `MIX/ATTENTION`, batch by batch; a mix that fails here is left out with a warning.
 
     Sequences have `length` tokens, a multiple of a page (`LENGTH`). `further` are batches of one `MIX/ATTENTION` alone.
     The largest batch comes first: functions are tuned to it. Meanwhile the weights of all mixes are in memory, those of
@@ -603,7 +621,7 @@ PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch
 
 
 def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, MixTime]:
-    """What a prompt of so many tokens costs in a layer, by mix, of `PROMPTS_AT_ONCE` together."""
+    """Time one layer of a prompt of `length` tokens, by mix, with `PROMPTS_AT_ONCE` prompts together."""
     if not peers.importable():
         return {}
     import torch
@@ -623,9 +641,10 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
 
 
 def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
-    """Kernels that run meanwhile, anyone's: name, begin and end in microseconds, as CUPTI sees them through PyTorch.
+    """Run a function, and list all kernels that run meanwhile: name, begin and end in microseconds.
 
-    Those of a graph that is captured inside are among them. Empty without PyTorch.
+    CUPTI records them through PyTorch, also those of other code, and of a graph that is captured inside. Empty without
+    PyTorch.
     """
     if not peers.importable():
         return []
@@ -647,9 +666,9 @@ Job = tuple[Callable[..., None], tuple[Any, ...]]
 def jobs(
     configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], prompts: Sequence[int] = ()
 ) -> list[Job]:
-    """Jobs that fill PyTorch's and humming's caches on disk with what `mixes` compiles at these batches.
+    """List the jobs that fill PyTorch's and humming's caches on disk with the functions that `mixes` compiles.
 
-    `prompts` are further numbers of tokens that humming's GEMMs are asked for.
+    `prompts` are further numbers of tokens for humming's GEMMs.
     """
     if not peers.importable():
         return []
@@ -666,19 +685,22 @@ def jobs(
 
 
 def names_of(config: Config, names: Sequence[str]) -> list[str]:
-    """`MIX/ATTENTION` of all that `mixes` can measure of a model here."""
+    """List the `MIX/ATTENTION` names that `mixes` can measure for a model here."""
     return [f"{name}/{kind.name}" for name in _possible(config, names) for kind in _attentions(name)]
 
 
 def _possible(config: Config, names: Sequence[str]) -> list[str]:
-    """Of these mixes those that there are of a model."""
+    """Select the mixes that exist for a model."""
     if config.experts:
         return [name for name in names if name in OF_EXPERTS]
     return [name for name in names if name not in HUMMING or _takes_humming(config)]
 
 
 def _takes_humming(config: Config) -> bool:
-    """Whole dense models only: humming compiles half a minute for each matrix of a share, and has no experts here."""
+    """Tell whether humming is measured for a model: only for whole dense ones.
+
+    humming compiles half a minute for each matrix of a share, and has no experts here.
+    """
     return not config.experts and " " not in config.name
 
 
@@ -694,7 +716,10 @@ def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
 
 
 def _warm_between(name: str, config: Config, largest: int) -> None:
-    """Compile all that lies between the GEMMs, which are replaced by zeros: tuned to the largest batch, and for one."""
+    """Compile all functions between the GEMMs, tuned to the largest batch, and for a batch of one.
+
+    Products are replaced by zeros.
+    """
     import torch
 
     def product(N: int) -> Callable[..., Any]:
@@ -713,7 +738,7 @@ _FUSED = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activa
 
 
 def fused(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
-    """Microseconds of public versions of a fused kernel, over so many copies; empty without PyTorch.
+    """Time the public versions of a fused kernel over `copies` inputs, in microseconds; empty without PyTorch.
 
     `torch_compile`: to INT8 by token. `rmsnorm_quantize` of [M, K] with a residual, `silu_mul_quantize` of [M, 2·K],
     `quantize_activations`. `liger_f16`: Liger's kernel for the floats alone, which leaves FP16 (`_liger_calls`).
@@ -729,14 +754,15 @@ def fused(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
 
 
 def has_liger() -> bool:
-    """Whether `liger-kernel` is installed."""
+    """Tell whether `liger-kernel` is installed."""
     return find_spec("liger_kernel") is not None
 
 
 def _liger_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], Any]]:
-    """Liger's fused add and RMSNorm, or SiLU·mul, FP16 in and out; the first results are checked. Empty of others.
+    """Make calls of Liger's fused add and RMSNorm, or SiLU·mul, FP16 in and out; empty for other kernels.
 
-    It quantises nothing, writes the residual's sum to an array of its own, and takes gate and up as two.
+    The first results are checked. Liger quantises nothing, writes the residual's sum to an array of its own, and takes
+    gate and up as two arrays.
     """
     import torch
     from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
@@ -781,7 +807,7 @@ def _attentions(name: str) -> Iterator[type[_Attention]]:
 
 
 def _copies(name: str, config: Config, B: int) -> int:
-    """How many layers together exceed the L2; caches counted at one byte per element."""
+    """Return how many layers together exceed the L2; caches count one byte per element."""
     each = {name: N * K for name, (N, K) in config.matrices.items()}
     weights = sum(each.values()) + max(0, config.experts - 1) * (each["gate_up"] + each["down"])
     cache = batch_of(config, B).tokens * config.kv_heads * 2 * HEAD_DIM
@@ -797,7 +823,7 @@ def _timed(
     right: dict[int, Any],
     length: int = 0,
 ) -> MixTime:
-    """One mix at one batch; its first layer's results are held against the FP16 mix's."""
+    """Time one mix at one batch, and compare its first layer's results with the FP16 mix's."""
     decoder = _decoder(name, config, B, layers, kind, length)
     decoder.layer(0)
     result = decoder.flowing.double()
@@ -821,7 +847,7 @@ def _timed(
 def _decoder(
     name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention], length: int = 0
 ) -> _Decoder:
-    """With random states, the same for every mix."""
+    """Make a decoder with random states, which are the same for every mix."""
     import torch
 
     dtype = _dtype(name, config)

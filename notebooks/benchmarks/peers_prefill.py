@@ -41,7 +41,7 @@ class FloatCache:
 
     @classmethod
     def of(cls, chunk: Chunk, q: Any, of: Problem, *, once: bool) -> "FloatCache":
-        """Restore what the problem's cache holds; one copy if `once`."""
+        """Dequantise the problem's cache to FP16; one copy if `once`, otherwise enough to exceed the L2."""
         import torch
 
         k, v = (torch.from_dlpack(each[0].dequantize().astype("float16")) for each in gather(of.caches[0]))
@@ -73,7 +73,7 @@ class FloatCache:
         return torch.randperm(-(-self.length // PAGE), generator=generator, device=self.q.device)
 
     def tables(self) -> list[Any]:
-        """Block table s32 [1, pages] of each copy."""
+        """Return the block table s32 [1, pages] of each copy."""
         order = self.order.int()
         return [(order + len(order) * copy)[None] for copy in range(self.copies)]
 
@@ -117,7 +117,10 @@ def _outputs(cache: FloatCache, dtype: Any) -> Any:
 
 
 def _fa3(cache: FloatCache, dtype: Any = None) -> PeerLaunches:
-    """FlashAttention 3 over pages of 64 tokens, causal; operands cast to `dtype`, by default as they are."""
+    """Prepare FlashAttention 3 over pages of 64 tokens, causal.
+
+    Operands are cast to `dtype`, if given.
+    """
     import torch
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -145,14 +148,17 @@ def _fa3(cache: FloatCache, dtype: Any = None) -> PeerLaunches:
 
 
 def _fa3_fp8(cache: FloatCache) -> PeerLaunches:
-    """The same in E4M3 with scales of 1; results in BF16."""
+    """Prepare FlashAttention 3 in E4M3 with scales of 1; results in BF16."""
     import torch
 
     return _fa3(cache, torch.float8_e4m3fn)
 
 
 def _sdpa(cache: FloatCache) -> PeerLaunches:
-    """PyTorch's attention by whichever backend it chooses, [1, Hq, L, D], with a KV head for each query head."""
+    """Prepare PyTorch's attention by the backend that it chooses, [1, Hq, L, D].
+
+    The KV heads are repeated, one for each query head.
+    """
     import torch
     from torch.nn.attention.bias import causal_lower_right
 
@@ -169,7 +175,10 @@ def _sdpa(cache: FloatCache) -> PeerLaunches:
 
 
 def _int4(cache: FloatCache) -> PeerLaunches:
-    """vLLM's `int4_per_token_head` by Triton: quantised by its own writer, from the same keys and values."""
+    """Prepare vLLM's attention on an `int4_per_token_head` cache, in Triton.
+
+    vLLM's own writer quantises the same keys and values.
+    """
     import torch
     from vllm.v1.attention.ops.int4_per_token_head import reshape_and_cache_int4, unified_attention_int4
 

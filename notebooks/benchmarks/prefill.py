@@ -67,7 +67,7 @@ def rows(
 
 
 def row_key(chunk: Chunk) -> tuple[object, ...]:
-    """`Row.key` of a chunk."""
+    """Return the `Row.key` of a chunk."""
     return PREFILL.name, "cu", MEASURE, "", tuple(sorted(chunk.sizes.items())), ()
 
 
@@ -116,7 +116,7 @@ class ChunkProblem:
 
     @property
     def replays(self) -> int:
-        """Of the timed graph."""
+        """Replays of the timed graph."""
         return LONG_REPLAYS if self.long else REPLAYS
 
 
@@ -179,7 +179,7 @@ def chunk_row(chunk: Chunk, wanted: WantedChunks, ceilings: Ceilings, tflops: fl
 
 @dataclass(frozen=True)
 class Sample:
-    """One query's heads of one KV head, as they should be.
+    """Expected output of one query's heads that share a KV head.
 
     Attributes:
         query: its place in the chunk.
@@ -222,7 +222,7 @@ def cache_of_head(cache: KVCache, length: int, head: int) -> KVCache:
 
 
 def check_ours(ready: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
-    """Hold what every timed launch wrote against the samples, and launches against each other.
+    """Compare the results of every timed launch with the samples, and launches with each other.
 
     Returns what was checked. Raises BenchmarkError for a result that is further off than the spec allows.
     """

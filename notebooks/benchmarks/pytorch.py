@@ -30,7 +30,7 @@ _CALLS, _BETWEEN = 2000, 100  # every so many calls the device is waited for, so
 def rows(
     names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Row] = ()
 ) -> Iterator[Row]:
-    """Host time of every operator, then a step of a 7B-shaped model with random weights at each batch.
+    """Measure the host time of every operator, then a step of a 7B-shaped model with random weights at each batch.
 
     Steps in `done` are taken as they are.
     """
@@ -43,7 +43,10 @@ def rows(
 
 
 def host_times() -> Iterator[Row]:
-    """Of a repeat call, its floor that of an operator in Python that only allocates the same results."""
+    """Measure the host time of a repeated call of each operator.
+
+    The floor is a Python operator that only allocates the same results.
+    """
     for name, (call, floor) in operator_calls().items():
         us, fastest, slowest = _host_us(call)
         least = _host_us(floor)[0], "PyTorch"
@@ -53,7 +56,7 @@ def host_times() -> Iterator[Row]:
 def operator_calls(
     width: int = 4096, rows: int = 16, device: str = "cuda"
 ) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """A call of each operator at a decoder's sizes, and of one that only allocates its results."""
+    """Make two calls per operator at a decoder's sizes: the operator, and one that only allocates its results."""
     ops, D, Hq, Hkv, tokens = torch.ops.ptxlab, 128, width // 128, max(1, width // 512), 64
     like = torch.empty(0, device=device)
 
@@ -97,7 +100,10 @@ def operator_calls(
 
 @cache
 def _define_allocating() -> torch.library.Library:
-    """`torch.ops.ptxlab_bench`: operators of the same schemas that only allocate. They live as long as the library."""
+    """Define `torch.ops.ptxlab_bench`: operators of the same schemas that only allocate.
+
+    They live as long as the library.
+    """
     library = torch.library.Library("ptxlab_bench", "DEF")
     for schema, allocate in ALLOCATING.items():
         library.define(schema)
@@ -107,7 +113,7 @@ def _define_allocating() -> torch.library.Library:
 
 
 def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
-    """Median, least and most of many calls, in microseconds."""
+    """Time many calls on the host: median, minimum and maximum in microseconds."""
     taken = []
     for i in range(_CALLS + 50):
         if i % _BETWEEN == 0:
@@ -122,9 +128,9 @@ def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
 
 
 def steps(ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Row] = ()) -> Iterator[Row]:
-    """A step of decoding, compiled with a static cache as `generate` does by itself: the peers', then ours beside them.
+    """Measure a decode step, compiled with a static cache as `generate` does by default: the peers, then ours.
 
-    What `done` has is not measured again.
+    Rows in `done` are not measured again.
     """
     known = {(row.kernel, row.sizes["B"]): row for row in done if row.measure == STEP}
     peers: dict[int, dict[str, float]] = {B: {} for B in BATCHES}
@@ -181,7 +187,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("w_scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., N] of x [.., K]."""
+        """Compute the linear layer: [.., N] of x [.., K]."""
         flat = x.reshape(-1, x.shape[-1])
         scale = (flat.abs().max() / 448).float()
         given = (flat / scale).to(torch.float8_e4m3fn), self.w.t()
@@ -190,7 +196,7 @@ class Fp8Linear(nn.Module):
 
 
 def in_fp8(model: nn.Module) -> nn.Module:
-    """The model with every linear of its layers in FP8; the head stays."""
+    """Replace every linear of the model's layers by an FP8 one; the head stays."""
     for module in [*model.model.layers.modules()]:
         for name, child in [*module.named_children()]:
             if isinstance(child, nn.Linear):
@@ -206,7 +212,7 @@ def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Any:
 
 
 def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
-    """Median, least and most of a step's microseconds, wall clock, after two runs that compile.
+    """Time a step by wall clock, after two runs that compile: median, minimum and maximum in microseconds.
 
     Raises BenchmarkError where the longer of two runs took less time: the host was busy with something else.
     """
@@ -227,11 +233,11 @@ def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
 
 
 def _same_as_eager(model: Any, B: int, cache: Any) -> str:
-    """What holds of the compiled model's tokens: they are the eager one's up to where rounding parts them.
+    """Check that the compiled model's tokens are the eager one's up to where rounding parts them; return that claim.
 
-    Inductor rounds where eager PyTorch does not, and the head's sums may be of another order. Either can move an
-    INT8 activation to the next step, and so a token that is nearly as likely to the front. BenchmarkError for logits of
-    the same tokens further apart than that explains.
+    Inductor rounds where eager PyTorch does not, and the head's sums may be of another order. Either can move an INT8
+    activation to the next step, and so put a token first that is nearly as likely. Raises BenchmarkError if logits of
+    the same tokens differ by more than that explains.
     """
     how = {"return_dict_in_generate": True, "output_logits": True}
     compiled, eager = (_generated(model, B, cache, FEW, disable_compile=off, **how) for off in (False, True))

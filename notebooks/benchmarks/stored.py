@@ -14,13 +14,19 @@ Stored = Mapping[Place, Mapping[str, float]]
 
 @cache
 def stored_times(gpu: str = "h200") -> dict[Place, dict[str, float]]:
-    """Microseconds of GEMMs by place and name, as measured once on such a GPU; empty without the file."""
+    """Return the microseconds of GEMMs by place and name, as measured once on such a GPU.
+
+    Empty without the file.
+    """
     return _read(gpu, "gemm", ("N", "K", "M"))
 
 
 @cache
 def stored_attention(gpu: str = "h200") -> dict[Place, dict[str, float]]:
-    """Microseconds of decode attention, likewise."""
+    """Return the microseconds of decode attention by place and name, as measured once on such a GPU.
+
+    Empty without the file.
+    """
     return _read(gpu, "attn", ("hq", "hkv", "batch", "seq"))
 
 

@@ -47,7 +47,7 @@ def report(
 
 
 def not_sanitized() -> list[str]:
-    """A line with the kernels that some tool of compute-sanitizer has not seen, by its records; else nothing."""
+    """Return one line that lists the kernels missing from the records of some compute-sanitizer tool, if any."""
     paths = sorted(RESULTS.glob("*/sanitizers*.json"))
     seen = [verdict for path in paths for verdict in json.loads(path.read_text(encoding="utf-8"))]
     by_tool = [{name for each in seen if each["tool"] == tool for name in each["kernels"]} for tool in TOOLS]

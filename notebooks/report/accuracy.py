@@ -40,10 +40,10 @@ def recorded(name: str = "h200/accuracy.json") -> Accuracy | None:
 
 
 def points(found: Accuracy | None) -> pd.DataFrame:
-    """A row per step, means over the calibration seeds: a column per text, `ratio` to floats, `spread` of the seeds.
+    """Return one row per step of a ladder: perplexity per text, mean over the calibration seeds, and `ratio`, `spread`.
 
-    Both of the first text; the spread is the largest less the smallest, NaN of one seed. `bytes` are those that the
-    GEMMs of 1,024 tokens read.
+    `ratio` to floats and `spread` of the seeds are of the first text; the spread is the largest less the smallest, NaN
+    for one seed. `bytes` are those that the GEMMs of 1,024 tokens read.
     """
     rows = found.record["rows"] if found else []
     if not rows:
@@ -61,7 +61,7 @@ def points(found: Accuracy | None) -> pd.DataFrame:
 
 
 def section() -> str:
-    """The table, the picture, and what they are of."""
+    """Return the perplexity table, where its figures come from, and the link to the picture, as Markdown."""
     found = recorded()
     rows = points(found)
     if found is None or rows.empty:
@@ -82,7 +82,7 @@ def table(rows: pd.DataFrame) -> str:
 
 
 def steps_figure(found: Accuracy) -> Figure:
-    """The ladders of W4A8KV4: perplexity after each step upon those before it, as QServe's Fig. 16 in another order."""
+    """Plot perplexity after each step of the W4A8KV4 ladders, as QServe's Fig. 16 in another order."""
     rows = steps(points(found))
     text = next(iter(found.record["rows"][0]["perplexity"]))
     order = [step for step in ORDER if (rows.step == step).any()]
@@ -113,19 +113,19 @@ def steps_figure(found: Accuracy) -> Figure:
 
 
 def _removed(values: Any, exact: float) -> float:
-    """Of what the first step adds to the exact perplexity, the part that the last does not."""
+    """Return the share of the first step's added perplexity (over the exact one) that the last step removes."""
     first, last = np.asarray(values)[[0, -1]]
     return float((first - last) / (first - exact))
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of these points, the ladders of W4A8KV4; none unless one of them has steps between its ends."""
+    """Select the points of the W4A8KV4 ladders; return none unless some ladder has steps between its ends."""
     found = rows[rows.ladder.isin(list(COLOURS))]
     return found if (found.ladder.value_counts() > 2).any() else found[:0]
 
 
 def origin(found: Accuracy) -> str:
-    """What the figures are of, and where they come from."""
+    """Describe the record: model, texts and windows, calibration, device, date and commit."""
     record = found.record
     windows = "; ".join(f"{name}: {W:,} windows of {T:,}" for name, (W, T) in record["windows"].items())
     samples, length = record["calibration"]

@@ -68,17 +68,20 @@ A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100 (QServe §6.
 
 
 def recorded() -> Record | None:
-    """The record of the suite on the H200, if there is one."""
+    """Load the record of the suite `attention` on the H200, or return None if there is none."""
     return frames.recorded("attention")
 
 
 def recorded_table1() -> Record | None:
-    """The record of `ptxlab bench attention --only table1` on the H200, if there is one."""
+    """Load the record of `ptxlab bench attention --only table1` on the H200, or return None if there is none."""
     return frames.recorded(f"attention_{TABLE1_PART}")
 
 
 def table1(record: Record | None) -> str:
-    """QServe's Table 1 here: µs of its three kernels and of `attention_kv4` by tokens, beside QServe's own ratios."""
+    """Build QServe's Table 1 for this GPU, by tokens.
+
+    It has the µs of QServe's three kernels and of `attention_kv4`, and QServe's own ratios.
+    """
     rows = frame(record, TABLE1_MEASURE)
     if record is None or rows.empty:
         return MISSING
@@ -102,10 +105,10 @@ def table1(record: Record | None) -> str:
 
 
 def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:
-    """Rows of one measure, by default attention alone at all heads, lengths and batches.
+    """Return the rows of one measure, by default attention alone at all heads, lengths and batches.
 
-    Beside what `frame` has: `heads` by name; `over 16`, `over 8` and `over 4`: how many times as fast as the fastest
-    peer with a cache of so many bits; `over all`: as the fastest of all.
+    Columns beyond those of `frame`: `heads` by name; `over 16`, `over 8` and `over 4`, the speed-up over the fastest
+    peer with a cache of that many bits; `over all`, the speed-up over the fastest of all peers.
     """
     rows = frame(record, measure, stored=_stored(measure))
     rows["heads"] = [f"heads {Hq}/{Hkv}" for Hq, Hkv in zip(rows.Hq, rows.Hkv, strict=True)]
@@ -115,7 +118,7 @@ def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:
 
 
 def _stored(measure: str) -> dict[Place, dict[str, float]]:
-    """Of the stored peers those that do the work of a measure."""
+    """Select the stored times of those peers that do the work of a measure, by place."""
     if measure == WITH_APPEND:
         return {
             place: {name: us for name, us in times.items() if name.startswith(_APPENDING)}
@@ -125,17 +128,17 @@ def _stored(measure: str) -> dict[Place, dict[str, float]]:
 
 
 def behind_append(record: Record | None) -> pd.DataFrame:
-    """The same batches, right behind the kernel that appends a token to each sequence."""
+    """Return the points of the same batches, timed right behind the kernel that appends a token to each sequence."""
     return points(record, WITH_APPEND)
 
 
 def steps(record: Record | None) -> pd.DataFrame:
-    """Every step of the ladder on QServe's batch, in the ladder's order."""
+    """Return the points of every step of the ladder on QServe's batch, in the ladder's order."""
     return points(record, LADDER)
 
 
 def appends(record: Record | None, tokens: int, scheme: str = "kv4") -> pd.DataFrame:
-    """`append_kv4` of so many tokens: 64 are a step of decoding, 4096 a prompt."""
+    """Return the rows of `append_kv4` at a number of tokens: 64 are a decode step, 4096 a prompt."""
     rows = frame(record, append.MEASURE)
     return rows[
         (rows["T"] == tokens) & (rows.bits == int(scheme[2])) & (rows.channel == int(scheme.endswith("channel")))
@@ -143,39 +146,42 @@ def appends(record: Record | None, tokens: int, scheme: str = "kv4") -> pd.DataF
 
 
 def unequal(record: Record | None) -> pd.DataFrame:
-    """Ragged batches by heads; `even_us`: of an even one of as many bytes; `longer`: the ratio of the times."""
+    """Return the points of ragged batches, each beside an even batch of as many bytes.
+
+    `even_us` is the time of the even batch, `longer` the ratio of the two times.
+    """
     evens = points(record, EVEN).rename(columns={"time_us": "even_us"})[["heads", "even_us"]]
     rows = points(record, RAGGED).merge(evens, on="heads")
     return rows.assign(longer=rows.time_us / rows.even_us)
 
 
 def batched_and_single(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of the batches at which most peers were measured; of 256 sequences PyTorch alone."""
+    """Select the batches at which most peers were measured; at 256 sequences only PyTorch was."""
     return rows[rows.B.isin(BATCHES) & rows.L.isin(LENGTHS)]
 
 
 def batched(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of them with more than one sequence."""
+    """Select the points of those batches with more than one sequence."""
     return batched_and_single(rows[rows.B > 1])
 
 
 def single(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of a single long sequence."""
+    """Select the points of a single long sequence."""
     return rows[(rows.B == 1) & rows.L.isin(LONG)]
 
 
 def beside_all(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those where all peers were measured."""
+    """Select the points at which all peers were measured."""
     return rows[rows["over all"].notna()]
 
 
 def between(rows: pd.DataFrame, least_us: float, most_us: float = math.inf) -> pd.Series:
-    """Fractions of the floor of those whose floor lies in least_us <= floor < most_us."""
+    """Return the fractions of the floor of the rows with least_us <= floor < most_us."""
     return rows[(rows.floor_us >= least_us) & (rows.floor_us < most_us)].fraction
 
 
 def batches_table(record: Record | None) -> str:
-    """Every batch: time, of the floor, and where all peers were measured over the fastest."""
+    """Build the table of all batches: time, fraction of the floor, and speed-up where all peers were measured."""
     rows = batched_and_single(points(record))
     if record is None or rows.empty:
         return MISSING
@@ -188,7 +194,10 @@ def batches_table(record: Record | None) -> str:
 
 
 def means_table(record: Record | None) -> str:
-    """By heads, from batch 16 on: of the floor, over the peers; and with an appended token over QServe."""
+    """Build the table of means from batch 16 on, one row per heads.
+
+    A row has the fraction of the floor, the speed-up over each kind of peer, and with an appended token over QServe.
+    """
     rows, behind = batched(points(record)), batched(behind_append(record))
     if rows.empty:
         return MISSING
@@ -211,7 +220,7 @@ def means_table(record: Record | None) -> str:
 
 
 def single_table(record: Record | None) -> str:
-    """Single long sequences."""
+    """Build the table of single long sequences, heads by number of tokens."""
     rows = single(points(record))
     if rows.empty:
         return MISSING
@@ -222,7 +231,7 @@ def single_table(record: Record | None) -> str:
 
 
 def steps_table(record: Record | None) -> str:
-    """QServe's ablation on an A100 beside the same steps here, and what comes after them."""
+    """Build the table of the ladder's steps: times on an A100 (QServe's ablation) and here, then the later steps."""
     rows = steps(record)
     if rows.empty:
         return MISSING
@@ -244,7 +253,7 @@ def steps_table(record: Record | None) -> str:
 
 
 def others_table(record: Record | None) -> str:
-    """Ragged batches, appended tokens, parts put together by a second kernel."""
+    """Build the table of ragged batches, appended tokens, and parts that a second kernel combines."""
     lines: list[tuple[str, float, float, str]] = [
         (f"ragged, {r.heads}: log-uniform up to 8192 tokens beside even lengths", r.time_us, r.even_us, ".1f")
         for r in unequal(record).itertuples()
@@ -262,7 +271,7 @@ def others_table(record: Record | None) -> str:
 
 
 def _origin(record: Record) -> str:
-    """What the figures are and where they come from."""
+    """Describe how the figures were measured and checked, and name the record they come from."""
     return (
         "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64, within what the"
         f" kernel's roundings may add up to. Measured on one {record.device['name']}: `python -m benchmarks attention`,"
@@ -279,7 +288,7 @@ _STYLES: dict[int, dict[str, Any]] = {
 
 
 def speedup_figure(rows: pd.DataFrame) -> Figure:
-    """Time of the best peer with so many bits over ours, by batch; a panel for heads and length."""
+    """Plot the speed-up over the best peer with each cache width, by batch; a panel for heads and length."""
     rows = beside_all(rows)
     batches = sorted(rows.B.unique())
     figure = Figure(figsize=(12, 6.6), layout="constrained")

@@ -26,7 +26,7 @@ def _record() -> list[dict[str, Any]]:
 
 
 def _features(forms: list[str]) -> str:
-    """What a kernel uses, by name; of matrix instructions with the types that are multiplied."""
+    """List the features that a kernel uses, by name; matrix instructions with their input types."""
     found: dict[str, None] = {}
     for begins, name in FAMILIES.items():
         alike = [form for form in forms if form.startswith(begins)]
@@ -38,7 +38,7 @@ def _features(forms: list[str]) -> str:
 
 
 def summary() -> str:
-    """By project: kernels, results, findings."""
+    """Build the table of projects: number of kernels, outcomes of the run, findings."""
     kernels = _record()
     if not kernels:
         return MISSING
@@ -69,7 +69,7 @@ def summary() -> str:
 
 
 def table() -> str:
-    """Every kernel on a line; what was refused, and what was found, beneath."""
+    """Build the table with one line per kernel; refused kernels and findings are listed below."""
     kernels = _record()
     if not kernels:
         return MISSING
@@ -93,7 +93,7 @@ def table() -> str:
 
 
 def judged() -> str:
-    """Findings, refusals and mistakes of kernels, one by one, with what a person made of them."""
+    """List findings, refusals and failures kernel by kernel, each with a person's judgement."""
     told: dict[tuple[str, str], str] = {}
     for each in _record():
         reason = each["why"]

@@ -34,7 +34,7 @@ _INTENSITY = np.geomspace(0.5, 2 * ALL_TOKENS[-1], 400)
 
 
 def roofline_figure(record: Record) -> Figure:
-    """QServe's Fig. 3: what each scheme can reach on an A100, and on the record's card with what was reached there."""
+    """Plot QServe's Fig. 3: the roof of each scheme on an A100; on the record's card also the measured rates."""
     figure = Figure(figsize=(14, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     a100, here = cost.device("a100"), measured_device(record)
@@ -86,7 +86,10 @@ def _dots(axes: Axes, tokens: pd.Series, tops: pd.Series, **style: Any) -> None:
 
 
 def predicted_figure(record: Record) -> Figure:
-    """Predicted over measured time by tokens: every point, and the mean over the matrices; the ladder, and the rest."""
+    """Plot predicted over measured time by tokens: every point, and the mean over the matrices.
+
+    The ladder's steps are at the left, the launched kernels at the right.
+    """
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     found = predictions(record)
@@ -114,7 +117,7 @@ def predicted_figure(record: Record) -> Figure:
 
 
 def crossover_figure(record: Record) -> Figure:
-    """Time of `gemm_w4a8` over that of 8-bit weights, matrix by matrix, with what the model says in the mean."""
+    """Plot the time of `gemm_w4a8` over that of 8-bit weights, by matrix, with the model's prediction in the mean."""
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, other, name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):

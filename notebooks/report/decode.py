@@ -65,7 +65,7 @@ _LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": PURPLE, "humming g12
 
 
 def recorded() -> list[Record]:
-    """The records of the suite on the H200: of all models at once, and of some; only those that are valid."""
+    """Load the valid records of the suite on the H200: the one of all models, and those of single models."""
     folder = RESULTS / "h200"
     paths = [folder / "decode.json", *sorted((folder / "decode").glob("*.json"))]
     records = [bench.load(path) for path in paths if path.is_file()]
@@ -73,7 +73,10 @@ def recorded() -> list[Record]:
 
 
 def points(records: list[Record], measure: str) -> pd.DataFrame:
-    """A row per model and batch, or budget, in the order of the table; of records of one point the last counts."""
+    """Return one row per model and batch, or per model and budget, in the order of the table.
+
+    Where several records have the same point, the last one counts.
+    """
     found = {}
     for record in records:
         for row in record.rows:
@@ -92,9 +95,10 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
 
 
 def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, float]]:
-    """Tokens/s of steady steps by batch, of ours and of each kind of mix: the one whose peak in a budget is highest.
+    """Return tokens/s of steady steps by batch, for our model and for the best mix of each kind.
 
-    Batches are ours, and of a mix its own largest too; its head is that of our nearest batch.
+    The best mix of a kind is the one with the highest peak in the budget. Batches are ours; a mix also has its own
+    largest batch. A mix's head is that of our nearest batch.
     """
     rows = [row for record in records for row in record.rows if (c := config_of(row.sizes)) and c.name == model]
     most = [row.sizes["B"] for row in rows if row.measure == GENERATE and row.sizes["L"] == gb]
@@ -117,7 +121,7 @@ def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, flo
 
 
 def peaks(records: list[Record]) -> pd.DataFrame:
-    """A row per model and budget: the most tokens/s of steady steps of ours and of each kind of mix."""
+    """Return one row per model and budget: the highest tokens/s of steady steps, ours and of each kind of mix."""
     flat = []
     for config in MODELS:
         for gb in BUDGETS:
@@ -129,7 +133,7 @@ def peaks(records: list[Record]) -> pd.DataFrame:
 
 
 def peaks_table(records: list[Record]) -> str:
-    """Peaks of steady steps under each budget."""
+    """Build the table of peak tokens/s of steady steps under each budget."""
     rows = peaks(records)
     if rows.empty:
         return MISSING
@@ -140,7 +144,7 @@ def peaks_table(records: list[Record]) -> str:
 
 
 def steps_table(records: list[Record]) -> str:
-    """Steady steps: milliseconds, tokens/s, parts, of the floor, over mixes."""
+    """Build the table of steady steps: milliseconds, tokens/s, parts, fraction of the floor, speed-up over mixes."""
     rows = points(records, MEASURE)
     if rows.empty:
         return MISSING
@@ -158,7 +162,7 @@ def steps_table(records: list[Record]) -> str:
 
 
 def generate_table(records: list[Record]) -> str:
-    """QServe's rule by model and budget, beside the mixes at their best batch, and what the paper has."""
+    """Build the table of QServe's rule by model and budget, beside the mixes at their best batch and the paper."""
     rows = points(records, GENERATE)
     if rows.empty:
         return MISSING
@@ -185,7 +189,10 @@ def _attended(rows: pd.DataFrame) -> str:
 
 
 def front_table(records: list[Record]) -> str:
-    """A row for each of `FRONT` that is recorded: steady steps at both ends, and what a budget of 80 GB is good for."""
+    """Build the table of the `FRONT` models that are recorded.
+
+    A row has the steady steps at the smallest and the largest batch, and the rates under a budget of 80 GB.
+    """
     steps, whole, best = points(records, MEASURE), points(records, GENERATE), peaks(records)
     if steps.empty or whole.empty:
         return MISSING
@@ -209,7 +216,7 @@ def front_table(records: list[Record]) -> str:
 
 
 def heads_table(records: list[Record]) -> str:
-    """The LM head in FP16 and in INT8, at a model's smallest batch and its largest."""
+    """Build the table of the LM head in FP16 and in INT8, at each model's smallest and largest batch."""
     rows = points(records, MEASURE)
     if rows.empty:
         return MISSING
@@ -227,8 +234,10 @@ def heads_table(records: list[Record]) -> str:
 
 
 def limits_table(records: list[Record]) -> str:
-    """What holds steady steps back, at the smallest batch, a middle one and the largest: power, and with it the clock,
-    small kernels and gaps."""
+    """Build the table of what limits steady steps: power (and with it the clock), small kernels and gaps.
+
+    Batches are the smallest, a middle one and the largest.
+    """
     rows = points(records, MEASURE)
     if rows.empty:
         return MISSING
@@ -252,7 +261,10 @@ def limits_table(records: list[Record]) -> str:
 
 
 def systems_table(records: list[Record], other: Record | None) -> str:
-    """Steady steps of one model in other systems' weights, by batch: ms and tokens/s; below, QServe's rule."""
+    """Build the table of steady steps of one model with other systems' weights, by batch, in ms and tokens/s.
+
+    QServe's rule stands below.
+    """
     if other is None:
         return MISSING
     model = points([other], CHANNEL).model.iloc[0]
@@ -274,12 +286,12 @@ def systems_table(records: list[Record], other: Record | None) -> str:
 
 
 def recorded_systems() -> Record | None:
-    """The record of steps in W4A4, in W4Ax and with weights per channel, if there is one."""
+    """Load the record of steps in W4A4, in W4Ax and with weights per channel, or return None if there is none."""
     return frames.recorded("decode_systems")
 
 
 def recorded_alone() -> Record | None:
-    """The record of models without mixes, whose prompts our own kernel attends, if there is one."""
+    """Load the record of models without mixes, whose prompts our own kernel attends; return None without it."""
     return frames.recorded("decode_alone")
 
 
@@ -309,19 +321,19 @@ def prompts_table(record: Record | None) -> str:
 
 
 def _by_batch(rows: pd.DataFrame) -> dict[str, str]:
-    """A cell for each batch of the four-bit systems; empty where it was not measured."""
+    """Format one cell per batch of the four-bit systems: ms and tokens/s, empty where not measured."""
     cells = {row.B: f"{row.time_us / 1e3:.2f} ms, {row.rate:,.0f}" for row in rows.itertuples()}
     return {f"batch {B}": cells.get(B, "") for B in FOUR_BIT_BATCHES}
 
 
 def _shown(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record], *more: str) -> str:
-    """These columns of a table, each by its heading and its format; below, where the figures are from, and `more`."""
+    """Format columns of `rows` as a table, `columns` giving heading and format; the origin and `more` follow below."""
     table = rows.reindex(columns=[*columns]).rename(columns={name: heading for name, (heading, _) in columns.items()})
     return f"{markdown(table, dict(columns.values()))}\n{' '.join((_origin(records), *more))}\n"
 
 
 def _floor_at_clock(row: pd.Series) -> float:
-    """A step's floor in microseconds where products take as long as the tensor cores need for them at its clock."""
+    """Compute the floor of a step in microseconds with the tensor cores at the step's measured clock."""
     config = next(config for config in MODELS if config.name == row.model)
     at_clock, floor = TOPS * min(1, row.sm_mhz / TOPS_MHZ), float(row.floor_us)
     for matrix, (N, K) in config.matrices.items():
@@ -331,7 +343,7 @@ def _floor_at_clock(row: pd.Series) -> float:
 
 
 def _origin(records: list[Record]) -> str:
-    """When, on how many GPUs, and at which commit; with several commits, which models are of each."""
+    """Return the dates, the GPUs and the commit of the records; with several commits, the models of each."""
     dates = ", ".join(sorted({record.date[:10] for record in records}))
     names = ", ".join(sorted({record.device["name"] for record in records}))
     cards = len({record.device["card"] for record in records})
@@ -345,12 +357,12 @@ def _origin(records: list[Record]) -> str:
 
 
 def picture_name(model: str) -> str:
-    """Of `model_figure`."""
+    """Return the name of a model's picture, which `model_figure` draws."""
     return f"decode_{model.lower().replace('-', '_')}"
 
 
 def model_figure(records: list[Record], model: str) -> Figure:
-    """A model: what a steady step is made of by batch, and tokens/s by batch up to the end of both budgets."""
+    """Plot one model: the parts of a steady step by batch, and tokens/s by batch up to the end of both budgets."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     rows = points(records, MEASURE)
@@ -360,7 +372,7 @@ def model_figure(records: list[Record], model: str) -> Figure:
 
 
 def _steps(axes: Axes, rows: pd.DataFrame, model: str) -> None:
-    """Stacked bars: every operation alone, per step; beside them the step and its floor."""
+    """Draw stacked bars of every operation's own time in a step; beside each bar the whole step and its floor."""
     places, below = np.arange(len(rows)), np.zeros(len(rows))
     for part, colour in _PARTS.items():
         ms = rows[f"{part}_us"].to_numpy(dtype=float) / 1e3
@@ -377,7 +389,7 @@ def _steps(axes: Axes, rows: pd.DataFrame, model: str) -> None:
 
 
 def _lines(axes: Axes, records: list[Record], model: str) -> None:
-    """Tokens/s by batch: solid to the end of the smaller budget, dashed to that of the larger one."""
+    """Draw tokens/s by batch: solid lines up to the smaller budget, dashed lines up to the larger one."""
     small, large = BUDGETS
     within, beyond = rates(records, model, small), rates(records, model, large)
     peak = {kind: max(by_batch.values()) for kind, by_batch in within.items()}

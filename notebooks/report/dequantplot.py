@@ -19,7 +19,7 @@ _GROUP = 32
 
 
 def wrong_figure(wrong: np.ndarray) -> Figure:
-    """Where results are wrong, bool [N, K]: a few rows of them, one square per weight."""
+    """Plot which results are wrong, bool [N, K]: the first rows, one square per weight."""
     rows, columns = 24, 96
     figure = Figure(figsize=(11, 3.1), layout="constrained")
     axes = figure.subplots()
@@ -34,7 +34,10 @@ def wrong_figure(wrong: np.ndarray) -> Figure:
 
 
 def range_figure(w: np.ndarray) -> Figure:
-    """By protective range: the largest byte that any group at all comes back as, and what overflows of w f32 [N, K]."""
+    """Plot the effect of the protective range on every scheme.
+
+    At the left is the largest byte that any group dequantises to, at the right the number of overflows of w f32 [N, K].
+    """
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for scheme, name in _TITLES.items():
@@ -57,7 +60,7 @@ def range_figure(w: np.ndarray) -> Figure:
 
 
 def largest_byte(scheme: str, limit: int) -> int:
-    """The largest integer that a group of integers in ±limit comes back as, of all groups.
+    """Return the largest integer that any group of integers in ±limit dequantises to.
 
     A group's constants follow from its smallest and largest element, and a larger element never comes back as less: so
     the pairs of these two are all groups that matter.
@@ -73,7 +76,7 @@ def largest_byte(scheme: str, limit: int) -> int:
 
 
 def cost_figure(record: Record) -> Figure:
-    """Instructions per 8 weights against weights per clock and SM, of a record of the suite `dequant`."""
+    """Plot instructions per 8 weights against weights per clock and SM, from a record of the suite `dequant`."""
     points = {row.kernel: row for row in record.rows if row.measure == "registers"}
     clocks = np.median([row.sm_mhz for row in points.values()]) * 1e6 * record.device["sms"]
     arriving = 2 * record.ceilings["read_tbps"] * 1e12 / clocks
@@ -104,7 +107,7 @@ def cost_figure(record: Record) -> Figure:
 
 
 def _places(points: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
-    """Where kernels stand, in instructions and rate; those that no eye could tell apart stand together."""
+    """Group kernels by their point (instructions, rate); points too close to tell apart share one label."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, row in points.items():
         here = row.more["alu_per_8"], row.rate

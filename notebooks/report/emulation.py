@@ -12,7 +12,7 @@ CHECKS = {"emulator": "none", "emulator +all": "all"}
 
 
 def table() -> str:
-    """Whole kernels: lane-instructions per second and the time of a call, now and before."""
+    """Build the table of whole kernels: emulated lane-instructions per second and time of a call, now and before."""
     if not RECORD.is_file() or not BEFORE.is_file():
         return MISSING
     now, before = bench.load(RECORD), bench.load(BEFORE)

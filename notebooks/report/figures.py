@@ -48,7 +48,7 @@ def _profile() -> Figure:
 
 
 def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None], pd.DataFrame]) -> Callable[[], Figure]:
-    """A picture of the record of the suite `gemm`, which needs what `measured` finds in it."""
+    """Make a drawing function for the `gemm` record that raises NotMeasuredError if a frame of `measured` is empty."""
 
     def drawn() -> Figure:
         record = ladder.recorded()
@@ -83,7 +83,7 @@ def _timeline(kernel: str) -> Figure:
 
 
 def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]) -> Callable[[], Figure]:
-    """A picture of the record of the suite `layer`, which needs what `measured` finds in it."""
+    """Make a drawing function for the `layer` record that raises NotMeasuredError if `measured` finds nothing in it."""
 
     def drawn() -> Figure:
         record = layer.recorded()
@@ -167,7 +167,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 def picture(name: str) -> Figure:
-    """One of `PICTURES`; NotMeasuredError where what it shows is not recorded."""
+    """Draw a picture of `PICTURES` by name; raise NotMeasuredError if its data is not recorded."""
     return PICTURES[name]()
 
 

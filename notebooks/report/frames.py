@@ -59,7 +59,7 @@ class NotMeasuredError(FileError):
 
 
 def recorded(suite: str, gpu: str = "h200") -> Record | None:
-    """The record of a suite on that GPU, if there is one."""
+    """Load the record of a suite on a GPU, or return None if there is none."""
     path = RESULTS / gpu / f"{suite}.json"
     return bench.load(path) if path.is_file() else None
 
@@ -67,7 +67,7 @@ def recorded(suite: str, gpu: str = "h200") -> Record | None:
 def frame(
     record: Record | None, measure: str, layers: Sequence[Layer] = LAYERS, stored: Stored | None = None
 ) -> pd.DataFrame:
-    """The rows of one measure; no rows of no record.
+    """Return the rows of one measure as a frame, empty if there is no record.
 
     Peers are those of the record's run, and those in `stored` that it lacks. Columns are the fields of `Row`, the
     sizes, what is in `more`, the matrix among `layers` and its model by name, how many times as fast as each peer a row
@@ -94,37 +94,37 @@ def _place(row: Row) -> Place:
 
 
 def over_all(rows: pd.DataFrame, peers: Iterable[str]) -> pd.Series:
-    """How many times as fast as the fastest of these peers; NaN where one of them was not measured."""
+    """Return each row's speed-up over the fastest of some peers; NaN if any of them was not measured."""
     return rows[[f"over {name}" for name in peers]].min(axis=1, skipna=False)
 
 
 def over(rows: pd.DataFrame, peer: str = "") -> pd.Series:
-    """How many times as fast as a peer, by default the fastest of each point, where its time is known."""
+    """Return the speed-ups over a peer, by default over each point's fastest one, without points that lack its time."""
     return rows[f"over {peer}".strip()].dropna()
 
 
 def slower(rows: pd.DataFrame) -> pd.DataFrame:
-    """The points at which some peer is faster."""
+    """Select the points at which some peer is faster."""
     return rows[rows["over"] < 1]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Geometric mean of those that are known; NaN of none."""
+    """Return the geometric mean of the values that are not NaN; NaN if there are none."""
     return math.exp(np.log(pd.Series(values, dtype=float)).mean())
 
 
 def means(rows: pd.DataFrame, by: str, columns: Sequence[str]) -> pd.DataFrame:
-    """Geometric means of columns by the values of another, in the order in which they come."""
+    """Return geometric means of columns, grouped by the values of column `by`, in order of appearance."""
     return np.exp(np.log(rows.set_index(by)[list(columns)].astype(float)).groupby(level=0, sort=False).mean())
 
 
 def fraction(rows: pd.DataFrame) -> float:
-    """Of the floor, geometric mean."""
+    """Return the geometric mean of the fractions of the floor."""
     return mean(rows.fraction)
 
 
 def markdown(table: pd.DataFrame, formats: Mapping[str, str] | None = None, left: int = 1, text: str = "") -> str:
-    """A table with a format for each column, `{}` unless given; nothing where a value is NaN.
+    """Format a table as Markdown, each column in its format, `{}` by default; cells of NaN stay empty.
 
     The first `left` columns are text and so is the one named `text`; the others are numbers.
     """
@@ -138,7 +138,7 @@ def markdown(table: pd.DataFrame, formats: Mapping[str, str] | None = None, left
 
 
 def cells(rows: pd.DataFrame) -> list[str]:
-    """Of each row: time, of the floor, over the fastest peer by the name that tables give it."""
+    """Format a cell per row: time, fraction of the floor, and speed-up over the fastest peer, with that peer's name."""
     return [
         f"{us:.{1 if us < 100 else 0}f} µs, {near:.2f}" + (f", **{speed:.2f}x** {_PEERS[best]}" if best else "")
         for us, near, speed, best in zip(rows.time_us, rows.fraction, rows["over"], rows.best, strict=True)
@@ -146,20 +146,20 @@ def cells(rows: pd.DataFrame) -> list[str]:
 
 
 def mean_cell(rows: pd.DataFrame) -> str:
-    """Geometric means of the floor and over all peers; nothing of no rows."""
+    """Format the geometric means of the fraction of the floor and of the speed-up over all peers; empty if no rows."""
     speed = mean(rows["over all"])
     return "" if rows.empty else f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
 
 
 def slower_points(rows: pd.DataFrame, place: str) -> str:
-    """The points that some peer does faster, by name; `place` says where one is, from its columns."""
+    """List the points at which some peer is faster, in a sentence; `place` formats a point from its columns."""
     found = slower(rows).to_dict("records")
     listed = "; ".join(f"{place.format(**row)} ({row['over']:.2f}x {_PEERS[row['best']]})" for row in found)
     return f"Slower than a peer: {listed}." if found else "No peer is faster at any point."
 
 
 def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
-    """Which peers ran with the record and which before; and how long what ran in both took then, in a sentence."""
+    """Say which peers ran with the record and which earlier, and compare the times of those that ran in both."""
     rows = [row for row in record.rows if row.measure == measure]
     here = {_LIBRARIES.get(name.partition("_")[0], name): None for row in rows for name in row.peers}
     both = {

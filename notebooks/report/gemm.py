@@ -48,10 +48,10 @@ _SHOWN_TOKENS = (16, 64, 128, 256, 512)
 
 
 def points(record: Record | None, group: int = GROUP) -> pd.DataFrame:
-    """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens.
+    """Return the headline's points: every point of LLaMA-2 with row-major activations, by matrix and tokens.
 
-    Their token sums come from the quantiser. `otherwise` has the same points for activations that came otherwise.
-    Beside what `frame` has, the columns of `KINDS`: how many times as fast as the fastest of these peers.
+    The token sums come from the quantiser. `otherwise` has the same points for activations in other orders. Columns
+    beyond those of `frame` are those of `KINDS`: the speed-up over the fastest peer of that kind.
     """
     rows = frame(record, MEASURE, LLAMA, stored_times())
     rows = rows[(rows.g.fillna(NO_GROUPS) == group) & (rows.activations == ORDER)]
@@ -63,19 +63,22 @@ def points(record: Record | None, group: int = GROUP) -> pd.DataFrame:
 
 
 def otherwise(record: Record | None, group: int = GROUP) -> pd.DataFrame:
-    """The points with activations in other orders, or without their token sums, beside the headline's time."""
+    """Return the points with other activation orders, or without token sums, beside the headline's time."""
     rows = frame(record, MEASURE, LLAMA)
     rows = rows[(rows.g == group) & (rows.activations != ORDER)]
     return rows.merge(points(record, group)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_usual"))
 
 
 def at(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
-    """Those with so many tokens."""
+    """Select the rows whose number of tokens M is among `tokens`."""
     return rows[rows.M.isin(tokens)]
 
 
 def chains(record: Record | None) -> pd.DataFrame:
-    """A decoder layer's GEMMs in a row, groups of 128; `over_best`: beside the best peers' times for each, summed."""
+    """Return the chains: the GEMMs of a decoder layer launched in a row, in groups of 128.
+
+    `over_best` is the speed-up over the sum of the best peers' times for each GEMM alone.
+    """
     rows = frame(record, chain.MEASURE)
     models = {layers[0].K: layers[0].model for layers in CHAINS}
     rows = rows[rows.g == GROUP].assign(model=lambda found: found.hidden.map(models))
@@ -85,7 +88,10 @@ def chains(record: Record | None) -> pd.DataFrame:
 
 
 def experts(record: Record | None) -> pd.DataFrame:
-    """Mixtral's experts: the loop of single GEMMs, the grouped kernel where it was measured, and what that gains."""
+    """Return Mixtral's experts: the loop of single GEMMs beside the grouped kernel where it was measured.
+
+    `gain` is the loop's time over the grouped kernel's.
+    """
     on = ["tokens", "N", "K"]
     together = frame(record, grouped.MEASURE)[[*on, "time_us", "fraction"]]
     rows = frame(record, grouped.LOOP, MIXTRAL).merge(together, how="left", on=on, suffixes=("", "_grouped"))
@@ -93,23 +99,23 @@ def experts(record: Record | None) -> pd.DataFrame:
 
 
 def untuned_points(record: Record | None) -> pd.DataFrame:
-    """Matrices of other models at odd numbers of tokens."""
+    """Return the points of other models' matrices, at numbers of tokens that were not tuned."""
     return frame(record, UNTUNED_MEASURE, UNTUNED)
 
 
 def eight_bit(record: Record | None) -> pd.DataFrame:
-    """The points of the kernel with 8-bit weights."""
+    """Return the points of the GEMM with 8-bit weights."""
     return frame(record, steps.W8A8, LLAMA)
 
 
 def dequantising(record: Record | None, *tokens: int) -> pd.Series:
-    """Time with 4-bit over time with 8-bit weights, by the same skeleton, at so many tokens."""
+    """Return the time with 4-bit over that with 8-bit weights, by the same skeleton, at one number of tokens."""
     both = at(points(record), *tokens).merge(eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8"))
     return both.time_us / both.time_us_8
 
 
 def reordering(record: Record | None) -> pd.DataFrame:
-    """Every size and order that the quantiser writes, with its time over that of the row-major one in `ratio`."""
+    """Return the quantiser's rows for every size and order; `ratio` is the time over that of the row-major order."""
     rows, on = frame(record, quantiser.MEASURE), ["M", "K"]
     plain = rows[rows.activations == "row_major"][[*on, "time_us"]]
     rows = rows.merge(plain, on=on, suffixes=("", "_plain"))
@@ -117,7 +123,7 @@ def reordering(record: Record | None) -> pd.DataFrame:
 
 
 def matrices_table(record: Record | None) -> str:
-    """Ours matrix by matrix: time, of the floor, and how many times as fast as the best peer of each kind."""
+    """Build the table of matrices: time, fraction of the floor, and speed-up over the best peer of each kind."""
     rows = at(points(record), *_SHOWN_TOKENS)
     if record is None or rows.empty:
         return MISSING
@@ -134,7 +140,7 @@ def matrices_table(record: Record | None) -> str:
 
 
 def means_table(record: Record | None) -> str:
-    """By tokens, and over all up to 256: of the floor, and how many times as fast as others."""
+    """Build the table of means by tokens, and over all up to 256: fraction of the floor, speed-up over peers."""
     rows, finer = points(record), points(record, group=64)
     if rows.empty:
         return MISSING
@@ -160,7 +166,10 @@ def means_table(record: Record | None) -> str:
 
 
 def per_channel_table(record: Record | None) -> str:
-    """Weights per channel by tokens: of their floor; how many times as fast as in groups, and as others per channel."""
+    """Build the table of weights per channel by tokens.
+
+    A row has the fraction of the floor, and the speed-up over weights in groups and over a peer's weights per channel.
+    """
     rows = points(record, group=NO_GROUPS).merge(
         points(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_in_groups")
     )
@@ -177,7 +186,7 @@ def per_channel_table(record: Record | None) -> str:
 
 
 def orders_table(record: Record | None) -> str:
-    """What activations cost in another order, or without their token sums; and what the quantiser's orders cost."""
+    """Build the table of costs of other activation orders and absent token sums, in the GEMM and in the quantiser."""
     quantised, multiplied = reordering(record), otherwise(record)
     quantised = quantised[quantised.activations != "row_major"]
     multiplied["ratio"] = multiplied.time_us / multiplied.time_us_usual
@@ -193,7 +202,7 @@ def orders_table(record: Record | None) -> str:
 
 
 def chains_table(record: Record | None) -> str:
-    """The GEMMs of a decoder layer in a row."""
+    """Build the table of a decoder layer's GEMMs launched in a row."""
     shown = {
         "model": ("model", "{}"),
         "M": ("M", "{}"),
@@ -206,7 +215,7 @@ def chains_table(record: Record | None) -> str:
 
 
 def experts_table(record: Record | None) -> str:
-    """Mixtral's experts: the loop of singles, and the grouped kernel."""
+    """Build the table of Mixtral's experts: the loop of single GEMMs beside the grouped kernel."""
     rows = experts(record)
     rows["best_fraction"] = rows.fraction_grouped.fillna(rows.fraction)
     shown = {
@@ -223,13 +232,13 @@ def experts_table(record: Record | None) -> str:
 
 
 def _shown(rows: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> str:
-    """Columns of a table by the names and in the formats given for them."""
+    """Format columns of `rows` as a table; `shown` maps a column to its heading and format."""
     table = rows[list(shown)].set_axis([name for name, _ in shown.values()], axis=1)
     return MISSING if rows.empty else markdown(table, dict(shown.values()))
 
 
 def untuned_table(record: Record | None) -> str:
-    """Other models and odd numbers of tokens, model by model."""
+    """Build the table of other models at numbers of tokens that were not tuned, one row per model."""
     rows, tuned = untuned_points(record), at(points(record), *FEW_TOKENS)
     if rows.empty:
         return MISSING
@@ -250,7 +259,7 @@ def _kinds_apart() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _over_best(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Over the fastest of these peers, by name; nothing where one of them was not measured."""
+    """Format the speed-up over the fastest of some peers, with its name; empty if any of them was not measured."""
     best = min(names, key=lambda name: row["peers"].get(name, math.inf))
     known = all(name in row["peers"] for name in names)
     called = GEMM_PEERS[best].removesuffix(" per channel").removesuffix(" g128")
@@ -262,7 +271,7 @@ def _times(speed: float) -> str:
 
 
 def _origin(record: Record) -> str:
-    """What the figures are and where they come from."""
+    """Describe how the figures were measured, and name the record they come from."""
     return (
         f"Groups of {GROUP}, FP16 out, {ORDER.replace('_', '-')} activations with their token sums from the quantiser."
         f" Measured on one {record.device['name']}: `python -m benchmarks gemm`, {record.date[:10]}, commit"

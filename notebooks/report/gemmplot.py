@@ -73,12 +73,12 @@ _STORED: dict[str, dict[str, tuple[str, str]]] = {  # kind of peers -> name -> (
 
 
 def packed_bytes(layer: Layer, group: int = 128) -> int:
-    """Bytes of a 4-bit weight with two bytes per group."""
+    """Return the bytes of a packed 4-bit weight: nibbles, and two bytes of constants per group."""
     return layer.N * layer.K // 2 + 2 * layer.N * layer.K // group
 
 
 def peers_figure(stored: Stored) -> Figure:
-    """How far others were from the floor of a W4A8 GEMM in the run in which all were measured, `ptxlab` among them."""
+    """Plot the distance of peers and of `ptxlab` from a W4A8 GEMM's floor, from the run that measured all of them."""
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     panels = figure.subplots(1, len(_STORED), sharey=True)
     tokens = sorted({M for _, _, M in stored})
@@ -135,7 +135,10 @@ def times_figure(rows: pd.DataFrame) -> Figure:
 
 
 def ablation_figure(rows: pd.DataFrame) -> Figure:
-    """What each step gained over the baseline (the first step where that was not measured), as LiquidGEMM's Fig. 13."""
+    """Plot the speed-up of each step over the baseline, as LiquidGEMM's Fig. 13.
+
+    If the baseline was not measured, the first step takes its place.
+    """
     names, tokens = steps(rows), _tokens(rows)
     base = BASELINE if BASELINE in names else names[0]
     figure = Figure(figsize=(max(8, 1.9 * len(tokens)), 4.8), layout="constrained")
@@ -159,7 +162,7 @@ def ablation_figure(rows: pd.DataFrame) -> Figure:
 
 
 def fraction_figure(rows: pd.DataFrame) -> Figure:
-    """How near every step comes to the floor: a map of matrices and tokens per step."""
+    """Plot each step's fraction of the floor as a map of matrices by tokens."""
     names, tokens = steps(rows), _tokens(rows)
     layers = [str(layer) for layer in LAYERS if str(layer) in set(rows.layer)]
     columns = min(3, len(names))
@@ -189,7 +192,7 @@ def fraction_figure(rows: pd.DataFrame) -> Figure:
 
 
 def roofline_figure(rows: pd.DataFrame) -> Figure:
-    """Every step under the two roofs; the line of a step runs over the tokens of one large matrix."""
+    """Plot every step under the two roofs; a step's line runs over the tokens of one large matrix."""
     sheet = cost.sheet("h200")
     figure = Figure(figsize=(9.5, 5.4), layout="constrained")
     axes = figure.subplots()
@@ -245,7 +248,7 @@ _MEAN: dict[str, Any] = {"color": "black", "linewidth": 2.2, "label": "mean"}
 
 
 def headline_figure(rows: pd.DataFrame) -> Figure:
-    """Every matrix over the tokens: how near to the floor, and how many times as fast as the fastest of each kind."""
+    """Plot every matrix over the tokens: fraction of the floor, and speed-up over the fastest peer of each kind."""
     figure = Figure(figsize=(13, 8.6), layout="constrained")
     panels = figure.subplots(2, 2).ravel()
     shown = {"fraction": "How near to the floor"}
@@ -266,12 +269,12 @@ def headline_figure(rows: pd.DataFrame) -> Figure:
 
 
 def layer_style(layer: Layer) -> dict[str, Any]:
-    """How the line of a matrix of LLaMA-2 is drawn."""
+    """Return the line style of a matrix of LLaMA-2: colour by part, dashes by model."""
     return {"color": _PARTS[layer.part], "linewidth": 1.2, "label": str(layer), **_MODELS[layer.model]}
 
 
 def beyond_figure(record: Record) -> Figure:
-    """Beyond single GEMMs of LLaMA-2: chains of a layer, experts, other models."""
+    """Plot other workloads than single GEMMs of LLaMA-2: chains of a layer, experts, other models."""
     figure = Figure(figsize=(15, 4.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     _chains(left, record)

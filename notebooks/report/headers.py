@@ -26,7 +26,7 @@ _PROMPT = (32, 4096)  # heads, tokens
 
 
 def outdated() -> dict[Path, str]:
-    """The sources whose header states other figures than the records, with the text they should have."""
+    """Find the sources whose `Measured` header differs from the records; return the corrected text by path."""
     changed = {}
     for spec in registry.specs().values():
         source = registry.find(spec.name)[1][0]
@@ -39,7 +39,7 @@ def outdated() -> dict[Path, str]:
 
 
 def measured(spec: KernelSpec) -> list[str]:
-    """What a header says, line by line; nothing of a kernel that is not recorded."""
+    """Return the lines of a kernel's `Measured` header, or none if the kernel is not recorded."""
     if spec.name == _ATTENTION:
         return _attention()
     of_one = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped, "append_kv4": _append}
@@ -54,13 +54,13 @@ def measured(spec: KernelSpec) -> list[str]:
 
 
 def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
-    """Rows of a record by kernel, source and measure; empty where nothing is recorded."""
+    """Return the rows of a record by kernel, source and measure; empty if nothing is recorded."""
     record = frames.recorded(suite, gpu)
     return {(row.kernel, row.source, row.measure): row for row in record.rows} if record else {}
 
 
 def _streaming(spec: KernelSpec) -> str:
-    """Of a kernel that is bound by memory."""
+    """Describe the recorded rates of a memory-bound kernel."""
     recorded = rows("h200", spec.family)
     found = {what: recorded.get((spec.name, "ptx", what)) for what in ("streaming", "registers", "resident")}
     streaming, registers, resident = found.values()
@@ -75,7 +75,7 @@ def _streaming(spec: KernelSpec) -> str:
 
 
 def _launched(spec: KernelSpec) -> str:
-    """Of a kernel that `gemm_w4a8` launches, over the points where it does."""
+    """Describe the recorded speed of a kernel that `gemm_w4a8` launches, at the points where it does."""
     found = gemm.points(ladder.recorded())
     found = found[found.kernel == spec.name]
     tokens = _tokens(found)
@@ -133,7 +133,7 @@ def _grouped() -> str:
 
 
 def _step(spec: KernelSpec) -> str:
-    """Of a step of attention's ladder."""
+    """Describe the recorded time of one step of attention's ladder."""
     rows = attention.steps(attention.recorded())
     for row in rows[rows.kernel == spec.name].itertuples():
         batch = f"{row.B} sequences of {row.L} tokens, {row.Hq} heads"
@@ -142,7 +142,7 @@ def _step(spec: KernelSpec) -> str:
 
 
 def _attention() -> list[str]:
-    """The step's line, and a table of batches: heads down, sequences x tokens across."""
+    """Return the header lines of `attention_kv4`: the step's line, then a table of heads by sequences x tokens."""
     found = attention.points(attention.recorded())
     if found.empty:
         return []
@@ -170,7 +170,7 @@ def _append() -> str:
 
 
 def _tokens(found: pd.DataFrame) -> list[int]:
-    """The numbers of tokens that were measured, in order."""
+    """List the numbers of tokens that were measured, in order."""
     return [M for M in ALL_TOKENS if M in set(found.M)]
 
 

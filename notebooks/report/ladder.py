@@ -27,39 +27,39 @@ _COUNTED_LOOP = "Instructions per weight: those of every iteration of the main l
 
 
 def recorded() -> Record | None:
-    """The record of the suite `gemm` on the H200, if there is one."""
+    """Load the record of the suite `gemm` on the H200, or return None if there is none."""
     return frames.recorded("gemm")
 
 
 def points(record: Record | None) -> pd.DataFrame:
-    """The ladder's rows, beside the peers of the same run and the stored ones."""
+    """Return the ladder's rows, with the peers of the same run and the stored ones."""
     return frame(record, MEASURE, stored=stored_times())
 
 
 def steps(rows: pd.DataFrame) -> list[str]:
-    """The kernels that were measured, in the order of the ladder."""
+    """List the measured kernels in the order of the ladder."""
     measured = set(rows.kernel)
     return [spec.name for spec in kernels.gemm.STEPS if spec.name in measured]
 
 
 def short(name: str) -> str:
-    """A kernel's name without what all have in common."""
+    """Strip the prefix that the names of all steps share."""
     return name.removeprefix(PREFIX)
 
 
 def of(rows: pd.DataFrame, kernel: str, M: int | None = None) -> pd.DataFrame:
-    """The rows of one step, at M tokens if given."""
+    """Select the rows of one step, at M tokens if given."""
     return rows[(rows.kernel == kernel) & (True if M is None else rows.M == M)]
 
 
 def speed_over(rows: pd.DataFrame, kernel: str, base: str, M: int) -> float:
-    """How much faster a step is than another at M tokens, over all matrices where both were measured."""
+    """Return the mean speed-up of a step over another at M tokens, over the matrices where both were measured."""
     times = (of(rows, name, M).set_index(["N", "K"]).time_us for name in (base, kernel))
     return mean(next(times) / next(times))
 
 
 def figures(kernel: str) -> str:
-    """What was measured of a step, in a line; empty where it is not recorded."""
+    """Describe a step's measured speed in one line; empty if it is not recorded."""
     record = recorded()
     rows = of(points(record), kernel)
     if record is None or rows.empty:
@@ -72,7 +72,11 @@ def figures(kernel: str) -> str:
 
 
 def ladder_table(record: Record | None = None) -> str:
-    """Every step: what it shows, its main loop, how near to the floor, what it gained, and against whom."""
+    """Build the table of the ladder.
+
+    A row is a step: what it shows, its main loop, the fraction of the floor, the gain over the step before, and the
+    speed-up over peers.
+    """
     record = record or recorded()
     rows = points(record)
     before, lines = "", []
@@ -92,12 +96,15 @@ def ladder_table(record: Record | None = None) -> str:
 
 
 def recorded_groups() -> Record | None:
-    """The record of `ptxlab bench gemm --only g64` on the H200, if there is one."""
+    """Load the record of `ptxlab bench gemm --only g64` on the H200, or return None if there is none."""
     return frames.recorded(f"gemm_{groups.PART}")
 
 
 def groups_table(record: Record | None) -> str:
-    """Every step and `gemm_w4a8` in LiquidGEMM's groups: of the floor, and the time of a layer's matrices in turn."""
+    """Build the table of every step and of `gemm_w4a8` in LiquidGEMM's groups.
+
+    A row has the fraction of the floor, and the summed time of a layer's matrices.
+    """
     rows = points(record)
     if record is None or rows.empty:
         return MISSING
@@ -157,7 +164,10 @@ def layer_ratios(
     layers: Sequence[Sequence[Layer]] = CHAINS,
     tokens: Sequence[int] = TOKENS,
 ) -> list[float]:
-    """The time of `slow`, a step or a peer, over that of `fast`, by layer and M; without what was not measured."""
+    """Return the time of `slow` over that of `fast` (each a step or a peer), by layer and M.
+
+    Pairs that were not both measured are left out.
+    """
     times = rows.set_index(["kernel", "M", "N", "K"]).sort_index()
 
     def total(name: str, layer: Sequence[Layer], M: int) -> float:
@@ -170,7 +180,7 @@ def layer_ratios(
 
 
 def loop_table() -> str:
-    """The main loop of every step in machine code, per weight, at few and at many tokens."""
+    """Build the table of each step's main loop in machine code, per weight, at few and at many tokens."""
     columns = ["step", "M", "weights", "all", "ALU", "FMA", "shared and global", "tensor", "beside, per iteration"]
     lines = []
     for spec in kernels.gemm.STEPS:
@@ -184,7 +194,7 @@ def loop_table() -> str:
 
 
 def limits_table(record: Record | None = None) -> str:
-    """What ncu counted of every step on the matrix that is taken apart."""
+    """Build the table of ncu's counters of every step, on the matrix chosen for dissection."""
     rows = points(record or recorded())
     rows = rows[rows.tensor_pct.notna()]
     if rows.empty:
@@ -212,7 +222,7 @@ def _per_weight(name: str) -> str:
 
 
 def _origin(record: Record, rows: pd.DataFrame) -> str:
-    """Where the figures come from and what they are means of."""
+    """Describe which points the means are over, and name the record they come from."""
     places = rows.drop_duplicates(["N", "K", "M"], keep="last")
     matrices, tokens = len(places.drop_duplicates(["N", "K"])), ", ".join(map(str, TOKENS))
     sentences = [

@@ -42,15 +42,15 @@ _PUBLIC = {"over torch": "torch_compile", "over Liger": "liger_f16"}  # how many
 
 
 def recorded(suite: str = "layer") -> Record | None:
-    """The record of the suite on the H200, or of its `layer_epilogues`, if there is one."""
+    """Load the record of the suite, or of its `layer_epilogues`, on the H200, or return None if there is none."""
     return frames.recorded(suite)
 
 
 def points(record: Record | None) -> pd.DataFrame:
-    """A row per model and batch.
+    """Return one row per model and batch.
 
-    Beside times and parts, of each kind of mix: `KIND`, its fastest name there, and `over KIND`, how many times as fast
-    as that the layer is; empty and NaN where none was measured.
+    Columns beyond times and parts, for each kind of mix: `KIND`, the name of the fastest mix of that kind, and
+    `over KIND`, the speed-up over it; empty and NaN where none was measured.
     """
     rows = [row for row in record.rows if row.measure == MEASURE] if record else []
     flat = []
@@ -66,12 +66,15 @@ def points(record: Record | None) -> pd.DataFrame:
 
 
 def fastest(peers: Mapping[str, float], start: str) -> str:
-    """The name of the fastest peer whose name begins so; empty if there is none."""
+    """Return the name of the fastest peer whose name begins with `start`, or an empty string if there is none."""
     return min((name for name in peers if name.startswith(start)), key=peers.__getitem__, default="")
 
 
 def fused(record: Record | None) -> pd.DataFrame:
-    """The kernels between GEMMs: `width` is that of a row, of `rope_append_kv4` that of q, k and v together."""
+    """Return the rows of the kernels between GEMMs.
+
+    `width` is that of a row; for `rope_append_kv4` it is that of q, k and v together.
+    """
     rows = [row for row in record.rows if row.measure == FUSED] if record else []
     flat = []
     for row in rows:
@@ -85,7 +88,7 @@ def fused(record: Record | None) -> pd.DataFrame:
 
 
 def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
-    """By model, the launches of one layer in order, of those in `TRACED` that were traced.
+    """Return the launches of one layer in order, by model, for the models of `TRACED` that were traced.
 
     `face` is the call; `start_us`, `end_us`; `gap_us` to the launch before, below 0 where the two overlap.
     """
@@ -99,7 +102,11 @@ def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
 
 
 def layers_table(record: Record | None) -> str:
-    """Every model and batch: time, of the floor, others' share, over each kind of mix; means below."""
+    """Build the table of every model and batch, with means below.
+
+    A row has the time, the fraction of the floor, the share of other operations, and the speed-up over each kind of
+    mix.
+    """
     rows = points(record)
     if record is None or rows.empty:
         return MISSING
@@ -122,7 +129,7 @@ def layers_table(record: Record | None) -> str:
 
 
 def _origin(record: Record, rows: pd.DataFrame) -> str:
-    """What the figures are and where they come from."""
+    """Describe how the figures were measured, and name the record they come from."""
     attentions = dict.fromkeys(name.partition("/")[2] for peers in rows.peers for name in peers)
     said = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
     alone = rows[~rows.peers.map(lambda peers: any("/xqa" in name for name in peers))]
@@ -141,7 +148,10 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
 
 
 def fused_table(record: Record | None) -> str:
-    """Every fused kernel by width and tokens: beside a copy from memory, and on what is in the L2."""
+    """Build the table of every fused kernel by width and tokens.
+
+    A row compares the kernel with a copy from memory, and gives its time on data in the L2.
+    """
     rows = fused(record)
     if rows.empty:
         return MISSING
@@ -164,7 +174,7 @@ def fused_table(record: Record | None) -> str:
 
 
 def timeline_table(record: Record | None) -> str:
-    """The launches of one layer, and what lies between them."""
+    """Build the tables of the launches of one layer, each with the gap or overlap before it."""
     tables = []
     for model, rows in timelines(record).items():
         table = pd.DataFrame(
@@ -182,7 +192,7 @@ def timeline_table(record: Record | None) -> str:
 
 
 def d64_table(record: Record | None) -> str:
-    """A layer with heads of 64, and what has to do with heads beside that of a layer with as many of 128."""
+    """Build the table of a layer with heads of 64, its head-related times beside those of as many heads of 128."""
     wide = Config.named("LLaMA-3-8B")
     of: dict[str, dict[int, Row]] = {D64: {}, MEASURE: {}}
     for row in record.rows if record else ():
@@ -210,7 +220,7 @@ def d64_table(record: Record | None) -> str:
 
 
 def epilogues_table(record: Record | None) -> str:
-    """Layers with and without the epilogues of their GEMMs: what they took, what was predicted, and which won."""
+    """Build the table of layers with and without the GEMMs' epilogues: measured time, prediction, faster one."""
     rows = [row for row in record.rows if row.measure == EPILOGUES] if record else []
     if record is None or not rows:
         return MISSING
@@ -244,7 +254,7 @@ def _called(ends: Ends) -> str:
 
 
 def breakdown_figure(record: Record) -> Figure:
-    """Stacked bars by batch: every operation alone, ours beside the fastest FP8 mix, whose time is 1."""
+    """Plot stacked bars by batch: every operation alone, ours beside the fastest FP8 mix, whose time is 1."""
     rows = points(record)
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     panels = figure.subplots(1, len(DRAWN), sharey=True)
@@ -285,14 +295,14 @@ def _bars(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def _part(row: pd.Series, part: str, mix: str) -> float:
-    """Microseconds of a part of ours, or of a mix; NaN where it was not measured."""
+    """Return the microseconds of a part of our layer, or of a mix; NaN if it was not measured."""
     if not isinstance(row.more, dict) or (not isinstance(mix, str)):
         return math.nan
     return float(row.more.get(f"{mix} {part}_us".strip(), math.nan))
 
 
 def timeline_figure(record: Record) -> Figure:
-    """Every launch of one layer on one axis, a panel per model."""
+    """Plot every launch of one layer on one time axis, a panel per model."""
     found = timelines(record)
     figure = Figure(figsize=(12, 0.2 + 3 * len(found)), layout="constrained")
     panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]

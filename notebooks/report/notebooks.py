@@ -15,12 +15,12 @@ _SECONDS = 300  # no cell of ours takes longer
 
 
 def scripts() -> list[Path]:
-    """The notebooks' sources, `notebooks/*.py`."""
+    """List the notebooks' sources, `notebooks/*.py`."""
     return sorted((ROOT / "notebooks").glob("*.py"))
 
 
 def execute(script: Path) -> Any:
-    """A notebook's source, run from top to bottom in a Python kernel; returns the notebook with its outputs.
+    """Run a notebook's source from top to bottom in a Python kernel, and return the notebook with its outputs.
 
     Raises:
         UnavailableError: jupytext, nbclient or the Python kernel are not installed.
@@ -52,12 +52,18 @@ def execute(script: Path) -> Any:
 
 
 def _is_alive(output: Any) -> bool:
-    """Sliders are nothing without a kernel behind them, and named anew at every run."""
+    """Tell whether an output is a live widget, such as a slider.
+
+    A widget does nothing without a kernel behind it, and gets a new name at every run.
+    """
     return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
 
 
 def _from_the_root(value: Any) -> Any:
-    """What a cell put out: paths as in any checkout, the README's links as seen from here, no addresses."""
+    """Make a cell's output independent of the checkout.
+
+    Paths become relative to the root, the README's links relative to this folder, and memory addresses are removed.
+    """
     if isinstance(value, str):
         value = value.replace(f"{ROOT}/", "").replace("](notebooks/", "](")
         return _ADDRESS.sub("", value)
@@ -75,7 +81,7 @@ def _shrink(output: Any) -> Any:
 
 
 def build(script: Path) -> Path:
-    """Execute a notebook's source and write the `.ipynb` beside it; returns its path. Raises what `execute` does."""
+    """Run a notebook's source and write the `.ipynb` beside it; returns its path. Raises what `execute` does."""
     notebook = execute(script)
     import jupytext
 

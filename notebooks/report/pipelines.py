@@ -21,17 +21,17 @@ _FIGURES, _ATTENTION_PICTURE = "notebooks/figures", "timeline_attention.png"
 
 
 def recorded(name: str, gpu: str = "h200") -> list[Timeline]:
-    """The timelines of a kernel on a GPU."""
+    """Load the recorded timelines of a kernel on a GPU."""
     return [timeline.load(path) for path in sorted(timeline.folder(gpu).glob(f"{name}-*.json"))]
 
 
 def compared(M: int) -> list[Timeline]:
-    """The timelines of the steps at M tokens, in their order, as far as they are recorded."""
+    """Load the timelines of the steps at M tokens, in the steps' order, without those that are not recorded."""
     return [one for name in STEPS for one in recorded(name) if one.sizes["M"] == M]
 
 
 def titles(timelines: list[Timeline]) -> list[str]:
-    """What each shows, how long it took, and for how much of that the SM that is shown has work."""
+    """Return a title per timeline: what the step shows, its time, and the share in which the shown SM has work."""
     return [
         f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs (SM at work {_shown(one).share_of_launch:.0%})"
         for one in timelines
@@ -39,7 +39,7 @@ def titles(timelines: list[Timeline]) -> list[str]:
 
 
 def finding(timelines: list[Timeline]) -> str:
-    """Why the kernel whose tensor cores are busiest in the main loop need not be the fastest."""
+    """Say why the kernel whose tensor cores are busiest in the main loop need not be the fastest."""
     busiest, fastest = max(timelines, key=_steady), min(timelines, key=lambda one: one.time_us)
     if _steady(busiest) < 0.5:
         return (
@@ -55,13 +55,13 @@ def finding(timelines: list[Timeline]) -> str:
 
 
 def comparison(M: int) -> Figure:
-    """The picture of the steps at M tokens."""
+    """Draw the picture of the steps at M tokens."""
     timelines = compared(M)
     return comparison_figure(timelines, titles(timelines), WIDTH, finding(timelines))
 
 
 def section() -> str:
-    """The comparison for the README: what is seen, the picture, and what the stamps cost."""
+    """Write the README's comparison of pipelines: what the picture shows, the picture, and what the stamps cost."""
     shown = {one.kernel: one for one in compared(SHOWN)}
     excp, imfp = (shown.get(f"gemm_w4a8_lqq_{name}_sm90") for name in ("excp", "imfp"))
     if excp is None or imfp is None:
@@ -93,7 +93,7 @@ def section() -> str:
 
 
 def _others() -> list[str]:
-    """What is seen in the pictures that are not shown, as far as they are recorded: a sentence each, in a paragraph."""
+    """Describe the recorded pictures that the README does not show, one sentence each, as one paragraph."""
     found = []
     if few := compared(FEW):
         shares = sorted(_steady(one) for one in few)
@@ -112,7 +112,7 @@ def _others() -> list[str]:
 
 
 def _edges(attention: Timeline) -> tuple[float, float]:
-    """Shares of a launch before the first scores and after the last values, on the first SM."""
+    """Return the shares of a launch before the first scores and after the last values, on the first SM."""
     one = _shown(attention)
     spans = [span for track in one.tracks for span in track.spans]
     first = min(span.begin for span in spans if span.phase == "scores")
@@ -121,7 +121,7 @@ def _edges(attention: Timeline) -> tuple[float, float]:
 
 
 def picture_name(M: int) -> str:
-    """Of the comparison."""
+    """Return the file name of the comparison's picture at M tokens."""
     return f"timeline_gemm_{M}.png"
 
 

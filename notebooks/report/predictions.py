@@ -23,7 +23,7 @@ _BY_THE_WORD = {"gemm_w4a8_small_sm90": "dequant_lqq_unsigned"}
 
 
 def alpha_at(kernel: str, M: int) -> float:
-    """α of a GEMM: all instructions of its main loop per weight, of the dissected variant nearest to M tokens."""
+    """Return α of a GEMM: all main-loop instructions per weight, of the dissected variant nearest to M tokens."""
     if kernel == W8A8:
         return 0.0
     if kernel in _BY_THE_WORD:
@@ -34,7 +34,7 @@ def alpha_at(kernel: str, M: int) -> float:
 
 
 def predict(row: Any, device: Device) -> Cost:
-    """The cost of a recorded GEMM: its packed bytes, its tile's tokens, its instructions per weight."""
+    """Predict the cost of a recorded GEMM from its packed bytes, its tile's tokens and its instructions per weight."""
     operands = "int8_sync" if row.kernel in _ON_MMA_SYNC else "int8"
     scheme = Scheme(row.kernel, 8 * row.packed_bytes / (row.N * row.K), operands)
     # Warps that share out a tile's tokens unpack the same weights.
@@ -43,13 +43,13 @@ def predict(row: Any, device: Device) -> Cost:
 
 
 def predicted(rows: pd.DataFrame, device: Device) -> pd.DataFrame:
-    """Measured GEMMs with what the model predicts of them, `in_turn_us` and `overlapped_us`."""
+    """Add the model's predictions to measured GEMMs: columns `in_turn_us` and `overlapped_us`."""
     costs = [predict(row, device) for row in rows.itertuples()]
     return rows.assign(in_turn_us=[c.in_turn_us for c in costs], overlapped_us=[c.overlapped_us for c in costs])
 
 
 def predictions(record: Record | None) -> pd.DataFrame:
-    """Of every step of the ladder, of what `gemm_w4a8` launches, and of its sibling with 8-bit weights.
+    """Predict every step of the ladder, every launch of `gemm_w4a8`, and its sibling with 8-bit weights.
 
     `in_turn` is the predicted time over the measured one, `error` and `overlapped_error` how far that is from 1.
     """
@@ -62,17 +62,17 @@ def predictions(record: Record | None) -> pd.DataFrame:
 
 
 def measured_device(record: Record) -> Device:
-    """The measured sheet of the record's card."""
+    """Return the measured sheet of the record's card."""
     return cost.sheet(record.device["slug"])
 
 
 def called(kernel: str) -> str:
-    """How tables and figures call a kernel: a step of the ladder by its short name."""
+    """Return the name that tables and figures use for a kernel: short for a step of the ladder."""
     return ladder.short(kernel) if kernel in {spec.name for spec in kernels.gemm.STEPS} else kernel
 
 
 def duels(record: Record | None, other: str) -> pd.DataFrame:
-    """Time of `gemm_w4a8` over that of 8-bit weights, by matrix and tokens: measured, and predicted either way.
+    """Return the time of `gemm_w4a8` over that of 8-bit weights, by matrix and tokens, measured and predicted.
 
     `other` is `gemm_w8a8_sm90`, or a peer with FP8 weights by name; no rows where that was not measured.
     """
@@ -97,18 +97,20 @@ def duels(record: Record | None, other: str) -> pd.DataFrame:
 
 
 def crossover(device: Device, alpha: float) -> float:
-    """Tokens at which W4A8 that dequantises and multiplies in turn is as slow as W8A8 that still waits for its weights.
+    """Compute the M at which W4A8 without overlap is as slow as W8A8 that still waits for its weights.
 
-    α/C + 2M/T = 1/B: the model's answer within one tile. Overlapped, W4A8 is never slower.
+    W4A8 dequantises and multiplies in turn here. α/C + 2M/T = 1/B: the model's answer within one tile. Overlapped, W4A8
+    is never slower.
     """
     w8a8 = cost.SCHEMES["W8A8"]
     return cost.tensor_rate(device, w8a8) / 2 * (1 / cost.weight_rate(device, w8a8) - alpha / device.issue_tips)
 
 
 def slower_between(ratios: Mapping[int, float]) -> list[tuple[float, float]]:
-    """Intervals of tokens in which a ratio of times is above 1, interpolated between known ones on logarithmic axes.
+    """Find the intervals of tokens in which a ratio of times is above 1.
 
-    One that lasts to the largest number of tokens ends at infinity.
+    Points between the measured ones are interpolated on logarithmic axes. An interval that lasts to the largest number
+    of tokens ends at infinity.
     """
     tokens = sorted(ratios)
     log = np.log([ratios[M] for M in tokens])
@@ -122,7 +124,7 @@ def slower_between(ratios: Mapping[int, float]) -> list[tuple[float, float]]:
 
 
 def said(ratios: Mapping[int, float]) -> str:
-    """Where W4A8 is slower, in words and two digits."""
+    """Say at which tokens W4A8 is slower, with numbers of two digits."""
     parts = []
     for low, high in slower_between(ratios):
         ends = list(dict.fromkeys(_rounded(end) for end in (low, high) if end < math.inf))
@@ -135,7 +137,7 @@ def _rounded(tokens: float) -> str:
 
 
 def kernels_table(record: Record | None) -> str:
-    """How far the model is off, kernel by kernel."""
+    """Build the table of the model's errors, kernel by kernel."""
     found = predictions(record)
     if record is None or found.empty:
         return MISSING
@@ -160,7 +162,7 @@ def kernels_table(record: Record | None) -> str:
 
 
 def crossover_table(record: Record | None) -> str:
-    """Numbers of tokens at which W4A8 is slower than 8-bit weights, matrix by matrix."""
+    """Build the table of token ranges in which W4A8 is slower than 8-bit weights, matrix by matrix."""
     others = {"our W8A8": duels(record, W8A8), "cuBLAS FP8": duels(record, "cublas_fp8")}
     if record is None or any(found.empty for found in others.values()):
         return MISSING

@@ -21,7 +21,7 @@ _LINES = {"ours": ("ours, 4 bits", RED, "^"), FA3: ("FA3 FP16", ORANGE, "s"), FA
 
 
 def points(record: Record | None) -> pd.DataFrame:
-    """Chunks with TFLOPS: `ours`, and one column for each peer, NaN where it was not measured."""
+    """Return the chunks with their TFLOPS: `ours`, and one column for each peer, NaN where it was not measured."""
     rows = [row for row in record.rows if row.measure == MEASURE] if record else []
     rates = [
         {**row.sizes, "us": row.time_us, "floor": row.fraction, "ours": row.rate}
@@ -33,7 +33,7 @@ def points(record: Record | None) -> pd.DataFrame:
 
 
 def section() -> str:
-    """Every chunk beside its peers, bytes from DRAM, and where they are recorded the picture."""
+    """Build the section on prefill: every chunk beside its peers, bytes from DRAM, the picture if it is recorded."""
     record = frames.recorded("prefill")
     rows = points(record)
     if record is None or record.invalid or rows.empty:
@@ -71,7 +71,7 @@ def failure_lines(record: Record) -> list[str]:
 
 
 def bytes_table() -> str:
-    """Bytes that ours and FlashAttention 3 move from and to device memory."""
+    """Build the table of bytes that ours and FlashAttention 3 move from and to device memory."""
     record = frames.recorded("prefill_bytes")
     rows = [row for row in record.rows if row.measure == DRAM] if record and not record.invalid else []
     if not rows:
@@ -92,7 +92,7 @@ def bytes_table() -> str:
 
 
 def rates_figure(rows: pd.DataFrame) -> Figure:
-    """TFLOPS over the number of queries: a row of panels for heads, one panel for each context."""
+    """Plot TFLOPS over the number of queries: a row of panels for heads, one panel for each context."""
     rows = rows[rows.D == HEAD_DIM]
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     panels = figure.subplots(len(HEADS), len(CONTEXTS), sharex=True, sharey=True, squeeze=False)

@@ -19,24 +19,27 @@ _UNSIGNED = "none: the token sum takes it back"
 
 
 def recorded(kernel: str, slug: str = "h200") -> Profile | None:
-    """The recorded profile of a kernel: `notebooks/results/<gpu>/profiles/<kernel>.json`."""
+    """Load the recorded profile of a kernel, or return None if there is none.
+
+    It is in `notebooks/results/<gpu>/profiles/<kernel>.json`.
+    """
     path = profile_path(kernel, slug)
     return nsight.load(path) if path.is_file() else None
 
 
 def profile_path(kernel: str, slug: str = "h200") -> Path:
-    """Where it is recorded."""
+    """Return the path of a kernel's recorded profile."""
     return RESULTS / slug / "profiles" / f"{kernel}.json"
 
 
 def compared() -> list[Profile]:
-    """The profiles of the README's page; empty unless both are recorded."""
+    """Load the two profiles that the README compares; return an empty list unless both are recorded."""
     found = [one for one in map(recorded, COMPARED) if one is not None]
     return found if len(found) == len(COMPARED) else []
 
 
 def profile_section() -> str:
-    """What tells the two profiles apart, and the page as a picture."""
+    """Describe the differences of the two profiles, and link the picture of a profile."""
     found = compared()
     if not found:
         return "Not recorded yet.\n"
@@ -46,7 +49,7 @@ def profile_section() -> str:
 
 
 def stalls_section() -> str:
-    """The share of stalls at the subtraction, kernel by kernel (LiquidGEMM §3.2)."""
+    """Build the table of the share of stalls at the subtraction, kernel by kernel (LiquidGEMM §3.2)."""
     record = stalls.recorded()
     if record is None:
         return "Not recorded yet.\n"
@@ -74,6 +77,6 @@ def stalls_section() -> str:
 
 
 def _origin(device: str, origin: dict[str, str], command: str) -> str:
-    """Where a profile comes from, in a sentence."""
+    """Describe in a sentence how a profile was measured."""
     when = f"{origin['date'][:10]}, commit {origin['commit'][:10]}, ncu {origin['ncu']}"
     return f"Measured on one {device}: `{command}`, {when}."

@@ -9,7 +9,11 @@ _OWN = "W4A8KV4"
 
 
 def table() -> str:
-    """Tokens/s of `generate` by batch, beside FP16 and FP8; host time of every operator beside one that allocates."""
+    """Build the tables of the PyTorch operators.
+
+    They show tokens/s of `generate` by batch beside FP16 and FP8, and the host time of every operator beside one that
+    allocates.
+    """
     record = frames.recorded("torch")
     if record is None or record.invalid:
         return MISSING

@@ -52,7 +52,7 @@ _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """The pages whose marked sections are made here: the README and the guide."""
+    """List the pages whose marked sections are generated: the README and the guide."""
     return [ROOT / "README.md", *sorted((ROOT / "notebooks" / "guide").rglob("*.md"))]
 
 
@@ -71,7 +71,7 @@ def update(*, write: bool = True) -> list[Path]:
 
 
 def renewed(text: str, folder: Path) -> str:
-    """A page with its marked sections as they should be, links relative to the page's folder."""
+    """Return a page's text with its marked sections regenerated, links relative to the page's folder."""
 
     def linked(link: re.Match[str]) -> str:
         return f"]({os.path.relpath(ROOT / link[1], folder)})"
@@ -85,7 +85,7 @@ def renewed(text: str, folder: Path) -> str:
 
 
 def kernel_table() -> str:
-    """The dequantisers: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
+    """Build the table of dequantisers: what they show, instructions per weight, measured rates on the recorded GPU."""
     counted = counts.load()
     measured = headers.rows("h200", "dequant")
     lines = []
@@ -118,7 +118,7 @@ def _shows(spec: KernelSpec) -> str:
 
 
 def _origin(gpu: str, suite: str) -> str:
-    """Where a record's figures come from, in a sentence."""
+    """Describe in a sentence how a record was measured, with its ceilings."""
     record = bench.load(RESULTS / gpu / f"{suite}.json")
     ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
     origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.revision}"
@@ -126,7 +126,7 @@ def _origin(gpu: str, suite: str) -> str:
 
 
 def audit_table() -> str:
-    """Overflow and error of every scheme on the trained weights of the demo, from the recorded audit."""
+    """Build the table of overflow and error of every scheme on the demo's trained weights, from the recorded audit."""
     rows = pd.read_json(RESULTS / "audit" / "all-MiniLM-L6-v2.json").dropna(subset="scheme")
     weights = rows.drop_duplicates("tensor").weights
     by_scheme = rows.groupby(["scheme", "protective_range"], sort=False)
@@ -138,7 +138,7 @@ def audit_table() -> str:
 
 
 def proofs_table() -> str:
-    """What `ptxlab prove --all` decided, by subject, from its record."""
+    """Build the table of verdicts of `ptxlab prove --all` by launch target, from its record."""
     path = RESULTS / "proofs.json"
     if not path.exists():
         return MISSING
@@ -159,7 +159,7 @@ def proofs_table() -> str:
 
 
 def proof_summary() -> str:
-    """What has been proved, a line by kind, from the same record."""
+    """Summarise the proofs of the same record, one line by kind."""
     kinds = {
         "dequantisers, `.ptx` and `.cu`": r"dequant_",
         "main loops, one step": r".*its loop$",
@@ -177,7 +177,7 @@ def proof_summary() -> str:
 
 
 def mutants_table() -> str:
-    """Changed dequantisers before the prover and before the tests, from the record of `tests.support.proofs`."""
+    """Build the table of mutated dequantisers: verdicts of the prover and the tests, from `tests.support.proofs`."""
     rows, reasons = [], dict[str, int]()
     for kernel in json.loads((RESULTS / "proof_mutants.json").read_text(encoding="utf-8")):
         passed = [m for m in kernel["not_by_both"] if m["verdict"] != "refuted"]
@@ -192,12 +192,12 @@ def mutants_table() -> str:
 
 
 def _named(claims: list[str]) -> str:
-    """Claims by name; of more than a screen can hold the first, the last and how many."""
+    """List claims by name; of more than eight, give the number, the first and the last."""
     return "; ".join(claims) if len(claims) <= 8 else f"all {len(claims)}, from {claims[0]} to {claims[-1]}"
 
 
 def attention_table() -> str:
-    """What a quantised KV cache costs attention on real text, as notebook 04 computes it."""
+    """Build the table of the error that a quantised KV cache adds to attention on real text (notebook 04)."""
     record = json.loads((RESULTS / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
     table = pd.DataFrame(record["rows"])[["cache", "bits", "error", "worst"]]
     columns = ["KV cache", "bits per element, constants included", "relative error of attention", "worst layer"]
@@ -208,7 +208,10 @@ def attention_table() -> str:
 
 
 def load_table() -> str:
-    """The family `load`: instructions per 32 weights, wavefronts by the bank model, rates on the recorded GPU."""
+    """Build the table of the family `load`.
+
+    A row has the instructions per 32 weights, the wavefronts by the bank model, and the rates on the recorded GPU.
+    """
     measured = headers.rows("h200", "load")
     per_32 = "loads / address / unpack per 32 weights | wavefronts of a warp's loads (conflicts)"
     columns = ["kernel", "shows", *per_32.split(" | "), "resident, weights per clock and SM", "streaming"]
@@ -239,17 +242,17 @@ def _picture(shows: str, name: str, drawn: bool) -> str:
 
 
 def headline_section() -> str:
-    """`gemm_w4a8` against everyone else, and where it is recorded at all numbers of tokens as a picture."""
+    """Build the table of `gemm_w4a8` against all peers, with the picture over all tokens if it is recorded."""
     record = ladder.recorded()
     picture = "How near to the floor, and how far ahead of the fastest peer", "gemm_headline"
     return gemm.matrices_table(record) + _picture(*picture, drawn=not gemm.points(record).empty)
 
 
 def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
-    """Speed-ups over the fastest peer of each kind and fraction of the floor, geometric means by one size.
+    """Build the table of geometric means by one size: speed-up over each kind of peer, fraction of the floor.
 
-    `shown`: columns of `rows` and how the table calls them, the size first. A mean is empty where the peers of its kind
-    were not all measured.
+    `shown`: columns of `rows` and how the table calls them, the size first. A mean is empty where the peers of its
+    kind were not all measured.
     """
     if rows.empty:
         return MISSING
@@ -260,7 +263,10 @@ def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
 
 
 def gemm_means_section() -> str:
-    """By tokens at which all peers were measured: over the fastest peer of each kind, and of the floor."""
+    """Build the table of GEMM means, one row per number of tokens at which all peers were measured.
+
+    A row has the speed-up over the fastest peer of each kind and the fraction of the floor.
+    """
     record = ladder.recorded()
     rows = gemm.points(record)
     rows = rows[rows.M.isin(rows.M[rows["over all"].notna()])]
@@ -271,7 +277,10 @@ def gemm_means_section() -> str:
 
 
 def attention_means_section() -> str:
-    """By batch: over the fastest peer with so many bits, and of the floor."""
+    """Build the table of attention means, one row per batch.
+
+    A row has the speed-up over the fastest peer with a cache of each number of bits, and the fraction of the floor.
+    """
     record = attention.recorded()
     rows = attention.batched_and_single(attention.points(record))
     shown = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
@@ -282,43 +291,43 @@ def attention_means_section() -> str:
 
 
 def kv4_section() -> str:
-    """`attention_kv4` against everyone else, and where it is recorded as a picture."""
+    """Build the table of `attention_kv4` against all peers, with the picture if it is recorded."""
     record = attention.recorded()
     picture = "Speed-up over the best peer with 16, 8 and 4 bits", "attention_speedup"
     return attention.batches_table(record) + _picture(*picture, drawn=not attention.points(record).empty)
 
 
 def layer_section() -> str:
-    """Decoder layers beside floor and mixes, and where they are recorded as a picture."""
+    """Build the table of decoder layers beside floor and mixes, with the picture if it is recorded."""
     record = layer.recorded()
     picture = "GEMM, attention and others of a layer by batch, beside the FP8 mix", "layer_breakdown"
     return layer.layers_table(record) + _picture(*picture, drawn=not layer.points(record).empty)
 
 
 def layer_fused_section() -> str:
-    """The kernels between GEMMs and attention, beside copies."""
+    """Build the table of the kernels between GEMMs and attention, beside copies."""
     return layer.fused_table(layer.recorded())
 
 
 def layer_epilogues_section() -> str:
-    """Layers with and without the epilogues of their GEMMs."""
+    """Build the table of layers with and without the epilogues of their GEMMs."""
     return layer.epilogues_table(layer.recorded("layer_epilogues"))
 
 
 def layer_d64_section() -> str:
-    """A layer with heads of 64 dimensions."""
+    """Build the table of a layer with heads of 64 dimensions."""
     return layer.d64_table(layer.recorded())
 
 
 def layer_timeline_section() -> str:
-    """The launches of one layer, and where they are recorded as a picture."""
+    """Build the tables of the launches of one layer, with the picture if it is recorded."""
     record = layer.recorded()
     picture = "The launches of one layer", "layer_timeline"
     return layer.timeline_table(record) + _picture(*picture, drawn=bool(layer.timelines(record)))
 
 
 def decode_section() -> str:
-    """Steady steps of whole models, and a picture of each that is recorded."""
+    """Build the table of whole models' steady steps, with a picture of each model that is recorded."""
     records = decode.recorded()
     drawn = dict.fromkeys(decode.points(records, MODEL_STEPS).get("model", ()))
     return decode.steps_table(records) + "".join(
@@ -328,13 +337,13 @@ def decode_section() -> str:
 
 
 def ladder_section() -> str:
-    """The GEMM ladder, and where it is recorded its ablation as a picture."""
+    """Build the table of the GEMM ladder, with the picture of its ablation if it is recorded."""
     picture = "What each step gained, by tokens", "ladder_ablation"
     return ladder.ladder_table() + _picture(*picture, drawn=ladder.recorded() is not None)
 
 
 def cost_section() -> str:
-    """Rooflines, what the cost model predicts beside what was measured, and where W4A8 stops paying."""
+    """Build the section on costs: rooflines, predicted beside measured times, and where W4A8 stops paying."""
     record = ladder.recorded()
     if gemm.eight_bit(record).empty:
         return MISSING

@@ -22,7 +22,10 @@ FIRST = MODELS["7B"]  # the model of the README
 
 
 def section() -> str:
-    """Throughput, steps, tokens in the cache and seconds to start of every model and way of serving it."""
+    """Build the table of every model and way of serving.
+
+    A row has the throughput, the steps, the tokens in the cache and the seconds to start.
+    """
     record = frames.recorded("vllm")
     if record is None or record.invalid:
         return MISSING

@@ -38,7 +38,7 @@ class Mistake:
     place: str = ""  # folder below `tests/outside`
 
     def command(self, *more: str) -> str:
-        """The command line, in the folder of the kernel and its inputs."""
+        """Return the command line, to be run in the folder of the kernel and its inputs."""
         options = " ".join((f"--block {self.threads} --check {self.checks}", *more))
         return f"ptxlab run {self.name}.cu {options} --in {self.name}.npz"
 
@@ -121,13 +121,16 @@ FENCES = (
 
 
 def folder(place: str = "") -> Path:
-    """Where the kernels are, in a checkout."""
+    """Return the folder of the kernels, in a checkout."""
     return ROOT / "tests" / "outside" / place
 
 
 @cache
 def output_of(mistake: Mistake) -> str:
-    """What the command prints, beside a copy of the kernel; run in this process, which has imported all it needs."""
+    """Run the mistake's command beside a copy of the kernel, and return what is printed.
+
+    The command runs in this process, which has already imported all modules it needs.
+    """
     printed, console.width = io.StringIO(), WIDTH  # whatever terminal this runs in
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -142,7 +145,7 @@ def output_of(mistake: Mistake) -> str:
 
 
 def excerpt(text: str, printed: str) -> Iterator[str]:
-    """The numbered lines of a source that the findings name, and those under `FIXED`."""
+    """Yield the numbered source lines that the findings name, and those under `FIXED`."""
     lines = text.splitlines()
     chosen = {int(number) for found in _LINE.findall(printed) for number in found if number}
     for number in sorted(chosen):  # NVRTC counts the last line of an asm statement as its place
@@ -165,12 +168,12 @@ def excerpt(text: str, printed: str) -> Iterator[str]:
 
 
 def page(mistakes: Iterable[Mistake]) -> str:
-    """Mistakes as Markdown: `MISTAKES` are on the page on checks, `FENCES` on that on fences."""
+    """Format mistakes as Markdown: `MISTAKES` are on the page on checks, `FENCES` on the page on fences."""
     return "\n".join(part for mistake in mistakes for part in shown(mistake))
 
 
 def shown(mistake: Mistake) -> list[str]:
-    """One of them, as lines of Markdown."""
+    """Format one mistake as lines of Markdown."""
     printed = output_of(mistake)
     lines = printed.splitlines()
     findings = [line for line in lines if _FINDING.match(line)]

@@ -6,17 +6,17 @@ from matplotlib.axes import Axes
 
 
 def bare(axes: Axes) -> None:
-    """A panel without its upper and right edge."""
+    """Remove a panel's upper and right edge."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def token_axis(axes: Axes, tokens: Sequence[int]) -> None:
-    """An axis of numbers of tokens, equally far apart."""
+    """Set up an axis of numbers of tokens, equally far apart."""
     axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
     axes.set_xlabel("tokens M")
     bare(axes)
 
 
 def title(axes: Axes, text: str, size: int = 11) -> None:
-    """The title of a panel, at its left."""
+    """Set a panel's title, at its left."""
     axes.set_title(text, loc="left", weight="bold", fontsize=size)

@@ -28,7 +28,7 @@ _DECODE, _PREFILL = (tokens for tokens, _ in POINTS)
 
 
 class Target(NamedTuple):
-    """One of them. `value` is NaN where the record lacks what it is made of."""
+    """A target and the measured value. `value` is NaN where the record lacks its inputs."""
 
     what: str
     value: float
@@ -52,7 +52,7 @@ class Target(NamedTuple):
 
 
 def gemm(record: Record | None) -> list[Target]:
-    """Of the GEMMs, in groups of 128, with FP16 results."""
+    """List the targets of the GEMMs, in groups of 128, with FP16 results."""
     rows, reordered = points(record), reordering(record)
     few = at(rows, *FEW_TOKENS)
     up_to_64 = rows[rows.M <= 64]
@@ -90,7 +90,10 @@ def gemm(record: Record | None) -> list[Target]:
 
 
 def four_bits(record: Record | None) -> list[Target]:
-    """Of W4A4 and W4Ax on Hopper, which has no INT4 tensor cores: groups of 128, LLaMA-2's matrices, M 64 to 1024."""
+    """List the targets of W4A4 and W4Ax on Hopper, which has no INT4 tensor cores.
+
+    They are for groups of 128, LLaMA-2's matrices and M from 64 to 1024.
+    """
     rows, found = w4a4.points(record), []
     for scheme in w4a4.FOUR_BITS:
         part = rows[rows.scheme == scheme]
@@ -117,7 +120,7 @@ _COPIES = ((64e6, math.inf, 0.88), (20e6, 64e6, 0.80), (8e6, 20e6, 0.60))  # byt
 
 
 def layers(record: Record | None) -> list[Target]:
-    """Of decoder layers beside public mixes, and of the kernels between their GEMMs."""
+    """List the targets of decoder layers beside public mixes, and of the kernels between their GEMMs."""
     rows, between = layer.points(record), layer.fused(record)
     between = between[~between.kernel.isin([spec.name for spec in atom.SPECS])]  # no part of these layers
     both = rows[rows.model.isin(list(_LAYERS))]
@@ -172,7 +175,7 @@ _BANDWIDTHS = 1.43  # of an H200 over an H800's
 
 
 def whole(records: list[Record]) -> list[Target]:
-    """Of whole models beside public mixes, and beside what LiquidGEMM's Table 1 has."""
+    """List the targets of whole models beside public mixes, and beside the figures of LiquidGEMM's Table 1."""
     steps, rule, best = decode.points(records, MEASURE), decode.points(records, GENERATE), decode.peaks(records)
     found = []
     for model, batches in _WHOLE.items():
@@ -209,7 +212,10 @@ def _only(values: pd.Series) -> float:
 
 
 def table(found: Sequence[Target]) -> str:
-    """Every target, its bound, what was measured, and whether it is met; a sentence where nothing was measured."""
+    """Build the table of targets: bound, measured value, and whether it is met.
+
+    If nothing was measured, a sentence says so.
+    """
     if not any(target.verdict for target in found):
         return MISSING
     lines = [
@@ -219,13 +225,13 @@ def table(found: Sequence[Target]) -> str:
 
 
 def least(values: Iterable[float]) -> float:
-    """The least of them; NaN of nothing, and where one of them is not known."""
+    """Return the smallest value; NaN if there are no values or one of them is NaN."""
     known = list(values)
     return math.nan if not known or any(map(math.isnan, known)) else min(known)
 
 
 def most(values: Iterable[float]) -> float:
-    """The most of them, likewise."""
+    """Return the largest value; NaN if there are no values or one of them is NaN."""
     return -least(-value for value in values)
 
 
@@ -265,7 +271,7 @@ def _of_untuned(record: Record | None) -> list[Target]:
 
 
 def attention(record: Record | None) -> list[Target]:
-    """Of KV4 attention."""
+    """List the targets of KV4 attention."""
     rows, compared = kv.points(record), kv.beside_all(kv.points(record))
     return [
         *_bands(rows),
@@ -305,7 +311,7 @@ def _bands(rows: pd.DataFrame) -> list[Target]:
 
 
 def _over_qserve(record: Record | None) -> list[Target]:
-    """With the appended token, which QServe's time has in it."""
+    """List the targets against QServe with the appended token, which QServe's time includes."""
     rows = kv.batched(kv.behind_append(record))
     by_kind = {"MHA": rows[rows.Hq == rows.Hkv], "GQA": rows[rows.Hq > rows.Hkv]}
     return [

@@ -55,15 +55,15 @@ _ORDERS = {  # how the INT8 blocks lie and which tiles are neighbours -> argumen
 
 
 def recorded() -> Record | None:
-    """The record of `python -m benchmarks gemm --only w4a4`, if there is one."""
+    """Load the record of `python -m benchmarks gemm --only w4a4`, or return None if there is none."""
     return frames.recorded(f"gemm_{PART}")
 
 
 def points(record: Record | None) -> pd.DataFrame:
-    """What the kernels for Hopper took, by `scheme` (`_MEASURES`), matrix (`name`) and M.
+    """Return the times of the kernels for Hopper, by `scheme` (`_MEASURES`), matrix (`name`) and M.
 
-    Beside what `frame` has: `of W4A8` is the time over W4A8's there, `bytes of W4A8` likewise, `of W8A8`. The kernels
-    for INT4 tensor cores, which Hopper runs in software, are left out.
+    Columns beyond those of `frame`: `of W4A8`, the time over W4A8's; `bytes of W4A8`, the bytes over W4A8's; `of W8A8`.
+    The kernels for INT4 tensor cores, which Hopper runs in software, are left out.
     """
     found = pd.concat([frame(record, measure).assign(scheme=name) for measure, name in _MEASURES.items()])
     found = found[~found.kernel.astype(str).str.endswith("_sm80") & found.M.isin(COMPARED)]
@@ -79,7 +79,10 @@ def points(record: Record | None) -> pd.DataFrame:
 
 
 def measured_table(record: Record | None) -> str:
-    """W4A4 and W4Ax by tokens: of the floor, beside W4A8, W8A8 and cuBLAS, and how many bytes fewer they move."""
+    """Build the table of W4A4 and W4Ax by tokens.
+
+    A row has the fraction of the floor, the time beside W4A8, W8A8 and cuBLAS, and the bytes saved.
+    """
     rows = points(record)
     if record is None or rows.empty:
         return MISSING
@@ -118,7 +121,7 @@ def measured_table(record: Record | None) -> str:
 
 
 def _in_software(record: Record) -> str:
-    """What the record has of the kernels for INT4 tensor cores."""
+    """Say that the record also has the kernels for INT4 tensor cores, if it has; empty otherwise."""
     if not any(row.kernel.endswith("_sm80") and row.measure in ("w4a4", "w4ax") for row in record.rows):
         return ""
     return (
@@ -154,7 +157,10 @@ def measured_picture(record: Record) -> Figure:
 
 
 def choice_table() -> str:
-    """By GPU: until when weights are waited for, and how fast each scheme is beside INT8 with many tokens."""
+    """Build the table of GPUs: up to which M W4A8 waits for weights, and each scheme's speed-up over INT8.
+
+    The speed-up is for many tokens.
+    """
     lines = []
     for gpu in map(cost.device, _GPUS):
         line = {"GPU": gpu.name, "W4A8 waits for weights up to M": cost.transition(gpu, SCHEMES["W4A8 sm80"])}
@@ -180,7 +186,7 @@ def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
 
 
 def figures_table() -> str:
-    """What papers report, what the model says, and by how much it is off."""
+    """Build the table of papers' figures beside the model's predictions, with the errors."""
     found = published.predictions(counts.loop_counts)
     table = pd.DataFrame(tables.published_lines(found), columns=[name.rstrip(">") for name in tables.PUBLISHED_COLUMNS])
     needed = {
@@ -199,7 +205,10 @@ def figures_table() -> str:
 
 @cache
 def _speedups(model: str, order: str, costs: Costs = _PLAIN) -> dict[str, float]:
-    """Over W4A8, geometric mean over COMET's batches; those that fill as many tiles are simulated once."""
+    """Return each schedule's speed-up over W4A8, the geometric mean over COMET's batches.
+
+    Batches that fill the same number of tiles are simulated once.
+    """
     matrices = [(layer.N, layer.K) for layer in decoder(model)]
     by_rows = {
         rows: layer_speedups(matrices, rows * TILE, COMET_SMS, costs, int4_share=COMET_INT4, **_ORDERS[order])
@@ -209,7 +218,7 @@ def _speedups(model: str, order: str, costs: Costs = _PLAIN) -> dict[str, float]
 
 
 def schedule_table() -> str:
-    """COMET's Fig. 10 beside the simulation, and the cost of an INT8 tile that each figure would need."""
+    """Build the table of COMET's Fig. 10 beside the simulation, with the INT8 tile's cost that each figure implies."""
     lines = []
     for model, reported in COMET.items():
         for name, times in reported.items():
@@ -229,7 +238,10 @@ def schedule_table() -> str:
 
 
 def schedules_picture() -> Figure:
-    """COMET's Fig. 8 with the 18 tiles that its text counts, and an output projection of LLaMA-3-8B on an A100."""
+    """Plot the schedules of COMET's Fig. 8, and of an output projection of LLaMA-3-8B on an A100.
+
+    Fig. 8 has the 18 tiles that COMET's text counts.
+    """
     example = [Tile(0, tile // 3, tile % 3, tile % 2 == 0) for tile in range(18)]
     layer = decoder("LLaMA-3-8B")[1]
     tiles = grid(64, layer.N, layer.K, int8_blocks(layer.K // TILE, 1 - COMET_INT4, spread=True), k_first=False)
@@ -238,7 +250,10 @@ def schedules_picture() -> Figure:
 
 
 def precisions(found: accuracy.Accuracy | None) -> pd.DataFrame:
-    """Perplexity and bytes by precision: `group` is what a line of the picture joins, `name` a point's."""
+    """Return perplexity and bytes by precision.
+
+    `group` names the line of the picture that joins the points, `name` the point.
+    """
     rows = accuracy.points(found).dropna(subset=["bytes"])
     kept = []
     for row in rows.itertuples():
@@ -253,7 +268,7 @@ def precisions(found: accuracy.Accuracy | None) -> pd.DataFrame:
 
 
 def accuracy_table() -> str:
-    """Perplexity beside the bytes that the GEMMs of 1,024 tokens read, the least bytes first."""
+    """Build the table of perplexity beside the bytes that the GEMMs of 1,024 tokens read, fewest bytes first."""
     found = accuracy.recorded()
     rows = precisions(found)
     if found is None or rows.empty:
@@ -266,7 +281,7 @@ def accuracy_table() -> str:
 
 
 def accuracy_picture(found: accuracy.Accuracy) -> Figure:
-    """Perplexity against bytes: COMET's line by the share of INT8 blocks, Atom, W4A8KV4, W8A8 and floats."""
+    """Plot perplexity against bytes: COMET's line by the share of INT8 blocks, Atom, W4A8KV4, W8A8 and floats."""
     rows = precisions(found)
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")
     axes = figure.subplots()

@@ -30,7 +30,7 @@ CEILINGS = Ceilings(4.6, 4.2)
 
 @pytest.fixture
 def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Prompts of 4 tokens and 2 behind each; every call is made once and takes 10 µs."""
+    """Emulate a GPU for prompts of 4 tokens and 2 behind each; every call is made once and takes 10 µs."""
 
     def call_times(call: Callable[[], Any], repeats: int, warm_up: int) -> list[float]:
         call()
@@ -129,7 +129,7 @@ def test_ours_with_qserves_gemm(tiny_gpu: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("system", ["w4a4", "w4ax"])
 def test_steps_in_four_bits(tiny_gpu: pytest.MonkeyPatch, system: str) -> None:
-    """Rows by batch, of batches that the card has room for; those that are known are not measured again."""
+    """The rows are by batch, of batches that fit the card; known ones are not measured again."""
     config = replace(TINY, hidden=256, ffn=384, heads=2)
     tiny_gpu.setattr(models, "largest_batch", lambda *_, weights, inputs, **__: 2)
     recorded = models.plain_row(
@@ -199,7 +199,7 @@ def test_experts_run_per_channel_alone(tiny_gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_compiled_side_by_side_is_what_runs(tiny_gpu: pytest.MonkeyPatch) -> None:
-    """Where it fails nobody hears of it: it is ahead of the measuring only in time."""
+    """The compile step runs ahead of the measuring, and reports no failure."""
     launched: list[tuple[int, ...]] = []
     operations = KernelRunner.operations
     tiny_gpu.setattr(
@@ -234,7 +234,10 @@ def test_what_is_measured_of_a_model(config: Config, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)
 def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps and QServe's rule on an H200, at 0.6 of the floor, and with gemm_w4a8_qoq_sm80 at 0.3: at most 200 s."""
+    """Steps and QServe's rule take at most 200 s on an H200.
+
+    Our model is assumed to reach 0.6 of the floor, with gemm_w4a8_qoq_sm80 0.3.
+    """
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=150 * 10**9))
     plan = models.ModelPlan.of(config, models.WantedModels())
     chosen = config.chosen_experts / max(1, config.experts) or 1
@@ -370,7 +373,7 @@ def a_row(B: int) -> Row:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card and a commit that bench believes to measure."""
+    """Fake a card and a commit that bench accepts for a measurement."""
     info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
     monkeypatch.setattr(gpu, "device_info", lambda: info)
     monkeypatch.setattr(bench, "measure_ceilings", lambda: CEILINGS)
@@ -419,7 +422,7 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
 def test_a_run_does_not_go_on_behind_another_that_does_not_count(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rows of other versions, or of a card that was slower than it should be."""
+    """The other run's rows are of other versions, or of a card that was slower than it should be."""
     slow = replace(CEILINGS, read_tbps=3.0)
     ceilings, versions = [slow if "ceilings" in what else CEILINGS, CEILINGS], [{"torch": "1"}, {"torch": "1"}]
     if what == "versions":
@@ -464,7 +467,10 @@ def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
 @pytest.mark.long(70)
 @pytest.mark.gpu
 def test_a_whole_model_is_timed_beside_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny one on a GPU, whoever else uses it, as `bench decode` does it, and once more from its own rows."""
+    """A tiny model is timed on a GPU as `bench decode` does it, and once more from its own rows.
+
+    The test runs whoever else uses the GPU.
+    """
     tiny = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=128, layers=2, vocabulary=1003, name="tiny")
     monkeypatch.setattr(models, "STEPS", 16)
     wanted = models.WantedModels(models=(tiny,), mixes=("fp16",))

@@ -32,7 +32,7 @@ REORDERING = ("reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_
 
 @pytest.fixture
 def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Public calls on NumPy arrays go to the emulator; sequences of 70 tokens."""
+    """Send public calls on NumPy arrays to the emulator, with sequences of 70 tokens."""
     emulated_gpu.setattr(gpu, "why_not", lambda *_, **__: "a GPU made of the emulator")
     for module in (shapes, layer_chain):
         emulated_gpu.setattr(module, "LENGTH", 70)
@@ -197,7 +197,7 @@ def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.full
 def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails is left to fail where it is measured."""
+    """A job that fails is left to fail where it is measured."""
     monkeypatch.setattr(layer, "_WORKERS", 1)
     layer.side_by_side([(os.mkdir, (tmp_path / "a",)), (os.rmdir, (tmp_path / "none",)), (os.mkdir, (tmp_path / "b",))])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -308,7 +308,7 @@ def test_a_timeline_is_a_row_per_launch() -> None:
 
 
 def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
-    """What a tracer of so many launches would see, of a layer that is captured and replayed."""
+    """Return the spans that a tracer would see of these launches, captured and replayed."""
     with emulator.chain(()) as made:
         run()
     names = made.launches * 2
@@ -317,7 +317,7 @@ def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
 
 @pytest.fixture
 def graphs(here: pytest.MonkeyPatch) -> None:
-    """Captures make their calls once; replays, which the tracer makes up, nothing."""
+    """Make captures call each function once; replays, which the tracer makes up, do nothing."""
 
     def capture(calls: list[Callable[[], None]]) -> SimpleNamespace:
         for call in calls:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Products on the CPU, each call run once; 7 µs each."""
+    """Compute products on the CPU, run each call once, and report 7 µs each."""
 
     def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
         assert len(calls) == 3
@@ -98,7 +98,7 @@ class Schema:
 
 
 class Layer:
-    """What is called of a layer; `launched` has the dtype of the activations and the tiles of every call."""
+    """Stand-in for a layer; `launched` has the dtype of the activations and the tiles of every call."""
 
     launched: ClassVar[list[tuple[str, list[Any]]]]
 

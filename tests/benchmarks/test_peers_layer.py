@@ -31,7 +31,7 @@ PLAIN = ("fp16", "fp8_row", "fp8_tensor")
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Every call of two layers runs once; 7 µs each."""
+    """Run every call of two layers once, and report 7 µs each."""
 
     def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
         assert len(calls) in (1, 2)
@@ -97,7 +97,7 @@ def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.Mo
 
 
 def test_prompts_are_attended_causally_each_for_itself(on_cpu: pytest.MonkeyPatch) -> None:
-    """Two prompts; their cache has the rotated keys, and the values."""
+    """The cache of two prompts has the rotated keys, and the values."""
     import torch
 
     qkv = torch.randn((2 * LENGTH, TINY.qkv_width), dtype=torch.float16, generator=torch.Generator().manual_seed(0))
@@ -129,7 +129,7 @@ def test_a_prompt_costs_a_quarter_of_a_layer_of_four(on_cpu: pytest.MonkeyPatch)
 
 
 def decoded(config: Config, B: int) -> tuple[Any, Any]:
-    """The first layer of the FP16 mix, and what came in and went out."""
+    """Run the first layer of the FP16 mix; return the decoder and its inputs."""
     layers = peers_layer._weights("fp16", config, 1, ())
     decoder = peers_layer._decoder("fp16", config, B, layers, peers_layer._Attention)
     came = [part.double().clone() for part in (decoder.x, decoder.residual, *decoder.attention.caches[0])]
@@ -138,7 +138,7 @@ def decoded(config: Config, B: int) -> tuple[Any, Any]:
 
 
 def matrices(config: Config) -> dict[str, Any]:
-    """The weights of every mix, as `_weights` makes them."""
+    """Make the weights of every mix, as `_weights` does."""
     import torch
 
     made = {}
@@ -156,7 +156,10 @@ def normed(x: Any) -> Any:
 
 
 def attended(config: Config, qkv: Any, keys: Any, values: Any) -> Any:
-    """Rotate, append as the last token, attend: f64, one sequence and head after another."""
+    """Compute attention in f64, one sequence and head after another.
+
+    The new keys are rotated, and appended as the last token.
+    """
     import torch
 
     pairs = torch.arange(64).double()
@@ -279,7 +282,7 @@ def test_fused_kernels_have_a_peer(kernel: str, on_cpu: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def liger(on_cpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The calls of Liger that are timed, whose kernels need a GPU, in PyTorch."""
+    """Replace the timed calls of Liger, whose kernels need a GPU, by PyTorch."""
     import torch
 
     def normed(x: Any, residual: Any, gamma: Any, eps: float, offset: float, casting_mode: str) -> tuple[Any, ...]:
@@ -339,7 +342,10 @@ def test_what_liger_cannot_do_is_left_out(liger: pytest.MonkeyPatch) -> None:
 
 
 def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under names of their own, with the axis of tokens marked; PyTorch's compiler takes seconds to import alone."""
+    """The functions get names of their own, with the axis of tokens marked.
+
+    PyTorch's compiler itself is not run: it takes seconds to import alone.
+    """
     import torch
 
     names, marked, options = [], [], []

@@ -23,7 +23,7 @@ SMALL = Chunk(9, 70, (2, 1), 64)
 
 @pytest.fixture
 def problem(emulated_gpu: pytest.MonkeyPatch) -> prefill.ChunkProblem:
-    """A small chunk over two copies of its cache, in NumPy; calls run in the emulator."""
+    """Make a small chunk over two copies of its cache, in NumPy; calls run in the emulator."""
     emulated_gpu.setattr(gpu, "why_not", lambda arch, exact=False: "made up")
     emulated_gpu.setattr(prefill, "copies_beyond_l2", lambda nbytes: 2)
     emulated_gpu.setattr(attention_problem, "_RANDOM", 1 << 16)

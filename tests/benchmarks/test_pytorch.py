@@ -27,7 +27,7 @@ def test_every_operator_is_timed() -> None:
 
 @pytest.mark.full
 def test_a_compiled_model_may_part_where_a_token_is_nearly_as_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of two sequences; behind a token that differs nothing is compared."""
+    """The logits of two sequences are compared up to the first token that differs."""
     import torch
 
     from benchmarks import pytorch as suite

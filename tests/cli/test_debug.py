@@ -30,7 +30,7 @@ class Terminal:
             os.execv(sys.executable, [sys.executable, "-m", "ptxlab", *map(str, arguments)])
 
     def until(self, end: str, seconds: float = 60) -> str:
-        """What it writes until it writes that."""
+        """Read the terminal's output until it contains `end`."""
         said, late = "", time.monotonic() + seconds
         while end not in said:
             if not select.select([self.terminal], [], [], max(0, late - time.monotonic()))[0]:
@@ -45,12 +45,12 @@ class Terminal:
         os.write(self.terminal, text.encode())
 
     def run(self, line: str) -> str:
-        """What a command prints, up to the next prompt."""
+        """Enter a command, and return its output up to the next prompt."""
         self.send(f"{line}\n")
         return self.until(PROMPT).partition("\n")[2].removesuffix(PROMPT).strip()
 
     def end(self) -> int:
-        """Its exit code."""
+        """Wait for the process to end, and return its exit code."""
         late = time.monotonic() + 30
         while time.monotonic() < late:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -79,7 +79,10 @@ SCALED = ("debug", "scale.ptx", "--in", "scale.npz", "--block", 128)
 
 
 def test_a_session_in_a_terminal(files: Path) -> None:
-    """Break, continue, print, step, an empty line, a mistake, backwards, completion, the end."""
+    """The session breaks, continues, prints, steps, repeats by an empty line, reports a mistake, and goes back.
+
+    It completes names, runs to the end of the launch, and quits.
+    """
     terminal = Terminal(*SCALED)
     assert terminal.until(PROMPT).startswith("begin: scale.ptx:")
     at = line_of(SCALE, "bar.sync")
@@ -144,7 +147,7 @@ def test_json(files: Path, cli: Any) -> None:
 
 
 def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
-    """A kernel of the project by name, sizes from the file; and the same mistakes in one line."""
+    """It takes a kernel of the project by name, sizes from the file; and reports the same mistakes in one line."""
     from ptxlab import registry
 
     spec, _ = registry.find("dequant_lqq")

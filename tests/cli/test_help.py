@@ -86,7 +86,7 @@ main()
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
 def test_an_interrupt_while_modules_are_imported_prints_nothing(seconds: float) -> None:
-    """Whenever it comes, once the command has begun to import."""
+    """The interrupt may come at any time once the command has begun to import."""
     with subprocess.Popen(
         [sys.executable, "-c", TELLS_ITS_FIRST_IMPORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

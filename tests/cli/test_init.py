@@ -18,7 +18,7 @@ REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What `ptxlab init sums` writes; the current folder."""
+    """Write the files of `ptxlab init sums`, and make their folder the current one."""
     for path, text in init.files("sums", REQUIREMENT).items():
         (tmp_path / "sums" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sums" / path).write_text(text)
@@ -131,7 +131,7 @@ def test_without_a_repository_the_requirement_has_to_be_given(
 def test_a_folder_is_named_with_a_warning_that_ci_lacks_it(
     cli: Any, pytester: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After `pip install -e .` of a clone, README's own install."""
+    """The warning comes after `pip install -e .` of a clone, README's own install."""
     (tmp_path / "pyproject.toml").touch()
     record = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
     monkeypatch.setattr(init.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda name: record))

@@ -26,13 +26,13 @@ FLAGS: dict[str, tuple[tuple[str, ...], EmulatorOptions]] = {
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> list[EmulatorOptions]:
-    """The options of every machine that is made."""
+    """Record the options of every emulator that is made."""
     return record_options(monkeypatch)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a kernel that has a barrier, k.ptx, and its arguments, in.npz."""
+    """Write a folder with a kernel that has a barrier, k.ptx, and its arguments, in.npz."""
     monkeypatch.chdir(tmp_path)
     Path("k.ptx").write_text(kernel("bar.sync 0; ret;", ".param .u64 x"))
     np.savez("in.npz", x=np.zeros(32, np.uint32))

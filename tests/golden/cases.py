@@ -69,7 +69,7 @@ DOMAINS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One instruction. `relative` and `absolute` bound the error of an approximate result.
+    """Test case of a single instruction. `relative` and `absolute` bound the error of an approximate result.
 
     Both 0: equal to the bit, but that all NaNs are alike.
     """
@@ -91,7 +91,7 @@ class Case:
         return [name for name in self.fields if name in OUTPUTS]
 
     def ptx(self, version: str = "8.1", target: str = "sm_90") -> str:
-        """A module with one entry: pointers to one array per operand, in the order of `fields`."""
+        """Write a module with one entry: pointers to one array per operand, in the order of `fields`."""
         declare, before, after = [], [], []
         for i, (name, domain) in enumerate(self.fields.items()):
             bits = DOMAINS[domain].bits
@@ -128,7 +128,10 @@ class Case:
         return f"{header}.visible .entry {self.name}({params})\n{{\n    {code}\n    ret;\n}}\n"
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Arrays for all operands (zeros for what is only written), rows a multiple of the block."""
+        """Make arrays for all operands, with zeros for those that are only written.
+
+        The number of rows is a multiple of the block.
+        """
         stream = np.random.RandomState(zlib.crc32(self.template.encode()))
         sources = {n: DOMAINS[d] for n, d in self.fields.items() if n not in OUTPUTS or n == "m"}
         most = {1: 40, 2: 20, 3: 8, 4: 5}[min(len(sources), 4)]
@@ -147,7 +150,7 @@ class Case:
         return {name: arrays[name] for name in self.fields}
 
     def checksum(self, arrays: dict[str, np.ndarray]) -> int:
-        """Of the inputs, to tell recordings of other inputs."""
+        """Compute a checksum of the inputs, to tell recordings of other inputs."""
         return zlib.crc32(b"".join(arrays[name].tobytes() for name in self.fields))
 
 
@@ -156,7 +159,7 @@ def _thin(values: list[int], most: int, stream: np.random.RandomState) -> list[i
 
 
 def _tame(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.ndarray:
-    """Random bits made to fit the domain; half of the random floats are of ordinary size."""
+    """Make random bits fit the domain; half of the random floats are of ordinary size."""
     half = len(random) // 2
     if domain == "pred":
         return random & 1
@@ -181,7 +184,7 @@ def _tame(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.
 
 
 def same(case: Case, name: str, expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Where two results of a destination agree, [rows]."""
+    """Tell where two results of a destination agree, [rows]."""
     kind = DOMAINS[case.fields[name]].kind
     if kind == "int":
         return expected == got
@@ -192,7 +195,7 @@ def same(case: Case, name: str, expected: np.ndarray, got: np.ndarray) -> np.nda
 
 
 def same_floats(case: Case, kind: str, expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Where two arrays of raw floats agree."""
+    """Tell where two arrays of raw floats agree."""
     with np.errstate(invalid="ignore"):
         return _close(case, kind, expected, got)
 
@@ -210,7 +213,7 @@ def _close(case: Case, kind: str, expected: np.ndarray, got: np.ndarray) -> np.n
 
 def _cases():
     def each(template: str, **choices: str):
-        """The template with every combination of the words for its @placeholders."""
+        """Yield the template with every combination of the words for its @placeholders."""
         for words in itertools.product(*(c.split(" ") for c in choices.values())):
             line = template
             for key, word in zip(choices, words, strict=True):
@@ -409,7 +412,7 @@ def _cases():
 
 
 def _narrow() -> Iterator[str | tuple[str, float, float]]:
-    """Conversions from and to fp8 and tf32."""
+    """Yield conversions from and to fp8 and tf32."""
     for t, relu in itertools.product(("e4m3", "e5m2"), ("", ".relu")):
         yield f"cvt.rn.satfinite{relu}.{t}x2.f32 {{d:u16}}, {{a:f32}}, {{b:f32}};"
         yield f"cvt.rn.satfinite{relu}.{t}x2.f16x2 {{d:u16}}, {{a:f16x2}};"
@@ -419,7 +422,7 @@ def _narrow() -> Iterator[str | tuple[str, float, float]]:
 
 
 def _modifiers() -> Iterator[str | tuple[str, float, float]]:
-    """Modifiers of halves and bf16, packed 16-bit integers, and warps of which some lanes take part."""
+    """Yield modifiers of halves and bf16, packed 16-bit integers, and warps with inactive lanes."""
 
     def each(template: str, types: str, *more: str) -> Iterator[str]:
         for t, words in itertools.product(types.split(), more or ("",)):
@@ -465,7 +468,7 @@ def _modifiers() -> Iterator[str | tuple[str, float, float]]:
 
 
 def cases() -> list[Case]:
-    """All cases; names are unique and fit for entry symbols."""
+    """List all cases; names are unique and fit for entry symbols."""
     return _named([*_cases(), *_narrow(), *_modifiers()])
 
 

@@ -30,7 +30,7 @@ def _words(function: Callable[..., tuple[np.ndarray, np.ndarray]], *form: str) -
 
 
 def _moved(axes: int, back: str, backend: str) -> np.ndarray:
-    """A box that ends behind the array on its first axes."""
+    """Move a box that ends behind the array on its first axes."""
     place = (*(size - 1 for size in boxes.SHAPES[axes][:-1]), boxes.SHAPES[axes][-1] - 4)
     return boxes.move(axes, place, back, backend)[1]
 
@@ -40,13 +40,13 @@ def _reduced(reduction: tuple, backend: str) -> np.ndarray:
 
 
 def _brought(swizzle: int, backend: str) -> np.ndarray:
-    """Two boxes of bytes, the second partly in front of the matrix."""
+    """Bring two boxes of bytes, the second partly in front of the matrix."""
     width = swizzle or 48
     return boxes.bring(boxes.ARRAY, (16, width), swizzle, 55, 0, 1024, 1, backend)[0]
 
 
 def forms() -> dict[str, Form]:
-    """All of them, by name."""
+    """List all forms by name."""
     found: dict[str, Form] = {}
     for t, d in [("f16", "f32"), ("f16", "f16"), ("bf16", "f32")]:
         for case in wgmma.CASES:

@@ -28,7 +28,7 @@ class FragmentCase:
     facts: dict[str, object] = field(default_factory=dict)  # what a prediction needs besides the inputs
 
     def checksum(self) -> int:
-        """Of the kernel and its inputs, to tell recordings of others."""
+        """Compute a checksum of the kernel and its inputs, to tell recordings of others."""
         return zlib.crc32(b"".join(a.tobytes() for a in self.inputs.values()), zlib.crc32(self.ptx.encode()))
 
 
@@ -37,7 +37,10 @@ def _random(name: str) -> np.random.RandomState:
 
 
 def _module(name: str, inputs: list[str], shared: int, declare: str, body: str) -> str:
-    """A kernel with a pointer per input and %out; %t is the thread, `tile` the shared memory, %tile its address."""
+    """Write a kernel with a pointer per input and %out.
+
+    %t is the thread, `tile` the shared memory, %tile its address.
+    """
     pointers = [*inputs, "out"]
     params = ", ".join(f".param .u64 p_{p}" for p in pointers)
     loads = "\n    ".join(f"ld.param.u64 %{p}, [p_{p}];" for p in pointers)
@@ -65,21 +68,21 @@ def _names(register: str, count: int) -> str:
 
 
 def _load(register: str, pointer: str, count: int) -> str:
-    """`count` registers of this thread from [threads, count]."""
+    """Write the load of `count` registers of this thread from [threads, count]."""
     lines = [f"mul.wide.u32 %o, %t, {4 * count}; add.s64 %o, %o, %{pointer};"]
     lines += [f"ld.global.b32 %{register}{i}, [%o+{4 * i}];" for i in range(count)]
     return "\n    ".join(lines)
 
 
 def _store(register: str, count: int) -> str:
-    """`count` registers of this thread to out [threads, count]."""
+    """Write the store of `count` registers of this thread to out [threads, count]."""
     lines = [f"mul.wide.u32 %o, %t, {4 * count}; add.s64 %o, %o, %out;"]
     lines += [f"st.global.b32 [%o+{4 * i}], %{register}{i};" for i in range(count)]
     return "\n    ".join(lines)
 
 
 def _copy(pointer: str, size: int, threads: int, *, to_shared: bool) -> str:
-    """All threads copy `size` bytes between global and shared memory."""
+    """Write a loop in which all threads copy `size` bytes between global and shared memory."""
     x = _names("x", 4)
     move = (f"ld.global.v4.b32 {x}, [%o]; st.shared.v4.b32 [%s], {x};" if to_shared
             else f"ld.shared.v4.b32 {x}, [%s]; st.global.v4.b32 [%o], {x};")  # fmt: skip
@@ -97,7 +100,10 @@ def _copy(pointer: str, size: int, threads: int, *, to_shared: bool) -> str:
 
 
 def _matrix_cases() -> list[FragmentCase]:
-    """ldmatrix from, and stmatrix to, 32 rows of 16 bytes; lane i gives the address of row i."""
+    """List the cases of ldmatrix from, and stmatrix to, 32 rows of 16 bytes.
+
+    Lane i gives the address of row i.
+    """
     cases = []
     size = WARP * SLOT
     numbered = np.arange(size // 2, dtype=np.uint16).reshape(WARP, 8)
@@ -144,7 +150,10 @@ _FP8 = {"e4m3": (0, 0x38, 0x40, 0x44, 0x48), "e5m2": (0, 0x3C, 0x40, 0x42, 0x44)
 
 
 def _operand(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -> np.ndarray:
-    """Registers u32 full of elements: any bits for integers, integers -4..4 for floats (so that sums are exact)."""
+    """Draw registers u32 full of elements: any bits for integers, integers -4..4 for floats.
+
+    So the sums of floats are exact.
+    """
     if dtype[0] in "su":
         return stream.randint(0, 2**32, shape, np.uint32)
     small = stream.randint(-4, 5, (*shape, 32 // BITS[dtype]))
@@ -160,7 +169,10 @@ def _operand(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) 
 
 
 def _spread(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -> np.ndarray:
-    """Registers full of floats of 2^-6 to 2^6, any significand, so that sums of their products have to be rounded."""
+    """Draw registers full of floats of 2^-6 to 2^6 with any significand.
+
+    So sums of their products have to be rounded.
+    """
     numbers = stream.uniform(1, 2, (*shape, 1 if dtype == "f32" else 2)) * 2.0 ** stream.randint(-6, 6, (*shape, 1))
     numbers *= stream.choice([-1, 1], numbers.shape)
     if dtype == "bf16":
@@ -169,7 +181,7 @@ def _spread(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -
 
 
 def _mma_cases(rounded: bool = False, types: tuple[tuple[int, str, str, str], ...] = MMA_TYPES) -> list[FragmentCase]:
-    """D = A·B + C of one warp."""
+    """List the cases of D = A·B + C of one warp."""
     cases = []
     for k, d, a, b in types:
         name = f"{'rounded_' * rounded}mma_m16n8k{k}_{d}_{a}_{b}"
@@ -204,7 +216,10 @@ WGMMA_FORMS = (
 
 
 def _wgmma_cases() -> list[FragmentCase]:
-    """D = A·B over K = max(span, 64) bytes, in steps of 32: A from registers, B by descriptors into a random image."""
+    """List the cases of D = A·B over K = max(span, 64) bytes, in steps of 32.
+
+    A comes from registers, B by descriptors into a random image.
+    """
     cases = []
     for n, span, a in WGMMA_FORMS:
         name = f"wgmma_m64n{n}k32_{a}_span{span}"
@@ -236,25 +251,28 @@ def _wgmma_cases() -> list[FragmentCase]:
 
 
 def fragment_cases() -> list[FragmentCase]:
-    """All of them."""
+    """List all fragment cases."""
     return [*_matrix_cases(), *_mma_cases(), *_wgmma_cases()]
 
 
 def rounded_cases() -> list[FragmentCase]:
-    """Floating-point MMAs whose results depend on how the hardware adds: they bound its distance from exact sums."""
+    """List the floating-point MMAs whose results depend on how the hardware adds.
+
+    They bound its distance from exact sums.
+    """
     return _mma_cases(rounded=True)
 
 
 def s4_cases() -> list[FragmentCase]:
-    """MMAs of 4 bits beyond those in `fragment_cases`."""
+    """List the MMAs of 4 bits beyond those in `fragment_cases`."""
     return _mma_cases(types=S4_TYPES)
 
 
 def narrow_cases() -> list[FragmentCase]:
-    """MMAs of tf32 and fp8; `mma_m16n8k32` of fp8 needs sm_89 and above."""
+    """List the MMAs of tf32 and fp8; `mma_m16n8k32` of fp8 needs sm_89 and above."""
     return _mma_cases(types=NARROW_TYPES)
 
 
 def more_cases() -> list[FragmentCase]:
-    """Shapes and accumulators beyond those in the others."""
+    """List the MMAs of further shapes and accumulators."""
     return _mma_cases(types=MORE_TYPES)

@@ -37,32 +37,35 @@ Case = Callable[[np.random.Generator, int], Operands]
 
 
 def halves(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Any finite f16, subnormals and zeros of both signs among them."""
+    """Draw any finite f16, subnormals and zeros of both signs among them."""
     exponent = rng.integers(0, 31, shape) * rng.integers(0, 2, shape)
     bits = exponent << 10 | rng.integers(0, 1024, shape) | rng.integers(0, 2, shape) << 15
     return np.where(rng.random(shape) < 0.1, bits & 0x8000, bits).astype(np.uint16).view(np.float16)
 
 
 def singles(rng: np.random.Generator, shape: tuple[int, ...], low: int = -60, high: int = 20) -> np.ndarray:
-    """f32 of both signs, all bits in use, from 2^low to 2^high; some are zero."""
+    """Draw f32 of both signs, all bits in use, from 2^low to 2^high; some are zero."""
     numbers = np.ldexp(rng.uniform(1, 2, shape), rng.integers(low, high, shape)) * rng.choice((-1, 1), shape)
     return np.where(rng.random(shape) < 0.05, 0, numbers).astype(np.float32)
 
 
 def weights(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Of a softmax: in [0, 1], most of them small in some matrices, subnormal ones too."""
+    """Draw the weights of a softmax, in [0, 1].
+
+    In some matrices most of them are small, down to subnormal ones.
+    """
     falls = rng.uniform(0, 25, (n, 1, 1))
     return np.exp2(-falls * rng.random((n, 16, 8))).astype(np.float16)
 
 
 def nibbles(rng: np.random.Generator, n: int) -> Operands:
-    """Integers as subnormals, by weights: the values of attention."""
+    """Draw integers as subnormals, times weights: the values of attention."""
     a = rng.integers(0, 256, (n, 16, 16)) & rng.choice((0xFF, 0xF0, 0x0F, 0), (n, 16, 1))
     return a.astype(np.uint16).view(np.float16), weights(rng, n), np.abs(singles(rng, (n, 16, 8), -50, -5))
 
 
 def zero_points(rng: np.random.Generator, n: int) -> Operands:
-    """Integers as they are, by weights: the zeros of attention."""
+    """Draw integers as they are, times weights: the zeros of attention."""
     a = rng.integers(0, 16, (n, 16, 16)).astype(np.float16)
     return a, weights(rng, n), np.abs(singles(rng, (n, 16, 8), -10, 15))
 
@@ -72,7 +75,7 @@ def anything(rng: np.random.Generator, n: int) -> Operands:
 
 
 def cancellation(rng: np.random.Generator, n: int) -> Operands:
-    """The sum so far is what the products take away again, to the last bit or nearly."""
+    """Draw operands whose products cancel the sum so far, to the last bit or nearly."""
     a, b, _ = anything(rng, n)
     c = -(a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
     moved = c.view(np.int32) + rng.integers(-2, 3, c.shape).astype(np.int32)
@@ -80,7 +83,7 @@ def cancellation(rng: np.random.Generator, n: int) -> Operands:
 
 
 def pairs_that_cancel(rng: np.random.Generator, n: int) -> Operands:
-    """Every product comes with its opposite, but for the last bit of one."""
+    """Draw operands in which every product comes with its opposite, but for the last bit of one."""
     a, b, c = anything(rng, n)
     a[..., 8:], b[:, 8:] = -a[..., :8], b[:, :8]
     a[..., 15] = (a[..., 15].view(np.uint16) ^ 1).view(np.float16)
@@ -88,7 +91,7 @@ def pairs_that_cancel(rng: np.random.Generator, n: int) -> Operands:
 
 
 def nothing_but_the_sum(rng: np.random.Generator, n: int) -> Operands:
-    """Zeros of both signs, and a sum so far of any size."""
+    """Draw zeros of both signs, and a sum so far of any size."""
     a, b, _ = anything(rng, n)
     zero = np.where(rng.random((n, 16, 1)) < 0.5, np.float16(0), np.float16(-0.0))
     c = singles(rng, (n, 16, 8), -126, 127)
@@ -97,7 +100,7 @@ def nothing_but_the_sum(rng: np.random.Generator, n: int) -> Operands:
 
 
 def one_product(rng: np.random.Generator, n: int) -> Operands:
-    """One of any size beside subnormal ones."""
+    """Draw operands with a single product of any size beside subnormal ones."""
     a, b, c = nibbles(rng, n)
     k = int(rng.integers(16))
     a[:, :, k] = halves(rng, (n, 16))
@@ -105,7 +108,7 @@ def one_product(rng: np.random.Generator, n: int) -> Operands:
 
 
 def special(rng: np.random.Generator, n: int) -> Operands:
-    """Infinities and NaN here and there."""
+    """Draw operands with infinities and NaN here and there."""
     a, b, c = anything(rng, n)
     for x in (a, b, c):
         x[rng.random(x.shape) < 0.01] = rng.choice((np.inf, -np.inf, np.nan))
@@ -118,7 +121,7 @@ CASES: tuple[Case, ...] = (
 
 
 def instruction(a: np.ndarray, b: np.ndarray, c: np.ndarray, backend: str) -> np.ndarray:
-    """The same by the instruction."""
+    """Compute the MMA by the instruction."""
     d = np.empty_like(c)
     arrays = [a.view(np.uint16), b.view(np.uint16), c, d]
     on_gpu = backend == "gpu"

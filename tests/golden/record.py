@@ -21,7 +21,7 @@ from tests.golden.cases import BLOCK, Case, cases
 
 
 def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
-    """Outputs of a case by destination, and a checksum of its inputs."""
+    """Run a case; return its outputs by destination, and a checksum of its inputs."""
     path = folder / f"{case.name}.ptx"
     path.write_text(case.ptx())
     kernel = cupy.RawModule(path=str(path)).get_function(case.name)
@@ -41,7 +41,10 @@ def record_all(
     vectors_name: str,
     summary_name: str,
 ) -> int:
-    """`outputs` of each case, and a summary, into two files of the folder `--out`; exit code 1 if any case failed."""
+    """Write `outputs` of each case, and a summary, into two files of the folder `--out`.
+
+    The exit code is 1 if any case failed.
+    """
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent, help="where to write (default: beside this file)"

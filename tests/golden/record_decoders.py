@@ -15,7 +15,7 @@ PATH = Path(__file__).with_name("decoders.npz")
 
 
 def by_transformers(folder: Path, tokens: np.ndarray) -> tuple[Any, float]:
-    """Logits [B, T, V] and perplexity, by PyTorch's implementation."""
+    """Compute logits [B, T, V] and perplexity, by PyTorch's implementation."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -20,7 +20,7 @@ class _Named:
 
 
 def record(case: _Named, folder: Path) -> dict[str, np.ndarray]:
-    """What the GPU makes of a form."""
+    """Run a form on the GPU and return its result."""
     return {case.name: case.form("gpu")}
 
 

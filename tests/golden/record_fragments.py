@@ -15,7 +15,7 @@ from tests.golden.record import record_all
 
 
 def record(case: FragmentCase, folder: Path) -> dict[str, np.ndarray]:
-    """What the kernel of a case leaves in its result, and a checksum of kernel and inputs."""
+    """Run the kernel of a case; return its result, and a checksum of kernel and inputs."""
     path = folder / f"{case.name}.ptx"
     path.write_text(case.ptx)
     kernel = cupy.RawModule(path=str(path)).get_function(case.name)

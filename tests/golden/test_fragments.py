@@ -31,14 +31,14 @@ def vectors():
 
 
 def values(fragment: Fragment, registers: np.ndarray, dtype: str) -> np.ndarray:
-    """The matrix that registers hold, as float64: exact for every type and sum here."""
+    """Gather the matrix that registers hold, as float64: exact for every type and sum here."""
     if dtype == "bf16":
         return (fragment.gather(registers).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return fragment.gather(registers, (INTEGERS | FLOATS)[dtype]).astype(np.float64)
 
 
 def predict(case: FragmentCase) -> np.ndarray:
-    """What the maps say that the kernel of `case` leaves in its result."""
+    """Predict by the fragment maps the result that the kernel of `case` leaves."""
     kind, inputs, facts = case.name.split("_")[0], case.inputs, case.facts
     if kind == "ldmatrix":
         return ldmatrix(facts["count"], facts["trans"]).scatter(inputs["source"][: 8 * facts["count"]])
@@ -68,7 +68,7 @@ def test_recorded(name: str, vectors) -> None:
 
 @pytest.mark.full
 def test_kernels_assemble() -> None:
-    """So that a recording on a GPU cannot fail for a reason that this machine could have found."""
+    """A recording on a GPU then cannot fail for a reason that this machine could have found."""
     for case in (CASES | NARROW).values():
         assert toolchain.assemble(Source.from_text(case.ptx, f"{case.name}.ptx"), "sm_90a").warnings == (), case.name
 
@@ -93,7 +93,7 @@ def test_emulated(name: str, vectors) -> None:
 
 
 def exact_and_bound(case: FragmentCase) -> tuple[np.ndarray, np.ndarray]:
-    """The exact results [16, 8] (to float64), and how far the hardware's may be from them.
+    """Compute the exact results [16, 8] (to float64), and how far the hardware's may be from them.
 
     Hardware shifts the addends of several products to the largest exponent, truncates them there, and truncates the sum
     (f32) or rounds it (f16); the emulator rounds the exact sum once. At most 2^-23 of the largest addend is lost per

@@ -50,7 +50,7 @@ def weights() -> dict[str, Any]:
 
 
 def sent(array: np.ndarray, library: str) -> Any:
-    """A copy on the GPU, of that library."""
+    """Copy an array to the GPU, for the given library."""
     if library == "cupy":
         return pytest.importorskip("cupy").asarray(array)
     if library == "torch":
@@ -63,7 +63,7 @@ def sent(array: np.ndarray, library: str) -> Any:
 
 
 def bits(array: Any) -> np.ndarray:
-    """The bytes of a device array of any library, on the host, as unsigned integers."""
+    """Copy a device array of any library to the host, as unsigned integers."""
     shared = gpu.to_host(gpu.as_array("array", array))
     return shared.view(f"u{shared.itemsize}")
 
@@ -149,7 +149,7 @@ def test_no_tokens(cupy, weights) -> None:
 
 
 def test_on_cupys_current_stream(cupy, weights) -> None:
-    """What is enqueued before the call on the caller's stream comes before it."""
+    """Work that was enqueued earlier on the caller's stream comes before the call."""
     stream = cupy.cuda.Stream(non_blocking=True)
     x, scale = cupy.zeros((M, K), cupy.int8), cupy.asarray(QUANTIZED.scale)
     source = cupy.asarray(QUANTIZED.q)
@@ -267,7 +267,7 @@ def test_nothing_is_allocated_after_the_first_call_of_a_shape(cupy, weights, sch
 
 @pytest.mark.timing
 def test_a_call_does_not_wait(cupy, weights) -> None:
-    """With the stream busy, the call is back before the stream is done."""
+    """The call returns while the stream is still busy."""
     x, scale = cupy.asarray(QUANTIZED.q), cupy.asarray(QUANTIZED.scale)
     out = cupy.empty((M, N), cupy.float16)
     ptxlab.gemm_w4a8(x, scale, weights["qoq_channel"], out=out)

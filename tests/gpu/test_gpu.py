@@ -259,7 +259,7 @@ def test_edited_source_is_loaded_anew(add) -> None:
 
 
 def test_edited_header_is_loaded_anew(tmp_path) -> None:
-    """Also where only the preprocessor knows that it is one; the same again is a look-up."""
+    """The rule holds even if only the preprocessor knows that it is a header; the same content again is a look-up."""
     header, path = tmp_path / "h.h", tmp_path / "k.cu"
     path.write_text('#define H <h.h>\n#include H\nextern "C" __global__ void k(int* out) { out[0] = VALUE; }\n')
     loaded = []
@@ -312,9 +312,9 @@ def test_misaligned_device_array(cupy) -> None:
 
 
 def arrays_of(library: str) -> Callable[[np.ndarray, str], Any]:
-    """What makes the library's array on the GPU (of NumPy: on the host) of one on the host, elements named by dtype.
+    """Return a function that converts a host array to the library's array on the GPU (NumPy's on the host).
 
-    Only PyTorch has a bfloat16; elsewhere it is its bits.
+    Elements are named by dtype. Only PyTorch has a bfloat16; elsewhere it is its bits.
     """
     if library == "numpy":
         return lambda array, dtype: np.array(array, order="C")
@@ -331,7 +331,7 @@ def arrays_of(library: str) -> Callable[[np.ndarray, str], Any]:
 
 
 def calls_of(name: str) -> list[verify.Job]:
-    """Every source at the sizes of the last example, and in every dtype that a constant of the variant decides."""
+    """List every source at the sizes of the last example, and in every dtype that a constant of the variant decides."""
     try:
         jobs, _ = verify.plan([name], "gpu")
     except UnavailableError as reason:
@@ -341,9 +341,9 @@ def calls_of(name: str) -> list[verify.Job]:
 
 
 def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
-    """A call with arrays made by `array` gives arrays of their kind, with what the spec's reference says in them.
+    """Assert that a call with arrays made by `array` gives arrays of their kind that equal the spec's reference.
 
-    What is only written is left to the call, but where its dtype is what asks for the variant.
+    The call allocates an array that is only written, unless its dtype is what asks for the variant.
     """
     spec, config = job.spec, {**job.spec.config_for(job.sizes), **(job.config or {})}
     dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
@@ -381,10 +381,9 @@ STREAMING = 1024  # threads on an SM that hide the latency of what only streams
 
 
 def most_registers(spec: KernelSpec, source: Source) -> int:
-    """Of a thread: those that leave room for the blocks that the kernel asks for by `__launch_bounds__`.
+    """Return the registers of a thread that leave room for the blocks that `__launch_bounds__` asks for.
 
-    Where it asks for none, a GEMM may take all, because accumulators live in registers. Others stream, with many
-    threads.
+    Without such bounds, a GEMM may take all, because accumulators live in registers. Others stream, with many threads.
     """
     if source.language == "cu":
         text = toolchain.compile_cuda(source, gpu.device_info().arch, output="ptx").data.decode()

@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 
 class FakeCupy:
-    """What `device` asks of CuPy before anything runs."""
+    """Stand-in with the parts of CuPy that `device` uses before anything runs."""
 
     class cuda:  # noqa: N801
         class runtime:  # noqa: N801
@@ -69,7 +69,7 @@ sys.meta_path.insert(0, Refuse())
     ids=["gpu", "emulator"],
 )
 def test_works_without_packages_of_the_gpu(program: str) -> None:
-    """No CuPy, PyTorch or `cuda` package: the base install."""
+    """The base install has no CuPy, PyTorch or `cuda` package."""
     done = subprocess.run([sys.executable, "-c", REFUSE_IMPORTS + program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

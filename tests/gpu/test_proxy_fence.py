@@ -16,7 +16,7 @@ WORDS = 16
 
 
 def send(order: int, blocks: int, threads: int, rounds: int, **where: object) -> tuple[int, list[str]]:
-    """How many words were copied too early, and the kinds of findings."""
+    """Copy words in an order; return how many were copied too early, and the kinds of findings."""
     out, stale = np.zeros((blocks, WORDS, threads), np.uint32), np.zeros(len(ORDERS), np.uint32)
     kernel = ptxlab.load(KERNEL, arch="sm_90")
     launch = Launch((blocks, 1, 1), (threads, 1, 1), WORDS * threads * 4)
@@ -35,7 +35,10 @@ def test_what_the_emulator_finds(order: int, kinds: list[str], mode: str) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("threads", [64, 256])
 def test_hardware_sees_every_byte_behind_a_fence_on_the_way(threads: int) -> None:
-    """Of the orders that the emulator refuses the counts are printed (`-s`): hardware need not show the mistake."""
+    """The counts of the orders that the emulator refuses are printed (`-s`).
+
+    Hardware need not show the mistake.
+    """
     stale = {name: send(i, 1056, threads, 20_000, backend="gpu")[0] for i, name in enumerate(ORDERS)}
     print(f"\n{threads} threads, of {1056 * threads * WORDS * 20_000:.2e} words too early: {stale}")
     assert [stale[name] for name in ORDERS[:2]] == [0, 0]

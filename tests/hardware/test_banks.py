@@ -68,7 +68,7 @@ def test_ldmatrix_by_hand(what: str, addresses: np.ndarray, wavefronts: int, min
 
 
 def by_definition(addresses: list[int], width: int, active: list[bool], store: bool) -> tuple[int, int]:
-    """(wavefronts, minimum) of one warp, one lane after the other."""
+    """Compute (wavefronts, minimum) of one warp, one lane after the other."""
     lanes_per_phase = {8: 16, 16: 8}.get(width, 32)
     if width >= 8 and not store:
         for other in (1, 2):

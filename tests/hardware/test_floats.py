@@ -39,7 +39,10 @@ def test_another_dtype_is_refused() -> None:
 
 @given(bits=hnp.arrays(np.uint32, (3, 64), elements=st.integers(0, 2**32 - 1)), shift=st.integers(-60, 60))
 def test_fma_is_rounded_once(bits: np.ndarray, shift: int) -> None:
-    """Against exact fractions; the addend is near the product, so that both have a say in the last bit."""
+    """The results equal exact fractions.
+
+    The addend is near the product, so that both have a say in the last bit.
+    """
     a, b = (1 + (raw & 0x7FFFFF) * np.float32(2.0**-23) for raw in bits[:2])
     c = np.ldexp(bits[2].astype(np.int32).astype(np.float32), shift - 31)
     for x, y, z, got in zip(a, -b, c, reference.fma(a, -b, c), strict=True):
@@ -48,7 +51,7 @@ def test_fma_is_rounded_once(bits: np.ndarray, shift: int) -> None:
 
 
 def rounded_to_single(exact: Fraction) -> np.float32:
-    """The nearest f32, of two the one with an even significand; no subnormals."""
+    """Round to the nearest f32, ties to the even significand; there are no subnormals."""
     if exact == 0:
         return np.float32(0)
     exponent = math.frexp(float(abs(exact)))[1] - 24
@@ -58,7 +61,10 @@ def rounded_to_single(exact: Fraction) -> np.float32:
 
 
 def test_fma_where_rounding_twice_goes_wrong() -> None:
-    """1 + 2^-23 and a product of 2^-24 (1 - 2^-36): beside a tie, which is all that float64 keeps of the sum."""
+    """The sum of 1 + 2^-23 and a product of 2^-24 (1 - 2^-36) lies beside a tie.
+
+    The tie is all that float64 keeps of the sum.
+    """
     a, b, c = np.float32([2.0**-24 * (1 + 2.0**-18)]), np.float32([1 - 2.0**-18]), np.float32([1 + 2.0**-23])
     for sign, twice in ((1, 1 + 2.0**-22), (-1, 1.0)):
         wide = (sign * a).astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)

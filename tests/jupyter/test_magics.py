@@ -30,7 +30,7 @@ def error_of(shell: InteractiveShell, options: str, text: str) -> Exception:
 
 
 def line_of(text: str, part: str) -> int:
-    """Where it stands in the cell, whose first line is the magic's."""
+    """Return the number of the line in the cell, whose first line is the magic's."""
     return 2 + next(i for i, line in enumerate(text.splitlines()) if part in line)
 
 
@@ -133,7 +133,10 @@ def test_warnings_name_the_cells_line(shell: InteractiveShell) -> None:
 
 @pytest.mark.full
 def test_warnings_about_cuda_name_the_line_of_cuda(shell: InteractiveShell) -> None:
-    """And not that of the PTX that NVRTC made of it: here an accumulator changes while wgmma adds to it."""
+    """They do not name the line of the PTX that NVRTC made of it.
+
+    Here an accumulator changes while wgmma adds to it.
+    """
     text = (Path(__file__).parent.parent / "outside" / "reused_fragment.cu").read_text()
     call = "wgmma(d, a, descriptor(tokens[2 * step], 128, 128));"
     assert call in text

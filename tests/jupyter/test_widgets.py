@@ -15,7 +15,7 @@ pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes 
 
 
 def controls(widget: Any) -> dict[str, Any]:
-    """Every control within a widget by its description."""
+    """Find every control within a widget by its description."""
     found = {widget.description: widget} if getattr(widget, "description", "") else {}
     for child in getattr(widget, "children", ()):
         found |= controls(child)

@@ -7,5 +7,5 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Device arrays that are NumPy's."""
+    """Fake device arrays that are NumPy's."""
     return FakeGpu(monkeypatch)

@@ -27,7 +27,7 @@ def test_characters_are_shown_whole() -> None:
 
 @given(st.text("thé \n", max_size=20), st.lists(st.text("the \n", min_size=1, max_size=4), max_size=3))
 def test_it_ends_before_the_stop_string_that_is_complete_first(written: str, stop: list[str]) -> None:
-    """However tokens cut it: nothing is shown of it, and all before it is."""
+    """No part of the stop string is shown, and all text before it is, however tokens cut it."""
     tokens = TOKENIZER.encode(written).tolist()
     beginnings = [TOKENIZER.decode(tokens[: n + 1]) for n in range(len(tokens))]
     stopped = next((text for text in beginnings if any(one in text for one in stop)), None)

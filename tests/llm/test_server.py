@@ -63,7 +63,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
 
 @pytest.mark.full
 def test_a_soak_of_random_requests() -> None:
-    """The small one; `test_server_on_gpu` has 2,000."""
+    """This is the small soak; `test_server_on_gpu` has 2,000 requests."""
     these = served(4, pages=4, chunk=40)
     for _ in soak(these, random_requests(20, TINY_MODEL.vocabulary, 100), cancels=0.2):
         pass
@@ -107,7 +107,7 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
 @pytest.mark.parametrize("temperature", [0.0, 30.0])
 @pytest.mark.parametrize("at", [0, 5])
 def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
-    """In a request that somebody has changed: nothing before it differs, and nothing behind it counts."""
+    """A request is changed at one token: no token before it differs, and no later one counts."""
     how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
     right = served(1).tokens_alone(how)
     runner = ALONE["float16"]
@@ -163,7 +163,10 @@ def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
 
 
 def test_prompts_go_in_between_steps() -> None:
-    """A prompt of 70 in chunks of 20: the sequence before it makes a token in each of the steps."""
+    """A prompt of 70 tokens goes in chunks of 20.
+
+    The sequence before it makes a token in each of the steps.
+    """
     these = served(2, chunk=20)
     first = these.submit(**REQUESTS[0])
     these.step()
@@ -178,8 +181,10 @@ def test_prompts_go_in_between_steps() -> None:
 @pytest.mark.default_cases("False")
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_a_page_of_an_equal_prefix_is_computed_once(share_prefixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a request that runs, by one that has ended, and not behind another beginning; a prompt that is wholly there
-    computes its last token."""
+    """The request that computed the page may run still or have ended; behind another beginning the page does not count.
+
+    A prompt that is wholly in the cache computes its last token.
+    """
     these = served(3, pages=9, chunk=128, share_prefixes=share_prefixes)
     extend, computed = these.server.runner.extend, list[int]()
     monkeypatch.setattr(
@@ -206,7 +211,7 @@ def test_a_whole_prompt_of_shared_pages_computes_its_last_page() -> None:
 
 
 def test_preempted_requests_take_up_what_they_had_left() -> None:
-    """Without batch invariance pages of generated tokens are shared, too."""
+    """Pages of generated tokens are shared too, without batch invariance."""
     runner = NumpyRunner(MODEL, 1, 128, chunk=128)
     server = Server(runner)
     request = server.submit([*range(60)], tokens=10)
@@ -270,7 +275,10 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("head", [*ALONE])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str) -> None:
-    """In the midst of a prompt, in its own chunk or an earlier one, and as a token that was made; pages go on."""
+    """The state belongs to a prompt's own chunk, an earlier one, or a generated token.
+
+    The request's pages are used again.
+    """
     config = replace(TINY_MODEL, layers=1, tied_head=False)
     model = QuantizedModel.rounded(FloatModel.random(config), group=32, dtype=dtype)
     how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
@@ -308,7 +316,7 @@ def test_a_stream_of_another_server_is_refused() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("place", ["layer", "head", "choice"])
 def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its middle, at any time: prompts in chunks, steps, both."""
+    """The step fails in its middle, at any time: with prompts in chunks, with steps, with both."""
     for at in range(0, 8, 2):
         these = served(2, pages=3, chunk=20)
         for i in (2, 0, 1):
@@ -353,7 +361,10 @@ def test_what_was_not_finite_in_a_call_that_fails_does_not_count(monkeypatch: py
 
 
 def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without its layers; the next one of both sequences would begin at the numbers that the failed one had."""
+    """The failed step runs without its layers.
+
+    The next step of both sequences would begin at the numbers that it had.
+    """
     runner = KernelRunner(MODEL, 2, 20, chunk=2, backend="emulator", batch_invariant=True)
     monkeypatch.setattr(runner, "_work", lambda b: [lambda: runner._begin(b)])
     runner.prefill([[1], [2]])
@@ -455,7 +466,7 @@ def test_bad_input_of_pages_and_heads() -> None:
 
 @pytest.mark.full
 def test_the_kernels_serve_the_tokens_of_each_alone() -> None:
-    """In the emulator, one layer: a sequence and its page are taken over, a row joins and a row leaves."""
+    """The emulator runs one layer: a sequence and its page are taken over, a row joins and a row leaves."""
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, layers=1)), group=32)
     how: dict[str, Any] = {"chunk": 4, "backend": "emulator", "batch_invariant": True}
     these = Served(Server(KernelRunner(model, 2, 20, **how)), KernelRunner(model, 1, 20, **how))

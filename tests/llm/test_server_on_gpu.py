@@ -26,7 +26,7 @@ SECONDS = float(os.environ.get("PTXLAB_SOAK_SECONDS", "300"))  # of the long one
 
 
 def in_use() -> int:
-    """Bytes of CuPy's pool."""
+    """Return the bytes of CuPy's pool."""
     import cupy
 
     return int(cupy.get_default_memory_pool().total_bytes())
@@ -35,7 +35,10 @@ def in_use() -> int:
 def endured(
     model: QuantizedModel, count: int, seconds: float, context: int, *, invariant: bool = True, head: str, **how: Any
 ) -> Served:
-    """A soak of up to `count` requests or `seconds`; without `invariant` in the fast mode, whose requests may part."""
+    """Run a soak of up to `count` requests or `seconds`.
+
+    Without `invariant` the fast mode runs, whose requests may part.
+    """
     runner = KernelRunner(model, context=context, batch_invariant=invariant, head=head, **how)
     alone = KernelRunner(runner.model, 1, context, chunk=how["chunk"], batch_invariant=True, head=head)
     these = Served(Server(runner), alone, may_part=not invariant)
@@ -71,12 +74,15 @@ def small() -> QuantizedModel:
 @pytest.mark.long(130)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
-    """2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
+    """The soak has 2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
     endured(small, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
 
 
 def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> None:
-    """Only where another token is nearly as likely: attention is rounded otherwise, and moves INT8 activations."""
+    """Requests part only where another token is nearly as likely.
+
+    Attention is rounded otherwise, which moves INT8 activations.
+    """
     these = endured(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
     likeliest, drawn = these.parted
     assert all(each.margin <= MOST_APART * each.spread for each in likeliest)
@@ -86,7 +92,7 @@ def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> Non
 @pytest.mark.long(40)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_soak_on_a_model_of_7b(head: str) -> None:
-    """50 requests; the weights are random."""
+    """The soak has 50 requests; the weights are random."""
     endured(random_model(Config.named("LLaMA-2-7B")), 50, SECONDS, 600, batch=16, pages=20, chunk=256, head=head)
 
 

@@ -61,9 +61,9 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came out: `result` is right, wrong, refused, fault (the emulator stopped it) or unfinished; `why` says more.
+    """Outcome of a case: `result` is right, wrong, refused, fault (the emulator stopped it) or unfinished.
 
-    `seconds` are those of the run with checks, of all schedules.
+    `why` says more. `seconds` are those of the run with checks, of all schedules.
     """
 
     result: str = "right"
@@ -127,7 +127,10 @@ class Observed(Emulate):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of a message, with the next if it ends in a colon; files outside the corpus by their names."""
+    """Return the first line of a message, with the next if it ends in a colon.
+
+    Files outside the corpus are named without their folders.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     joined = " ".join(lines[: 1 + (lines[0][-1] == ":")]) if lines else type(error).__name__
     return _PATH.sub(r"\1", joined)
@@ -194,7 +197,7 @@ def run(each: Case, folder: Path, seconds: float = SECONDS) -> Outcome:
 
 
 def load(folder: Path) -> list[Case]:
-    """The cases of a folder's `cases_*.py`."""
+    """Load the cases of a folder's `cases_*.py`."""
     sys.path = [*sys.path, str(folder)]  # cases may share modules
     sys.modules.setdefault("tests.outside.corpus", sys.modules[__name__])  # where this file runs as `__main__`
     CASES.clear()

@@ -33,7 +33,7 @@ def check_softmax(run: Run) -> None:
 
 
 def check_matmul(run: Run) -> None:
-    """Integers and eighths, of which all sums are exact, in whatever order they are made."""
+    """Check a product of integers and eighths, whose sums are exact in whatever order they are made."""
     rng, (m, n, k) = np.random.default_rng(2), (80, 144, 96)
     a, b = ((rng.integers(-8, 9, shape) / 8).astype(np.float16) for shape in ((m, k), (k, n)))
     out = run(a, b, np.zeros((m, n), np.float16), m, n, k, grid=(2, 2))

@@ -37,7 +37,7 @@ SMALL = (
 
 @pytest.fixture
 def events(emulated_gpu: pytest.MonkeyPatch) -> list[str]:
-    """Entries as they are launched, and where the stretch that is profiled begins and ends."""
+    """Log the entries as they are launched, and where the profiled stretch begins and ends."""
     seen: list[str] = []
     prepare = gpu.prepare
 

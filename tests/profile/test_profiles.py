@@ -25,7 +25,7 @@ NAME = "gemm_w4a8_qoq_sm90"
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, ncu: SimpleNamespace) -> SimpleNamespace:
-    """A GPU for which ncu has a report of one launch of `NAME`."""
+    """Fake a GPU for which ncu has a report of one launch of `NAME`."""
     info = SimpleNamespace(name="NVIDIA H200", slug="h200", driver="580")
     monkeypatch.setattr(gpu, "device_info", lambda: info)
     monkeypatch.setattr(gpu, "why_not", lambda arch, exact=False: None)

@@ -89,7 +89,7 @@ WHOLE = [decode_record.record()]
 
 
 def test_peaks_are_of_what_fits() -> None:
-    """By mix: FP8 with PyTorch's attention over an FP16 cache has room for fewer than FlashInfer's over FP8."""
+    """The room differs by mix: FP8 with PyTorch's attention over an FP16 cache has less than FlashInfer's over FP8."""
     rates = decode.rates(WHOLE, "LLaMA-2-7B", 80)
     room = {name: models.room_for(SEVEN, 80, name) for name in decode_record.OVER}
     assert room["fp8_row/sdpa"] < room["fp8_tensor/xqa_fp8"] == max(rates["FP8"])
@@ -160,7 +160,10 @@ def test_what_limits_a_step_is_said_at_three_batches() -> None:
 
 
 def test_the_floor_at_a_lower_clock_is_higher_by_products_alone() -> None:
-    """At half the clock of TOPS products take twice as long, or as long as their bytes; the rest takes what it took."""
+    """Products take twice as long at half the clock of TOPS, or as long as their bytes.
+
+    All else takes as long as before.
+    """
     slow = replace(WHOLE[0], rows=tuple(replace(row, sm_mhz=decode.TOPS_MHZ / 2) for row in WHOLE[0].rows))
     configs = {config.name: config for config in models.MODELS}
     for records, factor in ((WHOLE, 1), ([slow], 2)):

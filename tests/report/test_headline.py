@@ -84,7 +84,7 @@ def test_kinds_of_peers_stand_apart_and_only_where_all_were_measured() -> None:
 
 
 def test_a_record_with_humming_needs_no_stored_times_of_it() -> None:
-    """At 32 tokens the stored times have none; beside other peers the record's own time stands."""
+    """The stored times have none at 32 tokens; beside other peers the record's own time stands."""
     here = dict.fromkeys(gemm.KINDS["over g128"][1][-1:] + gemm.KINDS["over channel"][1][-1:], 1.0)
     own = changed(lambda row: replace(row, peers={**row.peers, **here}) if row.measure == "headline" else row)
     rows = gemm.points(own)

@@ -63,7 +63,7 @@ def test_speed_over_a_peer() -> None:
 
 
 def test_stored_peers_stand_beside_those_of_the_run() -> None:
-    """As they were measured; what the run measured itself stands with its own time."""
+    """The stored times are unchanged; peers that the run measured itself have the run's time."""
     row = POINTS[(POINTS.N == 12288) & (POINTS.K == 4096) & (POINTS.M == 16)].iloc[0]
     then = {name: us for name, us in STORED[12288, 4096, 16].items() if name != OURS}
     assert set(row.peers) == set(frames.GEMM_PEERS) == set(then)

@@ -81,7 +81,7 @@ def test_the_ends_that_win() -> None:
 
 
 def test_heads_of_64_stand_beside_those_of_128() -> None:
-    """Of both attention takes 1.2 times its floor, `rope_append_kv4` 2 µs."""
+    """Attention takes 1.2 times its floor in both, and `rope_append_kv4` 2 µs."""
     us = [1.2 * (1024 * 8 * 2 * (D // 2 + 4)) / 4.6e6 for D in (64, 128)]
     cells = [f"{each:.1f} µs | 0.83 | 2.0 µs" for each in us]
     assert f"µs | 0.80 | {cells[0]} | {cells[1]} |" in layer.d64_table(RECORD).splitlines()[2]

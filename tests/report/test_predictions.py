@@ -24,7 +24,7 @@ DEVICE = predictions.measured_device(RECORD)
 
 
 def timed(factor: float = 1.0) -> Record:
-    """The record with so many times what the model predicts in turn, of all that it predicts."""
+    """Make up a record whose times are `factor` times the model's prediction in turn, at all predicted points."""
     found = predictions.predictions(RECORD)
     places = found[["measure", "kernel", "activations", "N", "K", "M"]].itertuples(index=False, name=None)
     ours = dict(zip(places, found.in_turn_us, strict=True))

@@ -31,7 +31,7 @@ def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.M
 
 
 def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With records of a card of half the speed every header that states a measurement is out of date, and says so."""
+    """A card of half the speed puts every header that states a measurement out of date, and the check says so."""
     for module in (ladder, attention):
         record = module.recorded()
         assert record is not None

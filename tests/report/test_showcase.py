@@ -20,7 +20,7 @@ each = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The kernels and their inputs, in the current folder."""
+    """Copy the kernels and their inputs to the current folder."""
     monkeypatch.chdir(tmp_path)
     for path in showcase.folder().glob("*.*"):
         shutil.copy(path, tmp_path)
@@ -41,7 +41,7 @@ def run(here: Path, cli: Any) -> Any:
 
 
 def line_of(name: str, text: str) -> int:
-    """The one line that contains the text."""
+    """Return the number of the only line that contains the text."""
     (line,) = [i for i, line in enumerate(Path(f"{name}.cu").read_text().splitlines(), 1) if text in line]
     return line
 
@@ -66,7 +66,7 @@ def test_the_mistake_is_found_at_its_line(mistake: Mistake, mode: tuple[str, ...
 
 
 def right(name: str) -> np.ndarray:
-    """What the kernel should compute from its inputs, in plain NumPy."""
+    """Compute the kernel's right output from its inputs, in plain NumPy."""
     with np.load(f"{name}.npz") as archive:
         given = dict(archive)
     if name == "carrying_multiply":

@@ -53,7 +53,10 @@ def ids(page: Path) -> str:
 
 
 def commands(block: Block) -> Iterator[tuple[str, str, str]]:
-    """Command, comment and shown output of each line of a shell block; only `console` shows output."""
+    """Yield command, comment and shown output of each line of a shell block.
+
+    Only `console` shows output.
+    """
     text = re.sub(r"\\\n\s*", " ", block.text)  # lines that go on
     prompts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:] if block.language == "console" else None
     for part in prompts if prompts is not None else text.splitlines():
@@ -67,7 +70,7 @@ def commands(block: Block) -> Iterator[tuple[str, str, str]]:
 
 
 def assert_shown(shown: str, printed: str, where: str) -> None:
-    """Shown output, words only, without the rules of tables, with `...` for anything."""
+    """Assert that shown output equals the printed words, without the rules of tables, with `...` for anything."""
     shown, printed = (text.replace("─", "") for text in (shown, printed))
     shown = re.sub(r"^\.\.\. and \d+ more like it.*$", "...", shown, flags=re.MULTILINE)
     pattern = ".*?".join(re.escape(" ".join(part.split())) for part in shown.split("..."))
@@ -77,7 +80,7 @@ def assert_shown(shown: str, printed: str, where: str) -> None:
 
 
 def parse(command: str) -> None:
-    """The command and its options exist."""
+    """Assert that the command and its options exist."""
     name, *arguments = shlex.split(command)[1:]
     known = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
     assert name in known, f"{command}: no such command"
@@ -85,7 +88,7 @@ def parse(command: str) -> None:
 
 
 class Page:
-    """What running a page has come to: its folder, its names, what the last Python block printed."""
+    """State of a page that is run: its folder, its names, the output of the last Python block."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, folder: Path, run: Any) -> None:
         self.pytester = pytester
@@ -115,7 +118,7 @@ class Page:
         exec(compile(text, where, "exec"), self.names)
 
     def cell(self, text: str, where: str) -> None:
-        """A notebook cell, with `%load_ext ptxlab` done."""
+        """Run a notebook cell, with `%load_ext ptxlab` done."""
         ipython = pytest.importorskip("IPython.core.interactiveshell", reason=f"{where} needs IPython")
         shell = ipython.InteractiveShell.instance()
         ptxlab.load_ipython_extension(shell)
@@ -141,7 +144,7 @@ class Page:
             assert program in OTHERS, f"{where}: {command}: neither run nor known"
 
     def pytest(self, words: list[str], shown: str, where: str) -> None:
-        """A test run within this one."""
+        """Run pytest within this test run, and compare its output with the shown one."""
         options = ["-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "--disable-warnings"]
         with contextlib.redirect_stdout(io.StringIO()):  # which it echoes
             result = self.pytester.runpytest_inprocess(*options, *plugin.OPTIONS, *words)

@@ -44,7 +44,7 @@ def test_every_system_is_recorded_and_on_the_page() -> None:
 @pytest.mark.default_cases("COMET")
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
 def test_the_command_runs(system: ServingSystem, cli: Any, tmp_path: Path) -> None:
-    """On a model of random weights with a little text; then a text is generated from the folder in NumPy."""
+    """The model has random weights and a little text; then a text is generated from the folder in NumPy."""
     sizes = {"hidden_size": 256, "intermediate_size": 384}
     model, text, out = write_folder(tmp_path / "model", "smollm", **sizes), tmp_path / "text.txt", tmp_path / "out"
     text.write_text("the cat and the dog and the other cat\n" * 40)

@@ -16,7 +16,7 @@ from tests.support import made_up, w4a4_record
 
 
 def rows(table: str) -> list[list[str]]:
-    """Cells of a Markdown table's body."""
+    """Split a Markdown table's body into cells."""
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 

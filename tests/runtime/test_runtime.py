@@ -175,7 +175,7 @@ def test_a_ptx_kernel_without_a_spec_is_checked_by_lane(tmp_path: Path) -> None:
 
 def test_a_kernel_without_a_spec_takes_the_arrays_of_other_libraries() -> None:
     class Foreign:
-        """As PyTorch's tensors on the CPU are: memory that DLPack shares."""
+        """Stand-in for PyTorch's tensors on the CPU: memory that DLPack shares."""
 
         def __init__(self) -> None:
             self.array = np.arange(32, dtype=np.uint32)

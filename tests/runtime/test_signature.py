@@ -223,7 +223,7 @@ def test_names_of_other_libraries_that_a_source_declares_itself_are_not_compared
 
 @pytest.mark.parametrize("type_", ["float2", "__half2", "nv_bfloat162", "cuComplex", "int4"])
 def test_a_number_for_a_vector_needs_its_width(type_: str) -> None:
-    """One number would be passed for several."""
+    """A single number would be passed for several."""
     (parameter,) = of_cuda(SIGNATURE % f"{type_} x", "k", ["x"], [])
     with pytest.raises(ArgumentError, match=r"^x: a NumPy scalar, whose dtype says how wide"):
         parameter.accept("x", 2, "")

@@ -28,7 +28,7 @@ def edited(edit: Callable[[str], str]) -> Source:
 
 
 def short(text: str) -> str:
-    """The last thread writes nothing."""
+    """Change a kernel so that the last thread writes nothing."""
     return text.replace("setp.ge.u32     %done", "sub.u32 %count, %count, 1;\n    setp.ge.u32 %done")
 
 
@@ -171,7 +171,7 @@ def test_a_kernel_of_one_architecture_is_emulated_as_that() -> None:
 
 
 def rows_alone(name: str, **changes: Any) -> verify.Verdict:
-    """What `verify --batch-invariant` says of a kernel, whose spec may be changed first."""
+    """Return the verdict of `verify --batch-invariant` on a kernel, whose spec may be changed first."""
     spec, sources = registry.find(name)
     (job,), _ = verify.plan_rows([verify.Job(replace(spec, **changes), sources[-1], "emulator", {})])
     return verify.check_rows(job)

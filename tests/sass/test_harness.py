@@ -24,7 +24,7 @@ def run(source: Source, entry: str, args: list) -> None:
 
 
 def count_words(name: str, words: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Results of the counting harness for 16 words per thread: [thread, word, register]."""
+    """Run the counting harness on 16 words per thread, and return its results: [thread, word, register]."""
     word = harness.word_of(ptx(name))
     source = harness.counting(ptx(name), 16)
     assert word is not None and source is not None

@@ -195,7 +195,7 @@ def test_word_is_what_the_kernel_runs() -> None:
 @pytest.mark.default_cases("dequant_comet.ptx", "dequant_int4_naive.ptx")
 @pytest.mark.parametrize("source", [s for s in ALL if s.language == "ptx"], ids=lambda s: s.label)
 def test_looping_harness_adds_only_its_feedback(source: Source) -> None:
-    """In the loop: 8 words, an IMAD per word and pair of results, a counter, a compare, a branch."""
+    """The loop has 8 words, an IMAD per word and pair of results, a counter, a compare, a branch."""
     loop = harness.looping(source)
     assert loop is not None
     functions = sass.parse(toolchain.disassemble(toolchain.build(loop, "sm_90a")))

@@ -6,7 +6,7 @@ from ptxlab import registry, sources
 
 
 def test_a_source_that_changed_is_read_again(tmp_path: Path) -> None:
-    """In one process, such as a notebook's: the `.py` is as before, and the `.ptx` beside it is not."""
+    """A process such as a notebook's reads the `.ptx` again, though the `.py` beside it is as before."""
     spec, ptx = tmp_path / "mine.py", tmp_path / "dequant_lqq.ptx"
     spec.write_text("from ptxlab.lowbit.kernels.dequant import SPECS\n\nMINE = SPECS[0]\n")
     first = sources.of_kernel("dequant_lqq")[0].text

@@ -54,14 +54,14 @@ class Problem:
         return pool
 
     def check(self, backend: str) -> None:
-        """By the public call; whatever else is in the pool stays."""
+        """Compare the public call's pool with the expected one; all other bytes of the pool stay."""
         cache = replace(self.cache, pool=self.cache.pool.copy())
         ptxlab.append_kv4(self.k, self.v, cache, self.slots, rope=self.rope, backend=backend)
         assert np.array_equal(cache.pool, self.wanted)
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """By argument of the kernel."""
+        """Arrays by argument of the kernel."""
         inputs = {name: bits(x).reshape(len(x), -1) for name, x in (("k", self.k), ("v", self.v))} | {
             "slots": self.slots
         }
@@ -79,7 +79,10 @@ class Problem:
         return sizes | {"k_pitch": H * D, "v_pitch": H * D}
 
     def run(self, source: Any = None, rows: int = 0, **options: Any) -> tuple[np.ndarray, Outcome]:
-        """The pool and what the emulator says, with all its checks, of another source or other rows per thread."""
+        """Run a source (by default the kernel's) with all checks; return the pool and the emulator's outcome.
+
+        `rows` sets the rows per thread, if given.
+        """
         cache, inputs, sizes = self.cache, self.inputs, self.sizes
         config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
         config |= {"INDEX": int(self.slots.dtype == np.int64), "ROTATED": int(cache.rotated)}
@@ -102,12 +105,12 @@ class FusedProblem:
 
     @property
     def qkv(self) -> np.ndarray:
-        """As the GEMM leaves it, [T, (Hq + 2 Hkv) D]."""
+        """Queries, keys and values as the GEMM writes them, [T, (Hq + 2 Hkv) D]."""
         return np.concatenate([self.q, self.of.k, self.of.v], axis=1).reshape(len(self.q), -1)
 
     @property
     def wanted(self) -> np.ndarray:
-        """All that is rotated, bfloat16 as its bits; what is outside the tables by their last row."""
+        """Expected rotated rows, bfloat16 as its bits; a position outside the tables takes their last row."""
         cos, sin, *positions = self.of.rope or ()
         at = table_rows(positions[0] if positions else np.arange(len(self.q)), len(cos))
         x = np.concatenate([self.q, self.of.k], axis=1) if self.kept else self.q
@@ -115,7 +118,7 @@ class FusedProblem:
         return rotated
 
     def check(self, backend: str) -> None:
-        """By the public call: q, keys, and the pool as `append_kv4` leaves it."""
+        """Compare the public call's q, keys and pool with the expected ones; the pool is that of `append_kv4`."""
         cache, keys = replace(self.of.cache, pool=self.of.cache.pool.copy()), bits(np.empty_like(self.of.k))
         how: dict[str, Any] = {"rope": self.of.rope or (), "backend": backend, "keys": keys if self.kept else None}
         q = ptxlab.rope_append_kv4(bits(self.qkv), cache, self.of.slots, **how)
@@ -123,7 +126,7 @@ class FusedProblem:
         assert np.array_equal(found, self.wanted) and np.array_equal(cache.pool, self.of.wanted)
 
     def run(self, source: Any = None, rows: int = 0) -> tuple[np.ndarray, np.ndarray, Outcome]:
-        """What is rotated, the pool and what the emulator says, as `Problem.run`."""
+        """Run the kernel as `Problem.run` does; return the rotated rows, the pool and the emulator's outcome."""
         cache, inputs = self.of.cache, self.of.inputs
         inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {"qkv": bits(self.qkv)}
         sizes = {name: size for name, size in self.of.sizes.items() if name not in ("k_pitch", "v_pitch")}
@@ -148,12 +151,12 @@ class FusedProblem:
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-    """As NumPy and CuPy have it: bfloat16 by its bits."""
+    """View bfloat16 as its bits, as NumPy and CuPy hold it."""
     return x.view(np.uint16) if x.dtype == DTYPES[1] else x
 
 
 def changed(source: Source, old: str, new: str) -> Source:
-    """The source with the header that both kernels share put in, and one change."""
+    """Inline the header that both kernels share, and replace one place of the source."""
     header = '#include "kv_rows.cuh"\n'
     assert header in source.text
     rows = (Path(source.path).parents[1] / "include" / "kv_rows.cuh").read_text().replace("#pragma once\n", "")
@@ -165,7 +168,10 @@ def changed(source: Source, old: str, new: str) -> Source:
 def problem_of(
     k: np.ndarray, v: np.ndarray, scheme: str, size: int, *, pages: int = 0, index: Any = np.int32, rope: Any = None
 ) -> Problem:
-    """Tokens, every fourth of which is padding, to slots at random in a pool of anything."""
+    """Make a problem that writes tokens to random slots in a pool of random bytes.
+
+    Every fourth token is padding.
+    """
     T, H, D = k.shape
     pages = pages or ceil_div(T, size) + 1
     slots = RNG.permutation(pages * size)[:T].astype(index)
@@ -197,13 +203,16 @@ def normal(T: int, H: int, D: int, dtype: np.dtype = DTYPES[0]) -> tuple[np.ndar
 
 
 def scales(rows: int, precision: int) -> np.ndarray:
-    """f32 [rows], numbers of so many bits."""
+    """Draw f32 [rows] with significands of `precision` bits."""
     significand = RNG.integers(2 ** (precision - 1), 2**precision, rows)
     return np.ldexp(significand, RNG.integers(-14, 1, rows) - precision + 1).astype(np.float32)
 
 
 def ties(scale: np.ndarray, D: int, bits: int) -> np.ndarray:
-    """f32 [rows, D]: a half and an integer times the row's scale, which by its extremes is the one that it gets."""
+    """Draw f32 [rows, D], a half and an integer times the row's scale, so that each element is a tie.
+
+    The extremes of a row give it exactly that scale.
+    """
     below = 2 ** (bits - 1) - 1
     quotients = RNG.integers(-below, below, (len(scale), D)) + np.float32(0.5)
     quotients[:, 0], quotients[:, 1] = -below, below + 1
@@ -212,7 +221,10 @@ def ties(scale: np.ndarray, D: int, bits: int) -> np.ndarray:
 
 
 def rotated_to_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """f16 [rows, 1, 64], equal within pairs, that a rotation makes ties of an f16 scale, or what lies next to ties."""
+    """Draw f16 [rows, 1, 64], equal within pairs, and tables that rotate it.
+
+    The rotated values are ties of an f16 scale, or lie next to ties.
+    """
     scale = scales(rows, 11)
     x, wanted = RNG.uniform(1, 2, (rows, 32)).astype(np.float16), ties(scale, 32, bits)
     sin = (wanted * RNG.integers(-6, 7, wanted.shape) * 2.0**-26).astype(np.float32)
@@ -225,8 +237,11 @@ def rotated_to_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray,
 
 
 def beyond_the_levels(rows: int, bits: int) -> np.ndarray:
-    """f16 [rows, 1, 64]: scales so small that they are rounded by up to a half of themselves, so that the zero and what
-    lies at the other end are clipped; extremes that are both rounded up; and zeros."""
+    """Draw f16 [rows, 1, 64] of three kinds in turn.
+
+    Scales so small that they are rounded by up to a half of themselves, so that the zero and what lies at the other end
+    are clipped; extremes that are both rounded up; and zeros.
+    """
     levels = 2**bits - 1
     kinds = [
         RNG.integers(-int(1.49 * levels), 1, (rows, 64)) * 2.0**-24,
@@ -239,7 +254,7 @@ def beyond_the_levels(rows: int, bits: int) -> np.ndarray:
 
 
 def any_constants(scheme: str) -> Problem:
-    """Quotients by channel that are infinite, tiny, or ties."""
+    """Make a problem by channel whose quotients are infinite, tiny, or ties."""
     k, v = normal(40, 2, 64)
     scale = np.exp2(RNG.integers(-126, 120, (2, 64))).astype(np.float32)
     scale[:, ::2] = scales(64, 6).reshape(2, 32)
@@ -252,7 +267,7 @@ def any_constants(scheme: str) -> Problem:
 
 
 def huge(scheme: str) -> Problem:
-    """Quotients by channel beyond any f32, of both signs."""
+    """Make a problem by channel whose quotients exceed any f32, of both signs."""
     k, v = (x * np.float32(1e38) for x in np.where(RNG.random((2, 9, 2, 64)) < 0.5, -3, 3))
     problem = problem_of(k.astype(DTYPES[1]), v.astype(DTYPES[1]), scheme, 16)
     constants = (np.full((2, 64), 2.0**-90, np.float32), np.zeros((2, 64), np.float32))
@@ -260,7 +275,7 @@ def huge(scheme: str) -> Problem:
 
 
 def next_to_ties(scheme: str, tiny: bool, tokens: int = 64) -> Problem:
-    """By channel, keys that a rotation makes any f32 next to a tie of their channel's scale."""
+    """Make a problem by channel whose keys a rotation makes any f32 next to a tie of their channel's scale."""
     known, heads = KV_SCHEMES[scheme], 2
     exponents = np.full(64, -126) if tiny else RNG.integers(-99, 99, 64)
     scale = RNG.uniform(1, 2, (heads, 64)).astype(np.float32) * np.exp2(exponents).astype(np.float32)

@@ -20,7 +20,10 @@ Q = Q.astype(np.float16)
 
 
 def hold(q: np.ndarray, cache: KVCache, out: Any, lse: Any = None, *, window: int = 0, scale: float = 0.0) -> None:
-    """Results of host queries [B, T, Hq, D] within the spec's bound of the reference; zeros and -inf where it says."""
+    """Assert that results of host queries [B, T, Hq, D] are within the spec's bound of the reference.
+
+    Where the reference has zeros and -inf, the results do too.
+    """
     BF16 = int(q.dtype == np.uint16)
     x, scale = numbers(q, sm80.DTYPES[BF16]).astype(np.float32), scale or cache.head_dim**-0.5
     right = MMA.expected({"q": x, "cache": cache, "softmax_scale": scale, "window": window}, {"BF16": BF16})
@@ -37,7 +40,7 @@ def sent(array: Any) -> Any:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    """Copied, so that the original stays as it is."""
+    """Copy a cache to the device, so that the original stays as it is."""
     return problems.moved(cache, lambda array: sent(np.array(array)))
 
 

@@ -29,7 +29,7 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One sequence, and pages that it does not have, from which faults are made.
+    """Attention over one sequence, with further pages from which faults are made.
 
     Attributes:
         q: f16 [1, 1, Hq, D].
@@ -58,14 +58,14 @@ class Problem:
         return Draws(np.repeat(self.cache.block_table, draws, axis=0), np.repeat(self.cache.lengths, draws))
 
     def with_other_lasts(self) -> Draws:
-        """The same, but that every one has another last token."""
+        """Return the right draws, each with another last token."""
         draws = self.right()
         draws.table[:, -1] = np.resize(self.lasts, DRAWS)
         return draws
 
 
 def problem(data: kvdata.Data, heads: tuple[int, int], length: int, spare: int = 100, seed: int = 0) -> Problem:
-    """With `spare` pages in which keys and values are swapped, and as many with another last token."""
+    """Make a problem with `spare` pages whose keys and values are swapped, and as many with another last token."""
     rng, (Hq, Hkv) = np.random.default_rng(seed), heads
     pages = ceil_div(length, PAGE)
     own = kvdata.random_pages(rng, pages, Hkv, data=data)
@@ -96,7 +96,7 @@ def neighbours_page(of: Problem, rng: np.random.Generator) -> Draws:
 
 
 def integers_swapped(of: Problem, rng: np.random.Generator) -> Draws:
-    """Of keys and values of a page."""
+    """Swap the integers of keys and values of one page in each draw."""
     table, lengths = of.right()
     which = rng.integers(0, len(of.swaps), DRAWS)
     table[np.arange(DRAWS), of.swapped[which]] = of.swaps[which]
@@ -104,13 +104,13 @@ def integers_swapped(of: Problem, rng: np.random.Generator) -> Draws:
 
 
 def last_token_lost(of: Problem, rng: np.random.Generator) -> Draws:
-    """To be held against `with_other_lasts`."""
+    """Drop the last token of each draw; the results are compared with those of `with_other_lasts`."""
     table, lengths = of.with_other_lasts()
     return Draws(table, lengths - 1)
 
 
 def part_dropped(of: Problem, rng: np.random.Generator) -> Draws:
-    """A run of pages, such as another block hands over."""
+    """Drop a run of pages in each draw, such as another block hands over."""
     count = rng.integers(1, max(2, of.whole // 2), DRAWS)
     first = rng.integers(0, of.whole - count)
     return _without(of, first, first + count)
@@ -126,7 +126,7 @@ FAULTS: tuple[Callable[[Problem, np.random.Generator], Draws], ...] = (
 
 
 def _without(of: Problem, first: np.ndarray, end: np.ndarray) -> Draws:
-    """Pages first .. end - 1 are left out."""
+    """Remove the pages first .. end - 1 from each draw."""
     table, lengths = of.right()
     place = np.arange(table.shape[1])
     place = np.minimum(place + (place >= first[:, None]) * (end - first)[:, None], table.shape[1] - 1)
@@ -134,7 +134,7 @@ def _without(of: Problem, first: np.ndarray, end: np.ndarray) -> Draws:
 
 
 class Sums(NamedTuple):
-    """Of every page of a pool: scores' shift [Hkv, r], weights' sums [pages, Hq], values' sums [pages, Hq, D]."""
+    """Sums of every page of a pool: scores' shift [Hkv, r], weights' sums [pages, Hq], values' sums [pages, Hq, D]."""
 
     shift: Any
     weights: Any
@@ -142,7 +142,7 @@ class Sums(NamedTuple):
 
 
 def page_sums(of: Problem, tokens: int, shift: Any = None) -> Sums:
-    """Of the first `tokens` of every page of the pool; NumPy or CuPy."""
+    """Compute the sums of the first `tokens` of every page of the pool, in NumPy or CuPy."""
     Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
     pool, q = of.cache.pool, of.q.reshape(Hkv, Hq // Hkv, HEAD_DIM).astype(np.float64)
     keys, values = (
@@ -171,7 +171,10 @@ class Expected:
         self.of, self._lasts = of, {PAGE: self.whole}
 
     def __call__(self, draws: Draws) -> tuple[Any, Any]:
-        """(out f64 [draws, 1, 1, Hq, D], lse f64 [draws, 1, 1, Hq]); all end at the same place in their last pages."""
+        """Compute (out f64 [draws, 1, 1, Hq, D], lse f64 [draws, 1, 1, Hq]) of draws.
+
+        All draws end at the same place in their last pages.
+        """
         (end,) = {int((length - 1) % PAGE) + 1 for length in draws.lengths}
         if end not in self._lasts:
             self._lasts[end] = page_sums(self.of, end, self.whole.shift)
@@ -190,6 +193,6 @@ class Expected:
 
 
 def refused(got: np.ndarray, right: np.ndarray, allowed: Allowed) -> np.ndarray:
-    """Which of the results [draws, ...] have an element, or a row, that is further off than it may be."""
+    """Tell which results [draws, ...] have an element, or a row, that is further off than allowed."""
     elements, rows = misses(got, right, allowed)
     return elements.reshape(len(got), -1).any(axis=-1) | rows.reshape(len(got), -1).any(axis=-1)

@@ -21,7 +21,7 @@ Change = Callable[[np.random.Generator, np.ndarray, Tokens, Tokens], None]  # of
 
 
 def nothing(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
-    """A bell in everything."""
+    """Leave queries, keys and values Gaussian."""
 
 
 def equal_scores(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
@@ -30,7 +30,7 @@ def equal_scores(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) 
 
 
 def one_dominant_score(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
-    """The key of some token is the query itself, times five."""
+    """Set one key of each sequence to five times the query."""
     for queries, keys in zip(q, k, strict=True):
         heads = keys.shape[1]
         keys[len(keys) // 2 :][:1] = (
@@ -45,7 +45,7 @@ def scores_beyond_fp16(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: To
 
 
 def queries_below_fp16(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
-    """One element of a query is an ordinary one, the others are subnormal; and a query is zero."""
+    """Make all but one element of each query subnormal in FP16, and one query zero."""
     q[..., 1:] *= 2.0**-20
     q[0] = 0
 
@@ -57,13 +57,19 @@ def outlier_keys(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) 
 
 
 def large_and_small_values(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
-    """Up to a quarter of FP16's range in the first sequence; scales that are subnormal in FP16 in the others."""
+    """Scale the values of the first sequence up to a quarter of FP16's range.
+
+    In the others, the scales of values become subnormal in FP16.
+    """
     for b, values in enumerate(v):
         values *= 4000 if b == 0 else 1e-5
 
 
 def rising_scores(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
-    """Every tile has a larger score than those before it, so that sums so far are scaled down again and again."""
+    """Make every tile's largest score exceed those of the tiles before it.
+
+    So the partial sums are scaled down again and again.
+    """
     for queries, keys in zip(q, k, strict=True):
         heads, D = keys.shape[1:]
         mine = queries.reshape(-1, heads, queries.shape[-2] // heads, D)[-1, :, 0]
@@ -71,7 +77,10 @@ def rising_scores(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens)
 
 
 def a_sign_per_tile(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
-    """All tokens count alike, and values of a tile have a sign and size of their own: whichever is missing shows."""
+    """Give the values of each tile a sign and size of their own, under equal scores.
+
+    So it shows in the result if any tile is missing.
+    """
     equal_scores(rng, q, k, v)
     for values in v:
         tiles = ceil_div(len(values), TILE)
@@ -91,7 +100,7 @@ CASES = (
 
 
 def at_edges(page_size: int) -> tuple[int, ...]:
-    """Lengths at which the first page or the second tile is just full, lacks a token, or is followed by one more."""
+    """List lengths at which the first page or the second tile is just full, lacks a token, or has one token more."""
     return tuple(edge + beside for edge in (page_size, 2 * TILE) for beside in (-1, 0, 1))
 
 
@@ -108,7 +117,10 @@ def problem(
     page_size: int = 64,
     spare: int = 2,
 ) -> tuple[np.ndarray, KVCache]:
-    """(q f32 [B, T, Hq, D], cache) with `spare` pages and table entries that no sequence uses, all of them wild."""
+    """Make (q f32 [B, T, Hq, D], cache).
+
+    The cache has `spare` pages and table entries that no sequence uses, all with random contents.
+    """
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((len(lengths), T, Hq, D), dtype=np.float32)
     keys, values = ([rng.standard_normal((n, Hkv, D), dtype=np.float32) for n in lengths] for _ in range(2))
@@ -129,7 +141,7 @@ def problem(
 
 
 def moved(cache: KVCache, to: Any) -> KVCache:
-    """Its arrays sent there one by one."""
+    """Send the arrays of a cache one by one, by `to`."""
     fields: dict[str, Any] = {name: to(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
     channels = {name: getattr(cache, name) for name in ("k_channel", "v_channel")}
     return replace(cache, **fields | {name: both and tuple(map(to, both)) for name, both in channels.items()})
@@ -160,7 +172,10 @@ def check(
 
 
 def check_the_unseen(variant: Any, logical: Arrays, outputs: Arrays) -> None:
-    """The second sequence is empty: nothing comes out; elsewhere numbers do, and a logarithm where a token is seen."""
+    """Assert that the second sequence, which is empty, gives zeros, and that the other results are finite.
+
+    The logarithm is finite for each query that sees a token.
+    """
     assert not outputs["out"][1].any() and np.isneginf(outputs["lse"][1]).all()
     assert np.isfinite(numbers(outputs["out"], variant.dtype)).all()
     seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0

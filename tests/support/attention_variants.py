@@ -18,7 +18,7 @@ from tests.support import attention_problems as problems
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for: with a `tile` `attention_kv4_sm90`, else `attention_kv4_mma_sm80`."""
+    """Compile-time shape of a kernel: `attention_kv4_sm90` with a `tile`, `attention_kv4_mma_sm80` without."""
 
     D: int
     page: int
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of queries and results."""
+        """Dtype of queries and results, by name."""
         return sm80.DTYPES[self.BF16]
 
     def sizes(self, window: int = 0, blocks: int = 1) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
         window: int = 0,
         blocks: int = 1,
     ) -> tuple[Arrays, Arrays]:
-        """(logical inputs, arguments)."""
+        """Make a problem: (logical inputs, arguments)."""
         scheme = sm80.scheme_of(self.bits, self.channel)
         q, cache = problems.problem(seed, lengths, change, scheme=scheme, page_size=self.page, **self.shape(Hkv))
         logical = {"q": q, "cache": cache, "softmax_scale": self.D**-0.5, "window": window}
@@ -80,12 +80,15 @@ class Variant(NamedTuple):
     def run(
         self, logical: Arrays, arrays: Arrays, backend: str = "emulator", more: Mapping[str, int] = {}, **how: Any
     ) -> Outcome:
-        """A launch with `more` constants, whose results nobody has looked at."""
+        """Launch the kernel with `more` constants, without a check of its results."""
         sizes, config = self.sizes(logical["window"], logical.get("blocks", 1)), {**self.config, **more}
         return run_spec(self.spec, self.source, arrays, sizes=sizes, config=config, backend=backend, **how)
 
     def check(self, logical: Arrays, arrays: Arrays, backend: str = "emulator", **how: Any) -> Arrays:
-        """What it says, held against the reference within its bound; nothing that blocks hand over is left."""
+        """Run the kernel and compare its results with the reference within the bound.
+
+        The buffers in which blocks hand over partial results have to be empty afterwards.
+        """
         sizes = self.sizes(logical["window"], logical.get("blocks", 1))
         return problems.check(self.spec, logical, backend, arrays, sizes=sizes, config=self.config, **how)
 
@@ -104,7 +107,10 @@ HOPPER = tuple(v._replace(tile=AttentionTileSm90(*tile)) for v, tile in zip(AMPE
 
 
 def drawn(tokens: int, sequences: int, *, gpu: bool = False, **more: Any) -> dict[str, st.SearchStrategy[Any]]:
-    """Problems for `given`: `Variant.problem`'s arguments, in the emulator also its mode, and whatever `more` says."""
+    """Build the strategies of problems for `given`: the arguments of `Variant.problem`, and `more`.
+
+    In the emulator its mode is drawn too.
+    """
     usual: dict[str, st.SearchStrategy[Any]] = {
         "lengths": st.lists(st.integers(0, tokens), min_size=1, max_size=sequences).map(tuple),
         "Hkv": st.integers(1, 3 if gpu else 2),

@@ -18,7 +18,10 @@ BOXES = {1: (32,), 2: (4, 16), 3: (2, 4, 16), 4: (2, 2, 2, 8), 5: (2, 2, 1, 2, 1
 
 
 def source(axes: int, back: str, fence: str = "fence.proxy.async.shared::cta;", wait: str = "wait_group 0") -> str:
-    """A box at (x, ...) of one map comes to shared memory, doubles there, and goes to the same place of another."""
+    """Write a kernel that brings the box at (x, ...) of one map to shared memory and doubles it there.
+
+    The box goes to the same place of another map.
+    """
     places = ", ".join(f"%{i}" for i in range(3, 3 + axes))
     numbers = ", ".join(f'"r"(at{i})' for i in range(axes))
     return f"""
@@ -63,7 +66,10 @@ CHECKED = {"checks": emulator.CHECKS | {"proxy"}}
 
 
 def move(axes: int, place: tuple[int, ...], back: str, backend: str = "emulator", **more: Any) -> tuple[Any, ...]:
-    """What `to` held, what it holds, what it should, and the findings; `place` in the order of the axes."""
+    """Move a box; return the array `to` before and after, the expected one, and the findings.
+
+    `place` is in the order of the axes.
+    """
     rng, how = np.random.default_rng(axes), {k: more.pop(k) for k in ("fence", "wait") if k in more}
     x, y = (rng.integers(-99, 99, SHAPES[axes]).astype(np.float32) for _ in range(2))
     box, before = BOXES[axes], y.copy()
@@ -111,7 +117,7 @@ REDUCTIONS = [
 
 
 def reduce(op: str, t: str, dtype: Any, combine: Any, backend: str, **options: Any) -> tuple[Any, Any, Any]:
-    """What three blocks leave in 64 numbers, what they should, and the findings."""
+    """Reduce in bulk from three blocks into 64 numbers; return these, the expected ones, and the findings."""
     x = np.random.default_rng(0).integers(0, 99, (1 if op[:3] in ("inc", "dec") else 3, 64)).astype(dtype)
     x = np.broadcast_to(x, (3, 64)).copy()  # of those two, the order of different numbers would matter
     raw = np.uint16 if np.dtype(dtype).itemsize == 2 else dtype
@@ -161,7 +167,7 @@ boxes(const __grid_constant__ TensorMap map, unsigned* image, int row, int colum
 
 def bring(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int,
           backend: str = "emulator", source: str = SOURCE, **options: Any) -> tuple[np.ndarray, list[str]]:  # fmt: skip
-    """The kernel's picture of shared memory, and the findings."""
+    """Bring boxes to shared memory; return the kernel's picture of shared memory, and the findings."""
     image = np.zeros(IMAGE, np.uint8)
     tensor_map = TensorMap(array, box, swizzle)
     numbers = map(np.int32, (row, column, tensor_map.box_bytes, place, more))

@@ -10,7 +10,7 @@ from ptxlab import gpu
 
 
 def same_bits_as_plain(chain: Callable[[bool], None], written: Sequence[Any]) -> None:
-    """50 replays of the chain, launched programmatically, write the same bits as one launched plainly.
+    """Assert that 50 replays of the chain, launched programmatically, write the same bits as one plain launch.
 
     `chain` enqueues the launches, which it is told whether to launch programmatically; `written` are CuPy's arrays.
     """

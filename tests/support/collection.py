@@ -16,7 +16,7 @@ class BuiltAtImportError(Exception):
 
 @contextmanager
 def nothing_is_built() -> Iterator[None]:
-    """Compilers (whatever goes through the cache, and NVRTC itself) and the emulator refuse."""
+    """Make compilers (NVRTC, and all that go through the cache) and the emulator raise while the block runs."""
 
     def refuse(*_: object, **__: object) -> None:
         raise BuiltAtImportError("parametrize by names, and compile in a fixture or a cached function")
@@ -31,6 +31,6 @@ def nothing_is_built() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Around the imports of all test modules."""
+    """Forbid builds while pytest imports the test modules."""
     with nothing_is_built():
         return (yield)

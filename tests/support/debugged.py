@@ -77,6 +77,6 @@ def session(text: str, *args: Any, block: Any = 32, grid: Any = 1, checks: Any =
 
 
 def scaled(**more: Any) -> Session:
-    """`scale` on 0 .. 127: 3 / 0 in one place."""
+    """Debug `scale` on 0 .. 127, with 3 / 0 in one place."""
     x = np.arange(128, dtype=np.float32)
     return session(SCALE, x, np.zeros(128, np.float32), np.float32(0.5), block=128, **more)

@@ -20,7 +20,7 @@ _CEILINGS = Ceilings(4.5, 4.2)
 
 
 def record(configs: Sequence[Config] = models.MODELS) -> Record:
-    """Of these models, on a card of 141 GB."""
+    """Make up a record of these models, on a card of 141 GB."""
     rows = tuple(row for config in configs for row in _rows(config))
     device = {"name": "NVIDIA H200", "card": "GPU-0"}
     return Record("decode", device, {}, _CEILINGS.to_json(), rows, commit="0123456789ab", date="2026-11-23")

@@ -34,7 +34,7 @@ class DeviceLock:
         self.alone: bool | None = None  # how it is held; None: not at all
 
     def acquire(self, *, alone: bool) -> None:
-        """Wait for it; who has it alone keeps it."""
+        """Wait for the device; a process that holds it alone keeps it."""
         if self.alone is not None:
             assert self.alone and alone, "released after every test, but between two that measure"
             return
@@ -47,13 +47,13 @@ class DeviceLock:
         self.alone = None
 
     def close(self) -> None:
-        """Release it for good."""
+        """Close the lock's file, which releases the device for good."""
         os.close(self._device)
 
 
 @cache
 def _lock() -> DeviceLock:
-    """Of this process."""
+    """Return this process's lock on the device."""
     return DeviceLock(Path(tempfile.gettempdir()), f"ptxlab-tests-{os.getuid()}")
 
 
@@ -155,7 +155,10 @@ def _name_for_scheduler(test: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and outside of the timeout
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
-    """The device for a test, alone or shared; alone for all that measure one after the other."""
+    """Hold the device while a GPU test runs, alone or shared.
+
+    Tests that measure, one after the other, keep it alone until the last of them has ended.
+    """
     if item.get_closest_marker("gpu") is None:
         return (yield)
     lock, alone = _lock(), _measures(item)
@@ -169,7 +172,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _leave_device() -> None:
-    """Wait for what is still running, and give back memory that is kept unused: others may need it."""
+    """Wait for running work, and free the pools' unused memory, which other processes may need."""
     with contextlib.suppress(RuntimeError):  # of a device that a test has broken: those that follow will say so
         if (cupy := sys.modules.get("cupy")) is not None:
             cupy.cuda.Device().synchronize()

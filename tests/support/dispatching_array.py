@@ -18,7 +18,7 @@ class DispatchingArray:
         raise TypeError("implicit conversion to a NumPy array")
 
     def get(self) -> Any:
-        """A copy on the host, as CuPy's."""
+        """Copy the array to the host, as CuPy's `get` does."""
         return self.array.copy()
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ class DispatchingArray:
 
 
 def flushed(array: Any) -> Any:
-    """Float32 numbers that are subnormal become zeros."""
+    """Replace subnormal float32 numbers by zeros."""
     if getattr(array, "dtype", None) != np.float32:
         return array
     return np.where(np.abs(array) < np.finfo(np.float32).tiny, np.float32(0), array)

@@ -153,7 +153,7 @@ def _parts(
 
 
 def _state(kind: str, scheme: Quantization) -> dict[str, Any]:
-    """State the quantisation as the format's writers do."""
+    """State the quantisation in the config as the format's writers do."""
     group = scheme.group or -1
     if kind == "awq":
         return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
@@ -266,7 +266,7 @@ def in_own_file(file: QuantizedDraft) -> None:
 
 
 def in_both_files(**changes: Any) -> Callable[[QuantizedDraft], None]:
-    """State it in quantize_config.json too, with changes."""
+    """Return an edit that also states the quantisation in quantize_config.json, with changes."""
 
     def edit(file: QuantizedDraft) -> None:
         file.further["quantize_config.json"] = {**file.quantization, **changes}

@@ -16,7 +16,10 @@ HEADER = ".version 8.1\n.target sm_90\n.address_size 64\n"
 
 
 def kernel(body: str, params: str = ".param .u64 out", outside: str = "", directives: str = "") -> str:
-    """A module with one entry `k`; registers %r, %s, %t (b32), %x, %y (b64), %f (f32), %p, %q are declared."""
+    """Write a module with one entry `k` around a body.
+
+    The registers %r, %s, %t (b32), %x, %y (b64), %f (f32), %p, %q are declared.
+    """
     return (
         f"{HEADER}{outside}\n.visible .entry k({params}) {directives}\n{{\n"
         ".reg .b32 %r<20>, %s, %t; .reg .b64 %x<20>, %y; .reg .f32 %f<8>; .reg .pred %p, %q; .reg .b16 %h<4>;\n"
@@ -37,7 +40,7 @@ COPY_PROLOGUE = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 4; mov.u32 %r2, buf; a
 
 
 def values(body: str, threads: int = 32, blocks: int = 1, **more) -> np.ndarray:
-    """What each thread has in %s after the body."""
+    """Run a body and return the final %s of each thread."""
     out = np.zeros(threads * blocks, np.uint32)
     emulator.run(kernel(body + STORE, outside=more.pop("outside", "")), "k", [out], grid=blocks, block=threads, **more)
     return out
@@ -48,7 +51,7 @@ def run(text: str, *args, threads: int = 32, blocks: int = 1, **more) -> emulato
 
 
 def record_options(monkeypatch: pytest.MonkeyPatch) -> list[emulator.EmulatorOptions]:
-    """A list that gets the options of every machine made from now on."""
+    """Return a list that gets the options of every emulator made from now on."""
     options: list[emulator.EmulatorOptions] = []
 
     class Recorder(Machine):
@@ -61,7 +64,7 @@ def record_options(monkeypatch: pytest.MonkeyPatch) -> list[emulator.EmulatorOpt
 
 
 def told(outcome: Callable[[], list[str]]) -> str:
-    """What a run says: its findings, or the error that it ends with."""
+    """Run a function and return its findings, or the error that it ends with, as text."""
     try:
         return "\n".join(outcome())
     except EmulationError as error:
@@ -69,13 +72,13 @@ def told(outcome: Callable[[], list[str]]) -> str:
 
 
 def line_of(text: str, part: str) -> int:
-    """The first line, from 1, with this part."""
+    """Return the number of the first line, from 1, that contains `part`."""
     return next(i for i, line in enumerate(text.split("\n"), 1) if part in line)
 
 
 @functools.cache
 def cuda(source: str, arch: str = "compute_90") -> str:
-    """PTX that NVRTC makes of a CUDA source."""
+    """Compile a CUDA source to PTX by NVRTC."""
     from cuda.bindings import nvrtc
     from cuda.pathfinder import find_nvidia_header_directory
 

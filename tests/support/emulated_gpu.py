@@ -29,7 +29,7 @@ def _measure(calls: Sequence[Callable[[], None]], **_: Any) -> Measured:
 
 
 def _measure_graph(calls: Sequence[Callable[[], None]], **_: Any) -> tuple[Measured, Any]:
-    """And a graph, whose replays run the calls."""
+    """Measure calls, and return with the time a graph whose replays run the calls."""
 
     def replay() -> None:
         for call in calls:
@@ -40,7 +40,7 @@ def _measure_graph(calls: Sequence[Callable[[], None]], **_: Any) -> tuple[Measu
 
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """`ptxlab.gpu` and the measuring, on the CPU."""
+    """Replace `ptxlab.gpu` and the measuring by stand-ins on the CPU."""
     from benchmarks.layer import decoder, fused
     from ptxlab.bench import copying
     from ptxlab.bench import user_kernels as own

@@ -29,12 +29,12 @@ class DeviceArray:
     nbytes = property(lambda self: self.host.nbytes)
 
     def reshape(self, *shape: int) -> "DeviceArray":
-        """On the same memory."""
+        """View the same memory in another shape."""
         return DeviceArray(self.host.reshape(shape), self.device)
 
 
 class FakeGpu:
-    """What was done, and what to answer.
+    """Fake of `ptxlab.gpu`, with a log of what was done and the answers to give.
 
     Attributes:
         launched: (kernel, stream) of every launch.
@@ -153,7 +153,7 @@ class _Loaded:
 
 
 def on_device(packed: Any) -> Any:
-    """Packed weights or activations as if `ptxlab.to_device` had brought them there."""
+    """Convert packed weights or activations as if `ptxlab.to_device` had copied them."""
     if isinstance(packed, np.ndarray):
         return DeviceArray(packed)
     import copy

@@ -14,7 +14,10 @@ STALLS = {"long_scoreboard": 2.5, "barrier": 1.5, "selected": 1.0, "not_selected
 
 
 def printed(names: Sequence[str], metrics: Sequence[str]) -> str:
-    """As ncu prints with --csv --page raw: other output, the header, a line of units, a line per launch."""
+    """Write the output of ncu with --csv --page raw.
+
+    Other output comes first, then the header, a line of units, and a line per launch.
+    """
     columns = ["ID", "Process ID", "Kernel Name", *metrics]
     columns += [f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS]
     lines = [columns, ["", "", "", *("%" for _ in columns[3:])]]
@@ -26,7 +29,7 @@ def printed(names: Sequence[str], metrics: Sequence[str]) -> str:
 
 @pytest.fixture
 def ncu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """`output` is what it prints, `report` the file that it exports, `command` how it was called last."""
+    """Replace ncu: `output` is what it prints, `report` the file that it exports, `command` its last command line."""
     state = SimpleNamespace(output="", command=[], report=None)
 
     def run(command: list[str], **_: object) -> SimpleNamespace:

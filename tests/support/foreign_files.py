@@ -24,7 +24,7 @@ _ROWS_OF_32 = [8 * j + i for i in range(8) for j in range(4)]
 
 
 def qserve_nibbles(q4: np.ndarray) -> np.ndarray:
-    """qweight s8 [N, K/2] of q4 [N, K]."""
+    """Pack q4 [N, K] as QServe's qweight s8 [N, K/2]."""
     N, K = q4.shape
     packed = bytearray(N * K // 2)
     for n in range(N):
@@ -37,7 +37,7 @@ def qserve_nibbles(q4: np.ndarray) -> np.ndarray:
 
 
 def qserve_constants(constants: np.ndarray) -> np.ndarray:
-    """s8 [G, N] of integers [N, G], which wrap."""
+    """Reorder integers [N, G] as QServe's constants s8 [G, N]; they wrap."""
     N, G = constants.shape
     found = np.empty((G, N), np.int8)
     for n in range(N):
@@ -48,7 +48,7 @@ def qserve_constants(constants: np.ndarray) -> np.ndarray:
 
 
 def qserve(q4: np.ndarray, s1: np.ndarray, s2: np.ndarray, zeros: np.ndarray) -> Arrays:
-    """Per group; w = (q4·s2 + zeros)·s1."""
+    """Write QServe's arrays of weights per group: w = (q4·s2 + zeros)·s1."""
     return {
         "qweight": qserve_nibbles(q4),
         "s1_scales": s1.astype(np.float16),
@@ -58,13 +58,16 @@ def qserve(q4: np.ndarray, s1: np.ndarray, s2: np.ndarray, zeros: np.ndarray) ->
 
 
 def qserve_channel(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Arrays:
-    """Per channel; w = (q4 - zero)·scale."""
+    """Write QServe's arrays of weights per channel: w = (q4 - zero)·scale."""
     half = scale.astype(np.float16)
     return {"qweight": qserve_nibbles(q4), "s1_scales": half, "s1_szeros": (zero * half).astype(np.float16)}
 
 
 def words(nibbles: np.ndarray, order: list[int]) -> np.ndarray:
-    """s32 [a, b/8] of nibbles [a, b]: the lowest of a word is the one at `order[0]` of its eight."""
+    """Pack nibbles [a, b] into s32 [a, b/8].
+
+    The lowest nibble of a word is the one at `order[0]` of its eight.
+    """
     a, b = nibbles.shape
     found = np.zeros((a, b // 8), np.uint32)
     for i in range(a):
@@ -79,7 +82,10 @@ STRAIGHT, OF_AWQ = [0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 5, 7]
 def gptq(
     q4: np.ndarray, scale: np.ndarray, zero: np.ndarray, order: np.ndarray | None = None, stored: int = -1
 ) -> Arrays:
-    """`order` gives each k its group; `stored` is what is added to the zero point: -1, or 0 of the second version."""
+    """Write GPTQ's arrays.
+
+    `order` gives each k its group. `stored` is added to the zero point: -1, or 0 of the second version.
+    """
     K, G = q4.shape[1], scale.shape[1]
     return {
         "qweight": np.ascontiguousarray(words(q4, STRAIGHT).T),
@@ -90,7 +96,7 @@ def gptq(
 
 
 def awq(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Arrays:
-    """Of AutoAWQ's version gemm."""
+    """Write the arrays of AutoAWQ's version gemm."""
     return {
         "qweight": words(q4.T, OF_AWQ),
         "qzeros": words(zero.astype(np.int64).T, OF_AWQ),
@@ -99,7 +105,7 @@ def awq(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Arrays:
 
 
 def compressed(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> Arrays:
-    """pack-quantized, symmetric without `zero`."""
+    """Write the arrays of pack-quantized, symmetric without `zero`."""
     found = {
         "weight_packed": words(q4, STRAIGHT),
         "weight_scale": scale.astype(np.float16),
@@ -111,12 +117,12 @@ def compressed(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None
 
 
 def compressed_integers(q4: np.ndarray, scale: np.ndarray) -> Arrays:
-    """int-quantized, as W4A8 is saved."""
+    """Write the arrays of int-quantized, as W4A8 is saved."""
     return {"weight": (q4.astype(np.int8) - 8).astype(np.int8), "weight_scale": scale.astype(np.float16)}
 
 
 def affine(w: np.ndarray, group: int, *, symmetric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """w [N, K] as q4 u8, scale f16 [N, G], zero u8 [N, G]."""
+    """Quantise w [N, K] to q4 u8, scale f16 [N, G], zero u8 [N, G]."""
     groups = w.reshape(len(w), -1, group).astype(np.float32)
     if symmetric:
         scale = (np.abs(groups).max(axis=2) / 7).astype(np.float16)
@@ -130,7 +136,10 @@ def affine(w: np.ndarray, group: int, *, symmetric: bool = False) -> tuple[np.nd
 
 
 def two_level(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """w [N, K] as QServe's q4 u8, s1 f16 [N], s2 and zeros [N, G], zeros any integer in -128..0 (PostScale)."""
+    """Quantise w [N, K] by QServe's two levels: q4 u8, s1 f16 [N], s2 and zeros [N, G].
+
+    The zeros are any integer in -128..0 (PostScale).
+    """
     s1 = (np.abs(w).max(axis=1) / 119).astype(np.float16)
     groups = np.rint(w / s1[:, None].astype(np.float32)).clip(-119, 119).reshape(len(w), -1, group)
     low, high = groups.min(axis=2).clip(max=0), groups.max(axis=2).clip(min=0)
@@ -140,7 +149,7 @@ def two_level(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def of_format(name: str, w: np.ndarray, group: int = 64) -> Arrays:
-    """A matrix in a format by its short name."""
+    """Quantise a matrix to a format by its short name, and return the format's arrays."""
     channel = affine(w, w.shape[1])
     match name:
         case "qserve":
@@ -171,7 +180,10 @@ SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2,
 
 
 def write_model(folder: Path, format: str, *, container: str = "safetensors", group: int = 64, **changes: Any) -> Path:
-    """A small LLaMA of that format as a Hugging Face folder; `changes` of its config.json."""
+    """Write a small LLaMA in a format as a Hugging Face folder, and return the folder.
+
+    `changes` are those of its config.json.
+    """
     folder.mkdir()
     config = {**small_models.CONFIGS["llama3"], **SMALL, **changes}
     (folder / "config.json").write_text(json.dumps(config))
@@ -191,13 +203,13 @@ def write_model(folder: Path, format: str, *, container: str = "safetensors", gr
 
 
 def add_tensors(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Further tensors in a model's file, or others of the same names."""
+    """Add tensors to a model's file, or replace those of the same names."""
     path = folder / "model.safetensors"
     save_file({**load_file(path), **arrays}, path)
 
 
 def write_torch(path: Path, arrays: Mapping[str, np.ndarray], compression: int = zipfile.ZIP_STORED) -> Path:
-    """A file as `torch.save` writes an OrderedDict of tensors."""
+    """Write a file as `torch.save` writes an OrderedDict of tensors."""
     items = b"".join(text(name) + tensor(array, key) for key, (name, array) in enumerate(arrays.items()))
     contents = {f"data/{key}": array.tobytes() for key, array in enumerate(arrays.values())}
     return write_archive(path, ORDERED_DICT + b"(" + items + b"u", contents, compression)
@@ -206,7 +218,7 @@ def write_torch(path: Path, arrays: Mapping[str, np.ndarray], compression: int =
 def write_archive(
     path: Path, program: bytes, contents: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED
 ) -> Path:
-    """The zip of a pickle's opcodes between PROTO and STOP, and further members."""
+    """Write the zip of a pickle, whose opcodes between PROTO and STOP are given, with further members."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + program + b".")
         archive.writestr("archive/byteorder", "little")
@@ -217,19 +229,19 @@ def write_archive(
 
 
 def text(value: str) -> bytes:
-    """Opcodes that push a string."""
+    """Return the opcodes that push a string."""
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 def number(value: int) -> bytes:
-    """Opcodes that push an integer."""
+    """Return the opcodes that push an integer."""
     return b"J" + struct.pack("<i", value)
 
 
 def tensor(
     array: np.ndarray, key: int, first: int = 0, strides: tuple[int, ...] | None = None, kind: str = ""
 ) -> bytes:
-    """Opcodes that push a tensor of the member `data/key`."""
+    """Return the opcodes that push a tensor stored in the member `data/key`."""
     kind = kind or _STORAGES[array.dtype.str[1:]]
     steps = [int(np.prod(array.shape[i + 1 :])) for i in range(array.ndim)] if strides is None else strides
     storage = b"(" + text("storage") + f"ctorch\n{kind}Storage\n".encode()
@@ -239,7 +251,10 @@ def tensor(
 
 
 def refused_mutants(path: Path, read: Callable[[], object], header: int = 0) -> int:
-    """How many of 500 mutants of a file `read` refuses in one line: cut off, or bytes changed, most in the header."""
+    """Count of 500 mutants of a file how many `read` refuses in one line.
+
+    A mutant is cut off, or has bytes changed, most of them in the header.
+    """
     whole, refused = path.read_bytes(), 0
     rng = np.random.default_rng(1)
     for _ in range(500):

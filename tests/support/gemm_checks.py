@@ -17,7 +17,7 @@ every_output = pytest.mark.parametrize(("variant", "dtype"), OUTPUTS)
 
 
 def output(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks."""
+    """Run a GEMM under the emulator's checks, and return Y."""
     checks = ("race", "init", "async") if backend == "emulator" else ()
     source = registry.find(spec.name)[1][0]
     outcome = run_spec(spec, source, inputs, backend=backend, checks=checks, **options)
@@ -33,13 +33,19 @@ def exact_twice(run: Callable[[], np.ndarray], expected: np.ndarray) -> None:
 
 
 def with_zeros(logical: dict[str, Any], with_bias: bool) -> dict[str, Any]:
-    """One token's results are -0; without a bias the kernel is given a null pointer."""
+    """Make one token's results -0, by zeros and a negative scale.
+
+    Without a bias the kernel is given a null pointer.
+    """
     logical["x"][3], logical["x_scale"][3] = 0, -1
     return logical if with_bias else {name: value for name, value in logical.items() if name != "bias"}
 
 
 def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any, w_scale: Any, bias: Any) -> None:
-    """Of the accumulators acc * x_scale * w_scale + bias, each operation rounded, then once to the output."""
+    """Assert y = acc * x_scale * w_scale + bias, each operation rounded in float32, then once to the output.
+
+    `exact` are the accumulators acc.
+    """
     scaled = exact.astype(np.float32) * x_scale[:, None] * w_scale
     scaled = scaled if bias is None else scaled + bias
     bits = f"u{y.itemsize}"
@@ -47,9 +53,10 @@ def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any
 
 
 def built_as_meant(spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> toolchain.Image:
-    """No local memory, no more registers than there are, no wgmma whose operands change under it, and no notes.
+    """Compile a kernel and assert that it is built as intended; return the image.
 
-    Of ptxas' notes C7510 to C7519 say that wgmma was serialised.
+    It has no local memory, no more registers than there are, no wgmma whose operands change under it, and no notes. Of
+    ptxas' notes C7510 to C7519 say that wgmma was serialised.
     """
     image = toolchain.compile_cuda(registry.find(spec.name)[1][0], spec.arch, defines=dict(config))
     resources = image.resources[spec.name]

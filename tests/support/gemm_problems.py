@@ -19,7 +19,10 @@ _EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of bytes that ar
 
 @st.composite
 def qoq(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int] = GROUPS) -> dict[str, Any]:
-    """(q4 - zero) * scale, never beyond a signed byte, up to 127 often; groups of `of`."""
+    """Draw a QoQ problem: (q4 - zero) * scale, never beyond a signed byte, up to 127 often.
+
+    Groups are of a size in `of`.
+    """
     M, N, K, g = _sizes(draw, tokens, rows, groups, of)
     scale = draw(hnp.arrays(np.uint8, (N, K // g), elements=strategies.near_edges((1, 15, 16), 1, 16)))
     zero = np.minimum(draw(hnp.arrays(np.uint8, scale.shape, elements=st.integers(0, 15))), 127 // scale)
@@ -31,7 +34,10 @@ def qoq(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int] 
 
 @st.composite
 def lqq(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int] = GROUPS) -> dict[str, Any]:
-    """q4 * scale + minimum with 128 + minimum + 15 * scale up to 255, the last byte that does not carry."""
+    """Draw an LQQ problem: q4 * scale + minimum.
+
+    128 + minimum + 15 * scale reaches 255, the last byte that does not carry.
+    """
     M, N, K, g = _sizes(draw, tokens, rows, groups, of)
     scale = draw(hnp.arrays(np.uint8, (N, K // g), elements=strategies.near_edges((1, 15, 16), 1, 16)))
     room = 127 - 15 * scale.astype(np.int16)  # the largest minimum
@@ -43,7 +49,7 @@ def lqq(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int] 
 
 @st.composite
 def channel(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
-    """All of 0..15 as weight and as zero point, K any multiple of 32."""
+    """Draw a problem with weights per channel: all of 0..15 as weight and as zero point, K any multiple of 32."""
     M, N, K, _ = _sizes(draw, tokens, rows, 4 * groups, (32,))
     zero = draw(hnp.arrays(np.uint8, N, elements=strategies.near_edges((0, 15), 0, 15)))
     weight = quant.QoQChannelWeight(draw(strategies.q4_matrix(N, K)), np.ones(N, np.float32), zero)
@@ -52,14 +58,17 @@ def channel(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, A
 
 @st.composite
 def w8a8(draw: st.DrawFn, tokens: int, rows: int, sixteens: int) -> dict[str, Any]:
-    """Any bytes, K any multiple of 16."""
+    """Draw a W8A8 problem of any bytes, K any multiple of 16."""
     M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), 16 * draw(st.integers(1, sixteens))
     return {"w": draw(strategies.filled(np.int8, (N, K), _EDGES)), "x": _activations(draw, M, K)}
 
 
 @st.composite
 def grouped(draw: st.DrawFn, experts: int, tokens: int, rows: int, groups: int) -> dict[str, Any]:
-    """Experts of any scheme, some without tokens; `tokens` are the most of one expert."""
+    """Draw experts of any scheme, some without tokens.
+
+    `tokens` is the largest number of tokens of one expert.
+    """
     kind = draw(st.sampled_from((lqq, qoq, channel)))
     counts = draw(st.lists(st.one_of(st.just(0), st.integers(1, tokens)), min_size=1, max_size=experts).filter(any))
     first = draw(kind(1, rows, groups))["weight"]
@@ -69,7 +78,7 @@ def grouped(draw: st.DrawFn, experts: int, tokens: int, rows: int, groups: int) 
 
 
 def _turned(weight: Any, rows: int) -> Any:
-    """The weight with its rows turned round by so many."""
+    """Rotate the rows of a weight by `rows`."""
     arrays = {field.name: getattr(weight, field.name) for field in fields(weight)}
     return replace(
         weight, **{name: np.roll(a, rows, axis=0) for name, a in arrays.items() if isinstance(a, np.ndarray)}

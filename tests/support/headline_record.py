@@ -34,7 +34,10 @@ def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **f
 
 
 def point(layer: Layer, M: int) -> Iterator[Row]:
-    """Row-major with sums from the quantiser; beside it fragments, a little faster, and no sums, slower."""
+    """Make up a point's rows: row-major activations with sums from the quantiser, fragments, and no sums.
+
+    Fragments are a little faster, no sums slower.
+    """
     usual = of_layer("headline", layer, M, face="gemm_w4a8")
     yield usual
     for order, factor in (("fragment", 0.95), (headline.WITHOUT_SUMS, 1.1)):
@@ -79,6 +82,6 @@ def routed(layer: Layer, tokens: int, with_grouped: bool) -> Iterator[Row]:
 
 
 def record(with_grouped: bool = True) -> Record:
-    """The ladder's made-up record with these rows behind it."""
+    """Make up a record: the ladder's made-up rows, and these behind them."""
     ladder = ladder_record.record()
     return replace(ladder, rows=(*ladder.rows, *rows(with_grouped)))

@@ -23,7 +23,7 @@ To = Callable[[Any], Any]  # a NumPy array to a library's on the GPU
 
 
 def host_us(call: Callable[[], Any]) -> float:
-    """Median, in microseconds."""
+    """Time a call on the host: the median, in microseconds."""
     import cupy
 
     for _ in range(50):
@@ -40,7 +40,7 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 def calls(to: To, width: int = 4096) -> dict[str, Callable[[], Any]]:
-    """The public calls, by what is given; `width` is N and K of the dense weights, at least 512."""
+    """List the public calls by operands; `width` is N and K of the dense weights, at least 512."""
     return {**gemm_calls(to, width), **attention_calls(to)}
 
 

@@ -27,7 +27,10 @@ def of(measure: str, batch: Batch, slowdown: float = SLOWDOWN, scheme: str = "kv
 
 
 def point(batch: Batch) -> Iterator[Row]:
-    """PyTorch took 2% longer than when the others were stored, and 10% where there are 128 sequences."""
+    """Make up a batch's rows.
+
+    PyTorch took 2% longer than when the other peers were stored, and 10% longer at 128 sequences.
+    """
     slower = 1.1 if len(batch.lengths) == 128 else 1.02
     here = {"sdpa_flash_f16": slower * stored_attention().get(batch.place, {}).get("sdpa_flash_f16", 1e4)}
     early = {attention.PROGRAMMATIC: of("", batch).floor_us * EARLY}

@@ -33,7 +33,7 @@ def work(config: Config, B: int) -> list[shapes.Work]:
 
 
 def point(config: Config, B: int) -> Row:
-    """Every operation alone takes 1.2 times its floor, others 2 µs each."""
+    """Make up a layer's row: every operation alone takes 1.2 times its floor, the others 2 µs each."""
     operations = work(config, B)
     us = {each.name: 1.2 * each.us(CEILINGS) for each in operations} | dict.fromkeys(OTHERS, 2.0)
     part = {
@@ -51,7 +51,7 @@ def point(config: Config, B: int) -> Row:
 
 
 def between() -> Iterator[Row]:
-    """The fused kernels: 1.25 times the time of a copy, which takes 1 µs more than its bytes."""
+    """Make up the fused kernels' rows: 1.25 times the time of a copy, which takes 1 µs more than its bytes."""
     for width in fused.WIDTHS:
         for M in fused.TOKENS:
             for kernel, each in (("rmsnorm_quantize", 7), ("silu_mul_quantize", 5)):
@@ -71,7 +71,7 @@ def between() -> Iterator[Row]:
 
 
 def spans() -> Iterator[Row]:
-    """A layer of five launches, of which the third begins 0.5 µs before the second has ended."""
+    """Make up a layer of five launches; the third begins 0.5 µs before the second has ended."""
     for name, B in layer.DRAWN:
         launches = [("norm", 0.0, 2.0), ("gemm", 2.5, 12.0), ("rope", 11.5, 13.0), ("attention", 13.5, 20.0)]
         names = ("rmsnorm_quantize qkv_in", "gemm qkv", "rope_append_kv4 q", "attention")
@@ -80,14 +80,14 @@ def spans() -> Iterator[Row]:
 
 
 def narrow() -> Iterator[Row]:
-    """A layer with heads of 64."""
+    """Make up the rows of a layer with heads of 64."""
     for B in layer.BATCHES:
         of = point(layer.NARROW, B)
         yield replace(of, measure=layer.D64, sizes=of.sizes | {"D": 64})
 
 
 def epilogues() -> Iterator[Row]:
-    """A residual add takes 0.5 µs off a layer, SiLU·mul adds 1."""
+    """Make up the epilogues' rows: a residual add takes 0.5 µs off a layer, SiLU·mul adds 1."""
     for name in ends.MODELS:
         of = point(Config.named(name), 16)
         for each in ends.ALL:

@@ -31,11 +31,11 @@ class LayerProblem:
 
     @property
     def inputs(self) -> LayerInputs:
-        """As they are now."""
+        """Inputs of the layer, with the arrays' present values."""
         return LayerInputs.of(self.x, self.residual, self.cache, self.slots, self.rope)
 
     def run(self, **how: Any) -> Any:
-        """The layer, in the emulator unless told otherwise."""
+        """Run the layer, by default in the emulator."""
         given = self.x, self.residual, self.weights, self.cache, self.slots
         return decode_layer(*given, rope=self.rope, buffers=self.buffers, **{"backend": "emulator", **how})
 
@@ -52,7 +52,10 @@ def layer_problem(
     layout: str = "strips",
     **buffers: Any,
 ) -> LayerProblem:
-    """Random numbers of every kind; the lengths include the token that is about to come."""
+    """Make a decoder layer with random weights, cache and inputs.
+
+    The lengths include the token that is about to come.
+    """
     rng = np.random.default_rng(seed)
     how: dict[str, Any] = {"dtype": dtype, "group": group, "interleaved": interleaved, "layout": layout}
     weights = LayerWeights.random(config, seed, scheme, **how)
@@ -78,7 +81,10 @@ def layer_problem(
 
 
 def another_layer(problem: LayerProblem, seed: int) -> LayerProblem:
-    """The layer behind it: other weights, another pool of the same numbers, the same stream and buffers."""
+    """Make the next layer: other weights, and a copy of the pool.
+
+    The stream and the buffers are the same.
+    """
     interleaved = getattr(problem.weights.gate_up, "interleaved", False)
     weights = LayerWeights.random(problem.weights.config, seed, interleaved=interleaved)
     cache = replace(problem.cache, pool=problem.cache.pool.copy())

@@ -17,7 +17,10 @@ CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time ove
 
 
 def row(floor: float, slowdown: float, nbytes: int, operations: int = 0, **fields: Any) -> Row:
-    """`slowdown` times the floor, in microseconds, at a rate of operations, or of bytes where there are none."""
+    """Make up a row that takes `slowdown` times the floor, in microseconds.
+
+    Its rate counts operations, or bytes if there are no operations.
+    """
     time = floor * slowdown
     return Row(
         time_us=time,
@@ -39,7 +42,7 @@ def row(floor: float, slowdown: float, nbytes: int, operations: int = 0, **field
 
 
 def gemm(nbytes: int, operations: int, slowdown: float, **fields: Any) -> Row:
-    """A GEMM on an H200, beside cuBLAS."""
+    """Make up the row of a GEMM on an H200, beside cuBLAS."""
     stream = cost.sheet("h200").stream_us(nbytes)
     floor, limit = cost.gemm_floor(stream, operations, "h200")
     peers = {peer: floor * factor for peer, factor in CUBLAS.items()}

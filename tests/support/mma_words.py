@@ -14,7 +14,10 @@ BITS = [(shape, op) for shape in ("m8n8k128", "m16n8k128", "m16n8k256") for op i
 
 
 def kernel(form: str, registers: tuple[int, ...], word: str, d: str) -> str:
-    """Each lane loads its registers of A, B and C, one behind the other, and stores those of D."""
+    """Write a kernel of one warp around an MMA.
+
+    Each lane loads its registers of A, B and C, one behind the other, and stores those of D.
+    """
     a, b, c = registers
     named = {"a": (a, word), "b": (b, word), "c": (c, d), "d": (c, d)}
     lists = {name: "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}" for name, (count, _) in named.items()}
@@ -35,7 +38,7 @@ def kernel(form: str, registers: tuple[int, ...], word: str, d: str) -> str:
 
 
 def held(m: int, words: int) -> tuple[list, list, list]:
-    """Register by register, of each lane: (row, word) of A, (word, column) of B, (row, column) of C."""
+    """List each register's places, lane by lane: (row, word) of A, (word, column) of B, (row, column) of C."""
     lanes, halves = range(32), m // 8
     a = [
         [(lane // 4 + 8 * (i % halves), lane % 4 + 4 * (i // halves)) for lane in lanes]
@@ -51,7 +54,7 @@ def registers(matrix: np.ndarray, places: list) -> np.ndarray:
 
 
 def multiplied(text: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, backend: str) -> np.ndarray:
-    """What the kernel makes of matrices of words."""
+    """Run the kernel on matrices of words, and return D."""
     in_a, in_b, in_c = held(*a.shape)
     given = np.concatenate([registers(x, places).view(a.dtype) for x, places in ((a, in_a), (b, in_b), (c, in_c))])
     out = np.zeros((len(in_c), 32), c.dtype)
@@ -66,7 +69,7 @@ def multiplied(text: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, backend: 
 
 
 def f64(shape: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
-    """What the instruction makes, and what it should."""
+    """Multiply matrices of f64 by the instruction; return the result and the expected one."""
     m, k = int(shape[1:].split("n")[0]), int(shape.split("k")[1])
     rng = np.random.default_rng(k)
     a, b, c = (rng.integers(-99, 100, s) / 8 for s in ((m, k), (k, 8), (m, 8)))
@@ -76,7 +79,7 @@ def f64(shape: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bits(shape: str, op: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same of bits."""
+    """Multiply matrices of bits by the instruction; return the result and the expected one."""
     m, k = int(shape[1:].split("n")[0]), int(shape.split("k")[1])
     rng = np.random.default_rng(k)
     a, b = (rng.integers(0, 2**32, s, np.uint32) for s in ((m, k // 32), (k // 32, 8)))

@@ -50,7 +50,10 @@ IMMEDIATE = re.compile(r"(?<![%\w.])(0x[0-9a-f]+|\d+)\b")
 
 
 def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[str, str]]:
-    """(description, whole text) of every mutant; without comments, as annotations fit only the original opcode."""
+    """Yield (description, whole text) of every mutant.
+
+    The texts have no comments, as annotations fit only the original opcode.
+    """
     lines = [line.partition("//")[0].rstrip() for line in text.splitlines()]
     for number, line in enumerate(lines):
         found = INSTRUCTION.match(line)
@@ -81,9 +84,9 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
 
 
 def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
-    """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included.
+    """Make logical inputs that use every bit: several blocks, the last one partial, and lanes that overflow.
 
-    Constants are any bytes, or where some are floats as they occur: no two machines agree on the bits of a NaN.
+    Constants are any bytes. If some are floats, they are as they occur: no two machines agree on the bits of a NaN.
     """
     rng = np.random.default_rng(1)
     chosen = []

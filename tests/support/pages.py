@@ -20,23 +20,23 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """List the fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     return [Block(text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in _FENCE.finditer(text)]
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page's text without its fenced blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may follow a link to the page: GitHub's names of its headings."""
+    """Return the anchors of a page: GitHub's names of its headings, as a link has them after `#`."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(page: Path) -> list[str]:
-    """Where a page's links and pictures point, apart from the web."""
+    """List the targets of a page's links and pictures, except those on the web."""
     found = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(page)))
     return [link for link in found if not re.match(r"https?:", link)]

@@ -12,7 +12,7 @@ OPTIONS = () if INSTALLED else ("-p", MODULE)  # of a test run within this one
 
 
 class TestModules(pytester.SysModulesSnapshot):
-    """What pytester forgets when it ends: the modules of its test files.
+    """Snapshot of modules that forgets only the modules of the test files when pytester ends.
 
     By itself it forgets whatever was first imported while it lasted. What is then imported once more has its classes
     twice, of which one is no instance of the other; C extensions crash.

@@ -77,7 +77,10 @@ def run(
     spec: KernelSpec = PREFILL,
     **how: Any,
 ) -> tuple[Arrays, Any]:
-    """Launch it, with further constants; what is written, and the outcome with all checks that the emulator made."""
+    """Launch the kernel with further constants.
+
+    Returns what is written, and the outcome with all checks that the emulator made.
+    """
     arrays = spec.pack(logical)
     stored = ml_dtypes.bfloat16 if BF16 else np.float16
     for name in {"q", "k", "v"} & arrays.keys():

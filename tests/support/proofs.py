@@ -41,7 +41,7 @@ SURVIVORS = (
 
 
 def of_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
-    """A kernel of one thread: %o leads to `out`."""
+    """Load a kernel of one thread around a body; %o points to `out`."""
     path = folder / "body.ptx"
     path.write_text(f"""{HEADER}.visible .entry body({params}) {{
         .reg .u32 %a, %b, %c, %d; .reg .u64 %o, %x, %y; .reg .f32 %f, %g; .reg .b16 %h; .reg .pred %p;
@@ -50,7 +50,10 @@ def of_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
 
 
 def in_loop(body: str) -> str:
-    """A kernel whose loop, from the label `again`, is this: %a and %b to load to from %x, %s a sum, %n a number."""
+    """Write a kernel with this body as its loop, from the label `again`.
+
+    %a and %b are for loads from %x, %s is a sum, %n a number.
+    """
     return f"""{HEADER}.visible .entry k(.param .u64 x, .param .u32 n) {{
         .reg .u32 %n, %a, %b, %i; .reg .s32 %s; .reg .u64 %x; .reg .pred %p;
         ld.param.u64 %x, [x]; ld.param.u32 %n, [n]; mov.s32 %s, 0; mov.u32 %i, 0;
@@ -59,7 +62,7 @@ def in_loop(body: str) -> str:
 
 
 def entry_of(text: str, folder: Path) -> Entry:
-    """The one entry of a module."""
+    """Load a module and return its only entry."""
     path = folder / "k.ptx"
     path.write_text(text)
     (entry,) = load(path).module.entries.values()
@@ -67,28 +70,31 @@ def entry_of(text: str, folder: Path) -> Entry:
 
 
 def loop_verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Path) -> str:
-    """What a solver says of the loop of a kernel with this text."""
+    """Return a solver's verdict on a claim about the loop of a kernel with this text."""
     steps = loops.steps_of(entry_of(text, tmp_path))
     return decide(Claim("k", what, "", lambda: getattr(loops, what)(steps, loop, *more))).verdict
 
 
 def contract(spec: KernelSpec) -> list[KernelClaim]:
-    """The claims that say what the kernel computes, the first of them on all threads; not those that repeat it for one
-    quantiser, or beside another kernel.
+    """Return the claims that say what the kernel computes, the first of them on all threads.
+
+    Claims that repeat it for one quantiser, or beside another kernel, are left out.
     """
     first, *others = (claim for claim in spec.claims if claim.expect == "proved")
     return [replace(first, alone=False), *(claim for claim in others if not claim.alone and not claim.equals)]
 
 
 def verdict(spec: KernelSpec, text: str) -> str:
-    """What a solver says of the contract of a kernel with this text, if the kernel itself fulfils it: refuted by the
-    first claim that it breaks."""
+    """Return a solver's verdict on the contract of a kernel with this text, which the kernel itself fulfils.
+
+    The text is refuted by the first claim that it breaks.
+    """
     found = (verdict_on(spec, claim, text) for claim in contract(spec))
     return next((said for said in found if said != "proved"), "proved")
 
 
 def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
-    """The same of one claim.
+    """Return a solver's verdict on one claim.
 
     A word that the mutant stores as the kernel does needs no solver; of the others the easiest goes first.
     """
@@ -104,7 +110,7 @@ def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
 
 
 def survivors(name: str, every: int = 1, first: int = 0) -> Iterator[tuple[str, str]]:
-    """(mutant, verdict) of all that are not refuted, of every so-many-th mutant."""
+    """Yield (mutant, verdict) of all mutants that are not refuted, among every `every`-th one."""
     spec, sources = registry.find(name)
     for what, text in list(mutants(sources[0].text))[first::every]:
         if (said := verdict(spec, text)) != "refuted":
@@ -112,12 +118,12 @@ def survivors(name: str, every: int = 1, first: int = 0) -> Iterator[tuple[str, 
 
 
 def explained(what: str) -> str:
-    """Why a survivor is one; empty if it is not on the list."""
+    """Return the reason why a survivor is not refuted; empty if it is not on the list."""
     return next((why for pattern, why in SURVIVORS if re.search(pattern, what)), "")
 
 
 def compared(name: str) -> dict[str, object]:
-    """Every mutant of a kernel before the prover and before the tests, with those that either of them lets pass."""
+    """Judge every mutant of a kernel by the prover and by the tests; list those that either of them lets pass."""
     spec, (source, *_) = registry.find(name)
     inputs, made, passed = battery(spec), list(mutants(source.text)), []
     for what, text in made:

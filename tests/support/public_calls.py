@@ -128,7 +128,7 @@ def other_value(name: str, option: str) -> Any:
 
 
 def options_of_calls() -> Iterator[tuple[str, str]]:
-    """Every call with every one of its options."""
+    """Yield (call, option) for every option of every public call."""
     for name, each in CALLS.items():
         yield from ((name, option.name) for option in fields(each.options))
 

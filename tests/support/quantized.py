@@ -12,7 +12,7 @@ every_scheme = pytest.mark.parametrize("scheme", KV_SCHEMES)
 
 
 def random_weight(kind: type, N: int, K: int, group: int, seed: int):
-    """A weight whose integers are random within what the quantisers give at protective range 119."""
+    """Make a weight of random integers, within the range that the quantisers give at protective range 119."""
     rng = np.random.default_rng(seed)
     q4 = rng.integers(0, 16, (N, K), np.uint8)
     scale_of_row = rng.standard_normal(N).astype(np.float32)
@@ -31,7 +31,7 @@ def random_weight(kind: type, N: int, K: int, group: int, seed: int):
 def weight_of(
     kind: type, q4: np.ndarray, group_scale: np.ndarray, protective_range: int = 119, **level2: np.ndarray
 ) -> Any:
-    """A weight of these integers, `minimum` or `zero` among them, whose channels are not scaled."""
+    """Make a weight of these integers, with `minimum` or `zero`; its channels are not scaled."""
     ones = np.ones(len(q4), np.float32)
     return kind(q4=q4, group_scale=group_scale, channel_scale=ones, protective_range=protective_range, **level2)
 
@@ -48,7 +48,7 @@ weights = st.builds(
 
 
 def random_kv(scheme: str, tokens: int, heads: int, D: int, seed: int = 0) -> QuantizedKV:
-    """Any integers, and any bits for what a page stores beside them, NaN included."""
+    """Make a KV page's tokens of any integers, with any bits for the constants stored beside them, NaN included."""
     rng, known = np.random.default_rng(seed), KV_SCHEMES[scheme]
     values = rng.integers(-128 if known.low else 0, known.high + 1, (tokens, heads, D)).astype(known.dtype)
     if known.by_channel:
@@ -59,7 +59,7 @@ def random_kv(scheme: str, tokens: int, heads: int, D: int, seed: int = 0) -> Qu
 
 
 def assert_equal(a: Any, b: Any) -> None:
-    """The same fields with the same bits, NaN included."""
+    """Assert that two objects have the same fields with the same bits, NaN included."""
     assert type(a) is type(b)
     for name, value in vars(a).items():
         other = getattr(b, name)

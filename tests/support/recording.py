@@ -59,7 +59,7 @@ class Recorder:
             self.outcomes[report.nodeid] = "skipped", self.without_root(_reason(report))
 
     def without_root(self, text: str) -> str:
-        """Paths in it as they are in the checkout."""
+        """Replace absolute paths in a text by paths in the checkout."""
         return text.replace(f"{self.config.rootpath}/", "")
 
     @pytest.hookimpl(trylast=True)
@@ -92,7 +92,7 @@ class Recorder:
         )
 
     def of(self, outcome: str) -> Iterator[tuple[str, str]]:
-        """The tests with that outcome, in order, each with the reason."""
+        """Yield the tests with an outcome, in order, each with the reason."""
         return ((test, why) for test, (found, why) in sorted(self.outcomes.items()) if found == outcome)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -100,7 +100,7 @@ class Recorder:
 
 
 def _problem(report: pytest.TestReport) -> str:
-    """In a line, what went wrong, and when if that was not in the test itself."""
+    """Return in one line what went wrong, and the phase unless it was the test itself."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else str(report.longrepr)).strip().split("\n")
     return ("" if report.when == "call" else f"{report.when}: ") + lines[0 if crash else -1]
@@ -114,7 +114,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _without_option(words: tuple[str, ...]) -> list[str]:
-    """A command line without where the record goes, which is a path of some machine."""
+    """Remove the option that names the record's file, which is a path of some machine."""
     kept = [word for word in words if not word.startswith(f"{OPTION}=")]
     if OPTION in kept:
         at = kept.index(OPTION)
@@ -123,7 +123,10 @@ def _without_option(words: tuple[str, ...]) -> list[str]:
 
 
 def _narrowed(config: pytest.Config) -> list[str]:
-    """What keeps the run from being that of `pytest -m gpu`: paths, and options that choose tests or end it early."""
+    """List what makes the run narrower than `pytest -m gpu`.
+
+    These are paths, and options that choose tests or end it early.
+    """
     option, testpaths = config.option, config.getini("testpaths")
     words = [] if config.args_source is not pytest.Config.ArgsSource.ARGS or config.args == testpaths else config.args
     chosen = {"-m": {"gpu": "", "": "not gpu and not full"}.get(option.markexpr, option.markexpr), "-k": option.keyword}

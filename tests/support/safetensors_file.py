@@ -5,7 +5,7 @@ import struct
 
 
 def write(path, tensors, header_length=None):
-    """A safetensors file from {name: (dtype, shape, bytes)}, for what `save_file` cannot or will not write."""
+    """Write a safetensors file from {name: (dtype, shape, bytes)}, for cases that `save_file` refuses to write."""
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}

@@ -79,7 +79,7 @@ class ServedModel:
         )
 
     def logits(self, rows: Rows) -> Tensor:
-        """Logits f32 [tokens of the batch, vocabulary] of a step."""
+        """Compute the logits f32 [tokens of the batch, vocabulary] of a step."""
         tokens = torch.tensor([token for *_, new in rows for token in new])
         positions = torch.tensor([done + i for _, done, new in rows for i in range(len(new))])
         batch = self.batch(rows)

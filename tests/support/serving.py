@@ -50,8 +50,11 @@ class Served:
         self.check_pages()
 
     def finish(self) -> None:
-        """Steps until all is done; then every page is free and every token is that of the request alone, or, where it
-        may part, is noted beside it."""
+        """Run steps until all requests are done, and check them.
+
+        Every page is free then, and every token is the one that the request gets alone. If tokens may part, the first
+        difference is noted instead.
+        """
         while self.server.running or self.server.waiting:
             self.step()
         assert sorted(self.server.runner.page_pool.free) == list(range(self.server.runner.pages))
@@ -67,7 +70,7 @@ class Served:
             assert request.tokens == right, how
 
     def tokens_alone(self, how: dict[str, Any]) -> list[int]:
-        """What a request gets on a runner of its own."""
+        """Return the tokens that a request gets on a runner of its own."""
         key = str(how)
         if key not in self._known:
             server = Server(self.alone, share_prefixes=False)
@@ -77,7 +80,7 @@ class Served:
         return self._known[key]
 
     def said(self) -> str:
-        """How many requests there were, and where they parted, in a sentence."""
+        """Describe in a sentence how many requests there were, and where their tokens parted."""
         said = [f"{len(self.preempted)} preempted", f"{len(self.cancelled)} cancelled"]
         for kind, parted in zip(("likeliest", "drawn"), self.parted, strict=True):
             first = sorted(each.position for each in parted)[:8]
@@ -89,8 +92,10 @@ class Served:
         return f"{len(self.requests)} requests: {'; '.join(said)}"
 
     def check_pages(self) -> None:
-        """Every page is free or belongs to sequences that run, as many as are counted, which have those that their
-        lengths need; and a page that is shared is written to no more."""
+        """Assert that every page is free or belongs to running sequences, as many as are counted.
+
+        Sequences have the pages that their lengths need. A shared page is no longer written to.
+        """
         runner = self.server.runner
         taken = [page for b in range(runner.batch) for page in runner.table[b, : runner.held[b]].tolist()]
         users = runner.page_pool.users
@@ -105,8 +110,10 @@ class Served:
 
 
 def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Prompts and lengths that fit `most` tokens together; half are drawn, some may end early. Every third prompt
-    begins with the same tokens as the others of these."""
+    """Yield random prompts and lengths that fit `most` tokens together.
+
+    Half of the requests are drawn, some may end early. Every third prompt begins with the same tokens.
+    """
     rng = np.random.default_rng(seed)
     common = rng.integers(0, vocabulary, most)
     for i in range(count):
@@ -122,7 +129,7 @@ def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> It
 
 
 def soak(served: Served, requests: Iterable[dict[str, Any]], cancels: float = 0.05, seed: int = 0) -> Iterator[Request]:
-    """Requests that come in bursts while others are served, some of them cancelled; each one as it is submitted."""
+    """Submit requests in bursts while others are served, cancel some, and yield each one as it is submitted."""
     rng = np.random.default_rng(seed)
     for how in requests:
         yield served.submit(**how)

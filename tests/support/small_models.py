@@ -42,7 +42,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights f32 by the names of Hugging Face; no version of NumPy changes this generator's numbers."""
+    """Make random weights f32 by the names of Hugging Face.
+
+    No version of NumPy changes this generator's numbers.
+    """
     rng = np.random.RandomState(seed)
     H, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     D = H // config["num_attention_heads"]
@@ -71,7 +74,7 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE of 256 bytes, two tokens for ends, a word and what its letters merge to."""
+    """Make a byte-level BPE of 256 bytes, two tokens for ends, a word and the merges of its letters."""
     bytes_of_text = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<end>", "<turn>", *bytes_of_text, "th", "the", "Ġthe"]
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
@@ -82,12 +85,12 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def some_tokens(windows: int = 2, length: int = 24) -> np.ndarray:
-    """Token ids [windows, length]."""
+    """Return random token ids [windows, length], always the same ones."""
     return np.random.RandomState(1).randint(0, VOCABULARY, (windows, length))
 
 
 def write_folder(folder: Path, family: str, *, shards: int = 1, **changes: Any) -> Path:
-    """A model as Hugging Face has it; `changes` of its config.json."""
+    """Write a model as a Hugging Face folder; `changes` are those of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**_FAMILIES[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
@@ -114,7 +117,7 @@ _GGUF = {
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor of Hugging Face."""
+    """Return llama.cpp's name of a Hugging Face tensor."""
     ends = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, _, suffix = name.rpartition(".")
     if stem in ends:
@@ -124,7 +127,10 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: Any) -> Path:
-    """A model as llama.cpp's converter writes it, matrices but the embedding in a type of GGUF; further metadata."""
+    """Write a model as llama.cpp's converter does, with further metadata.
+
+    Matrices but the embedding are in a type of GGUF.
+    """
     import gguf
 
     config = _FAMILIES[family]
@@ -183,7 +189,7 @@ def with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 
 def rope_factors(config: dict[str, Any]) -> np.ndarray:
-    """LLaMA-3's scaling as llama.cpp's converter writes it: what each pair's frequency is divided by."""
+    """Compute LLaMA-3's scaling as llama.cpp's converter writes it: the divisor of each pair's frequency."""
     scaling, D = config["rope_scaling"], config["hidden_size"] // config["num_attention_heads"]
     old, low, high = (
         scaling[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")

@@ -15,18 +15,21 @@ SMALL = Config(
 
 
 def quantized(**changes: Any) -> QuantizedModel:
-    """A tiny model with these fields of its config, scheme or dtype changed."""
+    """Quantise a tiny model with these fields of its config, scheme or dtype changed."""
     how = {name: changes.pop(name) for name in ("scheme", "dtype") if name in changes}
     return QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, **changes)), group=32, **how)
 
 
 def some_prompts(lengths: tuple[int, ...], vocabulary: int = SMALL.vocabulary) -> list[list[int]]:
-    """Random tokens, the same for the same lengths."""
+    """Make random prompts of these lengths, the same for the same lengths."""
     rng = np.random.default_rng(sum(lengths))
     return [rng.integers(0, vocabulary, length).tolist() for length in lengths]
 
 
 def relative(found: Any, right: Any) -> float:
-    """What logits [R, V] differ by, by their spread: root mean squares, each row less its mean."""
+    """Return the difference of logits [R, V], relative to their spread.
+
+    Both are root mean squares, each row less its mean.
+    """
     found, right = (x.astype(np.float64) - x.astype(np.float64).mean(axis=1, keepdims=True) for x in (found, right))
     return float(np.sqrt(((found - right) ** 2).mean() / (right**2).mean()))

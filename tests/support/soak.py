@@ -39,13 +39,13 @@ extern "C" __global__ void compare(int* y, const int* expected, unsigned size, u
 
 
 class Case(Protocol):
-    """One problem on the device."""
+    """Problem on the device whose calls are repeated."""
 
     expected: Any  # what a call returns, in int32
     wrong: Any  # uint64 [1]: elements that were not as expected, so far
 
     def call(self) -> Any:
-        """The result in int32, on the current stream: what the 20,000 calls are calls of."""
+        """Return the result in int32, on the current stream; the 20,000 calls are calls of this."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,10 @@ class Launched:
 
     @classmethod
     def of(cls, spec: KernelSpec, sizes: Mapping[str, Any], rng: np.random.Generator) -> "Launched":
-        """An example of the spec at these sizes; what is expected are the bits of a first call, which are verified."""
+        """Make a case from an example of the spec at these sizes.
+
+        The bits of a first call, which are verified, are the expected result.
+        """
         config, logical = spec.config_for(sizes), spec.example(rng, **sizes)
         kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
         dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
@@ -78,7 +81,7 @@ class Launched:
         return replace(case, expected=gpu.to_device(first), wrong=gpu.to_device(np.zeros(1, np.uint64)))
 
     def call(self) -> Any:
-        """All outputs in int32, on the current stream."""
+        """Return all outputs in int32, on the current stream."""
         everything = {**self.sizes, **self.config}
         shapes = {arg.name: arg.resolve(everything) for arg in self.spec.args if arg.role == "scratch"}
         scratch = {name: gpu.empty(shape, str(self.spec.arg(name).dtype)) for name, shape in shapes.items()}
@@ -92,7 +95,7 @@ class Launched:
         return whole
 
     def outputs(self, whole: Any) -> dict[str, Any]:
-        """Them by name, in the array that holds them all."""
+        """Return views of the outputs, by name, in the array that holds them all."""
         found, at = {}, 0
         for name, shape, dtype, nbytes in self._places():
             size = int(np.prod(shape)) * dtype.itemsize
@@ -101,7 +104,10 @@ class Launched:
         return found
 
     def _places(self) -> list[tuple[str, tuple[int, ...], np.dtype[Any], int]]:
-        """Name, shape, dtype and bytes, those up to the next output too."""
+        """List name, shape, dtype and bytes of the outputs.
+
+        The bytes include the gap up to the next output.
+        """
         everything = {**self.sizes, **self.config}
         found = []
         for arg in self.spec.outputs:
@@ -115,7 +121,7 @@ class Launched:
 
 
 def emulate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `Launched` asks of `ptxlab.gpu`, on the CPU."""
+    """Replace the functions of `ptxlab.gpu` that `Launched` calls by stand-ins on the CPU."""
     stand_ins = {
         "load": lambda source, entry, defines: Kernel(source, entry, dict(defines)),
         "launch": lambda kernel, args, geometry: kernel.launch(args, geometry, backend="emulator"),
@@ -163,7 +169,7 @@ class BusyStream:
 
 
 def memory() -> dict[str, int]:
-    """Bytes in use by arrays, held by CuPy's pool, and free on the device; waits for the device."""
+    """Return the bytes in use by arrays, held by CuPy's pool, and free on the device; waits for the device."""
     import cupy
 
     cupy.cuda.Device().synchronize()
@@ -172,7 +178,7 @@ def memory() -> dict[str, int]:
 
 
 def endure(cases: Sequence[Case], rng: np.random.Generator) -> None:
-    """`CALLS` of the cases at random, each right, and no memory lost."""
+    """Run `CALLS` random calls of the cases, and check that each is right and no memory is lost."""
     import cupy
 
     busy, stream = BusyStream(cases), cupy.cuda.Stream(non_blocking=True)

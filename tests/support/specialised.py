@@ -151,14 +151,17 @@ ENTRY = "gemm"
 
 
 def fragments(weight: np.ndarray) -> np.ndarray:
-    """W int8 [N, K] -> [N / BN, K / BK, warp, K / 32 of BK, lane, 4] words in the order that the threads load them."""
+    """Reorder W int8 [N, K] to words in the order in which the threads load them.
+
+    They are [N / BN, K / BK, warp, K / 32 of BK, lane, 4].
+    """
     n, k = weight.shape
     tiles = weight.reshape(n // BN, BN // 16, 16, k // BK, BK // 32, 32).transpose(0, 3, 1, 4, 2, 5)
     return np.ascontiguousarray(mma_a(32).scatter(np.ascontiguousarray(tiles)))
 
 
 def problem(seed: int, tokens: int, channels: int, depth: int) -> tuple[list, np.ndarray, int]:
-    """Arguments, the right result [tiles of channels, tiles of tokens, BN, BM], and the number of tiles."""
+    """Make the arguments, the right result [tiles of channels, tiles of tokens, BN, BM], and the number of tiles."""
     rng = np.random.default_rng(seed)
     x = rng.integers(-128, 128, (tokens, depth)).astype(np.int8)
     w = rng.integers(-128, 128, (channels, depth)).astype(np.int8)

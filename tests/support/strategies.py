@@ -57,19 +57,25 @@ def shapes() -> st.SearchStrategy[Shape]:
 
 @cache
 def near_edges(edges: tuple[int, ...], lowest: int, highest: int) -> st.SearchStrategy[int]:
-    """Integers in lowest..highest, half of them from `edges` as far as those lie inside."""
+    """Draw integers in lowest..highest, half of them from `edges` as far as those lie inside."""
     inside = [edge for edge in edges if lowest <= edge <= highest]
     return st.sampled_from(inside) | st.integers(lowest, highest) if inside else st.integers(lowest, highest)
 
 
 @cache
 def filled(dtype: type[np.generic], shape: tuple[int, ...], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
-    """Arrays that repeat one drawn element except at some drawn places: cheap to draw, and neighbours differ."""
+    """Draw arrays that repeat one drawn element except at some drawn places.
+
+    They are cheap to draw, and neighbours differ.
+    """
     return hnp.arrays(dtype, shape, elements=elements, fill=elements)
 
 
 def floats(dtype: np.dtype, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
-    """Numbers by their bits, so that all magnitudes are alike; zeros, the largest and denormal ones among them."""
+    """Draw numbers by their bits, so that all magnitudes are alike.
+
+    Zeros, the largest and denormal ones are among them.
+    """
     bits = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
     top = np.array([ml_dtypes.finfo(dtype).max], dtype).view(bits)[0]
     magnitudes = st.sampled_from([0, 1, int(top), int(top) // 2]) | st.integers(0, int(top))
@@ -80,27 +86,27 @@ def floats(dtype: np.dtype, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndar
 
 @cache
 def q4_matrix(rows: int, K: int) -> st.SearchStrategy[Array]:
-    """u8 [rows, K] in 0..15."""
+    """Draw q4 u8 [rows, K] in 0..15."""
     return filled(np.uint8, (rows, K), near_edges(Q4_EDGES, 0, 15))
 
 
 @cache
 def words(rows: int, count: int) -> st.SearchStrategy[Array]:
-    """u32 [rows, count], any bits."""
+    """Draw words u32 [rows, count] of any bits."""
     edges = (0, 0x0F0F0F0F, 0x7F7F7F7F, 0x80808080, 0xF0F0F0F0, 0xFFFFFFFF)
     return filled(np.uint32, (rows, count), near_edges(edges, 0, 2**32 - 1))
 
 
 @cache
 def scales(shape: Shape, checked: bool = True) -> st.SearchStrategy[Array]:
-    """Level-2 scales u8 [R, K/g]: 1..16, or any byte if not `checked`."""
+    """Draw level-2 scales u8 [R, K/g]: 1..16, or any byte if not `checked`."""
     edges, lowest, highest = (SCALE_EDGES, 1, 16) if checked else (UNCHECKED_SCALE_EDGES, 0, 255)
     return hnp.arrays(np.uint8, (shape.rows, shape.groups), elements=near_edges(edges, lowest, highest))
 
 
 @st.composite
 def lqq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
-    """q4 u8 [R, K], scale u8 and offset u8 [R, K/g].
+    """Draw q4 u8 [R, K], scale u8 and offset u8 [R, K/g].
 
     Checked: what quantising at protective range 119 can give, 9 <= q4·scale + offset <= 255 in every lane. Unchecked:
     any bytes (q4 stays a nibble), so lanes carry into each other.
@@ -116,7 +122,7 @@ def lqq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
 
 @st.composite
 def qoq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
-    """q4 u8 [R, K]; scale u8, zero u8 (0..15) and offset s8 = -zero·scale modulo 256, [R, K/g].
+    """Draw q4 u8 [R, K]; scale u8, zero u8 (0..15) and offset s8 = -zero·scale modulo 256, [R, K/g].
 
     Checked: what quantising at protective range 119 can give, (q4 - zero)·scale fits s8 in every lane. Unchecked: any
     scale byte.
@@ -133,7 +139,10 @@ def qoq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
 
 @st.composite
 def int4_inputs(draw: st.DrawFn) -> Inputs:
-    """q4 s8 [R, K] in -8..7, scale f16 [R, K/g]: above zero, and 8 times it is finite; subnormal scales too."""
+    """Draw q4 s8 [R, K] in -8..7, and scale f16 [R, K/g].
+
+    The scale is above zero, and 8 times it is finite; subnormal scales are among them.
+    """
     shape = draw(shapes())
     q4 = draw(filled(np.int8, (shape.rows, shape.K), near_edges((-8, -1, 0, 1, 7), -8, 7)))
     bits = near_edges((1, 0x3FF, 0x400, 0x3C00, 0x6FFF), 1, 0x6FFF)  # from 2^-24 to 8188
@@ -144,7 +153,10 @@ def int4_inputs(draw: st.DrawFn) -> Inputs:
 @cache
 @st.composite
 def integer_group(draw: st.DrawFn, group: int, lowest: int = -119, highest: int = 119) -> Array:
-    """One group of level-1 integers int64 [group]: constant, two-valued, a ramp, or arbitrary, of a boundary extent."""
+    """Draw one group of level-1 integers int64 [group], of a boundary extent.
+
+    It is constant, two-valued, a ramp, or arbitrary.
+    """
     extent = draw(near_edges(EXTENT_EDGES, 0, highest - lowest))
     low = draw(near_edges(MINIMUM_EDGES, lowest, highest - extent))
     kind = draw(st.sampled_from(("two-valued", "ramp", "arbitrary")))  # extent 0 makes each of them constant
@@ -157,7 +169,7 @@ def integer_group(draw: st.DrawFn, group: int, lowest: int = -119, highest: int 
 
 @st.composite
 def integer_groups(draw: st.DrawFn, lowest: int = -119, highest: int = 119) -> IntegerGroups:
-    """Level-1 integers in lowest..highest, group by group as `integer_group` builds them."""
+    """Draw level-1 integers in lowest..highest, group by group as `integer_group` does."""
     shape = draw(shapes())
     count = shape.rows * shape.groups
     groups = [draw(integer_group(shape.group, lowest, highest)) for _ in range(count)]
@@ -166,7 +178,10 @@ def integer_groups(draw: st.DrawFn, lowest: int = -119, highest: int = 119) -> I
 
 @st.composite
 def weight_groups(draw: st.DrawFn) -> WeightGroups:
-    """Floats whose level-1 integers are known: integers times a power of two, with the range itself in every row."""
+    """Draw floats whose level-1 integers are known.
+
+    They are integers times a power of two, with the range itself in every row.
+    """
     q8, group = draw(integer_groups())
     q8[:, draw(st.integers(0, q8.shape[1] - 1))] = draw(st.sampled_from((-119, 119)))
     q8 *= draw(hnp.arrays(np.int8, (len(q8), 1), elements=st.integers(0, 1), fill=st.just(1)))  # some rows are zero

@@ -13,14 +13,14 @@ Model = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # a f16 [..,
 
 
 def ampere_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """An Ampere's: 8 products at a time, and a bit less below the largest exponent (Fasi et al. 2021)."""
+    """Compute an Ampere MMA: 8 products at a time, with one bit less below the largest exponent (Fasi et al. 2021)."""
     for k in (slice(0, 8), slice(8, 16)):
         c = hopper_mma(a[..., k], b[..., k, :], c, kept=24)
     return c
 
 
 def in_the_emulator(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every MMA of FP16 operands with FP32 sums as the model has it."""
+    """Make the emulator compute every MMA of FP16 operands with FP32 sums by the model."""
     operands: list[np.ndarray] = []
     dots, accumulation = mma.dots, mma.accumulation
 

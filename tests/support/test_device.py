@@ -211,7 +211,7 @@ def run_suite(folder: Path, *options: str, text: str = SUITE, left_out: str = ""
 
 
 class Span(NamedTuple):
-    """What a worker did, and from when to when."""
+    """Test that a worker ran, with its start and end."""
 
     name: str
     worker: str

@@ -13,7 +13,7 @@ SOURCE = pytest.Config.ArgsSource
 
 
 def config(*words: str, args: tuple[str, ...] = (), root: Path = Path(), **options: Any) -> Any:
-    """Of a run of `pytest -m gpu`, but for `options` and the paths in `args`."""
+    """Make the config of a run of `pytest -m gpu`, but for `options` and the paths in `args`."""
     usual = {"keyword": "", "markexpr": "gpu", "maxfail": 0, "lf": False, "deselect": None, "ignore": None}
     return SimpleNamespace(
         option=SimpleNamespace(**{**usual, "ignore_glob": None, **options}),

@@ -62,7 +62,7 @@ def suite(pytester: pytest.Pytester, request: pytest.FixtureRequest) -> Iterator
 
 
 def names_of(pytester: pytest.Pytester, *options: str) -> list[str]:
-    """The tests that a run collects, by name."""
+    """List the names of the tests that a run collects."""
     printed = pytester.runpytest_inprocess("-q", "--collect-only", *options).outlines
     return [line.partition("::")[2] for line in printed if "::" in line]
 

@@ -206,7 +206,10 @@ def _matching(test: pytest.Function, marker: str, cases: dict[str, Any]) -> set[
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `-m`, leave out `full` and `gpu`; then what a resumed run and a draw leave out."""
+    """Deselect `full` and `gpu` tests in a run without `-m`.
+
+    Then deselect the tests that a resumed run and a draw leave out.
+    """
     draw, left_out = config.stash[_DRAW], config.stash[_LEFT_OUT]
     words = set(re.findall(r"\w+", config.option.markexpr or ""))
     tier = not words

@@ -43,20 +43,20 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = torch.float16) ->
 
 
 def weight(rng: np.random.Generator, scheme: str = "lqq", layout: str = "strips") -> tuple[Any, list[Any]]:
-    """Quantised [N, K], and its packed buffers as tensors."""
+    """Make a quantised weight [N, K], and its packed buffers as tensors."""
     known = SCHEMES[scheme](rng.standard_normal((N, K), dtype=np.float32))
     return known, [torch.from_numpy(each) for each in pack(known, layout).buffers.values()]
 
 
 def products(rng: np.random.Generator, dtype: Any = torch.float16) -> dict[str, Any]:
-    """Arguments of `gemm_w4a8` but its weight."""
+    """Make the arguments of `gemm_w4a8` but its weight."""
     x = torch.from_numpy(rng.integers(-128, 128, (M, K), dtype=np.int8))
     scale = torch.from_numpy(rng.uniform(1e-3, 1e-2, M).astype(np.float32))
     return {"x_q": x, "x_scale": scale, "x_sum": x.sum(1, dtype=torch.int32), "group": 64, "out_dtype": dtype}
 
 
 def caches(rng: np.random.Generator, scheme: str = "kv4", rotated: bool = False) -> dict[str, Any]:
-    """An empty cache of two sequences, one page each, as the operators take it."""
+    """Make an empty cache of two sequences, one page each, as the operators take it."""
     by_channel: dict[str, Any] = {}
     channel = None
     if scheme.endswith("channel"):
@@ -74,7 +74,7 @@ def rope(positions: int = 64) -> tuple[Any, Any]:
 
 
 def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """A call of each operator: its arguments."""
+    """Make the arguments of a call of each operator."""
     x, (_, buffers), of = normal(rng, M, K), weight(rng), products(rng)
     x_q, scale, x_sum = of.pop("x_q"), of.pop("x_scale"), of.pop("x_sum")
     experts = [torch.from_numpy(each) for each in stack_experts([pack(weight(rng)[0], "strips")] * 2).buffers.values()]
@@ -106,7 +106,10 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
 def expert_calls(
     rng: np.random.Generator, dtype: Any = torch.float16
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of a call of each operator around the grouped products: two of five experts of seven tokens."""
+    """Make the arguments of a call of each operator around the grouped products.
+
+    Each of seven tokens goes to two of five experts.
+    """
     tokens, E, k = 7, 5, 2
     x = torch.from_numpy(rng.integers(-127, 128, (tokens, K), dtype=np.int8))
     scale, sums = normal(rng, tokens, dtype=torch.float32).abs(), x.sum(1, dtype=torch.int32)
@@ -121,7 +124,7 @@ def expert_calls(
 def four_bit_calls(
     rng: np.random.Generator, to: str = "strips", out_dtype: Any = torch.bfloat16
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of a call of each operator of W4A4 and W4Ax, for weights in that layout."""
+    """Make the arguments of a call of each operator of W4A4 and W4Ax, for weights in that layout."""
     channels, outliers, group, int8 = 256, 64, 64, 1
     order = rng.permutation(channels)
     place = torch.from_numpy(quant.channel_places(order))

@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def small(family: str = "llama", dtype: str = "float16", **changes: Any) -> Any:
-    """A model with weights that matter; the same ones each time."""
+    """Make a small model whose weights matter for its results; they are the same each time."""
     kind, differs = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(**{**SHARED, **differs, **changes})
     model, rng = getattr(transformers, f"{kind}ForCausalLM")(config), np.random.RandomState(1)

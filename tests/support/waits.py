@@ -29,7 +29,7 @@ _add = Findings.add
 
 
 def without(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
-    """Nothing in its place; a wait for an mbarrier succeeds at once."""
+    """Remove an instruction by a jump to the next one; a wait for an mbarrier succeeds at once instead."""
     if "_wait" in instruction.opcode and instruction.opcode.startswith("mbarrier"):
         zero = ir.Immediate(0)
         return replace(instruction, opcode="setp.eq.u32", operands=(instruction.operands[0], zero, zero))
@@ -37,18 +37,18 @@ def without(instruction: emulator.Instruction, index: int) -> emulator.Instructi
 
 
 def not_expecting(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
-    """An arrival that expects no bytes."""
+    """Change an arrival to one that expects no bytes."""
     opcode = instruction.opcode.replace(".expect_tx", "")
     return replace(instruction, opcode=opcode, operands=instruction.operands[:2])
 
 
 def alone(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
-    """A vote of which every lane hears its own part."""
+    """Change a vote to one in which every lane only sees its own part."""
     return replace(instruction, opcode="mov.pred", operands=instruction.operands[:2])
 
 
 def places(kernel: Kernel, which: re.Pattern[str] = SYNCHRONISING) -> dict[tuple[str, Place], list[int]]:
-    """Statements by opcode and place, each with the instructions that the compiler made of it."""
+    """Find statements by opcode and place, each with the instructions that the compiler made of it."""
     found: dict[tuple[str, Place], list[int]] = {}
     for index, instruction in enumerate(kernel.module.entries[kernel.entry].instructions):
         if which.match(instruction.opcode):
@@ -58,7 +58,7 @@ def places(kernel: Kernel, which: re.Pattern[str] = SYNCHRONISING) -> dict[tuple
 
 
 def statements(kernel: Kernel) -> dict[Statement, list[int]]:
-    """Waits by opcode and line of the kernel's own source, whatever functions they stand in."""
+    """Find waits by opcode and line of the kernel's own source, inlined functions included."""
     found: dict[Statement, list[int]] = {}
     for (opcode, place), copies in places(kernel, WAITS).items():
         line = next(line for path, line in place if path == kernel.source.path)
@@ -67,7 +67,7 @@ def statements(kernel: Kernel) -> dict[Statement, list[int]]:
 
 
 def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> emulator.Module:
-    """The kernel's module with these instructions changed."""
+    """Return the kernel's module with these instructions changed."""
     entry = kernel.module.entries[kernel.entry]
     code = list(entry.instructions)
     for index in copies:
@@ -76,14 +76,14 @@ def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> 
 
 
 def unnoticed(kernel: Kernel, notices: Callable[[emulator.Module], object]) -> list[Statement]:
-    """The waits without which the kernel runs and nobody notices; there have to be some waits."""
+    """List the waits whose removal no check notices; there have to be some waits."""
     found = statements(kernel)
     assert found
     return [statement for statement, copies in found.items() if not notices(changed(kernel, copies))]
 
 
 def end_at_first_finding(patch: pytest.MonkeyPatch) -> None:
-    """A finding ends the run by an error that names it: nobody asks what else a mutant does."""
+    """End a run at its first finding, by an error that names it: the further findings of a mutant do not matter."""
     patch.setattr(Findings, "add", _add_and_end)
 
 
@@ -93,7 +93,7 @@ def _add_and_end(*args: Any, **options: Any) -> None:
 
 
 def diagnosis(module: emulator.Module, check: Callable[[], object], patch: pytest.MonkeyPatch) -> str:
-    """What a check notices if kernels are this module; empty if nothing."""
+    """Run a check on kernels with this module, and return the error that it raises; empty if none."""
     patch.setattr(Kernel, "module", module)
     end_at_first_finding(patch)
     try:

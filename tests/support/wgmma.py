@@ -13,7 +13,7 @@ from tests.support.emulated import HEADER
 
 
 def cores(matrix: np.ndarray) -> np.ndarray:
-    """[rows, 32] bytes as core matrices of 8 rows of 16 bytes, 128 bytes apart along K."""
+    """Reorder [rows, 32] bytes to core matrices of 8 rows of 16 bytes, 128 bytes apart along K."""
     return matrix.reshape(-1, 8, 2, 16).transpose(0, 2, 1, 3).reshape(-1)
 
 
@@ -29,7 +29,10 @@ TO_BITS = {
 
 
 def numbers(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """[rows, 32 bytes] small multiples of 1/8, of which every sum is exact: float32, and their bits."""
+    """Draw [rows, 32 bytes] small multiples of 1/8, and return them in float32 and as bits.
+
+    Every sum of them is exact.
+    """
     most, columns = (2, 32) if type_name in ("e4m3", "e5m2") else (64, 8 if type_name == "tf32" else 16)
     values = (rng.integers(-most, most + 1, (rows, columns)) / 8).astype(np.float32)
     return values, TO_BITS[type_name](values)
@@ -40,7 +43,10 @@ def k_major(bits: np.ndarray) -> np.ndarray:
 
 
 def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
-    """[rows, 16] laid out by PTX ISA's picture, atoms along the rows first; and leading and stride in bytes."""
+    """Lay out [rows, 16] by PTX ISA's picture, atoms along the rows first.
+
+    Return the image, and leading and stride in bytes.
+    """
     rows, each = bits.shape[0], span // 2
     stride = span * 8  # to the next 8 of K
     leading = 2 * stride  # to the next atom of rows
@@ -53,7 +59,10 @@ def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
 
 
 def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
-    """D = A·B [+ 1] with the image of both in `tile`; `a` is code and operand, `b` a descriptor, from its start."""
+    """Write a kernel that computes D = A·B [+ 1] with the image of both in `tile`.
+
+    `a` is code and operand, `b` a descriptor, from its start.
+    """
     one, count = ("0x3C003C00", n // 4) if ".f16." in form.removesuffix("f16.f16") else ("0f3F800000", n // 2)
     d = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
     store = "\n".join(f"st.global.b32 [%o+{4 * i}], %d{i};" for i in range(count))
@@ -79,8 +88,10 @@ CASES = ["shared", "registers", "b 64", "b 128", "a 128", "a 32 b 32"]
 
 
 def problem(case: str, type_name: str, n: int, d: str = "f32") -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
-    """Text, image, registers and the right result: 1 - A·Bᵀ with operands from registers and shared memory, K-major and
-    MN-major (`b 64`: of B, with a swizzle of 64 bytes)."""
+    """Make text, image, registers and the right result of 1 - A·Bᵀ.
+
+    Operands are from registers and shared memory, K-major and MN-major (`b 64`: of B, with a swizzle of 64 bytes).
+    """
     rng = np.random.default_rng(len(case))
     (a, a_bits), (b, b_bits) = numbers(rng, 64, type_name), numbers(rng, n, type_name)
     spans = dict(zip(case.split()[::2], case.split()[1::2], strict=False)) if " " in case else {}
@@ -112,7 +123,10 @@ NARROW = [(t, d) for t in ("tf32", "e4m3", "e5m2", "f16") for d in ("f32", "f16"
 
 
 def run_narrow(case: str, type_name: str, d: str, b_type: str = "", **how: Any) -> tuple[np.ndarray, np.ndarray]:
-    """D as it is, and as it should be; B may be taken for another type of fp8, which makes another D."""
+    """Compute D by the kernel, and return it with the expected one.
+
+    If `b_type` is given, B is read as that other type of fp8, which makes another D.
+    """
     text, image, held, right = problem(case, type_name, 64, d)
     text = text.replace(f"{type_name}.{type_name}", f"{type_name}.{b_type or type_name}")
     fragment = wgmma_d(64, True, 16 if d == "f16" else 32)

@@ -27,7 +27,7 @@ GAP = 8  # elements between the rows, or columns
 
 
 def registers(shape: str, t: str, operand: str, prefix: str) -> tuple[str, str]:
-    """Their list and declaration, as the ISA counts them."""
+    """Return the list and the declaration of an operand's registers, counted as the ISA does."""
     m, n, k = SHAPES[shape]
     size = {"a": m * k, "b": k * n}.get(operand, m * n)
     kind = t if t in ("f32", "s32", "f64") else "b32"
@@ -55,7 +55,7 @@ def kernel(shape: str, t: str, d: str, layouts: tuple[str, str, str], strides: t
 
 
 def stored(matrix: np.ndarray, layout: str) -> tuple[np.ndarray, int]:
-    """In memory, with a gap behind each row or column; and the stride."""
+    """Lay a matrix out in memory, with a gap behind each row or column; return it and the stride."""
     lines = matrix if layout == "row" else matrix.T
     padded = np.zeros((lines.shape[0], lines.shape[1] + GAP), matrix.dtype)
     padded[:, : lines.shape[1]] = lines
@@ -68,7 +68,7 @@ LAYOUTS = [("row", "col", "row"), ("col", "row", "col")]
 def multiplied(
     shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str, **more: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What wmma stores, and what it should, gaps between the lines included."""
+    """Multiply by wmma; return what it stores and the expected image, gaps between the lines included."""
     rng, (m, n, k) = np.random.default_rng(0), SHAPES[shape]
     low = 0 if t == "u8" else -4
     a, b, c = (rng.integers(low, 5, s) for s in ((m, k), (k, n), (m, n)))

@@ -37,7 +37,7 @@ FORMS = {
 
 @pytest.fixture
 def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked for of each compilation."""
+    """Log the output kind that each compilation is asked for."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(includes, "_known", {})
     (tmp_path / "sub").mkdir()
@@ -53,7 +53,7 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def value(path: Path) -> int:
-    """What the kernel of a file, loaded anew, writes in the emulator."""
+    """Load the kernel of a file anew, and return what it writes in the emulator."""
     out = np.zeros(1, np.int32)
     ptxlab.load(path)(out, grid=1, block=1, backend="emulator")
     return int(out[0])

@@ -262,7 +262,10 @@ def test_versions_and_missing_tools(ptx: Source, cuda: Source, monkeypatch: pyte
 
 @pytest.mark.full
 def test_headers_of_the_standard_library() -> None:
-    """Those that kernels include, though NVRTC has none; each compiles alone, and names of `std` are those of CUDA."""
+    """The headers are those that kernels include, though NVRTC has none.
+
+    A header compiles alone, and its names of `std` are those of CUDA.
+    """
     every = "".join(f"#include <{name}>\n" for name in headers.BY_NAME)
     body = """
     extern "C" __global__ void k(uint32_t* a, std::uint64_t n, float* f) {

@@ -49,8 +49,10 @@ _TRACED = 4  # layers at least, of which one in the middle is kept
 
 @dataclass(frozen=True)
 class Selection:
-    """What of the suite is measured: `fused` kernels, `timeline`s, a layer with heads of 64 (`d64`), layers of
-    `ends.MODELS` by their `epilogues` (asked for by name alone), and layers by model, batch, and mix beside them.
+    """Parts of the suite that are measured.
+
+    These are `fused` kernels, `timeline`s, a layer with heads of 64 (`d64`), layers of `ends.MODELS` by their
+    `epilogues` (only if named), and layers by model and batch, beside mixes.
     """
 
     fused: bool = True
@@ -63,11 +65,11 @@ class Selection:
 
 
 def part(words: Sequence[str]) -> Selection:
-    """The part that words name: `fused`, `timeline`, `d64`, `epilogues`, models, `B=16`, mixes or `alone` (none);
-    without any everything but `epilogues`, which have been decided on.
+    """Parse the words of `--only`: `fused`, `timeline`, `d64`, `epilogues`, models, `B=16`, mixes or `alone` (no mix).
 
-    Words of one kind add up; a kind without a word is whole. With words, the first four are measured only where they
-    are named, and layers only where models are, or none of the four is. Raises ArgumentError for another word.
+    Without words everything is measured but `epilogues`, whose choice has been made. Words of one kind add up; all of a
+    kind is measured if no word names one of it. With words, the first four are measured only if named, and layers only
+    if models are named, or none of the four is. Raises ArgumentError for another word.
     """
     models = {config.name: config for config in CONFIGS}
     batches = {f"B={B}": B for B in BATCHES}
@@ -126,7 +128,10 @@ def rows(
 
 
 def remaining(wanted: Selection, done: Sequence[Row]) -> tuple[Selection, list[Row]]:
-    """What of a run that was stopped is to be measured, and its rows: whole layers, and what came before the first."""
+    """Return the parts of a stopped run that are still to be measured, and the rows that are kept.
+
+    Only layers measured at all batches are kept; the fused kernels are, if a layer came after them.
+    """
     layers = {config: [r for r in done if r.measure == MEASURE and config_of(r.sizes) == config] for config in CONFIGS}
     narrow, whole = [row for row in done if row.measure == D64], len(wanted.batches)
     fused_rows = [row for row in done if row.measure == FUSED] if any(layers.values()) else []
@@ -157,7 +162,7 @@ def _alone() -> None:
 
 
 def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """A model at every batch, the mixes first: ours and theirs are in memory one after the other."""
+    """Measure a model at every batch, the mixes first: only one of ours and theirs is in memory at a time."""
     beside = dict(peers_layer.mixes(config, wanted.batches, wanted.mixes, progress))
     weights = layer_chain.layers_of(config)
     copied = decoder.copies_of(weights[0])
@@ -168,10 +173,10 @@ def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: 
 
 
 def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds of the mixes by `MIX/ATTENTION`, and their breakdowns.
+    """Return the microseconds of the mixes by `MIX/ATTENTION`, and their breakdowns.
 
-    Attention `sdpa` and `xqa_fp8` ran in the mix's own graph. Of `xqa_stored` it is FlashInfer's stored time
-    (`notebooks/results/<gpu>/peers`), added to the time of the same graph without its attention.
+    Attention `sdpa` and `xqa_fp8` ran in the mix's own graph. For `xqa_stored` FlashInfer's stored time
+    (`notebooks/results/<gpu>/peers`) is added to the time of the same graph without its attention.
     """
     stored = stored_attention().get((config.heads, config.kv_heads, B, LENGTH), {})
     us: dict[str, float] = {}
@@ -191,7 +196,7 @@ def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, 
 
 
 def timeline_rows(config: Config, B: int) -> Iterator[Row]:
-    """A row per launch of one layer of the chain, in order, where CUPTI can be reached through PyTorch."""
+    """Measure one row per launch of one layer of the chain, in order, if PyTorch can reach CUPTI."""
     made = Decoder(config, B, layer_chain.layers_of(config))
     operations = [decoder.label_of(call) for call in made.operations[0] for _ in range(call.launches)]
     calls = made.calls()
@@ -214,7 +219,7 @@ def timeline_rows(config: Config, B: int) -> Iterator[Row]:
 def spans_of(
     config: Config, B: int, spans: Sequence[tuple[str, float, float]], operations: Sequence[str], us: float
 ) -> Iterator[Row]:
-    """Rows of the layer in the middle; each with the gap to the launch before (below 0: they overlap)."""
+    """Yield the rows of the chain's middle layer, each with the gap to the launch before (below 0: they overlap)."""
     first = len(spans) // len(operations) // 2 * len(operations)
     origin = spans[first][1]
     for number, operation in enumerate(operations):

@@ -26,18 +26,21 @@ _PARTS = {**dict.fromkeys((gemm_w4a8, gemm_w4a8_grouped, gemm_w4a4, gemm_w4ax), 
 
 
 def part_of(call: LayerCall) -> str:
-    """`gemm`, `attention` or `others`."""
+    """Return the part of a layer that a call belongs to: `gemm`, `attention` or `others`."""
     return _PARTS.get(call.function, OTHERS)
 
 
 def label_of(call: LayerCall) -> str:
-    """What a call is named in a record: `gemm qkv`, `attention`, `rmsnorm_quantize qkv_in`."""
+    """Return a call's name in a record: `gemm qkv`, `attention`, `rmsnorm_quantize qkv_in`."""
     part = part_of(call)
     return {GEMM: f"{GEMM} {call.name}", ATTENTION: ATTENTION}.get(part, f"{call.function.__name__} {call.name}")
 
 
 def work_of(decoder: Decoder) -> list[Work]:
-    """The least work of each operation: weights and cache read once from memory; activations stay in the L2."""
+    """Compute the least work of each operation.
+
+    Weights and cache are read once from memory; activations stay in the L2.
+    """
     config, found = decoder.config, []
     routing = decoder.buffers.routing
     active = 0 if routing is None else int((np.diff(gpu.to_host(routing.routed.offsets)) > 0).sum())
@@ -51,7 +54,7 @@ def work_of(decoder: Decoder) -> list[Work]:
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what a layer launches at these batches."""
+    """Compile all that a layer launches at these batches, in a process that ends then."""
     weights = [LayerWeights.random(config, on_device=True)]
     for B in batches:
         Decoder(config, B, weights, caches=1).calls()[0]()
@@ -65,15 +68,15 @@ class Alone:
     part: dict[str, str]
 
     def of(self, part: str) -> float:
-        """The sum over the operations of a part."""
+        """Return the summed microseconds of the operations of a part."""
         return sum(us for name, us in self.us.items() if self.part[name] == part)
 
 
 def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
-    """Each operation by itself, launched as the chain launches it.
+    """Time each operation by itself, launched as the chain launches it.
 
-    GEMMs over `copied` weights and attention over caches that no call finds in the L2; the others on what they find
-    there, as in the chain.
+    GEMMs run over `copied` weights and attention over caches that no call finds in the L2. The others find their inputs
+    in the L2, as in the chain.
     """
     us: dict[str, float] = {}
     part: dict[str, str] = {}
@@ -91,13 +94,13 @@ def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
 
 
 def over_caches(decoder: Decoder, attention: LayerCall, **changed: Any) -> list[Callable[[], Any]]:
-    """Attention of a layer over every cache, perhaps with other keywords."""
+    """List calls of a layer's attention, one per cache, with changed keywords if given."""
     calls = (replace(attention, args=(attention.args[0], cache)) for cache in decoder.caches)
     return [partial(call, **changed) for call in calls]
 
 
 def invariant_us(decoder: Decoder) -> float:
-    """Microseconds of attention that splits a sequence by its own length, timed as `alone` times the other."""
+    """Time attention that splits a sequence by its own length, in microseconds, as `alone` times the default."""
     (attention,) = (call for call in decoder.operations[0] if part_of(call) == ATTENTION)
     cache = decoder.caches[0]
     space = attention_workspace(cache, batch_invariant=True) if gpu.is_device_array(cache.pool) else None
@@ -106,7 +109,7 @@ def invariant_us(decoder: Decoder) -> float:
 
 
 def copies_of(weights: LayerWeights) -> Callable[[str], list[Any]]:
-    """A function from a matrix's name to as many copies as exceed the L2, made at its first call."""
+    """Return a function that copies a matrix, by name, until the copies exceed the L2; it copies once per matrix."""
 
     @cache
     def copied(matrix: str) -> list[Any]:
@@ -126,7 +129,7 @@ def row(
     more: Mapping[str, float],
     compared: bool = False,
 ) -> Row:
-    """A layer at one batch, timed and checked; if `compared`, also with the exact twin."""
+    """Time and check a layer at one batch; if `compared`, also compare it with the exact twin."""
     decoder = Decoder(config, B, weights)
     measured, graph = measure_graph(decoder.calls(), replays=GEMM_REPLAYS)
     checked = (decoder.compare() if compared else "") + decoder.check(graph)
@@ -147,7 +150,7 @@ def row_at(
     peers: Mapping[str, float],
     more: Mapping[str, float],
 ) -> Row:
-    """The row of what was measured."""
+    """Build the row of a measured layer, with parts, floors and peers."""
     floors = {f"floor {each.name}": each.us(ceilings) for each in work}
     parts = {f"{part}_us": apart.of(part) for part in (GEMM, ATTENTION, OTHERS)}
     share = parts["others_us"] / sum(parts.values())
@@ -156,7 +159,7 @@ def row_at(
 
 
 def row_of(config: Config, B: int, measured: Measured, work: Sequence[Work], ceilings: Ceilings, checked: str) -> Row:
-    """A layer's time beside its floor."""
+    """Build the row of a layer's time and its floor."""
     floor = sum(each.us(ceilings) for each in work)
     return Row(
         kernel=FACE,

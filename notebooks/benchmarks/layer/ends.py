@@ -25,7 +25,7 @@ _SPECIAL = 16  # ex2 or rcp of an SM per clock (CUDA C++ programming guide, thro
 
 
 class Ends(NamedTuple):
-    """Which GEMMs of a layer have another epilogue: O and down, which add to the residual stream; gate and up."""
+    """Epilogues of a layer's GEMMs: `residual`, O and down add to the residual stream; `silu_mul`, of gate and up."""
 
     residual: bool
     silu_mul: bool
@@ -35,7 +35,7 @@ ALL = tuple(Ends(residual, silu_mul) for silu_mul in (False, True) for residual 
 
 
 def predicted_us(config: Config, B: int, ends: Ends) -> float:
-    """How much longer a layer should take with these ends: below 0 if it is to be shorter.
+    """Predict how many microseconds longer a layer takes with these epilogues; below 0 if shorter.
 
     `residual`: for each of two products, the norm behind it neither reads the result nor writes the stream; the L2 is
     taken to add as quickly as it writes. `silu_mul`: half of gate and up is neither written nor read; ex2 and rcp,
@@ -51,7 +51,7 @@ def predicted_us(config: Config, B: int, ends: Ends) -> float:
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what is measured."""
+    """Compile all that is measured, in a process that ends then."""
     weights = {turns: [LayerWeights.random(config, on_device=True, interleaved=turns)] for turns in (False, True)}
     for B in batches:
         for each in decoders(config, B, weights, caches=1).values():
@@ -59,7 +59,7 @@ def warm(config: Config, batches: Sequence[int]) -> None:
 
 
 def rows(config: Config, batches: Sequence[int], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """A row for all ends at every batch."""
+    """Measure one row for each choice of epilogues at every batch."""
     weights = {turns: layer_chain.layers_of(config, interleaved=turns) for turns in (False, True)}
     for B in batches:
         progress(f"{config.name}, batch {B}: epilogues")
@@ -69,7 +69,7 @@ def rows(config: Config, batches: Sequence[int], ceilings: Ceilings, progress: C
 def decoders(
     config: Config, B: int, weights: Mapping[bool, Sequence[LayerWeights]], caches: int = 0
 ) -> dict[Ends, Decoder]:
-    """One for all ends, on the same caches; `weights` by whether they are interleaved."""
+    """Make a decoder for each choice of epilogues, on the same caches; `weights` are keyed by interleaving."""
     first = Decoder(config, B, weights[False], caches)
     return {ends: first.ending(weights[ends.silu_mul], ends.residual) for ends in ALL}
 
@@ -81,7 +81,10 @@ def rows_at(
     ceilings: Ceilings,
     compared: bool = False,
 ) -> list[Row]:
-    """The same at one batch, timed in turn and checked; if `compared`, also with the exact twin."""
+    """Time and check each choice of epilogues at one batch, in turn.
+
+    If `compared`, each is also compared with the exact twin.
+    """
     made = decoders(config, B, weights)
     checked = {ends: each.compare() if compared else "" for ends, each in made.items()}
     best: dict[Ends, Measured] = {}

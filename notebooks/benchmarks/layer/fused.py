@@ -50,7 +50,7 @@ _SMALL = 1 / 64  # what is added to the residual again and again must not overfl
 
 @dataclass(frozen=True)
 class Fused:
-    """One kernel at one size.
+    """Fused kernel at one size.
 
     Attributes:
         kernel: its name.
@@ -72,7 +72,7 @@ class Fused:
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Every kernel at every size, W4A4's at some."""
+    """Measure every fused kernel at every size, W4A4's kernels at some."""
     for K in WIDTHS:
         for M in reversed(TOKENS):  # the largest first: `torch.compile`'s kernels are tuned to it
             progress(f"{M} x {K}: fused kernels")
@@ -86,7 +86,10 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def warm(K: int) -> None:
-    """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
+    """Compile all that is launched at this width, in a process that ends then.
+
+    The first width also compiles everything else.
+    """
     made = [normed(1, K), gated(1, K), quantised(1, K), *(reordering(1, K) if K in _REORDERED[0] else ())]
     made += [appended(1, *heads) for heads in HEADS if WIDTHS[0] == K]
     for each in made:
@@ -94,7 +97,10 @@ def warm(K: int) -> None:
 
 
 def timed(fused: Fused, ceilings: Ceilings) -> Row:
-    """From memory and from the L2, beside copies of as many bytes; results are checked on fresh arrays afterwards."""
+    """Time a kernel on data from memory and from the L2, beside copies of as many bytes.
+
+    The results are checked on fresh arrays afterwards.
+    """
     count = copies_beyond_l2(fused.nbytes)
     count = count if count <= _MOST_COPIES else 1
     copies = [fused.make() for _ in range(count)]
@@ -126,7 +132,7 @@ def _copy(nbytes: int, copies: int) -> dict[str, float]:
 
 
 def normed(M: int, K: int) -> Fused:
-    """`rmsnorm_quantize` with a residual."""
+    """Prepare `rmsnorm_quantize` with a residual."""
     x, residual = _values(M, K) * np.float16(_SMALL), _values(M, K, seed=1)
     gamma = _values(1, K, seed=2)[0]
     out = _packed(M, K)
@@ -152,7 +158,7 @@ def normed(M: int, K: int) -> Fused:
 
 
 def gated(M: int, K: int) -> Fused:
-    """`silu_mul_quantize`."""
+    """Prepare `silu_mul_quantize`."""
     gate_up = _values(M, 2 * K)
     out = _packed(M, K)
 
@@ -170,7 +176,7 @@ def gated(M: int, K: int) -> Fused:
 
 
 def quantised(M: int, K: int) -> Fused:
-    """`quantize_activations`."""
+    """Prepare `quantize_activations`."""
     x = _values(M, K)
     out = _packed(M, K)
 
@@ -187,7 +193,10 @@ def quantised(M: int, K: int) -> Fused:
 
 
 def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Iterator[Fused]:
-    """`reorder_quantize`, `rmsnorm_reorder_quantize` with a residual and `silu_mul_reorder_quantize`, for Hopper."""
+    """Prepare the kernels that reorder channels, for Hopper.
+
+    They are `reorder_quantize`, `rmsnorm_reorder_quantize` with a residual and `silu_mul_reorder_quantize`.
+    """
     sizes = {"M": M, "K": width - outliers, "outliers": outliers, "g": group}
     x, residual, gamma = _values(M, width) * np.float16(_SMALL), _values(M, width, seed=1), _values(1, width, seed=2)[0]
     gate_up = _values(M, 2 * width, seed=3)
@@ -235,7 +244,10 @@ def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Ite
 
 
 def appended(T: int, Hq: int, Hkv: int, D: int) -> Fused:
-    """`rope_append_kv4`: a token of each of T sequences, at the end of a page of its own; heads of D dimensions."""
+    """Prepare `rope_append_kv4` for T sequences with heads of D dimensions.
+
+    Each sequence appends one token at the end of a page of its own.
+    """
     width = (Hq + 2 * Hkv) * D
     qkv = _values(T, width)
     rng = np.random.default_rng(3)
@@ -275,13 +287,13 @@ def appended(T: int, Hq: int, Hkv: int, D: int) -> Fused:
 
 
 def _values(M: int, K: int, seed: int = 0) -> Any:
-    """Random f16 [M, K] on the device: some rows, repeated."""
+    """Make random f16 [M, K] on the device; up to 64 different rows are repeated."""
     some = np.random.default_rng(seed).standard_normal((min(M, 64), K), dtype=np.float32).astype(np.float16)
     return np.tile(gpu.to_device(some), (ceil_div(M, len(some)), 1))[:M].copy()
 
 
 def _packed(M: int, K: int) -> Callable[[], Any]:
-    """A function that makes activations [M, K] to write into."""
+    """Return a function that makes activations [M, K] as an output buffer."""
     some = gpu.to_device(np.zeros((M, K), np.float16))
     return lambda: quantize_activations(some)
 
@@ -291,12 +303,16 @@ def _checked(M: int) -> np.ndarray:
 
 
 def _taken(array: Any, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array on the device, on the host."""
+    """Copy rows of a device array to the host."""
     return gpu.to_host(array[gpu.to_device(rows)])
 
 
 def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
-    """Hold rows `at` against floats f64: scales, values within rounding of y / scale, sums those of the values."""
+    """Compare rows `at` with floats f64, and return the claim.
+
+    Scales agree, values are within rounding of y / scale, and sums are those of the values. Raises BenchmarkError
+    otherwise.
+    """
     scale = _taken(packed.scale, at).astype(np.float64)[:, None]
     values, sums = _taken(packed.x_q, at).astype(np.float64), _taken(packed.token_sum, at)
     expected = np.abs(y).max(1, keepdims=True) / 127
@@ -307,7 +323,7 @@ def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
 
 
 def _right_in_groups(name: str, packed: AtomActivations, at: Any, y: np.ndarray) -> str:
-    """Hold rows `at` against floats f64 in Atom's order: scales and values, within their rounding."""
+    """Compare rows `at` with floats f64 in Atom's order: scales and values, within their rounding."""
     K, stored = packed.K, _taken(packed.scale, at).astype(np.float64)
     values, steps, off = _taken(packed.x, at).astype(np.float64), 0.0, 0.0
     for g, k in enumerate(range(0, K + packed.outliers, packed.group)):

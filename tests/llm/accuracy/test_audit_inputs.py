@@ -27,7 +27,7 @@ def with_outliers() -> np.ndarray:
 
 
 def test_outliers_fill_blocks_up_to_the_share_that_is_allowed() -> None:
-    """70 of 640 channels: two blocks of 64, or one of 128."""
+    """The 70 of 640 channels fill two blocks of 64, or one of 128."""
     for group, most, channels8 in ((64, 0.2, 128), (64, 0.1, 64), (64, 0.0, 0), (128, 0.2, 128), (64, 1.0, 128)):
         (row,) = audit_input(W, with_outliers(), schemes=("fmpq",), group=group, most=most)
         assert (row.outliers, row.channels8, row.share8) == (70, channels8, channels8 / 640), (group, most)

@@ -28,7 +28,7 @@ def whole(arrays: list[Any]) -> int:
 
 
 def operands(quantise: Any) -> int:
-    """Bytes of what `quantise` makes of every matrix and of its input."""
+    """Count the bytes of every matrix and of its input, as `quantise` stores them."""
     total = 0
     for N, K in CONFIG.matrices.values():
         total += whole(quantise(np.ones((N, K), np.float32), "w")) + whole(

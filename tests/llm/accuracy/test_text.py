@@ -15,7 +15,7 @@ from tests.support.small_models import tokenizer
 
 @pytest.fixture
 def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The two files of `wikipedia`, small: 95 articles, two news items."""
+    """Write small files of `wikipedia`: 95 articles, two news items."""
     wiki, lee = (tmp_path / file.name for file in weights.KNOWN["wikipedia"].files)
     pages = "".join(f"<page><revision><text>{i} {'word ' * 200}</text></revision></page>" for i in range(95))
     wiki.write_bytes(bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode()))
@@ -70,7 +70,7 @@ def test_windows_that_do_not_fit(given: dict[str, int], message: str) -> None:
 
 @pytest.mark.full
 def test_the_text_as_it_is_shipped() -> None:
-    """Its 95 articles, where it is in the cache."""
+    """The cache, if it has the text, holds its 95 articles."""
     if weights.find("wikipedia") is None:
         pytest.skip("not in the cache: ptxlab weights wikipedia")
     corpus = open_text()

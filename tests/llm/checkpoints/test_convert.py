@@ -192,7 +192,7 @@ def test_a_damaged_result_is_found(source: Path) -> None:
 
 @pytest.mark.full
 def test_a_trained_checkpoint(tmp_path: Path, minilm: Path) -> None:
-    """By default: all linear layers, in the layout of the fastest kernels, and none of the three embeddings."""
+    """The default packs all linear layers, in the layout of the fastest kernels, and none of the three embeddings."""
     conversion = convert.plan(minilm)
     conversion.write(tmp_path / "out")
     conversion.verify(tmp_path / "out")

@@ -17,7 +17,7 @@ WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
 
 
 def in_groups(*, group: Any = None, **changes: Any) -> dict[str, Any]:
-    """A config of compressed-tensors; `group` changes its only group, whose weights are `WEIGHTS`."""
+    """Make a config of compressed-tensors; `group` changes its only group, whose weights are `WEIGHTS`."""
     groups = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, **(group or {})}}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     return config | changes
@@ -28,7 +28,7 @@ def weights(**changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, **files: Any) -> Path:
-    """JSON files by their stems; of `config` the quantisation."""
+    """Write JSON files by their stems; a `config` file gets the quantisation alone."""
     for stem, content in files.items():
         text = json.dumps({"quantization_config": content} if stem == "config" else content)
         (folder / f"{stem}.json").write_text(text)
@@ -185,7 +185,7 @@ def test_what_a_config_may_not_declare(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_values_of_any_type_are_taken_or_refused(tmp_path: Path) -> None:
-    """Try every setting of every config above, of compressed-tensors those of its weights too."""
+    """The values are tried in every setting of every config above, of compressed-tensors also in its weights'."""
 
     def outcome(config: dict[str, Any]) -> str:
         try:

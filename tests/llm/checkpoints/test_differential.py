@@ -21,14 +21,14 @@ BUILT = [plan for plan in PLANS if plan.name in CONFIG_TWISTS and plan.twist.ver
 
 
 def by_transformers(folder: Path, dtype: str = "float32") -> Any:
-    """The library's own model."""
+    """Load the transformers library's own model."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def reference_of(model: Any) -> Any:
-    """Logits [T, V] by PyTorch, in float32."""
+    """Compute logits [T, V] by PyTorch, in float32."""
     import torch
 
     with torch.no_grad():
@@ -40,7 +40,7 @@ def logits_of(model: Any) -> Any:
 
 
 def difference(logits: Any, reference: Any) -> float:
-    """Largest error over the largest logit; infinite where either is no number."""
+    """Compute the largest error over the largest logit; infinite if it is no number."""
     error = np.abs(logits - reference).max() / np.abs(reference).max()
     return float(error) if np.isfinite(error) else float("inf")
 
@@ -75,7 +75,7 @@ def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> No
 
 
 def test_every_kind_has_files_that_must_be_read_and_files_that_must_be_refused() -> None:
-    """So a reader that refuses all of a kind fails, and so does one that reads all."""
+    """A reader that refuses all of a kind thus fails, and so does one that reads all."""
     assert {plan.name for plan in PLANS} == TWISTS.keys() and len(PLANS) >= 300
     verdicts = Counter((plan.kind, plan.twist.verdict) for plan in PLANS)
     for kind in {plan.kind for plan in PLANS}:

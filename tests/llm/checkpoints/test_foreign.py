@@ -20,7 +20,7 @@ Q4 = RNG.integers(0, 16, (64, 128)).astype(np.uint8)
 
 
 def saved(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Path:
-    """A file with the matrix `q.weight` and a norm, and what a config states beside it."""
+    """Write a file with the matrix `q.weight` and a norm, and the given quantisation in a config beside it."""
     made = {f"q.{part}": array for part, array in arrays.items()} | {"norm.weight": np.ones(8, np.float16)}
     if stated:
         (path / "config.json").write_text(json.dumps({"quantization_config": stated}))
@@ -33,7 +33,10 @@ def opened(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Any:
 
 
 def test_orders() -> None:
-    """The first tile of QServe by hand, as both of its converters have it: a byte's nibbles are 16 rows apart."""
+    """The first tile of QServe is computed by hand, as both of its converters have it.
+
+    A byte's nibbles are 16 rows apart.
+    """
     assert (unpack_qserve(foreign_files.qserve_nibbles(Q4)) == Q4).all()
     packed = foreign_files.qserve_nibbles(Q4).view(np.uint8).ravel()
     for byte, (row, k) in {0: (0, 0), 3: (0, 3), 4: (8, 0), 8: (0, 16), 16: (0, 4), 64: (1, 0), 511: (15, 31)}.items():
@@ -50,7 +53,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("container", ["safetensors", "torch"])
 def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> None:
-    """Read those of PostScale, no multiples of the scales: w = (q4·s2 + zero)·s1."""
+    """PostScale's zeros are no multiples of the scales: w = (q4·s2 + zero)·s1."""
     q4, s1, s2, zeros = foreign_files.two_level(W, group)
     assert (zeros % s2).any()
     arrays = foreign_files.qserve(q4, s1, s2, zeros)
@@ -66,7 +69,10 @@ def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> No
 
 
 def test_qserve_with_zeros_that_wrap(tmp_path: Path) -> None:
-    """Of PreScale: zero·scale of a group below 0 is up to 255, a byte that wraps; the same integers come out."""
+    """PreScale's zero·scale of a group below 0 is up to 255, a byte that wraps.
+
+    The same integers come out.
+    """
     q4 = RNG.integers(8, 16, (64, 128)).astype(np.uint8)
     s2, zeros = np.full((64, 2), 16), np.full((64, 2), -15 * 16)
     exact = q4.astype(int) * 16 - 240
@@ -138,7 +144,7 @@ def test_zeros_that_borrow_from_the_next(writer: dict[str, Any], tmp_path: Path)
 def test_the_version_of_a_symmetric_file_is_that_of_its_zeros(
     label: str | None, sym: bool | None, stored: int, tmp_path: Path
 ) -> None:
-    """Whatever the config calls it: zeros that are all 7, or all 8, are the middle of one version."""
+    """Zeros that are all 7, or all 8, are the middle of one version, whatever the config calls it."""
     q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
     arrays = foreign_files.gptq(q4, scale, zero, stored=stored)
     check(opened(tmp_path, arrays, **GPTQ, sym=sym, checkpoint_format=label), q4, scale, zero, 64)
@@ -169,7 +175,7 @@ def test_zeros_that_contradict_the_config(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("desc_act", [True, False, None])
 def test_gptq_in_order_of_activation(desc_act: bool | None, tmp_path: Path) -> None:
-    """The file's own order counts, also where the config denies one, as files with act_group_aware have it."""
+    """The file's own order counts, even if the config denies one, as in files with act_group_aware."""
     q4, scale, zero = foreign_files.affine(W, 64)
     order = RNG.permutation(np.arange(128) // 64)
     weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order), **GPTQ, desc_act=desc_act)
@@ -345,7 +351,10 @@ def test_a_config_that_contradicts(format: str, stated: dict[str, Any], message:
 
 
 def of_groups(*weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A config of compressed-tensors whose groups have weights of these changes to groups of 64."""
+    """Make a config of compressed-tensors with several groups.
+
+    The weights of each have these changes to groups of 64.
+    """
     configs = [packed_config(64, **change)["config_groups"]["group_0"] for change in weights]
     return packed_config(64) | {"config_groups": {f"group_{i}": config for i, config in enumerate(configs)}} | changes
 
@@ -391,7 +400,7 @@ def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_mutated_files_are_read_or_refused(format: str, tmp_path: Path) -> None:
-    """500 of each: bytes of the header, of the tensors, and truncated files."""
+    """The 500 mutants of each file have changed bytes of the header or the tensors, or are cut off."""
     path = saved(tmp_path, of_format(format, W[:32, :64], 32))
 
     def read() -> None:

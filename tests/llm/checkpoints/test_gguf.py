@@ -72,7 +72,7 @@ def test_no_part_of_a_file_is_a_file(small: Path) -> None:
 def header(
     entries: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] | None = None, version: int = 3
 ) -> bytes:
-    """A file of one entry and one tensor at most; `counts` of tensors and entries."""
+    """Write a file of one entry and one tensor at most; `counts` of tensors and entries."""
     counts = counts or (bool(tensors), bool(entries))
     return b"GGUF" + struct.pack("<IQQ", version, *counts) + entries + tensors + bytes(256)
 

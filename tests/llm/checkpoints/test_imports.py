@@ -57,7 +57,7 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("group", "ours"), [(16, 32), (32, 32), (128, 128), (256, 128)])
 def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
-    """Those of the file where kernels take them, or the largest that divide them."""
+    """The groups are the file's where kernels take them, otherwise the largest that divide them."""
     wide = np.concatenate([W, W[::-1], W, W], axis=1)
     source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", wide, group))
     (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
@@ -107,7 +107,7 @@ def test_a_model(format: str, tmp_path: Path) -> None:
 @pytest.mark.default_cases("gptq")
 @pytest.mark.parametrize("format", ["qserve", "gptq"])
 def test_a_model_with_experts(format: str, tmp_path: Path) -> None:
-    """Mixtral: every expert by itself, the router as it is."""
+    """Mixtral's experts are imported one by one, and its router stays as it is."""
     mixtral = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     source = write_model(tmp_path / "in", format, **mixtral)
     rows = import_checkpoint(source, tmp_path / "out")
@@ -123,7 +123,7 @@ MATRICES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" f
 
 
 def biases(folder: Path, **values: float) -> dict[str, np.ndarray]:
-    """A bias for every matrix of a model's layers, 0 unless `values` has its last element."""
+    """Make a bias for every matrix of a model's layers, 0 but for the last element that `values` gives."""
     rows = ForeignCheckpoint(folder).matrices
     arrays = {}
     for layer in (0, 1):
@@ -158,7 +158,7 @@ def test_biases_that_the_model_has_not(matrix: str, element: float, tmp_path: Pa
 
 
 def test_biases_that_the_model_has(tmp_path: Path) -> None:
-    """Qwen2's of queries, keys and values, be they 0 or not, beside zeros of the others."""
+    """Qwen2's biases of queries, keys and values are kept, 0 or not; zeros of the others are not."""
     source = write_model(tmp_path / "in", "gptq", **QWEN2)
     add_tensors(source, biases(source, k_proj=0.5))
     layer = open_model(source)[0].layers[1]
@@ -173,7 +173,7 @@ def test_negative_scales_are_rounded_as_positive_ones(tmp_path: Path) -> None:
 
 
 def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
-    """160 columns in groups of 128 and 32: our groups of 32 lie within them."""
+    """Our groups of 32 lie within the file's groups of 128 and 32, of 160 columns."""
     q4 = RNG.integers(0, 16, (64, 160)).astype(np.uint8)
     scale = RNG.uniform(0.01, 0.02, (64, 2)).astype(np.float16)
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -184,7 +184,7 @@ def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
 
 
 def overflowing(path: Path) -> Path:
-    """128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
+    """Write 128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
     q4, s1, s2, zeros = foreign_files.two_level(np.concatenate([W, W]), 64)
     q4[9, 64], s2[9, 1], zeros[9, 1] = 15, 16, -100
     q4[70, :64], s2[70, 0], zeros[70, 0] = 3, 40, 10
@@ -267,7 +267,7 @@ def test_a_model_with_a_matrix_that_is_not_quantised(tmp_path: Path) -> None:
 
 
 def test_exactness_is_of_the_integers_that_their_kernel_computes(tmp_path: Path) -> None:
-    """(q4·s2 + zero)·s1 in NumPy's wide integers, against what the packed weight gives."""
+    """The packed weight gives (q4·s2 + zero)·s1 as NumPy's wide integers do."""
     q4, s1, s2, zeros = foreign_files.two_level(W, 64)
     source = saved(tmp_path / "in.safetensors", foreign_files.qserve(q4, s1, s2, zeros))
     import_checkpoint(source, tmp_path / "out.safetensors")

@@ -87,7 +87,7 @@ def test_old_checkpoints_and_copies_of_a_tied_head(tmp_path: Path) -> None:
 
 
 def edited(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
-    """Another model.safetensors."""
+    """Return an edit of the tensors in model.safetensors."""
 
     def write(folder: Path) -> None:
         made = load_file(folder / "model.safetensors")
@@ -98,12 +98,12 @@ def edited(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path]
 
 
 def config(**changes: Any) -> Callable[[Path], None]:
-    """Another config.json."""
+    """Return an edit that changes config.json."""
     return lambda folder: (folder / "config.json").write_text(json.dumps({**CONFIGS["smollm"], **changes})) and None
 
 
 def more_tokens(folder: Path) -> None:
-    """A tokenizer of more tokens than the model has."""
+    """Write a tokenizer with more tokens than the model has."""
     made = tokenizer()
     made.add_tokens([f"word {i}" for i in range(40)])
     made.save(str(folder / "tokenizer.json"))
@@ -172,7 +172,7 @@ def test_infinity_in_a_layer_is_refused_when_it_is_read(tmp_path: Path) -> None:
 
 
 def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
-    """Another index of shards."""
+    """Return an edit of the index of shards."""
 
     def write(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"

@@ -28,7 +28,7 @@ LARGEST_ERRORS = dict.fromkeys(MADE, NEAREST) | {
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The files of a model by name, and a tokenizer of its vocabulary."""
+    """Copy a model's files by name, and write a tokenizer of its vocabulary."""
     words = {"<unk>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
     source = FOLDER / request.param
     folder = tmp_path / "model"
@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def difference(folder: Path, logits: Any) -> float:
-    """Largest error over the largest logit."""
+    """Compute the largest error over the largest logit."""
     model, _ = open_model(folder)
     computed = model.logits(model.states([TOKENS])[0])[0, -len(logits) :]
     return float(np.abs(computed - logits).max() / np.abs(logits).max())

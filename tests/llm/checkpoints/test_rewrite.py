@@ -20,7 +20,7 @@ from tests.support.small_models import write_folder
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """A quantised model's folder as this version writes it."""
+    """Write a quantised model's folder as this version does."""
     model, tokenizer = open_model(write_folder(tmp_path / "floats", "qwen2"))
     out = tmp_path / "made"
     out.mkdir()

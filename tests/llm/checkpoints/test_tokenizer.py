@@ -49,7 +49,7 @@ def test_gguf_has_the_same(saved: Tokenizer, metadata: dict[str, Any]) -> None:
 
 
 def test_digits_are_words_with_smollm(metadata: dict[str, Any]) -> None:
-    """As SmolLM's tokenizer.json has it: each digit apart, also behind a blank."""
+    """The pre-tokenizer of SmolLM's tokenizer.json splits digits one by one, also behind a blank."""
     tokens = [*metadata["tokenizer.ggml.tokens"][:261], "12", "Ġ1"]
     changed = {
         "tokenizer.ggml.tokens": tokens,
@@ -71,7 +71,7 @@ def test_a_word_that_is_a_token_needs_no_merges_with_llama3(metadata: dict[str, 
 
 
 def sentence_pieces(seed: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """Metadata of a tokenizer whose pieces have random scores, and these scores."""
+    """Make the metadata of a tokenizer whose pieces have random scores, and these scores."""
     rng = np.random.default_rng(seed)
     letters = ["▁", "a", "b", "c"]
     pieces = ["▁a", "ab", "bc", "▁ab", "abc", "ca", "▁b", "aa", "cab"]
@@ -86,7 +86,10 @@ def sentence_pieces(seed: int) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def merged(text: str, scores: dict[str, float]) -> list[str]:
-    """What SentencePiece does: the best of all neighbours that make a piece merge, the first of equal ones."""
+    """Tokenise as SentencePiece does: the best of all neighbours that make a piece merge.
+
+    Of equally good neighbours the first merge.
+    """
     pieces = list("▁" + text.replace(" ", "▁"))
     while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
         _, i = min(pairs)

@@ -123,7 +123,10 @@ def test_what_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_nested_pairs_end_at_once(tmp_path: Path) -> None:
-    """A tuple of pairs of pairs, 2^200 of them by 200 opcodes: as the name of a tensor, and as its shape."""
+    """A tuple of pairs of pairs has 2^200 of them by 200 opcodes.
+
+    It stands for the name of a tensor, and for its shape.
+    """
     pairs = b")" + b"q\x00h\x00\x86" * 200
     for program in (b"}(" + pairs + ORDERED_DICT + b"u", b"}(" + text("a") + pairs + b"u"):
         with pytest.raises(FileError, match=r"expected|must be a tensor"):
@@ -151,7 +154,7 @@ def test_containers_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_sizes_of_the_zip_are_those_of_the_file(tmp_path: Path) -> None:
-    """A directory that claims more than there is, before a byte of it is allocated."""
+    """A directory that claims more than there is is refused before a byte of it is allocated."""
     path = write_torch(tmp_path / "model.pt", {"a": ONE})
     content = bytearray(path.read_bytes())
     for claimed, message in ((1 << 31, "bytes must lie within the file's"), (MAX_PICKLE + 1, "must lie within")):

@@ -165,7 +165,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def types(*kinds: str) -> dict[str, Any]:
-    """The key `layer_types`."""
+    """Return the key `layer_types`."""
     return {"layer_types": [*kinds]}
 
 

@@ -87,7 +87,10 @@ def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> N
 
 @pytest.mark.smoke
 def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Printed in their order, with the tokens that each gets alone; a .jsonl sets tokens and draws by request."""
+    """Texts are printed in the prompts' order, with the tokens that each gets alone.
+
+    A .jsonl sets tokens and draws by request.
+    """
     path = tmp_path / "prompts.txt"
     path.write_text("the cat\n\nthe dog sat\na mat\n", encoding="utf-8")
     options = ("--model", folder, "--backend", "numpy", "--tokens", 5)
@@ -162,7 +165,10 @@ def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, promp
 
 
 def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Before weights are rounded; the figure is rounded up, so that this much suffices."""
+    """The refusal comes before weights are rounded.
+
+    The figure is rounded up, so that this much suffices.
+    """
     (tmp_path / "prompts").write_text(f"the cat\n\n{'a' * 66}\nthe dog", encoding="utf-8")
     options = ("--model", folder, "--backend", "numpy", "--tokens", 4)
     figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
@@ -286,7 +292,7 @@ def test_a_share_without_a_temperature_is_refused(
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a template of its own, in which a turn ends with `#`."""
+    """Write a model with a template of its own, in which a turn ends with `#`."""
     folder = write_folder(tmp_path_factory.mktemp("model") / "chatty", "smollm", **SIZES, max_position_embeddings=512)
     template = "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ':' + m.content + '#' }}{% endfor %}a:"
     config = {"chat_template": template, "bos_token": "<turn>"}
@@ -426,7 +432,7 @@ def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pyt
 
 @pytest.mark.full
 def test_the_trained_model_says_what_the_guide_shows(cli: Any, tmp_path: Path) -> None:
-    """Two of the ten prompts, with the options of README's first text."""
+    """The test runs two of the guide's ten prompts, with the options of README's first text."""
     if downloads.find("smollm2") is None:
         pytest.skip("not in the cache: ptxlab weights smollm2")
     page = (ROOT / "notebooks" / "guide" / "generate.md").read_text(encoding="utf-8")

@@ -89,7 +89,7 @@ def test_the_range_that_is_proved_is_offered(cli: Any, checkpoint: Path, tmp_pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A trained model's folder, of heads that the kernels take, and a text."""
+    """Write a trained model's folder, with head sizes that the kernels take, and a text."""
     (tmp_path / "text.txt").write_text(TEXT)
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     return write_folder(tmp_path / "model", "smollm", **sizes)
@@ -97,7 +97,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Two layers, the whole recipe; `tests/llm/cli/test_generate.py` has text of it."""
+    """The model has two layers, and the whole recipe runs.
+
+    `tests/llm/cli/test_generate.py` has text of it.
+    """
     out, text = tmp_path / "out", tmp_path / "text.txt"
     options = (
         "--recipe",
@@ -131,7 +134,10 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
 
 
 def test_a_model_with_experts_is_measured_and_continues_a_text(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Mixtral: rows of the table are products, not experts; the text is short, so that experts are rounded."""
+    """Mixtral's rows of the table are products, not experts.
+
+    The text is short, so that experts are rounded.
+    """
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     model, out = write_folder(tmp_path / "experts", "mixtral", **sizes), tmp_path / "out"
     text = ("--text", tmp_path / "text.txt", "--length", 32, "--backend", "numpy")

@@ -39,7 +39,10 @@ def chain_of(scheme: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_a_layer_is_its_twin(scheme: str, arch: str) -> None:
-    """Every bit but those of attention and the gate, which lie within their bounds; the checks find nothing."""
+    """Every bit is equal but those of attention and the gate, which lie within their bounds.
+
+    The checks find nothing.
+    """
     problem = layer_problem(lengths=(3, 70), scheme=scheme, layout="qserve", dtype=DTYPES[scheme])
     assert not problem.buffers.programmatic
     inputs = problem.inputs
@@ -52,9 +55,9 @@ def test_a_layer_is_its_twin(scheme: str, arch: str) -> None:
 
 @pytest.mark.full
 def test_a_decoder_decodes_on_ada() -> None:
-    """Two layers, of weights that are in strips, a step after a prompt: in NumPy the first cache has the same bytes.
+    """Two layers of weights in strips decode a step after a prompt.
 
-    On an A100 test_systems.py has every scheme.
+    In NumPy the first cache has the same bytes.
     """
     model, how = quantized(layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
     assert {weights.qkv.layout for weights in model.layers} == {"strips"}
@@ -70,7 +73,7 @@ def test_a_decoder_decodes_on_ada() -> None:
 
 @pytest.mark.full
 def test_a_server_serves() -> None:
-    """Requests of different lengths, decoded as NumPy decodes them."""
+    """The requests have different lengths, and are decoded as NumPy decodes them."""
     model, prompts = quantized(layers=2), [[1, 2, 3], [7]]
     with gpu.compiling_for("sm_80"):
         served = Server(KernelRunner(model, 2, 20, chunk=4, head="int8", backend="emulator"))
@@ -100,7 +103,10 @@ def test_another_layout_is_the_same_weight(scheme: str) -> None:
 
 @pytest.mark.full
 def test_the_ends_of_a_layer_run_there() -> None:
-    """A wide row, which only one block has, through the gate and back: as the FFN of LLaMA-2-7B has it."""
+    """A wide row, which only one block has, goes through the gate and back.
+
+    The FFN of LLaMA-2-7B has such rows.
+    """
     rng = np.random.default_rng(0)
     gate_up = rng.standard_normal((2, 2 * 8320), dtype=np.float32).astype(np.float16)
     right = ptxlab.silu_mul_quantize(gate_up, backend="emulator")

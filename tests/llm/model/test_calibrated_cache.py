@@ -57,7 +57,10 @@ def as_on(arch: str) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_constants_are_those_of_the_keys_and_values_of_the_text(scheme: str) -> None:
-    """Of floats, in two batches: keys behind RoPE, in whatever batch a channel has its extreme."""
+    """The floats' keys and values, in two batches, give the constants.
+
+    Keys are taken behind RoPE, whichever batch has a channel's extreme.
+    """
     model, recipe = FloatModel.random(CONFIG), RECIPES["rtn"].but(kv=scheme, acts=None)
     layer, x = model.layers[0], model.embedding[TEXT]
     y = rms_norm(x, layer["input_norm"], CONFIG.eps).astype(np.float32)
@@ -71,7 +74,7 @@ def test_constants_are_those_of_the_keys_and_values_of_the_text(scheme: str) -> 
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_a_folder_holds_its_constants(folders: dict[str, Path], scheme: str, tmp_path: Path) -> None:
-    """Rewritten too."""
+    """A rewritten folder holds them too."""
     model = folder.load(folders[scheme])
     rewrite_folder(folders[scheme], tmp_path / "new", layout="row_major")
     again = folder.load(tmp_path / "new")
@@ -109,7 +112,7 @@ def require_equal_but_for_steps(pool: Any, right: Any) -> None:
 @pytest.mark.parametrize("scheme", [*BY_CHANNEL, "kv8"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch: str) -> None:
-    """Prompts in chunks and two steps; in NumPy the first cache has the same bytes."""
+    """It decodes prompts in chunks and two steps; in NumPy the first cache has the same bytes."""
     how = {"batch": 2, "context": 70, "chunk": 4, "cache": scheme}
     with as_on(arch):
         kernels = KernelRunner(models[scheme], **how, backend="emulator")
@@ -198,7 +201,10 @@ def test_layers_of_other_caches_and_damaged_constants_are_refused(
 def test_a_calibrated_model_is_quantised_anew_from_its_floats_alone(
     folders: dict[str, Path], models: dict[str, QuantizedModel], tmp_path: Path
 ) -> None:
-    """As one without constants is: those of before are of other keys."""
+    """The earlier constants, which are of other keys, do not count.
+
+    The layers are those of a model without constants.
+    """
     recipe, layers = RECIPES["lqq"].but(rotate=None, group=32, kv="kv4_channel"), []
     for has_constants in (True, False):
         model = dequantized(models["kv8_channel"])

@@ -56,7 +56,10 @@ GGUF = {
 
 
 def test_the_models_of_table_1_are_known_by_name() -> None:
-    """LiquidGEMM's eight; parameters in billions as their names say, without embeddings."""
+    """The names are LiquidGEMM's eight.
+
+    They say the parameters in billions, without embeddings.
+    """
     for name, billions in {
         "LLaMA-30B": 32.1, "LLaMA-2-7B": 6.5, "LLaMA-2-13B": 12.7, "LLaMA-2-70B": 68.5, "LLaMA-3-8B": 7.0,
         "Mistral-7B": 7.0, "Yi-34B": 33.5, "Mixtral-8x7B": 46.4,

@@ -80,7 +80,10 @@ def packed_model(model: FloatModel) -> QuantizedModel:
 @pytest.mark.default_cases("float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> None:
-    """Every bit of both layers' caches, the second of which follows from the first layer's experts, and of the end."""
+    """Every bit of both layers' caches and of the end is equal.
+
+    The second cache follows from the first layer's experts.
+    """
     small = QuantizedModel.rounded(model, "qoq", group=32, dtype=dtype)
     runner, tokens = NumpyRunner(small, 3, 80), np.array([3, 17, 40])
     runner.prefill([*PROMPTS, [200, 5]])
@@ -100,7 +103,7 @@ def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> Non
 
 
 def test_a_runner_computes_what_the_dequantised_model_does(packed_model: QuantizedModel) -> None:
-    """But for INT8 activations and the cache."""
+    """The two differ by INT8 activations and the cache."""
     of_floats = dequantized(packed_model)
     right = [of_floats.logits(of_floats.states([np.array([prompt])])[0])[0, -1] for prompt in PROMPTS]
     assert relative(NumpyRunner(packed_model, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
@@ -156,7 +159,10 @@ def test_floats_on_a_gpu_are_those_of_numpy(cupy: Any, model: FloatModel) -> Non
 @pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_runner_on_a_gpu_is_that_of_numpy(batch: int) -> None:
-    """Prompts in chunks and steps of the graph. A token near a tie of the router may take another expert."""
+    """The runner takes prompts in chunks and steps of the graph.
+
+    A token near a tie of the router may take another expert.
+    """
     config = replace(SMALL, layers=2, experts=8, chosen_experts=2, ffn=512)
     model = QuantizedModel.rounded(FloatModel.random(config))
     prompts = some_prompts(tuple(range(3, 3 + 20 * batch, 20)))

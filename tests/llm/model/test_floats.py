@@ -35,7 +35,7 @@ def test_a_model_computes_what_transformers_recorded(family: str, tmp_path: Path
 @pytest.mark.default_cases("qwen2", "mistral")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_computes_what_transformers_does(family: str, tmp_path: Path) -> None:
-    """At another length, beyond the window of Mistral's and the trained context of LLaMA-3's."""
+    """The second text has another length, beyond Mistral's window and LLaMA-3's trained context."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
     model, _ = open_model(write_folder(tmp_path, family))
@@ -47,7 +47,10 @@ def test_a_model_computes_what_transformers_does(family: str, tmp_path: Path) ->
 
 @pytest.mark.gpu
 def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
-    """On the GPU, one window of 2,048 tokens of a real text, with the same weights in PyTorch's own modules."""
+    """The test runs one window of 2,048 tokens of a real text on the GPU.
+
+    PyTorch's own modules have the same weights.
+    """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     for name in ("smollm2", "wikipedia"):
@@ -63,7 +66,7 @@ def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
 
 
 def in_torch(torch: Any, transformers: Any, model: FloatModel) -> Any:
-    """The model as transformers' LlamaForCausalLM."""
+    """Convert the model to transformers' LlamaForCausalLM."""
     c = model.config
     made = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -84,7 +87,7 @@ def in_torch(torch: Any, transformers: Any, model: FloatModel) -> Any:
 
 @pytest.mark.gpu
 def test_smollm2_has_its_known_perplexity(cupy: Any) -> None:
-    """Of the first three windows of the second text, as NumPy computes it."""
+    """The perplexity is that of the first three windows of the second text, as NumPy computes it."""
     for name in ("smollm2", "wikipedia"):
         if weights.find(name) is None:
             pytest.skip(f"not in the cache: ptxlab weights {name}")
@@ -95,7 +98,7 @@ def test_smollm2_has_its_known_perplexity(cupy: Any) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 150])
 def test_attention_by_blocks_is_attention(window: int | None) -> None:
-    """Of more tokens than two blocks of queries have."""
+    """The sequence has more tokens than two blocks of queries."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 300, heads, 8)) for heads in (4, 2, 2))
     found = decoder.causal_attention(q, k, v, window)

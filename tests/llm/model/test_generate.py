@@ -46,7 +46,10 @@ def bits(array: Any) -> Any:
     ids=["lqq", "qoq_channel", "qoq"],
 )
 def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
-    """Every bit of every step: pools, and the stream behind each layer, which all other bits decide."""
+    """Every bit of every step is equal.
+
+    These are the pools, and the stream behind each layer, which all other bits decide.
+    """
     model = quantized(**how)
     runner = NumpyRunner(model, len(PROMPTS), 80)
     runner.prefill(PROMPTS)
@@ -78,7 +81,7 @@ def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
 
 
 def recording(product: IntegerProduct, seen: list[Any]) -> Any:
-    """The product, which notes what it is given, its accumulators, and what it gives."""
+    """Return a product that logs its input, its accumulators, and its output."""
 
     def call(x: quant.QuantizedActivations, dtype: str) -> Any:
         seen.append((x, product.accumulators(x.q), product(x, dtype)))
@@ -90,7 +93,7 @@ def recording(product: IntegerProduct, seen: list[Any]) -> Any:
 
 @pytest.mark.parametrize(("K", "level", "pieces"), [(1024, 127, 1), (2080, 127, 2), (2080, 20, 1), (4160, 119, 4)])
 def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, level: int, pieces: int) -> None:
-    """All products of one sign, as large as they can be: the largest sums there are."""
+    """The products have one sign and the largest size, which gives the largest sums there are."""
     q4 = np.full((8, K), 15, np.uint8)
     known = quant.LQQWeight(
         q4=q4,
@@ -110,7 +113,10 @@ def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, leve
 @pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
-    """And the same for a row alone as for a row of many; 260 rows are padded to 264 and cut off again."""
+    """A row alone has the same bits as a row of many.
+
+    The 260 rows are padded to 264 and cut off again.
+    """
     model = quantized(dtype=dtype, tied_head=False)
     kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
     twin = NumpyRunner(model, 3, 80, head="int8")
@@ -126,10 +132,7 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
 
 @pytest.mark.smoke
 def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
-    """A prompt at once, in chunks that cut it anywhere, token by token, alone or in a batch: the same caches.
-
-    Logits may differ by a rounding: float32 BLAS adds in an order of its own.
-    """
+    """A prompt gives the same caches at once, in chunks that cut it anywhere, token by token, alone or in a batch."""
 
     def same(found: Any, right: Any) -> bool:
         return bool((np.abs(found - right) <= 2.0**-10 * np.abs(right)).all())
@@ -156,8 +159,10 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("own_keys", OWN_KEYS)
 def test_kernels_give_the_same(model: QuantizedModel, own_keys: str) -> None:
-    """In the emulator: steps, whose every bit is the same with the kernel's own attention in NumPy, and behind them
-    prompts in chunks, the last one padded. With attention in floats the first layer's keys and values are the same."""
+    """The emulator's steps equal the kernel's own attention in NumPy to the bit; so do prompts in chunks behind them.
+
+    The last prompt is padded. With attention in floats the first layer's keys and values are the same.
+    """
     how = {"batch": 2, "context": 70, "chunk": 6, "own_keys": own_keys}
     kernels = KernelRunner(model, **how, head="int8", backend="emulator")  # whose sums are exact, unlike float16's
     same, near = (kind(model, **how, head="int8") for kind in (KernelAttentionRunner, NumpyRunner))
@@ -303,7 +308,7 @@ def test_steps_are_made_as_they_are_asked_for(model: QuantizedModel) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
-    """In its place; nothing is made up."""
+    """The error takes the token's place; no token is made up."""
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=False)), group=32)
     runner = NumpyRunner(model, 2, 20)
     runner._embedding[7] = np.inf

@@ -59,7 +59,10 @@ def test_accumulators_are_equal(model: QuantizedModel, name: str, M: int) -> Non
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_heads_on_the_gpu(dtype: str) -> None:
-    """INT8: NumPy's very bits. FP16 in one order: a row's bits are the same alone, and near cuBLAS's."""
+    """The INT8 head has NumPy's very bits.
+
+    The FP16 head in one order gives a row the same bits alone, and is near cuBLAS's.
+    """
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, vocabulary=1003, tied_head=False)), dtype=dtype)
     how: dict[str, Any] = {"context": 64, "chunk": 16}
     numbers = np.random.default_rng(0).standard_normal((40, SMALL.hidden), np.float32)
@@ -82,7 +85,7 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
     "changes", [{}, {"dtype": "bfloat16", "scheme": "qoq_channel", "window": 50}], ids=["f16", "bf16"]
 )
 def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -> None:
-    """Prompts of up to 150 tokens, in chunks that cut them, and twenty steps of the graph."""
+    """Prompts of up to 150 tokens run in chunks that cut them, then twenty steps of the graph."""
     how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
     prompts = some_prompts(tuple(np.random.default_rng(batch).integers(1, 151, batch).tolist()))
@@ -102,7 +105,7 @@ def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -
     "changes", [{}, {"dtype": "bfloat16", "scheme": "qoq_channel", "window": 50}], ids=["f16", "bf16"]
 )
 def test_steps_are_those_of_the_oracle(changes: dict[str, Any], batch: int) -> None:
-    """Seventy steps from empty caches, so that sequences begin a second page."""
+    """Seventy steps begin with empty caches, so that sequences begin a second page."""
     how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
     same, kernels = (kind(model, batch, 200) for kind in (OnTheGpu, KernelRunner))
@@ -117,7 +120,7 @@ def test_steps_are_those_of_the_oracle(changes: dict[str, Any], batch: int) -> N
 
 
 def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
-    """A step of a batch, launch by launch, each on what the one before it has left."""
+    """A batch's step is compared launch by launch; a launch takes the results of the one before."""
     runner = KernelRunner(model, 5, 200, chunk=64)
     runner.prefill(some_prompts((1, 30, 64, 65, 150)))
     everyone = list(range(5))
@@ -172,7 +175,7 @@ def test_a_step_is_one_graph_and_waits_for_nothing(model: QuantizedModel, monkey
 
 
 def test_generate_reads_tokens_behind_the_next_step(model: QuantizedModel) -> None:
-    """The same tokens as those of plain calls, greedy; drawn ones follow the seed."""
+    """Greedy tokens are those of plain calls; drawn ones follow the seed."""
     prompts = some_prompts((5, 9))
     runner = KernelRunner(model, 2, 60)
     found = np.array(list(generate(runner, prompts, 20)))

@@ -37,7 +37,7 @@ OF_QUANTISING = 0.08
 
 
 def run_and_compare(problem: LayerProblem, **how: Any) -> str:
-    """The layer against `exact`, step by step, and against `in_float64`."""
+    """Run the layer, and compare it with `exact` step by step, and with `in_float64`."""
     given, dtype = problem.inputs, problem.weights.dtype
     hidden = problem.run(**how)
     results, exactly = (hidden, problem.residual), in_float64(given, problem.weights)
@@ -122,7 +122,10 @@ def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -
 
 @st.composite
 def problems(draw: st.DrawFn) -> LayerProblem:
-    """Widths in steps of 32, heads of any grouping, batches of any lengths; of one dtype, as each is compiled."""
+    """Draw layers of widths in steps of 32, heads of any grouping, and batches of any lengths.
+
+    They have one dtype, as each dtype is compiled.
+    """
     kv_heads, D = draw(st.integers(1, 2)), draw(st.sampled_from((64, 128)))
     widths = {name: 32 * draw(st.integers(1, 9)) for name in ("hidden", "ffn")}
     heads = {"heads": kv_heads * draw(st.integers(1, 3)), "kv_heads": kv_heads, "head_dim": D}
@@ -133,7 +136,7 @@ def problems(draw: st.DrawFn) -> LayerProblem:
 
 
 def fill(part: Any, byte: int) -> None:
-    """Every array in a buffer, or in what holds buffers."""
+    """Fill every array in a buffer, or in a structure of buffers, with a byte."""
     if isinstance(part, np.ndarray):
         part.view(np.uint8)[...] = byte
     elif is_dataclass(part) and not isinstance(part, Config):
@@ -145,7 +148,7 @@ def fill(part: Any, byte: int) -> None:
 @given(problem=problems(), mode=st.sampled_from(emulator.MODES), poison=st.sampled_from((0xA5, 0x5A, 0xFF)))
 @settings(max_examples=4)
 def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
-    """On buffers full of something else."""
+    """The buffers hold other bytes before."""
     fill(problem.buffers, poison)
     given = problem.inputs
     with emulator.chain(emulator.CHECKS, mode=mode, begin=mode, given=[problem.cache.pool]) as made:
@@ -207,7 +210,7 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
 def test_a_wait_that_one_kernel_leaves_out_is_found(
     config: Config, name: str, ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though everything comes out right, as it may on a GPU for long."""
+    """It is found though the results are right, as they may be on a GPU for long."""
 
     def parsed(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
@@ -267,7 +270,7 @@ def test_twins_agree_where_nothing_is_left_to_round() -> None:
 
 @pytest.fixture
 def device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`DispatchingArray`s are CuPy's, as far as anybody asks."""
+    """Make `ptxlab.gpu` take a `DispatchingArray` for CuPy's."""
     replaced = {
         "is_device_array": lambda array: isinstance(array, DispatchingArray),
         "as_array": lambda name, array: array,
@@ -279,7 +282,7 @@ def device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def there(part: Any) -> Any:
-    """An array or a packed weight on that device."""
+    """Move an array or a packed weight to that device."""
     if not hasattr(part, "buffers"):
         return DispatchingArray(part)
     return replace(part, buffers={name: DispatchingArray(array) for name, array in part.buffers.items()})
@@ -349,7 +352,7 @@ def test_a_step_that_went_wrong_is_named(config: Config, steps: tuple[str, ...])
 
 
 def on_the_device(problem: LayerProblem) -> LayerProblem:
-    """All of it, with buffers of its own."""
+    """Copy a whole problem to the device, with buffers of its own."""
     weights = replace(problem.weights, **{name: on_device(part) for name, part in problem.weights.parts.items()})
     arrays = {name: on_device(getattr(problem.cache, name)) for name in ("pool", "block_table", "lengths")}
     cache = replace(problem.cache, **arrays)
@@ -365,7 +368,7 @@ def on_the_device(problem: LayerProblem) -> LayerProblem:
 def test_in_a_capture_nothing_is_allocated(
     config: Config, names: tuple[str, ...], fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all launches but the first are programmatic."""
+    """The launches but the first are programmatic."""
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     fake.runs = False
@@ -381,7 +384,10 @@ def test_in_a_capture_nothing_is_allocated(
 @pytest.mark.full
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_capture_takes_rows_of_prompts(batch_invariant: bool, fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind long contexts, which attention cuts into parts unless it is batch-invariant: then it needs a workspace."""
+    """Attention cuts long contexts into parts unless it is batch-invariant.
+
+    It needs a workspace then.
+    """
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     fake.runs, fake.sms = False, 32
@@ -507,7 +513,10 @@ def test_a_batch_of_nobody_is_a_layer_of_no_launch(problem: LayerProblem) -> Non
 
 
 def test_what_is_elsewhere_is_refused_before_a_launch(fake: FakeGpu) -> None:
-    """Weights, angles or slots on the host, slots on another device, a cache on the GPU beside buffers on the host."""
+    """Weights, angles or slots may be on the host, or slots on another device.
+
+    The cache may be on the GPU beside buffers on the host.
+    """
     there = on_the_device(layer_problem())
     host, count = layer_problem(), len(fake.launched)
     second = DeviceArray(host.slots, device=1)

@@ -25,7 +25,7 @@ def test_bytes_of_a_layer_are_those_of_its_arrays(config: Config, scheme: str) -
 
 
 def arrays(part: Any) -> dict[int, np.ndarray]:
-    """Every array in a dataclass, at any depth, once."""
+    """List every array in a dataclass, at any depth, once."""
     if isinstance(part, np.ndarray):
         return {id(part): part}
     values = [getattr(part, each.name) for each in fields(part)] if is_dataclass(part) else []
@@ -43,7 +43,7 @@ def test_bytes_of_a_launch_are_those_of_its_buffers(config: Config) -> None:
 @pytest.mark.parametrize("layout", ["strips", "rows"])
 @pytest.mark.parametrize("scheme", ["atom", "fmpq"])
 def test_bytes_of_a_launch_in_w4a4_are_those_of_its_buffers(scheme: str, layout: str) -> None:
-    """And of a model's layers, which a runner of it asks for."""
+    """A runner of a model asks for those of its layers."""
     config = replace(TINY, hidden=256, heads=4, ffn=384)
     problem = layer_problem(config, scheme=scheme, layout=layout)
     model = QuantizedModel(config=config, embedding=None, layers=[problem.weights], final_norm=None)
@@ -133,7 +133,7 @@ class CopiedError(Exception):
 def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
     spare: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is copied there; one that just fits is not."""
+    """The refusal comes before any copy to the card; a runner that just fits is accepted."""
 
     def copied(weights: LayerWeights) -> None:
         raise CopiedError

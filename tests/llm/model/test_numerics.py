@@ -27,7 +27,10 @@ def test_8_bits_and_the_cache_are_the_quantisers() -> None:
 @pytest.mark.parametrize("group", [8, None])
 @pytest.mark.parametrize("order", [ORDER, None])
 def test_4_bits_in_groups_along_an_order(order: Any, group: int | None, bits: int) -> None:
-    """Groups of the ordered channels but the last 16, which have one scale and more bits; then each in its place."""
+    """The groups are of the ordered channels but the last 16, which have one scale and more bits.
+
+    The rounded values return to their places.
+    """
     found = FakeQuantized(acts=4, group=group, kept=16, kept_bits=bits, clip=0.9).input(X, order)
     channels = list(range(40) if order is None else order)
     four = [channels[i : i + (group or 24)] for i in range(0, 24, group or 24)]

@@ -27,7 +27,7 @@ BATCHES = (1, 3, 16, 33, 128)
 
 
 def on_gpu(problem: LayerProblem, **buffers: Any) -> LayerProblem:
-    """The same problem on the device."""
+    """Copy a problem to the device."""
     weights, cache = problem.weights.to_device(), ptxlab.to_device(problem.cache)
     x, residual, slots, *rope = map(gpu.to_device, (problem.x, problem.residual, problem.slots, *problem.rope))
     made = LayerBuffers.empty(weights, cache, **buffers)
@@ -71,7 +71,7 @@ def test_a_residual_epilogue_has_the_bits_of_the_chain_without(interleaved: bool
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("config", [WIDE, CONFIGS["experts"]], ids=["dense", "experts"])
 def test_layers_in_a_graph_are_plain_launches_one_after_the_other(config: Config, batch: int) -> None:
-    """Four layers, all launches but the first programmatic."""
+    """The graph has four layers, whose launches but the first are programmatic."""
     import cupy
 
     first = on_gpu(layer_problem(config, lengths=lengths_of(batch)))
@@ -135,7 +135,7 @@ class Case:
     problems: dict[int, LayerProblem] = field(default_factory=dict)
 
     def call(self) -> Any:
-        """The layer's result as int32."""
+        """Run the layer, and return its result as int32."""
         handle = gpu.stream_handle()
         if handle not in self.problems:
             given = self.given
@@ -153,7 +153,10 @@ class Case:
 
 @pytest.mark.long(70)
 def test_twenty_thousand_layers_beside_a_busy_stream() -> None:
-    """`soak.CALLS` layers at random batch sizes, one in four of experts, one in four with epilogues."""
+    """The `soak.CALLS` layers have random batch sizes.
+
+    A quarter of them has experts, a quarter epilogues.
+    """
     cases = []
     for config, batches, ends in (
         (WIDE, (1, 2, 7, 16, 33, 64, 128, 256), False),

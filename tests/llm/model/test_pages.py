@@ -13,7 +13,7 @@ COUNT = 6
 
 
 def tokens_of(kinds: list[int]) -> list[int]:
-    """A page of equal tokens for each kind."""
+    """Return a page of equal tokens for each kind."""
     return [kind for kind in kinds for _ in range(PAGE)]
 
 

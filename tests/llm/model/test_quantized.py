@@ -62,7 +62,10 @@ def test_bad_settings_are_refused(how: dict[str, object], message: str) -> None:
 
 @pytest.mark.full
 def test_the_trained_model_loses_at_most_a_quarter_as_served() -> None:
-    """Weights, activations and cache of SmolLM2 by default, on three windows of 512 tokens: 1.23x."""
+    """SmolLM2's perplexity is 1.23x as high with quantised weights, activations and cache by default.
+
+    The text is three windows of 512 tokens.
+    """
     for name in ("smollm2", "wikipedia"):
         if downloads.find(name) is None:
             pytest.skip(f"not in the cache: ptxlab weights {name}")

@@ -40,7 +40,7 @@ def some_logits(kind: str) -> Any:
 
 
 def process(logits: Any, prompts: list[list[int]], how: dict[str, Any]) -> Any:
-    """The scores of each row behind transformers' processors, in the order of its `generate`."""
+    """Compute the scores of each row behind transformers' processors, in the order of its `generate`."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     settings = transformers.GenerationConfig(do_sample=True, **{"top_k": 0} | how)
@@ -112,7 +112,10 @@ def test_each_row_of_a_batch_has_its_own_settings(first: int) -> None:
     ],
 )
 def test_of_known_shares_the_right_ones_are_left(how: dict[str, Any], left: list[int]) -> None:
-    """Of 4 : 2 : 1 : 1, where the first came before; what is left keeps its logit over the temperature."""
+    """The shares are 4 : 2 : 1 : 1, and the first token came before.
+
+    A token that is left keeps its logit over the temperature.
+    """
     logits = np.log(np.array([[4, 2, 1, 1]], np.float32)) - 3
     scores = adjust(logits, [Sampling(**{"temperature": 1.0, **how})], tokens_mask([[0]], logits))
     assert np.flatnonzero(np.isfinite(scores[0])).tolist() == left
@@ -130,7 +133,7 @@ def test_of_equal_tokens_the_first_is_kept() -> None:
 
 
 def test_a_row_whose_likeliest_is_taken_is_only_penalised() -> None:
-    """Beside one that is drawn."""
+    """Another row of the batch is drawn."""
     logits = some_logits("drawn")[:2]
     samplings = [Sampling(repetition_penalty=2.0), Sampling(temperature=2.0)]
     scores = adjust(logits, samplings, tokens_mask(PROMPTS[:2], logits))

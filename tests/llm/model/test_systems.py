@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 @every_system
 def test_a_step_of_two_layers(models: dict[str, QuantizedModel], system: ServingSystem, arch: str) -> None:
-    """Behind prompts of two lengths; in NumPy the first cache has the same bytes."""
+    """The step comes behind prompts of two lengths; in NumPy the first cache has the same bytes."""
     model, how = models[system.name], {"batch": 2, "context": 70, "chunk": 4}
     with as_on(arch):
         kernels = KernelRunner(model, **how, backend="emulator")
@@ -61,7 +61,10 @@ def test_a_step_of_two_layers(models: dict[str, QuantizedModel], system: Serving
 @pytest.mark.gpu
 @every_system
 def test_tokens_are_those_of_numpy_but_for_ties(models: dict[str, QuantizedModel], system: ServingSystem) -> None:
-    """Greedy tokens of prompts that begin a second and a third page, served together; in NumPy each alone."""
+    """Greedy tokens of prompts that begin a second and a third page are served together.
+
+    In NumPy each prompt runs alone.
+    """
     if reason := gpu.why_not("sm_80"):
         pytest.skip(reason)
     model, how = models[system.name], {"context": 170, "batch_invariant": True}

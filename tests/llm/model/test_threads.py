@@ -19,7 +19,7 @@ STREAMS = [np.full((1, 2, 3), i, np.float32) for i in range(9)]
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three cores."""
+    """Pretend that the machine has three cores."""
     monkeypatch.setattr(threads, "os", SimpleNamespace(cpu_count=lambda: 3))
 
 
@@ -34,7 +34,7 @@ def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
 
 
 def test_no_more_is_made_than_is_taken(three: None) -> None:
-    """Four, so that three can run while one waits."""
+    """At most four are made, so that three can run while one waits."""
     made: list[int] = []
     results = each_stream(lambda x: made.append(0), STREAMS)
     for taken in range(1, 10):

@@ -28,7 +28,7 @@ FOUR_BITS = {"atom": RECIPES["atom"], "fmpq": RECIPES["fmpq"].but(int8=0.5, outl
 
 
 def small() -> FloatModel:
-    """With channels of the stream, and rows of up, of very different size."""
+    """Make a model whose residual channels, and rows of up, differ much in size."""
     model, rng = FloatModel.random(CONFIG), np.random.default_rng(3)
     layers = [{**layer, "up": layer["up"] * rng.choice([0.3, 8], (192, 1), p=[0.9, 0.1])} for layer in model.layers]
     layers = [{name: array.astype(np.float32) for name, array in layer.items()} for layer in layers]
@@ -38,7 +38,7 @@ def small() -> FloatModel:
 
 @pytest.fixture(scope="module", params=FOUR_BITS)
 def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path, QuantizedModel]:
-    """A recipe, the folder that it makes, and the model in it."""
+    """Quantise a model; return the recipe, the folder that it makes, and the model in it."""
     recipe, out = FOUR_BITS[request.param], tmp_path_factory.mktemp("w4a4") / "out"
     quantize_model(small(), TEXT, recipe, out, layout="rows" if request.param == "fmpq" else "strips")
     return recipe, out, folder.load(out)
@@ -46,7 +46,10 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe
 
 @pytest.mark.default_cases("fmpq")
 def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
-    """Every float of the first layer; and loaded and written again, every byte."""
+    """Every float of the first layer is equal.
+
+    When the folder is loaded and written again, every byte is.
+    """
     recipe, out, model = made
     right = next(calibrate.quantize_layers(calibrate.prepared(small(), recipe), TEXT, recipe))
     assert right is not None
@@ -123,7 +126,10 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:
-    """But for sums in another order, which move a weight to the next level here and there; and it is measured there."""
+    """Sums in another order move a weight to the next level here and there.
+
+    The model is measured on the GPU.
+    """
     recipe, model, text = FOUR_BITS[name], small(), np.tile(TEXT, (1, 4))
     for place, each in (("host", model), ("device", model.to_device())):
         quantize_model(each, text, recipe, tmp_path / place)
@@ -143,7 +149,7 @@ def relative(found: Any, right: Any) -> float:
 
 
 def problem(scheme: str, to: str) -> tuple[ReorderedWeight, Any, Any, Any]:
-    """A weight [24, 320] and its order, activations [5, 320], and a bias."""
+    """Make a weight [24, 320] and its order, activations [5, 320], and a bias."""
     rng = np.random.default_rng(5)
     w, x = rng.standard_normal((24, 320)).astype(np.float32), rng.standard_normal((5, 320)).astype(np.float32)
     order = rng.permutation(320)
@@ -215,7 +221,7 @@ def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> No
 
 
 def test_a_damaged_folder_is_refused_in_one_line(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
-    """An order that names a channel twice."""
+    """The order names a channel twice."""
     _, out, _ = made
     for path in out.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

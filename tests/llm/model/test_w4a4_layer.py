@@ -46,7 +46,10 @@ def other_blocks(weight: ReorderedWeight, int8: int) -> ReorderedWeight:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
-    """Models from the folders that recipes make; of COMET's, layers have INT8 blocks of different numbers."""
+    """Load models from the folders that recipes make.
+
+    The layers of COMET's have different numbers of INT8 blocks.
+    """
     models = {}
     for name, recipe in RECIPE.items():
         out = tmp_path_factory.mktemp(name) / "out"
@@ -63,7 +66,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_layer_is_its_twin(dtype: str, arch: str, scheme: str) -> None:
-    """Every bit but those of attention and the gate, which lie within their bounds; the checks find nothing."""
+    """Every bit is equal but those of attention and the gate, which lie within their bounds.
+
+    The checks find nothing.
+    """
     kind = "sm_90" if arch == "sm_90" else "sm_80"
     problem = layer_problem(
         CONFIG, lengths=(3, 70), scheme=scheme, dtype=dtype, layout="strips" if kind == "sm_90" else "rows"
@@ -91,7 +97,10 @@ def test_a_layer_is_its_twin(dtype: str, arch: str, scheme: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_a_decoder_of_unequal_layers_decodes(made: dict[str, QuantizedModel], arch: str) -> None:
-    """Two prompts and two steps: in NumPy the first cache has the same bytes. Of Atom test_systems.py has it."""
+    """It decodes two prompts and two steps; in NumPy the first cache has the same bytes.
+
+    test_systems.py has the case of Atom.
+    """
     model, how = made["fmpq"], {"batch": 2, "context": 70, "chunk": 4}
     with as_on(arch):
         kernels = KernelRunner(model, **how, backend="emulator")

@@ -45,7 +45,7 @@ def attention_block(model: FloatModel, layer: Any, x: Any) -> Any:
 
 
 def errors_of(model: FloatModel, name: str, chosen: dict[str, float] | None = None) -> tuple[list[float], list[float]]:
-    """Errors of every ratio of a matrix: of the block's output, and of the matrix' own."""
+    """Compute the errors of every ratio of a matrix: of the block's output, and of the matrix' own."""
     layer = dict(model.layers[0])
     states = [model.embedding[sample] for sample in TEXT]
     exact = [attention_block(model, layer, x) for x in states]
@@ -138,7 +138,7 @@ def test_a_search_takes_the_first_sequences_of_the_batches(monkeypatch: pytest.M
 
 
 def test_recipes_that_have_it() -> None:
-    """QServe's as in the paper; not the released one, which does not clip."""
+    """QServe's recipe as in the paper has it; the released one does not clip."""
     assert [name for name, recipe in RECIPES.items() if recipe.clip_block] == ["qoq", "qoq_channel"]
     assert Recipe.to_json(RECIPES["qoq"])["clip_block"] is True
 

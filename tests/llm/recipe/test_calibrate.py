@@ -37,7 +37,7 @@ class Recorded(Numerics):
 
 
 def read(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:
-    """What the matrices of a layer read, sample by sample."""
+    """Record the inputs of a layer's matrices, sample by sample."""
     recorded = Recorded(numerics)
     for x in STATES:
         MODEL.run_layer(x, layer, recorded)
@@ -121,7 +121,10 @@ def test_matrices_are_rounded_on_inputs_with_the_errors_of_those_before(recipe: 
 
 
 def test_attention_runs_twice_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For smoothing, and for what o reads; the matrices behind it take the stream that this gives."""
+    """It runs for smoothing, and for o's inputs.
+
+    The matrices behind it take the stream that the second run gives.
+    """
     ran: list[int] = []
     attention = decoder.causal_attention
     monkeypatch.setattr(decoder, "causal_attention", lambda *of: ran.append(1) or attention(*of))

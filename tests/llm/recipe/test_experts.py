@@ -35,7 +35,7 @@ def few_tokens_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken_by(model: FloatModel, stream: list[Any], layer: Layer, expert: int) -> Any:
-    """Collect what an expert reads, [rows, H]: of each state behind attention the tokens that take it."""
+    """Collect an expert's inputs, [rows, H]: the tokens behind attention that take it, of each state."""
     rows = []
     for x in stream:
         y = reference.rms_norm(x, layer["post_norm"], CONFIG.eps).astype(np.float32)[0]
@@ -60,7 +60,10 @@ def test_rotation_smoothing_and_reordering_do_not_change_the_function() -> None:
 
 @pytest.mark.usefixtures("few_tokens_suffice")
 def test_an_expert_is_rounded_on_the_tokens_that_take_it() -> None:
-    """The last one, in the order of the layer: q, k, v and o are quantised before, its own gate and up before down."""
+    """The last expert follows the order of the layer.
+
+    q, k, v and o are quantised before, and its own gate and up before down.
+    """
     recipe = Recipe(clip="output", gptq=True, group=32)
     quantised = calibrate.quantize_layer(MODEL, MODEL.layers[0], STATES, recipe)
     numerics = recipe.numerics()
@@ -101,7 +104,7 @@ def test_a_searched_strength_is_that_of_all_experts_for_their_common_input(monke
 
 
 def test_an_expert_with_few_tokens_is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expert 0 of four; it is not smoothed, nor do its channels change places."""
+    """It is expert 0 of four; it is not smoothed, nor do its channels change places."""
     monkeypatch.setattr(calibrate, "LEAST_TOKENS", 105)
     layer = MODEL.layers[0]
     quantised = calibrate.quantize_layer(MODEL, layer, STATES, LQQ.but(rotate=None))
@@ -120,7 +123,7 @@ def test_an_expert_with_few_tokens_is_rounded_to_nearest(monkeypatch: pytest.Mon
 
 
 def test_an_expert_that_no_token_takes_is_rounded(tmp_path: Path) -> None:
-    """A text of one token."""
+    """The text has one token."""
     errors = quantize.quantize_model(MODEL, TEXT[:1, :1], LQQ, tmp_path / "out")
     assert [name for name, error in errors[0].items() if error is not None] == ["qkv", "o"]
     assert folder.load(tmp_path / "out").layers[0].gate_up.E == 4

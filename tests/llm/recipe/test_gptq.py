@@ -12,7 +12,7 @@ from ptxlab.lowbit import quant
 
 
 def problem(N: int, K: int, dtype: Any = np.float64, alike: float = 0.3) -> tuple[Any, Any]:
-    """Weights, and H of inputs that are alike: without that nothing can be compensated."""
+    """Make weights, and H of inputs that are alike: without that no error can be compensated."""
     rng = np.random.default_rng(N)
     x = rng.standard_normal((3 * K, K)) @ (np.eye(K) + alike * rng.standard_normal((K, K))) * rng.uniform(0.2, 3, K)
     return rng.standard_normal((N, K)).astype(dtype), x.T @ x
@@ -28,7 +28,10 @@ GRIDS = {
 
 
 def solved(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
-    """GPTQ as it is derived: after each column the inverse of what is left of H, no factor, no blocks."""
+    """Compute GPTQ as it is derived, without factors or blocks.
+
+    After each column the remainder of H is inverted.
+    """
     K = len(hessian)
     H = hessian + damping * np.diagonal(hessian).mean() * np.eye(K)
     w, values = w.copy(), np.empty_like(w)
@@ -70,7 +73,7 @@ def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
 
 
 def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
-    """Of inputs that are not alike, where levels that follow the errors cost more than compensation gains."""
+    """The inputs are not alike, so that levels that follow the errors cost more than compensation gains."""
     w, H = problem(32, 96, alike=0)
     grid = LQQGrid(w, 32)
     expected, plain, found = solved(w, H, grid, 0.01), recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)
@@ -82,7 +85,7 @@ def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
 
 @pytest.mark.full
 def test_blocks_change_nothing() -> None:
-    """More columns than a block, and groups that straddle none."""
+    """There are more columns than a block, and groups that straddle none."""
     w, H = problem(4, 288)
     np.testing.assert_allclose(recipe.gptq(w, H, LQQGrid(w, 32)).values, solved(w, H, LQQGrid(w, 32), 0.01), atol=1e-12)
 
@@ -106,7 +109,10 @@ def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str,
 
 @pytest.mark.parametrize("name", ["lqq", "qoq", "channel"])
 def test_the_format_holds_the_values_and_fits_s8(name: str) -> None:
-    """Of weights with outliers, and of groups on one side of zero, whose zero point QoQ cannot hold."""
+    """The weights have outliers, and groups on one side of zero.
+
+    QoQ cannot hold such a group's zero point.
+    """
     w, H = problem(16, 96, np.float32)
     w[0] += 4
     w[1, :32] *= 40
@@ -185,7 +191,10 @@ def test_what_is_no_hessian_is_refused(hessian: Any, rule: str) -> None:
 
 @pytest.mark.parametrize("low", [-127, -68])
 def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
-    """A group of 196 integers, in steps of 13: with the zero 10 the lowest level is -130, with 5 the highest 130."""
+    """A group of 196 integers has steps of 13.
+
+    With the zero 10 the lowest level is -130, with 5 the highest 130.
+    """
     w = np.linspace(low, low + 195, 32, dtype=np.float32)[None]
     w[0, np.abs(w[0]).argmax()] = 127 * np.sign(w[0, np.abs(w[0]).argmax()])
     grid = QoQGrid(w, 32, protective_range=127)

@@ -32,7 +32,7 @@ TEXT = RNG.integers(0, 60, (6, 40))
 
 
 def small(config: Config = CONFIG) -> FloatModel:
-    """With residual channels of very different size, as trained models have them."""
+    """Make a model whose residual channels differ much in size, as in trained models."""
     model = FloatModel.random(config)
     scale = np.where(np.arange(config.hidden) % 31 == 7, 12, 0.3).astype(np.float32)
     return FloatModel(
@@ -41,7 +41,7 @@ def small(config: Config = CONFIG) -> FloatModel:
 
 
 def arrays(part: Any) -> dict[str, Any]:
-    """Every array of a layer by its attribute."""
+    """List every array of a layer by its attribute."""
     found = {name: array for name, array in part.parts.items() if hasattr(array, "ndim")}
     for name in ("qkv", "o", "gate_up", "down"):
         found |= {f"{name}.{buffer}": array for buffer, array in getattr(part, name).buffers.items()}
@@ -92,7 +92,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
 
 @pytest.mark.full
 def test_the_whole_recipe_beats_rounding() -> None:
-    """By the squared error of the logits."""
+    """The measure is the squared error of the logits."""
     model, found = small(), {}
     for name in ("rtn", "lqq"):
         recipe = PACKED[name]
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_after_its_last_layer_goes_on(tmp_path: Path, monk
 
 
 def interrupt_folders(source: Path, target: Path) -> None:
-    """Rename a file; a folder is interrupted."""
+    """Rename a file; interrupt the renaming of a folder."""
     if source.is_dir():
         raise KeyboardInterrupt
     source.rename(target)
@@ -385,14 +385,17 @@ def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch:
 
 
 def too_wide(grid: Any, group: int, w: Any) -> Any:
-    """Levels to 16·15 - 100 = 140, and scales so small that the largest weights take the last."""
+    """Make levels up to 16·15 - 100 = 140.
+
+    Scales are so small that the largest weights take the last level.
+    """
     step, minimum = np.full(w.shape[1], 16.0), np.full(w.shape[1], -100.0)
     return steps.Levels(grid.scale / 2, step, minimum), (step, minimum)
 
 
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration samples one by one, as on a CPU: the same sums in the same order."""
+    """Run calibration samples one by one, as on a CPU: the same sums in the same order."""
     monkeypatch.setattr(floats, "_ELEMENTS", 1)
 
 
@@ -423,7 +426,7 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
 def test_a_model_of_device_arrays_becomes_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Packed and written too, and read again to calibrate the next layer on."""
+    """The folder is packed and written too, and read again to calibrate the next layer on."""
     monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
     monkeypatch.setattr(gpu, "device_info", lambda: None)
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
@@ -461,6 +464,6 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
 
 
 def test_a_setting_that_one_run_lacks_differs() -> None:
-    """Also where it is null in the other, as a later version's would be."""
+    """It differs even if it is null in the other, as a later version's would be."""
     earlier, now = {"config": {"a": 1}}, {"config": {"a": 1, "b": None}}
     assert quantize._difference(earlier, now) == "config.b differs (absent, now None)"

@@ -34,7 +34,7 @@ def model_with_outliers() -> FloatModel:
 
 
 def test_the_strength_with_the_least_error_is_taken() -> None:
-    """By every strength's error, computed here with the weights of `quantize_lqq`."""
+    """The test computes every strength's error with the weights of `quantize_lqq`."""
     rng = np.random.default_rng(1)
     x, w = rng.standard_normal((50, 128)).astype(np.float32), rng.standard_normal((64, 128)).astype(np.float32)
     x[:, ::30] *= 50
@@ -67,7 +67,7 @@ def test_it_changes_no_function() -> None:
 
 
 def test_it_loses_less_than_rounding_alone() -> None:
-    """Of outliers that rounding to nearest pays for, over a layer's output."""
+    """The model has outliers that rounding to nearest pays for; the error is that of a layer's output."""
     model, errors = model_with_outliers(), {}
     x = model.embedded(TEXT)
     right = model.run_layer(x, model.layers[0], index=0)
@@ -80,7 +80,7 @@ def test_it_loses_less_than_rounding_alone() -> None:
 
 
 def test_a_folder_of_the_recipe(tmp_path: Path) -> None:
-    """In groups of 64, with a static cache of 8 bits, and without a step of GPTQ."""
+    """The folder has groups of 64 and a static cache of 8 bits, and was made without GPTQ."""
     quantize_model(FloatModel.random(CONFIG), TEXT, RECIPES["liquid"], tmp_path / "out")
     model = folder.load(tmp_path / "out")
     assert (model.layers[0].qkv.scheme, model.layers[0].qkv.group, model.cache) == ("lqq", 64, "kv8_channel")

@@ -63,7 +63,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> TensorGpu:
 
 @pytest.mark.full
 def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the results of the CPU's operators, but for the exponentials of the gate and of attention."""
+    """The results are those of the CPU's operators, but for the exponentials of the gate and of attention."""
     from ptxlab.llm.torch import operators
 
     on_cpu, on_cuda = (every_call(np.random.default_rng(0)) for _ in range(2))
@@ -134,7 +134,7 @@ def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.M
 
 @pytest.mark.full
 def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
-    """After a first call of each; attention with the tensor as its workspace."""
+    """The capture follows a first call of each; attention has the tensor as its workspace."""
     from ptxlab.llm.torch import operators
 
     fake.runs, calls = False, every_call(np.random.default_rng(0))
@@ -154,7 +154,7 @@ def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
 
 
 def test_chunks_take_the_kernel_for_prompts(fake: TensorGpu) -> None:
-    """Without a workspace; a later call with as many queries only launches."""
+    """They take it without a workspace; a later call with as many queries only launches."""
     from ptxlab.llm.torch import operators
 
     fake.runs, ((q, pool, table, lengths), _) = False, every_call(np.random.default_rng(0))["attention_kv4"]
@@ -209,7 +209,7 @@ def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> N
 @pytest.mark.default_cases("attention_kv4_out", "attention_kv4", "quantize_activations", "silu_mul_quantize")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """On other tensors, with the results of the public call, which is not made again."""
+    """The tensors are others, and the results those of the public call, which is not made again."""
     from ptxlab.llm.torch import operators
 
     def given() -> tuple[tuple[Any, ...], dict[str, Any]]:

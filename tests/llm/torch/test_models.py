@@ -27,7 +27,7 @@ def quantized(model: Any) -> QuantizedModel:
 
 
 def theirs(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[int]], Any]:
-    """What `model.generate` adds to prompts that are padded on the left, and its cache."""
+    """Return the tokens that `model.generate` adds to prompts padded on the left, and its cache."""
     from ptxlab.llm.torch import KV4Cache
 
     cache, longest = KV4Cache(model, len(prompts), CONTEXT), max(map(len, prompts))
@@ -48,7 +48,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
-    """And its caches have the same bytes."""
+    """Its caches have the same bytes too."""
     from ptxlab.llm.torch import quantize_model
 
     model = small(family)
@@ -128,7 +128,7 @@ def test_a_recipe_rotates_and_rounds() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
 def test_a_step_compiles_without_a_break(family: str) -> None:
-    """Prompt in eager mode, then steps of one graph."""
+    """The prompt runs in eager mode, then steps run as one graph."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = quantize_model(small(family, num_hidden_layers=1))
@@ -146,7 +146,7 @@ def test_a_step_compiles_without_a_break(family: str) -> None:
 
 @pytest.mark.full
 def test_generate_compiles_one_step_for_all_lengths() -> None:
-    """What a step is given has the same shapes and strides at every length: CUDA graphs are recorded for each."""
+    """A step's inputs have the same shapes and strides at every length: CUDA graphs are recorded for each."""
     from transformers.generation.configuration_utils import CompileConfig
 
     from ptxlab.llm.torch import KV4Cache, quantize_model
@@ -171,7 +171,7 @@ def test_generate_compiles_one_step_for_all_lengths() -> None:
 
 
 def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
-    """Those of its part of the whole mask would change at every length."""
+    """The strides of its part of the whole mask would change at every length."""
     from ptxlab.llm.torch.cache import real_tokens
 
     wide, wider = (real_tokens(q_length=1, attention_mask=torch.ones(2, n, dtype=torch.bool)) for n in (8, 9))
@@ -196,7 +196,10 @@ def test_inductor_takes_attention_on_the_cpu() -> None:
 
 
 def test_parts_of_tensors_are_taken() -> None:
-    """Positions and activations that are columns of larger tensors: kernels take whole ones."""
+    """Positions and activations may be columns of larger tensors.
+
+    The kernels themselves take whole tensors.
+    """
     from ptxlab.llm.torch import KV4Cache, W4A8Linear, quantize_model
 
     model, tokens = quantize_model(small()), torch.tensor([[5, 7, 11], [13, 17, 19]])
@@ -229,7 +232,7 @@ def test_reset_begins_anew_and_beams_are_copied() -> None:
 
 
 def calibrated() -> QuantizedModel:
-    """A model with constants of a cache by channel, all 1."""
+    """Make a model with constants of a cache by channel, all 1."""
     model = quantized(small())
     constants = np.stack([np.ones((1, 64), np.float32), np.zeros((1, 64), np.float32)])
     layers = [replace(layer, cache="kv8_channel", k_channel=constants, v_channel=constants) for layer in model.layers]
@@ -245,7 +248,7 @@ def cached(context: int = CONTEXT, batch: int = 1) -> Any:
 
 
 def passed(of: Any = None, attention: str = "ptxlab_kv4") -> Any:
-    """A pass with a cache of another model, or another implementation of attention."""
+    """Run the model with a cache of another model, or another implementation of attention."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = quantize_model(small())
@@ -350,7 +353,7 @@ def test_bad_input_is_one_line(message: str) -> None:
 
 @pytest.mark.full
 def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
-    """And `generate` goes on where the cache ends."""
+    """Its `generate` goes on where the cache ends."""
     from ptxlab.llm.torch import KV4Cache
 
     model, other = quantize(small("qwen2")), quantize(small("qwen2"))

@@ -18,7 +18,7 @@ PROMPTS, TOKENS, CONTEXT = [[5, 7, 11, 13, 17, 19], [23, 29, 31]], 16, 64
 
 
 def on_gpu(part: Any) -> Any:
-    """Every tensor in a call's arguments, copied there."""
+    """Copy every tensor in a call's arguments to the GPU."""
     if isinstance(part, torch.Tensor):
         if part.is_contiguous():
             return part.cuda()
@@ -29,7 +29,7 @@ def on_gpu(part: Any) -> Any:
 
 
 def calls(seed: int = 0) -> tuple[Any, Any]:
-    """A call of each operator on the CPU, and the same on the GPU, attention with a workspace."""
+    """Make a call of each operator on the CPU, and the same on the GPU, attention with a workspace."""
     from ptxlab.llm.torch import attention_workspace
 
     host, device = (every_call(np.random.default_rng(seed)) for _ in range(2))
@@ -40,7 +40,7 @@ def calls(seed: int = 0) -> tuple[Any, Any]:
 
 
 def made(call: Any, name: str) -> list[Any]:
-    """What an operator returns, and the tensors that it has been given, after the call."""
+    """Call an operator; return its results and its tensor arguments after the call."""
     args, how = call[name]
     results = getattr(torch.ops.ptxlab, name)(*args, **how)
     results = [*results] if isinstance(results, tuple | list) else [results]
@@ -48,7 +48,7 @@ def made(call: Any, name: str) -> list[Any]:
 
 
 def assert_same(name: str, found: list[Any], wanted: list[Any]) -> None:
-    """To the bit, but for exponentials."""
+    """Assert that tensors are equal to the bit, but for exponentials."""
     loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * name.startswith("attention_kv4")}
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.allclose(ours.cpu(), theirs.cpu(), **loose), name
@@ -66,7 +66,7 @@ def test_opcheck_and_the_results_of_the_cpu(name: str) -> None:
 
 
 def test_compiled_without_a_break() -> None:
-    """By Inductor, with CUDA graphs: all operators in one graph, run three times."""
+    """Inductor compiles all operators into one graph with CUDA graphs, which runs three times."""
     _, device = calls()
     _, again = calls()
 
@@ -80,7 +80,7 @@ def test_compiled_without_a_break() -> None:
 
 
 def test_captured_and_replayed() -> None:
-    """A CUDA graph of all operators, replayed on other numbers."""
+    """A CUDA graph of all operators is replayed on other numbers."""
     _, device = calls()
     _, other = calls(1)
     graph = torch.cuda.CUDAGraph()
@@ -106,7 +106,7 @@ def test_captured_and_replayed() -> None:
 
 
 def test_streams_at_the_same_time() -> None:
-    """Each with tensors of its own: the bits that they have one after the other."""
+    """The tensors of a stream are its own; their bits are those of streams one after the other."""
     given = [calls(seed)[1] for seed in range(3)]
     wanted = [[made(calls(seed)[1], name) for name in OPERATORS] for seed in range(3)]
     torch.cuda.synchronize()
@@ -144,10 +144,10 @@ def decode_tokens(runner: KernelRunner) -> list[list[int]]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `KernelRunner`, with prompts token by token, as the rows of a torch model all go through the decode
-    kernel; eager, and as `generate` compiles a static cache by itself.
+    """The tokens are those of `KernelRunner`, eager, and as `generate` compiles a static cache by itself.
 
-    Inductor adds to the residual stream in float32 and rounds once for several layers unless it is told otherwise.
+    Prompts go token by token, as the rows of a torch model all go through the decode kernel. Inductor adds to the
+    residual stream in float32 and rounds once for several layers unless it is told otherwise.
     """
     monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
     from ptxlab.llm.torch import KV4Cache, quantize_model
@@ -184,7 +184,7 @@ def test_host_time_of_an_operator() -> None:
 
 @pytest.mark.long(60)
 def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a model of two layers."""
+    """The suite measures a model of two layers."""
     from transformers import LlamaConfig
 
     from benchmarks import pytorch as bench

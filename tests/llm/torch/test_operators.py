@@ -30,7 +30,7 @@ def rng() -> np.random.Generator:
 
 
 def bits(tensor: Any) -> np.ndarray:
-    """As NumPy's, bfloat16 as its bits."""
+    """Convert a tensor to NumPy, bfloat16 as its bits."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
@@ -43,7 +43,7 @@ def test_opcheck(name: str, ops: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.full
 def test_compiled_without_a_break(ops: Any, rng: np.random.Generator) -> None:
-    """All operators in one graph; what they write is what they write alone."""
+    """The graph holds all operators, and writes the tensors that each writes alone."""
 
     def layer(calls: dict[str, Any]) -> list[Any]:
         made = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
@@ -101,7 +101,7 @@ def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("scheme", "rotated"), [*((each, False) for each in quant.KV_SCHEMES), ("kv4", True)])
 def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -> None:
-    """Two sequences, written in two ways, and attended to."""
+    """Two sequences are written in two ways, and attended to."""
     of, (cos, sin) = caches(rng, scheme, rotated), rope()
     qkv, positions = normal(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
     slots = torch.tensor([0, 1, 2, 64, -1])
@@ -135,7 +135,10 @@ def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -
 
 
 def chunks(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
-    """Two sequences of 3 and 1 tokens, of which 2 and 1 are queries: arguments of attention, and where they begin."""
+    """Make attention's arguments for two sequences of 3 and 1 tokens, of which 2 and 1 are queries.
+
+    The second part is where the queries begin.
+    """
     of = caches(rng)
     k, v = (torch.from_numpy(rng.standard_normal((4, Hkv, D))).half() for _ in range(2))
     torch.ops.ptxlab.append_kv4(k, v, of["pool"], torch.tensor([0, 1, 2, 64]))
@@ -170,7 +173,7 @@ def test_chunks_that_do_not_fit_are_refused(
 
 
 def changed(name: str, **changes: Any) -> Callable[[Any], Any]:
-    """The call of an operator with other arguments: by number `a0` .. or by name."""
+    """Return a call of an operator with other arguments: by number `a0` .. or by name."""
 
     def call(ops: Any) -> Any:
         args, how = every_call(np.random.default_rng(0))[name]

@@ -97,7 +97,7 @@ def test_bad_input_is_one_line(message: str, ops: Any) -> None:
 @pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels need sm_80")
 @pytest.mark.parametrize("name", EXPERT_OPERATORS)
 def test_on_a_gpu_numbers_are_those_of_the_cpu(name: str, ops: Any) -> None:
-    """Shares but for the exponential; a second call, which only launches, too."""
+    """Shares agree but for the exponential; a second call, which only launches, agrees too."""
     args, _ = expert_calls(np.random.default_rng(3))[name]
     on_gpu = [tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor for tensor in args]
     torch.library.opcheck(getattr(ops, name).default, tuple(on_gpu))

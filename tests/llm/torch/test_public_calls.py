@@ -23,7 +23,7 @@ extern "C" __global__ void doubled(const float* x, float* y) { y[threadIdx.x] = 
 
 
 def other_calls() -> dict[str, tuple[Any, ...]]:
-    """Arguments of public functions that launch nothing and need no GPU."""
+    """Return the arguments of public functions that launch nothing and need no GPU."""
     packed = ptxlab.pack(quant.quantize_lqq(np.ones((N, 128), np.float32), 64))
     heads = np.ones((4, 2, 64), np.float32)
     return {
@@ -54,7 +54,7 @@ def numbers(made: Any) -> list[np.ndarray]:
 
 
 def trace(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function as `torch.compile` traces it, which compiles nothing."""
+    """Trace the function as `torch.compile` does, without compiling anything."""
     torch.compiler.reset()
     traced: Callable[..., Any] = torch.compile(function, backend="eager", **options)
     return traced

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def vllm() -> None:
-    """vLLM's sources with stand-ins for what is compiled, and the plugin registered."""
+    """Install vLLM's sources with stand-ins for their compiled parts, and register the plugin."""
     for name in ("torch", "vllm"):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not importable: `.ci/run` has a step with the sources of vLLM 0.26.0")
@@ -23,7 +23,7 @@ def vllm() -> None:
 
 @pytest.fixture(scope="session")
 def one_process(vllm: None) -> None:
-    """Groups of one process, in which layers find their rank."""
+    """Initialise groups of one process, in which layers find their rank."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
@@ -39,7 +39,10 @@ SIZES = {
 
 @pytest.fixture
 def packed_folder(tmp_path: Path) -> Callable[..., Path]:
-    """Makes the folder of a small quantised model, as `ptxlab quantize` writes it; its recipe's settings."""
+    """Return a function that writes the folder of a small quantised model, as `ptxlab quantize` does.
+
+    Its options are the recipe's settings.
+    """
     from ptxlab.llm.checkpoints import folder, open_model
     from ptxlab.llm.model.quantized import QuantizedModel
     from tests.support.small_models import write_folder
@@ -57,9 +60,9 @@ def packed_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def configured(vllm: None, tmp_path: Path) -> Callable[..., Any]:
-    """The configuration that vLLM makes of a small model's folder and of arguments; `changes` of its config.json.
+    """Return a function that makes vLLM's configuration of a small model's folder and of arguments.
 
-    `model` is another folder.
+    `changes` are those of its config.json; `model` is another folder.
     """
     from vllm.engine.arg_utils import EngineArgs
 

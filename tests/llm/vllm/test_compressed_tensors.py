@@ -17,7 +17,10 @@ ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
 
 
 def declaration(group: int | None, **changes: Any) -> dict[str, Any]:
-    """The quantization_config of a checkpoint in groups, or with one scale per row; `changes` of its weights."""
+    """Make the quantization_config of a checkpoint in groups, or with one scale per row.
+
+    `changes` are those of its weights.
+    """
     strategy = {"strategy": "channel" if group is None else "group", "group_size": group}
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "actorder": None, **strategy}
     layers = {"targets": ["Linear"], "weights": {**weights, **changes}, "input_activations": ACTIVATIONS}

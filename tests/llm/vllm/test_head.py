@@ -27,7 +27,10 @@ def small_model(configured: Configured, family: str, tied: bool) -> Any:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["smollm", "qwen2"])
 def test_logits_are_exact_sums(configured: Configured, family: str, tied: bool) -> None:
-    """The integers of `KernelRunner`'s head; a tied one keeps the floats of the embedding."""
+    """The sums are the integers of `KernelRunner`'s head.
+
+    A tied head keeps the floats of the embedding.
+    """
     model = small_model(configured, family, tied).model
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).half()
     logits = model.compute_logits(x).numpy()

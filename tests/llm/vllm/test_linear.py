@@ -37,9 +37,9 @@ def test_pieces_are_packed_as_the_whole(scheme: str, elements: int) -> None:
 @pytest.mark.parametrize("cache", ["auto", "float16"])
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, scheme: str, cache: str) -> None:
-    """Merged matrices with the rows of each, biases of Qwen2 in f32; embeddings, norms and head as they were.
+    """Merged matrices have the rows of each, and biases of Qwen2 are f32.
 
-    Values are rotated for our cache alone.
+    Embeddings, norms and head stay as they were.
     """
     from tests.support.served_model import load_model, packed_weight
 
@@ -69,7 +69,10 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, sc
 
 
 def test_a_layer_is_packed_when_it_is_loaded(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one whose bias comes first in the file: what is left for the end needs the memory of a whole model."""
+    """The rule holds even if a layer's bias comes first in the file.
+
+    Layers that are left for the end need the memory of a whole model.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     from ptxlab.llm.vllm.linear import FloatLinearMethod

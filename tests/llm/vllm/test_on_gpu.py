@@ -54,7 +54,7 @@ CLIENTS = 64
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 as a folder of packed weights in groups of 64, with its tokenizer."""
+    """Write SmolLM2 as a folder of packed weights in groups of 64, with its tokenizer."""
     try:
         model, tokenizer = open_model("smollm2")
     except UnavailableError as error:
@@ -67,7 +67,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: Path) -> list[list[int]]:
-    """Two hundred beginnings of texts, of 8 to 300 tokens."""
+    """Cut two hundred beginnings of texts, of 8 to 300 tokens."""
     tokens, rng = corpus(smollm2, 8), np.random.default_rng(0)
     starts, lengths = rng.integers(0, len(tokens) - 300, 200), rng.integers(8, 301, 200)
     return [tokens[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
@@ -108,7 +108,7 @@ def require_equal_but_for_ties(folder: Path, prompts: list[list[int]], texts: li
 
 
 def test_texts_of_the_kernels_part_by_no_more_in_other_batches(smollm2: Path, prompts: list[list[int]]) -> None:
-    """Without vLLM: what one rounding does to texts of this model."""
+    """This runs without vLLM: it shows the effect of one rounding on texts of this model."""
     packed, texts = folders.load(smollm2), list[list[int]]()
     for start in range(0, len(prompts), 50):
         steps = list(generate(KernelRunner(packed, 50, 512), prompts[start : start + 50], 64))
@@ -125,7 +125,10 @@ def test_texts_are_those_of_the_kernels_alone(smollm2: Path, prompts: list[list[
 @pytest.mark.long(120)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_engine(smollm2: Path, prompts: list[list[int]], tmp_path: Path, name: str) -> None:
-    """Under each the texts are those of the kernels alone; prompts come twice, the second time behind a prefix."""
+    """The texts are those of the kernels alone under each setting.
+
+    Prompts come twice, the second time behind a prefix.
+    """
     twice = [*prompts[:40], *prompts[:40]]
     texts = run_engine(smollm2, tmp_path, twice, environment(**ENVIRONMENT.get(name, {})), **SETTINGS[name])["tokens"]
     if name == "batch invariance":
@@ -142,9 +145,9 @@ def test_settings_of_the_engine(smollm2: Path, prompts: list[list[int]], tmp_pat
 def test_perplexity_is_that_of_the_formulas(
     smollm2: Path, tmp_path: Path, scheme: str, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 0.5% of `ptxlab perplexity`, own keys from the cache on both sides, rotated, and values plain.
+    """The two agree within 0.5% of `ptxlab perplexity`.
 
-    Two runs of this model that round otherwise differ by 0.6 nats a token: a fifth of the text would not do.
+    On both sides own keys come from the cache, rotated, and values are plain.
     """
     rotated = CacheFormat(StoredTensor(scheme, rotated=True), StoredTensor(scheme))
     monkeypatch.setitem(CACHE_FORMATS, "rotated keys", rotated)  # type: ignore[arg-type]
@@ -161,7 +164,7 @@ def test_perplexity_is_that_of_the_formulas(
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of `vllm serve`."""
+    """Start `vllm serve`, and yield its address."""
     if find_spec("openai") is None or find_spec("uvicorn") is None:
         pytest.skip("openai and uvicorn, of the server and its client, are not importable")
     with socket.socket() as free:
@@ -222,7 +225,7 @@ def stream(address: str, prompt: str, texts: list[str], limit: int | None = None
 
 @pytest.mark.long(120)
 def test_clients_stream_at_once_and_may_leave(server: str) -> None:
-    """Sixty-four at once; of clients that leave in the midst no page stays."""
+    """Sixty-four clients stream at once; a client that leaves in the midst leaves no page behind."""
     whole: list[str] = []
     cut: list[str] = []
     staying = [threading.Thread(target=stream, args=(server, f"Chapter {i}. The", whole)) for i in range(CLIENTS)]

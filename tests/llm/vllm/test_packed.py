@@ -28,7 +28,7 @@ def change_packing(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_a_folder_is_loaded_as_it_is(configured: Configured, packed_folder: PackedFolder, scheme: str) -> None:
-    """Without a flag, bit for bit: merged matrices, biases, norms, embedding."""
+    """It is loaded without a flag, bit for bit: merged matrices, biases, norms, embedding."""
     from tests.support.served_model import ServedModel, packed_weight
 
     path = packed_folder("qwen2", scheme)

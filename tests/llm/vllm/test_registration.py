@@ -16,7 +16,7 @@ Configured = Callable[..., Any]
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Also what vLLM's loggers, which do not propagate, are told."""
+    """Capture also the messages of vLLM's loggers, which do not propagate."""
     logger = logging.getLogger("vllm.ptxlab")
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)

@@ -30,7 +30,10 @@ def test_rows_come_scheme_by_scheme():
 
 
 def test_totals_by_scheme_and_range():
-    """Per tensor the rows of two matrices, one twice the other's size, and a packed one of unknown origin."""
+    """The totals are over two matrices, one twice the other's size.
+
+    A packed row without an error counts too.
+    """
     rows = [*audit_matrix(gaussian(), ranges=(119, 127), tensor="a"), *audit_matrix(gaussian(8), ranges=(119, 127))]
     packed = AuditRow("p", "lqq", 119, 64, 128, 7, 1, None, None)
     found = totals([*rows, packed])
@@ -57,7 +60,10 @@ def test_the_papers_overflow_is_counted():
 
 
 def test_error_is_measured_without_the_overflow():
-    """-113 comes back as -112 and 120 as 128: errors of 1 and 8, not of 248."""
+    """The integer -113 comes back as -112 and 120 as 128.
+
+    These are errors of 1 and 8, not of 248.
+    """
     w = np.zeros((1, 128), np.float32)
     w[0, :2] = -113, 120
     (row,) = audit_matrix(w, schemes=("qoq",), ranges=(120,))
@@ -158,7 +164,7 @@ def test_refuses_a_file_that_is_not_safetensors(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(minilm):
-    """One layer of the demo checkpoint under every scheme: {(scheme, range): rows of its six matrices}."""
+    """Audit one layer of the demo checkpoint under every scheme: {(scheme, range): rows of its six matrices}."""
     rows = list(audit_file(minilm, pattern="encoder.layer.3.*weight", schemes=SCHEMES, group=64))
     audited = [row for row in rows if isinstance(row, AuditRow)]
     keys = {(row.scheme, row.protective_range) for row in audited}
@@ -202,7 +208,7 @@ def test_the_recorded_audit_is_what_the_checkpoint_gives(minilm) -> None:
 
 @pytest.mark.parametrize(("protective_range", "clean"), [(119, True), (127, False)])
 def test_a_packed_checkpoint_is_audited_as_it_is(tmp_path, protective_range, clean):
-    """What `ptxlab quantize` wrote: the packed weights under their own scheme, their buffers not as tensors."""
+    """The packed weights of `ptxlab quantize` are audited under their own scheme, and their buffers not as tensors."""
     w = np.zeros((8, 128), np.float32)
     w[:, :2] = (-113, 127 if protective_range == 127 else 119)  # a group that overflows at range 127, not at 119
     weight = quantize_qoq(w, group=128, protective_range=protective_range)

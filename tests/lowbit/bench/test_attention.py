@@ -34,7 +34,7 @@ FLASH = {"sdpa_flash_f16": 40.0}
 
 
 def quiet(_: str) -> None:
-    """No progress."""
+    """Ignore the progress."""
 
 
 @pytest.fixture
@@ -126,7 +126,10 @@ def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Ba
 
 
 def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
-    """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
+    """The rule holds though pages are drawn once, and repeated.
+
+    Otherwise a neighbour's page would not show in place of its twin.
+    """
     small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
     attention_problem.random_pages.cache_clear()
     of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
@@ -268,7 +271,7 @@ def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) ->
 
 @pytest.mark.full
 def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    """The suite runs from its entry to a record that is compared with itself: no two rows have one key."""
     small.setattr(attention, "HEADS", ((2, 1),))
     small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))

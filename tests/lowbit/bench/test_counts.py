@@ -27,7 +27,7 @@ def test_every_dequantiser_is_pinned() -> None:
 
 @pytest.mark.parametrize("label", PINNED)
 def test_alu_instructions_per_8_weights(label: str) -> None:
-    """By the shipped record; that it is what the tools here measure, the next tests see."""
+    """The shipped record has the pinned counts; the next tests see that the tools here measure the same."""
     assert counts.load()["counts"][label]["alu_per_8"] == PINNED[label]
 
 
@@ -76,7 +76,7 @@ def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("label", ["dequant_lqq.ptx", "load_bulk_sm90.ptx", "attention_kv4_naive.cu"])
 def test_machine_code_of_every_arch_is_understood(label: str) -> None:
-    """That of sm_90a is of all kernels: the shipped record is made from it."""
+    """The code of sm_90a is checked for all kernels: the shipped record is made from it."""
     source, spec = ALL[label]
     for arch in arches(spec):
         code = sass.parse(toolchain.disassemble(toolchain.build(source, arch)))[spec.name]

@@ -51,7 +51,7 @@ def stream_us(nbytes: int) -> float:
 
 
 def quiet(_: str) -> None:
-    """No progress."""
+    """Ignore the progress."""
 
 
 def names() -> list[str]:
@@ -262,7 +262,7 @@ def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None:
-    """What the part measures: at its own numbers of tokens, beside cuBLAS alone, in a record with a name of its own."""
+    """The part measures its own numbers of tokens, beside cuBLAS alone, in a record with a name of its own."""
     layers = {"LLAMA": (SMALL,), "LADDER_LAYER": LLAMA[0], "COMPARED": (3, 5)}
     for name, value in layers.items():
         emulated_gpu.setattr(w4a4, name, value)
@@ -320,7 +320,7 @@ def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPat
 
 @pytest.mark.full
 def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    """The suite runs from its entry to a record that is compared with itself: no two rows have one key."""
     patches: dict[Any, dict[str, Any]] = {
         gemm: {
             "LAYERS": (SMALL,),
@@ -355,7 +355,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
 
 
 def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> None:
-    """One kernel has its points and the untuned shapes alone; the family also chains, experts and the quantiser."""
+    """A single kernel has its points and the untuned shapes; the family also has chains, experts and the quantiser."""
     parts = {"chain": chain, "grouped": grouped, "untuned": headline, "quantiser": quantiser}
     emulated_gpu.setattr(gemm.points, "compile_all", list)
     emulated_gpu.setattr(gemm, "layer_rows", lambda *_: [])

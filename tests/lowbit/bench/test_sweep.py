@@ -23,7 +23,7 @@ def spec_of(name: str) -> KernelSpec:
 
 @pytest.fixture
 def timed(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
-    """Microseconds of the variants to come."""
+    """Return the list of microseconds that the next variants take."""
     times: list[float] = []
 
     def measure(calls: Sequence[Callable[[], None]], **_: Any) -> Measured:
@@ -56,7 +56,7 @@ def test_what_the_spec_chooses_is_measured_too(timed: list[float]) -> None:
 
 @pytest.mark.full
 def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
-    """More stages than fit: nothing is measured of it."""
+    """It has more stages than fit, and is not measured."""
     timed += [10.0]
     found = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"WARPS": (3,)})
     assert found[0].chosen and found[1].measured is None and "static assertion" in found[1].why_not

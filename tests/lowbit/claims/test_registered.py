@@ -46,7 +46,7 @@ NO_PACKINGS = re.compile(r"packed_(names|headers)|_packing")  # of the weights i
 
 
 def functions(module: Any) -> Iterator[tuple[str, CodeType]]:
-    """Functions and methods that a module defines, by the name that says where."""
+    """Yield the functions and methods that a module defines, by qualified name."""
     for name, found in vars(module).items():
         for of, each in vars(found).items() if inspect.isclass(found) else [(name, found)]:
             function = inspect.unwrap(each) if callable(each) else None
@@ -84,7 +84,7 @@ def test_an_accumulator_of_another_width_is_refused() -> None:
 
 
 def test_every_fragment_map_has_a_claim() -> None:
-    """Whatever arguments the makers of maps take."""
+    """The rule holds for any arguments of the functions that make maps."""
     made = set[str]()
     for k, bits in product(range(1, 257), (None, 4, 8, 16, 32)):
         for make in (

@@ -45,7 +45,10 @@ def test_transitions_of_the_papers(gpu: str, scheme: str, tokens: float) -> None
 
 
 def test_the_papers_largest_alpha() -> None:
-    """LiquidGEMM §3.3, from 33.9·10^12 instructions per second; and 7 instructions per 8 weights stay far below."""
+    """LiquidGEMM §3.3 derives it from 33.9·10^12 instructions per second.
+
+    The 7 instructions per 8 weights stay far below.
+    """
     assert device("h100").issue_tips == pytest.approx(33.9, rel=0.02)
     assert largest_alpha(device("h100"), W4A8) == pytest.approx(5.1, rel=0.02)
     assert largest_alpha(device("h100"), W4A8, 150) == pytest.approx(5.1, rel=0.02), "the MMA takes as long there"
@@ -53,7 +56,10 @@ def test_the_papers_largest_alpha() -> None:
 
 
 def test_qserves_crossing_of_w4a16_and_w8a8() -> None:
-    """QServe §3.1, Fig. 3, on an A100: below 78 tokens W4A16 reaches more, beyond W8A8; W4A8 is never below either."""
+    """QServe §3.1, Fig. 3, has W4A16 ahead below 78 tokens on an A100, and W8A8 beyond.
+
+    W4A8 is never below either.
+    """
     a100 = device("a100")
 
     def roofs(M: int) -> list[float]:

@@ -39,7 +39,7 @@ COSTS = st.builds(Costs, TIMES, TIMES, st.sampled_from([0.0, 0.24, 3.0]))
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[Tile], int, Costs]:
-    """Any mixture in any order, fewer tiles than SMs and many more."""
+    """Draw any mixture in any order, with fewer tiles than SMs and with many more."""
     kinds = draw(st.lists(st.booleans(), max_size=60))
     tiles = [Tile(0, index, 0, int8) for index, int8 in enumerate(kinds)]
     return tiles, draw(st.integers(1, 12)), draw(COSTS)
@@ -82,7 +82,7 @@ def test_no_schedule_beats_the_bounds_and_each_step_is_as_good(problem: tuple[li
 
 
 def test_the_papers_example() -> None:
-    """COMET Fig. 8: 18 tiles, INT8 and INT4 in turn, on 4 SMs."""
+    """COMET's Fig. 8 has 18 tiles, INT8 and INT4 in turn, on 4 SMs."""
     tiles = [Tile(0, 0, i, i % 2 == 0) for i in range(18)]
     costs = Costs()
     assert [makespan(schedule(name, tiles, 4, costs)) for name in SCHEDULES] == [10, 10, 7, 6.75, 6.75]
@@ -124,7 +124,10 @@ def test_so_many_blocks_are_int8(blocks: int, share: float, count: int) -> None:
 
 
 def test_the_bound_at_75_percent_and_what_exceeds_it() -> None:
-    """1.60x if INT4 takes half as long as INT8; for 1.71x and 1.67x the W4A8 baseline has to pay for its conversion."""
+    """The bound is 1.60x if INT4 takes half as long as INT8.
+
+    For 1.71x and 1.67x the W4A8 baseline has to pay for its conversion.
+    """
     assert rate_bound(COMET_INT4, Costs().ratio) == pytest.approx(1.6)
     needed = [ratio_needed(COMET_INT4, COMET[model]["decomposed"]) for model in COMET]
     assert needed == pytest.approx([2.240, 2.150], abs=1e-3)

@@ -11,7 +11,7 @@ from ptxlab.lowbit.cost.published import FIGURES, PublishedFigure, instructions_
 
 
 def over_int8(gpu: str, scheme: str, M: int = 4096) -> tuple[float, float]:
-    """Speed over W8A8 at INT8's peak, in turn and overlapped."""
+    """Compute the speed over W8A8 at INT8's peak, in turn and overlapped."""
     found = []
     for name in ("W8A8", scheme):
         counted = counts.loop_counts(SCHEMES[name], device(gpu).arch)
@@ -56,7 +56,10 @@ def test_the_error_is_from_the_nearer_end() -> None:
 
 
 def test_w4a4_loses_on_the_a100_and_wins_on_geforce_cards() -> None:
-    """Beside INT8 at its peak, in turn and overlapped alike: what the guide's first lines say."""
+    """The comparison is with INT8 at its peak, in turn and overlapped alike.
+
+    The guide's first lines say so.
+    """
     for gpu in ("rtx3090", "rtx4090"):
         assert min(over_int8(gpu, "W4A4 Atom")) > 1.1 and max(over_int8(gpu, "W4A4 Atom")) < 2
         assert min(over_int8(gpu, "W4Ax g128")) > 0.99 and min(over_int8(gpu, "W4Ax token")) > 1.3
@@ -100,14 +103,14 @@ def test_what_apex4_would_need() -> None:
 
 
 def test_atoms_figures_at_512_tokens_contradict_its_tops() -> None:
-    """At the model's 751 TOPS the baselines would have run at these rates; the RTX 4090 sums FP16 in FP32 at 165."""
+    """The baselines would have run at these rates at the model's 751 TOPS; the RTX 4090 sums FP16 in FP32 at 165."""
     tops = predictions(counts.loop_counts, FIGURES[2:3])[0].in_turn
     assert tops / 3.4 == pytest.approx(221, abs=1) and tops / 3.4 > device("rtx4090").tops["fp16"]
     assert tops / 1.9 / device("rtx4090").tops["int8"] == pytest.approx(0.60, abs=0.01)
 
 
 def test_int8_channels_and_sums_are_counted() -> None:
-    """By hand: an SM of the A100 multiplies 4096 INT4 pairs a clock and half as many INT8 pairs."""
+    """An SM of the A100 multiplies 4096 INT4 pairs a clock and half as many INT8 pairs; the rest is counted by hand."""
     gpu, M, N, K = device("a100"), 128, 256, 1024
     counted = LoopCounts({"alu": 2.0}, {"xu": 1.0, "fma": 2.0}, tile=64)
     found = gemm_cost(gpu, SCHEMES["W4A4 Atom"], M, N, K, counts=counted)

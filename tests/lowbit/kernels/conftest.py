@@ -8,7 +8,7 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A GPU that isn't one, where nothing is remembered of earlier calls."""
+    """Fake a GPU that remembers nothing of earlier calls."""
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     return FakeGpu(monkeypatch)

@@ -25,9 +25,9 @@ PACKED = [label for label in ALL if label.startswith(("dequant_lqq", "dequant_qo
 
 @st.composite
 def inputs_of(draw: st.DrawFn, spec: KernelSpec, checked: bool) -> dict[str, np.ndarray]:
-    """Logical inputs of any dequantiser: `checked` ones obey its rules, the others are any bytes.
+    """Draw logical inputs of any dequantiser: `checked` ones obey its rules, the others are any bytes.
 
-    Of a kernel that no strategy is for, examples of its spec.
+    A kernel without a strategy gets examples of its spec.
     """
     names = {a.name for a in spec.inputs}
     if spec.name == "dequant_s4_f16":
@@ -106,7 +106,10 @@ def test_a_lane_that_carries_is_found(label: str, logical: dict[str, np.ndarray]
 
 
 def every_lane(constants: int, neighbour: int) -> np.ndarray:
-    """q4 u8 [constants, 128]: each of 16 values at each of the eight places of a word, the other places fixed."""
+    """Make q4 u8 [constants, 128] with each of 16 values at each of the eight places of a word.
+
+    The other places hold `neighbour`.
+    """
     words = np.full((16, 8, 8), neighbour, np.uint8)
     for place in range(8):
         words[:, place, place] = np.arange(16)

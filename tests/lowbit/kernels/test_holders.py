@@ -44,7 +44,7 @@ def test_text_names_lane_and_register_and_marks_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("name", (*RIGHT, "load_qserve_reorder", "load_ldmatrix_u4"))
 def test_four_channels_are_bytes_0_to_3_of_one_register(name: str) -> None:
-    """What one label of the pictures and of the text stands for."""
+    """The pictures and the text have one label for the four."""
     held = holders.holders(name)
     assert np.array_equal(held.byte, np.broadcast_to(np.arange(64) % 4, (64, 64)))
     for places in (held.thread, held.register, held.wrong):
@@ -86,7 +86,7 @@ def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> 
 
 @pytest.mark.parametrize("name", [*RIGHT, "load_ldmatrix_u4", "load_qserve_reorder"])
 def test_four_neighbours_share_a_register(name: str) -> None:
-    """So one label serves four channels, in the text and in the pictures."""
+    """So a single label serves four channels, in the text and in the pictures."""
     held = holders.holders(name)
     for places in (held.thread, held.register):
         runs = places.reshape(64, 16, 4)

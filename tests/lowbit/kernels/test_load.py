@@ -24,7 +24,7 @@ modes, seeds = st.sampled_from(emulator.MODES), st.integers(0, 2**16)
 
 
 def launch(name: str, logical: dict[str, Any], backend: str, mode: str = "early", seed: int = 0) -> np.ndarray:
-    """What the kernel writes; on the emulator with all checks on, which have to find nothing."""
+    """Run a kernel and return its output; in the emulator all checks are on and have to find nothing."""
     spec, (source, *_) = registry.find(name)
     sizes = {"B": logical["B"]} if "B" in logical else None
     checks = emulator.CHECKS if backend == "emulator" else ()
@@ -37,7 +37,7 @@ def launch(name: str, logical: dict[str, Any], backend: str, mode: str = "early"
 
 @st.composite
 def tiles_of(draw: st.DrawFn, name: str) -> dict[str, np.ndarray]:
-    """Tiles of a kernel: random ones, of one value, or with a single element that differs."""
+    """Draw tiles of a kernel: random ones, of one value, or with a single element that differs."""
     low, high, dtype = {"load_ldmatrix_s8": (-128, 128, "i1"), "load_comet_interleave": (-8, 8, "i1")}.get(
         name, (0, 16, "u1")
     )
@@ -52,7 +52,10 @@ def tiles_of(draw: st.DrawFn, name: str) -> dict[str, np.ndarray]:
 
 
 def matrix_of(registers: np.ndarray) -> np.ndarray:
-    """[T, 128, 32] bytes that two wgmma.m64nNk32 take as operand A -> the tiles [T, 64, 64], by the fragment map."""
+    """Gather the tiles [T, 64, 64] by the fragment map.
+
+    `registers` are the [T, 128, 32] bytes that two wgmma.m64nNk32 take as operand A.
+    """
     words = registers.view(np.uint32)
     steps = [fragments.wgmma_a().gather(np.ascontiguousarray(words[..., i : i + 4])) for i in (0, 4)]
     return np.concatenate(steps, axis=-1).view(registers.dtype)
@@ -95,7 +98,10 @@ def test_ldmatrix_on_4_bits_misses_where_its_model_says(backend: str, data: st.D
 
 
 def test_ldmatrix_on_4_bits_is_right_in_a_quarter_of_the_places() -> None:
-    """Numbers that differ wherever places do: right only where the channel happens to be the one that is needed."""
+    """The numbers differ wherever places do.
+
+    A place is right only if its channel happens to be the one that is needed.
+    """
     place = np.arange(64 * 64).reshape(64, 64)
     tiles = np.stack([place >> 4 * digit & 15 for digit in range(3)]).astype(np.uint8)  # three digits name a place
     right = (launch("load_ldmatrix_u4", {"q4": tiles}, "emulator") == operand_a(tiles)).all(axis=0)
@@ -129,7 +135,7 @@ def test_the_stage_four_rounds_on_is_a_u32(name: str) -> None:
 
 
 def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:
-    """The words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 512], with padding."""
+    """Return the words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 512], with padding."""
     if packed.layout == "dual_mma":  # blocks of one or two units of 2048 bytes, and constants behind them
         blocks = packed.buffers["blocks"]
         units = max(1, packed.group // 64)
@@ -158,7 +164,10 @@ def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:
 def test_a_packed_weight_arrives_as_the_map_says(
     name: str, packing: str, N: int, groups: int, g: int, seed: int, backend: str
 ) -> None:
-    """A quantised matrix of any shape, packed as a checkpoint would be: every tile of it, at every position."""
+    """A quantised matrix of any shape is packed as a checkpoint would be.
+
+    Every tile of it is tried, at every position.
+    """
     weight = quantize_lqq(np.random.default_rng(seed).standard_normal((N, g * groups)), group=g)
     tiles = tiles_of_packed(layout.pack(weight, packing))
     spec, (source, *_) = registry.find(name)
@@ -183,7 +192,7 @@ TILES = [name for name, spec in registry.specs().items() if spec.family == "load
 @pytest.mark.gpu
 @pytest.mark.timing  # counters of the device, which count others' launches too
 def test_wavefronts_and_conflicts_are_those_that_ncu_counts() -> None:
-    """The bank model against the hardware's counters: needs ncu, with permission to count."""
+    """The bank model equals the hardware's counters: this needs ncu, with permission to count."""
     specs = [registry.specs()[name] for name in TILES]
     try:
         counted = dict(zip(TILES, loads.counted_banks(*specs), strict=True))

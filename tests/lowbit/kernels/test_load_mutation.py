@@ -34,7 +34,10 @@ class Mutant:
 
 
 def mutants(name: str) -> Iterator[Mutant]:
-    """Every kernel with one such line gone (the branch back to a wait goes with it), or with its bytes not expected."""
+    """Yield the kernel without each synchronising line, or with its bytes not expected.
+
+    The branch back to a wait goes with the wait.
+    """
     source = registry.find(name)[1][0]
     lines = source.text.split("\n")
     for i, line in enumerate(lines):
@@ -51,7 +54,7 @@ def mutants(name: str) -> Iterator[Mutant]:
 
 
 def diagnosis(mutant: Mutant, mode: str) -> list[str]:
-    """Findings, the error, or "wrong result"; nothing if all seems well."""
+    """Return findings, the error, or "wrong result"; the list is empty if there is none."""
     spec = registry.specs()[mutant.kernel]
     sizes = {symbol: SIZES[symbol] for symbol in spec.example_sizes[0]}
     logical = spec.example(np.random.default_rng(0), **sizes)
@@ -71,7 +74,7 @@ FATAL = re.compile(r"deadlock: |no initialised mbarrier|arrivals, but the mbarri
 
 
 def memory_lines(source: Source) -> set[int]:
-    """Lines that touch shared memory or its barriers: what a missing synchronisation has to do with."""
+    """Return the numbers of the lines that touch shared memory or its barriers, where missing synchronisation shows."""
     opcodes = r"\b(ld\.shared|st\.shared|ldmatrix|cp\.async|mbarrier)"
     return {i for i, line in enumerate(source.text.split("\n"), 1) if re.search(opcodes, line.partition("//")[0])}
 

@@ -49,7 +49,10 @@ def test_every_listed_survivor_still_survives_somewhere(pattern: str) -> None:
 
 @pytest.mark.full
 def test_mutants_are_run_by_the_emulator() -> None:
-    """The machinery itself: a mutant that the emulator cannot even parse would be killed for the wrong reason."""
+    """This tests the machinery itself.
+
+    A mutant that the emulator cannot even parse would be killed for the wrong reason.
+    """
     for name in NAMES:
         for what, text in mutants(registry.find(name)[1][0].text):
             assert emulator.parse(text).entries, what

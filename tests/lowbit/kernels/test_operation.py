@@ -38,7 +38,7 @@ def array(shape: tuple[int, ...], dtype: Any = np.float16) -> DeviceArray:
 
 @pytest.fixture
 def calls(fake: FakeGpu) -> Calls:
-    """Every public call with arguments that it takes, results included; nothing runs."""
+    """List every public call with arguments that it takes, results included; nothing runs."""
     fake.runs = False
     experts = on_device(ptxlab.stack_experts([gemm_calls.STRIPS["lqq"]] * E))
     cache = attention_calls.on_device(KVCache.empty(M, 2, HEADS, D, page_size=16))
@@ -105,7 +105,7 @@ NAMES = (
 @pytest.mark.default_cases("quantize_activations", "append_kv4")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
-    """What a decoder does some hundred times per token: it were 27 to 46 of the package's functions, without `gpu`."""
+    """A decoder repeats a call some hundred times per token: it once took 27 to 46 package functions, without `gpu`."""
     call, given = calls[name]
     call(**given)
     called: list[str] = []
@@ -210,7 +210,7 @@ ALIKE = {"window": 1, "rows": 1}  # what is equal to a change, and right
 def test_a_repeat_call_is_refused_what_a_first_one_is(
     calls: Calls, fake: FakeGpu, name: str, change: dict[str, Any], message: str
 ) -> None:
-    """Twice, since what is refused is not remembered either."""
+    """It is refused twice, since a refusal is not remembered either."""
     call, given = calls[name]
     call(**given)
     call(**{**given, **{option: ALIKE[option] for option in change if option in ALIKE and len(change) == 1}})

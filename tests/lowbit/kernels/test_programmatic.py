@@ -27,7 +27,7 @@ LOADED = "        __syncwarp();\n        if (SPLIT > 1) ptxlab::cluster_wait();\
 @both_modes
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
-    """Where those who load wait only once they have; those who store wait by themselves."""
+    """The loading warps wait only after their loads here; the storing warps wait by themselves."""
     (source,) = registry.find(LARGE.name)[1]
     text = source.text
     for old, new in ((WAIT, WAIT.partition("\n")[2]), (LOADED, WAIT.partition("\n")[0] + "\n" + LOADED)):
@@ -68,7 +68,10 @@ def test_only_what_waits_is_launched_so(fake: FakeGpu) -> None:
 def test_a_chain_of_programmatic_calls_is_the_plain_chain(
     monkeypatch: pytest.MonkeyPatch, tokens: int, channels: int, kernel: str
 ) -> None:
-    """Each call multiplies the bytes of the accumulators before it, so that one stale byte changes all that follows."""
+    """A call multiplies the bytes of the accumulators before it.
+
+    So one stale byte changes all that follows.
+    """
     import cupy
 
     for name in ("_prepared", "_ready"):

@@ -15,7 +15,7 @@ from tests.support.dispatching_array import to_device
 
 
 def rows_of(R: int, K: int, outliers: int, group: int, seed: int = 0) -> AtomRows:
-    """Any integers, and scales that are all different."""
+    """Make rows of any integers, with scales that are all different."""
     rng = np.random.default_rng(seed)
     scales = rng.permutation(R * (K // group + 1)).astype(np.float16).reshape(R, -1) / np.float16(8)
     return AtomRows(
@@ -65,7 +65,10 @@ def test_strips_come_back(N: int, groups: int, group: int, outliers: int, device
 
 
 def test_what_a_lane_loads_of_a_strip() -> None:
-    """By one AND, or one shift and the same AND, sixteen times its weights of two MMAs; outliers as they are."""
+    """A lane gets sixteen times its weights of two MMAs by one AND, or by one shift and the same AND.
+
+    Outliers are loaded as they are.
+    """
     rows = rows_of(16, 128, 128, 64)
     strip = layout.pack_atom_strips(rows)[0]
     mask = np.uint32(0xF0F0F0F0)

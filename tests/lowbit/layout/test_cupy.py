@@ -84,7 +84,7 @@ def test_saving_copies_from_the_gpu(tmp_path) -> None:
 def large(cupy):
 
     def scattered(rows: int, columns: int, below: int):
-        """u8 [rows, columns] in 0..below-1: the upper bits of a multiplicative hash of the place."""
+        """Compute u8 [rows, columns] in 0..below-1: the upper bits of a multiplicative hash of the place."""
         places = cupy.arange(rows * columns, dtype=cupy.uint32)
         return ((places * cupy.uint32(2654435761) >> cupy.uint32(24)) % below).astype(cupy.uint8).reshape(rows, columns)
 
@@ -116,7 +116,7 @@ def test_the_largest_layer_packs_in_two_seconds(cupy: Any, layout: str, large) -
 
 
 def first_rows(weight: LQQWeight) -> LQQWeight:
-    """Its first 64 rows."""
+    """Return the weight's first 64 rows."""
     return replace(weight, **{n: getattr(weight, n)[:64] for n in ("q4", "group_scale", "minimum", "channel_scale")})
 
 

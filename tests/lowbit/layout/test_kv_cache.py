@@ -16,7 +16,10 @@ from tests.support.quantized import assert_equal, every_scheme, random_kv
 
 
 def shuffled_cache(scheme, page_size, lengths, heads, D, seed, spare=3) -> KVCache:
-    """Pages in any order in a pool of wild bytes with `spare` unused ones; unused entries of the table are absurd."""
+    """Make a cache with pages in any order, in a pool of random bytes with `spare` unused pages.
+
+    Unused entries of the table are far outside the pool.
+    """
     rng = np.random.default_rng(seed)
     used = [ceil_div(length, page_size) for length in lengths]
     pages = sum(used) + spare
@@ -36,7 +39,7 @@ def shuffled_cache(scheme, page_size, lengths, heads, D, seed, spare=3) -> KVCac
 
 
 def sequences(cache: KVCache, seed: int) -> tuple[list[QuantizedKV], list[QuantizedKV]]:
-    """Random keys and values for every sequence of the cache."""
+    """Make random keys and values for every sequence of the cache."""
 
     def one(b: int, part: int, channel) -> QuantizedKV:
         size = int(cache.lengths[b]), cache.num_kv_heads, cache.head_dim
@@ -68,7 +71,7 @@ def test_what_is_scattered_is_gathered(cache, seed):
 @pytest.mark.full
 @given(caches(), st.integers(0, 99))
 def test_the_pages_of_a_sequence_are_its_packed_pages_and_nothing_else_changes(cache, seed):
-    """By `pack_pages`, of a last page the bytes of its tokens alone; every other byte of the pool stays."""
+    """The bytes are those of `pack_pages`, in a last page those of its tokens; every other byte of the pool stays."""
     keys, values = sequences(cache, seed)
     expected = cache.pool.copy()
     token = cache.head_dim * KV_SCHEMES[cache.scheme].bits // 8
@@ -227,7 +230,7 @@ def test_refuses_to_write():
 
 
 class OfPyTorch:
-    """What a tensor shows of itself."""
+    """Stand-in with the attributes of a PyTorch tensor."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, contiguous: bool = True) -> None:
         self.shape, self.dtype, self.is_contiguous = shape, f"torch.{dtype}", lambda: contiguous

@@ -26,7 +26,7 @@ grouped = weights.filter(lambda weight: not isinstance(weight, QoQChannelWeight)
 
 
 def registers(words: np.ndarray, scale: np.ndarray, offset: np.ndarray, dequant) -> np.ndarray:
-    """Operand A [lanes, 4] of one MMA, of two words [lanes, 2] (rows r, r+8) and their constants [lanes, 2]."""
+    """Build operand A [lanes, 4] of one MMA from two words [lanes, 2] (rows r, r+8) and their constants [lanes, 2]."""
     a = np.empty((len(words), 4), np.uint32)
     for half in (0, 1):
         for nibble in (0, 1):
@@ -37,7 +37,7 @@ def registers(words: np.ndarray, scale: np.ndarray, offset: np.ndarray, dequant)
 
 
 def tile_of(matrix: np.ndarray, row: int, column: int, fragment: Fragment) -> np.ndarray:
-    """The part of a matrix that a fragment holds, zero where the matrix has ended."""
+    """Return the part of a matrix that a fragment holds, padded with zeros beyond the matrix."""
     rows, columns = fragment.shape
     part = matrix[row : row + rows, column : column + columns]
     return np.pad(part, ((0, rows - part.shape[0]), (0, columns - part.shape[1])))
@@ -83,7 +83,7 @@ def test_qserve_feeds_mma_sync(weight) -> None:
 @pytest.mark.full
 @given(weights)
 def test_comet_reaches_the_lanes_by_ldmatrix(weight) -> None:
-    """One ldmatrix.x4 gives each lane what dual_mma's LDS.128 gives it, in COMET's nibble order."""
+    """A single ldmatrix.x4 gives each lane the words of dual_mma's LDS.128, in COMET's nibble order."""
     tiles, logical = pack(weight, "comet").buffers["qweight"], weight.q4
     unscaled = {"scale": np.ones((32, 2), np.uint8), "offset": np.zeros((32, 2), np.int8)}
     for row_tile, k_tile in np.ndindex(tiles.shape[:2]):
@@ -115,7 +115,7 @@ def test_strips_feeds_one_warp_with_unsigned_bytes(weight) -> None:
 @pytest.mark.parametrize("kind", [LQQWeight, QoQWeight])
 @pytest.mark.parametrize(("group", "K"), [(32, 96), (32, 160), (64, 64), (64, 192), (128, 128), (128, 384)])
 def test_strips_by_hand(kind: type, group: int, K: int) -> None:
-    """From the definition: which byte and nibble holds weight (row, k), where its constants lie, and what pads."""
+    """The definition says which byte and nibble holds weight (row, k), where its constants lie, and what pads."""
     weight = random_weight(kind, 24, K, group, 0)
     strips = pack(weight, "strips").buffers["strips"]
     assert strips.shape == (2, ceil_div(K, 128), 1024 + 32 * (128 // group)) and strips.flags.c_contiguous
@@ -141,7 +141,7 @@ def test_unsigned_form_never_carries_at_range_119(quantise, case) -> None:
 
 
 def read_strips(strips: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q4, scale and stored offset of every weight of a buffer, padding included, all u8 [rows, k]."""
+    """Read q4, scale and stored offset of every weight of a buffer, padding included, all u8 [rows, k]."""
     row, k = np.indices((16 * strips.shape[0], 128 * strips.shape[1]))
     half, g = row % 16 // 8, row % 8
     unit, step, high, t, byte = k % 128 // 64, k % 64 // 32, k % 32 // 16, k % 16 // 4, k % 4
@@ -152,7 +152,7 @@ def read_strips(strips: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def unsigned(weight) -> np.ndarray:
-    """The offsets of the unsigned form in wide arithmetic, [N, K/g]."""
+    """Return the offsets of the unsigned form in wide arithmetic, [N, K/g]."""
     if isinstance(weight, LQQWeight):
         return 128 + weight.minimum.astype(int)
     return 128 - weight.zero.astype(int) * weight.group_scale

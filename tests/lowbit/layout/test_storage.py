@@ -24,7 +24,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change) -> Path:
-    """The file with its header, as a dict, changed in place by `change`."""
+    """Rewrite a file's header, a dict that `change` edits in place."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -35,7 +35,7 @@ def rewrite(path: Path, change) -> Path:
 
 
 def described(path: Path, change) -> Path:
-    """The file with the description of its packed weights changed."""
+    """Rewrite the description of a file's packed weights, a dict that `change` edits in place."""
 
     def change_metadata(header: dict) -> None:
         description = json.loads(header["__metadata__"]["ptxlab"])

@@ -9,7 +9,7 @@ from ptxlab.lowbit.quant import AffineWeight, lqq_group, quantize_lqq
 
 
 def made(N: int = 32, K: int = 256, group: int = 64, **changes: Any) -> AffineWeight:
-    """Groups of scales up to 20 times apart."""
+    """Make a weight whose groups have scales up to 20 times apart."""
     rng = np.random.default_rng(0)
     scale = (rng.uniform(0.5, 2, (N, K // group)) * rng.choice([0.05, 1], (N, K // group), p=[0.1, 0.9])) / 100
     q4, zero = (rng.integers(0, 16, shape) for shape in ((N, K), (N, K // group)))

@@ -21,14 +21,20 @@ FLOATS = st.floats(-1000, 1000, width=32) | st.sampled_from((0.0, -8.0, 7.0, 7.5
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
-    """Rows of one to three groups and their outliers: (x, group, outliers); rows in pairs."""
+    """Draw (x, group, outliers): rows of one to three groups and their outliers.
+
+    The number of rows is even.
+    """
     group, outliers = draw(st.sampled_from((64, 128))), draw(st.sampled_from((0, 64, 128)))
     shape = 2 * draw(st.integers(1, 3)), group * draw(st.integers(1, 3)) + outliers
     return draw(hnp.arrays(np.float32, shape, elements=FLOATS, fill=FLOATS)), group, outliers
 
 
 def parts(rows: AtomRows, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
-    """(integers, scales, floats) as [R, G, g], with the bits of an integer: of the groups, and of the outliers."""
+    """Split rows into groups and outliers, each as (integers, scales, floats, bits of an integer).
+
+    The arrays are [R, G, g].
+    """
     R, K = rows.q4.shape
     four = rows.q4.reshape(R, -1, rows.group), rows.scale4, x[:, :K].reshape(R, -1, rows.group), 4
     return [four, *([(rows.q8[:, None], rows.scale8[:, None], x[:, None, K:], 8)] if rows.q8.size else [])]
@@ -136,7 +142,7 @@ def test_dequantised_is_what_stands_in_atoms_order() -> None:
 
 
 def test_orders_of_paper_and_code() -> None:
-    """Of equal sizes the later channel is the larger one."""
+    """The later of two equally large channels counts as the larger one."""
     sizes = np.ones(130)
     sizes[[5, 2, 9]] = 7, 3, 0.5
     paper, code = (quant.outlier_order(sizes, 64, rules=rules) for rules in (ATOM_PAPER, ATOM_CODE))

@@ -17,7 +17,10 @@ from ptxlab.lowbit.quant import lqq_groups, qoq_groups
 
 
 def all_groups(limit):
-    """s8 [pairs, 2·limit + 1]: for every -limit <= low <= high <= limit a row with every value in low..high."""
+    """List all groups s8 [pairs, 2·limit + 1].
+
+    For every -limit <= low <= high <= limit there is a row with every value in low..high.
+    """
     values = np.arange(-limit, limit + 1, dtype=np.int8)
     low, high = (values[i] for i in np.triu_indices(values.size))
     return values.clip(low[:, None], high[:, None])
@@ -28,7 +31,7 @@ def distance(q8, exact):
 
 
 def clips(q8, exact, scale):
-    """Where the clamp of q4 cost more than rounding may."""
+    """Tell where the clamp of q4 costs more than rounding may."""
     return 2 * distance(q8, exact) > scale
 
 

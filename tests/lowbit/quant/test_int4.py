@@ -51,7 +51,7 @@ def test_groups_of_zeros_and_of_almost_nothing():
 
 
 def test_all_levels_are_used_where_the_scale_is_rounded_down():
-    """To a subnormal FP16: the largest magnitudes are beyond 7 steps."""
+    """The scale is rounded down to a subnormal FP16: the largest magnitudes are beyond 7 steps."""
     w = np.zeros((1, 32), np.float32)
     w[0, :2] = -9.8 * 2.0**-24, 9.8 * 2.0**-24
     assert quantize_int4(w, 32).q4[0, :2].tolist() == [-8, 7]

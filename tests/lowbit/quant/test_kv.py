@@ -20,7 +20,7 @@ def tokens(n=5, heads=2, D=16, seed=0):
 
 
 def formula(row, levels):
-    """(values, scale, zero) of one token and head, one element at a time: the contract, spelled out."""
+    """Compute (values, scale, zero) of one token and head, one element at a time: the contract, spelled out."""
     low, high = F(0), F(0)
     for x in row:
         low, high = min(low, x), max(high, x)
@@ -83,7 +83,10 @@ def test_ties_go_to_even_before_the_zero_is_added():
 @by_token
 @given(exponent=st.integers(-149, 18), seed=st.integers(0, 2**32 - 1))
 def test_the_formula_at_every_magnitude(scheme, exponent, seed):
-    """From float32's denormals, whose scales vanish, over denormal scales of float16, where much is clipped."""
+    """The magnitudes begin at float32's denormals, whose scales vanish.
+
+    They pass denormal scales of float16, where much is clipped.
+    """
     x = np.ldexp(tokens(2, 1, 8, seed).clip(-2, 2), exponent - 1)
     assert_is_the_formula(x, scheme)
 

@@ -15,7 +15,7 @@ def project(x, w, bias, D):
 
 
 def layer(rng, Hkv, ratio, D, K=24):
-    """Projections of a layer in float64, with biases, whose keys have outlier channels."""
+    """Make float64 projections of a layer, with biases, whose keys have outlier channels."""
     w_q, w_k = rng.standard_normal((Hkv * ratio * D, K)), rng.standard_normal((Hkv * D, K))
     w_k *= np.where(rng.random(Hkv * D) < 0.1, rng.uniform(10, 100, Hkv * D), 1)[:, None]
     return w_q, w_k, rng.standard_normal(len(w_q)), rng.standard_normal(len(w_k)) * 5
@@ -49,7 +49,7 @@ def test_scores_are_unchanged(Hkv, ratio, D, alpha, seed):
 
 
 def test_the_factors_are_the_paper_s():
-    """One KV head of D 4 and two query heads: pairs (0, 2) and (1, 3), square roots, all of both query heads."""
+    """The layer has one KV head of D 4 and two query heads: pairs (0, 2) and (1, 3), square roots, both heads."""
     keys_max = np.array([[4.0, 0.0, 9.0, 0.0]])
     smooth = smooth_attention(np.ones((8, 1)), np.ones((4, 1)), keys_max, head_dim=4, b_q=np.ones(8), b_k=np.ones(4))
     assert smooth.factor.tolist() == [[3, 1, 3, 1]]  # a dead pair stays as it is

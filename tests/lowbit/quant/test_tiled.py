@@ -16,7 +16,7 @@ def test_a_tiled_weight_repeats_its_block() -> None:
 
 
 def test_a_weight_of_plain_arrays_is_tiled_likewise() -> None:
-    """As 8-bit weights are, which need no class of their own."""
+    """The arrays are those of 8-bit weights, which need no class of their own."""
     q, scale = np.arange(6, dtype=np.int8).reshape(2, 3), np.array([1.0, 2.0], np.float32)
     assert tiled(q, 3, 4).tolist() == [[0, 1, 2, 0], [3, 4, 5, 3], [0, 1, 2, 0]]
     assert tiled(scale, 3, 4).tolist() == [1.0, 2.0, 1.0]

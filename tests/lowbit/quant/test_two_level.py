@@ -115,7 +115,7 @@ def test_every_weight_is_at_the_nearest_level_of_its_group(case):
 
 @pytest.mark.parametrize("steps", range(8, 16))
 def test_levels_that_are_integers_stay(steps):
-    """With any scale, at either end of the range."""
+    """The rule holds with any scale, at either end of the range."""
     places = np.random.default_rng(steps).integers(0, steps + 1, 32)
     places[[3, 20]] = 0, steps
     for scale in range(1, min(16, 238 // steps) + 1):
@@ -130,7 +130,10 @@ def relative_error(weight, w):
 
 
 def in_4_bits(symmetric, size):
-    """Weights [64, 512] as files hold them, on 16 levels of float scales: -8 to 7 times a scale, or from any float."""
+    """Make weights [64, 512] as files hold them, on 16 levels of float scales.
+
+    The levels are -8 to 7 times a scale, or begin at any float.
+    """
     w = np.random.default_rng(0).standard_normal((64, 512 // size, size))
     if symmetric:
         scale = np.abs(w).max(axis=2, keepdims=True) / 8
@@ -159,7 +162,7 @@ def test_other_weights_lose_no_more_by_levels_than_by_a_search_of_scales():
 @pytest.mark.full
 @given(case=strategies.integer_groups(-127, 127))
 def test_beyond_the_protective_range(case):
-    """What overflows is reported, and reaches no other word: words without overflow are exact."""
+    """An overflow is reported, and reaches no other word: words without overflow are exact."""
     scale = np.ones(len(case.q8), np.float32)
     w = case.q8 * scale[:, None]
     w[:, 0] = 127

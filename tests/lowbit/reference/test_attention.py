@@ -11,7 +11,7 @@ from ptxlab.lowbit.reference import attention, dequantize_kv, rope, rope_tables,
 
 
 def naive(q, k, v, scale, window):
-    """Every score, weight and sum by itself, in Python's floats."""
+    """Compute attention with every score, weight and sum by itself, in Python's floats."""
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
     out, lse = np.zeros((T, Hq, D)), np.full((T, Hq), -np.inf)
     for t in range(T):
@@ -107,7 +107,10 @@ def test_rope_rounds_every_operation(seed):
 
 
 def sylvester(D):
-    """The matrix f64 [D, D] of blocks of min(D, 128): (-1)^(bits that row and column have in common) / √block."""
+    """Compute the matrix f64 [D, D] of blocks of min(D, 128).
+
+    An element is (-1)^(bits that row and column have in common) / √block.
+    """
     block, dims = min(D, 128), np.arange(D)
     common = np.bitwise_count(dims[:, None] & dims & (block - 1))
     return np.where(dims[:, None] // block == dims // block, (-1.0) ** common / np.sqrt(block), 0)
@@ -167,7 +170,7 @@ LLAMA3 = {
 
 
 def llama3_frequency(i, base=500000.0, D=128):
-    """Of one pair, by wavelengths, as Meta's release has it."""
+    """Compute the frequency of one pair by wavelengths, as Meta's release does."""
     f = base ** (-2 * i / D)
     wavelength = 2 * math.pi / f
     if wavelength < 8192 / 4:

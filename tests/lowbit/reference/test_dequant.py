@@ -15,7 +15,7 @@ def wrap(integers):
 
 
 def every_case(scales, constants):
-    """Every (q4, scale, constant) in each lane of a word, beside neighbours that all hold 0, 6 or 15.
+    """Yield every (q4, scale, constant) in each lane of a word, beside neighbours that all hold 0, 6 or 15.
 
     q4 u8 [R, 4]; scale and constant u8 [R, 1].
     """
@@ -28,7 +28,7 @@ def every_case(scales, constants):
 
 
 def words_of(matrix):
-    """The words of a byte matrix as Python integers, four lanes each."""
+    """Return the words of a byte matrix as Python integers, four lanes each."""
     return [[int.from_bytes(row[i : i + 4].tobytes(), "little") for i in range(0, row.size, 4)] for row in matrix]
 
 

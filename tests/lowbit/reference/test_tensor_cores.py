@@ -11,7 +11,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name
 
 
 def differences(a: np.ndarray, b: np.ndarray, c: np.ndarray, model: np.ndarray, right: np.ndarray) -> str:
-    """How many bits differ, and everything about the first; NaN is NaN."""
+    """Describe how many bits differ, and everything about the first difference; NaN equals NaN."""
     same = (model.view(np.uint32) == right.view(np.uint32)) | (np.isnan(model) & np.isnan(right))
     if same.all():
         return ""
@@ -24,7 +24,7 @@ def differences(a: np.ndarray, b: np.ndarray, c: np.ndarray, model: np.ndarray, 
 
 @every_case
 def test_equal_to_what_was_recorded(case: Case) -> None:
-    """By `tests/golden/record_hopper_mma.py`, on an H200."""
+    """The record is of an H200, by `tests/golden/record_hopper_mma.py`."""
     with np.load(RECORDED) as stored:
         a, b, c, d = (stored[f"{case.__name__}_{name}"] for name in "abcd")
     assert differences(a, b, c, hopper_mma(a, b, c), d) == ""

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):
-    """out = x + y, of n numbers."""
+    """Compute out = x + y, of n numbers."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     tl.store(out + i, tl.load(x + i, mask=mask) + tl.load(y + i, mask=mask), mask=mask)
@@ -19,7 +19,7 @@ def add(x, y, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def softmax(x, out, stride, n, BLOCK: tl.constexpr):
-    """Each row of x, n numbers; a row per program."""
+    """Compute the softmax of each row of x, n numbers; a row per program."""
     at = tl.program_id(0) * stride + tl.arange(0, BLOCK)
     mask = tl.arange(0, BLOCK) < n
     row = tl.load(x + at, mask=mask, other=-float("inf"))
@@ -29,7 +29,7 @@ def softmax(x, out, stride, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def matmul(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """c [M, N] = a [M, K] b [K, N], row-major."""
+    """Compute c [M, N] = a [M, K] b [K, N], row-major."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
     n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
     k = tl.arange(0, TILE_K)
@@ -43,21 +43,21 @@ def matmul(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K:
 
 @triton.jit
 def scale(x, s, half: tl.bfloat16, BLOCK: tl.constexpr):
-    """x *= s * half: numbers of 2, 4 or 8 bytes."""
+    """Compute x *= s * half: numbers of 2, 4 or 8 bytes."""
     i = tl.arange(0, BLOCK)
     tl.store(x + i, tl.load(x + i) * s * half)
 
 
 @triton.jit
 def dot(a, b, c, TILE: tl.constexpr, OUT: tl.constexpr):
-    """c = a b, square tiles."""
+    """Compute c = a b, square tiles."""
     i = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     tl.store(c + i, tl.dot(tl.load(a + i), tl.load(b + i), out_dtype=OUT))
 
 
 @triton.jit
 def described(a, b, TILE: tl.constexpr):
-    """b = a, a square tile, by a tensor descriptor that the kernel makes."""
+    """Copy b = a, a square tile, by a tensor descriptor that the kernel makes."""
     i = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     rows = tl.make_tensor_descriptor(a, shape=[TILE, TILE], strides=[TILE, 1], block_shape=[TILE, TILE])
     tl.store(b + i, rows.load([0, 0]))
@@ -73,7 +73,7 @@ KERNELS = {  # types of the arguments, constants, which arguments are such multi
 
 
 def ptx_of(name: str, arch: int) -> str:
-    """PTX of one of the kernels, without what it says of the machine that it was made on."""
+    """Compile one of the kernels to PTX, and remove what names the machine that compiled it."""
     function, types, constants, whole = KERNELS[name]
     signature = dict(zip(function.arg_names, (*types, *("constexpr" for _ in constants)), strict=True))
     attributes = {(i,): [["tt.divisibility", WHOLE]] for i in whole}

@@ -23,7 +23,7 @@ OUTSIDE = Path(__file__).parents[2] / "outside"
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchTarget:
-    """A kernel without a spec, by the name of its file, on 64 threads."""
+    """Return a kernel without a spec, by the name of its file, on 64 threads."""
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(OUTSIDE / "inputs.py"))
     return LaunchTarget(
@@ -41,7 +41,10 @@ def launched(jobs: list[LaunchTarget], metrics: tuple[str, ...]) -> list[Profile
 
 
 def in_main_loop(spec: KernelSpec, sizes: dict[str, int]) -> float:
-    """Instructions of a thread per weight that the main loops of all tiles of tokens execute, by the machine code."""
+    """Count the instructions of a thread per weight in the main loops of all tiles of tokens.
+
+    The count is from the machine code.
+    """
     if missing := {"nvrtc", "ptxas", "nvdisasm"} & set(toolchain.missing()):
         pytest.skip(f"{', '.join(sorted(missing))}: not installed")
     config = variant(spec, sizes)

@@ -176,7 +176,10 @@ def stamps_of(*stamps: tuple[int, str, int]) -> tuple[tuple[int, int, int], ...]
 
 
 def buffer(*tracks: tuple[int, int, int, int, int, tuple[tuple[int, int, int], ...]], first: int = 64) -> np.ndarray:
-    """(SM, block, warp, ns, clock at the beginning, stamps in clocks after it) as the kernel lays it out."""
+    """Write the buffer of stamps as the kernel lays it out.
+
+    A track is (SM, block, warp, ns, clock at the beginning, stamps in clocks after it).
+    """
     words = np.zeros(2 + (TRACKS + 1) * STAMPS, np.uint64)
     words[:2] = len(tracks), first
     for i, (sm, block, warp, ns, clock, stamps) in enumerate(tracks):
@@ -192,7 +195,7 @@ SHORT = stamps_of((0, "setup", 0), (10, "load", 0), (60, "end", 0))
 
 
 def test_sms_are_brought_together_by_the_time() -> None:
-    """Each SM counts from elsewhere; SM 5 began 100 ns, 200 clocks, after SM 3."""
+    """The clocks of the SMs have different origins; SM 5 began 100 ns, 200 clocks, after SM 3."""
     found, rate = timeline.read_tracks(buffer((5, 1, 0, 1100, 7, SHORT), (3, 0, 4, 1000, 1 << 40, SHORT)))
     assert rate == 2 and [(t.sm, t.block, t.warp) for t in found] == [(3, 0, 4), (5, 1, 0)]
     assert [t.stamps[0][0] for t in found] == [0, 200]
@@ -322,7 +325,7 @@ def test_the_readme_says_what_is_recorded(
 def test_the_readme_says_what_is_seen_in_the_other_pictures(
     report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 100 clocks the first 30 pass before the scores, the last 20 after the values."""
+    """The launch has 100 clocks: the first 30 pass before the scores, the last 20 after the values."""
     pipelines = report("pipelines")
     times = {0: "setup", 30: "scores", 60: "values", 80: "epilogue", 100: "end"}
     track = Track(0, 0, 0, tuple((time, PHASES.index(phase), 0) for time, phase in times.items()))

@@ -71,7 +71,7 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
 
 
 def forget() -> None:
-    """As if the device were another one."""
+    """Clear the caches of prepared calls, as if the device were another one."""
     operation._prepared.clear()
     operation._ready.clear()
 
@@ -166,7 +166,10 @@ def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: FakeGpu, kernel: str) -> None:
-    """Other lengths, other pages: the same kernel, and zeros where every call has to find them."""
+    """The kernel stays the same for other lengths and other pages.
+
+    The zeros that every call has to find are there.
+    """
     fake.sms = 5
     cache, q = on_device(CACHE), sent(Q)
     out, lse = sent(np.zeros_like(Q)), sent(np.zeros(Q.shape[:-1], np.float32))
@@ -191,7 +194,10 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
 
 @pytest.mark.full
 def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, last of three, with a wider table; on the host, and on devices of other sizes."""
+    """The sequence is alone, the last of three, or in a wider table.
+
+    It runs on the host, and on devices of other sizes.
+    """
     monkeypatch.setattr(sm90, "PART", 1)
     q, cache = problems.problem(4, (200, 0, 70, 130), Hq=4, Hkv=2, scheme="kv4")
     q = q.astype(np.float16)
@@ -270,7 +276,7 @@ def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
 
 
 def test_a_workspace_does_for_any_queries() -> None:
-    """However many blocks and columns are chosen."""
+    """It suffices for any choice of blocks and columns."""
     for step in (*steps.STEPS[-2:], *steps.INVARIANT_STEPS):
         for D in (64, 128, 256):
             room = {item.name: item.nbytes for item in step.most_memory(D, 132)}
@@ -470,7 +476,7 @@ def read(array: Any) -> np.ndarray:
 @pytest.mark.parametrize("kernel", HERE)
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda c: "-".join(map(str, c.values())))
 def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
-    """Twice, with the same bits; PyTorch has a bfloat16 of its own."""
+    """Two calls give the same bits; PyTorch has a bfloat16 of its own."""
     module = pytest.importorskip(library)
     to = module.asarray if library == "cupy" else lambda array: module.from_numpy(array.copy()).cuda()
     sizes = {name: size for name, size in case.items() if name not in ("window", "dtype")}
@@ -492,7 +498,7 @@ def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
 @pytest.mark.parametrize("programmatic", [False, True])
 @pytest.mark.parametrize("kernel", HERE)
 def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -> None:
-    """With a kernel before it that writes the queries, which a programmatic launch has to wait for."""
+    """The kernel before it in the graph writes the queries, for which a programmatic launch has to wait."""
     if programmatic and kernel == SM80:
         pytest.skip("it does not wait by itself")
     cupy = pytest.importorskip("cupy")
@@ -574,7 +580,7 @@ def test_torch_captures_and_replays() -> None:
 @ON_GPU
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 def test_the_bound_is_worked_out_on_the_device_too(scheme: str) -> None:
-    """As benchmarks do: CuPy has not all that NumPy has."""
+    """Benchmarks do so, though CuPy lacks some of NumPy's functions."""
     q, cache = problems.problem(0, (75, 300), Hq=4, Hkv=2, scheme=scheme, page_size=32)
     q, sizes = q.astype(np.float16), {"softmax_scale": 0.1, "blocks": 1}
     assert sm90.SM90.bound is not None

@@ -103,7 +103,7 @@ def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) 
 @pytest.mark.parametrize("size", PAGE_SIZES)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 def test_the_first_and_last_slots_of_pages(scheme: str, size: int, backend: str) -> None:
-    """Of the pool's first page, of its last one, and on both sides of where two pages meet."""
+    """The slots are those of the pool's first page, of its last one, and on both sides of a page boundary."""
     slots = np.array([0, size - 1, size, 2 * size - 1, 3 * size - 1], np.int32)
     problem = problem_of(*normal(len(slots), 2, 64), scheme, size, pages=3)
     replace(problem, slots=slots).check(backend)
@@ -119,7 +119,7 @@ def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend:
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_rows_that_a_thread_keeps(rows: int, scheme: str) -> None:
-    """In heads of each size in turns."""
+    """Heads of each size take turns."""
     D = HEAD_DIMS[(rows // 2 + list(KV_SCHEMES).index(scheme)) % len(HEAD_DIMS)]
     for T in (1, 5, 8):
         problem = problem_of(*normal(T, 3, D), scheme, 16, rope=rotations(T, D, np.int32, False))
@@ -158,7 +158,7 @@ def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, back
 
 @pytest.mark.full
 def test_what_padding_brings_does_not_matter() -> None:
-    """Not even positions outside the tables, which a stray read would show."""
+    """Its positions may even lie outside the tables, where a stray read would show."""
     k, v = normal(8, 2, 64)
     problem = problem_of(k, v, "kv4", 16, rope=rotations(8, 64, np.int32, True))
     padding = problem.slots < 0
@@ -196,7 +196,7 @@ def test_quotients_by_channel_are_those_of_an_ieee_division(scheme: str, backend
 
 
 def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """x and s, f32 integers of 24 bits, with quotients next to where rounding turns.
+    """Draw x and s, f32 integers of 24 bits, whose quotients are next to a tie of the rounding.
 
     x * 2^bits = m * s + n with m, odd, half-way between two floats, and a small n.
     """
@@ -217,7 +217,7 @@ def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_one_correction_makes_a_quotient_right() -> None:
-    """What the kernel's `Corrected` rests on, where it is hardest; a reciprocal next to the right one is not enough."""
+    """The kernel's `Corrected` rests on this, here in the hardest cases; a reciprocal next to the right one fails."""
     x, s = close_calls(200_000)
     right, r = x / s, np.float32(1) / s
     assert len(x) > 300_000 and ((near := x * r) != right).any()
@@ -229,7 +229,7 @@ def test_one_correction_makes_a_quotient_right() -> None:
 @pytest.mark.gpu
 @ON_GPU
 def test_reciprocals_without_a_branch_are_those_of_ieee() -> None:
-    """In the emulator rcp.approx is a rounded quotient anyway."""
+    """The test needs a GPU: in the emulator rcp.approx is a rounded quotient anyway."""
     wrong = gpu.to_device(np.zeros(2, np.uint64))
     gpu.launch(gpu.load(RECIPROCALS, "reciprocals"), [wrong], Launch((1024, 1, 1), (256, 1, 1)))
     assert gpu.to_host(wrong).tolist() == [0, 0x7E800000 - 0x00800000 + 1]
@@ -268,7 +268,7 @@ def test_a_changed_kernel_is_noticed(change: str) -> None:
 
 
 def battery() -> list[Problem]:
-    """Problems of which a wrong kernel fails one."""
+    """Make problems of which a wrong kernel fails at least one."""
     x = ties(scales(64, 7), 64, 4).astype(np.float16)[:, None]
     turned, rope = rotated_to_ties(128, 4)
     beyond = beyond_the_levels(40, 4)

@@ -46,7 +46,7 @@ def apart(x: np.ndarray, pitch: int) -> np.ndarray:
 
 
 def call(cache: KVCache, slots: Any = SLOTS, rope: Any = None, **options: Any) -> None:
-    """On device arrays."""
+    """Call `append_kv4` on device arrays."""
     rope = rope and tuple(map(sent, rope))
     slots = slots if isinstance(slots, DeviceArray) else sent(slots)
     ptxlab.append_kv4(sent(K), sent(V), cache, slots, rope=rope, **options)
@@ -247,7 +247,7 @@ def test_every_library(library: str, scheme: str) -> None:
 @ON_GPU
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_graph_is_replayed_on_other_slots(cupy: Any, programmatic: bool) -> None:
-    """With a kernel before it that writes them, which a programmatic launch has to wait for."""
+    """The kernel before it in the graph writes the slots, for which a programmatic launch has to wait."""
     k, v, source, slots = map(cupy.asarray, (K, V, SLOTS, SLOTS))
     cache = KVCache.empty(1, 3, H, D, page_size=PAGE, like=k)
 

@@ -40,7 +40,10 @@ def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
 @every_data
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.Data, length: int) -> None:
-    """Even if the kernel's own error is half of what it may be, and hides as much of the fault as it can."""
+    """A fault is refused even if the kernel's own error is half of what it may be.
+
+    That error hides as much of the fault as it can.
+    """
     of = faults.problem(data, HEADS, length)
     exact, rng = faults.Expected(of), np.random.default_rng(0)
     with_error = {
@@ -58,7 +61,7 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
 
 
 def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
-    """What the kernel makes of it on an H200, whose MMAs truncate, with so many warps that take tiles in turns."""
+    """Compute the kernel's results on an H200, whose MMAs truncate, with `warps` warps that take tiles in turns."""
     tile = AttentionTileSm90(64, warps, 4, 1)
     variant = Variant(HEAD_DIM, PAGE, 4, 0, T=1, ratio=q.shape[2] // cache.num_kv_heads, tile=tile)
     config = {**variant.config, "PROMOTE": 2 * PROMOTE}
@@ -70,7 +73,7 @@ def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
 @every_data
 @pytest.mark.parametrize(("length", "warps"), [(300, 2), (1000, 2), (4096, 4)])
 def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int) -> None:
-    """With more tokens to a warp than there are between promotions."""
+    """A warp has more tokens than there are between two promotions."""
     for seed in range(max(1, 2048 // length)):
         of = faults.problem(data, HEADS, length, spare=1, seed=seed)
         right = dict(zip(("out", "lse"), common.attention(of.q, of.cache, SCALE), strict=True))
@@ -80,7 +83,10 @@ def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int
 @pytest.mark.default_cases("equal_scores", "nothing", "one_dominant_score")
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
 def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> None:
-    """Equal scores, where all tokens are rounded alike; one that is all; queries and values of any size."""
+    """The scores are equal, where all tokens are rounded alike, or one is all.
+
+    Queries and values have any size.
+    """
     q, cache = problems.problem(0, (700,), change, Hq=4, Hkv=1, scheme="kv4")
     q = q.astype(np.float16)
     right = dict(zip(("out", "lse"), common.attention(q, cache, SCALE), strict=True))
@@ -90,7 +96,7 @@ def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> Non
 
 @pytest.mark.full
 def test_zeros_are_no_attention_however_many_tokens_there_are() -> None:
-    """Of a bell in everything, which the certain bound let pass from some length on."""
+    """Zeros stay outside the bound on Gaussian inputs, where the certain bound accepted them from some length on."""
     rng, D = np.random.default_rng(0), 128
     q = rng.standard_normal((1, 2, D))
     k, v = (quantize_kv(rng.standard_normal((32768, 1, D), np.float32)) for _ in range(2))
@@ -128,7 +134,10 @@ def test_no_bound_is_looser_than_the_certain_one(
 @pytest.mark.parametrize("roundings", [sm80.roundings_of, roundings_of], ids=["sm80", "sm90"])
 @pytest.mark.parametrize("seen", [1, 255, 256])
 def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -> None:
-    """A window of less than what chance needs, in a cache so long that the certain bound is not computed for it."""
+    """The window has fewer tokens than chance needs.
+
+    The cache is so long that the certain bound is not computed for it.
+    """
     L = 40_000
     tokens = quantize_kv(np.random.default_rng(0).standard_normal((L, 1, 8), dtype=np.float32))
     visible = np.arange(L)[None] >= L - seen
@@ -141,7 +150,10 @@ LENGTH = 131072
 
 
 def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
-    """Launches the kernel once for every table and length: out f16 [draws, 1, 1, Hq, D], lse f32 [draws, 1, 1, Hq]."""
+    """Return a function that launches the kernel once for every table and length.
+
+    It returns out f16 [draws, 1, 1, Hq, D] and lse f32 [draws, 1, 1, Hq].
+    """
     Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
     sizes: dict[str, Any] = {"B": 1, "T": 1, "Hq": Hq, "Hkv": Hkv, "D": HEAD_DIM, "P": of.cache.block_table.shape[1]}
     sizes |= {"pages": of.cache.pages, "page": PAGE, "bits": 4, "channel": 0, "window": 0, "softmax_scale": SCALE}
@@ -176,9 +188,9 @@ def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
 def test_every_fault_is_refused_at_131072_tokens(
     data: kvdata.Data, heads: tuple[int, int], record_property: Callable[[str, object], None]
 ) -> None:
-    """Wrong pages or lengths, by results and by logarithms alone, 1,000 draws of each; right launches are accepted.
+    """Wrong pages or lengths are refused by results and by logarithms alone, in 1,000 draws of each.
 
-    One bound serves all last tokens: at this length another one hardly changes it.
+    Right launches are accepted.
     """
     host, rng = faults.problem(data, heads, LENGTH, spare=faults.DRAWS), np.random.default_rng(0)
     of = replace(host, q=gpu.to_device(host.q), cache=replace(host.cache, pool=gpu.to_device(host.cache.pool)))

@@ -37,7 +37,7 @@ PLAIN, OF_SMALL_PAGES = HOPPER[:2]
 
 
 def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
-    """(out, lse) as the kernel writes them."""
+    """Run the kernel, and return (out, lse) as it writes them."""
     found = run_spec(SM90, of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend).outputs
     return found["out"], found["lse"]
 
@@ -45,7 +45,7 @@ def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], bac
 def by_oracle(
     logical: Arrays, arrays: Arrays, config: dict[str, int], arithmetic: exact.Arithmetic | None = None
 ) -> tuple[Any, Any]:
-    """The same by the oracle."""
+    """Compute (out, lse) by the bit-exact oracle."""
     how = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
     return exact.attention(arrays["q"], **how, config=config, arithmetic=arithmetic)
 
@@ -69,7 +69,7 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
 @pytest.mark.full
 @of_each(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
-    """Ragged, whole pages and tiles among them, in more blocks than units."""
+    """Ragged lengths, whole pages and tiles among them, are cut into more blocks than work items."""
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
@@ -78,7 +78,10 @@ def test_equal_in_parts(variant: Variant) -> None:
     ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
 )
 def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int) -> None:
-    """Units cut by their own length: the oracle knows no blocks then, and no other sequences."""
+    """The work items are cut by their own length.
+
+    So the oracle knows no blocks, and no other sequences.
+    """
     config = {**variant.config, "PART": 1 + blocks % 2, "MOST_PARTS": sm90.MOST_PARTS}
     logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
     arrays = {**INVARIANT.pack(logical), "q": stored(logical["q"], variant.dtype)}
@@ -94,7 +97,7 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
 
 
 def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
-    """Nor does a table: the order of sums depends on the tile."""
+    """A table does not choose it either: the order of sums depends on the tile."""
     sizes = {"Hq": 8, "Hkv": 8, "T": 1, "D": 128, "page": 64, "bits": 4, "channel": 0}
     batches = ({**sizes, "B": B, "P": P} for B in (1, 16, 4096) for P in (1, 64, 2048))
     assert len({tuple(INVARIANT.config_for(batch).items()) for batch in batches}) == 1
@@ -119,7 +122,7 @@ def test_equal_in_hard_cases(change: problems.Change) -> None:
 @pytest.mark.default_cases("1500-6")
 @pytest.mark.parametrize(("tokens", "parts"), [(1500, 5), (1500, 6), (6100, 9), (6100, 10), (6100, 20)])
 def test_equal_in_many_parts(tokens: int, parts: int) -> None:
-    """What is handed over is added up to 4 at a time, or else up to 8."""
+    """Partial results of blocks are added up to 4 at a time, or else up to 8."""
     logical, arrays = PLAIN.problem(0, (tokens,), blocks=parts)
     assert shares_of(PLAIN, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
     emulated_alike(PLAIN, logical, arrays)
@@ -134,7 +137,7 @@ def test_equal_where_sums_are_promoted_now_and_then() -> None:
 
 @of_each(HOPPER[0], HOPPER[5])
 def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an MMA takes matters now, not only what it stands for."""
+    """The operands that an MMA gets matter now, not only the numbers that they stand for."""
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
     logical, arrays = variant.problem(0, (300, 65), blocks=2)
     right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
@@ -187,7 +190,10 @@ def shares_of(variant: Variant, logical: Arrays) -> Shares:
     part=st.sampled_from((0, 1, 2, 16)),
 )
 def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
-    """And only one's: segments of a unit follow each other, from its first tile in the window to its last."""
+    """A tile belongs to exactly one segment.
+
+    The segments of a work item follow each other, from its first tile in the window to its last.
+    """
     n, units = np.array(lengths, np.int64), how["heads"] * how["splits"]
     shares = Shares.of(n, **how)
     begin = np.maximum(n - how["queries"] + 1 - how["window"], 0) // 64 if how["window"] else 0 * n
@@ -211,14 +217,14 @@ def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
 
 
 def neighbours_page(cache: KVCache) -> KVCache:
-    """The second page is read twice, and the third never."""
+    """Read the second page twice, and never the third."""
     table = cache.block_table.copy()
     table[0, 2] = table[0, 1]
     return replace(cache, block_table=table)
 
 
 def skipped_page(cache: KVCache) -> KVCache:
-    """What comes behind the second page moves up, and the last page's tokens are the fewer."""
+    """Skip the second page: later pages move up, and the length shrinks by a page."""
     table = cache.block_table.copy()
     table[0, 1:-1] = cache.block_table[0, 2:]
     return replace(cache, block_table=table, lengths=cache.lengths - cache.page_size)
@@ -229,7 +235,7 @@ def without_the_last_token(cache: KVCache) -> KVCache:
 
 
 def swapped_nibbles(cache: KVCache) -> KVCache:
-    """Of the second page's first keys and values."""
+    """Swap the nibbles of the second page's first keys and values."""
     pool, page = cache.pool.copy(), int(cache.block_table[0, 1])
     nibbles = pool[page, :, :, :16]
     pool[page, :, :, :16] = nibbles << 4 | nibbles >> 4
@@ -265,7 +271,10 @@ def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
 def test_the_same_on_arrays_that_are_not_numpy_s(
     variant: Variant, lengths: tuple[int, ...], change: problems.Change, window: int, blocks: int
 ) -> None:
-    """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's. It flushes subnormals."""
+    """NumPy's arrays among the device's fail here without a GPU, as CuPy would refuse them.
+
+    The arithmetic flushes subnormals.
+    """
 
     def there(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: DispatchingArray(function(*(getattr(x, "array", x) for x in arrays)))
@@ -307,7 +316,7 @@ BATCHES = (
 
 
 def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
-    """Queries, cache, sizes and constants of a batch as it is measured."""
+    """Return queries, cache, sizes and constants of a batch as the benchmark measures it."""
     of = attention_problem.random_problem(batch)
     q, cache = of.q[:, None], of.caches[0]
     logical = {"B": cache.batch, "T": 1, "Hq": batch.Hq, "Hkv": batch.Hkv, "D": cache.head_dim, "P": cache.max_pages}
@@ -344,7 +353,7 @@ def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
 @pytest.mark.parametrize("length", [4096, 131072])
 @every_fault
 def test_a_fault_of_the_kernel_shows(fault: Callable[[KVCache], KVCache], length: int) -> None:
-    """In the bits of out and of lse, whatever the bound says."""
+    """The fault changes the bits of out and of lse, whatever the bound says."""
     q, cache, *how = at_bench(Batch(32, 8, (length,)))
     right, wrong = expected(q, cache, *how), by_the_kernel(q, fault(cache), *how)
     assert difference((right[0], right[1]), by_the_kernel(q, cache, *how)) == ""

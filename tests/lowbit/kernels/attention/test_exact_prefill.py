@@ -49,7 +49,7 @@ def by_kernel(
 
 
 def hold(problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, **how: Any) -> None:
-    """Hold the kernel to the oracle's bits."""
+    """Assert that the kernel has the oracle's bits."""
     assert difference(by_oracle(problem, BF16, spec), by_kernel(problem, BF16, spec, **how), bool(BF16)) == ""
 
 
@@ -86,7 +86,10 @@ def test_equal_in_many_parts(past: int, parts: int) -> None:
 @pytest.mark.parametrize("case", ["wrong", "tiny", "large"])
 @on_every_kernel
 def test_equal_for_queries_at_the_ends_of_their_range(spec: KernelSpec, case: str) -> None:
-    """NaN and infinity; elements whose f16 over the row's power is subnormal, and a query of zeros; scores of 10^5."""
+    """The queries have NaN and infinity, or elements whose f16 over the row's power is subnormal.
+
+    There is also a query of zeros, and scores of 10^5.
+    """
     logical, sizes = chunks_of((70,), (10,), D=64)
     q = logical["q"].copy()
     if case == "wrong":
@@ -151,14 +154,14 @@ def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
 
 
 def neighbours_page(logical: Arrays) -> Arrays:
-    """The first page is read twice."""
+    """Read the first page twice."""
     table = logical["cache"].block_table.copy()
     table[0, 1] = table[0, 0]
     return {**logical, "cache": replace(logical["cache"], block_table=table)}
 
 
 def swapped_nibbles(logical: Arrays) -> Arrays:
-    """The first keys and values of the first page have their nibbles exchanged."""
+    """Swap the nibbles of the first page's first keys and values."""
     cache = logical["cache"]
     pool = cache.pool.copy()
     nibbles = pool[cache.block_table[0, 0], :, :, :8]
@@ -167,12 +170,12 @@ def swapped_nibbles(logical: Arrays) -> Arrays:
 
 
 def wider_window(logical: Arrays) -> Arrays:
-    """The window has one token more."""
+    """Widen the window by one token."""
     return {**logical, "window": logical["window"] + 1}
 
 
 def other_chunks(logical: Arrays) -> Arrays:
-    """The first sequence has a query fewer, which is the second one's."""
+    """Move the first sequence's last query to the second sequence."""
     return {**logical, "starts": logical["starts"] - np.array([0, 1, 0], np.int32)}
 
 

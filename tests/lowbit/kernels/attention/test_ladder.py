@@ -37,7 +37,10 @@ def scheme_of(spec: KernelSpec) -> str:
 @on_every_backend
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
 def test_near_float64_in_hard_cases(spec: KernelSpec, backend: str, change: problems.Change) -> None:
-    """Whole pages and parts of them, one token and none; an output is finite whatever lies around."""
+    """The sequences have whole pages and parts of them, one token and none.
+
+    An output is finite whatever lies around.
+    """
     q, cache = problems.problem(1, (150, 0, 1, 64), change, Hq=2, Hkv=1, scheme=scheme_of(spec))
     outputs = problems.check(spec, logical_of(spec, q, cache), backend)
     assert np.isfinite(outputs["out"]).all() and not outputs["out"][1].any()
@@ -103,7 +106,7 @@ def test_near_float64_on_the_gpu(
 @pytest.mark.default_cases("attention_kv8")
 @every_step
 def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) -> None:
-    """On an A100, with what the step uses anyway."""
+    """The sequences' table fits an A100's shared memory beside the step's other buffers."""
     most = int(next(rule for rule in spec.rules if rule.startswith("P <=")).split()[-1])
     image = toolchain.compile_cuda(registry.find(spec.name)[1][0], "sm_80")
     sizes = {"B": 1, "Hq": 1, "Hkv": 1, "pages": most}
@@ -158,7 +161,10 @@ def test_a_page_outside_the_pool_is_a_fault_in_the_emulator(spec: KernelSpec) ->
 
 
 def test_nibbles_without_their_zero_point_are_exact() -> None:
-    """`dequant_u4_f16_minus`: every nibble at every place of a word, beside others, every zero point."""
+    """The function `dequant_u4_f16_minus` is exact for every nibble at every place of a word, beside others.
+
+    Every zero point is tried.
+    """
     text = """#include "dequant.cuh"
     extern "C" __global__ void __launch_bounds__(256)
     minus(const unsigned* words, uint4* halves) {

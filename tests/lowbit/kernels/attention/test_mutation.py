@@ -83,8 +83,9 @@ def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
 
 @functools.cache
 def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
-    """(logical inputs, arguments, sizes): no tokens, part of a page, huge scores, small values, heads in groups; a
-    window.
+    """Make problems as (logical inputs, arguments, sizes).
+
+    They have sequences of no tokens or part of a page, huge scores, small values, heads in groups, and a window.
     """
     spec, found = registry.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
     changes = problems.nothing, problems.scores_beyond_fp16, problems.large_and_small_values
@@ -107,7 +108,7 @@ def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
 
 
 def config_of(spec: KernelSpec, inputs: Arrays, sizes: dict[str, float]) -> dict[str, int]:
-    """The variant that the spec chooses, but that a warp promotes its sums after every other tile."""
+    """Return the constants that the spec chooses, but with a promotion of a warp's sums after every other tile."""
     shapes = {name: np.shape(array) for name, array in inputs.items()}
     config = spec.config_for(spec.sizes_of(shapes, sizes))
     return {**config, "PROMOTE": 2 * config["TOKENS"]} if spec is sm90.SM90 else config

@@ -36,7 +36,7 @@ def check(
     spec: KernelSpec = PREFILL,
     **how: Any,
 ) -> None:
-    """Hold what it says against float64 within the bound; no check finds anything."""
+    """Assert that the kernel's results are within the bound of float64, and that no check finds anything."""
     outputs, outcome = run(logical, sizes, backend, BF16=BF16, spec=spec, **how)
     compare(spec, outputs, logical, {"BF16": BF16})
     assert not outcome.findings
@@ -159,7 +159,7 @@ def test_the_public_call_cuts_a_long_context_unless_batch_invariant() -> None:
 @pytest.mark.parametrize("D", [128, 256])
 @on_every_kernel
 def test_contexts_that_end_at_the_edge_of_a_block(spec: KernelSpec, D: int, edge: int) -> None:
-    """And windows that begin there."""
+    """Windows begin there, too."""
     keys = spec.config_for(chunks_of((1,), (0,), D=D)[1])["KEYS"]
     check(*chunks_of((3,), (2 * keys - 3 + edge,), D=D), spec=spec)
     check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge), spec=spec)
@@ -169,7 +169,10 @@ def test_contexts_that_end_at_the_edge_of_a_block(spec: KernelSpec, D: int, edge
 @on_every_backend
 @on_every_kernel
 def test_a_query_has_the_same_bits_in_any_chunk(spec: KernelSpec, backend: str) -> None:
-    """Whole, and in pieces that see the tokens of the pieces before through the cache alone."""
+    """The chunk is whole, or in pieces.
+
+    A piece sees the tokens of the pieces before through the cache alone.
+    """
     logical, sizes = chunks_of((150, 40), (70, 5), D=128, window=90)
     whole, _ = run(logical, sizes, backend, spec=spec)
     cache = logical["cache"]
@@ -398,7 +401,7 @@ def test_the_highest_kernel_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> N
 )
 @on_every_kernel
 def test_long_contexts_on_a_gpu(spec: KernelSpec, new: tuple[int, ...], past: tuple[int, ...], D: int) -> None:
-    """Rows here and there against float64."""
+    """A few rows are compared with float64."""
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         pytest.skip(reason)
     logical, _ = chunks_of(new, past, D=D, Hkv=2, group=4)
@@ -422,7 +425,10 @@ def test_long_contexts_on_a_gpu(spec: KernelSpec, new: tuple[int, ...], past: tu
 
 @pytest.mark.gpu
 def test_parts_in_a_captured_graph() -> None:
-    """The same bits as without a graph, replay after replay, also after a call of another length."""
+    """The bits are those without a graph, replay after replay.
+
+    So they are after a call of another length.
+    """
     if reason := gpu.why_not(PREFILL.arch, exact=True):
         pytest.skip(reason)
     import cupy

@@ -43,7 +43,7 @@ def fused(
     positions: bool = True,
     kept: bool = True,
 ) -> FusedProblem:
-    """Every fourth token is padding, with a position far outside the tables."""
+    """Make a problem in which every fourth token is padding, with a position far outside the tables."""
     q = (RNG.standard_normal((tokens, ratio * heads, D)) * 3).astype(dtype)
     rope = rotations(tokens, D, index, positions)
     problem = problem_of(*normal(tokens, heads, D, dtype), scheme, size, index=index, rope=rope)
@@ -156,7 +156,7 @@ QKV, ROPE = PROBLEM.qkv, PROBLEM.of.rope
 
 
 def call(fake_cache: Any, **options: Any) -> Any:
-    """On device arrays."""
+    """Call `rope_append_kv4` on device arrays."""
     rope = tuple(map(sent, ROPE))
     return ptxlab.rope_append_kv4(sent(QKV), fake_cache, sent(PROBLEM.of.slots), rope=rope, **options)
 
@@ -190,7 +190,10 @@ def test_rows_may_lie_apart(fake: FakeGpu) -> None:
 
 
 def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
-    """Neither on the host nor on the device, where a call like one before skips the checks."""
+    """The call refuses it on the host and on the device.
+
+    On the device a repeated call skips the checks.
+    """
     room = np.concatenate([QKV.reshape(-1), np.zeros(6 * 6 * 64, np.float16)])
     qkv, ends = room[: QKV.size].reshape(QKV.shape), (0, QKV.size - 8)  # inside, and by eight values
     cache, pool = on_device(PROBLEM.of.cache), PROBLEM.of.cache.pool.copy()
@@ -290,7 +293,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, A
 @ON_GPU
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> None:
-    """With a kernel before it that makes qkv, for which a programmatic launch has to wait."""
+    """The kernel before it in the graph makes qkv, for which a programmatic launch has to wait."""
     problem = fused(64, 8, 4, 128, size=64)
     cache = replace(problem.of.cache, **{n: cupy.asarray(getattr(problem.of.cache, n)) for n in
                                          ("pool", "block_table", "lengths")})  # fmt: skip

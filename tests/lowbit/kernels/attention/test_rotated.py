@@ -51,7 +51,7 @@ extern "C" __global__ void rotate_heads(float* x) {  // of one warp: a lane's el
 @pytest.mark.default_cases("64-16-4", "256-8-16")
 @pytest.mark.parametrize(("D", "run", "lanes"), [(64, 16, 4), (128, 8, 8), (128, 32, 4), (128, 64, 2), (256, 8, 16)])
 def test_every_bit_of_a_rotated_head(D: int, run: int, lanes: int) -> None:
-    """Elements with all bits of float32, so that another order of sums gives other bits."""
+    """The elements use all bits of float32, so that another order of sums gives other bits."""
     count, heads = D // lanes, 32 // lanes
     x = np.random.default_rng(0).standard_normal((heads, D), dtype=np.float32)
     i, lane = np.arange(count), np.arange(lanes)[:, None]
@@ -95,7 +95,7 @@ def test_every_byte_that_rope_append_writes(scheme: str, D: int, backend: str) -
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("D", HEAD_DIMS)
 def test_with_any_rows_of_a_thread(D: int, rows: int) -> None:
-    """With all checks: heads that no group of lanes takes whole, tokens of padding."""
+    """The problems have heads that no group of lanes takes whole, and tokens of padding; all checks are on."""
     problem = rotated_problem(7, 5, D, "kv4")
     pool, outcome = problem.run(rows=rows)
     assert np.array_equal(pool, problem.wanted) and outcome.findings == ()
@@ -125,7 +125,7 @@ def test_every_byte_on_the_gpu(**drawn: Any) -> None:
 
 
 def of_rotated(variant: Variant, *drawn: Any, **options: Any) -> tuple[Arrays, Arrays, dict[str, Any]]:
-    """(logical inputs, arguments, sizes and constants) of a variant's problem whose cache says that it is rotated."""
+    """Make a variant's problem with a rotated cache: (logical inputs, arguments, sizes and constants)."""
     logical, arrays = variant.problem(*drawn, **options)
     logical["cache"] = replace(logical["cache"], rotated=True)
     sizes = variant.sizes(logical["window"], logical.get("blocks", 1))
@@ -136,7 +136,7 @@ def of_rotated(variant: Variant, *drawn: Any, **options: Any) -> tuple[Arrays, A
 @on_every_backend
 @of_each(*BY_TOKEN)
 def test_attention_near_float64(variant: Variant, backend: str) -> None:
-    """Of the queries as float32 rotates them; all checks are on."""
+    """The reference takes the queries as float32 rotates them; all checks are on."""
     logical, arrays, how = of_rotated(variant, 1, (75, 0, 1, 130), problems.outlier_keys, blocks=2)
     problems.check_the_unseen(variant, logical, problems.check(variant.spec, logical, backend, arrays, **how))
 

@@ -27,7 +27,10 @@ SOURCE = registry.find(MMA.name)[1][0]
 def in_parts(
     variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
+    """Compute (out, lse) by many blocks.
+
+    The partial results of a block are merged in float64, unless `fused`.
+    """
     B, T, Hq, D = logical["q"].shape
     config = {**variant.config, "FUSED": fused}
     columns = min(config["COLUMNS"], variant.ratio * T)
@@ -72,7 +75,10 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
 def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
-    """Blocks with several units, with part of one, and with none; ragged, and a window that leaves tiles out."""
+    """The blocks have several work items, part of one, or none.
+
+    Lengths are ragged, and a window leaves tiles out.
+    """
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), window=window)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
@@ -121,7 +127,7 @@ def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) 
 @pytest.mark.default_cases("sm80-128-64-4-0-1-1-0")
 @of_each(*AMPERE)
 def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
-    """Of keys, values and their constants; what is done once for a unit may have some."""
+    """Loads of keys, values and their constants have no conflicts; accesses made once for a work item may have some."""
     logical, arrays = variant.problem(0, (200,))
     outcome = variant.run(logical, arrays, count_banks=True)
     loads = [access for access in outcome.shared if not access.store and ".u32" in access.text]
@@ -146,7 +152,7 @@ def mutated_kernel() -> Kernel:
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is noticed of a kernel, on a problem that goes around each warp's ring, in more units than one."""
+    """Check a mutated kernel on a problem of several work items that goes around each warp's ring; return the error."""
     problem = MUTATED.problem(0, (600, 40))
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode), monkeypatch)
 

@@ -43,7 +43,7 @@ def test_scores_that_rise_from_tile_to_tile(
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
 def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
-    """What the first query sees begins with the last token of a tile, or with the first of the next one."""
+    """The first query's window begins with the last token of a tile, or with the first of the next one."""
     length = 2 * TILE + 9
     window = length - variant.T + 1 - begin
     variant.check(*variant.problem(5, (length,), window=window, blocks=2), backend)
@@ -54,7 +54,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
 @of_each(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
-    """Though queries become integers, of which none stands for either."""
+    """A NaN or an infinity shows though queries become integers, none of which stands for it."""
     logical, arrays = variant.problem(1, (75, 130), blocks=2)
     right = variant.check(logical, arrays, backend)
     q = logical["q"].copy()
@@ -74,7 +74,10 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("ratio", [3, 8])
 def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend: str) -> None:
-    """Of 256 dims, all but one at the highest level, and queries with no smaller element; in one operand and in two."""
+    """The 256 dims but one are at the highest level, and queries have no smaller element.
+
+    This holds in one operand and in two.
+    """
     variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, tile=AttentionTileSm90(16, 4, 1, 1))
 
     def change(rng: np.random.Generator, q: np.ndarray, k: problems.Tokens, v: problems.Tokens) -> None:
@@ -103,7 +106,10 @@ def test_constants_that_the_host_counts_with_are_checked(constants: dict[str, in
 
 @pytest.mark.full
 def test_memory_is_what_the_constants_need() -> None:
-    """Also of others than are chosen: a sweep may ask for room for 8 columns where there are 2."""
+    """The rule holds for constants that are not chosen, too.
+
+    A sweep may ask for room for 8 columns where there are 2.
+    """
     variant = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
     logical, arrays = variant.problem(0, (75, 130), blocks=2)
     for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
@@ -123,7 +129,10 @@ def test_memory_is_what_the_constants_need() -> None:
 def test_more_than_a_warp_has_lanes(
     lengths: tuple[int, ...], Hkv: int, shape: dict[str, int], blocks: int, window: int
 ) -> None:
-    """Units of a sequence, and sequences: lanes take several, one after the other."""
+    """There are more sequences, or more work items of a sequence, than lanes.
+
+    A lane takes several, one after the other.
+    """
     variant = Variant(64, 64, 4, 0, **shape, tile=AttentionTileSm90(32, 4, 2, 1))
     variant.check(*variant.problem(0, lengths, Hkv=Hkv, window=window, blocks=blocks))
 
@@ -134,7 +143,7 @@ def test_more_than_a_warp_has_lanes(
 @given(**drawn(3000, 40, gpu=True))
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
-    """In the tile that is chosen, too; and two runs give the same bits."""
+    """The chosen tile is near too; and two runs give the same bits."""
     logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     shapes = SM90.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(window, blocks))
     for tile in (variant.tile, sm90.choose_tile(shapes)):
@@ -161,7 +170,10 @@ def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> N
 @pytest.mark.full
 @on_every_backend
 def test_a_nan_is_handed_over(backend: str) -> None:
-    """Also one of all ones, whose word would say that nothing has come: arithmetic makes another of it."""
+    """The NaN may have all bits set, whose word would say that no result has come.
+
+    Arithmetic makes another NaN of it.
+    """
     variant, lengths, blocks = IN_PARTS
     logical, arrays = variant.problem(0, lengths, blocks=blocks)
     right = variant.check(logical, arrays, backend)
@@ -203,7 +215,7 @@ CHOSEN = [
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", CHOSEN, ids=lambda s: "-".join(map(str, s.values())))
 def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
-    """Nothing in the loops of head dims 64 and 128; of 256 a few registers."""
+    """The loops of head dims 64 and 128 spill nothing, those of 256 a few registers."""
     tile = sm90.choose_tile(sizes)
     assert tile.STAGES % tile.groups == 0 and tile.WARPS * tile.TOKENS % sm90.TILE == 0
     constants = {**SM90.config_for(sizes), "BF16": 1}
@@ -218,7 +230,7 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
 @pytest.mark.default_cases("4")
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
-    """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
+    """Keys, queries, and the warps' sums of a head dim of 128 go there and back without conflicts."""
     variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, tile=AttentionTileSm90(64, 2, 4, 1))
     outcome = variant.run(*variant.problem(0, (200,)), count_banks=True)
     vectors = [access for access in outcome.shared if access.width == 16 and min(access.addresses) >= 0]
@@ -240,7 +252,7 @@ def mutated_kernel() -> Kernel:
 
 
 def mutants() -> Iterator[tuple[str, emulator.Module]]:
-    """What is changed, and the kernel with it."""
+    """Yield each change with the kernel that has it."""
     kernel = mutated_kernel()
     for (opcode, place), copies in waits.places(kernel).items():
         line = next(line for path, line in place if path == SOURCE.path)
@@ -250,7 +262,7 @@ def mutants() -> Iterator[tuple[str, emulator.Module]]:
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> str:
-    """What is noticed of a kernel."""
+    """Check a mutated kernel on ragged sequences, and return the error; empty if there is none."""
     problem = MUTATED.problem(0, (130, 1, 300, 200, 40), Hkv=3, blocks=2)
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 

@@ -33,7 +33,7 @@ class Case:
     wrong: Any  # uint64 [1]: pairs that were not as expected, so far
 
     def call(self) -> Any:
-        """The results' bits, on the current stream."""
+        """Return the bits of attention's output, on the current stream."""
         out = ptxlab.attention_kv4(self.q, self.cache, window=self.window, kernel=self.kernel)
         return out.view(np.int32)
 
@@ -42,7 +42,10 @@ class Case:
 
 
 def draw_case(step: AttentionStep, rng: np.random.Generator) -> Case:
-    """Any that the kernel takes: the first result is within the spec's bound, and what is expected of all others."""
+    """Draw any problem that the kernel takes.
+
+    The first result is within the spec's bound, and all others are expected to equal it.
+    """
     spec = step.spec
     lengths = tuple(int(n) for n in np.exp(rng.uniform(0, np.log(MOST_TOKENS), rng.integers(1, MOST_SEQUENCES))))
     shape = {"Hkv": int(rng.choice((1, 2, 8))), "D": 128, "T": 1, "page_size": 64}

@@ -115,7 +115,7 @@ def test_torch_on_the_cpu() -> None:
 
 
 def test_the_accumulators_kernel_reads_no_scale() -> None:
-    """On the GPU it is given a null pointer then; in the emulator that faults if it is read."""
+    """The kernel is given a null pointer on the GPU then; in the emulator that faults if it is read."""
     spec, (source, *_) = ptxlab.find("gemm_w4a8_qoq_sm80")
     logical = spec.example(np.random.default_rng(0), M=2, N=8, K=64, g=64)
     inputs = spec.pack(logical)
@@ -185,7 +185,7 @@ def test_packed_activations_have_their_own_scale_and_an_order() -> None:
 
 
 def with_wait(step: GemmStep, after_wait: tuple[str, ...]) -> GemmStep:
-    """The step, with a spec that says so."""
+    """Return the step with these arguments in its spec's `after_wait`."""
     return replace(step, spec=replace(step.spec, after_wait=after_wait))
 
 
@@ -358,7 +358,7 @@ def test_host_activations_and_a_weight_on_the_gpu_are_refused(fake: FakeGpu) -> 
 
 @pytest.fixture
 def hopper_step(monkeypatch: pytest.MonkeyPatch) -> GemmStep:
-    """As if there were another step for Hopper alone, for the same activations and the weight in another packing."""
+    """Add another step for Hopper alone, for the same activations and the weight in another packing."""
     first = ladder.LADDER[0]
     spec = replace(first.spec, name="gemm_w4a8_qoq_sm90", arch="sm_90a", exact_arch=True)
     step = replace(first, spec=spec, packing="comet")
@@ -426,7 +426,7 @@ STRIPS_ORDERS: dict[str, dict[str, Any]] = {
 
 
 def taken(weight: Any, order: str, M: int, **options: Any) -> str:
-    """The kernel that would be launched."""
+    """Return the name of the kernel that would be launched."""
     return ladder.choose(weight, order, M, GemmOptions(**{"backend": "emulator", **options})).spec.name
 
 
@@ -437,7 +437,7 @@ def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     [(order, M) for order in STRIPS_ORDERS for M in (1, 8, 9, 16, 17, 32, 33, 40) if order != "fragment" or M <= 32],
 )
 def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) -> None:
-    """Across the two kernels, and beyond what one of them takes."""
+    """The numbers cross from one kernel to the other, and exceed the limit of one of them."""
     x = np.random.default_rng(tokens).standard_normal((tokens, K), dtype=np.float32)
     packed = ptxlab.quantize_activations(x, **STRIPS_ORDERS[order], backend="emulator")
     plain = quant.quantize_activations(x)
@@ -451,7 +451,10 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strips_with_token_sums_and_without(scheme: str, tokens: int, dtype: str) -> None:
-    """The same bits by two variants; sums that are not those of x would give others, and are refused."""
+    """The two variants give the same bits.
+
+    Sums that are not those of x would give others, and are refused.
+    """
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     x_scale, x_sum = np.full(tokens, 0.01, np.float32), x.sum(axis=1, dtype=np.int32)
 
@@ -511,7 +514,7 @@ def test_what_kernels_for_strips_do_not_take() -> None:
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -> None:
-    """One launch, with token sums or without, plainly and programmatically."""
+    """There is one launch, with token sums or without, plainly and programmatically."""
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     sums = DeviceArray(x.sum(axis=1, dtype=np.int32)) if with_sum else None
     wanted = x.astype(np.int32) @ LQQ.exact_level1().T
@@ -528,7 +531,10 @@ def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -
 @pytest.mark.full
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_strips_per_channel_from_device_arrays(fake: FakeGpu, tokens: int) -> None:
-    """One launch with token sums; without them another that computes them, into memory that a workspace may bring."""
+    """There is one launch with token sums.
+
+    Without them another launch computes them, into memory that a workspace may bring.
+    """
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     wanted = x.astype(np.int32) @ (CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None]).T
     weight = on_device(STRIPS["qoq_channel"])

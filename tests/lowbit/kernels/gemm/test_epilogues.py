@@ -59,7 +59,10 @@ def ran(
     packed: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Held against the reference, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run a kernel under the emulator's checks, and compare the result with the reference.
+
+    `config` overrides chosen constants.
+    """
     sizes = {"M": len(logical["x"]), "N": len(logical["weight"].q4), "K": logical["x"].shape[1]}
     if "g" in spec.symbols:
         sizes["g"] = logical["weight"].group
@@ -76,7 +79,7 @@ def ran(
 @pytest.mark.full
 @pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one SM a block has many tiles; what the options are takes turns over the cases."""
+    """A block has many tiles on one SM; the options take turns over the cases."""
     spec, turn = FORMS[label], CASES.index((label, config))
     monkeypatch.setattr(strips_tiles, "SMS", 1 if turn % 2 else 132)
     BM = config.get("BM", 12)
@@ -112,7 +115,7 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
 
 @pytest.mark.full
 def test_no_tile_spills_or_waits_for_its_own_wgmma() -> None:
-    """SiLU·mul, in the largest tile; a reduction needs no registers that a store does not."""
+    """SiLU·mul is compiled in the largest tile; a reduction needs no more registers than a store."""
     spec, tile, split = FORMS["gemm_w4a8_sm90:silu_mul"], StripTile(128, 2, 1, 2, 128), 1
     sizes = {"M": tile.BM, "N": 4096, "K": 4096, "g": 128}
     choice = StripChoice(tile, tile.strips, strips_tiles._stages(tile, tile.strips, split, 128), split)
@@ -170,7 +173,7 @@ each_scheme = pytest.mark.parametrize(
 
 
 def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """(what is right, how far off it may be), f64: where there is no tie within its error, nothing."""
+    """Compute the expected output and the allowed error, f64; the error is 0 unless a tie lies within it."""
     spec = FORMS["gemm_w4a8_sm90:channel_silu_mul" if scheme == "qoq_channel" else "gemm_w4a8_sm90:silu_mul"]
     logical, config = {"weight": GATE_UP[scheme], "x": X, "x_scale": X_SCALE}, {"OUT": epilogues.OUTPUTS.index(dtype)}
     return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
@@ -215,7 +218,7 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
 )
 @settings(max_examples=3)
 def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, K: int, seed: int) -> None:
-    """And of a weight that is interleaved, SiLU·mul is that of the same call's gate and up in float32."""
+    """The SiLU·mul of an interleaved weight is that of the same call's gate and up in float32."""
     rng = np.random.default_rng(seed)
     x_q, x_scale = rng.integers(-128, 128, (M, K), dtype=np.int8), rng.uniform(1e-3, 1e-2, M).astype(np.float32)
     weight = quant.quantize_lqq(rng.standard_normal((2 * N, K), dtype=np.float32), group=32)
@@ -296,7 +299,7 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
 
 @pytest.mark.full
 def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
-    """What is remembered of a call knows its epilogue; nothing is allocated for either."""
+    """The cache of calls tells epilogues apart; nothing is allocated for either."""
     x, x_scale, y = DeviceArray(X), DeviceArray(X_SCALE), DeviceArray(np.zeros((M, 40), np.float16))
     for _ in range(2):
         assert ptxlab.gemm_w4a8(x, x_scale, on_device(STRIPS["lqq"]), out=y) is y
@@ -311,7 +314,7 @@ def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", epilogues.OUTPUTS)
 def test_calls_in_a_graph(dtype: str) -> None:
-    """Replays add again and again; beside it SiLU·mul."""
+    """Replays add again and again, beside SiLU·mul."""
     x, x_scale = gpu.to_device(X), gpu.to_device(X_SCALE)
     weight, gate_up = ptxlab.to_device(STRIPS["lqq"]), ptxlab.to_device(INTERLEAVED["lqq"])
     residual = gpu.to_device(stored(np.zeros(expected("lqq").shape, np.float32), dtype))

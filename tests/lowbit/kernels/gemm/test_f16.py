@@ -21,7 +21,7 @@ from tests.support.axes import on_every_backend
 
 
 def drawn(M: int, N: int, K: int, seed: int = 0) -> dict[str, Any]:
-    """Each channel of the first half cancels one of the second but for a little: what is lost on the way shows."""
+    """Make operands whose halves nearly cancel, so that what is lost on the way shows in the result."""
     rng = np.random.default_rng(seed)
     x, w = (rng.standard_normal((rows, K)).astype(np.float16) for rows in (M, N))
     half = K // 64 * 32
@@ -50,7 +50,7 @@ def test_every_bit_in_the_emulator(M: int, N: int, steps: int, seed: int) -> Non
 @pytest.mark.parametrize("M", [1, 8, 9, 16, 31, 64, 65, 256, 300])
 @pytest.mark.parametrize(("N", "K"), [(1000, 576), (32_000, 96), (130, 4096)])
 def test_every_bit_on_a_gpu(M: int, N: int, K: int) -> None:
-    """As a Hopper's tensor cores cut off; the last rows and tokens are those of a tile's end."""
+    """The reference cuts off as a Hopper's tensor cores do; the last rows and tokens are those of a tile's end."""
     if reason := gpu.why_not("sm_90a", exact=True):
         pytest.skip(f"what is cut off is Hopper's: {reason}")
     logical = drawn(M, N, K)
@@ -71,7 +71,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(backend: str) -> None:
 
 
 def test_another_order_has_other_bits() -> None:
-    """So the tests above can fail."""
+    """This shows that the tests above can fail."""
     logical = drawn(5, 40, 96)
     swapped = {name: array[:, np.r_[32:64, 0:32, 64:96]] for name, array in logical.items()}
     assert not same(in_order(**logical, mma=EMULATED.mma), in_order(**swapped, mma=EMULATED.mma))

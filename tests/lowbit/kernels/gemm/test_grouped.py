@@ -32,7 +32,7 @@ OUTPUT_TILES = (*TILES[:3], {"BM": 128, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run the grouped GEMM under the emulator's checks and return Y; `config` overrides chosen constants."""
     (M, K), first = logical["x"].shape, logical["weights"][0]
     spec, groups = (GROUPED, {"g": first.group}) if isinstance(first, TwoLevelWeight) else (GROUPED_CHANNEL, {})
     sizes = {"M": M, "N": first.shape[0], "K": K, "E": len(logical["weights"]), **groups}
@@ -52,7 +52,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
 def test_accumulators_are_exact_in_the_emulator(
     tile: dict[str, int], logical: dict[str, Any], signed: int, mode: str, sms: int
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "SMS", sms)
         y = output(logical, "emulator", {**tile, "SIGNED": signed}, mode=mode)
@@ -63,7 +63,10 @@ def test_accumulators_are_exact_in_the_emulator(
 @on_every_backend
 @pytest.mark.parametrize("experts", [32, 33, 100])
 def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most without rows, among them the first and the last, and one with several tiles; on few SMs."""
+    """Most experts have no rows, among them the first and the last, and one has several tiles.
+
+    There are few SMs.
+    """
     monkeypatch.setattr(grouped, "SMS", 3)
     counts = np.zeros(experts, np.int64)
     counts[[3, 31, experts - 3]] = 1, 19, 4
@@ -83,7 +86,7 @@ def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[s
 @pytest.mark.parametrize("M", [1, 2, 16, 64, 128, 300, 1024, 2050])
 @pytest.mark.parametrize("N", [1088, 4096])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
-    """With N that leaves the last tile ragged, and K the last stage."""
+    """N leaves the last tile ragged, and K the last stage."""
     for groups in ({"g": 32}, {}):
         logical = GROUPED.example(np.random.default_rng(M), M=M, N=N, K=1184, E=8, **groups)
         assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical)), groups
@@ -96,9 +99,9 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
 def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, tile: dict[str, int], backend: str
 ) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits.
+    """The bits are those of acc * x_scale * w_scale + bias.
 
-    Every output and every tile with a bias and without.
+    Each operation is rounded to float32, then once to the output.
     """
     with_bias = (variant + OUTPUT_TILES.index(tile)) % 2 == 0
     logical = GROUPED.example(np.random.default_rng(variant), M=50, N=136, K=384, E=3, g=64)

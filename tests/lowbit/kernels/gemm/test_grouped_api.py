@@ -35,7 +35,7 @@ def expected(dtype: str = "float16", bias: np.ndarray | None = None, offsets: np
 
 
 def call(**options: Any) -> Any:
-    """On device arrays."""
+    """Call `gemm_w4a8_grouped` on device arrays."""
     arrays = {"x_q": X, "x_scale": X_SCALE, "weights": WEIGHTS, "offsets": OFFSETS}
     return ptxlab.gemm_w4a8_grouped(**{name: on_device(array) for name, array in arrays.items()}, **options)
 
@@ -57,7 +57,7 @@ def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x
 
 @pytest.mark.full
 def test_accumulators_need_no_scale(fake: FakeGpu) -> None:
-    """On the GPU the kernel is given a null pointer then, which faults if it is read."""
+    """The kernel is given a null pointer on the GPU then, which faults if it is read."""
     y = ptxlab.gemm_w4a8_grouped(X, weights=WEIGHTS, offsets=OFFSETS, out_dtype="int32", backend="emulator")
     assert np.array_equal(y, expected("int32"))
     y = ptxlab.gemm_w4a8_grouped(
@@ -231,7 +231,7 @@ def test_every_output_of_every_library(library: str, dtype: str) -> None:
 @ON_HOPPER
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_graph_is_replayed_on_other_offsets(cupy: Any, programmatic: bool) -> None:
-    """With a kernel before it that writes the offsets, which a programmatic launch has to wait for."""
+    """The kernel before it in the graph writes the offsets, for which a programmatic launch has to wait."""
     x, scale, weights = cupy.asarray(X), cupy.asarray(X_SCALE), ptxlab.to_device(WEIGHTS)
     source, offsets, out = cupy.asarray(OFFSETS), cupy.asarray(OFFSETS), cupy.empty((M, N), cupy.float16)
 

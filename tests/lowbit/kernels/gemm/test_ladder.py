@@ -55,7 +55,7 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
 def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> None:
-    """Both columns of the table of tiles, with M and N that leave the last tile ragged."""
+    """Both columns of the table of tiles are tried, with M and N that leave the last tile ragged."""
     spec = registry.specs()[name]
     sizes = sizes_of(spec, M=M, N=N, K=160 if N < 1000 else 64, g=32)
     logical = spec.example(np.random.default_rng(M), **sizes)
@@ -66,7 +66,7 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
-    """On sm_80, for groups of 32, whose constants are the most."""
+    """Registers are fewest on sm_80, and groups of 32 have the most constants."""
     spec, (source, *_) = registry.find(name)
     for M in (1, 16, 32, 64, 128, 256):
         config = {**spec.config_for(sizes_of(spec, M=M, N=N, K=8192, g=32)), "OUT": 0}
@@ -76,7 +76,10 @@ def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
 
 @on_every_backend
 def test_the_zero_point_leaves_with_the_token_sum(backend: str) -> None:
-    """With the token sum the product is that of q4 - zero; another sum is refused, and subtracted where it may be."""
+    """The product with the token sum is that of q4 - zero.
+
+    Another sum is refused, or subtracted in an unchecked call.
+    """
     logical = CHANNEL.example(np.random.default_rng(0), M=5, N=40, K=96)
     weight, x = logical["weight"], logical["x"]
     centred = x.astype(np.int64) @ (weight.q4.astype(np.int64) - weight.zero[:, None]).T
@@ -89,7 +92,10 @@ def test_the_zero_point_leaves_with_the_token_sum(backend: str) -> None:
 
 
 def test_the_extremes_add_up_without_a_rounding() -> None:
-    """Every product at its largest magnitude: -128 times 127, over all of K, in float64 exact and in int32 too."""
+    """Every product has its largest magnitude, -128 times 127, over all of K.
+
+    The sums are exact in float64, and in int32 too.
+    """
     K = 4096
     ones = np.ones((8, K // 128), np.uint8)
     weight = weight_of(quant.QoQWeight, np.full((8, K), 15, np.uint8), ones * 16, 127, zero=ones * 8)
@@ -126,7 +132,10 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
 def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, with_bias: bool, name: str, backend: str
 ) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
+    """The bits are those of acc * x_scale * w_scale + bias.
+
+    Each operation is rounded to float32, then once to the output.
+    """
     spec, (source, *_) = registry.find(name)
     sizes = sizes_of(spec, M=5, N=40, K=256, g=128)
     logical = spec.example(np.random.default_rng(variant), **sizes)

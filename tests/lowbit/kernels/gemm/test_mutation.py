@@ -70,7 +70,10 @@ class Variant:
 
 
 def variants(name: str) -> Iterator[Variant]:
-    """On Hopper, alone and in a cluster; a persistent kernel has one block, or one cluster, for two tiles."""
+    """Yield the variants of a kernel, on Hopper alone and in a cluster.
+
+    A persistent kernel has one block, or one cluster, for two tiles.
+    """
     if name in (w4ax.INORDER.name, w4ax.REMAP.name, w4ax.COMET.name, w4ax.STEAL.name):  # quarters need larger tiles
         yield Variant(name, "", {"BN": 64, "BM": 32, "WM": 1, "STAGES": 3}, M=9, N=40, channels=128)
         return
@@ -170,7 +173,7 @@ class Mutant:
 
     @property
     def survives(self) -> bool:
-        """Whether it is listed among those that nobody can notice."""
+        """Tell whether the mutant is listed among those that no check can notice."""
         source = source_of(self.variant.kernel)
         line = next((line for path, line in self.place if path == source.path), 0)
         following = [text for text in source.text.splitlines()[line - 1 :] if not text.strip().startswith("PHASE(")]
@@ -192,7 +195,7 @@ def kernel_of(variant: Variant) -> Kernel:
 
 
 def mutants(variant: Variant) -> Iterator[Mutant]:
-    """One for every synchronising statement, and one more for every arrival that expects bytes."""
+    """Yield one mutant for every synchronising statement, and one more for every arrival that expects bytes."""
     kernel = kernel_of(variant)
     code = kernel.module.entries[kernel.entry].instructions
     known = places(kernel_of(variant.plain)) if variant.plain else {}
@@ -206,7 +209,10 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
 
 
 def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:
-    """Findings, the error, or "wrong result" of the first problem that has any; nothing if all seems well."""
+    """Return findings, the error, or "wrong result" of the first problem that has any.
+
+    The list is empty if all problems pass.
+    """
     with pytest.MonkeyPatch.context() as patch:
         end_at_first_finding(patch)
         patch.setattr(Kernel, "module", module)
@@ -238,7 +244,7 @@ def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
 
 
 def names_the_source(found: emulator.Finding | str, name: str) -> bool:
-    """Whether a finding, or an error's text, is about a line of the kernel's own `.cu`."""
+    """Tell whether a finding, or an error's text, is about a line of the kernel's own `.cu`."""
     path = registry.find(name)[1][0].path
     if isinstance(found, str):
         return path in found
@@ -246,7 +252,7 @@ def names_the_source(found: emulator.Finding | str, name: str) -> bool:
 
 
 def complaint(mutant: Mutant) -> str:
-    """What is wrong about how it is found, early or late; empty if nothing is."""
+    """Return the fault in how checks find a mutant, early or late; empty if there is none."""
     for mode in emulator.MODES:
         found = diagnosis(mutant.variant, mutant.module, mode)
         if mutant.survives:

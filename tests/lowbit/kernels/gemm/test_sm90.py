@@ -77,7 +77,10 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject, tile:
 @pytest.mark.parametrize("M", [1, 8, 9, 16, 32, 64, 65, 128, 129, 256, 300])
 @pytest.mark.parametrize("N", [1088, 30016])
 def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
-    """Both columns of the table of tiles, with M and N that leave the last tile ragged, and K the last stage."""
+    """Both columns of the table of tiles are tried.
+
+    M and N leave the last tile ragged, and K the last stage.
+    """
     spec = SPECS[name]
     logical = spec.example(np.random.default_rng(M), M=M, N=N, K=448, g=64)
     assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
@@ -87,7 +90,7 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("N", "tokens"), [(4096, (1, 32, 128)), (57344, (16, 64, 256))])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, N: int, tokens: tuple[int, ...]) -> None:
-    """Both columns of the table of tiles in turns, with groups of each size in turns."""
+    """Both columns of the table of tiles take turns, with groups of each size in turns."""
     spec = SPECS[name]
     for M, g in zip(tokens, itertools.cycle(groups_of(spec))):
         sizes = {"M": M, "N": N, "K": 8192, "g": g}
@@ -115,7 +118,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
 @given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
 def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> None:
-    """The same kernel on swizzled tiles, whatever M and K leave of the last one."""
+    """The same kernel runs on swizzled tiles, whatever M and K leave of the last one."""
     spec = sm90.IMFP_TILES
     logical = data.draw(gemm_problems.lqq(tokens=40, rows=200, groups=6))
     M, K = logical["x"].shape

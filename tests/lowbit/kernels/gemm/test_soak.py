@@ -39,7 +39,7 @@ class Case:
     wrong: Any  # uint64 [1]: elements that were not as expected, so far
 
     def call(self) -> Any:
-        """The accumulators, on the current stream."""
+        """Return the accumulators, on the current stream."""
         return ptxlab.gemm_w4a8(self.x, weight=self.weight, x_sum=self.x_sum, out_dtype="int32", kernel=self.kernel)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Case:
 
 
 def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, int]:
-    """Any sizes that the kernel takes; small ones as often as large ones."""
+    """Draw sizes that the kernel takes, small ones as often as large ones."""
     while True:
         rows, channels = (int(np.exp2(rng.uniform(0, np.log2(most)))) for most in (MOST_ROWS // 8, MOST_CHANNELS // 32))
         drawn = {"M": int(rng.choice(TOKENS)), "N": 8 * rows, "K": 32 * channels, "g": int(rng.choice((32, 64, 128)))}
@@ -86,7 +86,7 @@ def test_no_kernel_is_left_out() -> None:
 @pytest.mark.default_cases("gemm_w4ax_sm90")
 @pytest.mark.parametrize("spec", (w4ax.COMET, w4ax.SM90), ids=lambda spec: spec.name)
 def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the emulator: the same bits each time, counters and what lies between outputs included."""
+    """The emulator gives the same bits each time, counters and the gaps between outputs included."""
     soak.emulate_launches(monkeypatch)
     sizes = spec.example_sizes[1]
     case = soak.Launched.of(spec, sizes, np.random.default_rng(0))
@@ -98,7 +98,7 @@ def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytes
 @pytest.mark.long(40)
 @pytest.mark.gpu
 def test_twenty_thousand_launches_by_spec_beside_a_busy_stream() -> None:
-    """Each kernel of W4A4 and W4Ax that runs here, and those of 8 and 16 bits; on Hopper INT4 MMAs are software."""
+    """The kernels of W4A4, W4Ax, 8 and 16 bits that run here are launched; on Hopper INT4 MMAs are software."""
     rng = np.random.default_rng(0)
     specs = [spec for spec in BY_SPEC if gpu.why_not(spec.arch, exact=spec.exact_arch) is None]
     soak.endure([soak.Launched.of(spec, draw_sizes(spec, rng), rng) for spec in specs for _ in range(CASES)], rng)

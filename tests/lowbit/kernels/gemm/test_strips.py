@@ -67,15 +67,16 @@ def ids(config: Any) -> str:
 
 
 def spec_for(logical: Mapping[str, Any], small: bool, order: int) -> KernelSpec:
-    """The spec of one of the kernels for this weight and ORDER of activations."""
+    """Return the spec of the kernel for this weight and ORDER of activations."""
     if isinstance(logical["weight"], quant.QoQChannelWeight):
         return ((LARGE_CHANNEL, LARGE_CHANNEL_TILES), (SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS))[small][order]
     return ((LARGE, LARGE_TILES), (SMALL, SMALL_FRAGMENTS))[small][order]
 
 
 def output(spec: KernelSpec, logical: Mapping[str, Any], backend: str, config: Config, **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen. Only weights of groups can do
-    without token sums.
+    """Run a kernel under the emulator's checks and return Y; `config` overrides chosen constants.
+
+    Only weights of groups can do without token sums.
     """
     (M, K), weight = logical["x"].shape, logical["weight"]
     sizes = {"M": M, "N": len(weight.q4), "K": K}
@@ -97,9 +98,9 @@ def problems(**limits: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def measured(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
-    """Every tile of both tables of costs, with and without a cluster, and the most tokens that it is tried with.
+    """Yield every tile of both cost tables, with and without a cluster, and the most tokens that it is tried with.
 
-    Of kinds that come in several widths the widest, and one between.
+    Of kinds that come in several widths, the widest and one between are yielded.
     """
     between = [tile._replace(BM=tile.BM - 16) for tile in strips_tiles.COSTS if tile.BM >= 64]
     for tile in (*strips_tiles.COSTS, *between):
@@ -138,7 +139,7 @@ signed, order, mode = st.integers(0, 1), st.integers(0, 1), st.sampled_from(emul
 def test_accumulators_are_exact_in_the_emulator(
     config: Config, logical: dict[str, Any], signed: int, order: int, mode: str, sms: int
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
         spec = spec_for(logical, small=False, order=order)
@@ -160,7 +161,10 @@ def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int)
 @pytest.mark.full
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
-    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
+    """Nineteen token tiles make a band of sixteen and a narrower one.
+
+    Each band is over three row tiles.
+    """
     logical = LARGE.example(np.random.default_rng(0), M=150, N=96, K=128, g=64)
     config = {**LARGE_CONFIGS[0], "STRIPS": 2, "SIGNED": 1}
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
@@ -173,7 +177,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
 def test_a_few_tokens_are_exact_in_the_emulator(
     config: Config, data: st.DataObject, signed: int, order: int, mode: str, sms: int
 ) -> None:
-    """On few SMs a block has many strips, so that both tiles of sums have their turns."""
+    """A block has many strips on few SMs, so that both tiles of sums take turns."""
     logical = data.draw(problems(tokens=16 if config["SLICES"] == 16 else 32, rows=200, groups=18))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
@@ -204,7 +208,7 @@ def test_a_few_tokens_are_exact_on_the_gpu(config: Config, data: st.DataObject, 
 @pytest.mark.parametrize("signed", [0, 1])
 @pytest.mark.parametrize(("spec", "config", "tokens"), MEASURED[64], ids=ids_of(MEASURED[64]))
 def test_every_tile_of_known_cost_is_exact(spec: KernelSpec, config: Config, tokens: int, signed: int) -> None:
-    """Each block of a cluster has two rounds of the ring and a stage, the last one ragged."""
+    """The blocks of a cluster have two rounds of the ring and a stage, the last one ragged."""
     K = config["BK"] * (2 * config["STAGES"] + 1) * config["SPLIT"] - 64 if spec is LARGE else 1344
     for M in (tokens - 3, tokens):
         logical = spec.example(np.random.default_rng(M), M=M, N=1112, K=K, g=64)
@@ -215,7 +219,7 @@ def test_every_tile_of_known_cost_is_exact(spec: KernelSpec, config: Config, tok
 @pytest.mark.gpu
 @pytest.mark.parametrize(("spec", "config", "tokens"), MEASURED[NO_GROUPS], ids=ids_of(MEASURED[NO_GROUPS]))
 def test_every_tile_of_known_cost_is_exact_per_channel(spec: KernelSpec, config: Config, tokens: int) -> None:
-    """With wgmma over a long K too, where a register that is overwritten under one shows."""
+    """The problems include wgmma over a long K, where a register that is overwritten under one shows."""
     for M, N, K in ((tokens - 3, 1112, 1312), (tokens, *((4096, 4096) if spec is LARGE_CHANNEL else (1112, 1344)))):
         logical = spec.example(np.random.default_rng(M), M=M, N=N, K=K)
         for _ in range(3):
@@ -226,7 +230,7 @@ def test_every_tile_of_known_cost_is_exact_per_channel(spec: KernelSpec, config:
 @pytest.mark.parametrize("M", [1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 256, 300, 512])
 @pytest.mark.parametrize("N", [1088, 30016])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
-    """With M and N that leave the last tile ragged, and K the last stage; in every order of activations."""
+    """M and N leave the last tile ragged, and K the last stage; every order of activations is tried."""
     logical = LARGE.example(np.random.default_rng(M), M=M, N=N, K=448, g=64)
     expected = LARGE.reference(**logical)
     for spec in (LARGE, LARGE_TILES, *((SMALL, SMALL_FRAGMENTS) if M <= 32 else ())):
@@ -257,9 +261,9 @@ SCALED = [
 )
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int32])
 def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec, config: Config, backend: str) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits.
+    """The bits are those of acc * x_scale * w_scale + bias.
 
-    Every dtype and every tile with token sums and a bias, and without both.
+    Each operation is rounded to float32, then once to the output.
     """
     OUT = DTYPES.index(np.dtype(dtype).name)
     signed = (OUT + SCALED.index((spec, config))) % 2
@@ -278,7 +282,10 @@ def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec
 @pytest.mark.parametrize("spec", strips.SPECS, ids=lambda spec: spec.name)
 @on_every_backend
 def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) -> None:
-    """Bytes of 255 times -128 over a long K: the largest sums that 128 times the token's is taken from."""
+    """Bytes of 255 are multiplied by -128 over a long K.
+
+    These are the largest sums from which 128 times the token's is subtracted.
+    """
     N, K = 8, 4096
     ones = np.ones((N, K // 128), np.uint8)
     q4, minimum = np.full((N, K), 15, np.uint8), np.full((N, K // 128), -113, np.int8)
@@ -294,7 +301,10 @@ def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) 
 @pytest.mark.parametrize(("q", "zero"), [(15, 0), (0, 15), (15, 15), (0, 0)])
 @on_every_backend
 def test_the_extremes_per_channel_add_up_without_a_rounding(q: int, zero: int, spec: KernelSpec, backend: str) -> None:
-    """Nibbles and zero points at both ends times activations at both ends, over a long K with a ragged last block."""
+    """Nibbles and zero points at both ends are multiplied by activations at both ends.
+
+    K is long, with a ragged last block.
+    """
     N, K = 8, 4128
     weight = quant.QoQChannelWeight(np.full((N, K), q, np.uint8), np.ones(N, np.float32), np.full(N, zero, np.uint8))
     x = np.stack([np.full(K, value, np.int8) for value in (-128, -127, 127)])
@@ -304,7 +314,7 @@ def test_the_extremes_per_channel_add_up_without_a_rounding(q: int, zero: int, s
 
 @pytest.mark.full
 def test_the_zero_points_leave_with_the_token_sum() -> None:
-    """What is taken off is the channel's zero point times the sum that is given."""
+    """The kernel subtracts the channel's zero point times the given sum."""
     sizes = {"M": 5, "N": 40, "K": 256}
     logical = LARGE_CHANNEL.example(np.random.default_rng(0), **sizes)
     for spec in (SMALL_CHANNEL, LARGE_CHANNEL):
@@ -322,7 +332,7 @@ def test_the_zero_points_leave_with_the_token_sum() -> None:
 
 @pytest.mark.full
 def test_the_weights_leave_with_the_token_sum() -> None:
-    """What is taken off is 128 times the sum that is given."""
+    """The kernel subtracts 128 times the given sum."""
     logical = LARGE.example(np.random.default_rng(0), M=5, N=40, K=256, g=128)
     for spec in strips.SPECS:
         inputs = spec.pack(logical)
@@ -338,7 +348,7 @@ def test_the_weights_leave_with_the_token_sum() -> None:
 
 
 def once(group: int) -> list[Any]:
-    """What is benched, every tile once, in a cluster if it can be in one, where it has the more code (the later case).
+    """List the benched tiles, each once, in a cluster if it can be in one, as that has the more code (the later case).
 
     Stages and splits change no registers: all 100 tiles that are benched in groups of 128 have those of these 61.
     """
@@ -375,7 +385,7 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(
 @pytest.mark.parametrize("M", [1, 8, 16])
 @pytest.mark.parametrize("g", GROUPS)
 def test_all_that_the_contract_admits_fits_shared_memory(M: int, g: int) -> None:
-    """At the longest K there is still a ring of two stages."""
+    """The longest K still leaves a ring of two stages."""
     K = 204800 // (8 * ceil_div(M, 8))
     K -= K % 1024
     sizes = {"M": M, "N": 4096, "K": K, "g": g}

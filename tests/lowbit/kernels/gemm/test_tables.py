@@ -21,7 +21,7 @@ Point = tuple[int, int, int]  # N, K, M
 
 
 def swept(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
-    """Microseconds by point and constants."""
+    """Read a kernel's sweep: microseconds by point and constants."""
     name = FILES.get(kernel, f"h200/sweeps/gemm_{kernel.rpartition('_')[2]}") + f"{of}.csv"
     points: dict[Point, dict[tuple[tuple[str, int], ...], float]] = defaultdict(dict)
     with (sources.results_dir() / name).open() as file:
@@ -34,7 +34,10 @@ def swept(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], 
 
 
 def losses(kernel: str, of: str = "") -> Iterator[tuple[int, float]]:
-    """(M, time of the chosen constants over that of the best) of every point where the chosen ones were tried."""
+    """Yield (M, time of the chosen constants over that of the best) of every point.
+
+    Points at which the chosen constants were not tried are left out.
+    """
     spec = registry.specs()[kernel]
     for (N, K, M), times in swept(kernel, of).items():
         sizes = {"M": M, "N": N, "K": K, **({} if of == "_channel" else {"g": 128})}
@@ -80,7 +83,10 @@ def test_the_chosen_tiles_are_near_the_best_of_the_sweep(kernel: str, most: floa
     ],
 )
 def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, of: str, tokens: set[int]) -> None:
-    """At numbers of tokens that the kernel is taken for: 1.5% over all points, 2% at any one number."""
+    """The loss is at most 1.5% over all points and 2% at any one number of tokens.
+
+    The numbers are those for which the kernel is chosen.
+    """
     by_tokens: dict[int, list[float]] = defaultdict(list)
     for M, loss in losses(kernel, of):
         by_tokens[M].append(math.log(loss))
@@ -94,7 +100,10 @@ def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, of: str,
 
 @pytest.mark.parametrize("kernel", ["gemm_w4a4_sm90", "gemm_w4ax_sm90"])
 def test_tiles_of_four_bit_activations_are_near_the_best_of_their_sweep(kernel: str) -> None:
-    """Each point has tried what is chosen. At 16 tokens, where the fits are poor, 11%; beyond 5%."""
+    """The loss is at most 11% at 16 tokens, where the fits are poor, and 5% beyond.
+
+    The chosen tile has been tried at each point.
+    """
     by_tokens: dict[int, list[float]] = defaultdict(list)
     for M, loss in losses(kernel):
         by_tokens[M].append(math.log(loss))

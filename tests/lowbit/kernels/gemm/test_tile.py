@@ -32,7 +32,7 @@ def lqq(q4: np.ndarray, scale: np.ndarray, offset: np.ndarray) -> quant.LQQWeigh
 
 @st.composite
 def problems(draw: st.DrawFn, tiles: int) -> dict[str, Any]:
-    """Bytes up to 255 and no further, activations at the edges, all shapes of the rules."""
+    """Draw bytes up to 255 and no further, activations at the edges, and all shapes of the rules."""
     g = draw(st.sampled_from(GROUPS))
     M, N, K = 8 * draw(st.integers(1, tiles)), 16 * draw(st.integers(1, tiles)), 128 * draw(st.integers(1, tiles))
     scale = draw(hnp.arrays(np.uint8, (N, K // g), elements=strategies.near_edges((1, 15, 16), 1, 16)))

@@ -38,7 +38,7 @@ with_outliers = pytest.mark.parametrize("spec", WITH_OUTLIERS, ids=lambda spec: 
 
 
 def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run a W4A4 kernel under the emulator's checks and return Y; `config` overrides chosen constants."""
     sizes = sizes_of(spec, **logical)
     config = {**spec.config_for(sizes), **(config or {})}
     return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
@@ -53,7 +53,7 @@ def sizes_of(spec: KernelSpec, x: Any, w: Any, **_: Any) -> dict[str, int]:
 
 @st.composite
 def rows(draw: st.DrawFn, R: int, K: int, outliers: int, group: int) -> AtomRows:
-    """Integers at their limits, scales at FP16's."""
+    """Draw rows with integers at their limits and scales at FP16's."""
     q4, q8 = draw(strategies.filled(np.int8, (R, K), Q4)), draw(strategies.filled(np.int8, (R, outliers), Q8))
     scale = draw(hnp.arrays(np.float16, (R, K // group + 1), elements=SCALES, fill=SCALES))
     return AtomRows(q4, scale[:, 1:], q8, scale[:, 0].copy() if outliers else np.ones(R, np.float16))
@@ -77,7 +77,7 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES), sms=st.sampled_from((1, 132)))
 @settings(max_examples=10)
 def test_any_problem_is_exact_in_the_emulator(spec: KernelSpec, data: st.DataObject, mode: str, sms: int) -> None:
-    """On few SMs a block for Hopper has many tiles, and the ring goes on from one to the next."""
+    """A block for Hopper has many tiles on few SMs, and the ring goes on from one to the next."""
     logical = data.draw(problems(spec, tokens=40, rows_of_w=72, groups=3))
     tile = data.draw(st.sampled_from(TINY_TILES if spec is SM90 else SMALL_TILES))
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,10 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) 
 @every
 @pytest.mark.parametrize("M", [16, 33, 130])
 def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> None:
-    """With M and N that leave the last tile ragged, more stages than the ring has, and outliers; both groups."""
+    """M and N leave the last tile ragged, there are more stages than the ring has, and outliers.
+
+    Both group sizes are tried.
+    """
     sizes = {"M": M, "N": 136, "K": 640, "outliers": 128, "g": 64 if M == 33 else 128}
     logical = spec.example(np.random.default_rng(M), **{name: sizes[name] for name in spec.example_sizes[0]})
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
@@ -109,7 +112,10 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
 @on_every_backend
 @pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
-    """Two tiles of fewer tokens than they have room for, the last rows missing, more stages than slots."""
+    """Two tiles have fewer tokens than they have room for.
+
+    The last rows are missing, and there are more stages than slots.
+    """
     sizes = {"M": tile.BM + 10, "N": 136, "K": 640, "outliers": 128, "g": 64 if tile.WN == 2 else 128}
     logical = SM90.example(np.random.default_rng(tile.BM), **sizes)
     y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
@@ -117,7 +123,10 @@ def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
 
 
 def test_the_tile_is_that_of_the_shortest_rounds() -> None:
-    """One with twice the rows, which takes half as much more, as soon as the other needs a second round of all SMs."""
+    """A tile of twice the rows takes half as long again.
+
+    It is chosen as soon as the smaller one needs a second round of all SMs.
+    """
     low, high = GroupTile(64, 1, 1), GroupTile(64, 2, 1)
     stages = W4A4._replace(costs={low: GroupCost(1.0, 0.0), high: GroupCost(1.5, 0.0)})
     for rows, best in ((64 * 132, low), (64 * 132 + 8, high)):
@@ -128,7 +137,7 @@ def test_the_tile_is_that_of_the_shortest_rounds() -> None:
 
 
 def test_the_reference_is_what_it_says() -> None:
-    """By hand: sums of two groups and of the outliers, then one rounding each."""
+    """The reference equals a computation by hand: sums of two groups and of the outliers, then one rounding each."""
     x = AtomRows(
         np.full((1, 128), -8, np.int8), np.float16([[1, 0.1]]), np.full((1, 64), -128, np.int8), np.float16([3])
     )
@@ -158,7 +167,7 @@ def test_the_order_of_additions_shows(spec: KernelSpec, backend: str) -> None:
 
 @on_every_backend
 def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
-    """To FP16, where small ones lose bits: as its reference has it, and far from exact."""
+    """The product is rounded to FP16, where small ones lose bits, as Atom's reference does; it is far from exact."""
     logical = ATOM.example(np.random.default_rng(0), M=5, N=40, K=256, outliers=64, g=128)
     y = output(ATOM_HALVES, logical, backend)
     assert np.array_equal(y.view(np.uint32), ATOM_HALVES.reference(**logical).view(np.uint32))
@@ -176,7 +185,10 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
 @with_outliers
 @pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])
 def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
-    """Groups of zeros; rows whose numbers are all among the outliers; none; -8 and 7 times -128 and 127 throughout."""
+    """The rows have groups of zeros, all their numbers among the outliers, no outliers, or extremes alone.
+
+    The extremes are -8 and 7 times -128 and 127.
+    """
     rng, outliers = np.random.default_rng(0), 0 if what == "no outlier" else 128
     x, w = (rng.standard_normal((R, 256 + outliers), dtype=np.float32) for R in (5, 16))
     if what == "zeros":
@@ -250,7 +262,7 @@ def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile, g
 @pytest.mark.full
 @on_every_backend
 def test_hopper_has_the_bits_of_int4_tensor_cores(backend: str) -> None:
-    """On an H200 as well, where those are software; and more tokens than one band of tiles."""
+    """The bits agree on an H200 as well, where those MMAs are software, and with more tokens than one band of tiles."""
     logical = ATOM.example(np.random.default_rng(0), M=136, N=72, K=64, outliers=64, g=64)
     assert np.array_equal(output(SM90, logical, backend, TINY_TILES[0]), output(ATOM, logical, backend))
 

@@ -83,7 +83,7 @@ def test_device_arrays(fake: FakeGpu, name: str) -> None:
 
 
 def test_the_kernel_is_the_weights(fake: FakeGpu) -> None:
-    """Of equal sizes: what is remembered of one layout is not taken for the other."""
+    """A cached call of one layout is not taken for the other, though the sizes are equal."""
     for name in WEIGHTS:
         ptxlab.gemm_w4a4(on_device(TOKENS[name]), on_device(WEIGHTS[name]))
     assert [kernel for kernel, _ in fake.launched] == list(KERNELS.values())

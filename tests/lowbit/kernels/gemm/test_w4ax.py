@@ -45,7 +45,7 @@ TILES_OF = {
 
 
 def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run a W4Ax kernel under the emulator's checks and return Y; `config` overrides chosen constants."""
     sizes = sizes_of(spec, **logical)
     config = {**spec.config_for(sizes), **(config or {})}
     return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
@@ -57,13 +57,13 @@ def sizes_of(spec: KernelSpec, x: BlockRows, w: BlockRows, blocks: int = 0, **_:
 
 
 def shared_by(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """The problem, and of a kernel whose blocks share tiles how many there are."""
+    """Add the number of blocks to the problem, if the kernel's blocks share tiles."""
     return {**logical, "blocks": blocks} if "blocks" in spec.symbols else logical
 
 
 @st.composite
 def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3) -> dict[str, Any]:
-    """Integers at their limits, scales at FP16's; blocks of one kind or of both."""
+    """Draw integers at their limits and scales at FP16's, in blocks of one kind or of both."""
     M, N, blocks = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), draw(st.integers(1, blocks))
     int8 = draw(st.integers(0, blocks))
     four, eight = ((R, 128 * count) for R, count in ((M, blocks - int8), (M, int8)))
@@ -80,7 +80,7 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
 def test_any_problem_is_exact_in_the_emulator(
     spec: KernelSpec, logical: dict[str, Any], mode: str, sms: int, data: st.DataObject
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     tile = data.draw(st.sampled_from(TILES_OF[spec.name]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
@@ -115,7 +115,7 @@ def test_counters_are_made_where_the_operands_are(spec: KernelSpec) -> None:
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
-    """With M and N that leave the last tile ragged, more blocks than the ring has slots, of both kinds."""
+    """M and N leave the last tile ragged, and there are more blocks than the ring has slots, of both kinds."""
     logical = NAIVE.example(np.random.default_rng(M), M=M, N=136, K4=384, K8=256)
     right = gemm_blocks(logical["w"], logical["x"]) + logical["bias"]
     for variant, dtype in checks.OUTPUTS[: 3 if spec is NAIVE and M == 33 else 1]:
@@ -127,7 +127,10 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
-    """Two tiles of fewer tokens than they have room for, the last rows missing, more blocks than slots."""
+    """Two tiles have fewer tokens than they have room for.
+
+    The last rows are missing, and there are more blocks than slots.
+    """
     logical = SM90.example(np.random.default_rng(tile.BM), M=tile.BM + 10, N=136, K4=384, K8=256)
     y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
     assert np.array_equal(y, gemm_blocks(**logical))
@@ -138,7 +141,10 @@ def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
 @every
 @pytest.mark.parametrize("int8", [0, 2])
 def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
-    """Blocks of zeros, -8 and 7 by -8, 7, -128 and 127 throughout; all blocks of one kind."""
+    """Blocks are zeros, or -8 and 7 by -8, 7, -128 and 127 throughout.
+
+    In some problems all blocks are of one kind.
+    """
     rng = np.random.default_rng(int8)
     x, w = (
         rng.choice(ends, (R, 256)).astype(np.int8) for ends, R in (((-128, 127) if int8 else (-8, 7), 5), ((-8, 7), 16))
@@ -157,7 +163,10 @@ def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("spec", SHARED, ids=lambda spec: spec.name)
 def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
-    """Zeros, in the caller's arrays, with what is in `sums` still there; the sixth tile is one that can be cut."""
+    """They are zeros in the caller's arrays, though `sums` still holds its numbers.
+
+    The sixth tile is one that can be cut.
+    """
     sizes = {"M": 40, "N": 72, "K4": 640, "K8": 128, "blocks": 3}
     logical = spec.example(np.random.default_rng(0), **sizes)
     inputs = spec.pack(logical)
@@ -171,7 +180,10 @@ def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str
 
 
 def test_what_a_lane_loads_for_int8() -> None:
-    """Sixteen times its weights by an AND, or a shift and the same AND, of the words that ldmatrix brings."""
+    """A lane gets sixteen times its weights by an AND, or a shift and the same AND.
+
+    It takes the words that ldmatrix brings.
+    """
     w = BlockRows(np.random.default_rng(0).integers(-8, 8, (16, 256), np.int8), np.ones((16, 2), np.float16))
     rows = atom.pack_comet_rows(w, 1)
     np.testing.assert_array_equal(layout.unpack_pairs(rows[:, :64]), w.q[:, :128])
@@ -217,7 +229,7 @@ def test_pairs_are_unpacked_without_bank_conflicts() -> None:
 
 
 def test_how_pairs_are_unpacked() -> None:
-    """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
+    """The low nibbles of 16 bytes lie before the high ones, and each counts 16 times."""
     q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
     pairs = atom.join_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
     unpacked = np.concatenate([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=2)

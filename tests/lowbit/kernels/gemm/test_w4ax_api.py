@@ -25,7 +25,7 @@ every = pytest.mark.parametrize("name", KERNELS)
 
 
 def operands(name: str, int8: int = 1) -> dict[str, Any]:
-    """Both packed, and where they are taken."""
+    """Pack both operands, and add the backend."""
     x = layout.pack_block_activations(quant.quantize_blocks(FLOATS, int8), layout.BLOCK_ORDERS[name])
     return {"x": x, "weight": ptxlab.pack_block_weight(W, int8, name), "backend": "emulator"}
 

@@ -44,7 +44,7 @@ PROBLEMS = [
 
 
 class SumStores(Watcher):
-    """Who stores which of the sums [M, blocks, N], in time: (SM, token, block, n)."""
+    """Log of stores to the sums [M, blocks, N], in time order: (SM, token, block, n)."""
 
     ARGUMENT = "argument 8 "
 
@@ -54,14 +54,14 @@ class SumStores(Watcher):
         self.seen: list[tuple[int, ...]] = []
 
     def store(self, access: Any, lanes: Any, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Those to the sums."""
+        """Log the stores to the sums."""
         if access.space == "global" and self.region.start <= offsets[0] < self.region.end:
             places = np.unravel_index((offsets - self.region.start) // 4, self.shape)
             self.seen += zip(indices_of(lanes) // self.stride, *places, strict=True)
 
 
 def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
-    """What every SM works on, in its order, and that the result is right."""
+    """Run a kernel, assert that its result is right, and return each SM's tiles in order."""
     parts_m, parts_n, int4, int8, sms, ratio = problem
     sizes = {"M": parts_m * TILE["BM"], "N": parts_n * TILE["BN"], "K4": 128 * int4, "K8": 128 * int8, "blocks": sms}
     assert spec.args[8].name == "sums"
@@ -87,13 +87,13 @@ def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
 
 
 def joined(pieces: list[tuple[Tile, int]]) -> Iterator[Turn]:
-    """Pieces of one tile that follow each other."""
+    """Join the pieces of one tile that follow each other."""
     for tile, group in groupby(pieces, key=lambda each: each[0]):
         yield tile, frozenset(piece for _, piece in group)
 
 
 def simulated(works: list[TileWork], sms: int) -> list[list[Turn]]:
-    """The same of a schedule."""
+    """Return each SM's tiles in order, of a simulated schedule."""
     return [list(joined([(w.tile, piece) for w in works if w.sm == sm for piece in w.pieces])) for sm in range(sms)]
 
 

@@ -38,7 +38,7 @@ SWEEP = sources.results_dir() / "h200" / "sweeps" / "gemm_w8a8.csv"
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Run W8A8 under the emulator's checks and return Y; `config` overrides chosen constants."""
     (M, K), N = logical["x"].shape, len(logical["w"])
     config = {**W8A8.config_for({"M": M, "N": N, "K": K}), **config}
     return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
@@ -55,7 +55,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
 def test_accumulators_are_exact_in_the_emulator(
     tile: dict[str, int], logical: dict[str, Any], mode: str, sms: int
 ) -> None:
-    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    """A block has many tiles on few SMs, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
         assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
@@ -64,7 +64,10 @@ def test_accumulators_are_exact_in_the_emulator(
 @pytest.mark.full
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
-    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
+    """Nineteen token tiles make a band of sixteen and a narrower one.
+
+    Each band is over three row tiles.
+    """
     logical = W8A8.example(np.random.default_rng(0), M=150, N=272, K=64)
     assert np.array_equal(output(logical, backend, TILES[0]), W8A8.reference(**logical))
 
@@ -79,7 +82,7 @@ def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[s
 @pytest.mark.parametrize("M", [1, 8, 9, 16, 32, 64, 65, 128, 129, 256, 300, 2048, 2056])
 @pytest.mark.parametrize("N", [1088, 4096, 30016])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
-    """With M and N that leave the last tile ragged, and K the last stage."""
+    """M and N leave the last tile ragged, and K the last stage."""
     logical = W8A8.example(np.random.default_rng(M), M=M, N=N, K=1072)
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 
@@ -91,9 +94,9 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
 def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, tile: dict[str, int], backend: str
 ) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits.
+    """The bits are those of acc * x_scale * w_scale + bias.
 
-    Every output and every tile with a bias and without.
+    Each operation is rounded to float32, then once to the output.
     """
     with_bias = (variant + OUTPUT_TILES.index(tile)) % 2 == 0
     logical = W8A8.example(np.random.default_rng(variant), M=85, N=136, K=400)
@@ -128,7 +131,10 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int]
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 @pytest.mark.parametrize("M", [1, 16, 64, 256, 512, 1024, 2048, 4096, 8192])
 def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
-    """A cluster or a persistent block for nearly every SM, and in the last round of tiles too."""
+    """There is a cluster or a persistent block for nearly every SM.
+
+    This holds in the last round of tiles, too.
+    """
     sizes = {"M": M, "N": layer.N, "K": layer.K}
     tile, stages, split = w8a8_tiles.choose(sizes)
     assert stages >= 2
@@ -137,7 +143,7 @@ def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
 
 
 def test_the_chosen_tiles_are_near_the_best_of_the_sweep() -> None:
-    """Time of the chosen constants over that of the best, by matrix and tokens."""
+    """The measure is the time of the chosen constants over that of the best, by matrix and tokens."""
     points: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
     names = ("BM", "WN", "BK", "SPLIT", "STAGES")
     with SWEEP.open() as file:
@@ -162,7 +168,10 @@ def quantized(M: int, N: int, K: int) -> tuple[quant.QuantizedActivations, quant
 @on_every_backend
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
 def test_the_public_call(dtype: str, backend: str) -> None:
-    """The epilogue's very bits, into an array that is given or a new one; a row's bits are those that it has alone."""
+    """It writes the epilogue's very bits, into an array that is given or a new one.
+
+    A row's bits are those that it has alone.
+    """
     x, weight = quantized(5, 40, 64)
     found = gemm_w8a8(pack_activations(x, "row_major"), weight, out_dtype=dtype, backend=backend)
     right = reference.gemm_epilogue(x.q.astype(np.int32) @ weight.q8.T, x.scale, weight.scale, None, dtype)

@@ -36,12 +36,12 @@ def packed(q: np.ndarray, scale: np.ndarray, token_sum: np.ndarray) -> PackedAct
 
 
 def tokens_of(M: int, H: int) -> PackedActivations:
-    """Every token's bytes, scale and sum are its own."""
+    """Make tokens with bytes, scale and sum of their own."""
     return packed(RNG.integers(-127, 128, (M, H), np.int8), RNG.random(M, np.float32), np.arange(M, dtype=np.int32))
 
 
 def check_rows(tokens: PackedActivations, routed: RoutedTokens, experts: int) -> None:
-    """Rows in the order of experts, then of tokens, found token by token."""
+    """Assert that rows are in the order of experts, then of tokens; the expected order is built token by token."""
     rows: list[list[int]] = [[] for _ in range(experts)]
     for token, chosen in enumerate(routed.chosen):
         for expert in chosen:
@@ -56,7 +56,7 @@ def check_rows(tokens: PackedActivations, routed: RoutedTokens, experts: int) ->
 
 @st.composite
 def problems(draw: st.DrawFn, most: int) -> dict[str, Any]:
-    """Small integers, whose products add up exactly in any order, and often to the same."""
+    """Draw small integers, whose products add up exactly in any order, and often to equal scores."""
     E, k = draw(st.sampled_from(((1, 1), (5, 3), (8, 2), (40, 2), (64, 4))))  # each is compiled
     M, H, extent = draw(st.integers(1, most)), 32 * draw(st.integers(1, 3)), draw(st.integers(0, 3))
     rng, dtype = np.random.default_rng(draw(st.integers(0, 999))), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
@@ -82,7 +82,7 @@ def check_routing(normed: np.ndarray, router: np.ndarray, k: int, backend: str) 
 @given(problem=problems(most=12))
 @settings(max_examples=25)
 def test_routing_of_any_problem(problem: dict[str, Any]) -> None:
-    """Equal logits too: the lower expert comes first."""
+    """The lower of two experts with equal logits comes first."""
     check_routing(**problem, backend="emulator")
 
 
@@ -132,7 +132,7 @@ def test_a_token_has_the_same_bits_in_any_batch(backend: str) -> None:
 
 @on_every_backend
 def test_logits_that_are_no_number_come_last(backend: str) -> None:
-    """And tokens keep their rows: each is with as many experts as it has to be, all different."""
+    """The tokens keep their rows: a token has as many experts as it must, all different."""
     M, H, E = 4, 64, 5
     normed, router = np.ones((M, H), np.float16), np.arange(E, dtype=np.float16)[:, None].repeat(H, axis=1)
     router[2], normed[1, 3], normed[2, 3], tokens = np.nan, np.nan, np.inf, tokens_of(M, H)
@@ -147,7 +147,10 @@ def test_logits_that_are_no_number_come_last(backend: str) -> None:
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_added_in_the_order_of_the_choice(dtype: str, backend: str) -> None:
-    """In f32, products and sums rounded one by one, then once; half of them cancel but for what the roundings leave."""
+    """Products and sums are rounded one by one in f32, then once to the output.
+
+    Half of the results cancel but for what the roundings leave.
+    """
     M, H, E, k = 7, 1120, 6, 3
     router = (normal(E, H) / np.float16(32)).astype(DTYPES[dtype])  # so that all shares are of some size
     routed = ptxlab.route_tokens(tokens_of(M, H), normal(M, H, dtype=dtype), router, k, backend=backend)
@@ -285,7 +288,10 @@ def test_a_token_takes_an_expert_once() -> None:
 
 @pytest.mark.full
 def test_device_arrays(fake: FakeGpu) -> None:
-    """Two launches and one, programmatic if they shall be; a call like one before allocates nothing but results."""
+    """Routing makes two launches and combining one, programmatic if asked.
+
+    A repeated call allocates nothing but results.
+    """
     there = packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
     normed, router, results = DeviceArray(NORMED), DeviceArray(ROUTER), normal(6, 64)
     routed, known = ptxlab.route_tokens(there, normed, router, 2, programmatic=True), routed_on_host()
@@ -322,7 +328,7 @@ EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spe
     ("spec", "sizes"), EXAMPLES, ids=lambda of: getattr(of, "name", None) or "-".join(map(str, of.values()))
 )
 def test_every_bit(spec: Any, sizes: dict[str, int]) -> None:
-    """At all of the spec's sizes, on poisoned memory, with all checks."""
+    """The kernel runs at all of the spec's sizes, on poisoned memory, with all checks."""
     (source,) = registry.find(spec.name)[1]
     found = verify(Job(spec, source, "emulator", sizes))
     assert found.passed, found.detail
@@ -337,7 +343,7 @@ SYNCHRONISED = {  # several tokens of a block, several parts of a warp
 @pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the checks or by a wrong result."""
+    """The checks or a wrong result show it."""
     spec, sizes = SYNCHRONISED[case]
     (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)
@@ -379,7 +385,10 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @ON_GPU
 @pytest.mark.parametrize("M", [1, 33, 256, 1000])
 def test_a_programmatic_chain_is_the_plain_chain(M: int) -> None:
-    """Norm, routing, sum, each step's x the sum of the one before: a stale byte goes on."""
+    """The chain has norm, routing and sum; a step's x is the sum of the step before.
+
+    So a stale byte goes on.
+    """
     import cupy
 
     H, E = 4096, 8

@@ -51,7 +51,7 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def same(found: AtomActivations, rows: quant.AtomRows) -> bool:
-    """Every bit, those of the padding too."""
+    """Tell whether every bit is equal, those of the padding included."""
     wanted = layout.pack_atom_activations(rows, found.layout).arrays
     return all(
         np.array_equal(array.view(np.uint8), wanted[name].view(np.uint8)) for name, array in found.arrays.items()
@@ -60,7 +60,7 @@ def same(found: AtomActivations, rows: quant.AtomRows) -> bool:
 
 @st.composite
 def orders(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
-    """Channels of whole groups, and where they go; how, by name."""
+    """Draw channels of whole groups, their places, and the options of the call by name."""
     group, outliers = draw(st.sampled_from(quant.ATOM_GROUPS)), draw(st.sampled_from(quant.ATOM_OUTLIERS))
     channels = group * draw(st.integers(1, blocks * 128 // group)) + outliers
     order = np.random.default_rng(draw(st.integers(0, 99))).permutation(channels)
@@ -76,7 +76,7 @@ def orders(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
 
 @st.composite
 def problems(draw: st.DrawFn, blocks: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Rows of any magnitude whose scales FP16 has."""
+    """Draw rows of any magnitude whose scales FP16 can hold."""
     how = draw(orders(blocks))
     dtype = DTYPES[draw(st.sampled_from(names))]
     x = draw(floats(dtype, (draw(st.integers(1, 4)), len(how["place"]))))
@@ -108,7 +108,7 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
 
 
 def check_norm(backend: str, x: np.ndarray, residual: np.ndarray | None, place: np.ndarray, **how: Any) -> None:
-    """y has the bits of `normalized`, in any order; so have the integers made of it."""
+    """Assert that y has the bits of `normalized`, in any order, and so have the integers made of it."""
     gamma = np.random.default_rng(1).uniform(-2, 2, x.shape[1]).astype(x.dtype)
     written, kept = np.empty_like(x), None if residual is None else residual.copy()
     more = {"residual": kept, "normed": written, "eps": EPS, "backend": backend}
@@ -148,7 +148,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> None:
-    """1 + exp(-20) is 1: what is left is the product, of which every bit is known."""
+    """The sum 1 + exp(-20) is 1: the product remains, of which every bit is known."""
     gate, up = (20 + np.abs(wide(normal(3, 512)))).astype(np.float16), normal(3, 512)
     place = quant.channel_places(RNG.permutation(512))
     how: dict[str, Any] = {"outliers": 64, "group": 64, "layout": order, "clip": 0.9, "rules": quant.ATOM_PAPER}
@@ -161,7 +161,7 @@ def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> Non
 @on_every_backend
 @pytest.mark.parametrize("code", [0, 1])
 def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
-    """Of all sizes, and as shut gates are; packed, the same integers are two a byte."""
+    """The gates have all sizes, nearly shut ones included; packed, the same integers are two a byte."""
     gate_up = (wide(normal(6, 1280)) * np.geomspace(0.01, 40, 6, dtype=np.float32)[:, None]).astype(np.float16)
     logical = {"gate_up": wide(gate_up), "place": quant.channel_places(RNG.permutation(640)), "activation": code}
     how = {"outliers": 128, "g": 128, "code": code, "clip": 0.9}
@@ -180,7 +180,10 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
 
 
 def test_a_gate_may_be_off_only_near_ties() -> None:
-    """The bound itself: hardly any integer may differ, none by more than a step, and no scale but by its last bit."""
+    """This tests the bound itself.
+
+    Hardly any integer may differ, none by more than a step, and no scale but by its last bit.
+    """
     sizes = {"M": 8, "K": 3968, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9, "activation": 0}
     logical = SILU_MUL_REORDER.example(np.random.default_rng(0), **sizes)
     allowed = SILU_MUL_REORDER.allowed(logical)
@@ -192,7 +195,10 @@ def test_a_gate_may_be_off_only_near_ties() -> None:
 
 @pytest.mark.parametrize("code", [0, 1, COMET])
 def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> None:
-    """Gates near every tie of their group, moved by their error to either side: what changes is in the bound."""
+    """Gates near every tie of their group are moved by their error to either side.
+
+    An integer that changes is in the bound.
+    """
     rng, groups, clip = np.random.default_rng(code), 256, 1.0 if code == COMET else 0.9
     steps = RULES[min(code, 1)].steps(4)
     pairs = rng.uniform(0.5, 3, (1 << 20, 2)).astype(np.float16)
@@ -223,7 +229,10 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
 @on_every_backend
 @pytest.mark.parametrize("channels", [128, 4096, 8192, 8320, 16384, 32768])
 def test_rows_of_any_width(channels: int, backend: str) -> None:
-    """A block of one warp up to one of 16, clusters of two and of four; channels from any block to any other."""
+    """A row takes a block of one warp up to one of 16, or clusters of two and of four.
+
+    Channels go from any block to any other.
+    """
     how: dict[str, Any] = {"outliers": 0 if channels == 128 else 128, "group": 128, "clip": 0.9}
     place = quant.channel_places(np.random.default_rng(0).permutation(channels))
     x = normal(2, channels)
@@ -245,7 +254,10 @@ def test_by_hand() -> None:
 @on_every_backend
 @pytest.mark.parametrize(("rules", "ties"), [*zip(RULES, ([0, 2, 2, 0, 0], [1, 2, 3, -1, 0]), strict=True)])
 def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
-    """Of a scale of 1: to even by the paper's rules, away from zero by the code's; what lies below a tie, to zero."""
+    """A scale of 1 makes ties: the paper's rules round them to even, the code's away from zero.
+
+    A value below a tie goes to zero.
+    """
     x = np.zeros((1, 128), np.float32)
     x[0, :6] = 0.5, 1.5, 2.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), rules.steps(4)
     how: dict[str, Any] = {"outliers": 0, "clip": 1, "rules": rules, "backend": backend}
@@ -254,7 +266,7 @@ def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
 
 
 def test_places_that_there_are_not_write_nowhere() -> None:
-    """On a GPU nobody looks at them: in the emulator a store outside is an error."""
+    """The GPU checks no place; in the emulator a store outside is an error."""
     place = np.arange(256, dtype=np.int16)
     place[:3] = -1, 256, 32767
     sizes = {"K": 192, "outliers": 64, "g": 64, "pairs": 0, "code": 0, "clip": 1.0}
@@ -264,7 +276,7 @@ def test_places_that_there_are_not_write_nowhere() -> None:
 
 @on_every_backend
 def test_groups_that_no_host_lets_through(backend: str) -> None:
-    """What is no number, or too large for a scale, shows in the scale of its own group, and zeros have scale 1."""
+    """A NaN, or a value too large for a scale, shows in the scale of its own group; zeros have scale 1."""
     x = np.ones((5, 384), np.float32)
     x[0, 3], x[1, 140], x[2, 300], x[3, 2], x[4] = np.nan, np.inf, -np.inf, 1e6, 0
     sizes = {"M": 5, "K": 256, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 1.0}
@@ -281,7 +293,10 @@ def test_groups_that_no_host_lets_through(backend: str) -> None:
 
 @pytest.mark.parametrize("random", [False, True])
 def test_the_way_through_shared_memory_has_few_conflicts(random: bool) -> None:
-    """None while channels stay in order; about what 32 random banks have (3.5 passes) where they do not."""
+    """There are none while channels stay in order.
+
+    Otherwise there are about as many as 32 random banks have (3.5 passes).
+    """
     order = np.random.default_rng(0).permutation(4096) if random else np.arange(4096)
     sizes = {"M": 1, "K": 3968, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9}
     inputs = {"x": normal(1, 4096), "place": quant.channel_places(order)}
@@ -294,7 +309,7 @@ def test_the_way_through_shared_memory_has_few_conflicts(random: bool) -> None:
 
 @pytest.mark.full
 def test_what_follows_is_the_product() -> None:
-    """Norm, order, GEMM: as near to the float product as Atom's INT4 is."""
+    """Norm, order and GEMM are as near to the float product as Atom's INT4 is."""
     x, gamma, w = normal(4, 512), normal(512), wide(normal(64, 512))
     x[:, 5] *= 30
     y = reference.rms_norm(wide(x), wide(gamma), EPS)
@@ -313,7 +328,7 @@ def test_what_follows_is_the_product() -> None:
 
 
 def same_blocks(found: BlockActivations, y: np.ndarray, place: np.ndarray, int8: int) -> bool:
-    """Every bit is that of the quantiser on the host, those of the padding too."""
+    """Tell whether every bit is that of the quantiser on the host, those of the padding included."""
     wanted = layout.pack_block_activations(quant.quantize_blocks(y[:, np.argsort(place)], int8), found.layout)
     assert (found.M, found.K4, found.K8) == (wanted.M, wanted.K4, wanted.K8)
     return found.arrays.keys() == wanted.arrays.keys() and all(
@@ -360,7 +375,10 @@ def test_every_bit_of_blocks_on_the_gpu(problem: dict[str, Any]) -> None:
     ("blocks", "int8", "order"), [(1, 0, "pairs"), (1, 1, "joined"), (9, 4, "pairs"), (86, 17, "joined")]
 )
 def test_normed_and_gated_blocks(blocks: int, int8: int, order: str, backend: str) -> None:
-    """A warp, a block, a cluster; scales in whole eights and beyond; of a gate wide open every bit is known."""
+    """A row takes a warp, a block or a cluster, with scales in whole eights and beyond.
+
+    Of a gate wide open every bit is known.
+    """
     place = quant.channel_places(np.random.default_rng(0).permutation(blocks * 128))
     x, gamma = normal(2, blocks * 128), normal(blocks * 128)
     how: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}
@@ -386,7 +404,7 @@ def test_a_block_by_hand(backend: str) -> None:
 @pytest.mark.full
 @on_every_backend
 def test_two_launches_from_floats_to_comets_product(backend: str) -> None:
-    """By the bits of the host's quantiser, and near to the float product."""
+    """The integers have the bits of the host's quantiser, and the product is near the float product."""
     x, w = normal(5, 384), wide(normal(64, 384))
     x[:, ::97] *= 30
     order = quant.outlier_order(quant.channel_sizes(wide(x), "max"), 128)
@@ -582,7 +600,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 @pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the checks or by a wrong result, early or late."""
+    """The checks or a wrong result show it, early or late."""
     spec, sizes = SYNCHRONISED[case]
     sizes = {"M": 2, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9, **sizes}
     (source,) = registry.find(spec.name)[1]
@@ -629,7 +647,10 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @pytest.mark.parametrize("M", [1, 33, 1000])
 @pytest.mark.parametrize("int8", [None, 3])
 def test_a_programmatic_chain_is_the_plain_chain(int8: int | None, M: int, K: int) -> None:
-    """Each norm reads what the norm before it has written while the gate between them runs: a stale byte goes on."""
+    """A norm reads the rows of the norm before it, written while the gate between them runs.
+
+    So a stale byte goes on to the end.
+    """
     import cupy
 
     x, gamma = cupy.asarray(normal(M, K)), cupy.asarray(normal(K))

@@ -39,7 +39,10 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def tokens_of(packed: layout.PackedActivations) -> quant.QuantizedActivations:
-    """As a matrix; what holds of any: sums are those of what was written, and the largest of a row is 127."""
+    """Unpack activations to a matrix, and assert what holds of any.
+
+    Sums are those of the integers written, and the largest magnitude of a row is 127.
+    """
     found = layout.unpack_activations(packed)
     assert np.array_equal(found.token_sum, found.q.sum(axis=1, dtype=np.int32))
     assert (np.isin(np.abs(found.q.astype(np.int32)).max(axis=1), (0, 127))).all()
@@ -47,13 +50,16 @@ def tokens_of(packed: layout.PackedActivations) -> quant.QuantizedActivations:
 
 
 def same(a: quant.QuantizedActivations, b: quant.QuantizedActivations) -> bool:
-    """Every bit."""
+    """Tell whether every bit is equal."""
     scales = np.array_equal(a.scale.view(np.uint32), b.scale.view(np.uint32))
     return scales and np.array_equal(a.q, b.q) and np.array_equal(a.token_sum, b.token_sum)
 
 
 def near(found: quant.QuantizedActivations, y: np.ndarray, relative: Any) -> None:
-    """INT8 of y f64, which the kernel knows to `relative`: at most a step off, and only where a tie is that near."""
+    """Assert that integers are the INT8 of y f64, which the kernel knows to a `relative` error.
+
+    They are at most a step off, and only if a tie is that near.
+    """
     scale = np.abs(y).max(axis=1) / 127
     of_scale = np.max(relative * np.abs(y) / np.abs(y).max(axis=1, keepdims=True), axis=1) + 2.0**-23
     assert (np.abs(found.scale - scale) <= of_scale * scale).all()
@@ -65,7 +71,7 @@ def near(found: quant.QuantizedActivations, y: np.ndarray, relative: Any) -> Non
 
 @st.composite
 def problems(draw: st.DrawFn, chunks: int) -> dict[str, Any]:
-    """Rows of any magnitude that have a scale, with and without residual."""
+    """Draw rows of any magnitude that have a scale, with and without residual."""
     order = draw(st.sampled_from(ORDERS))
     rows = draw(st.sampled_from((8, 16, 72))) if order == "tiles" else None
     dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
@@ -81,7 +87,7 @@ def problems(draw: st.DrawFn, chunks: int) -> dict[str, Any]:
 
 
 def check_norm(backend: str, x: np.ndarray, gamma: np.ndarray, residual: np.ndarray | None, **how: Any) -> None:
-    """The kernel's bits are those of `normalized`; and that lies by the f64 reference."""
+    """Assert that the kernel's bits are those of `normalized`, and that these are near the f64 reference."""
     normed, kept = np.empty_like(x), None if residual is None else residual.copy()
     packed = ptxlab.rmsnorm_quantize(x, gamma, residual=kept, eps=EPS, normed=normed, backend=backend, **how)
     v = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)
@@ -115,7 +121,10 @@ def test_every_bit_of_a_normed_row_on_the_gpu(problem: dict[str, Any]) -> None:
 @on_every_backend
 @pytest.mark.parametrize("K", [128, 4096, 8192, 8224, 16384, 32768])
 def test_rows_of_any_width(K: int, backend: str) -> None:
-    """A block of one warp up to one of 16, clusters of two and of four, where the last warps have nothing to do."""
+    """A row takes a block of one warp up to one of 16, or clusters of two and of four.
+
+    The last warps of a cluster have nothing to do.
+    """
     M = max(2, 32768 // K)  # tokens enough that another order of the sum would show
     check_norm(backend, normal(M, K), normal(K), normal(M, K))
     check_gate(backend, normal(M, 2 * K), "silu")
@@ -140,7 +149,7 @@ def check_gate(backend: str, gate_up: np.ndarray, activation: str, **how: Any) -
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("order", "rows"), [("row_major", None), ("fragment", None), ("tiles", 8)])
 def test_gates(order: str, rows: int | None, activation: str, dtype: str, backend: str) -> None:
-    """Of all sizes: also those that are as good as shut, where exp is infinite."""
+    """The gates have all sizes, also nearly shut ones, where exp is infinite."""
     gate_up = (wide(normal(9, 448)) * np.geomspace(0.01, 60, 9, dtype=np.float32)[:, None]).astype(DTYPES[dtype])
     check_gate(backend, gate_up, activation, layout=order, rows=rows)
 
@@ -148,7 +157,7 @@ def test_gates(order: str, rows: int | None, activation: str, dtype: str, backen
 @on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_an_open_gate_is_exact(activation: str, backend: str) -> None:
-    """1 + exp(-20) is 1: what is left is the product, of which every bit is known."""
+    """The sum 1 + exp(-20) is 1: the product remains, of which every bit is known."""
     gate = (20 + np.abs(wide(normal(6, 512)))).astype(np.float16)
     up = normal(6, 512) * np.float16(2.0) ** np.arange(-20, 10, 5).astype(np.float16)[:, None]
     packed = ptxlab.silu_mul_quantize(np.concatenate([gate, up], axis=1), activation=activation, backend=backend)
@@ -189,7 +198,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_order(K: int, backend: str) ->
 @pytest.mark.full
 @on_every_backend
 def test_tokens_that_no_host_lets_through(backend: str) -> None:
-    """What is no number shows in the scale of its own row, and what is too small counts as zeros."""
+    """A NaN or an infinity shows in the scale of its own row, and a row that is too small counts as zeros."""
     K = 8224
     x = np.ones((6, K), np.float32)
     x[1, 3], x[2, K - 1], x[3, 7], x[4] = np.nan, np.inf, -np.inf, 0
@@ -215,7 +224,7 @@ def test_tokens_that_no_host_lets_through(backend: str) -> None:
 
 @on_every_backend
 def test_quotients_of_small_rows_are_exact(backend: str) -> None:
-    """Where a correction would underflow, row and scale are lifted by 2^64."""
+    """Row and scale are lifted by 2^64 where a correction would underflow."""
     x = normal(4, 512, dtype="bfloat16")
     gamma = (wide(normal(512)) * np.float32(1e-30)).astype(DTYPES["bfloat16"])
     check_norm(backend, x, gamma, None)
@@ -379,7 +388,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 @pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the checks or by a wrong result, early or late."""
+    """The checks or a wrong result show it, early or late."""
     spec, sizes = SYNCHRONISED[case]
     (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)
@@ -425,7 +434,10 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @pytest.mark.parametrize("K", [4096, 28672])
 @pytest.mark.parametrize("M", [1, 33, 1000])
 def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
-    """Each norm reads what the norm before it has written while the gate between them runs: a stale byte goes on."""
+    """A norm reads the rows of the norm before it, written while the gate between them runs.
+
+    So a stale byte goes on to the end.
+    """
     import cupy
 
     x, gamma = cupy.asarray(normal(M, K)), cupy.asarray(normal(K))

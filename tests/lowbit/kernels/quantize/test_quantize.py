@@ -63,12 +63,15 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
 @pytest.mark.parametrize("K", [32, 8192, 8224, 16384, 32768, 32800])
 @pytest.mark.parametrize(("order", "rows"), [("row_major", None), ("fragment", None), ("tiles", 8)])
 def test_rows_of_any_length(K: int, order: str, rows: int | None, backend: str) -> None:
-    """One thread's worth, one chunk per thread, several, and rows whose end is read a second time."""
+    """The rows have one thread's worth, one chunk per thread, several, and an end that is read a second time."""
     check(backend, RNG.standard_normal((2, K), dtype=np.float32).astype(np.float16), order, rows)
 
 
 def near_ties(tokens: int, K: int, exponents: tuple[int, int] = (-100, 100)) -> np.ndarray:
-    """Quotients that are a half and integer, or one rounding of float32 beside it: where a division can go wrong."""
+    """Draw values whose quotients are a half and an integer, or one rounding of float32 beside it.
+
+    There a division can go wrong.
+    """
     extent = np.ldexp(RNG.uniform(1, 2, tokens), RNG.integers(*exponents, tokens)).astype(np.float32)
     scale = extent / np.float32(127)
     halves = RNG.integers(-126, 126, (tokens, K)).astype(np.float32) + np.float32(0.5)
@@ -82,7 +85,7 @@ def near_ties(tokens: int, K: int, exponents: tuple[int, int] = (-100, 100)) -> 
 
 @on_every_backend
 def test_the_quotients_are_those_of_an_ieee_division(backend: str) -> None:
-    """One reciprocal per token and two corrections per value must round like a division does."""
+    """A division's rounding must result from one reciprocal per token and two corrections per value."""
     check(backend, near_ties(*((64, 2048) if backend == "emulator" else (4096, 8192))), "row_major", None)
 
 
@@ -94,7 +97,10 @@ def test_quotients_of_the_smallest_rows(backend: str) -> None:
 
 @on_every_backend
 def test_tokens_that_no_host_lets_through(backend: str) -> None:
-    """The kernel itself: what is too small counts as zeros, what is no number shows in the scale."""
+    """The kernel itself takes a value that is too small for zero.
+
+    A NaN or an infinity shows in the scale.
+    """
     spec, (source, *_) = ptxlab.find("quantize_activations_s8")
     x = np.ones((5, 32), np.float32)
     x[1, 3], x[2, 5], x[3], x[4] = np.nan, -np.inf, 2.0**-149 * 190, 1e-36

@@ -16,7 +16,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {"added": (0,), "kept": (0, 1), "eps": (1e-
 
 
 def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, Any]:
-    """Either order, any width; small ones as often as large ones."""
+    """Draw sizes in either order and of any width, small ones as often as large ones."""
     groups, code = int(np.exp2(rng.uniform(1, np.log2(MOST_GROUPS)))), int(rng.integers(3))
     if code == atom.COMET:
         int8 = int(rng.integers(groups + 1))
