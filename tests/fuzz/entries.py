@@ -10,7 +10,7 @@ from functools import cache
 from ptxlab.hardware import quirks
 
 _LINE = re.compile(r"(@\S+ )?([\w.:]+)(?: (.*))?;$")
-_PART = re.compile(r"%\w+\.(\w+)")
+_PART = re.compile(r"(?<=\.)\w+$")
 
 
 def match(line: str) -> str:
@@ -19,8 +19,8 @@ def match(line: str) -> str:
         return ""
     operands = (parts[3] or "").split(", ")
     constants = [int(operand) if re.fullmatch(r"-?\d+", operand) else None for operand in operands]
-    part = _PART.fullmatch(operands[0])
-    seen = parts[2], bool(parts[1]), part[1] if part else "", constants
+    selectors = ["".join(_PART.findall(operand)) for operand in operands]
+    seen = parts[2], bool(parts[1]), selectors, constants
     return next((name for name, form in _alone() if form.fits(*seen)), "")
 
 

@@ -62,8 +62,8 @@ def _has(form: quirks.Form, instruction: Instruction, previous: Instruction | No
     """Tell whether an instruction has the form."""
     operands = instruction.operands
     constants = [_constant(operand, makers) for operand in operands]
-    part = "".join(register.selector for register in instruction.destinations[:1])
-    if not form.fits(instruction.opcode, instruction.guard is not None, part, constants):
+    parts = [operand.selector.removeprefix("-") if isinstance(operand, Register) else "" for operand in operands]
+    if not form.fits(instruction.opcode, instruction.guard is not None, parts, constants):
         return False
     if form.again and (previous is None or _without_place(previous) != _without_place(instruction)):
         return False

@@ -52,6 +52,8 @@ def test_each_program_has_a_note_of_its_quirk_alone(quirk: quirks.Quirk) -> None
         "cvt.rn.bf16.f32 %h1, %r1; cvt.rzi.s32.bf16 %r2, %h1;",  # what C++ makes
         "add.f16 %h1, %h2, %h3; max.NaN.xorsign.abs.f16 %h4, %h1, %h2;",
         "vadd.s32.s32.s32 %r1.h0, %r2, %r3, %r4; vadd.s32.s32.s32.sat %r1, %r2, %r3;",
+        "vmad.u32.u32.u32.po %r1, %r2, %r3, %r4; vmad.s32.s32.s32.sat.shr7 %r1, -%r2, %r3, %r4;",
+        "vmad.u32.u32.s32.sat %r1, %r2.b0, %r3, %r4; vmad.u32.s32.u32.sat %r1, %r2, -%r3.h1, %r4;",
         "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r1, %r2, %r3, %r4}, %x1, %x2, %p1;\n"
         "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r1, %r2, %r3, %r4}, %x1, %x3, %p1;",
     ],
