@@ -24,7 +24,7 @@ class Form:
         variable: an operand that is none.
         made_by: opcode of the one instruction that made operand `source`, or any source.
         shared: an operand that this one reads too.
-        again: the same instruction stands in front of it.
+        again: an equal wgmma stands ahead of it, with no fence, wait, branch or change of its operands in between.
     """
 
     opcode: str

@@ -29,6 +29,18 @@ def descriptor(program: Program) -> int:
     return (leading >> 4) << 16 | (stride >> 4) << 32 | swizzle << 62
 
 
+def descriptors_of_b(program: Program, base: str) -> list[tuple[str, int, int]]:
+    """Draw where three B lie, and how: each in another way, lest ptxas takes their products for one another."""
+    drawn: list[tuple[str, int, int]] = []
+    while len(drawn) < 3:
+        b = base, 1024 * program.below(4), descriptor(program)
+        if b in drawn:
+            program.avoid("equal wgmma")
+        else:
+            drawn.append(b)
+    return drawn
+
+
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program of one warp group."""
     program = Program(rng, category, 128)
@@ -55,16 +67,16 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     lines = [f"mov.b32 {register}, {starts[i % len(starts)]};" for i, register in enumerate(d)]
     at_a = 1024 * program.below(8)
     described = []
-    for from_, at in ((base, at_a), (b_base, 1024 * program.below(4)), (b_base, 1024 * program.below(4))):
+    for from_, at, layout in ((base, at_a, descriptor(program)), *descriptors_of_b(program, b_base)):
         place, register = program.register(32), program.register(64)
         lines += [
             f"add.u32 {place}, {from_}, {at};",
             f"shr.u32 {place}, {place}, 4;",
             f"cvt.u64.u32 {register}, {place};",
-            f"or.b64 {register}, {register}, {descriptor(program)};",
+            f"or.b64 {register}, {register}, {layout};",
         ]
         described.append(register)
-    a, first_b, other_b = described
+    a, *of_b = described
     in_registers = program.chance(0.3)
     if in_registers:
         a = braces([program.input("b32", numbers(a_type, 1)).text for _ in range(4)])
@@ -79,9 +91,9 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         return f"{opcode} {braces(d)}, {a}, {b}, %is{flags};"
 
     ways = {
-        "one": [multiply(first_b)],
-        "others": [multiply(first_b), multiply(other_b), multiply(first_b)],
-        "fenced": [multiply(first_b), "wgmma.fence.sync.aligned;", multiply(first_b)],
+        "one": [multiply(of_b[0])],
+        "others": [multiply(b) for b in of_b],
+        "fenced": [multiply(of_b[0]), "wgmma.fence.sync.aligned;", multiply(of_b[0])],
     }
     way = program.pick("one", *ways, "equal")
     if way == "equal":
