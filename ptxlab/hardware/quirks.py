@@ -76,7 +76,8 @@ class Quirk:
         program: lines of PTX in which it is seen; thread t reads 8 words from [%in] on, and stores as many to [%out].
         inputs: words by thread, as hexadecimal text; the threads behind them repeat them.
         emulator, gpu, level0: words that the first threads store: in the emulator, on an H200, there at level 0.
-        threads: of the block.
+        threads: of a block.
+        cluster: how many blocks there are, a cluster.
         forms: the instructions; none where only operands tell, which no text of a kernel shows.
         ptxas: versions that make it.
         remark: of what a version makes otherwise.
@@ -93,6 +94,7 @@ class Quirk:
     gpu: list[list[str]]
     level0: list[list[str]]
     threads: int = 32
+    cluster: int = 1
     forms: tuple[Form, ...] = ()
     ptxas: tuple[str, ...] = PTXAS
     remark: str = ""

@@ -196,7 +196,8 @@ def test_an_entry(quirk: quirks.Quirk, backend: str) -> None:
     rows[:, : len(words[0])] = [words[t % len(words)] for t in range(quirk.threads)]
     right = quirk.emulator if backend == "emulator" else quirk.gpu
     stored = np.zeros_like(rows)
-    ptxlab.load(entries.wrap(quirk.program))(rows, stored, grid=1, block=quirk.threads, backend=backend)
+    kernel = ptxlab.load(entries.wrap(quirk.program, quirk.cluster))
+    kernel(rows, stored, grid=quirk.cluster, block=quirk.threads, backend=backend)
     assert [[hex(word) for word in row] for row in stored[: len(right), : len(right[0])].tolist()] == right
 
 

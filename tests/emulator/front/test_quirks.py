@@ -55,6 +55,8 @@ def test_each_program_has_a_note_of_its_quirk_alone(quirk: quirks.Quirk) -> None
         "vadd.s32.s32.s32 %r1.h0, %r2, %r3, %r4; vadd.s32.s32.s32.sat %r1, %r2, %r3;",
         "vmad.u32.u32.u32.po %r1, %r2, %r3, %r4; vmad.s32.s32.s32.sat.shr7 %r1, -%r2, %r3, %r4;",
         "vmad.u32.u32.s32.sat %r1, %r2.b0, %r3, %r4; vmad.u32.s32.u32.sat %r1, %r2, -%r3.h1, %r4;",
+        "red.shared::cluster.add.u64 [%r1], %x1; atom.shared::cluster.min.u32 %r1, [%r2], %r3;",
+        "red.shared::cta.min.u64 [%r1], %x1; red.global.min.u64 [%x1], %x1;",
         f"{WGMMA}, %x1, %x2, %p1;\n{WGMMA}, %x1, %x3, %p1;",
         *(f"{WGMMA}, %x1, %x2, %p1;\n{between}\n{WGMMA}, %x1, %x2, %p1;"
           for between in ("wgmma.fence.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "@%p0 bra L; L:",
