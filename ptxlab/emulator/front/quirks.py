@@ -60,17 +60,19 @@ def _makers(entry: Entry) -> Makers:
 
 def _repetitions(entry: Entry) -> set[int]:
     """Find every wgmma that ptxas takes for an earlier one of the same code without branches."""
-    ahead: list[Instruction] = []
+    candidates: list[Instruction] = []
     repetitions = set()
     for i, instruction in enumerate(entry.instructions):
         if i in entry.targets or labels(instruction.operands) or instruction.opcode.startswith(_ENDS):
-            ahead = []
+            candidates = []
         if instruction.opcode.startswith("wgmma.mma_async"):
-            if any(_without_place(instruction) == _without_place(other) for other in ahead):
+            if any(_without_place(instruction) == _without_place(earlier) for earlier in candidates):
                 repetitions.add(i)
-            ahead.append(instruction)
+            candidates.append(instruction)
         written = {register.place for register in instruction.destinations}
-        ahead = [other for other in ahead if not written & {register.place for register in other.sources}]
+        candidates = [
+            earlier for earlier in candidates if not written & {register.place for register in earlier.sources}
+        ]
     return repetitions
 
 
