@@ -19,16 +19,18 @@ class Form:
         opcode: of the instruction, a regular expression.
         guarded: it has a guard.
         part: of the register that it writes (`h1`), a regular expression.
+        whole: an operand that is all of its register, not a part.
         constant: an operand that is a constant from `at_least` to `at_most`.
         variable: an operand that is none.
         made_by: opcode of the one instruction that made operand `source`, or any source.
         shared: an operand that this one reads too.
-        again: the same instruction stands in front of it.
+        again: an equal wgmma stands ahead of it, with no fence, wait, branch or change of its operands in between.
     """
 
     opcode: str
     guarded: bool = False
     part: str = ""
+    whole: int | None = None
     constant: int | None = None
     at_least: int = 0
     at_most: int = 1 << 64
@@ -48,11 +50,13 @@ class Form:
         """Opcodes of the instruction that made an operand."""
         return re.compile(self.made_by)
 
-    def fits(self, opcode: str, guarded: bool, part: str, constants: list[int | None]) -> bool:
-        """Tell whether an instruction has what is seen in itself alone; `constants` are those of its operands."""
+    def fits(self, opcode: str, guarded: bool, parts: list[str], constants: list[int | None]) -> bool:
+        """Tell whether an instruction has what is seen in itself alone: parts and constants of its operands."""
         if not self.pattern.fullmatch(opcode) or (self.guarded and not guarded):
             return False
-        if self.part and not re.fullmatch(self.part, part):
+        if self.part and not re.fullmatch(self.part, parts[0]):
+            return False
+        if self.whole is not None and parts[self.whole]:
             return False
         if self.variable is not None and constants[self.variable : self.variable + 1] != [None]:
             return False
@@ -72,7 +76,8 @@ class Quirk:
         program: lines of PTX in which it is seen; thread t reads 8 words from [%in] on, and stores as many to [%out].
         inputs: words by thread, as hexadecimal text; the threads behind them repeat them.
         emulator, gpu, level0: words that the first threads store: in the emulator, on an H200, there at level 0.
-        threads: of the block.
+        threads: of a block.
+        cluster: how many blocks there are, a cluster.
         forms: the instructions; none where only operands tell, which no text of a kernel shows.
         ptxas: versions that make it.
         remark: of what a version makes otherwise.
@@ -89,6 +94,7 @@ class Quirk:
     gpu: list[list[str]]
     level0: list[list[str]]
     threads: int = 32
+    cluster: int = 1
     forms: tuple[Form, ...] = ()
     ptxas: tuple[str, ...] = PTXAS
     remark: str = ""

@@ -10,7 +10,7 @@ from functools import cache
 from ptxlab.hardware import quirks
 
 _LINE = re.compile(r"(@\S+ )?([\w.:]+)(?: (.*))?;$")
-_PART = re.compile(r"%\w+\.(\w+)")
+_PART = re.compile(r"(?<=\.)\w+$")
 
 
 def match(line: str) -> str:
@@ -19,8 +19,8 @@ def match(line: str) -> str:
         return ""
     operands = (parts[3] or "").split(", ")
     constants = [int(operand) if re.fullmatch(r"-?\d+", operand) else None for operand in operands]
-    part = _PART.fullmatch(operands[0])
-    seen = parts[2], bool(parts[1]), part[1] if part else "", constants
+    selectors = ["".join(_PART.findall(operand)) for operand in operands]
+    seen = parts[2], bool(parts[1]), selectors, constants
     return next((name for name, form in _alone() if form.fits(*seen)), "")
 
 
@@ -42,12 +42,12 @@ def require_rule(rule: str) -> None:
         raise ValueError(f"no entry of {quirks.FILE.name} has the rule {rule!r}")
 
 
-def wrap(program: str) -> str:
+def wrap(program: str, cluster: int = 1) -> str:
     """PTX of a kernel that executes an entry's lines."""
     return f""".version 8.6
 .target sm_90a
 .address_size 64
-.visible .entry k(.param .u64 inputs, .param .u64 outputs)
+.visible .entry k(.param .u64 inputs, .param .u64 outputs) {f".reqnctapercluster {cluster}" * (cluster > 1)}
 {{
 .reg .b16 %h<10>; .reg .b32 %r<20>, %t; .reg .b64 %x<20>, %in, %out, %offset; .reg .pred %p<8>;
 ld.param.u64 %in, [inputs];

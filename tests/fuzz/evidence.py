@@ -1,29 +1,43 @@
-"""What a mismatch leaves in the output folder: the program, its inputs, both outputs, and the reduced program."""
+"""What mismatches leave in the output folder: for each form its first program, the inputs, both outputs, the reduction.
 
+All of it is in one archive, as some ways to fetch results from a GPU's machine take few files.
+"""
+
+import io
+import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from tests.fuzz.examine import Outcome
 
-MOST = 40  # programs that are written
+ARCHIVE = "mismatches.zip"
+MOST = 20  # programs that are written
 
 
 def save(outcome: Outcome, seed: int, folder: Path) -> None:
-    """Write the evidence of an outcome, unless there is enough already."""
-    evidence, cases = outcome.evidence, folder / "mismatches"
-    if evidence is None or (cases.exists() and len(list(cases.iterdir())) >= MOST):
+    """Write the evidence of an outcome, unless there is some of its form already, or enough."""
+    evidence = outcome.evidence
+    if evidence is None:
         return
-    case = cases / f"{outcome.category}_{seed}_{outcome.number}"
-    case.mkdir(parents=True, exist_ok=True)
-    (case / "program.ptx").write_text(evidence.program, encoding="utf-8")
-    (case / "reduced.ptx").write_text(evidence.reduced, encoding="utf-8")
-    lines = [f"{m.form}: {m.threads} threads, {m.example}, level 0 {m.level0}" for m in outcome.mismatches]
-    (case / "mismatches.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    np.savez_compressed(
-        case / "arrays.npz",
-        inputs=evidence.inputs,
-        emulator=evidence.emulator,
-        gpu=evidence.gpu,
-        reduced_inputs=evidence.reduced_inputs,
-    )
+    case = re.sub(r"[^\w.-]+", "_", outcome.mismatches[0].form)
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / ARCHIVE, "a", zipfile.ZIP_DEFLATED) as archive:
+        cases = {name.partition("/")[0] for name in archive.namelist()}
+        if case in cases or len(cases) >= MOST:
+            return
+        lines = [f"{outcome.category}, program {outcome.number} of seed {seed}"]
+        lines += [f"{m.form}: {m.threads} threads, {m.example}, level 0 {m.level0}" for m in outcome.mismatches]
+        arrays = io.BytesIO()
+        np.savez_compressed(
+            arrays,
+            inputs=evidence.inputs,
+            emulator=evidence.emulator,
+            gpu=evidence.gpu,
+            reduced_inputs=evidence.reduced_inputs,
+        )
+        archive.writestr(f"{case}/program.ptx", evidence.program)
+        archive.writestr(f"{case}/reduced.ptx", evidence.reduced)
+        archive.writestr(f"{case}/mismatches.txt", "\n".join(lines) + "\n")
+        archive.writestr(f"{case}/arrays.npz", arrays.getvalue())

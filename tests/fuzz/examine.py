@@ -26,19 +26,22 @@ class Mismatch:
     form: str
     threads: int
     example: str
-    level0: str  # "right", "same" or "other"
+    level0: str  # "right", "same", "other", or "unknown" where the GPU has stopped
 
 
 @dataclass
 class Evidence:
-    """A program with a mismatch, as it is written down; the reduced one has inputs of its own."""
+    """A program with a mismatch, as it is written down; the reduced one has inputs of its own.
+
+    Of a program that stops the GPU there are no outputs, and no reduction.
+    """
 
     program: str
     inputs: Values
     emulator: Values
-    gpu: Values
-    reduced: str
-    reduced_inputs: Values
+    gpu: Values = field(default_factory=lambda: np.zeros(0, np.uint64))
+    reduced: str = ""
+    reduced_inputs: Values = field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
 @dataclass
@@ -49,7 +52,8 @@ class Outcome:
         values: results compared between emulator and GPU, or between modes without a GPU.
         nans: of these, NaNs whose bits differ.
         failures: pairs of a kind and a text: "refused", "error" or "crash" of the emulator, "modes" that differ,
-            a "finding" of the checks, "ptxas" that refuses the program, "gpu" on which it fails.
+            a "finding" of the checks, "ptxas" that refuses the program.
+        stops_gpu: whether the GPU takes no more work of this process.
     """
 
     category: str
@@ -60,6 +64,7 @@ class Outcome:
     mismatches: list[Mismatch] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     evidence: Evidence | None = None
+    stops_gpu: bool = False
 
 
 def build(seed: int, number: int, category: str = "") -> Program:
@@ -142,6 +147,8 @@ def _compare_modes(program: Program, text: str, right: Values, outcome: Outcome)
 
 
 def _compare_with_gpu(program: Program, text: str, right: Values, outcome: Outcome) -> None:
+    """Run it at both levels; list and reduce what differs. A program that the GPU cannot run is a mismatch."""
+    inputs = program.arguments[0]
     try:
         slots = run_on_gpu(program, text)
         outcome.values = len(program.slots) * program.total
@@ -150,21 +157,21 @@ def _compare_with_gpu(program: Program, text: str, right: Values, outcome: Outco
         if not comparison.differences:
             return
         level0 = run_on_gpu(program, text, level=0)
-        inputs = program.arguments[0]
-        reduced = reduce_to_instruction(
+        rows = [values.reshape(-1, program.total) for values in (right, slots, level0)]
+        for difference in comparison.differences:
+            slot, at = program.slots[difference.slot], difference.threads
+            r, g, z = (row[difference.slot][at] for row in rows)
+            verdict = "right" if (z == r).all() else "same" if (z == g).all() else "other"
+            example = f"thread {at[0]}: emulator {r[0]:#x}, GPU {g[0]:#x}, level 0 {z[0]:#x}"
+            outcome.mismatches.append(Mismatch(slot.form, len(at), example, verdict))
+        outcome.evidence = Evidence(text, inputs, right, slots)
+        outcome.evidence.reduced = reduce_to_instruction(
             program, comparison.differences[0].slot, lambda p, t: emulate(p, t)[0], lambda p, t: run_on_gpu(p, t)
         )
+        outcome.evidence.reduced_inputs = program.arguments[0]
     except CompileError as error:
         outcome.failures.append(("ptxas", f"{error.log or error}"))
-        return
     except LaunchError as error:
-        outcome.failures.append(("gpu", str(error)))
-        raise
-    rows = [values.reshape(-1, program.total) for values in (right, slots, level0)]
-    for difference in comparison.differences:
-        slot, at = program.slots[difference.slot], difference.threads
-        r, g, z = (row[difference.slot][at] for row in rows)
-        verdict = "right" if (z == r).all() else "same" if (z == g).all() else "other"
-        example = f"thread {at[0]}: emulator {r[0]:#x}, GPU {g[0]:#x}, level 0 {z[0]:#x}"
-        outcome.mismatches.append(Mismatch(slot.form, len(at), example, verdict))
-    outcome.evidence = Evidence(text, inputs, right, slots, reduced, program.arguments[0])
+        outcome.stops_gpu = True
+        outcome.mismatches.append(Mismatch(f"{program.category} stopped", program.total, str(error), "unknown"))
+        outcome.evidence = outcome.evidence or Evidence(text, inputs, right)

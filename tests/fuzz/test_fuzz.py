@@ -1,9 +1,14 @@
 """The fuzzer itself: its programs run, a planted fault is found and reduced, entries say what they should."""
 
+import dataclasses
+import io
+import itertools
 import json
+import multiprocessing
 import re
 import subprocess
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +17,7 @@ import pytest
 
 import ptxlab
 from ptxlab import toolchain
+from ptxlab.errors import LaunchError
 from ptxlab.hardware import quirks
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 from tests.fuzz import entries, evidence, examine, record, workers
@@ -117,13 +123,31 @@ def test_a_wrong_instruction_is_found_and_reduced(monkeypatch: pytest.MonkeyPatc
     outcome = first_mismatch(monkeypatch, "integers", lambda text: text.replace("sad.s32", "sad.u32"))
     assert {m.form.removeprefix("guarded ") for m in outcome.mismatches} == {"sad.s32"}
     assert {m.level0 for m in outcome.mismatches} == {"right"}
-    evidence.save(outcome, 4, tmp_path)
-    (case,) = (tmp_path / "mismatches").iterdir()
-    (line,) = computing((case / "reduced.ptx").read_text())
-    assert "sad.s32" in line
-    with np.load(case / "arrays.npz") as arrays:
-        assert (arrays["gpu"] != arrays["emulator"]).any()
-    assert "emulator 0x" in (case / "mismatches.txt").read_text()
+    for number in range(30):  # one of a form is enough, and twenty of all
+        evidence.save(outcome, 4, tmp_path)
+        named = dataclasses.replace(outcome.mismatches[0], form=f"add.s32 {number}")
+        evidence.save(dataclasses.replace(outcome, mismatches=[named]), 4, tmp_path)
+    with zipfile.ZipFile(tmp_path / "mismatches.zip") as archive:
+        assert len({name.split("/")[0] for name in archive.namelist()}) == 20
+        case = re.sub(r"\W+(?=s?ad)", "_", outcome.mismatches[0].form)
+        (line,) = computing(archive.read(f"{case}/reduced.ptx").decode())
+        assert "sad.s32" in line
+        with np.load(io.BytesIO(archive.read(f"{case}/arrays.npz"))) as arrays:
+            assert (arrays["gpu"] != arrays["emulator"]).any()
+        words = archive.read(f"{case}/mismatches.txt").decode()
+    assert f"program {outcome.number} of seed 4" in words and "emulator 0x" in words
+
+
+def test_a_program_that_stops_the_gpu_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(program: Program, text: str, level: int = 4) -> np.ndarray:
+        raise LaunchError("failed on the GPU: an illegal instruction was encountered")
+
+    monkeypatch.setattr(examine, "run_on_gpu", run)
+    outcome = examine.examine(4, 0, "tensors", on_gpu=True)
+    (mismatch,) = outcome.mismatches
+    assert outcome.stops_gpu and outcome.failures == [] and outcome.evidence is not None
+    assert (mismatch.form, mismatch.level0) == ("tensors stopped", "unknown")
+    assert mismatch.example == "failed on the GPU: an illegal instruction was encountered"
 
 
 def computing(text: str) -> list[str]:
@@ -196,7 +220,8 @@ def test_an_entry(quirk: quirks.Quirk, backend: str) -> None:
     rows[:, : len(words[0])] = [words[t % len(words)] for t in range(quirk.threads)]
     right = quirk.emulator if backend == "emulator" else quirk.gpu
     stored = np.zeros_like(rows)
-    ptxlab.load(entries.wrap(quirk.program))(rows, stored, grid=1, block=quirk.threads, backend=backend)
+    kernel = ptxlab.load(entries.wrap(quirk.program, quirk.cluster))
+    kernel(rows, stored, grid=quirk.cluster, block=quirk.threads, backend=backend)
     assert [[hex(word) for word in row] for row in stored[: len(right), : len(right[0])].tolist()] == right
 
 
@@ -221,12 +246,23 @@ def test_nothing_is_avoided_without_an_entry() -> None:
 
 @pytest.mark.full
 def test_workers_go_on_where_one_dies(tmp_path: Path) -> None:
-    answers = [*workers.outcomes(workers.Task(1, "no such", False, time.time() + 8), 1)]
+    answers = [*workers.outcomes(workers.Task(1, "no such", False, time.time() + 60), 1)]
     assert answers == ["program 0 ended its process with 1"]
     command = f"python -m tests.fuzz --seconds 4 --seed 9 --jobs 1 --out {tmp_path}"
     done = subprocess.run(command.split(), capture_output=True, text=True)
     recorded = json.loads((tmp_path / "fuzz.json").read_text())
     assert not done.returncode and recorded["programs"] > 0 and recorded["values"] > 0, done.stderr
+
+
+def test_a_worker_whose_gpu_is_lost_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing more, and the programs behind are examined."""
+    context = multiprocessing.get_context("fork")  # whose processes have the patch
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(
+        workers, "examine", lambda seed, number, *_: examine.Outcome("floats", number, stops_gpu=number == 1)
+    )
+    answers = list(itertools.islice(workers.outcomes(workers.Task(1, "", False, time.time() + 60), 1), 4))
+    assert [answer.number for answer in answers if isinstance(answer, examine.Outcome)] == [0, 1, 2, 3]
 
 
 def test_runs_of_one_commit_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Processes that examine programs side by side: one that dies, or has not been heard of for long, is replaced."""
 
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,11 +38,15 @@ class Worker:
 
 
 def _work(task: Task, first: int, stride: int, answers: Connection) -> None:
-    """Examine programs until the deadline; tell which one comes, and what came of it."""
+    """Examine programs until the deadline or until one stops the GPU; tell which one comes, and what came of it."""
     number = first
     while time.time() < task.deadline:
         answers.send(number)
-        answers.send(examine(task.seed, number, task.category, task.on_gpu))
+        outcome = examine(task.seed, number, task.category, task.on_gpu)
+        answers.send(outcome)
+        if outcome.stops_gpu:
+            answers.close()
+            os._exit(0)  # without the exit handlers of libraries, whose calls of the GPU would fail
         number += stride
 
 

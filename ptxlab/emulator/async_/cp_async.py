@@ -40,6 +40,11 @@ _REDUCED: dict[str, tuple[str, ...]] = {  # types that cp.reduce.async combines,
     "f16": ("add", *_EXTREMES), "bf16": ("add", *_EXTREMES), "f32": ("add",), "f64": ("add",),
 }  # fmt: skip
 _REDUCTIONS = ("add", *_EXTREMES, *_LOGIC, "inc", "dec")
+# What elements of a tensor map are taken for; the rest, .and of int64 too, is an illegal instruction (seen on an H200)
+_ELEMENTS = {
+    "int32": ("s32", "b32"), "uint32": ("u32", "b32"), "int64": ("s64",), "uint64": ("u64", "b64"),
+    "float16": ("f16",), "float32": ("f32",), "float64": ("f64",),
+}  # fmt: skip
 
 # (lanes, where their copies go in their own view) -> (positions of lanes, one per copy; targets; mbarriers, or -1)
 Route = Callable[[Lanes, Array], tuple[Array, Array, Array]]
@@ -530,8 +535,7 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
     def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
         """The operation on the array's elements."""
         dtype = tensor_map.array.dtype
-        names = (f"{kind}{8 * dtype.itemsize}" for kind in {"i": "sb", "u": "ub"}.get(dtype.kind, dtype.kind))
-        t = next((name for name in names if operation in _REDUCED.get(name, ())), "")
+        t = next((name for name in _ELEMENTS.get(dtype.name, ()) if operation in _REDUCED[name]), "")
         if not t:
             raise EmulationError(f"{machine.place(instruction, indices)}: .{operation} of elements of type {dtype}")
         return combination(operation, t)

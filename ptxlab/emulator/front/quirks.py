@@ -7,13 +7,13 @@ decide whether a GPU's result differs. `ptxlab.hardware.quirks` has the forms.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
-from ptxlab.emulator.front.ir import Entry, Immediate, Instruction, Register, called_from, registers, remembered
+from ptxlab.emulator.front.ir import Entry, Immediate, Instruction, Register, called_from, labels, registers, remembered
 from ptxlab.hardware import quirks
 from ptxlab.mangled import readable
 
 Makers = Mapping[tuple[int, int], Instruction]  # width and index of a register that one instruction alone writes
+_ENDS = ("wgmma.fence", "wgmma.wait_group")  # up to here ptxas takes one wgmma for another
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
     by_opcode = {opcode: [(quirk, form) for quirk, form in candidates if form.pattern.fullmatch(opcode)]
                  for opcode in entry.opcodes}  # fmt: skip
     makers = _makers(entry) if any(by_opcode.values()) else {}
+    repetitions = _repetitions(entry) if entry.uses("wgmma.mma_async") else set()
     notes: dict[tuple[object, ...], Note] = {}
-    for previous, instruction in pairwise((None, *entry.instructions)):
-        assert instruction is not None
+    for i, instruction in enumerate(entry.instructions):
         for quirk, form in by_opcode[instruction.opcode]:
-            if _has(form, instruction, previous, makers):
+            if _has(form, instruction, makers) and (not form.again or i in repetitions):
                 message = quirk.effect[0].lower() + quirk.effect[1:].rstrip(".")
                 text = readable(instruction.text)
                 note = Note(quirk.name, instruction.path, instruction.line, text, message, instruction.callers)
@@ -58,14 +58,30 @@ def _makers(entry: Entry) -> Makers:
     return {key: instruction for key, instruction in written if times[key] == 1}
 
 
-def _has(form: quirks.Form, instruction: Instruction, previous: Instruction | None, makers: Makers) -> bool:
-    """Tell whether an instruction has the form."""
+def _repetitions(entry: Entry) -> set[int]:
+    """Find every wgmma that ptxas takes for an earlier one of the same code without branches."""
+    candidates: list[Instruction] = []
+    repetitions = set()
+    for i, instruction in enumerate(entry.instructions):
+        if i in entry.targets or labels(instruction.operands) or instruction.opcode.startswith(_ENDS):
+            candidates = []
+        if instruction.opcode.startswith("wgmma.mma_async"):
+            if any(_without_place(instruction) == _without_place(earlier) for earlier in candidates):
+                repetitions.add(i)
+            candidates.append(instruction)
+        written = {register.place for register in instruction.destinations}
+        candidates = [
+            earlier for earlier in candidates if not written & {register.place for register in earlier.sources}
+        ]
+    return repetitions
+
+
+def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
+    """Tell whether an instruction has the form, what stands ahead of it apart."""
     operands = instruction.operands
     constants = [_constant(operand, makers) for operand in operands]
-    part = "".join(register.selector for register in instruction.destinations[:1])
-    if not form.fits(instruction.opcode, instruction.guard is not None, part, constants):
-        return False
-    if form.again and (previous is None or _without_place(previous) != _without_place(instruction)):
+    parts = [operand.selector.removeprefix("-") if isinstance(operand, Register) else "" for operand in operands]
+    if not form.fits(instruction.opcode, instruction.guard is not None, parts, constants):
         return False
     if not form.made_by:
         return True

@@ -3,7 +3,7 @@
 Integers: operands become float32, in which every sum of up to 64 products is exact (32 * 255 * 255 < 2^24), so BLAS
 does the work; the accumulation wraps in int32, or saturates. Floating-point: products and their sum in float64, rounded
 once to the accumulator's type. Hardware adds in an order of its own and truncates on the way, so that results agree
-where all partial sums are exact, and are near elsewhere.
+where all partial sums are exact, and are near elsewhere. fp8 is rounded as often as in the code that ptxas has for it.
 
 A straight line of mma (no label or guard in between) that multiplies each of several A by each of several B runs as one
 product: each operand is converted once, and BLAS gets larger matrices.
@@ -22,7 +22,7 @@ from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
-from ptxlab.emulator.front.types import Array, limits
+from ptxlab.emulator.front.types import DTYPES, Array, limits
 from ptxlab.emulator.ops.floating import canonical
 from ptxlab.emulator.ops.mma_quarters import is_of_quarters, quarters_mma
 from ptxlab.emulator.ops.mma_words import is_of_words, words_mma
@@ -31,9 +31,10 @@ from ptxlab.hardware import fragments
 from ptxlab.hardware.fragments import WARP
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+FP8 = {"e4m3", "e5m2"}
 FORMS = [
     ({"s8", "u8"}, ("s32",)), ({"s4", "u4"}, ("s32",)), ({"f16"}, ("f16", "f32")), ({"bf16"}, ("f32",)),
-    ({"tf32"}, ("f32",)), ({"e4m3", "e5m2"}, ("f16", "f32")),
+    ({"tf32"}, ("f32",)), (FP8, ("f16", "f32")),
 ]  # fmt: skip
 _SHAPES = (*(f"m16n8k{k}" for k in (4, 8, 16, 32, 64)), "m8n8k16", "m8n8k32")
 QUAD = np.dtype("V16")  # a register of four neighbouring lanes: a run of a row, in the picture of `fragments`
@@ -138,13 +139,13 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
          [machine.writer(register, kind) for register in elements(p[0], count)])
         for p in parts
     ]  # fmt: skip
-    accumulate = accumulation(decoded)
+    accumulate, multiply_rows = accumulation(decoded), fp8_dots(decoded.d) if decoded.a in FP8 else dots
     chunk = min(CHUNK // len(work) // WARP * WARP, CHUNK // 4)
 
     def multiply(lanes: Lanes) -> None:
         left = numbers(matrices(a, tiles_a, lanes), decoded.a)
         right = numbers(matrices(b, tiles_b, lanes, swap=True), decoded.b)
-        products = dots(left, right)
+        products = multiply_rows(left, right)
         accumulate(products.reshape(len(products), len(a), decoded.m // 8, 8, len(b), 2, 4), work, lanes)
 
     def run(lanes: Lanes, members: Array) -> None:
@@ -189,6 +190,18 @@ def dots(a: Array, b: Array) -> Array:
     """Multiply rows of A by columns of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
     products: Array = np.matmul(a, b.swapaxes(-1, -2))
     return products
+
+
+def fp8_dots(d_type: str) -> Callable[[Array, Array], Array]:
+    """`dots` of fp8, by two mma of f16 as on sm_90: of the lower two bytes of all registers, then the upper ones."""
+    kind = DTYPES[d_type]
+
+    def multiply(a: Array, b: Array) -> Array:
+        lower = np.arange(a.shape[-1]) % 4 < 2
+        products = dots(a[..., lower], b[..., lower]).astype(kind)
+        return (products + dots(a[..., ~lower], b[..., ~lower])).astype(kind).astype(np.float64)
+
+    return multiply
 
 
 def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:

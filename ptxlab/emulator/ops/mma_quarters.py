@@ -43,8 +43,28 @@ def places_of_sum(type_name: str) -> Places:
     return (within & 1) + (i & 2) + high, (i & 4) + (within & 2) + (i & 1)
 
 
+def add_pairs(a: Array, b: Array, c: Array) -> Array:
+    """C plus the first two products, then the other two, each sum in f32: D of f16."""
+    for k in (0, 2):
+        c = c + _fma(a, b, k + 1, _fma(a, b, k, np.float32(-0.0)))
+    return c
+
+
+def add_chain(a: Array, b: Array, c: Array) -> Array:
+    """Four fma of f32, which begin at 0, then C: D of f32."""
+    products = np.zeros_like(c)
+    for k in range(4):
+        products = _fma(a, b, k, products)
+    return products + c
+
+
+def _fma(a: Array, b: Array, k: int, c: Array | np.float32) -> Array:
+    """The k-th product plus c, rounded once: halves have too few bits for float64 to round a second time."""
+    return (a[:, :, k, None] * b[:, None, k, :] + c).astype(np.float32)
+
+
 def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Handler of one; products and their sum in float64, rounded once."""
+    """Handler of one, in the order of the code that ptxas puts in its place: sm_90 has no such instruction."""
     opcode = Opcode(instruction.opcode)
     flags = [opcode.flag(name) for name in ("sync", "aligned", _SHAPE)]
     layouts = [opcode.choice("row", "col") for _ in "ab"]
@@ -79,7 +99,8 @@ def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler
     def multiply(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
         left, right = matrix(of_a, "f16", a_places, lanes), matrix(of_b, "f16", b_places, lanes).swapaxes(1, 2)
-        total = matrix(of_c, c_type, places_of_sum(c_type), lanes) + left @ right
+        addend = matrix(of_c, c_type, places_of_sum(c_type), lanes).astype(np.float32)
+        total = (add_pairs if d_type == "f16" else add_chain)(left, right, addend)
         rows, columns = places_of_sum(d_type)
         of_lanes = canonical(total.astype(DTYPES[d_type]), d_type)[:, rows, columns]
         packed = of_lanes.reshape(-1, 4, 2, 4, 8).swapaxes(1, 2).reshape(count_of(lanes), 8).view(DTYPES[kind])

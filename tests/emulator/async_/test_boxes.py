@@ -196,7 +196,7 @@ INTEGERS = """
 @on_every_backend
 @pytest.mark.parametrize(
     ("operation", "dtype", "combine"),
-    [("and", np.int64, np.bitwise_and), ("xor", np.uint32, np.bitwise_xor), ("or", np.int32, np.bitwise_or),
+    [("and", np.uint64, np.bitwise_and), ("xor", np.uint32, np.bitwise_xor), ("or", np.int32, np.bitwise_or),
      ("max", np.int64, np.maximum), ("add", np.uint64, np.add)],
 )  # fmt: skip
 def test_reductions_of_integers(operation: str, dtype: Any, combine: np.ufunc, backend: str) -> None:
@@ -206,6 +206,17 @@ def test_reductions_of_integers(operation: str, dtype: Any, combine: np.ufunc, b
     kernel = ptxlab.load(INTEGERS.replace("OPERATION", operation))
     kernel(TensorMap(y, y.shape), x.view(np.uint8), grid=1, block=32, backend=backend)
     np.testing.assert_array_equal(y, expected)
+
+
+# An H200 takes these for illegal instructions
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [("and", np.int64), ("xor", np.int64), ("add", np.int64), ("inc", np.int32), ("or", np.int16)],
+)
+def test_integers_that_are_not_combined(operation: str, dtype: Any) -> None:
+    kernel, y = ptxlab.load(INTEGERS.replace("OPERATION", operation)), np.zeros(128, np.uint8).view(dtype)
+    with pytest.raises(EmulationError, match=rf"\.{operation} of elements of type {y.dtype}"):
+        kernel(TensorMap(y, y.shape), np.zeros(128, np.uint8), grid=1, block=32, backend="emulator")
 
 
 def test_reductions_that_there_are_not() -> None:

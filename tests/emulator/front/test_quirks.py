@@ -25,6 +25,7 @@ mov.u32 %t, %tid.x;
 ret;
 }}
 """
+WGMMA = "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r1, %r2, %r3, %r4}"
 
 
 def notes(lines: str) -> tuple[emulator.Note, ...]:
@@ -52,12 +53,24 @@ def test_each_program_has_a_note_of_its_quirk_alone(quirk: quirks.Quirk) -> None
         "cvt.rn.bf16.f32 %h1, %r1; cvt.rzi.s32.bf16 %r2, %h1;",  # what C++ makes
         "add.f16 %h1, %h2, %h3; max.NaN.xorsign.abs.f16 %h4, %h1, %h2;",
         "vadd.s32.s32.s32 %r1.h0, %r2, %r3, %r4; vadd.s32.s32.s32.sat %r1, %r2, %r3;",
-        "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r1, %r2, %r3, %r4}, %x1, %x2, %p1;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r1, %r2, %r3, %r4}, %x1, %x3, %p1;",
+        "vmad.u32.u32.u32.po %r1, %r2, %r3, %r4; vmad.s32.s32.s32.sat.shr7 %r1, -%r2, %r3, %r4;",
+        "vmad.u32.u32.s32.sat %r1, %r2.b0, %r3, %r4; vmad.u32.s32.u32.sat %r1, %r2, -%r3.h1, %r4;",
+        "red.shared::cluster.add.u64 [%r1], %x1; atom.shared::cluster.min.u32 %r1, [%r2], %r3;",
+        "red.shared::cta.min.u64 [%r1], %x1; red.global.min.u64 [%x1], %x1;",
+        f"{WGMMA}, %x1, %x2, %p1;\n{WGMMA}, %x1, %x3, %p1;",
+        *(f"{WGMMA}, %x1, %x2, %p1;\n{between}\n{WGMMA}, %x1, %x2, %p1;"
+          for between in ("wgmma.fence.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "@%p0 bra L; L:",
+                          "add.s64 %x2, %x2, 2;")),
     ],
-)
+)  # fmt: skip
 def test_no_note_beside_a_form(lines: str) -> None:
     assert notes(lines) == ()
+
+
+def test_a_wgmma_may_repeat_any_ahead_of_it() -> None:
+    first, second = f"{WGMMA}, %x1, %x2, %p1;", f"{WGMMA}, %x1, %x3, %p1;"
+    (note,) = notes(f"{first}\n{second}\nwgmma.commit_group.sync.aligned;\n{first}\nadd.s64 %x2, %x2, 2;\n{first}")
+    assert (note.quirk, note.line) == ("equal_wgmma", 13)
 
 
 def test_a_constant_may_come_by_a_register() -> None:

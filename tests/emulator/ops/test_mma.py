@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ptxlab
 from ptxlab import emulator
 from ptxlab.emulator.ops import mma
+from ptxlab.emulator.ops.narrow_floats import to_narrow
 from ptxlab.errors import Deadlock, EmulationError, SourceError
 from ptxlab.hardware import fragments
+from tests.support.axes import on_every_backend
 from tests.support.emulated import HEADER, line_of, run
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16}
@@ -252,3 +255,21 @@ def test_wrong_operands(change):
     with pytest.raises(SourceError) as caught:
         run(text, *(np.zeros((32, n), np.uint32) for n in (4, 2, 4)))
     assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(caught.value)
+
+
+@on_every_backend
+@pytest.mark.parametrize("k", [16, 32])
+@pytest.mark.parametrize(("d_type", "total"), [("f16", 2048.0), ("f32", 2050.0)])
+def test_fp8_is_rounded_as_two_mma_of_f16_and_an_addition(d_type: str, total: float, k: int, backend: str) -> None:
+    """2048 of the lower bytes, 1 of the upper ones, and 1: each addition to an f16 is a tie, and stays at 2048."""
+    words = k // 4
+    factors = np.array([16, 1, 0.5, 0]), np.array([2048 / words / 16, 0, 2 / words, 0])
+    a, b = (
+        np.tile(to_narrow(x, "e4m3").view(np.uint32), (32, count)) for x, count in zip(factors, (4, 2), strict=True)
+    )
+    d = np.ones((32, 4), {"f16": np.float16, "f32": np.float32}[d_type])
+    count = 2 if d_type == "f16" else 4
+    text = kernel(one(k, f"{d_type}.e4m3.e4m3.{d_type}", depth=k // 16, count=count), d=count)
+    words_of_d = d.view(np.uint32)
+    ptxlab.load(text.replace(".version 8.1", ".version 8.7"))(a, b, words_of_d, grid=1, block=32, backend=backend)
+    assert (words_of_d.view(d.dtype) == total).all()

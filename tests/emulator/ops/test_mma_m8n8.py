@@ -89,3 +89,26 @@ def test_quarters_of_a_warp(d_type: str, c_type: str, layouts: str, backend: str
     d = multiply(form, *operands, 8 if d_type == "f32" else 4, backend).view(kinds[d_type])
     expected = a @ b + c
     assert np.array_equal(d, np.stack([expected[(quarter, *of_sum(d_type, i))] for i in range(8)], axis=1))
+
+
+# factors of A and B along k, an element of C, and D as f16 and as f32 on an H200: its order of additions shows
+ORDERS = [
+    ((-0.0, -0.0, -0.0, -0.0), (1, 1, 1, 1), -0.0, -0.0, 0.0),
+    ((4096, 0, -4096, 0), (4096, 0, 4096, 0), 1.0, 0.0, 1.0),
+    ((4096, 1, -4096, 0), (4096, 1, 4096, 0), 0.0, 0.0, 0.0),
+    ((1, 2, 3, 4), (1, 1, 1, 1), -10.0, 0.0, 0.0),
+]
+
+
+@on_every_backend
+@pytest.mark.parametrize("d_type", ["f16", "f32"])
+@pytest.mark.parametrize(("a", "b", "c", "halves", "singles"), ORDERS)
+def test_order_of_additions_in_quarters(
+    a: tuple[float, ...], b: tuple[float, ...], c: float, halves: float, singles: float, d_type: str, backend: str
+) -> None:
+    every_lane = pack(np.full((32, 4), a, np.float16)), pack(np.full((32, 4), b, np.float16))
+    kind = {"f16": np.float16, "f32": np.float32}[d_type]
+    form, registers = f"m8n8k4.row.col.{d_type}.f16.f16.{d_type}", 8 if d_type == "f32" else 4
+    d = multiply(form, *every_lane, pack(np.full((32, 8), c, kind)), registers, backend).view(kind)
+    expected = kind(halves if d_type == "f16" else singles)
+    assert (d == expected).all() and (np.signbit(d) == np.signbit(expected)).all()

@@ -45,12 +45,12 @@ def specials(program: Program) -> None:
     program.sequence(lines, "special registers", [(register, "u32") for register in d])
 
 
-def peer(program: Program, symbol: str) -> tuple[list[str], str]:
-    """Compute the address of a variable in another block of the cluster, by some number further on."""
+def peer(program: Program, symbol: str, further: int) -> tuple[list[str], str]:
+    """Compute the address of a variable in the block of the cluster that is so many further on."""
     rank, place, address = program.register(32), program.register(32), program.register(32)
     return [
         f"mov.u32 {rank}, %cluster_ctarank;",
-        f"add.u32 {rank}, {rank}, {program.below(program.cluster)};",
+        f"add.u32 {rank}, {rank}, {further};",
         f"rem.u32 {rank}, {rank}, {program.cluster};",
         f"mov.u32 {place}, {symbol};",
         f"mapa.shared::cluster.u32 {address}, {place}, {rank};",
@@ -60,7 +60,7 @@ def peer(program: Program, symbol: str) -> tuple[list[str], str]:
 def neighbours(program: Program) -> None:
     """Store a word in each thread's block, and load that of a thread of another block."""
     word, place, d, neighbour = program.input("b64"), program.register(32), program.register(64), program.register(32)
-    lines, address = peer(program, "tile")
+    lines, address = peer(program, "tile", program.below(program.cluster))
     lines = [
         f"mov.u32 {place}, tile;",
         f"mad.lo.u32 {place}, %t, 8, {place};",
@@ -81,7 +81,11 @@ def atomics(program: Program) -> None:
     name, t = program.pick("add.u32", "add.u64", "max.s32", "xor.b64", "min.u64", "or.b32").split(".")
     bits, is_first, place, index = DOMAINS[t].bits, program.register(1), program.register(32), program.register(32)
     word, start, d = program.input(t), program.register(bits), program.register(bits)
-    lines, address = peer(program, "sums")
+    further = program.below(program.cluster)
+    if further and bits == 64 and name != "add":
+        program.avoid("64-bit atomics of other blocks")
+        further = 0
+    lines, address = peer(program, "sums", further)
     first = int(DOMAINS[t].draw(program.rng, 1)[0])
     opcode = f"red{program.pick('', '.relaxed.cluster', '.release.cluster')}.shared::cluster.{name}.{t}"
     lines = [
@@ -106,7 +110,7 @@ def atomics(program: Program) -> None:
 def stores(program: Program) -> None:
     """Send a word from each thread to another block by st.async; its mbarrier counts the bytes."""
     word, d, state, one = program.input("b64"), program.register(64), program.register(64), program.register(1)
-    lines, address = peer(program, "tile")
+    lines, address = peer(program, "tile", program.below(program.cluster))
     # the same block's mbarrier: by the same steps
     at, mapped, place, (wait,) = program.register(32), program.register(32), program.register(32), program.labels(1)
     rank = lines[0].split()[1].rstrip(",")

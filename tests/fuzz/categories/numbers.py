@@ -1,5 +1,7 @@
 """Numbers of matrix instructions that every order of additions sums up exactly, and special ones."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -7,11 +9,19 @@ from ptxlab.emulator.ops.narrow_floats import NARROW, to_narrow
 from tests.fuzz.domains import Values
 
 Floats = npt.NDArray[np.float64]
+SPECIALS = (np.nan, np.inf, -np.inf)  # e4m3 has its largest number in place of infinity
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64, "e4m3": 8, "e5m2": 8}
 
 
-def exact(rng: np.random.Generator, t: str, count: int, few_bits: bool = False, special: float = 0.0) -> Values:
-    """Draw registers of multiples of 1/4, or with `few_bits` of small integers; a share `special` is infinite or NaN.
+def exact(
+    rng: np.random.Generator,
+    t: str,
+    count: int,
+    few_bits: bool = False,
+    special: float = 0.0,
+    specials: Sequence[float] = SPECIALS,
+) -> Values:
+    """Draw registers of multiples of 1/4, or with `few_bits` of small integers; a share `special` are `specials`.
 
     A call draws a palette first, so that some registers have zeros of one sign, or one number alone.
     """
@@ -21,7 +31,7 @@ def exact(rng: np.random.Generator, t: str, count: int, few_bits: bool = False, 
     numbers = [*positive, *-positive, *(0.0, -0.0) * int(rng.integers(1, 9))]
     x = rng.choice(rng.choice(numbers, int(rng.integers(1, 24))), size)
     if special:
-        x[rng.random(size) < special] = rng.choice((np.nan, np.inf, -np.inf))
+        x[rng.random(size) < special] = rng.choice(specials)
     return pack(x, t)
 
 

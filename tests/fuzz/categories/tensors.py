@@ -13,7 +13,7 @@ REDUCED = {  # types of elements, and how they are combined
     "int32": ("add", "min", "max", "and", "or", "xor"),
     "uint32": ("add", "min", "max", "inc", "dec", "xor"),
     "uint64": ("add", "min", "max", "or"),
-    "int64": ("min", "max", "and"),
+    "int64": ("min", "max"),
     "float16": ("add", "min", "max"),
     "float32": ("add",),
     "float64": ("add",),

@@ -5,7 +5,7 @@ import numpy as np
 from ptxlab.hardware.fragments import WGMMA_N
 from tests.fuzz.categories.fragments import fill
 from tests.fuzz.categories.matrices import CROSSES, FP8, SLOT, braces
-from tests.fuzz.categories.numbers import BITS, exact
+from tests.fuzz.categories.numbers import BITS, SPECIALS, exact
 from tests.fuzz.domains import Values
 from tests.fuzz.program import Program
 
@@ -29,6 +29,18 @@ def descriptor(program: Program) -> int:
     return (leading >> 4) << 16 | (stride >> 4) << 32 | swizzle << 62
 
 
+def descriptors_of_b(program: Program, base: str) -> list[tuple[str, int, int]]:
+    """Draw where three B lie, and how: each in another way, lest ptxas takes their products for one another."""
+    drawn: list[tuple[str, int, int]] = []
+    while len(drawn) < 3:
+        b = base, 1024 * program.below(4), descriptor(program)
+        if b in drawn:
+            program.avoid("equal wgmma")
+        else:
+            drawn.append(b)
+    return drawn
+
+
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program of one warp group."""
     program = Program(rng, category, 128)
@@ -41,7 +53,8 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     def numbers(t: str, words: int) -> Values:
         if is_integer:
             return rng.integers(0, 2**32 if words == 1 else 2**64, program.total, dtype=np.uint64)
-        drawn = [exact(rng, t, program.total, d_type == "f16", special) for _ in range(words)]
+        specials = (np.nan,) if t == "e4m3" else SPECIALS  # sums of 448 have more than the 14 bits that wgmma keeps
+        drawn = [exact(rng, t, program.total, d_type == "f16", special, specials) for _ in range(words)]
         return drawn[0] if words == 1 else drawn[0] | drawn[1] << np.uint64(32)
 
     program.shared.append(f".shared .align 1024 .b8 tile[{SIZE}];")
@@ -55,16 +68,16 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     lines = [f"mov.b32 {register}, {starts[i % len(starts)]};" for i, register in enumerate(d)]
     at_a = 1024 * program.below(8)
     described = []
-    for from_, at in ((base, at_a), (b_base, 1024 * program.below(4)), (b_base, 1024 * program.below(4))):
+    for from_, at, layout in ((base, at_a, descriptor(program)), *descriptors_of_b(program, b_base)):
         place, register = program.register(32), program.register(64)
         lines += [
             f"add.u32 {place}, {from_}, {at};",
             f"shr.u32 {place}, {place}, 4;",
             f"cvt.u64.u32 {register}, {place};",
-            f"or.b64 {register}, {register}, {descriptor(program)};",
+            f"or.b64 {register}, {register}, {layout};",
         ]
         described.append(register)
-    a, first_b, other_b = described
+    a, *of_b = described
     in_registers = program.chance(0.3)
     if in_registers:
         a = braces([program.input("b32", numbers(a_type, 1)).text for _ in range(4)])
@@ -79,9 +92,9 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         return f"{opcode} {braces(d)}, {a}, {b}, %is{flags};"
 
     ways = {
-        "one": [multiply(first_b)],
-        "others": [multiply(first_b), multiply(other_b), multiply(first_b)],
-        "fenced": [multiply(first_b), "wgmma.fence.sync.aligned;", multiply(first_b)],
+        "one": [multiply(of_b[0])],
+        "others": [multiply(b) for b in of_b],
+        "fenced": [multiply(of_b[0]), "wgmma.fence.sync.aligned;", multiply(of_b[0])],
     }
     way = program.pick("one", *ways, "equal")
     if way == "equal":
