@@ -15,6 +15,7 @@ from ptxlab import _moved
 from ptxlab.emulator import async_, ops, sync  # noqa: F401  (they enter their instructions)
 from ptxlab.emulator.chain import Buffers, current
 from ptxlab.emulator.checks.bank_conflicts import BankConflicts
+from ptxlab.emulator.checks.barrier_generations import BarrierGenerations, counts_threads
 from ptxlab.emulator.checks.divergence import Divergence
 from ptxlab.emulator.checks.float_values import FloatValues
 from ptxlab.emulator.checks.happens_before import HappensBefore
@@ -355,6 +356,8 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         # Before `order`: it reads what the arrivals of a phase made known, which `order` drops once that is complete.
         if uses_mbarriers:
             yield MBarrierPhases(machine, order)
+        if "race" in checks and counts_threads(machine.launch.entry):
+            yield BarrierGenerations(machine, order)
         yield order
     if taint:
         taint.order = order

@@ -225,7 +225,7 @@ class HappensBefore(Check):
         """Lanes of warps have met."""
         self.clocks.meet(indices_of(lanes))
 
-    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+    def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
         """A barrier learns what the lanes know."""
         self.barriers[barrier] = joined(self.barriers.get(barrier, NOTHING), self.told_by(lanes))
 
