@@ -32,6 +32,7 @@ from ptxlab.emulator.checks.race_waves import RaceWaves, Waves
 from ptxlab.emulator.checks.sectors import Sectors
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
+from ptxlab.emulator.checks.whole_blocks import WholeBlocks, is_syncthreads
 from ptxlab.emulator.core.findings import Finding, GlobalAccess, SharedAccess
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
@@ -345,6 +346,8 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         yield Initialised(machine, taint)
     if "divergence" in checks and flow_of(machine.launch.entry).aligned:
         yield Divergence(machine)
+        if any(map(is_syncthreads, machine.code)):
+            yield WholeBlocks(machine)
     is_asynchronous = machine.launch.unfenced is not None or (
         bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
     )

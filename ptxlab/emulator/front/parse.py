@@ -1,6 +1,7 @@
 """PTX text -> `Module`: what hand-written kernels and NVRTC's output use of the language."""
 
 import re
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -264,7 +265,9 @@ class _Parser(Cursor):
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
         paths = {n: source if names_same_file(p, source) else p for n, p in self.files.items()}
         places: list[tuple[str, int]] = []
+        is_cpp = not source.endswith(".py")
         for instruction, frames in self.locations:
+            instruction.is_compiled = is_cpp and bisect(self.inline_marks, instruction.line) % 2 == 0
             # what has no place of its own, such as a constant that the compiler moved, is shown where the text stands
             places = [(paths[file], line) for file, line in frames if line and file in paths] or places
             if places:
