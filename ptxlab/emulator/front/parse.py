@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.front import ir, refusals
+from ptxlab.emulator.front.accumulator_copies import move_behind_waits
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.front.lane_annotation import parse_annotation
 from ptxlab.emulator.front.tokens import OPERATORS, SUM, Cursor
@@ -146,6 +147,7 @@ class _Parser(Cursor):
         self.body(scopes)
         for instruction, scope in zip(entry.instructions, scopes, strict=True):
             instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
+        move_behind_waits(entry)
         self.lay_out_shared()
         self.result.entries[entry.name] = entry
         self.scope = self.scope.parent or self.scope
