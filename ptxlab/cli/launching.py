@@ -47,8 +47,8 @@ _KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.item
 Check = Annotated[
     str,
     typer.Option(
-        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, quirks, all; float, "
-        f"proxy. Kinds of findings with another name than their check: {_KINDS}."
+        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, overrun, schedules, quirks, all; "
+        f"float, proxy. Kinds of findings with another name than their check: {_KINDS}."
     ),
 ]
 Late = Annotated[

@@ -30,6 +30,7 @@ from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
 from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
 from ptxlab.emulator.checks.race_waves import RaceWaves, Waves
 from ptxlab.emulator.checks.sectors import Sectors
+from ptxlab.emulator.checks.shared_arrays import SharedArrays
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
 from ptxlab.emulator.checks.whole_blocks import WholeBlocks, is_syncthreads
@@ -41,6 +42,7 @@ from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.control_flow import flow_of
 from ptxlab.emulator.front.ir import Entry, Function, Module, Symbol
 from ptxlab.emulator.front.parse import parse
+from ptxlab.emulator.front.pointer_accesses import shared_arrays_of
 from ptxlab.emulator.front.quirks import Note, notes_of
 from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.options import EmulatorOptions, OptionKeywords
@@ -344,6 +346,8 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         yield FloatValues(machine)
     if "init" in checks:
         yield Initialised(machine, taint)
+    if "overrun" in checks and shared_arrays_of(machine.launch.entry):
+        yield SharedArrays(machine)
     if "divergence" in checks and flow_of(machine.launch.entry).aligned:
         yield Divergence(machine)
         if any(map(is_syncthreads, machine.code)):

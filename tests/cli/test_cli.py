@@ -156,7 +156,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
         (
             ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
-            "--check: some of all, async, divergence, float, init, lanes, proxy, quirks, race, schedules "
+            "--check: some of all, async, divergence, float, init, lanes, overrun, proxy, quirks, race, schedules "
             "(got everything)",
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
