@@ -48,7 +48,7 @@ Check = Annotated[
     str,
     typer.Option(
         help="Emulator checks, comma-separated: lanes, race, init, async, divergence, overrun, schedules, quirks, all; "
-        f"float, proxy. Kinds of findings with another name than their check: {_KINDS}."
+        f"float, proxy, narrow. Kinds of findings with another name than their check: {_KINDS}."
     ),
 ]
 Late = Annotated[

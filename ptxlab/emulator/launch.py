@@ -24,6 +24,7 @@ from ptxlab.emulator.checks.initialised import Initialised
 from ptxlab.emulator.checks.load_taint import LoadTaint
 from ptxlab.emulator.checks.mbarrier_life import MBarrierLife
 from ptxlab.emulator.checks.mbarrier_phases import MBarrierPhases
+from ptxlab.emulator.checks.narrowing import Narrowing
 from ptxlab.emulator.checks.packed_lanes import PackedLanes
 from ptxlab.emulator.checks.race import Races
 from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
@@ -342,6 +343,8 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         yield Sectors(machine)
     if "lanes" in checks:
         yield PackedLanes(machine)
+    if "narrow" in checks:
+        yield Narrowing(machine)
     if "float" in checks:
         yield FloatValues(machine)
     if "init" in checks:

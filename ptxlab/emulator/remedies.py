@@ -16,6 +16,7 @@ REMEDIES = {
     "infinity": "scale the operands before, or sum in float32",
     "overflow": "scale the operands before, or sum in float32",
     "subnormal": "scale the operands before, or sum in float32",
+    "narrow": "clamp it, use a wider type, or say // @wraps on the line",
     "schedules": "wait for each copy before its data are read; --check async names the read",
 }
 

@@ -72,7 +72,7 @@ def test_runs_without_a_statement_have_modes_and_seeds(cli: Any, folder: Path, m
     [
         (
             ("--check", "speed"),
-            "--check: some of all, async, divergence, float, init, lanes, overrun, proxy, quirks, race",
+            "--check: some of all, async, divergence, float, init, lanes, narrow, overrun, proxy, quirks, race",
         ),
         (("--max-steps", "0"), "max_steps: has to be a positive integer (got 0)"),
     ],

@@ -235,6 +235,7 @@ class _Parser(Cursor):
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
         last = self.line_numbers[self.at - 1]
         instruction = Instruction(opcode, operands, guard, line, text, path=self.path)
+        instruction.wraps = last in self.wrapping
         if last in self.annotations:
             try:
                 instruction.lanes = parse_annotation(self.annotations[last], opcode)

@@ -29,6 +29,7 @@ _ARITHMETIC = frozenset(
 )
 # What looks at an address and keeps nothing of it.
 _HARMLESS = frozenset({"setp", "isspacep", "prefetch", "prefetchu", "applypriority", "discard", "createpolicy"})
+_OF_THREADS = ("ld", "st.", "stmatrix", "atom", "red.", "mbarrier.", "cp.async.")
 _ACCESSES = frozenset({"ld", "ldu", "st", "atom", "red"})
 
 
@@ -128,6 +129,8 @@ def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
     loaded = {register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations}
     found: dict[int, Variable] = {}
     for index, instruction in enumerate(entry.instructions):
+        if not instruction.opcode.startswith(_OF_THREADS) or "bulk" in instruction.opcode:
+            continue  # of a copy engine's two addresses in shared memory one is its mbarrier's
         base = next((operand.base for operand in instruction.operands if isinstance(operand, Address)), None)
         names = {base.variable.name} & arrays.keys() if isinstance(base, Symbol) else set()
         names = origins[base] if isinstance(base, Register) and base not in loaded else names

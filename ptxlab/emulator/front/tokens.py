@@ -49,6 +49,7 @@ class Cursor:
         self.path = path
         self.lines = text.split("\n")
         self.annotations: dict[int, str] = {}  # line -> what follows `@lanes` in its comment
+        self.wrapping: set[int] = set()  # lines that say `@wraps` in their comment
         self.inline_marks: list[int] = []  # lines at which inline assembly begins and ends, by the compiler's comments
         self.at = 0
         self.kinds: list[str] = []
@@ -70,6 +71,8 @@ class Cursor:
                 line += token.count("\n")
             elif kind == "comment" and "@lanes" in token:
                 self.annotations[line] = token.partition("@lanes")[2]
+            elif kind == "comment" and "@wraps" in token:
+                self.wrapping.add(line)
             elif kind == "comment" and token in _INLINE_MARKS:
                 self.inline_marks.append(line)
             elif kind == "other":
