@@ -32,6 +32,7 @@ from ptxlab.cli.launching import (
     Late,
     MaxSteps,
     Unchecked,
+    Uninitialised,
     emulator_options,
     solve,
 )
@@ -47,6 +48,7 @@ def debug(
     target: KernelTarget,
     inputs: ArgumentsFile = None,
     values: ArgumentTexts = None,
+    uninitialised: Uninitialised = None,
     execute: Annotated[
         list[str] | None, typer.Option("-x", metavar="COMMAND", help="Carry out this command; then the next -x; stop.")
     ] = None,
@@ -72,7 +74,7 @@ def debug(
     """
     if as_json and execute is None:
         raise CommandLineError("--json prints what -x says: give commands with -x")
-    arguments = Arguments.read(inputs, values)
+    arguments = Arguments.read(inputs, values, uninitialised)
     options = emulator_options(check, late, max_steps)
     spec, source, entry = registry.resolve(target)
     files = FileOptions(grid, block, shared, arch, define, include, std)

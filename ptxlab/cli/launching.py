@@ -41,14 +41,18 @@ ArgumentTexts = Annotated[
         "n=1024, bias=null, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
     ),
 ]
+Uninitialised = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Take an array of --in for one that nobody has written, for the check init."),
+]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]
 # Of the emulator: fields of `EmulatorOptions`.
 _KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.items() if kinds != (check,))
 Check = Annotated[
     str,
     typer.Option(
-        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, quirks, all; float, "
-        f"proxy. Kinds of findings with another name than their check: {_KINDS}."
+        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, overrun, schedules, quirks, all; "
+        f"float, proxy, narrow. Kinds of findings with another name than their check: {_KINDS}."
     ),
 ]
 Late = Annotated[
@@ -187,17 +191,22 @@ class FileLaunch:
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The command line's arguments of a kernel: arrays of `--in`, values of `--arg`, and the outputs to expect."""
+    """The command line's arguments of a kernel: arrays of `--in`, values of `--arg`, and the outputs to expect.
+
+    `uninitialised` names arrays of `--in` that count as never written.
+    """
 
     arrays: Mapping[str, np.ndarray]
     values: Sequence[Given]
     expected: Mapping[str, np.ndarray]
+    uninitialised: Sequence[str] = ()
 
     @classmethod
-    def read(cls, inputs: Path | None, texts: list[str] | None) -> "Arguments":
+    def read(cls, inputs: Path | None, texts: list[str] | None, uninitialised: list[str] | None) -> "Arguments":
         """Load the file and parse the texts."""
         arrays, expected = split_expected(load_arrays(inputs) if inputs else {})
-        return cls(arrays, [parse_argument("--arg", text, seed) for seed, text in enumerate(texts or ())], expected)
+        values = [parse_argument("--arg", text, seed) for seed, text in enumerate(texts or ())]
+        return cls(arrays, values, expected, uninitialised or ())
 
 
 def solve(
@@ -212,6 +221,7 @@ def solve(
     arrays, typed_arguments = dict(arguments.arrays), arguments.values
     if spec is not None:
         options.refuse(spec)
+        refuse({"--uninitialised": arguments.uninitialised or None}, f"is for files only: {spec.name} has a spec")
         names = [*dict.fromkeys([*(arg.name for arg in spec.args), *sorted(spec.symbols)])]
         placed = place_arguments(f"{spec.name}: --arg", names, typed_arguments, arrays)
         return _solve_spec(spec, source, {name: np.asarray(array) for name, array in placed.items()}, unchecked)
@@ -225,6 +235,7 @@ def solve(
         unset = uninitialised_names(names, typed_arguments, [*arrays])
     else:
         placed, unset = arrays, []
+    unset += arguments.uninitialised
     return FileLaunch(kernel, in_order(kernel.name, kernel.signature, placed), geometry, unset)
 
 

@@ -49,6 +49,7 @@ from ptxlab.cli.launching import (
     ScheduledRun,
     SolvedLaunch,
     Unchecked,
+    Uninitialised,
     run_on_schedules,
     run_options,
     solve,
@@ -180,6 +181,7 @@ def run(
     target: KernelTarget,
     inputs: ArgumentsFile = None,
     values: ArgumentTexts = None,
+    uninitialised: Uninitialised = None,
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     expect: Annotated[
         Path | None,
@@ -226,7 +228,7 @@ def run(
         raise CommandLineError("--json prints all there is: leave --format out")
     if outputs is not None:
         require_folder(outputs)
-    arguments = Arguments.read(inputs, values)
+    arguments = Arguments.read(inputs, values, uninitialised)
     expected = {**arguments.expected, **(load_arrays(expect) if expect else {})}
     options, schedules = run_options(check, late, max_steps, count_banks=memory)
     if memory or unneeded:

@@ -14,6 +14,7 @@ Folders, each of which imports only those before it (`tests/emulator/test_layers
 
 from ptxlab.emulator.chain import Chain, chain
 from ptxlab.emulator.core.findings import Finding, GlobalAccess, PackedOperand, SharedAccess
+from ptxlab.emulator.front.architectures import require_target
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
@@ -54,6 +55,7 @@ __all__ = [
     "parse",
     "pointers_of",
     "remedies_of",
+    "require_target",
     "run",
     "size_of",
     "statements_of",

@@ -15,6 +15,7 @@ from ptxlab import _moved
 from ptxlab.emulator import async_, ops, sync  # noqa: F401  (they enter their instructions)
 from ptxlab.emulator.chain import Buffers, current
 from ptxlab.emulator.checks.bank_conflicts import BankConflicts
+from ptxlab.emulator.checks.barrier_generations import BarrierGenerations, counts_threads
 from ptxlab.emulator.checks.divergence import Divergence
 from ptxlab.emulator.checks.float_values import FloatValues
 from ptxlab.emulator.checks.happens_before import HappensBefore
@@ -23,14 +24,17 @@ from ptxlab.emulator.checks.initialised import Initialised
 from ptxlab.emulator.checks.load_taint import LoadTaint
 from ptxlab.emulator.checks.mbarrier_life import MBarrierLife
 from ptxlab.emulator.checks.mbarrier_phases import MBarrierPhases
+from ptxlab.emulator.checks.narrowing import Narrowing
 from ptxlab.emulator.checks.packed_lanes import PackedLanes
 from ptxlab.emulator.checks.race import Races
 from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
 from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
 from ptxlab.emulator.checks.race_waves import RaceWaves, Waves
 from ptxlab.emulator.checks.sectors import Sectors
+from ptxlab.emulator.checks.shared_arrays import SharedArrays
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
+from ptxlab.emulator.checks.whole_blocks import WholeBlocks, is_syncthreads
 from ptxlab.emulator.core.findings import Finding, GlobalAccess, SharedAccess
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
@@ -39,6 +43,7 @@ from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.control_flow import flow_of
 from ptxlab.emulator.front.ir import Entry, Function, Module, Symbol
 from ptxlab.emulator.front.parse import parse
+from ptxlab.emulator.front.pointer_accesses import shared_arrays_of
 from ptxlab.emulator.front.quirks import Note, notes_of
 from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.options import EmulatorOptions, OptionKeywords
@@ -338,12 +343,18 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         yield Sectors(machine)
     if "lanes" in checks:
         yield PackedLanes(machine)
+    if "narrow" in checks:
+        yield Narrowing(machine)
     if "float" in checks:
         yield FloatValues(machine)
     if "init" in checks:
         yield Initialised(machine, taint)
+    if "overrun" in checks and shared_arrays_of(machine.launch.entry):
+        yield SharedArrays(machine)
     if "divergence" in checks and flow_of(machine.launch.entry).aligned:
         yield Divergence(machine)
+        if any(map(is_syncthreads, machine.code)):
+            yield WholeBlocks(machine)
     is_asynchronous = machine.launch.unfenced is not None or (
         bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
     )
@@ -355,6 +366,8 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         # Before `order`: it reads what the arrivals of a phase made known, which `order` drops once that is complete.
         if uses_mbarriers:
             yield MBarrierPhases(machine, order)
+        if "race" in checks and counts_threads(machine.launch.entry):
+            yield BarrierGenerations(machine, order)
         yield order
     if taint:
         taint.order = order

@@ -21,11 +21,13 @@ KINDS = {
     "race": ("race",),
     "async": ("async", "async-dirty", "war"),
     "divergence": ("divergence",),
+    "overrun": ("overrun",),
     "quirks": (),  # notes alone
     "float": ("nan", "infinity", "overflow", "subnormal"),
     "proxy": ("async-dirty", "war"),
+    "narrow": ("narrow",),
 }
-ON_REQUEST = frozenset({"float", "proxy"})  # not among `all`: what they report may be on purpose, or usual
+ON_REQUEST = frozenset({"float", "proxy", "narrow"})  # not among `all`: what they report may be on purpose, or usual
 CHECKS = frozenset(KINDS) - ON_REQUEST
 MODES = ("early", "late")
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
@@ -49,8 +51,9 @@ class EmulatorOptions:
     """Options of a launch in the emulator, whatever the kernel. The GPU ignores all of them.
 
     Attributes:
-        checks: what to look for: any of `lanes`, `race`, `init`, `async`, `divergence`, `quirks`, and of `float` and
-            `proxy`, which `"all"` leaves out. Names, or one string with commas. Bounds and alignment always are.
+        checks: what to look for: any of `lanes`, `race`, `init`, `async`, `divergence`, `overrun`, `quirks`, and of
+            `float`, `proxy` and `narrow`, which `"all"` leaves out. Names, or one string with commas. Bounds and
+            alignment always are.
         mode: when asynchronous operations complete: `early`, at once; `late`, when they are waited for, in an order
             drawn from `seed`. In `late` the lanes of a warp also execute their strong stores (relaxed, volatile,
             release) at two times.

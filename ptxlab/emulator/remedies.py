@@ -11,10 +11,12 @@ REMEDIES = {
     "async-dirty": "fence.proxy.async in the threads that wrote, before the barrier behind which it is read",
     "war": "wait for the reader first: wgmma.wait_group, cp.async.bulk.wait_group.read, the stage's empty mbarrier",
     "divergence": "move it to where all threads of the warp arrive",
+    "overrun": "bound the index, or make the array larger",
     "nan": "look at the operands that the finding names; a maximum of -infinity alone gives infinity less infinity",
     "infinity": "scale the operands before, or sum in float32",
     "overflow": "scale the operands before, or sum in float32",
     "subnormal": "scale the operands before, or sum in float32",
+    "narrow": "clamp it, use a wider type, or say // @wraps on the line",
     "schedules": "wait for each copy before its data are read; --check async names the read",
 }
 

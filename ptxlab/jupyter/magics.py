@@ -25,7 +25,7 @@ def _options(function: Any) -> Any:
         argument("--verify", metavar="SPEC", help="Compare the kernel with the reference of this project kernel, "
                  "or of a KernelSpec in the notebook, with every check on."),
         argument("--check", metavar="CHECKS", default="", help="Emulator checks of every call of the kernel, "
-                 "comma-separated: lanes, race, init, async, divergence, quirks, or all."),
+                 "comma-separated: lanes, race, init, async, divergence, overrun, quirks, or all."),
         argument("--arch", help="Architecture to compile for. Default: this GPU, or sm_90a without one."),
         argument("--kernel", metavar="NAME", help="Bind only this kernel of the cell. Default: all."),
     ):  # fmt: skip

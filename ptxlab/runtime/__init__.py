@@ -79,14 +79,22 @@ class Kernel:
 
     @cached_property
     def module(self) -> emulator.Module:
-        """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
+        """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`.
+
+        An architecture that is stated has to have all instructions; without one, a `.cu` is for one that has them.
+        """
         if self.source.language == "ptx":
-            return _parsed(self.source.text, self.source.path, self.origin or _origin_of(self.source.text))
+            module = _parsed(self.source.text, self.source.path, self.origin or _origin_of(self.source.text))
+            emulator.require_target(module)
+            return module
         if reason := gpu.why_not_compiled(self.arch, exact=(self.arch or "0")[-1].isalpha()):
             raise UnavailableError(f"{self.name}: {reason}")
         arch = self.compiled_arch
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
-        return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
+        module = _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
+        if self.arch:
+            emulator.require_target(module)
+        return module
 
     @property
     def compiled_arch(self) -> str:

@@ -156,8 +156,8 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
         (
             ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
-            "--check: some of all, async, divergence, float, init, lanes, proxy, quirks, race, schedules "
-            "(got everything)",
+            "--check: some of all, async, divergence, float, init, lanes, narrow, overrun, proxy, quirks, race, "
+            "schedules (got everything)",
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),

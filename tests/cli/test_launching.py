@@ -70,7 +70,10 @@ def test_runs_without_a_statement_have_modes_and_seeds(cli: Any, folder: Path, m
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--check", "speed"), "--check: some of all, async, divergence, float, init, lanes, proxy, quirks, race"),
+        (
+            ("--check", "speed"),
+            "--check: some of all, async, divergence, float, init, lanes, narrow, overrun, proxy, quirks, race",
+        ),
         (("--max-steps", "0"), "max_steps: has to be a positive integer (got 0)"),
     ],
     ids=["check", "max steps"],

@@ -126,6 +126,12 @@ def test_what_counts_as_never_written(cli: Any, tmp_path: Path) -> None:
     assert cli(*command, "x=f32[32]:zeros")[0] == 0
     code, text, _ = cli(*command, "x=f32[32]:uninitialised")
     assert code == 1 and text.startswith("uninitialised: ")
+    np.savez(tmp_path / "k.npz", x=np.zeros(32, np.float32), y=np.zeros(32, np.float32))
+    command = (*command[:-3], "--in", str(tmp_path / "k.npz"))
+    assert cli(*command)[0] == 0
+    assert cli(*command, "--uninitialised", "y")[0] == 0
+    assert cli(*command, "--uninitialised", "x")[1] == text
+    assert cli(*command, "--uninitialised", "z")[::2] == (2, "error: k: uninitialised: some of x, y (got z)\n")
 
 
 def test_content_is_the_same_in_every_run() -> None:

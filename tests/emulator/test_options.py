@@ -109,7 +109,7 @@ def test_options_change_what_the_emulator_does(surface: str) -> None:
 BAD: dict[str, tuple[Any, str]] = {
     "checks": (
         "lanes,speed",
-        "checks: some of all, async, divergence, float, init, lanes, proxy, quirks, race (got speed)",
+        "checks: some of all, async, divergence, float, init, lanes, narrow, overrun, proxy, quirks, race (got speed)",
     ),
     "mode": ("soon", "mode: must be one of early, late (got soon)"),
     "seed": (-1, "seed: is an integer, 0 or more (got -1)"),

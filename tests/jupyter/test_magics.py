@@ -198,8 +198,8 @@ def test_what_the_assembler_is_not_there_for_the_parser_finds(
         (
             "ptx --check lane",
             PTX,
-            "--check: some of all, async, divergence, float, init, lanes, proxy, quirks, race (got lane); "
-            "nearest: lanes",
+            "--check: some of all, async, divergence, float, init, lanes, narrow, overrun, proxy, quirks, race "
+            "(got lane); nearest: lanes",
         ),
         ("cuda -D SCALE=x", CUDA, "-D: NAME=INTEGER (got SCALE=x)"),
         ("cuda -D SCALE=", CUDA, "-D: NAME=INTEGER (got SCALE=)"),

@@ -166,7 +166,7 @@ class Divergence(Check):
         else:
             what = f"executes {self.machine.code[one.pc].seen_from(instruction)}, instead"
         who = ",".join(map(str, thread))
-        message = f"all threads of a warp have to execute it together, but thread ({who}) {what};"
+        message = f"by the rule of PTX all threads of a warp have to execute it together, but thread ({who}) {what};"
         lanes = self.lanes_of(warp, other)
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
         self.here[warp * 32 : warp * 32 + 32] = False

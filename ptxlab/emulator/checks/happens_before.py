@@ -71,6 +71,8 @@ class HappensBefore(Check):
         self.arrived: dict[int, Clocked] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
         self.phases: dict[int, Clocked] = {}  # ... and those of the phases that are complete
         self.unreached: dict[tuple[int, int], str] = {}  # (block that released, that acquired) -> where that failed
+        # by block: the last store to a flag behind a fence of the thread, and which lane did it
+        self.flag_setters: dict[int, tuple[Instruction, int]] = {}
 
     def event(self, instruction: Instruction, actors: Array, times: Array, strong: bool) -> Array:
         """Encode events of an instruction, one per actor: the actor, the time, and the instruction."""
@@ -137,6 +139,7 @@ class HappensBefore(Check):
         if not releasing and not self.fenced:
             return
         indices = indices_of(lanes)
+        self.flag_setters[int(indices[0]) // self.scopes.block] = access.instruction, int(indices[0])
         for group in groups(offsets):
             place, told = int(offsets[group[0]]), self.released(access.instruction, indices[group], releasing)
             if keep:
@@ -146,6 +149,10 @@ class HappensBefore(Check):
                 self.flags[place] = told
         if releasing:
             self.clocks.tick(indices)
+
+    def is_fenced(self, lane: int, time: int) -> bool:
+        """Whether a lane has run a memory fence since it did something at this time of its own."""
+        return any(lane in fenced and own[lane] >= time for fenced, own in self.fenced.values())
 
     def released(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
         """Return what the lanes make known together: what they know now, or knew at their last fences."""
@@ -193,16 +200,29 @@ class HappensBefore(Check):
         return reached
 
     def take_pending(self, lanes: Array, fence: Instruction | None = None) -> None:
-        """What strong reads brought becomes known, as far as the fence's scope reaches; None stands for a barrier."""
+        """What strong reads brought becomes known, as far as the fence's scope reaches.
+
+        None stands for a barrier of the block, which counts as a fence of its scope: it acquires nothing of others.
+        """
         for release, pending in self.pending.items():
             mine = lanes
-            if fence is not None and self.scopes.matter:
+            if fence is None and self.scopes.matter and release[1] >= 0:
+                is_own = lanes // self.scopes.block == release[1]
+                self.note_barrier(release[1], [lane for lane in lanes[~is_own].tolist() if lane in pending])
+                mine = lanes[is_own]
+            elif fence is not None and self.scopes.matter:
                 mine = np.array([lane for lane in lanes.tolist() if lane in pending], np.intp)
                 mine = self.reached(release, fence, mine)
             for clock, those in by_clock(pending, mine):
                 self.clocks.learn(those, clock)
                 for lane in those.tolist():
                     del pending[lane]
+
+    def note_barrier(self, releasing: int, lanes: list[int]) -> None:
+        """These lanes have read a flag of another block, and come to a barrier: to be said where they race."""
+        said = "nobody has fenced between the read of the flag and the barrier, which is no fence between blocks,"
+        for block in {lane // self.scopes.block for lane in lanes}:
+            self.unreached[releasing, block] = said
 
     def fence(self, instruction: Instruction, lanes: Lanes) -> None:
         """Acquire what strong reads before the fence brought, and let strong writes after it release."""
@@ -228,7 +248,7 @@ class HappensBefore(Check):
         """Lanes of warps have met."""
         self.clocks.meet(indices_of(lanes))
 
-    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+    def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
         """A barrier learns what the lanes know."""
         self.barriers[barrier] = joined(self.barriers.get(barrier, NOTHING), self.told_by(lanes))
 

@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from ptxlab.emulator.checks.happens_before import STRONG, HappensBefore, actors_of, codes_of
+from ptxlab.emulator.checks.happens_before import STRONG, HappensBefore, actors_of, codes_of, times_of
 from ptxlab.emulator.checks.load_taint import LoadTaint
 from ptxlab.emulator.checks.scopes import reach_of
 from ptxlab.emulator.checks.shadow import UNITS, Shadow, coarsest
@@ -231,8 +231,21 @@ class Races(HappensBefore):
             message += " as a scope does not reach the other block,"
         elif reason := self.unreached.get(blocks):
             message += f" as {reason}"
+        elif blocks[0] != blocks[1] and self.is_fenced(whose, int(times_of(race.past[:1])[0])):
+            message += self.explain_fence(blocks[0], whose, race.instruction)
         wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
         self.report(race.instruction, "race", race.lanes, wrong, message)
+
+    def explain_fence(self, block: int, writer: int, reader: Instruction) -> str:
+        """Say why the fence of a thread that has written does not help, where another thread has set the flag."""
+        setter, lane = self.flag_setters.get(block, (None, writer))
+        if setter is None or lane == writer:
+            return ""
+        thread = ",".join(map(str, self.machine.place_of(lane)[1]))
+        return (
+            f" which has a fence behind that, but {setter.seen_from(reader)}, sets the flag in thread ({thread}): by "
+            "the letter of PTX that thread needs a fence of its own between the barrier and the flag,"
+        )
 
     def apart(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
         """Tell which past accesses of other blocks the two scopes do not reach."""

@@ -40,7 +40,12 @@ class Scopes:
         narrow = {i.head == "mbarrier" for i, reach in zip(machine.code, self.reaches, strict=True) if reach == CTA}
         # who may meet a scope: all lanes; that of an mbarrier those of its cluster
         blocks = (False in narrow and machine.lanes > self.block) or (True in narrow and self.cluster > self.block)
-        self.matter = blocks or (CLUSTER in self.reaches and machine.lanes > self.cluster)
+        self.matter = (
+            blocks
+            or (CLUSTER in self.reaches and machine.lanes > self.cluster)
+            # a barrier of the block reaches no other block, whose flags its threads may have read
+            or (machine.lanes > self.block and machine.launch.entry.uses("bar.", "barrier."))
+        )
 
     def by_block(self, reach: int, lanes: Array) -> Iterator[tuple[Released, Array]]:
         """What lanes release: by block, if it may matter from which."""

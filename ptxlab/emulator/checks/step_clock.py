@@ -56,7 +56,7 @@ class StepClock(Check):
             return slice(lanes.start // 32, (lanes.stop + 31) // 32)
         return np.unique(lanes // 32)
 
-    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+    def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
         """At a barrier of the block."""
         self.come[barrier] = max(self.come[barrier], int(self.time[self.warps(lanes)].max()))
 

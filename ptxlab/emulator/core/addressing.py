@@ -62,7 +62,8 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         if int(np.minimum.reduce(offsets)) < start or furthest(offsets, sizes) > end:
             first, where = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
-            raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
+            why = machine.cluster_memory.explain(int(offsets[first])) if space != "local" else ""
+            raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds{why}")
         return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
 
     def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:

@@ -47,6 +47,14 @@ class ClusterMemory:
         """Tell whether any of the addresses names a block by its rank."""
         return len(addresses) > 0 and int(addresses.max()) > _WITHIN
 
+    def explain(self, address: int) -> str:
+        """Say what an address beyond the block's own shared memory is, if `mapa` has made it of a block's."""
+        rank = (address >> _RANK) - 1
+        if not 0 <= rank < self.size:
+            return ""
+        byte = (address & _WITHIN) - SHARED_START
+        return f": it is the address of byte {byte} in block {rank} of the cluster, which takes .shared::cluster"
+
     def resolve(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> tuple[Array, Array]:
         """Resolve addresses in the window of the cluster to (block, address in its own view)."""
         ranks = addresses >> _RANK

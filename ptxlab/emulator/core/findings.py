@@ -51,8 +51,7 @@ Index = tuple[int, int, int]
 class Finding:
     """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
 
-    # carry, range, uninitialised, race, async, async-dirty, war, divergence, nan, infinity, overflow or subnormal
-    kind: str
+    kind: str  # one of `options.KINDS`
     path: str
     line: int
     text: str

@@ -36,7 +36,7 @@ class Watcher:
     def converge(self, lanes: Lanes) -> None:
         """Lanes have met at bar.warp.sync."""
 
-    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+    def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
         """Lanes have come to a barrier, (block of the wave, number)."""
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:

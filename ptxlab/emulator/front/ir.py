@@ -121,6 +121,8 @@ class Instruction:
     text: str  # the source line without indentation, comment and semicolon
     lanes: LaneTypes | None = None
     path: str = "<ptx>"
+    wraps: bool = False  # its line of PTX says `@wraps` (check "narrow")
+    is_compiled: bool = False  # the compiler of CUDA C++ has made it: it is no line of PTX, in a file or inline
     callers: tuple[tuple[str, int], ...] = ()  # if it came from an inlined function: where that was called, and so on
 
     @property

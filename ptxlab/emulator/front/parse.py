@@ -1,11 +1,13 @@
 """PTX text -> `Module`: what hand-written kernels and NVRTC's output use of the language."""
 
 import re
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.front import ir, refusals
+from ptxlab.emulator.front.accumulator_copies import move_behind_waits
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.front.lane_annotation import parse_annotation
 from ptxlab.emulator.front.tokens import OPERATORS, SUM, Cursor
@@ -145,6 +147,7 @@ class _Parser(Cursor):
         self.body(scopes)
         for instruction, scope in zip(entry.instructions, scopes, strict=True):
             instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
+        move_behind_waits(entry)
         self.lay_out_shared()
         self.result.entries[entry.name] = entry
         self.scope = self.scope.parent or self.scope
@@ -232,6 +235,7 @@ class _Parser(Cursor):
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
         last = self.line_numbers[self.at - 1]
         instruction = Instruction(opcode, operands, guard, line, text, path=self.path)
+        instruction.wraps = last in self.wrapping
         if last in self.annotations:
             try:
                 instruction.lanes = parse_annotation(self.annotations[last], opcode)
@@ -267,7 +271,9 @@ class _Parser(Cursor):
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
         paths = {n: source if names_same_file(p, source) else p for n, p in self.files.items()}
         places: list[tuple[str, int]] = []
+        is_cpp = not source.endswith(".py")
         for instruction, frames in self.locations:
+            instruction.is_compiled = is_cpp and bisect(self.inline_marks, instruction.line) % 2 == 0
             # what has no place of its own, such as a constant that the compiler moved, is shown where the text stands
             places = [(paths[file], line) for file, line in frames if line and file in paths] or places
             if places:

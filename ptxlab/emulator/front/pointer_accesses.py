@@ -8,7 +8,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ptxlab.emulator.front.ir import Address, Entry, Immediate, Instruction, Register, Special, Symbol, registers
+from ptxlab.emulator.front.ir import (
+    Address,
+    Entry,
+    Immediate,
+    Instruction,
+    Register,
+    Special,
+    Symbol,
+    Variable,
+    registers,
+    remembered,
+)
 from ptxlab.emulator.front.types import DTYPES
 
 _FLOATS = {"f16": 2, "f16x2": 2, "bf16": 2, "bf16x2": 2, "f32": 4, "f64": 8}  # bytes of a number
@@ -18,6 +29,7 @@ _ARITHMETIC = frozenset(
 )
 # What looks at an address and keeps nothing of it.
 _HARMLESS = frozenset({"setp", "isspacep", "prefetch", "prefetchu", "applypriority", "discard", "createpolicy"})
+_OF_THREADS = ("ld", "st.", "stmatrix", "atom", "red.", "mbarrier.", "cp.async.")
 _ACCESSES = frozenset({"ld", "ldu", "st", "atom", "red"})
 
 
@@ -71,7 +83,6 @@ def _origins(instruction: Instruction, pointers: dict[Register, set[str]]) -> se
 def _pointers(entry: Entry) -> dict[Register, set[str]]:
     """The parameters that the value of each register may come from."""
     pointers: dict[Register, set[str]] = defaultdict(set)
-    steps: list[tuple[Register, list[Register]]] = []
     for instruction in entry.instructions:
         if instruction.head == "ld" and ".param" in instruction.opcode:
             for address in instruction.operands[1:]:
@@ -80,19 +91,52 @@ def _pointers(entry: Entry) -> dict[Register, set[str]]:
                     for register in instruction.destinations:
                         pointers[register].add(base.variable.name)
         elif instruction.head in _ARITHMETIC:
-            steps += [(register, instruction.sources) for register in instruction.destinations]
             for operand in instruction.operands[1:]:  # `mov.u64 %p, parameter` of its address
                 if isinstance(operand, Symbol) and operand.variable in entry.params:
                     pointers[instruction.destinations[0]] |= {operand.variable.name, "an address in the parameters"}
+    _follow_arithmetic(entry, pointers)
+    return pointers
+
+
+def _follow_arithmetic(entry: Entry, origins: dict[Register, set[str]]) -> None:
+    """Add to the origins of registers those of what moves and integer arithmetic make them of."""
+    computed = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
+    steps = [(register, instruction.sources) for instruction in computed for register in instruction.destinations]
     changed = True
     while changed:
         changed = False
         for register, sources in steps:
-            origin = set().union(*(pointers[source] for source in sources))
-            if not origin <= pointers[register]:
-                pointers[register] |= origin
+            origin = set().union(*(origins[source] for source in sources))
+            if not origin <= origins[register]:
+                origins[register] |= origin
                 changed = True
-    return pointers
+
+
+@remembered
+def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
+    """The array in shared memory that an instruction's first address comes from, by the instruction's index.
+
+    Only where it comes from no other array, and not of dynamic shared memory, which has no size.
+    """
+    arrays = {variable.name: variable for variable in entry.shared}
+    origins: dict[Register, set[str]] = defaultdict(set)
+    for instruction in entry.instructions:
+        if instruction.head in _ARITHMETIC:
+            names = {o.variable.name for o in instruction.operands[1:] if isinstance(o, Symbol)} & arrays.keys()
+            for register in instruction.destinations:
+                origins[register] |= names
+    _follow_arithmetic(entry, origins)
+    loaded = {register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations}
+    found: dict[int, Variable] = {}
+    for index, instruction in enumerate(entry.instructions):
+        if not instruction.opcode.startswith(_OF_THREADS) or "bulk" in instruction.opcode:
+            continue  # of a copy engine's two addresses in shared memory one is its mbarrier's
+        base = next((operand.base for operand in instruction.operands if isinstance(operand, Address)), None)
+        names = {base.variable.name} & arrays.keys() if isinstance(base, Symbol) else set()
+        names = origins[base] if isinstance(base, Register) and base not in loaded else names
+        if len(names) == 1 and (array := arrays[next(iter(names))]).size:
+            found[index] = array
+    return found
 
 
 class _Meanings:

@@ -34,6 +34,7 @@ _OPERATORS: tuple[dict[str, Callable[[int, int], int]], ...] = (
 OPERATORS = frozenset(symbol for level in _OPERATORS for symbol in level)
 SUM = 4  # where among them + and - stand
 _U64 = 1 << 64
+_INLINE_MARKS = frozenset(f"// {side} inline asm" for side in ("begin", "end"))
 _KEPT = frozenset(("word", "mark", "number", "string", "loc"))
 
 
@@ -48,6 +49,8 @@ class Cursor:
         self.path = path
         self.lines = text.split("\n")
         self.annotations: dict[int, str] = {}  # line -> what follows `@lanes` in its comment
+        self.wrapping: set[int] = set()  # lines that say `@wraps` in their comment
+        self.inline_marks: list[int] = []  # lines at which inline assembly begins and ends, by the compiler's comments
         self.at = 0
         self.kinds: list[str] = []
         self.texts: list[str] = []
@@ -68,6 +71,10 @@ class Cursor:
                 line += token.count("\n")
             elif kind == "comment" and "@lanes" in token:
                 self.annotations[line] = token.partition("@lanes")[2]
+            elif kind == "comment" and "@wraps" in token:
+                self.wrapping.add(line)
+            elif kind == "comment" and token in _INLINE_MARKS:
+                self.inline_marks.append(line)
             elif kind == "other":
                 self.fail(f"unexpected character {token!r}", line)
         self.kinds.append("end")

@@ -79,6 +79,11 @@ class BlockBarriers(Unit):
         for parked in barrier.waiting:
             machine.put(parked.pc + 1, parked.lanes)
 
+    def has_room(self, block: int, number: int, expected: int | None, arriving: int) -> bool:
+        """Tell whether so many threads can come to one generation of a barrier."""
+        barrier = self.at.get((block, number))
+        return expected is None or arriving + (np.count_nonzero(barrier.present) if barrier else 0) <= expected
+
     def look_again(self) -> None:
         """Threads that have ended are not waited for."""
         for barrier in list(self.at.values()):
@@ -99,6 +104,11 @@ def check_barrier(numbers: Array, expected: Array | None) -> None:
         raise ValueError(f"a block has barriers 0 to {BARRIERS - 1} (got {numbers.max()})")
     if expected is not None and (wrong := (expected % 32 != 0) | (expected == 0)).any():
         raise ValueError(f"the number of threads has to be a multiple of 32 (got {expected[wrong][0]})")
+
+
+def warps_of(indices: Array) -> list[Array]:
+    """Part lanes by warp."""
+    return np.split(indices, np.flatnonzero(np.diff(indices // 32)) + 1)
 
 
 @binder("bar", "barrier")
@@ -140,7 +150,10 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             here = keys == key
             block, number = divmod(int(key), BARRIERS)
             for threads in [None] if expected is None else np.unique(expected[here]).tolist():
-                arrive(block, number, threads, indices[here if threads is None else here & (expected == threads)])
+                those = indices[here if threads is None else here & (expected == threads)]
+                # warps that come when it is complete begin its next generation
+                for part in [those] if barriers.has_room(block, number, threads, len(those)) else warps_of(those):
+                    arrive(block, number, threads, part)
         return [] if waits else None
 
     def arrive(block: int, number: int, threads: int | None, indices: Array) -> None:
@@ -153,7 +166,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             problem = f"{threads or 'all'} threads are to meet at barrier {number}, but {first}"
             raise EmulationError(f"{machine.place(instruction, lanes)}: {problem}")
         for watcher in watchers:
-            watcher.arrive((block, number), lanes)
+            watcher.arrive(instruction, (block, number), lanes)
         at.present[indices % stride] = True
         if waits:
             wanted = "all threads" if threads is None else f"{threads} threads"

@@ -40,6 +40,7 @@ class MBarrier:
         self.expected, self.expected_by = 0, instruction  # bytes in this phase, and the last to expect some
         self.phase = 0  # phases completed so far
         self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
+        self.several = ""  # who has completed several phases with one instruction, which nobody can wait for
 
     def arrive(self, count: int, drop: bool = False) -> None:
         """Count arrivals of threads; with `drop` they will not be expected in later phases."""
@@ -82,6 +83,7 @@ class MBarrier:
         why = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
         if self.bytes:
             why += f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
+        why += self.several
         for parked, _ in self.waiting:
             yield Parked(parked.pc, parked.lanes, why)
 
@@ -249,12 +251,16 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
                 tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
                 barrier.arrive(len(who))
                 continue
+            begun = barrier.phase
             for i in who.tolist():
                 tokens[i] = barrier.phase << _PENDING | barrier.missing
                 try:
                     change(barrier, arguments[i])
                 except ValueError as error:
                     at.fail(indices[i], str(error))
+            if (phases := barrier.phase - begun) > 1:
+                line = instruction.seen_from(barrier.instruction)
+                barrier.several = f"; {len(who)} threads that arrived at once, in {line}, completed {phases} phases"
         write(lanes, tokens)
 
     return arrive

@@ -239,6 +239,18 @@ def test_a_deadlock_says_what_is_missing(before, said):
         outcome(body + "W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;\nEND:\n")
 
 
+def test_a_deadlock_says_who_completed_several_phases_at_once():
+    body = """@%q mbarrier.init.shared.b64 [%r5], 1;
+    bar.sync 0;
+    mbarrier.arrive.shared.b64 _, [%r5];
+    """
+    said = (
+        r"1 of 1 arrivals are missing; 32 threads that arrived at once, in line \d+, `mbarrier.arrive.\S+ _, \[%r5\]`, "
+    )
+    with pytest.raises(Deadlock, match=said + "completed 32 phases"):
+        outcome(body + "W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;\n")
+
+
 def test_polling_lanes_may_do_other_things():
     """Lane 0 polls, and arrives itself between its polls."""
     body = """@!%q bra END;

@@ -134,3 +134,64 @@ def test_arrivals_from_another_block(arrive, wait, side, mode):
     assert all(
         f"line {waits} {side} in scope .cta only, which does not reach the other block" in f.message for f in found
     )
+
+
+# In block 0 all threads write a word, and thread 0 sets a flag; in block 1 it waits for that, and all read.
+BLOCKS = """ld.param.u64 %x1, [a]; mov.u32 %r0, %ctaid.x; mov.u32 %r2, %tid.x; mov.u32 %s, 0; setp.ne.u32 %p, %r0, 0;
+mul.wide.u32 %x2, %r2, 4; add.u64 %x2, %x1, %x2; setp.ne.u32 %q, %r2, 0;
+@%p bra READ;
+st.global.u32 [%x2+4], 7;
+WRITTEN
+bar.sync 0;
+@%q bra DONE;
+SET
+st.relaxed.gpu.global.u32 [%x1], 1;
+bra DONE;
+READ: @%q bra MEET;
+LOOK: ld.relaxed.gpu.global.u32 %r1, [%x1]; setp.eq.u32 %p, %r1, 0;
+@%p bra LOOK;
+SEEN
+MEET: bar.sync 0;
+MET
+ld.global.u32 %s, [%x2+4];
+DONE:
+"""
+FENCE = "fence.acq_rel.gpu;"
+
+
+@pytest.mark.parametrize(
+    ("written", "set_", "seen", "met", "said"),
+    [
+        ("", FENCE, FENCE, "", None),
+        (FENCE, FENCE, FENCE, "", None),
+        ("", FENCE, "fence.acq_rel.sys;", "", None),
+        ("", FENCE, "", "", "as nobody has fenced between the read of the flag and the barrier, which is no fence"),
+        ("", FENCE, "", FENCE, "as nobody has fenced between the read of the flag and the barrier"),
+        (FENCE, "", FENCE, "", "which has a fence behind that, but line 16, `st.relaxed.gpu.global.u32 [%x1], 1`, sets "
+         "the flag in thread (0,0,0): by the letter of PTX that thread needs a fence of its own"),
+        ("", "", FENCE, "", "of block (0,0,0),"),
+    ],
+)  # fmt: skip
+def test_a_barrier_is_no_fence_between_blocks(written: str, set_: str, seen: str, met: str, said: str | None) -> None:
+    body = BLOCKS.replace("WRITTEN", written).replace("SET", set_).replace("SEEN", seen).replace("MET", met)
+    text = kernel(body + STORE, ".param .u64 out, .param .u64 a")
+    result = run(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
+    assert [f.line for f in result.findings] == [line_of(text, "ld.global.u32 %s")] * (said is not None)
+    assert said is None or said in result.findings[0].message
+
+
+def test_a_barrier_is_a_fence_in_its_block() -> None:
+    """Thread 0 hands a word to thread 32 by a flag, and leaves; a barrier follows the relaxed read."""
+    body = """mov.u32 %r2, %tid.x; mov.u32 %s, 0; setp.eq.u32 %p, %r2, 32; setp.eq.u32 %q, %r2, 0;
+@%p bra LOOK;
+@!%q bra MEET;
+st.shared.u32 [buf+4], 7; fence.acq_rel.cta; st.relaxed.cta.shared.u32 [buf], 1;
+bra DONE;
+LOOK: ld.relaxed.cta.shared.u32 %r1, [buf]; setp.ne.u32 %q, %r1, 1;
+@%q bra LOOK;
+MEET: bar.sync 0;
+ld.shared.u32 %s, [buf+4];
+DONE:
+"""
+    text = kernel(body + STORE, outside=".shared .align 16 .b8 buf[128];")
+    assert run(text, np.zeros(128, np.uint32), threads=64, blocks=2, checks=["race"]).findings == ()

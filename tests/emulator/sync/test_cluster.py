@@ -247,3 +247,10 @@ def test_sizes_of_clusters() -> None:
         emulator.run(text, None, [out], grid=4, block=32, cluster=4)
     with pytest.raises(ArgumentError, match=r"cluster: has at most 16 blocks \(got \(32, 1, 1\)\)"):
         emulator.run(kernel("ret;"), None, [out], grid=32, block=32, cluster=32)
+
+
+def test_the_address_of_a_peer_in_a_local_form() -> None:
+    with pytest.raises(
+        MemoryFault, match=r"the address of byte 1152 in block 1 of the cluster, which takes .shared::cl"
+    ):
+        outcome("ld.shared::cta.u32 %s, [%r9+128];")

@@ -1,0 +1,91 @@
+"""Part of the check "race": threads that come to a named barrier while its generation before may be under way.
+
+A barrier with a count of threads is complete when so many have come, whoever they are. A thread that comes again too
+early is counted in the generation under way, which is then complete without a thread that others wait for. So who comes
+has to know that the generation before is over: it has waited for that itself, or knows of all who came to it
+(`happens_before`). Two groups of warps that use one barrier at once break the same rule. A generation of one warp is
+over as soon as that has come.
+"""
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore
+from ptxlab.emulator.checks.vector_clocks import groups
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Entry, Instruction
+
+
+def counts_threads(entry: Entry) -> bool:
+    """Tell whether a kernel has barriers with a number of threads."""
+    return any(i.head in ("bar", "barrier") and len(i.operands) > 1 for i in entry.instructions)
+
+
+class Generation:
+    """Who has come to one generation of a barrier; by thread of the block."""
+
+    def __init__(self, threads: int) -> None:
+        self.times = np.zeros(threads, np.int32)  # by their own time; 0 for who has not
+        self.codes = np.zeros(threads, np.int32)  # the index of the instruction by which
+        self.waited = np.zeros(threads, bool)  # and seen it over
+
+    @property
+    def is_one_warp(self) -> bool:
+        """Whether nobody else had to come."""
+        arrived = np.flatnonzero(self.times)
+        return bool(arrived[0] // 32 == arrived[-1] // 32)
+
+
+class BarrierGenerations(Check):
+    """Arrivals by threads that do not know the generation before to be over. It looks before `order` learns of them."""
+
+    def __init__(self, machine: Machine, order: HappensBefore) -> None:
+        super().__init__(machine)
+        self.order = order
+        self.under_way: dict[tuple[int, int], Generation] = {}  # by block of the wave, and number
+        self.complete: dict[tuple[int, int], Generation] = {}  # the last of each
+
+    def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """Threads come."""
+        indices, stride = indices_of(lanes), self.machine.stride
+        threads = indices % stride
+        now = self.under_way.setdefault(barrier, Generation(stride))
+        before, again = self.complete.get(barrier), now.times[threads] > 0
+        if again.any():
+            message = f"comes to barrier {barrier[1]} twice before all of its threads have come once,"
+            self.report(instruction, "race", lanes, again, message)
+        elif before and not before.is_one_warp and not before.waited[threads].all():
+            self.require_the_end(instruction, barrier, lanes, before)
+        now.times[threads] = self.order.clocks.own[indices]
+        now.codes[threads] = self.machine.index[id(instruction)]
+
+    def require_the_end(
+        self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes, before: Generation
+    ) -> None:
+        """Report the threads that do not know of all arrivals of the generation before."""
+        clocks, indices = self.order.clocks, indices_of(lanes)
+        arrived = np.flatnonzero(before.times)
+        columns = (barrier[0] * self.machine.stride + arrived) % clocks.size
+        unsure, unknown = np.zeros(len(indices), bool), 0
+        for warp in groups(indices // 32):
+            known = clocks.known_to(indices[warp])[int(indices[0]) // clocks.size]
+            missing = known[columns] < before.times[arrived]
+            if missing.any():
+                unsure[warp] = ~before.waited[indices[warp] % self.machine.stride]
+                unknown = unknown or int(arrived[int(np.argmax(missing))])
+        if unsure.any():
+            _, thread = self.machine.place_of(barrier[0] * self.machine.stride + unknown)
+            other = self.machine.code[before.codes[unknown]].seen_from(instruction)
+            message = (
+                f"comes to barrier {barrier[1]} without knowing that its generation before is over, to which thread "
+                f"({','.join(map(str, thread))}) came by {other}: until that has come, this arrival counts in its "
+                "place; wait for that generation (bar.sync), or behind a thread that has,"
+            )
+            self.report(instruction, "race", lanes, unsure, message)
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """All have come; those who wait know that."""
+        generation = self.complete[barrier] = self.under_way.pop(barrier)
+        if lanes is not None:
+            generation.waited[indices_of(lanes) % self.machine.stride] = True

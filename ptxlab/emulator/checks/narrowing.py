@@ -1,0 +1,125 @@
+"""The check "narrow": integers that lose high bits, outside of annotated lanes.
+
+Two places: an integer that a conversion or a store makes narrower, and a product (`mul.lo`, `mad.lo`) that does not fit
+its type, as an index of 32 bits may not. What a store keeps is judged by the sign of the array that it goes to; where
+nothing tells the sign, what fits with a sign or without one does. Wrapping on purpose, as in a hash, is silenced by
+`// @wraps` on the line, or on the line of the call that it is inlined from. Shifts and bitwise operations are not
+looked at: they pack bits.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, count_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.memory import BASE
+from ptxlab.emulator.front.ir import Instruction, Operand, Register, Vector
+from ptxlab.emulator.front.types import Array, bits_of, is_signed, limits
+
+MARK = "@wraps"
+_INTEGERS = frozenset(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64))
+
+
+def is_silent(instruction: Instruction) -> bool:
+    """Whether a line that the instruction comes from says that it wraps on purpose."""
+    return instruction.wraps or any(
+        MARK in _line(*place) for place in ((instruction.path, instruction.line), *instruction.callers)
+    )
+
+
+def _line(path: str, line: int) -> str:
+    """A line of a source; empty if that cannot be read."""
+    try:
+        lines = Path(path).read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return lines[line - 1] if line <= len(lines) else ""
+
+
+class Narrowing(Check):
+    """Integers that do not fit where they go."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.is_silent = cache(lambda index: is_silent(machine.code[index]))
+        launch, memory = machine.launch, machine.memory
+        self.arrays: dict[int, np.dtype] = {}  # by the arena offset of a buffer: what an array holds
+        for value, param in zip(launch.args, launch.entry.params, strict=True):
+            if isinstance(value, np.ndarray):
+                address = int(memory.view[8][(launch.addresses[id(param)] - BASE) // 8])
+                self.arrays[address - BASE] = value.dtype
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Look at conversions and products."""
+        head, *modifiers = instruction.opcode.split(".")
+        types = [word for word in modifiers if word in _INTEGERS]
+        if instruction.lanes or not types:
+            return handler
+        if head == "cvt" and len(types) == 2 and bits_of(types[0]) < bits_of(types[1]) and "sat" not in modifiers:
+            return self.converting(instruction, handler, *types)
+        if head in ("mul", "mad") and "lo" in modifiers and bits_of(types[-1]) < 64:
+            return self.multiplying(instruction, handler, types[-1])
+        return handler
+
+    def converting(self, instruction: Instruction, handler: Handler, target: str, source: str) -> Handler:
+        """Look at what is converted. Compilers name a sign at random."""
+        read = self.machine.reader(instruction.operands[1], source, relaxed=True)
+
+        def convert(lanes: Lanes) -> Successors:
+            self.require(instruction, lanes, read(lanes), bits_of(target), None, f"{bits_of(target)} bits")
+            return handler(lanes)
+
+        return convert
+
+    def multiplying(self, instruction: Instruction, handler: Handler, type_name: str) -> Handler:
+        """Compute the product in 64 bits."""
+        readers = [self.machine.reader(operand, type_name) for operand in instruction.operands[1:]]
+        wide, (low, high) = (np.int64 if is_signed(type_name) else np.uint64), limits(type_name)
+
+        def multiply(lanes: Lanes) -> Successors:
+            a, b, *c = (np.broadcast_to(read(lanes), (count_of(lanes),)).astype(wide) for read in readers)
+            exact = a * b + c[0] if c else a * b
+            wrong = (exact < low) | (exact > high)
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                added = f" + {c[0][i]}" if c else ""
+                self.tell(instruction, lanes, wrong, f"{a[i]} * {b[i]}{added} = {exact[i]} does not fit {type_name},")
+            return handler(lanes)
+
+        return multiply
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Look at registers that are wider than what of them is stored."""
+        bits, operands = bits_of(access.type), access.instruction.operands
+        if access.instruction.head != "st" or bits > 32:
+            return
+        region = self.machine.memory.region_of(int(offsets.min()))
+        dtype = self.arrays.get(region.start) if region and int(offsets.max()) < region.end else None
+        is_array = dtype is not None and dtype.kind in "iu" and dtype.itemsize * 8 == bits
+        signed = dtype.kind == "i" if is_array and dtype is not None else None
+        where = f"{dtype}, which the array holds" if is_array else f"{bits} bits"
+        items: tuple[Operand, ...] = operands[1].items if isinstance(operands[1], Vector) else operands[1:2]
+        for item in items:
+            if isinstance(item, Register) and bits_of(item.type) > bits:
+                read = self.machine.reader(item, f"s{bits_of(item.type)}")
+                self.require(access.instruction, lanes, read(lanes), bits, signed, where)
+
+    def require(
+        self, instruction: Instruction, lanes: Lanes, values: Array, bits: int, signed: bool | None, where: str
+    ) -> None:
+        """Report values that are no integers of so many bits, as they stand or without their sign."""
+        low, high = -(1 << bits - 1) if signed is not False else 0, (1 << bits - (signed is True)) - 1
+        width = values.itemsize
+        as_signed = np.broadcast_to(values, (count_of(lanes),)).view(f"i{width}")
+        wrong = ((as_signed < low) | (as_signed > high)) & (as_signed.view(f"u{width}") > high)
+        if wrong.any():
+            self.tell(instruction, lanes, wrong, f"{as_signed[int(np.argmax(wrong))]} does not fit {where},")
+
+    def tell(self, instruction: Instruction, lanes: Lanes, wrong: Array, message: str) -> None:
+        """Report it, if nobody says that it is on purpose."""
+        if not self.is_silent(self.machine.index[id(instruction)]):
+            self.report(instruction, "narrow", lanes, wrong, message)

@@ -1,0 +1,60 @@
+"""The check "overrun": accesses by the address of one array in shared memory that reach another.
+
+The bounds that every run checks are those of the block's whole shared memory. The arrays in it are variables of the
+PTX; how they lie is nobody's promise. An access is followed to the one array that its address comes from
+(`front.pointer_accesses`).
+"""
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.pointer_accesses import shared_arrays_of
+from ptxlab.emulator.front.types import Array
+
+
+class SharedArrays(Check):
+    """Accesses outside the array whose address they take."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        code = machine.code
+        self.arrays = {id(code[index]): array for index, array in shared_arrays_of(machine.launch.entry).items()}
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Lanes read."""
+        self.look(access.instruction, "reads", lanes, offsets, access.size)
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Lanes write."""
+        self.look(access.instruction, "writes", lanes, offsets, access.size)
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Lanes do both."""
+        self.look(access.instruction, "changes", lanes, offsets, access.size)
+
+    def issue(self, effect: Effect) -> None:
+        """Lanes copy with `cp.async`."""
+        lanes, starts, sizes = effect.writes
+        if effect.kind == "cp.async" and len(lanes):
+            self.look(effect.instruction, "copies to", as_lanes(lanes), starts, sizes)
+
+    def look(self, instruction: Instruction, does: str, lanes: Lanes, offsets: Array, sizes: int | Array) -> None:
+        """Report lanes that leave the array for another place of the same block's shared memory."""
+        array = self.arrays.get(id(instruction))
+        if array is None:
+            return
+        starts = offsets - self.machine.cluster_memory.windows[indices_of(lanes) // self.machine.stride]
+        past = starts + sizes - (array.offset + array.size)
+        wrong = (starts < array.offset) | (past > 0)
+        wrong &= (starts >= 0) & (starts < self.machine.launch.window_bytes)  # a peer's is elsewhere
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            far = f"{past[first]} bytes past its end" if past[first] > 0 else "ahead of its first byte"
+            place = self.machine.memory.byte(int(offsets[first]))
+            message = f"{does} {place} by an address of {array.name} ({array.size} bytes), {far},"
+            self.report(instruction, "overrun", lanes, wrong, message)

@@ -1,0 +1,107 @@
+"""Part of the check "divergence": `__syncthreads()` that not all threads of a block come to.
+
+PTX lets warps of a block meet by different `bar.sync` instructions, and waits for nobody who has ended. CUDA C++ asks
+for more of `__syncthreads()` and its like (CUDA C++ Programming Guide, synchronization functions): under a condition it
+may stand only if that holds for all threads of the block or for none. Threads that have returned ahead of it are not
+missed. That they have is read off the source: the compiler makes the same code of `if (a) return; f();` as of
+`if (!a) f();`. Barriers in inline assembly, with a number of threads and in PTX files keep to the rule of PTX alone
+(`divergence`).
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Entry, Immediate, Instruction
+from ptxlab.emulator.front.types import Array
+
+_LEAVES = re.compile(r"\b(return|exit|goto)\b")
+_MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)((?:[^\n\\]|\\.)*)", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+Place = tuple[str, int]
+
+
+def is_syncthreads(instruction: Instruction) -> bool:
+    """Whether the compiler has made it of `__syncthreads()`, `__syncthreads_count()` or their like."""
+    if instruction.head != "bar" or not instruction.is_compiled or "warp" in instruction.opcode:
+        return False
+    numbers = [operand for operand in instruction.operands if isinstance(operand, Immediate)]
+    return [number.bits for number in numbers] == [0]
+
+
+def place_in_kernel(instruction: Instruction) -> Place:
+    """Where the kernel's own code has it, or the call that it is in."""
+    return instruction.callers[-1] if instruction.callers else (instruction.path, instruction.line)
+
+
+def may_return(entry: Entry, instruction: Instruction) -> bool:
+    """Whether threads can leave the kernel ahead of an instruction; yes, if the source does not tell."""
+    (path, begin), (same, end) = place_in_kernel(entry.instructions[0]), place_in_kernel(instruction)
+    try:
+        text = Path(path).read_text(errors="replace")
+    except OSError:
+        return True
+    text = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n"), text)
+    macros = [name for name, body in _MACRO.findall(text) if _LEAVES.search(body)]
+    leaves = re.compile("|".join((_LEAVES.pattern, *(rf"\b{name}\b" for name in macros))))
+    return path != same or any(map(leaves.search, text.split("\n")[begin - 1 : end]))
+
+
+class WholeBlocks(Check):
+    """Blocks that are not whole where CUDA C++ wants them to be. It looks when `Divergence` has."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.present: dict[tuple[int, int], list[tuple[Instruction, Lanes]]] = {}
+        self.threads = machine.living  # of the wave, at its begin
+        self.excused: dict[int, bool] = {}  # by instruction index: whether threads may have returned ahead of it
+
+    def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """Threads come."""
+        if is_syncthreads(instruction):
+            self.present.setdefault(barrier, []).append((instruction, lanes))
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """All have come that PTX waits for."""
+        arrivals = self.present.pop(barrier, [])
+        if not arrivals or self.is_divergent(arrivals):
+            return
+        (first, those), *others = arrivals
+        for other, elsewhere in others:
+            if (other.path, other.line, other.callers) != (first.path, first.line, first.callers):
+                self.differ(first, those, f"comes to {other.seen_from(first)}", elsewhere)
+                return
+        ended = self.ended(barrier[0]) if self.machine.living < self.threads else []
+        if len(ended) and not self.is_excused(first):
+            self.differ(first, those, "has gone past it, to the end", ended)
+
+    def is_divergent(self, arrivals: list[tuple[Instruction, Lanes]]) -> bool:
+        """Whether warps that are not whole have been reported there: that breaks both rules."""
+        places = {("divergence", instruction.path, instruction.line) for instruction, _ in arrivals}
+        return any(key[:3] in places for key in self.machine.launch.findings.found)
+
+    def is_excused(self, instruction: Instruction) -> bool:
+        """Whether threads may have returned ahead of an instruction."""
+        index = self.machine.index[id(instruction)]
+        if index not in self.excused:
+            self.excused[index] = may_return(self.machine.launch.entry, instruction)
+        return self.excused[index]
+
+    def ended(self, block: int) -> Array:
+        """Lanes of a block that have left the kernel."""
+        first, launch = block * self.machine.stride, self.machine.launch
+        return first + np.flatnonzero(~self.machine.alive[first : first + launch.threads])
+
+    def differ(self, instruction: Instruction, lanes: Lanes, what: str, others: Lanes) -> None:
+        """Report who came, beside one who did not."""
+        _, thread = self.machine.place_of(int(indices_of(others)[0]))
+        who = ",".join(map(str, thread))
+        message = (
+            f"by the rule of CUDA C++ all threads of a block have to come to the same __syncthreads(), but thread "
+            f"({who}) {what}; PTX allows that to whole warps,"
+        )
+        self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
