@@ -162,6 +162,28 @@ def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
     assert these.preempted == {young} and first.tokens and second.tokens
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_keep_their_order(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run and those that wait, oldest first, whoever has to give pages back, and after a step that fails."""
+    these = Server(NumpyRunner(MODEL, 3, 128, pages=3, chunk=200), share_prefixes=False)
+    requests = [these.submit([i] * 60, tokens=TOKENS) for i in range(5)]
+    for _ in range(3):
+        these.step()
+    assert these.waiting == requests[3:]
+    if fails:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(these.runner, "_logits", Mock(side_effect=KeyboardInterrupt))
+            these.step()
+        assert these.waiting == requests
+    waited: list[Request] = []
+    while these.waiting or these.running:
+        ahead = [request for request in requests if not request.done]
+        assert [*these.running.values(), *these.waiting] == ahead
+        waited += [request for request in these.waiting if request.tokens]
+        these.step()
+    assert {id(request) for request in waited} >= {id(request) for request in requests[1:3]}
+
+
 def test_prompts_go_in_between_steps() -> None:
     """A prompt of 70 in chunks of 20: the sequence before it makes a token in each of the steps."""
     these = served(2, chunk=20)
