@@ -71,6 +71,7 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyP
     assert (row.more["head_int8_us"], row.more["head_invariant_us"]) == (11.0, 11.0)
     floors = {name for name in row.more if name.startswith("floor ")}
     assert len(floors) == 6 and row.floor_us == pytest.approx(sum(row.more[name] for name in floors))
+    assert 0 < row.fraction == row.floor_us / row.time_us and row.limit == "sum of its operations"
 
     run = models.generated(runner, 2)
     found = models.generate_row(TINY, 2, 80, run, {"fp8_row/sdpa": (100.0, 3)})
@@ -212,6 +213,19 @@ def test_what_is_measured_of_a_model(config: Config, monkeypatch: pytest.MonkeyP
     assert models.config_of(models.sizes_of(config, 4)) is config
     fp16, fp8 = (models.mix_batches(config, ("fp16", "fp8_row"), 80)[f"{n}/sdpa"] for n in ("fp16", "fp8_row"))
     assert 0 <= fp16 <= fp8 <= 256 and (fp16 > 0) == (config.name not in ("LLaMA-2-70B", "Mixtral-8x7B"))
+
+
+@pytest.mark.parametrize(("memory", "budgets"), [(48, [80]), (79, [80]), (80, [80]), (140, [80]), (141, [80, 141])])
+def test_budgets_larger_than_the_card_are_not_measured(
+    memory: int, budgets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest one is, of what the card has."""
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=memory * 10**9))
+    config = Config.named("LLaMA-2-7B")
+    plan = models.ModelPlan.of(config, models.WantedModels(batches=(1, 16, 10**6)))
+    assert [*plan.budgets] == budgets and {1, 16} < {*plan.batches} == {1, 16, *plan.budgets.values()}
+    room = models.largest_batch(config, min(80, memory), models.PROMPT + models.MADE, chunk=models.CHUNK)
+    assert plan.budgets[80] == room
 
 
 @pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)

@@ -74,6 +74,59 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
 
 
+@pytest.mark.parametrize(("products", "expected"), [(63, "proved"), (64, "refuted")])
+def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
+    products: int, expected: str, tmp_path: Path
+) -> None:
+    """64 dp4as of -128 by -128 reach 2^22, where the float that begins at 0x4b400000 goes by twos."""
+    body = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x];" + "dp4a.s32.s32 %s, %a, %a, %s;" * products
+    loop = LoopClaim(sums="converted")
+    assert loop_verdict(in_loop(f"{body} mov.s32 %b, %s;"), "sums_are_exact", loop, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        ("", "proved"),
+        ("add.s32 %s, %s, 1;", "refuted"),
+        ("add.u32 %b, %b, 1;", "refuted"),
+        ("mov.u32 %b, 1;", "refuted"),
+    ],
+)
+def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: str, tmp_path: Path) -> None:
+    """It may run once or many times: the sum itself, and a number that is added to it."""
+    body = f""".reg .u32 %j; .reg .pred %q;
+    again: ld.global.u32 %a, [%x]; mov.u32 %b, 0; mov.u32 %j, 0;
+    inner: {inner} add.u32 %j, %j, 1; setp.lt.u32 %q, %j, %n; @%q bra inner;
+    dp4a.s32.s32 %s, %a, %a, %s; add.s32 %s, %s, %b;"""
+    loop = LoopClaim()
+    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("ways", "expected"),
+    [
+        ("@%q bra over; mov.s32 %s, 0; over:", "proved"),
+        ("shl.b32 %s, %s, 1; @%q bra over; mov.s32 %s, 0; over:", "refuted"),
+        ("@%q bra other; mov.s32 %s, 0; bra.uni over; other: shl.b32 %s, %s, 1; over:", "refuted"),
+        ("@%q bra other; shl.b32 %s, %s, 1; bra.uni over; other: mov.s32 %s, 0; over:", "refuted"),
+    ],
+)
+def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -> None:
+    """A sum that one way sets to 0 is still what the other way leaves."""
+    body = f""".reg .pred %q; again: ld.global.u32 %a, [%x]; setp.gt.s32 %q, %a, 0; {ways}
+    dp4a.s32.s32 %s, %a, %a, %s;"""
+    loop = LoopClaim()
+    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(131064, "proved"), (131072, "refuted")])
+def test_a_step_has_the_products_of_its_longest_sum(most: int, expected: str, tmp_path: Path) -> None:
+    body = """.reg .s32 %d; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
+    dp4a.s32.s32 %d, %a, %a, %d; dp4a.s32.s32 %d, %a, %a, %d;"""
+    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(), most, tmp_path=tmp_path) == expected
+
+
 @pytest.mark.parametrize(
     ("mask", "shift", "expected"),
     [
