@@ -22,6 +22,7 @@ from ptxlab.llm.model import Config, KernelRunner, LayerWeights
 from ptxlab.llm.model.memory import layer_bytes
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.layout import page_bytes
+from ptxlab.runtime.timing import Measured
 from tests.support.emulated_gpu import _measure
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=600, name="tiny")
@@ -80,6 +81,23 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyP
     assert found.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
     assert found.peers == {"fp8_row/sdpa": pytest.approx(100.0 * 2 / 3)}, "its batch is 3, ours 2"
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
+
+
+def test_a_row_is_what_was_measured() -> None:
+    """The floor is that of all its operations, and times are of the median."""
+    work = [models.Work("gemm down", 46_000_000, 0), models.Work("head", 92_000_000, 7)]
+    alone = decoder.Alone(
+        {"a": 1.0, "b": 2.0, "c": 4.0, "d": 0.5}, {"a": "gemm", "b": "attention", "c": "gemm", "d": "others"}
+    )
+    config = replace(TINY, layers=3)
+    measured = Measured(us=60.0, fastest=40.0, slowest=90.0, sm_mhz=1755.0)
+    row = models.row_at(config, 8, measured, work, alone, 16.0, CEILINGS, "yes", {"peer": 5.0}, {"power_w": 300.0})
+    assert (row.time_us, row.fastest_us, row.slowest_us, row.sm_mhz) == (60.0, 40.0, 90.0, 1755.0)
+    assert (row.floor_us, row.fraction) == (pytest.approx(30.0), pytest.approx(0.5))
+    assert (row.bytes, row.operations, row.rate) == (138_000_000, 7, pytest.approx(8 / 60e-6))
+    parts = {"gemm_us": 15.0, "attention_us": 6.0, "others_us": 1.5, "head_us": 16.0, "gaps_us": 21.5}
+    floors = {"floor gemm down": pytest.approx(10.0), "floor head": pytest.approx(20.0)}
+    assert row.more == {**parts, **floors, **alone.us, "power_w": 300.0} and row.peers == {"peer": 5.0}
 
 
 @pytest.mark.full

@@ -90,13 +90,13 @@ def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
         ("", "proved"),
         ("add.s32 %s, %s, 1;", "refuted"),
         ("add.u32 %b, %b, 1;", "refuted"),
-        ("mov.u32 %b, 1;", "refuted"),
+        ("mov.u32 %b, %c; mov.u32 %c, 1;", "refuted"),
     ],
 )
 def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: str, tmp_path: Path) -> None:
-    """It may run once or many times: the sum itself, and a number that is added to it."""
-    body = f""".reg .u32 %j; .reg .pred %q;
-    again: ld.global.u32 %a, [%x]; mov.u32 %b, 0; mov.u32 %j, 0;
+    """It may run once or many times: the sum itself, and a number that is added to it, at once or from the second on."""
+    body = f""".reg .u32 %j, %c; .reg .pred %q;
+    again: ld.global.u32 %a, [%x]; mov.u32 %b, 0; mov.u32 %c, 0; mov.u32 %j, 0;
     inner: {inner} add.u32 %j, %j, 1; setp.lt.u32 %q, %j, %n; @%q bra inner;
     dp4a.s32.s32 %s, %a, %a, %s; add.s32 %s, %s, %b;"""
     loop = LoopClaim()
