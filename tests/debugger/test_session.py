@@ -444,15 +444,15 @@ def test_blocks_and_threads_are_numbered_with_x_fastest() -> None:
     text = f"""{HEADER}.visible .entry k(.param .u64 out) {{
         .reg .b32 %x, %y, %t; .reg .b64 %o; .reg .pred %p, %q;
         ld.param.u64 %o, [out]; mov.u32 %x, %ctaid.x; mov.u32 %y, %ctaid.y; mov.u32 %t, %tid.y;
-        setp.eq.u32 %p, %x, 2; setp.eq.and.u32 %q, %y, 1, %p; setp.eq.and.u32 %q, %t, 3, %q;
+        setp.eq.u32 %p, %x, 1; setp.eq.and.u32 %q, %y, 1, %p; setp.eq.and.u32 %q, %t, 3, %q;
         @!%q ret;
         st.global.u32 [%o+400], %x;
         ret; }}"""
     with session(text, np.zeros(1, np.uint32), grid=(3, 2), block=(16, 4), checks="") as kernel:
         kernel.stop_at("st.global")
         kernel.go_on()
-        assert kernel.focus == (5, 48)
+        assert kernel.focus == (4, 48)
         assert kernel.go_on().reason == "error"
-        kernel.look_at(4, 17)
+        kernel.look_at(5, 17)
         values = State(kernel)
-        assert [int(values.find(name).values[17]) for name in ("%x", "%y", "%t")] == [1, 1, 1]
+        assert [int(values.find(name).values[17]) for name in ("%x", "%y", "%t")] == [2, 1, 1]

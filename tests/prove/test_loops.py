@@ -94,7 +94,7 @@ def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
     ],
 )
 def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: str, tmp_path: Path) -> None:
-    """It may run once or many times: the sum itself, and a number that is added to it, at once or from the second on."""
+    """The sum itself, and a number that is added to it, whether written by its first step or by the second."""
     body = f""".reg .u32 %j, %c; .reg .pred %q;
     again: ld.global.u32 %a, [%x]; mov.u32 %b, 0; mov.u32 %c, 0; mov.u32 %j, 0;
     inner: {inner} add.u32 %j, %j, 1; setp.lt.u32 %q, %j, %n; @%q bra inner;
