@@ -135,6 +135,61 @@ def grown(runner: KernelRunner, at: list[int]) -> Any:
     return np.zeros((len(at), 600), np.float16)
 
 
+class Steps:
+    """A runner that notes its calls; `token` is the likeliest of each step."""
+
+    def __init__(self, batch: int, token: int = 1) -> None:
+        self.batch, self.chunk, self.token, self.made = batch, 8, token, list[str]()
+        self.config, self.lengths = TINY, np.zeros(batch, int)
+
+    def release(self, b: int) -> None:
+        self.lengths[b] = 0
+
+    def extend(self, part: dict[int, Any]) -> Any:
+        self.made.append(f"extend {[*part]}")
+        for b, prompt in part.items():
+            self.lengths[b] += len(prompt)
+        return np.eye(999)[[self.token] * len(part)]
+
+    def decode(self, tokens: Any, at: list[int]) -> Any:
+        self.made.append(f"decode {tokens.tolist()}")
+        self.lengths[at] += 1
+        return np.eye(999)[[self.token] * len(at)]
+
+
+def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """All launches once before, and the device waited for at each time."""
+    runner, seconds = Steps(3), iter([1.0, 1.5, 4.0])
+    note = runner.made.append
+    clock = SimpleNamespace(start=lambda: note("start"), stop=lambda: note("stop"), mhz=lambda: 1755.0)
+    tiny_gpu.setattr(models, "Clock", lambda: clock)
+    tiny_gpu.setattr(models, "power", lambda: contextlib.nullcontext([100.0, 200.0]))
+    tiny_gpu.setattr(gpu, "synchronize", lambda: note("wait"))
+    tiny_gpu.setattr(models.time, "perf_counter", lambda: [note("time"), next(seconds)][1])
+    assert models.generated(runner, 3) == models.Generated(0.5e6, 2.5e6, 1755.0, 150.0)  # type: ignore[arg-type]
+    prompts = ["extend [0, 1]", "extend [2]"]
+    before, timed = [*prompts, "decode [0, 0, 0]"], [*prompts, "wait", "time", "decode [1, 1, 1]", "wait", "time"]
+    assert runner.made == [*before, "start", "wait", "time", *timed, "stop"]
+    assert runner.lengths.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("token", "lost"), [(600, 0), (1, 1)])
+def test_tokens_outside_the_vocabulary_and_lost_ones_are_no_result(
+    token: int, lost: int, tiny_gpu: pytest.MonkeyPatch
+) -> None:
+    runner = Steps(3, token)
+    decode = runner.decode
+
+    def losing(tokens: Any, at: list[int]) -> Any:
+        logits = decode(tokens, at)
+        runner.lengths[2] -= lost
+        return logits
+
+    tiny_gpu.setattr(runner, "decode", losing)
+    with pytest.raises(BenchmarkError, match="generate, tiny: 3 sequences did not come to 6 tokens"):
+        models.generated(runner, 3)  # type: ignore[arg-type]
+
+
 @pytest.mark.full
 def test_ours_with_qserves_gemm(tiny_gpu: pytest.MonkeyPatch) -> None:
     (row,) = models.without_rows(TINY, (1,), {}, lambda _: None)

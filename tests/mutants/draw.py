@@ -48,6 +48,7 @@ _COMPARISONS = {
     ast.IsNot: ("is not", "is"),
 }
 _SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*")}
+_EXCHANGED = ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.Call  # a text or lambda elsewhere fails at once
 _SKIPPED = ast.Import, ast.ImportFrom, ast.JoinedStr
 _SKIPPED_FIELDS = "annotation", "returns", "type_params", "decorator_list"
 
@@ -106,6 +107,8 @@ def _code_of(node: ast.AST) -> Iterator[ast.AST]:
     """What runs and may be wrong: no annotations, docstrings or imports, and not what an error says."""
     if isinstance(node, _SKIPPED) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of `zip`, which guards what is never otherwise
+        return
     yield node
     if isinstance(node, ast.Raise):
         return
@@ -146,9 +149,11 @@ def _changes(text: str, node: ast.AST, place: Callable[[int, int], int]) -> Iter
             yield Change("constant", start(node), stop(node), str(2 * node.value if node.value > 1 else node.value + 1))
             if isinstance(node.value, int):
                 yield Change("constant", start(node), stop(node), str(node.value - 1))
+        case ast.Call(func=ast.Name(id="isinstance")):
+            return
         case ast.Call():
             for left, right in pairwise(node.args):
-                if not isinstance(left, ast.Starred) and not isinstance(right, ast.Starred):
+                if isinstance(left, _EXCHANGED) and isinstance(right, _EXCHANGED):
                     first, second = (text[start(each) : stop(each)] for each in (left, right))
                     middle = text[stop(left) : start(right)]
                     yield Change("argument", start(left), stop(right), second + middle + first)

@@ -18,7 +18,7 @@ def f(x: int = 3, *, deep: bool = False) -> list[int]:
     """Not 1."""
     if x <= 2 and deep is not None:  # é: bytes are no characters
         raise ValueError("é", 5)
-    y = -x + g("ü", x, deep=True)
+    y = -x + g("ü", x, y, deep=True)
     z.append(y)
     return f"{y - 1}"
 '''
@@ -42,7 +42,7 @@ def test_each_kind_of_mistake_is_made_where_code_runs() -> None:
         (9, "statement", 'raise ValueError("é", 5)', "pass"),
         (10, "sign", "-", ""),
         (10, "sign", "+", "-"),
-        (10, "argument", '"ü", x', 'x, "ü"'),
+        (10, "argument", "x, y", "y, x"),
         (10, "argument", ", deep=True", ""),
         (10, "constant", "True", "False"),
         (11, "statement", "z.append(y)", "pass"),
