@@ -158,7 +158,7 @@ class Steps:
 
 
 def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(tiny_gpu: pytest.MonkeyPatch) -> None:
-    """All launches once before, and the device waited for at each time."""
+    """Make all launches once ahead, and wait for the device at each time."""
     runner, seconds = Steps(3), iter([1.0, 1.5, 4.0])
     note = runner.made.append
     clock = SimpleNamespace(start=lambda: note("start"), stop=lambda: note("stop"), mhz=lambda: 1755.0)
@@ -168,8 +168,8 @@ def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(tiny_gpu:
     tiny_gpu.setattr(models.time, "perf_counter", lambda: [note("time"), next(seconds)][1])
     assert models.generated(runner, 3) == models.Generated(0.5e6, 2.5e6, 1755.0, 150.0)  # type: ignore[arg-type]
     prompts = ["extend [0, 1]", "extend [2]"]
-    before, timed = [*prompts, "decode [0, 0, 0]"], [*prompts, "wait", "time", "decode [1, 1, 1]", "wait", "time"]
-    assert runner.made == [*before, "start", "wait", "time", *timed, "stop"]
+    warm_up, timed = [*prompts, "decode [0, 0, 0]"], [*prompts, "wait", "time", "decode [1, 1, 1]", "wait", "time"]
+    assert runner.made == [*warm_up, "start", "wait", "time", *timed, "stop"]
     assert runner.lengths.tolist() == [5, 5, 5]
 
 

@@ -164,7 +164,7 @@ def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_requests_keep_their_order(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run and those that wait, oldest first, whoever has to give pages back, and after a step that fails."""
+    """The oldest run, the others wait, whoever has to give pages back, and after a step that fails."""
     these = Server(NumpyRunner(MODEL, 3, 128, pages=3, chunk=200), share_prefixes=False)
     requests = [these.submit([i] * 60, tokens=TOKENS) for i in range(5)]
     for _ in range(3):
@@ -177,8 +177,7 @@ def test_requests_keep_their_order(fails: bool, monkeypatch: pytest.MonkeyPatch)
         assert these.waiting == requests
     waited: list[Request] = []
     while these.waiting or these.running:
-        ahead = [request for request in requests if not request.done]
-        assert [*these.running.values(), *these.waiting] == ahead
+        assert [*these.running.values(), *these.waiting] == [request for request in requests if not request.done]
         waited += [request for request in these.waiting if request.tokens]
         these.step()
     assert {id(request) for request in waited} >= {id(request) for request in requests[1:3]}

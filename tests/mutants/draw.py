@@ -67,7 +67,7 @@ def draw(seed: str, count: int, pattern: str = "") -> list[Mutant]:
     """Draw so many mistakes of the files with `pattern` in their path: a line first, then what is wrong there."""
     equivalent = {(m.file, m.changed((ROOT / m.file).read_text("utf-8"))) for m in load() if m.equivalent}
     texts = {file: (ROOT / file).read_text("utf-8") for file in FILES if pattern in file}
-    lines = {(file, line): made for file, text in texts.items() for line, made in changes_by_line(text).items()}
+    lines = {(file, line): changes for file, text in texts.items() for line, changes in changes_by_line(text).items()}
     chance = random.Random(seed)
     drawn = (
         mutant_of(file, texts[file], line, chance.choice(lines[file, line]))
@@ -88,7 +88,7 @@ def mutant_of(file: str, text: str, line: int, change: Change) -> Mutant:
 
 
 def changes_by_line(text: str) -> dict[int, list[Change]]:
-    """All mistakes that can be made in a text of Python, by their line."""
+    """Find all mistakes that can be made in a text of Python, by their line."""
     rows = text.split("\n")
     starts = [0, *accumulate(len(row) + 1 for row in rows)]
 
@@ -96,15 +96,15 @@ def changes_by_line(text: str) -> dict[int, list[Change]]:
         """Columns of `ast` are bytes."""
         return starts[line - 1] + len(rows[line - 1].encode()[:column].decode())
 
-    found: dict[int, list[Change]] = defaultdict(list)
+    by_line: dict[int, list[Change]] = defaultdict(list)
     for node in _code_of(ast.parse(text)):
         for change in _changes(text, node, place):
-            found[text.count("\n", 0, change.start) + 1].append(change)
-    return dict(found)
+            by_line[text.count("\n", 0, change.start) + 1].append(change)
+    return dict(by_line)
 
 
 def _code_of(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs and may be wrong: no annotations, docstrings or imports, and not what an error says."""
+    """Walk what runs and may be wrong: no annotations, docstrings or imports, and not what an error says."""
     if isinstance(node, _SKIPPED) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return
     if isinstance(node, ast.keyword) and node.arg == "strict":  # of `zip`, which guards what is never otherwise
@@ -112,8 +112,8 @@ def _code_of(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     if isinstance(node, ast.Raise):
         return
-    for name, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
+    for name, field in ast.iter_fields(node):
+        for child in field if isinstance(field, list) else [field]:
             if isinstance(child, ast.AST) and name not in _SKIPPED_FIELDS:
                 yield from _code_of(child)
 
@@ -154,14 +154,15 @@ def _changes(text: str, node: ast.AST, place: Callable[[int, int], int]) -> Iter
         case ast.Call():
             for left, right in pairwise(node.args):
                 if isinstance(left, _EXCHANGED) and isinstance(right, _EXCHANGED):
-                    first, second = (text[start(each) : stop(each)] for each in (left, right))
+                    first, second = text[start(left) : stop(left)], text[start(right) : stop(right)]
                     middle = text[stop(left) : start(right)]
                     yield Change("argument", start(left), stop(right), second + middle + first)
-            given = sorted([*node.args, *node.keywords], key=start)
-            for before, each, after in zip([None, *given], given, [*given[1:], None], strict=False):
-                if isinstance(each, ast.keyword) and each.arg:
-                    first = stop(before) if before and not after else start(each)
-                    yield Change("argument", first, start(after) if after else stop(each), "")
+            arguments = sorted([*node.args, *node.keywords], key=start)
+            for at, argument in enumerate(arguments):
+                if isinstance(argument, ast.keyword) and argument.arg:
+                    is_last = at + 1 == len(arguments)
+                    first = stop(arguments[at - 1]) if at and is_last else start(argument)
+                    yield Change("argument", first, stop(argument) if is_last else start(arguments[at + 1]), "")
         case ast.Expr() | ast.AugAssign() | ast.Raise() | ast.Delete() | ast.Continue() | ast.Break():
             yield Change("statement", start(node), stop(node), "pass")
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):

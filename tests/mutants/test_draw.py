@@ -25,12 +25,12 @@ def f(x: int = 3, *, deep: bool = False) -> list[int]:
 
 
 def test_each_kind_of_mistake_is_made_where_code_runs() -> None:
-    made = {
+    changes = {
         (line, change.kind, TEXT[change.start : change.stop], change.new)
-        for line, changes in draw.changes_by_line(TEXT).items()
-        for change in changes
+        for line, of_line in draw.changes_by_line(TEXT).items()
+        for change in of_line
     }
-    assert made == {
+    assert changes == {
         (6, "constant", "3", "6"),
         (6, "constant", "3", "2"),
         (6, "constant", "False", "True"),
@@ -64,10 +64,10 @@ def test_every_file_has_tests() -> None:
 
 
 def test_what_is_listed_as_equivalent_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *others = draw.draw("8cbd1916", 5, "recipe")
-    known = Mutant("known", first.file, first.old, first.new, first.killed_by, equivalent="no bit differs")
-    monkeypatch.setattr(draw, "load", lambda: [known])
-    assert draw.draw("8cbd1916", 4, "recipe") == others
+    first, *second_to_fifth = draw.draw("8cbd1916", 5, "recipe")
+    listed = Mutant("listed", first.file, first.old, first.new, first.killed_by, equivalent="no bit differs")
+    monkeypatch.setattr(draw, "load", lambda: [listed])
+    assert draw.draw("8cbd1916", 4, "recipe") == second_to_fifth
 
 
 def test_drawn_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

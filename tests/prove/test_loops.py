@@ -120,11 +120,11 @@ def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -
     assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
 
 
-@pytest.mark.parametrize(("most", "expected"), [(131064, "proved"), (131072, "refuted")])
-def test_a_step_has_the_products_of_its_longest_sum(most: int, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("channels", "expected"), [(131064, "proved"), (131072, "refuted")])
+def test_a_step_has_the_products_of_its_longest_sum(channels: int, expected: str, tmp_path: Path) -> None:
     body = """.reg .s32 %d; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
     dp4a.s32.s32 %d, %a, %a, %d; dp4a.s32.s32 %d, %a, %a, %d;"""
-    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(), most, tmp_path=tmp_path) == expected
+    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(

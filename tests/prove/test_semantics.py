@@ -133,8 +133,8 @@ def test_a_carry_goes_through_words(a: int, b: int, minus: bool) -> None:
     buffer = Buffer("x", words.nbytes, first=octets(words))
     entry = emulator.parse(text, "k.ptx").entries["k"]
     execute(entry, [buffer], grid=(1, 1, 1), block=(1, 1, 1), threads=[((0, 0, 0), (0, 0, 0))])
-    found = bytes(z3.simplify(buffer.content[at]).as_long() for at in range(16))
-    assert int.from_bytes(found, "little") == (a - b if minus else a + b) % 2**128
+    stored = bytes(z3.simplify(buffer.content[at]).as_long() for at in range(16))
+    assert int.from_bytes(stored, "little") == (a - b if minus else a + b) % 2**128
 
 
 SPECIAL = {  # zeros, one, the largest and the smallest, infinities, a NaN
@@ -149,7 +149,7 @@ SPECIAL = {  # zeros, one, the largest and the smallest, infinities, a NaN
     "opcode", [one for one in PLAIN if re.match(r"(min|max|add|sub|mul|setp?)\..*\bb?f(16|32)$", one)]
 )
 def test_special_numbers_as_in_the_emulator(opcode: str) -> None:
-    """Each with each, in both orders."""
+    """Pairs of all, in both orders."""
     for pair in product(SPECIAL[opcode.split(".")[-1]], repeat=2):
         compare(opcode, [*pair, 0, 0])
 

@@ -43,20 +43,20 @@ def test_a_replay_has_rounds_of_two_milliseconds(
         start=lambda: graphs.ran.append("start"), stop=lambda: graphs.ran.append("stop"), mhz=lambda: 1755.0
     )
     monkeypatch.setattr(timing, "Clock", lambda: stamps)
-    found, graph = timing.measure_graph([lambda: None] * calls, replays=7, capture=graphs.capture)
+    times, graph = timing.measure_graph([lambda: None] * calls, replays=7, capture=graphs.capture)
     assert graphs.sizes == [calls, calls * rounds] and graph.name == "graph 2"  # type: ignore[attr-defined]
-    assert found == Measured(us=us * 0.1, fastest=us * 0.1 / 2, slowest=us * 0.1 * 3, sm_mhz=1755.0)
+    assert times == Measured(us=us * 0.1, fastest=us * 0.1 / 2, slowest=us * 0.1 * 3, sm_mhz=1755.0)
     assert graphs.ran == ["graph 1 3 times", "start", "graph 2 7 times", "stop", "synchronize"]
     graphs.sizes.clear()
-    assert timing.measure([lambda: None] * calls, capture=graphs.capture) == found
+    assert timing.measure([lambda: None] * calls, capture=graphs.capture) == times
     assert graphs.ran[-3] == f"graph 2 {timing.REPLAYS} times"
 
 
 def test_calls_are_made_in_turn() -> None:
-    made: list[str] = []
-    calls = [[lambda at=f"{kind}{i}": made.append(at) for i in range(2)] for kind in "ab"]
-    for each in timing.chained(*calls):  # type: ignore[arg-type]
-        each()
-    assert made == ["a0", "b0", "a1", "b1"]
+    names: list[str] = []
+    calls = [[lambda name=f"{kind}{i}": names.append(name) for i in range(2)] for kind in "ab"]
+    for pair in timing.chained(*calls):  # type: ignore[arg-type]
+        pair()
+    assert names == ["a0", "b0", "a1", "b1"]
     with pytest.raises(ValueError, match="shorter"):
         timing.chained(calls[0], calls[1][:1])  # type: ignore[arg-type]

@@ -204,13 +204,13 @@ def test_annotations_by_default_are_those_of_a_workflow(
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     if workflow:
         monkeypatch.setenv("GITHUB_ACTIONS", workflow)
-    result = plugin("def test_bounds(emulate): emulate('scale.ptx', grid=4, block=128, a=A[:500], s=2.0)")
-    assert ("::error file=scale.ptx,line=11," in result.stdout.str()) == printed
+    run = plugin("def test_bounds(emulate): emulate('scale.ptx', grid=4, block=128, a=A[:500], s=2.0)")
+    assert ("::error file=scale.ptx,line=11," in run.stdout.str()) == printed
 
 
 def test_each_failure_of_a_test_is_annotated(plugin: Any) -> None:
     """Hypothesis raises several as a group."""
-    result = plugin("""
+    run = plugin("""
 def test_several(emulate):
     errors = []
     for file, a in (("scale.ptx", A[:500]), ("late.ptx", A[:8])):
@@ -220,7 +220,7 @@ def test_several(emulate):
         errors.append(error.value)
     raise ExceptionGroup("several", errors)
 """, "--ptxlab-format", "github")  # fmt: skip
-    result.stdout.fnmatch_lines_random(["::error file=scale.ptx,line=11,*", "::error file=late.ptx,line=10,*"])
+    run.stdout.fnmatch_lines_random(["::error file=scale.ptx,line=11,*", "::error file=late.ptx,line=10,*"])
 
 
 def test_a_schedule_can_be_seen_again(plugin: Any) -> None:

@@ -310,7 +310,7 @@ def test_draws_come_from_the_tokens_that_are_left(model: QuantizedModel) -> None
 
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
-    """Of a flat distribution, in which noise of the other sign misses by 0.05."""
+    """Draw from a flat distribution, in which noise of the other sign misses by 0.1."""
     rng, logits = np.random.default_rng(0), np.linspace(0, 1, 8).astype(np.float16)
     many = np.tile(logits, (50_000, 1))
     tokens = choose(many, Sampling(temperature=0.5), lambda shape: rng.gumbel(size=shape).astype(np.float32))

@@ -98,7 +98,7 @@ def test_every_scheme_and_head_dim(scheme: str, D: int, backend: str) -> None:
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 @pytest.mark.parametrize("rows", [2, 4])
 def test_rows_of_a_thread_have_tokens_or_heads_of_their_own(rows: int, scheme: str) -> None:
-    """By channel a thread's rows are tokens, each at its own position; else heads of one token."""
+    """A thread's rows are tokens with constants by channel, each at its own position; else heads of one token."""
     problem = fused(rows + 1, rows + 1, 1, 64, scheme)
     q, pool, _ = problem.run(rows=rows)
     assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted)
