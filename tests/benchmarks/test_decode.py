@@ -330,6 +330,17 @@ def test_mixes_are_composed_at_their_best_batch() -> None:
     assert found == {"fp16/sdpa": (64 * 3.0 + 512 * (150.0 + 50.0), 64)}  # prompts of the other were not measured
 
 
+def test_each_model_gets_what_was_asked_for_and_what_there_is(tiny_gpu: pytest.MonkeyPatch) -> None:
+    calls, progress, row = list[tuple[Any, ...]](), print, a_row(4)
+    tiny_gpu.setattr(models, "model_rows", lambda *arguments: calls.append(arguments) or [])
+    assert [*models.rows([], CEILINGS, progress, ["LLaMA-2-7B", "Mistral-7B"], [row])] == []
+    wanted = models.part(["LLaMA-2-7B", "Mistral-7B"])
+    assert calls == [
+        (config, wanted, models.ModelPlan.of(config, wanted), {row.key: row}, CEILINGS, progress)
+        for config in map(Config.named, ("LLaMA-2-7B", "Mistral-7B"))
+    ]
+
+
 class Counted:
     """A model's measuring, of stand-ins that note what they are asked for."""
 

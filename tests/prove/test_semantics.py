@@ -137,6 +137,17 @@ def test_a_carry_goes_through_words(a: int, b: int, minus: bool) -> None:
     assert int.from_bytes(stored, "little") == (a - b if minus else a + b) % 2**128
 
 
+@pytest.mark.parametrize(
+    "opcode",
+    ["slct.u32.f32", "setp.eq.f64", "setp.lt.f16x2", "set.eq.f16.f16", "set.eq.bf16.bf16", "cvt.sat.f32.f32",
+     "cvt.rn.f64.f32", "cvt.f32.f64", "cvt.rni.f32.f16", "cvt.rzi.s32.f32", "cvt.rni.sat.u8.f32", "cvt.rn.f16x2.f32"],
+)  # fmt: skip
+def test_forms_without_a_model_are_refused(opcode: str) -> None:
+    """They would be taken for others of their family."""
+    with pytest.raises(UnknownOpcode):
+        computation(opcode)
+
+
 SPECIAL = {  # zeros, one, the largest and the smallest, infinities, a NaN
     "f16": (0, 0x8000, 0x3C00, 0xBC00, 0x7BFF, 1, 0x7C00, 0xFC00, 0x7E01),
     "bf16": (0, 0x8000, 0x3F80, 0xBF80, 0x7F7F, 1, 0x7F80, 0xFF80, 0x7FC1),
