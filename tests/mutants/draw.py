@@ -20,7 +20,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "ptxlab/emulator/async_/cp_async.py": ("tests/emulator/async_",),
     "ptxlab/emulator/checks/wgmma_registers.py": ("tests/emulator/async_/test_wgmma.py", "tests/emulator/checks"),
     "ptxlab/emulator/sync/mbarrier.py": ("tests/emulator/sync", "tests/emulator/test_hopper.py"),
-    "ptxlab/llm/checkpoints/foreign.py": ("tests/llm/checkpoints/test_foreign.py",),
+    "ptxlab/llm/checkpoints/foreign.py": (
+        "tests/llm/checkpoints/test_foreign.py",
+        "tests/llm/checkpoints/test_imports.py",
+    ),
     "ptxlab/llm/checkpoints/gguf.py": ("tests/llm/checkpoints/test_gguf.py",),
     "ptxlab/llm/model/kernel_runner.py": ("tests/llm/model/test_generate.py", "tests/llm/test_server.py"),
     "ptxlab/llm/model/numpy_runner.py": ("tests/llm/model/test_generate.py", "tests/llm/test_server.py"),
@@ -31,8 +34,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "ptxlab/prove/loops.py": ("tests/prove/test_loops.py",),
     "ptxlab/prove/semantics.py": ("tests/prove/test_semantics.py",),
     "ptxlab/runtime/timing.py": ("tests/runtime/test_timing.py", "tests/bench/test_record.py"),
-    "ptxlab/testing/annotations.py": ("tests/testing",),
-    "ptxlab/testing/plugin.py": ("tests/testing",),
+    "ptxlab/testing/annotations.py": ("tests/testing/test_annotations.py", "tests/testing/test_plugin.py"),
+    "ptxlab/testing/plugin.py": ("tests/testing/test_plugin.py",),
 }
 
 _COMPARISONS = {

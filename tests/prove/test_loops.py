@@ -15,6 +15,7 @@ pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the 
 from tests.support.proofs import in_loop, loop_verdict
 
 TILE = "gemm_tile_lqq_sm80"
+SUMS = "{%s, %d0, %d1, %d2}"
 
 
 def tile(old: str = "", new: str = "") -> str:
@@ -59,6 +60,28 @@ def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     two = text.replace("0x01010101", "0x01010201")
     assert loop_verdict(two, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "refuted"
     assert loop_verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
+
+
+@pytest.mark.parametrize(
+    ("product", "a", "b"),
+    [
+        ("dp4a.u32.s32 %s, %a, %b, %s;", (0, 255), (-128, 127)),
+        ("dp4a.s32.u32 %s, %a, %b, %s;", (-128, 127), (0, 255)),
+        (f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {SUMS}, {{%a, %a, %a, %a}}, {{%b, %b}}, {SUMS};",
+         (0, 255), (-128, 127)),
+        (f"mma.sync.aligned.m16n8k64.row.col.s32.s4.u4.s32 {SUMS}, {{%a, %a, %a, %a}}, {{%b, %b}}, {SUMS};",
+         (-8, 7), (0, 15)),
+    ],
+    ids=["dp4a u8 s8", "dp4a s8 u8", "mma u8 s8", "mma s4 u4"],
+)  # fmt: skip
+def test_each_operand_has_a_type_of_its_own(
+    product: str, a: tuple[int, int], b: tuple[int, int], tmp_path: Path
+) -> None:
+    """What its elements may be follows from that, signed or not, of 4 bits or 8."""
+    text = in_loop(f".reg .s32 %d<3>; again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; {product}")
+    claims = LoopClaim(a=a, b=b), LoopClaim(a=(a[0] + 1, a[1]), b=b), LoopClaim(a=a, b=(b[0], b[1] - 1))
+    verdicts = [loop_verdict(text, "sums_fit", loop, 64, tmp_path=tmp_path) for loop in claims]
+    assert verdicts == ["proved", "refuted", "refuted"]
 
 
 def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:

@@ -234,6 +234,14 @@ def test_scales_that_are_negative_or_0(tmp_path: Path) -> None:
     check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
 
 
+@pytest.mark.parametrize(("bias", "is_zero"), [([0.0] * 64, True), ([0.0] * 63 + [1.0], False), (None, False)])
+def test_biases_of_zero_are_told_from_others(bias: list[float] | None, is_zero: bool, tmp_path: Path) -> None:
+    arrays = foreign_files.gptq(*foreign_files.affine(W, 64))
+    if bias:
+        arrays["bias"] = np.array(bias, np.float16)
+    assert ForeignCheckpoint(saved(tmp_path, arrays)).zero_biases() == ({"q.bias"} if is_zero else set())
+
+
 def test_awq(tmp_path: Path) -> None:
     q4, scale, zero = foreign_files.affine(W, 32)
     check(opened(tmp_path, foreign_files.awq(q4, scale, zero), bits=4, group_size=32), q4, scale, zero, 32)
