@@ -19,7 +19,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "ptxlab/debugger/session.py": ("tests/debugger",),
     "ptxlab/emulator/async_/cp_async.py": ("tests/emulator/async_",),
     "ptxlab/emulator/checks/wgmma_registers.py": ("tests/emulator/async_/test_wgmma.py", "tests/emulator/checks"),
-    "ptxlab/emulator/sync/mbarrier.py": ("tests/emulator/sync", "tests/emulator/test_hopper.py"),
+    "ptxlab/emulator/sync/mbarrier.py": (
+        "tests/emulator/async_/test_async.py",
+        "tests/emulator/async_/test_multicast.py",
+    ),
     "ptxlab/llm/checkpoints/foreign.py": (
         "tests/llm/checkpoints/test_foreign.py",
         "tests/llm/checkpoints/test_imports.py",
