@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,15 @@ def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(tiny_gpu: pytest
 def grown(runner: KernelRunner, at: list[int]) -> Any:
     runner.lengths[at] += 1
     return np.zeros((len(at), 600), np.float16)
+
+
+def test_a_random_model_has_layers_in_places_of_their_own(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """Or a step would find the weights of all but the first in the L2."""
+    layers = models.random_model(replace(TINY, layers=3)).layers
+    buffers = [[layer.down.buffers["strips"], layer.qkv.buffers["strips"], layer.input_norm] for layer in layers]
+    for first, second in combinations(buffers, 2):
+        assert all(np.array_equal(a, b) and not np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
+    assert len(layers) == 3
 
 
 class Steps:

@@ -49,6 +49,7 @@ def test_each_kind_of_mistake_is_made_where_code_runs() -> None:
     }
 
 
+@pytest.mark.full
 def test_the_same_hash_draws_the_same_mistakes() -> None:
     drawn = draw.draw("8cbd1916", 20, "recipe")
     assert drawn[:9] == draw.draw("8cbd1916", 9, "recipe") != draw.draw("8cbd1917", 9, "recipe")
@@ -63,6 +64,7 @@ def test_every_file_has_tests() -> None:
         assert (ROOT / file).is_file() and tests and all((ROOT / test).exists() for test in tests), file
 
 
+@pytest.mark.full
 def test_what_is_listed_as_equivalent_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *second_to_fifth = draw.draw("8cbd1916", 5, "recipe")
     listed = Mutant("listed", first.file, first.old, first.new, first.killed_by, equivalent="no bit differs")
@@ -70,6 +72,7 @@ def test_what_is_listed_as_equivalent_is_not_drawn(monkeypatch: pytest.MonkeyPat
     assert draw.draw("8cbd1916", 4, "recipe") == second_to_fifth
 
 
+@pytest.mark.full
 def test_drawn_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list", "--draw", "8cbd1916/3", "loops.py"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -62,6 +62,7 @@ def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     assert loop_verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
 
 
+@pytest.mark.default_cases("mma u8 s8")
 @pytest.mark.parametrize(
     ("product", "a", "b"),
     [
@@ -107,6 +108,7 @@ def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
     assert loop_verdict(in_loop(f"{body} mov.s32 %b, %s;"), "sums_are_exact", loop, tmp_path=tmp_path) == expected
 
 
+@pytest.mark.default_cases("-proved", "mov*")
 @pytest.mark.parametrize(
     ("inner", "expected"),
     [
@@ -126,6 +128,7 @@ def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: s
     assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
 
 
+@pytest.mark.default_cases("*-proved", "shl*")
 @pytest.mark.parametrize(
     ("ways", "expected"),
     [

@@ -197,6 +197,7 @@ def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
     assert "ptxlab/testing" not in result.stdout.str()  # no frame of the plugin
 
 
+@pytest.mark.default_cases("false-False")
 @pytest.mark.parametrize(("workflow", "printed"), [("true", True), ("false", False), (None, False)])
 def test_annotations_by_default_are_those_of_a_workflow(
     workflow: str | None, printed: bool, plugin: Any, monkeypatch: pytest.MonkeyPatch

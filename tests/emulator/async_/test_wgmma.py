@@ -127,6 +127,7 @@ def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, a
     assert bool((out == right()).all()) == ("ld.shared" not in after_fence)
 
 
+@pytest.mark.default_cases("takes what*-late", "writes*-early")
 @both_modes
 @pytest.mark.parametrize(
     ("first", "second", "message"),
