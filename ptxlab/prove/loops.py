@@ -262,7 +262,7 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
     found = []
     for body in bodies:
         after = _sums_after(body)
-        step = max(_most_channels(bits, body.channels) for _, bits in after)
+        step = max((_most_channels(bits, body.channels) for _, bits in after), default=0)
         wide = max(33, (max(-low, high) * most).bit_length() + 2)
         least, greatest = z3.BitVecs("least greatest", wide)  # low*k and high*k before the step, for any k that is left
         bounds = _added(body, loop) | {"least": [low * (most - step) <= least, least <= 0]}

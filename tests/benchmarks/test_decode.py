@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from ptxlab.llm.model import Config, KernelRunner, LayerWeights
 from ptxlab.llm.model.memory import layer_bytes
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.layout import page_bytes
+from ptxlab.runtime.timing import Measured
 from tests.support.emulated_gpu import _measure
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=600, name="tiny")
@@ -71,6 +73,7 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyP
     assert (row.more["head_int8_us"], row.more["head_invariant_us"]) == (11.0, 11.0)
     floors = {name for name in row.more if name.startswith("floor ")}
     assert len(floors) == 6 and row.floor_us == pytest.approx(sum(row.more[name] for name in floors))
+    assert 0 < row.fraction == row.floor_us / row.time_us and row.limit == "sum of its operations"
 
     run = models.generated(runner, 2)
     found = models.generate_row(TINY, 2, 80, run, {"fp8_row/sdpa": (100.0, 3)})
@@ -79,6 +82,23 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyP
     assert found.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
     assert found.peers == {"fp8_row/sdpa": pytest.approx(100.0 * 2 / 3)}, "its batch is 3, ours 2"
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
+
+
+def test_a_row_is_what_was_measured() -> None:
+    """The floor is that of all its operations, and times are of the median."""
+    work = [models.Work("gemm down", 46_000_000, 0), models.Work("head", 92_000_000, 7)]
+    alone = decoder.Alone(
+        {"a": 1.0, "b": 2.0, "c": 4.0, "d": 0.5}, {"a": "gemm", "b": "attention", "c": "gemm", "d": "others"}
+    )
+    config = replace(TINY, layers=3)
+    measured = Measured(us=60.0, fastest=40.0, slowest=90.0, sm_mhz=1755.0)
+    row = models.row_at(config, 8, measured, work, alone, 16.0, CEILINGS, "yes", {"peer": 5.0}, {"power_w": 300.0})
+    assert (row.time_us, row.fastest_us, row.slowest_us, row.sm_mhz) == (60.0, 40.0, 90.0, 1755.0)
+    assert (row.floor_us, row.fraction) == (pytest.approx(30.0), pytest.approx(0.5))
+    assert (row.bytes, row.operations, row.rate) == (138_000_000, 7, pytest.approx(8 / 60e-6))
+    parts = {"gemm_us": 15.0, "attention_us": 6.0, "others_us": 1.5, "head_us": 16.0, "gaps_us": 21.5}
+    floors = {"floor gemm down": pytest.approx(10.0), "floor head": pytest.approx(20.0)}
+    assert row.more == {**parts, **floors, **alone.us, "power_w": 300.0} and row.peers == {"peer": 5.0}
 
 
 @pytest.mark.full
@@ -114,6 +134,70 @@ def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(tiny_gpu: pytest
 def grown(runner: KernelRunner, at: list[int]) -> Any:
     runner.lengths[at] += 1
     return np.zeros((len(at), 600), np.float16)
+
+
+def test_a_random_model_has_layers_in_places_of_their_own(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """Or a step would find the weights of all but the first in the L2."""
+    layers = models.random_model(replace(TINY, layers=3)).layers
+    buffers = [[layer.down.buffers["strips"], layer.qkv.buffers["strips"], layer.input_norm] for layer in layers]
+    for first, second in combinations(buffers, 2):
+        assert all(np.array_equal(a, b) and not np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
+    assert len(layers) == 3
+
+
+class Steps:
+    """A runner that notes its calls; `token` is the likeliest of each step."""
+
+    def __init__(self, batch: int, token: int = 1) -> None:
+        self.batch, self.chunk, self.token, self.made = batch, 8, token, list[str]()
+        self.config, self.lengths = TINY, np.zeros(batch, int)
+
+    def release(self, b: int) -> None:
+        self.lengths[b] = 0
+
+    def extend(self, part: dict[int, Any]) -> Any:
+        self.made.append(f"extend {[*part]}")
+        for b, prompt in part.items():
+            self.lengths[b] += len(prompt)
+        return np.eye(999)[[self.token] * len(part)]
+
+    def decode(self, tokens: Any, at: list[int]) -> Any:
+        self.made.append(f"decode {tokens.tolist()}")
+        self.lengths[at] += 1
+        return np.eye(999)[[self.token] * len(at)]
+
+
+def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """Make all launches once ahead, and wait for the device at each time."""
+    runner, seconds = Steps(3), iter([1.0, 1.5, 4.0])
+    note = runner.made.append
+    clock = SimpleNamespace(start=lambda: note("start"), stop=lambda: note("stop"), mhz=lambda: 1755.0)
+    tiny_gpu.setattr(models, "Clock", lambda: clock)
+    tiny_gpu.setattr(models, "power", lambda: contextlib.nullcontext([100.0, 200.0]))
+    tiny_gpu.setattr(gpu, "synchronize", lambda: note("wait"))
+    tiny_gpu.setattr(models.time, "perf_counter", lambda: [note("time"), next(seconds)][1])
+    assert models.generated(runner, 3) == models.Generated(0.5e6, 2.5e6, 1755.0, 150.0)  # type: ignore[arg-type]
+    prompts = ["extend [0, 1]", "extend [2]"]
+    warm_up, timed = [*prompts, "decode [0, 0, 0]"], [*prompts, "wait", "time", "decode [1, 1, 1]", "wait", "time"]
+    assert runner.made == [*warm_up, "start", "wait", "time", *timed, "stop"]
+    assert runner.lengths.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("token", "lost"), [(600, 0), (1, 1)])
+def test_tokens_outside_the_vocabulary_and_lost_ones_are_no_result(
+    token: int, lost: int, tiny_gpu: pytest.MonkeyPatch
+) -> None:
+    runner = Steps(3, token)
+    decode = runner.decode
+
+    def losing(tokens: Any, at: list[int]) -> Any:
+        logits = decode(tokens, at)
+        runner.lengths[2] -= lost
+        return logits
+
+    tiny_gpu.setattr(runner, "decode", losing)
+    with pytest.raises(BenchmarkError, match="generate, tiny: 3 sequences did not come to 6 tokens"):
+        models.generated(runner, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
@@ -232,6 +316,19 @@ def test_what_is_measured_of_a_model(config: Config, monkeypatch: pytest.MonkeyP
     assert 0 <= fp16 <= fp8 <= 256 and (fp16 > 0) == (config.name not in ("LLaMA-2-70B", "Mixtral-8x7B"))
 
 
+@pytest.mark.parametrize(("memory", "budgets"), [(48, [80]), (79, [80]), (80, [80]), (140, [80]), (141, [80, 141])])
+def test_budgets_larger_than_the_card_are_not_measured(
+    memory: int, budgets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest one is, of what the card has."""
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=memory * 10**9))
+    config = Config.named("LLaMA-2-7B")
+    plan = models.ModelPlan.of(config, models.WantedModels(batches=(1, 16, 10**6)))
+    assert [*plan.budgets] == budgets and {1, 16} < {*plan.batches} == {1, 16, *plan.budgets.values()}
+    room = models.largest_batch(config, min(80, memory), models.PROMPT + models.MADE, chunk=models.CHUNK)
+    assert plan.budgets[80] == room
+
+
 @pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)
 def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and QServe's rule take at most 200 s on an H200.
@@ -262,6 +359,17 @@ def test_mixes_are_composed_at_their_best_batch() -> None:
     found = models.composed_rates(config, ("fp16", "fp8_row"), 80, beside, {"fp16": 3.0}, {16: 50.0})
     assert models.mix_batches(config, ("fp16",), 80)["fp16/sdpa"] == 80  # 256 do not fit
     assert found == {"fp16/sdpa": (64 * 3.0 + 512 * (150.0 + 50.0), 64)}  # prompts of the other were not measured
+
+
+def test_each_model_gets_what_was_asked_for_and_what_there_is(tiny_gpu: pytest.MonkeyPatch) -> None:
+    calls, progress, row = list[tuple[Any, ...]](), print, a_row(4)
+    tiny_gpu.setattr(models, "model_rows", lambda *arguments: calls.append(arguments) or [])
+    assert [*models.rows([], CEILINGS, progress, ["LLaMA-2-7B", "Mistral-7B"], [row])] == []
+    wanted = models.part(["LLaMA-2-7B", "Mistral-7B"])
+    assert calls == [
+        (config, wanted, models.ModelPlan.of(config, wanted), {row.key: row}, CEILINGS, progress)
+        for config in map(Config.named, ("LLaMA-2-7B", "Mistral-7B"))
+    ]
 
 
 class Counted:

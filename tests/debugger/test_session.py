@@ -342,3 +342,117 @@ def test_a_launch_that_is_refused_is_no_session() -> None:
         session(COUNT, np.zeros(1, np.uint32), 3, block=2000)
     with pytest.raises(DebuggerError, match="the call has launched nothing in the emulator"):
         Session(lambda: None, loaded(COUNT))
+
+
+# Lines of k.cu: 2 has two instructions, around those of a function inlined from it, which itself inlines another.
+INLINED = f"""{HEADER}
+.file 1 "k.cu"
+.visible .entry k(.param .u64 out)
+{{
+    .reg .b32 %a, %b; .reg .b64 %o; .reg .pred %p;
+    .loc 1 1 1
+    ld.param.u64 %o, [out];
+    mov.u32 %b, 0;
+AGAIN:
+    .loc 1 2 1
+    mov.u32 %a, 1;
+    add.u32 %a, %a, 1;
+    .loc 1 7 5, function_name $f, inlined_at 1 2 5
+    add.u32 %a, %a, 2;
+    .loc 1 9 1, function_name $g, inlined_at 1 7 5
+    add.u32 %a, %a, 3;
+    .loc 1 8 1, function_name $f, inlined_at 1 2 5
+    add.u32 %a, %a, 4;
+    .loc 1 2 9
+    mul.lo.u32 %a, %a, 5;
+    .loc 1 3 1
+    add.u32 %b, %b, 1;
+    setp.lt.u32 %p, %b, 2;
+    @%p bra AGAIN;
+    .loc 1 4 1
+    st.global.u32 [%o], %a;
+    ret;
+}}
+"""
+
+
+def frames(session: Session) -> tuple[int, ...]:
+    """The line of the next instruction, and the lines from which its function was called."""
+    instruction = session.now.moment.instruction
+    return instruction.line, *(at for _, at in instruction.callers)
+
+
+def test_a_line_stops_once_where_its_instructions_begin() -> None:
+    with session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
+        kernel.stop_at("k.cu:2")
+        kernel.stop_at("k.cu:9")
+        stops = [kernel.go_on().moment.instruction.text for _ in range(6)]
+        assert stops == ["mov.u32 %a, 1", "add.u32 %a, %a, 3", "mul.lo.u32 %a, %a, 5"] * 2
+        assert kernel.go_on().ended
+
+
+@pytest.mark.parametrize(
+    ("unit", "visited"),
+    [
+        ("line", [(1,), (2,), (7, 2), (9, 7, 2), (8, 2), (2,), (3,), (2,), (7, 2)]),
+        ("call", [(1,), (2,), (3,), (2,), (3,), (4,)]),
+    ],
+)
+def test_a_step_by_calls_stays_out_of_functions(unit: str, visited: list[tuple[int, ...]]) -> None:
+    with session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
+        seen = [frames(kernel), *(kernel.step(unit) and frames(kernel) for _ in visited[1:])]
+        assert seen == visited
+
+
+def test_a_step_by_calls_within_a_function_comes_back_to_its_caller() -> None:
+    with session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
+        kernel.stop_at("k.cu:7")
+        kernel.go_on()
+        seen = [kernel.step("call") and frames(kernel) for _ in range(3)]
+        assert seen == [(8, 2), (2,), (3,)]
+
+
+def test_a_step_of_another_warp_begins_where_that_warp_is() -> None:
+    """Warp 1 has not been at the line of which warp 0 is about to run its part."""
+    text = f"""{HEADER}
+.file 1 "k.cu"
+.visible .entry k() {{
+    .reg .b32 %t, %a; .reg .pred %second;
+    .loc 1 4 1
+    mov.u32 %t, %tid.x; setp.ge.u32 %second, %t, 32; @%second bra OTHER;
+    .loc 1 5 1
+    mov.u32 %a, 1;
+    .loc 1 6 1
+    bra.uni DONE;
+OTHER:
+    .loc 1 5 1
+    mov.u32 %a, 2;
+    .loc 1 6 1
+    mov.u32 %a, 3;
+DONE:
+    ret; }}"""
+    with session(text, block=64, checks="") as kernel:
+        kernel.stop_at("k.cu:5")
+        assert kernel.go_on().moment.warps.tolist() == [0]
+        kernel.forget(1)
+        kernel.look_at(0, 32)
+        assert [kernel.step().moment.instruction.text for _ in range(2)] == ["mov.u32 %a, 2", "mov.u32 %a, 3"]
+
+
+def test_blocks_and_threads_are_numbered_with_x_fastest() -> None:
+    """A session looks at the thread that a finding is about, and at the first one that a breakpoint stops."""
+    text = f"""{HEADER}.visible .entry k(.param .u64 out) {{
+        .reg .b32 %x, %y, %t; .reg .b64 %o; .reg .pred %p, %q;
+        ld.param.u64 %o, [out]; mov.u32 %x, %ctaid.x; mov.u32 %y, %ctaid.y; mov.u32 %t, %tid.y;
+        setp.eq.u32 %p, %x, 1; setp.eq.and.u32 %q, %y, 1, %p; setp.eq.and.u32 %q, %t, 3, %q;
+        @!%q ret;
+        st.global.u32 [%o+400], %x;
+        ret; }}"""
+    with session(text, np.zeros(1, np.uint32), grid=(3, 2), block=(16, 4), checks="") as kernel:
+        kernel.stop_at("st.global")
+        kernel.go_on()
+        assert kernel.focus == (4, 48)
+        assert kernel.go_on().reason == "error"
+        kernel.look_at(5, 17)
+        values = State(kernel)
+        assert [int(values.find(name).values[17]) for name in ("%x", "%y", "%t")] == [2, 1, 1]

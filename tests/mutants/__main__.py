@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.mutants.draw import draw
 from tests.mutants.runner import Copy, Outcome
 from tests.mutants.table import ROOT, Mutant, load
 
@@ -19,9 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("pattern", nargs="?", default="", help="only mutants with this in their name or file")
     parser.add_argument("--ci", action="store_true", help="only those that CI tries")
     parser.add_argument("--list", action="store_true", help="list them, and try none")
+    parser.add_argument("--draw", metavar="HASH/N", help="draw N mistakes of the files of `draw.py` by a hash instead")
     parser.add_argument("-j", type=int, default=os.cpu_count() or 1, metavar="N", help="how many at a time")
     given = parser.parse_args(arguments)
-    chosen = [m for m in load() if given.pattern in f"{m.file}: {m.what}" and (m.ci or not given.ci)]
+    if given.draw:
+        seed, _, count = given.draw.rpartition("/")
+        if not seed or not count.isdecimal():
+            parser.error(f"--draw expects HASH/N, such as 4d1718cd/30 (got {given.draw})")
+        chosen = draw(seed, int(count), given.pattern)
+    else:
+        chosen = [m for m in load() if given.pattern in f"{m.file}: {m.what}" and (m.ci or not given.ci)]
     if not chosen:
         parser.error(f"no mutant has {given.pattern!r} in its name or file")
     if given.list:

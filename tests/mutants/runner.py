@@ -14,6 +14,7 @@ from tests.mutants.table import ROOT, Mutant
 
 KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "survived", "equivalent", "error"
 _PARTS = ("pyproject.toml", "ptxlab", "ptx", "cuda_src", "tests", "notebooks/benchmarks", "notebooks/results")
+_SECONDS = 300  # that all tests of a mutant may take
 _TIMEOUT = 120  # seconds that one test may take: a mutant that hangs is noticed
 # A mutant that cannot be built is none, whatever tests say of it.
 _BROKEN = "CompileError|SourceError|UnknownInstruction|SyntaxError|NameError|ImportError|AttributeError"
@@ -48,15 +49,18 @@ class Copy:
             elif source.exists():
                 shutil.copy2(source, target)
 
-    def run(self, tests: Iterable[str], workers: int = 0) -> tuple[int, str]:
-        """pytest's exit status and output, up to the first failure."""
+    def run(self, tests: Iterable[str], workers: int = 0, seconds: float | None = None) -> tuple[int, str]:
+        """pytest's exit status and output, up to the first failure, or as if all had passed after so many seconds."""
         unset = "PYTEST_", "PYTHONDONTWRITEBYTECODE"  # most of a run is imports, which the next one finds compiled
         env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
         env |= {"PYTHONPATH": str(self.folder), "PTXLAB_CACHE_DIR": str(self.folder / ".cache")}
         env.setdefault("PYTHONPYCACHEPREFIX", str(self.folder / ".bytecode"))
         command = [sys.executable, "-m", "pytest", "-n", str(workers), "-x", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--timeout={_TIMEOUT}", "-m", "not gpu", *tests]
-        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return 0, f"nothing failed in {seconds:.0f} s"
         return done.returncode, done.stdout + done.stderr
 
     def try_out(self, mutant: Mutant) -> Outcome:
@@ -68,7 +72,7 @@ class Copy:
             # Python knows bytecode by the source's size and second: two mutants may share the one, never the other.
             self.tried += 1
             os.utime(path, (stat.st_atime, stat.st_mtime + self.tried))
-            verdict, detail = judged(mutant, *self.run(mutant.killed_by))
+            verdict, detail = judged(mutant, *self.run(mutant.killed_by, seconds=_SECONDS))
         except ValueError as error:
             verdict, detail = ERROR, str(error)
         finally:

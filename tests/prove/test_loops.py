@@ -15,6 +15,7 @@ pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the 
 from tests.support.proofs import in_loop, loop_verdict
 
 TILE = "gemm_tile_lqq_sm80"
+SUMS = "{%s, %d0, %d1, %d2}"
 
 
 def tile(old: str = "", new: str = "") -> str:
@@ -61,6 +62,29 @@ def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     assert loop_verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
 
 
+@pytest.mark.default_cases("mma u8 s8")
+@pytest.mark.parametrize(
+    ("product", "a", "b"),
+    [
+        ("dp4a.u32.s32 %s, %a, %b, %s;", (0, 255), (-128, 127)),
+        ("dp4a.s32.u32 %s, %a, %b, %s;", (-128, 127), (0, 255)),
+        (f"mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {SUMS}, {{%a, %a, %a, %a}}, {{%b, %b}}, {SUMS};",
+         (0, 255), (-128, 127)),
+        (f"mma.sync.aligned.m16n8k64.row.col.s32.s4.u4.s32 {SUMS}, {{%a, %a, %a, %a}}, {{%b, %b}}, {SUMS};",
+         (-8, 7), (0, 15)),
+    ],
+    ids=["dp4a u8 s8", "dp4a s8 u8", "mma u8 s8", "mma s4 u4"],
+)  # fmt: skip
+def test_each_operand_has_a_type_of_its_own(
+    product: str, a: tuple[int, int], b: tuple[int, int], tmp_path: Path
+) -> None:
+    """What its elements may be follows from that, signed or not, of 4 bits or 8."""
+    text = in_loop(f".reg .s32 %d<3>; again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; {product}")
+    claims = LoopClaim(a=a, b=b), LoopClaim(a=(a[0] + 1, a[1]), b=b), LoopClaim(a=a, b=(b[0], b[1] - 1))
+    verdicts = [loop_verdict(text, "sums_fit", loop, 64, tmp_path=tmp_path) for loop in claims]
+    assert verdicts == ["proved", "refuted", "refuted"]
+
+
 def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     body = """.reg .f32 %f; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
     cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
@@ -72,6 +96,61 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     begun = begun.replace("0x4b400000", "0x4b400001")
     assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+
+
+@pytest.mark.parametrize(("products", "expected"), [(63, "proved"), (64, "refuted")])
+def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
+    products: int, expected: str, tmp_path: Path
+) -> None:
+    """64 dp4as of -128 by -128 reach 2^22, where the float that begins at 0x4b400000 goes by twos."""
+    body = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x];" + "dp4a.s32.s32 %s, %a, %a, %s;" * products
+    loop = LoopClaim(sums="converted")
+    assert loop_verdict(in_loop(f"{body} mov.s32 %b, %s;"), "sums_are_exact", loop, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.default_cases("-proved", "mov*")
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        ("", "proved"),
+        ("add.s32 %s, %s, 1;", "refuted"),
+        ("add.u32 %b, %b, 1;", "refuted"),
+        ("mov.u32 %b, %c; mov.u32 %c, 1;", "refuted"),
+    ],
+)
+def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: str, tmp_path: Path) -> None:
+    """The sum itself, and a number that is added to it, whether written by its first step or by the second."""
+    body = f""".reg .u32 %j, %c; .reg .pred %q;
+    again: ld.global.u32 %a, [%x]; mov.u32 %b, 0; mov.u32 %c, 0; mov.u32 %j, 0;
+    inner: {inner} add.u32 %j, %j, 1; setp.lt.u32 %q, %j, %n; @%q bra inner;
+    dp4a.s32.s32 %s, %a, %a, %s; add.s32 %s, %s, %b;"""
+    loop = LoopClaim()
+    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.default_cases("*-proved", "shl*")
+@pytest.mark.parametrize(
+    ("ways", "expected"),
+    [
+        ("@%q bra over; mov.s32 %s, 0; over:", "proved"),
+        ("shl.b32 %s, %s, 1; @%q bra over; mov.s32 %s, 0; over:", "refuted"),
+        ("@%q bra other; mov.s32 %s, 0; bra.uni over; other: shl.b32 %s, %s, 1; over:", "refuted"),
+        ("@%q bra other; shl.b32 %s, %s, 1; bra.uni over; other: mov.s32 %s, 0; over:", "refuted"),
+    ],
+)
+def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -> None:
+    """A sum that one way sets to 0 is still what the other way leaves."""
+    body = f""".reg .pred %q; again: ld.global.u32 %a, [%x]; setp.gt.s32 %q, %a, 0; {ways}
+    dp4a.s32.s32 %s, %a, %a, %s;"""
+    loop = LoopClaim()
+    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(131064, "proved"), (131072, "refuted")])
+def test_a_step_has_the_products_of_its_longest_sum(channels: int, expected: str, tmp_path: Path) -> None:
+    body = """.reg .s32 %d; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
+    dp4a.s32.s32 %d, %a, %a, %d; dp4a.s32.s32 %d, %a, %a, %d;"""
+    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(

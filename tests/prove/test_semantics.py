@@ -1,6 +1,8 @@
 """Symbolic instructions against the emulator, and against what a GPU has recorded."""
 
+import re
 import zlib
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, bits_of
 from ptxlab.emulator.ops.alu import alu_operation
 from tests.golden.cases import BLOCK, OUTPUTS, Case, cases, same
+from tests.support.emulated import HEADER
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
@@ -110,6 +113,56 @@ def plain(case: Case) -> bool:
 
 
 PLAIN = sorted({case.template.split(" ")[0] for case in CASES if plain(case)})
+
+
+@pytest.mark.parametrize("minus", [False, True])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(0, 1), (1 << 95, 1 << 95), ((1 << 96) - 1, 1), (1 << 64, 1), (1 << 32, 1 << 64), (0xFFFFFFFF << 32, 1 << 32)],
+)
+def test_a_carry_goes_through_words(a: int, b: int, minus: bool) -> None:
+    """96 bits in three words, and whether a fourth would change."""
+    name = "sub" if minus else "add"
+    body = f"""{name}.cc.u32 %r0, %r0, %r4; {name}c.cc.u32 %r1, %r1, %r5; {name}c.cc.u32 %r2, %r2, %r6;
+    {name}c.u32 %r3, 0, 0;"""
+    loads = "".join(f"ld.global.u32 %r{i}, [%x+{4 * i}];" for i in (0, 1, 2, 4, 5, 6))
+    stores = "".join(f"st.global.u32 [%x+{4 * i}], %r{i};" for i in range(4))
+    text = f"""{HEADER}.visible .entry k(.param .u64 x) {{ .reg .u32 %r<8>; .reg .u64 %x;
+    ld.param.u64 %x, [x]; {loads} {body} {stores} ret; }}"""
+    words = np.frombuffer(a.to_bytes(16, "little") + b.to_bytes(16, "little"), np.uint32)
+    buffer = Buffer("x", words.nbytes, first=octets(words))
+    entry = emulator.parse(text, "k.ptx").entries["k"]
+    execute(entry, [buffer], grid=(1, 1, 1), block=(1, 1, 1), threads=[((0, 0, 0), (0, 0, 0))])
+    stored = bytes(z3.simplify(buffer.content[at]).as_long() for at in range(16))
+    assert int.from_bytes(stored, "little") == (a - b if minus else a + b) % 2**128
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    ["slct.u32.f32", "setp.eq.f64", "setp.lt.f16x2", "set.eq.f16.f16", "set.eq.bf16.bf16", "cvt.sat.f32.f32",
+     "cvt.rn.f64.f32", "cvt.f32.f64", "cvt.rni.f32.f16", "cvt.rzi.s32.f32", "cvt.rni.sat.u8.f32", "cvt.rn.f16x2.f32"],
+)  # fmt: skip
+def test_forms_without_a_model_are_refused(opcode: str) -> None:
+    """They would be taken for others of their family."""
+    with pytest.raises(UnknownOpcode):
+        computation(opcode)
+
+
+SPECIAL = {  # zeros, one, the largest and the smallest, infinities, a NaN
+    "f16": (0, 0x8000, 0x3C00, 0xBC00, 0x7BFF, 1, 0x7C00, 0xFC00, 0x7E01),
+    "bf16": (0, 0x8000, 0x3F80, 0xBF80, 0x7F7F, 1, 0x7F80, 0xFF80, 0x7FC1),
+    "f32": (0, 1 << 31, 0x3F800000, 0xBF800000, 0x7F7FFFFF, 1, 0x7F800000, 0xFF800000, 0x7FC00001),
+}
+
+
+@pytest.mark.default_cases("min.f32", "max.f16", "min.NaN.bf16", "setp.le.f32")
+@pytest.mark.parametrize(
+    "opcode", [one for one in PLAIN if re.match(r"(min|max|add|sub|mul|setp?)\..*\bb?f(16|32)$", one)]
+)
+def test_special_numbers_as_in_the_emulator(opcode: str) -> None:
+    """Pairs of all, in both orders."""
+    for pair in product(SPECIAL[opcode.split(".")[-1]], repeat=2):
+        compare(opcode, [*pair, 0, 0])
 
 
 WORDS = st.lists(

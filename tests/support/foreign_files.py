@@ -112,7 +112,8 @@ def compressed(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None
         "weight_shape": np.array(q4.shape, np.int64),
     }
     if zero is not None:
-        found["weight_zero_point"] = np.ascontiguousarray(words(zero.astype(np.int64).T, STRAIGHT).T)
+        padded = np.pad(zero.astype(np.int64), ((0, -len(zero) % 8), (0, 0)))
+        found["weight_zero_point"] = np.ascontiguousarray(words(padded.T, STRAIGHT).T)
     return found
 
 

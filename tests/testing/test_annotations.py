@@ -1,5 +1,7 @@
 """Where annotations of errors attach."""
 
+from pathlib import Path
+
 import pytest
 
 from ptxlab.emulator import Note
@@ -28,3 +30,21 @@ def test_a_note_is_no_error() -> None:
     annotation = annotations.of_note(note)
     assert "::notice file=k.ptx,line=4,title=ptxlab bfe_constant::note: " in annotations.render("github", [annotation])
     assert '"level": "note"' in annotations.render("sarif", [annotation])
+
+
+def test_a_workflow_command_is_one_line_of_its_own_signs() -> None:
+    """`%`, line ends, and in a property `:` and `,` too, as GitHub reads them back."""
+    annotation = annotations.Annotation("race", "a,b:c%.cu", 3, "50% of\r\n8, 9: bytes", "t.py::test[1,2]")
+    command = annotations.render("github", [annotation])
+    assert command == (
+        "::error file=a%2Cb%3Ac%25.cu,line=3,title=ptxlab race::50%25 of%0D%0A8, 9: bytes (t.py::test[1,2])\n"
+    )
+
+
+def test_a_path_is_relative_to_the_root_if_it_lies_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root").mkdir()
+    monkeypatch.chdir(tmp_path / "root")
+    below, outside = tmp_path / "root" / "a" / "k.cu", tmp_path / "k.cu"
+    assert annotations.relative(str(below)) == annotations.relative("a/k.cu") == "a/k.cu"
+    assert annotations.relative(str(outside)) == str(outside) and annotations.relative("../k.cu") == "../k.cu"
+    assert annotations.relative(str(below), tmp_path) == "root/a/k.cu"

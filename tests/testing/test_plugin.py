@@ -197,6 +197,33 @@ def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
     assert "ptxlab/testing" not in result.stdout.str()  # no frame of the plugin
 
 
+@pytest.mark.default_cases("false-False")
+@pytest.mark.parametrize(("workflow", "printed"), [("true", True), ("false", False), (None, False)])
+def test_annotations_by_default_are_those_of_a_workflow(
+    workflow: str | None, printed: bool, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    if workflow:
+        monkeypatch.setenv("GITHUB_ACTIONS", workflow)
+    run = plugin("def test_bounds(emulate): emulate('scale.ptx', grid=4, block=128, a=A[:500], s=2.0)")
+    assert ("::error file=scale.ptx,line=11," in run.stdout.str()) == printed
+
+
+def test_each_failure_of_a_test_is_annotated(plugin: Any) -> None:
+    """Hypothesis raises several as a group."""
+    run = plugin("""
+def test_several(emulate):
+    errors = []
+    for file, a in (("scale.ptx", A[:500]), ("late.ptx", A[:8])):
+        with pytest.raises(Exception) as error:
+            arrays = {"s": 2.0} if file == "scale.ptx" else {"out": A}
+            emulate(file, grid=4, block=128, a=a, **arrays)
+        errors.append(error.value)
+    raise ExceptionGroup("several", errors)
+""", "--ptxlab-format", "github")  # fmt: skip
+    run.stdout.fnmatch_lines_random(["::error file=scale.ptx,line=11,*", "::error file=late.ptx,line=10,*"])
+
+
 def test_a_schedule_can_be_seen_again(plugin: Any) -> None:
     result = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
@@ -281,6 +308,10 @@ def test_bad_input_fails_in_one_line_at_the_call(plugin: Any) -> None:
     ("options", "said"),
     [
         (["--ptxlab-schedule", "soon"], "--ptxlab-schedule expects early or late:SEED, got soon"),
+        (["--ptxlab-schedule", "soon:3"], "--ptxlab-schedule expects early or late:SEED, got soon:3"),
+        (["--ptxlab-schedule", "late"], "--ptxlab-schedule expects early or late:SEED, got late"),
+        (["--ptxlab-schedule", "late:x"], "--ptxlab-schedule expects early or late:SEED, got late:x"),
+        (["--ptxlab-output", "x"], "--ptxlab-output expects --ptxlab-format beside it"),
         (["--ptxlab-seed", "-1"], "--ptxlab-seed expects 0 or more, got -1"),
         (["--ptxlab-format", "sarif", "--ptxlab-output", "no/x"], "--ptxlab-output expects a file in a folder*"),
     ],

@@ -147,6 +147,28 @@ def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, a
     assert bool((out == right()).all()) == ("ld.shared" not in after_fence)
 
 
+@pytest.mark.default_cases("takes what*-late", "writes*-early")
+@both_modes
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("%a4, %a5, %a6, %a7", "%d0, %d1, %d2, %d3", "takes %d0, still in use"),
+        ("%d0, %d1,", "%a0, %a1,", "writes %a0, still in use"),
+        ("%a4, %a5, %a6, %a7", "%a0, %a1, %a2, %a3", ""),
+    ],
+    ids=["takes what the first gives", "writes what the first takes", "takes the same"],
+)
+def test_a_wgmma_waits_for_those_whose_registers_it_shares(mode, first, second, message):
+    """Another may not take what one gives, nor write what it takes; both may take the same, and add to one D."""
+    sharing = SECOND.replace(first, second)
+    text = CASE.ptx.replace(SECOND, sharing)
+    assert outcome(text, mode)[1] == [("async", LAUNCHES[1])] * bool(message)
+    arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
+    findings = run(text, *arguments, threads=CASE.threads, checks=["async"], mode=mode).findings
+    assert all(message in str(finding) for finding in findings)
+    assert outcome(text.replace(sharing, f"{COMMIT} {WAIT} {FENCE} {sharing}"), mode)[1] == []
+
+
 @both_modes
 def test_newer_groups_may_stay_in_flight(mode):
     """The first group's A may be written again, the second's not."""

@@ -99,10 +99,12 @@ def test_qserve_per_channel_with_zeros_between(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weight.dequantize(), (Q4 - np.float32(7.25)) / 2)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [32, 128])
-def test_compressed_tensors(symmetric: bool, group: int, tmp_path: Path) -> None:
-    q4, scale, zero = foreign_files.affine(W, group, symmetric=symmetric)
+@pytest.mark.parametrize(
+    ("symmetric", "group", "N"), [(True, 32, 64), (False, 128, 64), (True, 128, 61), (False, 32, 61)]
+)
+def test_compressed_tensors(symmetric: bool, group: int, N: int, tmp_path: Path) -> None:
+    """Zero points of eight rows are a word, whose end is padding where N is no multiple of 8."""
+    q4, scale, zero = foreign_files.affine(W[:N], group, symmetric=symmetric)
     weight = opened(tmp_path, foreign_files.compressed(q4, scale, None if symmetric else zero))
     check(weight, q4, scale, zero, group)
     assert (weight.per_channel() is not None) == (group == 128)
@@ -236,6 +238,14 @@ def test_scales_that_are_negative_or_0(tmp_path: Path) -> None:
     scale[::2] *= -1
     scale[5, 1] = 0
     check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
+
+
+@pytest.mark.parametrize(("bias", "is_zero"), [([0.0] * 64, True), ([0.0] * 63 + [1.0], False), (None, False)])
+def test_biases_of_zero_are_told_from_others(bias: list[float] | None, is_zero: bool, tmp_path: Path) -> None:
+    arrays = foreign_files.gptq(*foreign_files.affine(W, 64))
+    if bias:
+        arrays["bias"] = np.array(bias, np.float16)
+    assert ForeignCheckpoint(saved(tmp_path, arrays)).zero_biases() == ({"q.bias"} if is_zero else set())
 
 
 def test_awq(tmp_path: Path) -> None:

@@ -86,6 +86,16 @@ def tensor(*shape: int, kind: int = 0, offset: int = 0) -> bytes:
     return text("t") + struct.pack(f"<I{axes}QIQ", axes, *shape, kind, offset)
 
 
+@pytest.mark.parametrize("length", range(32))
+def test_data_begin_at_the_next_multiple_of_the_alignment(length: int, tmp_path: Path) -> None:
+    """Right behind a header that ends at one."""
+    path = tmp_path / "k.gguf"
+    content = header(text("key") + struct.pack("<I", 8) + text("x" * length), tensor(4)).removesuffix(bytes(256))
+    values = np.arange(1, 5, dtype=np.float32)
+    path.write_bytes(content + bytes(-len(content) % 32) + values.tobytes())
+    assert GgufFile(path).read("t").tolist() == values.tolist()
+
+
 BROKEN = {
     "no GGUF": (b"PK\x03\x04" + bytes(100), "it does not begin with GGUF"),
     "version": (header(version=1), "version must be one of 2, 3, little-endian; it is 1"),

@@ -8,6 +8,7 @@ import pytest
 from ptxlab.errors import ArgumentError
 from ptxlab.llm import recipe
 from ptxlab.llm.recipe import ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
+from ptxlab.llm.recipe.gptq import BLOCK
 from ptxlab.lowbit import quant
 
 
@@ -83,11 +84,15 @@ def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
     np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
 
 
-@pytest.mark.full
-def test_blocks_change_nothing() -> None:
-    """There are more columns than a block, and groups that straddle none."""
-    w, H = problem(4, 288)
-    np.testing.assert_allclose(recipe.gptq(w, H, LQQGrid(w, 32)).values, solved(w, H, LQQGrid(w, 32), 0.01), atol=1e-12)
+@pytest.mark.parametrize("name", ["channel", "int8"])
+def test_blocks_change_nothing(name: str) -> None:
+    """Groups of more columns than a block are rounded as one by one."""
+    w, H = problem(4, BLOCK + 32)
+    grid = GRIDS[name](w)
+    expected, plain = solved(w, H, grid, 0.01), recipe.rounded(w, H, grid).values
+    better = recipe.objective(w, expected, H) < recipe.objective(w, plain, H)
+    assert better.all()
+    np.testing.assert_allclose(recipe.gptq(w, H, grid).values, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -142,6 +147,16 @@ def test_plain_rounding_has_the_librarys_constants(name: str) -> None:
     assert np.abs(weight.q4.astype(int) - expected.q4).max() <= 1  # it rounds twice
 
 
+@pytest.mark.parametrize(("bits", "low", "high"), [(4, -8, 7), (8, -127, 127), (3, -3, 3)])
+def test_symmetric_levels_end_where_the_format_does(bits: int, low: int, high: int) -> None:
+    w, _ = problem(2, 32)
+    levels, (scale,) = SymmetricGrid(w, 32, bits=bits).choose(0, w.T, np.ones(32))
+    np.testing.assert_array_equal(
+        levels.nearest(np.array([[-2.0, -2], [2, 2]]) * 2**bits * scale), [[low] * 2, [high] * 2]
+    )
+    np.testing.assert_allclose(scale, np.abs(w).max(axis=1) / high, rtol=2**-10)
+
+
 def test_inputs_that_were_never_seen_are_damped() -> None:
     w, H = problem(4, 96)
     H[:, 5] = H[5] = 0
@@ -150,14 +165,16 @@ def test_inputs_that_were_never_seen_are_damped() -> None:
     np.testing.assert_array_equal(found.values, recipe.rounded(w, None, LQQGrid(w, 32)).values)
 
 
-def test_more_damping_where_h_has_no_inverse() -> None:
+@pytest.mark.parametrize(("lacking", "damping"), [(0.005, 0.01), (0.05, 0.1), (0.5, 1), (5, 10)])
+def test_more_damping_where_h_has_no_inverse(lacking: float, damping: float) -> None:
+    """Tenfold each time, in units of the mean of H's diagonal."""
     _, H = problem(4, 96)
+    low, mean = np.linalg.eigvalsh(H)[0], np.diagonal(H).mean()
+    H -= (low + lacking * (mean - low) / (1 + lacking)) * np.eye(96)
     mean = np.diagonal(H).mean()
-    H -= (np.linalg.eigvalsh(H)[0] + 0.05 * mean) * np.eye(96)  # 0.01 of the mean is too little
+    assert np.linalg.eigvalsh(H)[0] == pytest.approx(-lacking * mean)
     factor = recipe.inverse_factor(H)
-    damped = np.linalg.inv(factor.T @ factor) - H
-    np.testing.assert_allclose(damped, damped[0, 0] * np.eye(96), atol=1e-6 * mean)
-    assert 0.05 * mean < damped[0, 0] < 0.2 * mean
+    np.testing.assert_allclose(np.linalg.inv(factor.T @ factor) - H, damping * mean * np.eye(96), atol=1e-6 * mean)
     with pytest.raises(ArgumentError, match="hessian: must be positive semidefinite"):
         recipe.inverse_factor(-H)
 

@@ -88,7 +88,15 @@ def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.Mo
 
 @pytest.mark.parametrize(
     ("order", "M", "rows"),
-    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 256)],
+    [
+        ("row_major", 17, 1),
+        ("fragment", 17, 8),
+        ("tiles", 1, 8),
+        ("tiles", 17, 32),
+        ("tiles", 32, 32),
+        ("tiles", 256, 256),
+        ("tiles", 8192, 256),
+    ],
 )
 def test_a_tile_of_activations_holds_all_tokens_up_to_256(order: str, M: int, rows: int) -> None:
     assert headline.rows_of_tile(M, order) == rows

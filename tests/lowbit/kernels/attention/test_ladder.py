@@ -55,6 +55,15 @@ def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> N
     problems.check(spec, logical_of(spec, q, cache), backend)
 
 
+@pytest.mark.default_cases("350-attention_kv4_fp16")
+@every_step
+@pytest.mark.parametrize("tokens", [256, 5 * ladder.PAGE + 30])
+def test_near_float64_behind_four_whole_pages(spec: KernelSpec, tokens: int) -> None:
+    """Steps that take several pages at a time: as many as they take at once, and a rest."""
+    q, cache = problems.problem(6, (tokens,), Hq=1, Hkv=1, scheme=scheme_of(spec))
+    problems.check(spec, logical_of(spec, q, cache), "emulator")
+
+
 @pytest.mark.default_cases("emulator-attention_kv8", "emulator-attention_kv4_naive")
 @every_step
 @on_every_backend

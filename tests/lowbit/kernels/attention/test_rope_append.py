@@ -94,6 +94,16 @@ def test_every_scheme_and_head_dim(scheme: str, D: int, backend: str) -> None:
     fused(11, 3, 2, D, scheme, 64, dtype=DTYPES[D == 128], index=(np.int32, np.int64)[D == 64]).check(backend)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", KV_SCHEMES)
+@pytest.mark.parametrize("rows", [2, 4])
+def test_rows_of_a_thread_have_tokens_or_heads_of_their_own(rows: int, scheme: str) -> None:
+    """A thread's rows are tokens with constants by channel, each at its own position; else heads of one token."""
+    problem = fused(rows + 1, rows + 1, 1, 64, scheme)
+    q, pool, _ = problem.run(rows=rows)
+    assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted)
+
+
 @pytest.mark.default_cases("3-8-8-emulator", "2-40-1-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "heads", "ratio"), [(1, 1, 1), (2, 40, 1), (3, 8, 8)])
