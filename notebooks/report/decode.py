@@ -260,27 +260,27 @@ def limits_table(records: list[Record]) -> str:
     return _shown(rows, columns, records)
 
 
-def systems_table(records: list[Record], other: Record | None) -> str:
+def systems_table(records: list[Record], systems: Record | None) -> str:
     """Build the table of steady steps of one model with other systems' weights, by batch, in ms and tokens/s.
 
     QServe's rule stands below.
     """
-    if other is None:
+    if systems is None:
         return MISSING
-    model = points([other], CHANNEL).model.iloc[0]
+    model = points([systems], CHANNEL).model.iloc[0]
     steps = points(records, MEASURE).query("model == @model")
     lines = [{"weights": "W4A8 in groups of 128 (the table above)", **_by_batch(steps)}]
     for kernel, name in _SYSTEMS.items():
-        of_kernel = replace(other, rows=tuple(row for row in other.rows if row.kernel == kernel))
-        found = [points([of_kernel], measure) for measure in (CHANNEL, STATIC_CACHE, FOUR_BITS)]
-        lines.append({"weights": name, **_by_batch(pd.concat(found))})
-    rule = points([other], CHANNEL_RULE).query("L == @BUDGETS[0]").iloc[0]
-    device, fastest_step = other.device["name"], max(row.rate for row in other.rows if row.measure == CHANNEL)
+        of_kernel = replace(systems, rows=tuple(row for row in systems.rows if row.kernel == kernel))
+        steps_of_kernel = [points([of_kernel], measure) for measure in (CHANNEL, STATIC_CACHE, FOUR_BITS)]
+        lines.append({"weights": name, **_by_batch(pd.concat(steps_of_kernel))})
+    rule = points([systems], CHANNEL_RULE).query("L == @BUDGETS[0]").iloc[0]
+    device, fastest_step = systems.device["name"], max(row.rate for row in systems.rows if row.measure == CHANNEL)
     note = (
         f"{model}; milliseconds and tokens/s. By QServe's rule, prompts included, weights per channel make"
         f" {rule['rate']:,.0f} tokens/s within {BUDGETS[0]} GB, in steps alone {fastest_step:,.0f}. Measured on one"
         f" {device} by `python -m benchmarks decode` with `--only` of {model} and each system,"
-        f" {other.date[:10]}, commit {other.revision}."
+        f" {systems.date[:10]}, commit {systems.revision}."
     )
     return f"{markdown(pd.DataFrame(lines))}\n{note}\n"
 

@@ -62,11 +62,11 @@ def test_first_tokens_stand_beside_those_of_new_prompts() -> None:
 def test_weights_of_other_systems_stand_below_the_models_own_steps() -> None:
     (step, rule), measures = record().rows, (models.CHANNEL, models.FOUR_BITS)
     kernels = {"channel": measures[0], "w4a4": measures[1]}
-    others = [
+    system_rows = [
         *(replace(step, kernel=name, measure=measure, time_us=2000.0) for name, measure in kernels.items()),
         replace(rule, measure=models.CHANNEL_RULE, kernel="channel"),
     ]
-    text = decode.systems_table([record()], replace(record(), rows=tuple(others)))
+    text = decode.systems_table([record()], replace(record(), rows=tuple(system_rows)))
     assert "(the table above) |  | 4.00 ms, 4,000 |  |" in text and "| W4A4 (Atom) |  | 2.00 ms, 4,000 |  |" in text
     assert "| W4Ax (COMET) |  |  |" in text and "make 12,000 tokens/s within 80 GB" in text
     assert decode.systems_table([record()], None) == MISSING

@@ -66,7 +66,7 @@ def python_places(path: Path, text: str) -> Iterator[Place]:
     }  # fmt: skip
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and PARTICIPLE.fullmatch(node.name):
-            decorators = {getattr(each, "id", getattr(each, "attr", "")) for each in node.decorator_list}
+            decorators = {getattr(name, "id", getattr(name, "attr", "")) for name in node.decorator_list}
             if not decorators & {"property", "cached_property", "fixture"}:
                 yield Place("participle", path, node.lineno, node.name)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -89,7 +89,7 @@ def cuda_places(path: Path, text: str) -> Iterator[Place]:
 
 
 if __name__ == "__main__":
-    every = [*places(Path.cwd(), sys.argv[1:] or FOLDERS)]
-    for place in every:
+    all_places = [*places(Path.cwd(), sys.argv[1:] or FOLDERS)]
+    for place in all_places:
         print(f"{place.path.relative_to(Path.cwd())}:{place.line}: {place.kind}: {place.text}")
-    print(dict(Counter(place.kind for place in every)))
+    print(dict(Counter(place.kind for place in all_places)))
