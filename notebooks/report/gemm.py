@@ -109,7 +109,7 @@ def eight_bit(record: Record | None) -> pd.DataFrame:
 
 
 def dequantising(record: Record | None, *tokens: int) -> pd.Series:
-    """Return the time with 4-bit over that with 8-bit weights, by the same skeleton, at one number of tokens."""
+    """Return the time with 4-bit over that with 8-bit weights, by the same skeleton, at these numbers of tokens."""
     both = at(points(record), *tokens).merge(eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8"))
     return both.time_us / both.time_us_8
 

@@ -34,7 +34,7 @@ def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
 
 
 def test_no_more_is_made_than_is_taken(three: None) -> None:
-    """At most four are made, so that three can run while one waits."""
+    """No more than four are made, so that three can run while one waits."""
     made: list[int] = []
     results = each_stream(lambda x: made.append(0), STREAMS)
     for taken in range(1, 10):
