@@ -377,7 +377,7 @@ AGAIN:
 
 
 def frames(session: Session) -> tuple[int, ...]:
-    """The line of the next instruction, and the lines from which its function was called."""
+    """Return the line of the next instruction, and the lines from which its function was called."""
     instruction = session.now.moment.instruction
     return instruction.line, *(at for _, at in instruction.callers)
 

@@ -49,7 +49,7 @@ def compare(program: Program, right: Values, observed: Values, *, models: bool =
 
 
 def _in_memory(slot: Slot, model: Values) -> Values:
-    """A model's result as it lies in memory, above it what was there before."""
+    """Return a model's values as they lie in memory, with the old bits above them."""
     bits = stored_bits(slot.domain)
     low = np.uint64((1 << bits) - 1)
     return model & low | np.uint64(0xA5A5A5A5A5A5A5A5) & ~low

@@ -100,7 +100,7 @@ def turning_floats(t: str) -> list[int]:
 
 
 def round_to_bits(x: float, t: str) -> int:
-    """The bits of a number, cut to its type."""
+    """Return the bits of a number in its type."""
     with np.errstate(over="ignore"):
         if t == "bf16":
             return int(np.float32(x).view(np.uint32)) >> 16
@@ -155,7 +155,7 @@ DOMAINS = {
 
 
 def literal(name: str, bits: int) -> str:
-    """A constant of a domain, as PTX has it."""
+    """Write a constant of a domain as PTX has it."""
     domain = DOMAINS[name]
     if domain.literal == "f":
         return f"0f{bits:08X}" if domain.bits == 32 else f"0d{bits:016X}"

@@ -101,7 +101,7 @@ def test_products_of_halves_have_the_model_of_the_hardware(monkeypatch: pytest.M
 
 
 def fault(wrong: Callable[[str], str]) -> Callable[..., np.ndarray]:
-    """A GPU that is the emulator, but for what it makes of the text at optimisation levels above 0."""
+    """Return a GPU that runs the emulator, at optimisation levels above 0 on another text."""
 
     def run(program: Program, text: str, level: int = 4) -> np.ndarray:
         return examine.emulate(program, wrong(text) if level else text)[0]
@@ -151,7 +151,7 @@ def test_a_program_that_stops_the_gpu_is_a_mismatch(monkeypatch: pytest.MonkeyPa
 
 
 def computing(text: str) -> list[str]:
-    """The lines of a reduced program that compute."""
+    """Return the lines of a reduced program that compute."""
     body = text.split("add.s64 %out, %out, %offset;\n")[1]
     return [line for line in body.splitlines() if not re.match(r"ld\.|st\.|setp|mov|ret|}|selp", line)]
 

@@ -15,7 +15,7 @@ from tests.mutants.table import ROOT, Mutant, load
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 if every mutant is killed, or survives for the reason that is listed."""
+    """Return the exit status: 0 if every mutant is killed, or survives for the reason that is listed."""
     parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="only mutants with this in their name or file")
     parser.add_argument("--ci", action="store_true", help="only those that CI tries")

@@ -83,7 +83,7 @@ def draw(seed: str, count: int, pattern: str = "") -> list[Mutant]:
 
 
 def mutant_of(file: str, text: str, line: int, change: Change) -> Mutant:
-    """The mistake as an entry of a table: its lines, with as many ahead of them as tell the place from others."""
+    """Return the mistake as an entry of a table: its lines, and as many ahead of them as make the place unique."""
     first, last = text.rfind("\n", 0, change.start) + 1, text.find("\n", change.stop) + 1
     while text.count(text[first:last]) > 1:
         first = text.rfind("\n", 0, first - 1) + 1
@@ -132,7 +132,7 @@ def _changes(text: str, node: ast.AST, place: Callable[[int, int], int]) -> Iter
         return place(of.end_lineno, of.end_col_offset)  # type: ignore[attr-defined]
 
     def between(kind: str, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Change]:
-        """An operator, which lies between its operands."""
+        """Yield the changes of an operator, which lies between its operands."""
         at = text.find(old, stop(left), start(right))
         if at >= 0:
             yield Change(kind, at, at + len(old), new)

@@ -33,7 +33,7 @@ class Mutant:
         return self.what
 
     def changed(self, text: str) -> str:
-        """The file's text with the mistake. Raises ValueError unless `old` is found exactly once."""
+        """Return the file's text with the mistake. Raise ValueError unless `old` stands there exactly once."""
         found = text.count(self.old)
         if found != 1 or self.old == self.new:
             raise ValueError(f"{self.what}: {self.file} must have `old` once, and `new` differ (found {found} times)")

@@ -73,7 +73,7 @@ SUM = Mutant("a difference", "ptxlab/sums.py", "a + b", "a - b", ("tests/test_su
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A checkout of one function and its test."""
+    """Make a checkout of one function and its test."""
     root = tmp_path / "checkout"
     for name, text in {
         "pyproject.toml": "",

@@ -17,7 +17,7 @@ class Recorder:
         self.us, self.sizes, self.ran = us, list[int](), list[str]()
 
     def capture(self, calls: Sequence[Callable[[], None]]) -> Any:
-        """A graph that counts its calls. The first one, a probe, is ten times as slow as the one that is measured."""
+        """Make a graph that counts its calls. The first, a probe, is ten times as slow as the one that is measured."""
         self.sizes.append(len(calls))
         name, slower = f"graph {len(self.sizes)}", 1 if len(self.sizes) == 1 else 0.1
 

@@ -39,7 +39,7 @@ def pairs(program: Program, base: str) -> None:
 
 
 def arrivals(program: Program, base: str) -> None:
-    """The first warp arrives at a barrier where the second waits for its words."""
+    """Let the first warp arrive at a barrier where the second waits for its words."""
     place, d, is_of_others, is_first = (program.register(bits) for bits in (32, 32, 1, 1))
     word, barrier, (end, waits) = program.input("b32"), 1 + program.below(15), program.labels(2)
     lines = [

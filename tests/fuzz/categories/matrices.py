@@ -85,7 +85,7 @@ def draw_form(program: Program, *, lines: bool = False) -> Mma:
 
 
 def braces(registers: list[str]) -> str:
-    """A vector."""
+    """Write registers as a vector."""
     return "{" + ", ".join(registers) + "}"
 
 

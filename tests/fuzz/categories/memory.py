@@ -103,7 +103,7 @@ def access(program: Program, window: Window) -> None:
 
 
 def braces(registers: list[str]) -> str:
-    """A vector of several registers, or the one."""
+    """Write several registers as a vector, one as itself."""
     return "{" + ", ".join(registers) + "}" if len(registers) > 1 else registers[0]
 
 
