@@ -259,11 +259,11 @@ def test_wrong_operands(change):
 
 @on_every_backend
 @pytest.mark.parametrize("k", [16, 32])
-@pytest.mark.parametrize(("d_type", "total"), [("f16", 2048.0), ("f32", 2050.0)])
+@pytest.mark.parametrize(("d_type", "total"), [("f16", 2048.0), ("f32", 2051.0)])
 def test_fp8_is_rounded_as_two_mma_of_f16_and_an_addition(d_type: str, total: float, k: int, backend: str) -> None:
-    """2048 of the lower bytes, 1 of the upper ones, and 1: each addition to an f16 is a tie, and stays at 2048."""
+    """2049 of the lower bytes, 1 of the upper ones, and 1: each sum that is an f16 is a tie, and becomes 2048."""
     words = k // 4
-    factors = np.array([16, 1, 0.5, 0]), np.array([2048 / words / 16, 0, 2 / words, 0])
+    factors = np.array([16, 0.5, 0.5, 0]), np.array([2048 / words / 16, 2 / words, 2 / words, 0])
     a, b = (
         np.tile(to_narrow(x, "e4m3").view(np.uint32), (32, count)) for x, count in zip(factors, (4, 2), strict=True)
     )
