@@ -435,6 +435,7 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     assert at == {80: ["fp16/sdpa"], 156: ["fp16/sdpa"], 88: ["fp8_row/sdpa"], 164: ["fp8_row/sdpa"]}
     (first,) = (row for row in whole if row.measure == models.FIRST_TOKEN)
     assert (first.time_us, first.fastest_us, first.slowest_us) == (2.0, 1.0, 3.0)
+    assert first.rate == pytest.approx(2000 / 2e-6) and first.rate_unit == "tokens/s"
     assert first.sizes["L"] == 2000 and first.peers == {"nothing shared": 10.5}
     of_156 = 156 * 32 * 5.0 + 512 * (32 * 2.0 * 156 + 1.0)
     assert whole[-1].peers["fp16/sdpa"] == pytest.approx(of_156 * 64 / 156)
