@@ -1,0 +1,54 @@
+"""Bugs that people have reported in public, made small: each is said where it is, and its right twin is clean."""
+
+import re
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import Launch, emulator
+from ptxlab.errors import EmulationError
+from tests.outside.reported.cases import CASES, FOLDER, Case
+
+# Of each class one.
+QUICK = ("03_*", "05_*", "06_*", "07_*", "09_*", "13_*", "16_*", "22_*", "26_*", "47_*", "52_*", "59_*", "p3_*")
+CHAINS = [("b_ok", "c_ok", ""), ("b_late", "c_ok", "race"), ("b_nowait", "c_ok", "race"), ("b_ok", "c_war", "race")]
+
+
+def outcome(name: str, case: Case, fixed: bool) -> str:
+    """What is said: `kind:line` of each finding, or the error."""
+    path = next(FOLDER.glob(f"{name}.*"))
+    kernel = ptxlab.load(path, case.entry, arch=case.arch, defines={"FIXED": 1} if fixed else {})
+    arguments = [array.copy() if isinstance(array, np.ndarray) else array for array in case.arguments.values()]
+    launch = Launch((case.grid, 1, 1), (case.block, 1, 1), case.shared[fixed])
+    try:
+        result = kernel.launch(arguments, launch, backend="emulator", checks=case.checks)
+    except EmulationError as error:
+        return str(error).replace(str(path), "")
+    assert result is not None
+    return " ".join(f"{finding.kind}:{finding.line}" for finding in result.findings)
+
+
+@pytest.mark.default_cases(*QUICK)
+@pytest.mark.parametrize("name", CASES)
+def test_a_reported_bug_is_found_and_its_twin_is_clean(name: str) -> None:
+    case = CASES[name]
+    for fixed, said in enumerate((case.said, case.fixed)):
+        if fixed and (FOLDER / f"{name}.ptx").exists():
+            continue
+        told = outcome(name, case, bool(fixed))
+        assert re.search(said, told, re.DOTALL) if ".*" in said else told == said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("second", "third", "kind"), CHAINS)
+def test_a_chain_of_programmatic_launches(second: str, third: str, kind: str) -> None:
+    """Kernels of `62_pdl.cu`, one after the other."""
+    a, b, c = (ptxlab.load(FOLDER / "62_pdl.cu", name, arch="sm_90") for name in ("a", second, third))
+    x, (p, q, r) = np.arange(32, dtype=np.int32), np.zeros((3, 32), np.int32)
+    launch = Launch((1, 1, 1), (32, 1, 1))
+    with emulator.chain(emulator.CHECKS, begin="late", given=[x]) as chain:
+        a.launch([x, p], launch, backend="emulator")
+        b.launch([p, q], launch, backend="emulator", programmatic=True)
+        c.launch([q, x, r], launch, backend="emulator", programmatic=True)
+    assert {finding.kind for finding in chain.findings} == ({kind} if kind else set())
