@@ -191,9 +191,16 @@ def run(
             return launch, buffers, error
         return launch, buffers, None
 
-    launch, buffers, error = attempt(frozenset())
-    while not launch.suspects <= launch.tracked:  # their values may not matter: the same again, with an eye on these
-        launch, buffers, error = attempt(launch.tracked | launch.suspects)
+    try:
+        launch, buffers, error = attempt(frozenset())
+        while (
+            not launch.suspects <= launch.tracked
+        ):  # their values may not matter: the same again, with an eye on these
+            launch, buffers, error = attempt(launch.tracked | launch.suspects)
+    except MemoryError:
+        nbytes = sum(array.nbytes for array in map(array_of, args) if array is not None)
+        rule = "has to fit this machine; checks take many times the bytes of all arrays, fewer checks less"
+        raise ArgumentError("memory", rule, f"{nbytes} bytes of arrays") from None
     sys.stdout.write("".join(launch.output))
     if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind

@@ -150,7 +150,7 @@ class OneStep(SymbolicExecution):
         parts = self.before, self.products, self.channels, self.merged, self.to_float, self.steps
         return Body(ends, *parts, annotated)
 
-    def register(self, lane: int, register: Register, width: int) -> Bits:  # noqa: D102
+    def register(self, lane: int, register: Register, width: int) -> Bits:
         key = width, register.index
         if key not in self.registers[0]:
             sort = z3.BoolSort() if width == 1 else z3.BitVecSort(width)
@@ -159,14 +159,14 @@ class OneStep(SymbolicExecution):
         guard, result = self.latest.get(key, (FALSE, None))
         return result if guard.eq(self.guards.get(0, TRUE)) else self.registers[0][key]
 
-    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:  # noqa: D102
+    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
         if isinstance(operand, Register):
             width = bits_of(operand.type)
             self.register(lane, operand, width)
             self.latest[width, operand.index] = guard, result if width == 1 else extend(result, width, signed)
         super().write(lane, guard, operand, result, signed)
 
-    def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:  # noqa: D102
+    def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:
         if isinstance(operand, ir.Special | ir.Symbol):
             key = operand.name if isinstance(operand, ir.Special) else (operand.variable.name, operand.offset)
             known = self.named.setdefault(key, z3.FreshConst(z3.BitVecSort(64), str(key)))
@@ -182,7 +182,7 @@ class OneStep(SymbolicExecution):
 
     # Instructions
 
-    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:  # noqa: D102
+    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         guard = guards[0]
         matrix, dot = _MATRIX.fullmatch(instruction.opcode), _DOT.fullmatch(instruction.opcode)
         if instruction.head == "call":

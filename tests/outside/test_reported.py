@@ -16,28 +16,28 @@ CHAINS = [("b_ok", "c_ok", ""), ("b_late", "c_ok", "race"), ("b_nowait", "c_ok",
 
 
 def outcome(name: str, case: Case, fixed: bool) -> str:
-    """What is said: `kind:line` of each finding, or the error."""
+    """Return `kind:line` of each finding, or the error."""
     path = next(FOLDER.glob(f"{name}.*"))
     kernel = ptxlab.load(path, case.entry, arch=case.arch, defines={"FIXED": 1} if fixed else {})
     arguments = [array.copy() if isinstance(array, np.ndarray) else array for array in case.arguments.values()]
     launch = Launch((case.grid, 1, 1), (case.block, 1, 1), case.shared[fixed])
     try:
-        result = kernel.launch(arguments, launch, backend="emulator", checks=case.checks)
+        launched = kernel.launch(arguments, launch, backend="emulator", checks=case.checks)
     except EmulationError as error:
         return str(error).replace(str(path), "")
-    assert result is not None
-    return " ".join(f"{finding.kind}:{finding.line}" for finding in result.findings)
+    assert launched is not None
+    return " ".join(f"{finding.kind}:{finding.line}" for finding in launched.findings)
 
 
 @pytest.mark.default_cases(*QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_a_reported_bug_is_found_and_its_twin_is_clean(name: str) -> None:
     case = CASES[name]
-    for fixed, said in enumerate((case.said, case.fixed)):
+    for fixed, expected in enumerate((case.report, case.fixed)):
         if fixed and (FOLDER / f"{name}.ptx").exists():
             continue
-        told = outcome(name, case, bool(fixed))
-        assert re.search(said, told, re.DOTALL) if ".*" in said else told == said
+        report = outcome(name, case, bool(fixed))
+        assert re.search(expected, report, re.DOTALL) if ".*" in expected else report == expected
 
 
 @pytest.mark.full

@@ -533,7 +533,7 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
             raise MemoryFault(f"{where}: {rule}: {tuple(reversed(places[first].tolist()))}")
 
     def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
-        """The operation on the array's elements."""
+        """Return the operation on the array's elements."""
         dtype = tensor_map.array.dtype
         t = next((name for name in _ELEMENTS.get(dtype.name, ()) if operation in _REDUCED[name]), "")
         if not t:

@@ -23,7 +23,7 @@ def counts_threads(entry: Entry) -> bool:
 
 
 class Generation:
-    """Who has come to one generation of a barrier; by thread of the block."""
+    """Arrivals at one generation of a barrier, by thread of the block."""
 
     def __init__(self, threads: int) -> None:
         self.times = np.zeros(threads, np.int32)  # by their own time; 0 for who has not
@@ -32,7 +32,7 @@ class Generation:
 
     @property
     def is_one_warp(self) -> bool:
-        """Whether nobody else had to come."""
+        """Tell whether nobody else had to come."""
         arrived = np.flatnonzero(self.times)
         return bool(arrived[0] // 32 == arrived[-1] // 32)
 
@@ -51,41 +51,41 @@ class BarrierGenerations(Check):
         indices, stride = indices_of(lanes), self.machine.stride
         threads = indices % stride
         now = self.under_way.setdefault(barrier, Generation(stride))
-        before, again = self.complete.get(barrier), now.times[threads] > 0
+        previous, again = self.complete.get(barrier), now.times[threads] > 0
         if again.any():
             message = f"comes to barrier {barrier[1]} twice before all of its threads have come once,"
             self.report(instruction, "race", lanes, again, message)
-        elif before and not before.is_one_warp and not before.waited[threads].all():
-            self.require_the_end(instruction, barrier, lanes, before)
+        elif previous and not previous.is_one_warp and not previous.waited[threads].all():
+            self.require_the_end(instruction, barrier, lanes, previous)
         now.times[threads] = self.order.clocks.own[indices]
         now.codes[threads] = self.machine.index[id(instruction)]
 
     def require_the_end(
-        self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes, before: Generation
+        self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes, previous: Generation
     ) -> None:
         """Report the threads that do not know of all arrivals of the generation before."""
         clocks, indices = self.order.clocks, indices_of(lanes)
-        arrived = np.flatnonzero(before.times)
+        arrived = np.flatnonzero(previous.times)
         columns = (barrier[0] * self.machine.stride + arrived) % clocks.size
         unsure, unknown = np.zeros(len(indices), bool), 0
         for warp in groups(indices // 32):
-            known = clocks.known_to(indices[warp])[int(indices[0]) // clocks.size]
-            missing = known[columns] < before.times[arrived]
+            clock = clocks.known_to(indices[warp])[int(indices[0]) // clocks.size]
+            missing = clock[columns] < previous.times[arrived]
             if missing.any():
-                unsure[warp] = ~before.waited[indices[warp] % self.machine.stride]
+                unsure[warp] = ~previous.waited[indices[warp] % self.machine.stride]
                 unknown = unknown or int(arrived[int(np.argmax(missing))])
         if unsure.any():
             _, thread = self.machine.place_of(barrier[0] * self.machine.stride + unknown)
-            other = self.machine.code[before.codes[unknown]].seen_from(instruction)
+            arrival = self.machine.code[previous.codes[unknown]].seen_from(instruction)
             message = (
                 f"comes to barrier {barrier[1]} without knowing that its generation before is over, to which thread "
-                f"({','.join(map(str, thread))}) came by {other}: until that has come, this arrival counts in its "
+                f"({','.join(map(str, thread))}) came by {arrival}: until that has come, this arrival counts in its "
                 "place; wait for that generation (bar.sync), or behind a thread that has,"
             )
             self.report(instruction, "race", lanes, unsure, message)
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """All have come; those who wait know that."""
+        """Note that those who wait know that all have come."""
         generation = self.complete[barrier] = self.under_way.pop(barrier)
         if lanes is not None:
             generation.waited[indices_of(lanes) % self.machine.stride] = True

@@ -47,7 +47,7 @@ class Divergence(Check):
         """Look at who comes to `.aligned` instructions, and follow branches."""
         pc = self.machine.index[id(instruction)]
         if instruction.guard is None and END not in self.flow.leaving.get(pc, ()):
-            handler = self.followed(pc, handler)
+            handler = self.follow_branches(pc, handler)
         if pc in self.flow.aligned:
 
             def together(lanes: Lanes) -> Successors:
@@ -66,9 +66,9 @@ class Divergence(Check):
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
         """Follow the lanes of a guarded branch, some of which go on behind it."""
-        return self.followed(self.machine.index[id(instruction)], handler)
+        return self.follow_branches(self.machine.index[id(instruction)], handler)
 
-    def followed(self, pc: int, handler: Handler) -> Handler:
+    def follow_branches(self, pc: int, handler: Handler) -> Handler:
         """Wrap the handler of a block's last instruction: its lanes are counted where they have gone."""
         turning, leaving = self.flow.turning.get(pc, ()), self.flow.leaving.get(pc, ())
         if not turning and not leaving:

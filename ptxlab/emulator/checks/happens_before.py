@@ -151,8 +151,8 @@ class HappensBefore(Check):
             self.clocks.tick(indices)
 
     def is_fenced(self, lane: int, time: int) -> bool:
-        """Whether a lane has run a memory fence since it did something at this time of its own."""
-        return any(lane in fenced and own[lane] >= time for fenced, own in self.fenced.values())
+        """Tell whether a lane has run a memory fence since it did something at this time of its own."""
+        return any(lane in fenced and times[lane] >= time for fenced, times in self.fenced.values())
 
     def released(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
         """Return what the lanes make known together: what they know now, or knew at their last fences."""
@@ -219,10 +219,10 @@ class HappensBefore(Check):
                     del pending[lane]
 
     def note_barrier(self, releasing: int, lanes: list[int]) -> None:
-        """These lanes have read a flag of another block, and come to a barrier: to be said where they race."""
-        said = "nobody has fenced between the read of the flag and the barrier, which is no fence between blocks,"
+        """Remember lanes that have read a flag of another block and come to a barrier, to say so where they race."""
+        reason = "nobody has fenced between the read of the flag and the barrier, which is no fence between blocks,"
         for block in {lane // self.scopes.block for lane in lanes}:
-            self.unreached[releasing, block] = said
+            self.unreached[releasing, block] = reason
 
     def fence(self, instruction: Instruction, lanes: Lanes) -> None:
         """Acquire what strong reads before the fence brought, and let strong writes after it release."""

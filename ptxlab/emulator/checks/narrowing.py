@@ -25,7 +25,7 @@ _INTEGERS = frozenset(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 6
 
 
 def is_silent(instruction: Instruction) -> bool:
-    """Whether a line that the instruction comes from says that it wraps on purpose."""
+    """Tell whether a line that the instruction comes from says that it wraps on purpose."""
     return instruction.wraps or any(
         MARK in _line(*place) for place in ((instruction.path, instruction.line), *instruction.callers)
     )
@@ -48,10 +48,10 @@ class Narrowing(Check):
         self.is_silent = cache(lambda index: is_silent(machine.code[index]))
         launch, memory = machine.launch, machine.memory
         self.arrays: dict[int, np.dtype] = {}  # by the arena offset of a buffer: what an array holds
-        for value, param in zip(launch.args, launch.entry.params, strict=True):
-            if isinstance(value, np.ndarray):
+        for argument, param in zip(launch.args, launch.entry.params, strict=True):
+            if isinstance(argument, np.ndarray):
                 address = int(memory.view[8][(launch.addresses[id(param)] - BASE) // 8])
-                self.arrays[address - BASE] = value.dtype
+                self.arrays[address - BASE] = argument.dtype
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at conversions and products."""
@@ -101,15 +101,15 @@ class Narrowing(Check):
         dtype = self.arrays.get(region.start) if region and int(offsets.max()) < region.end else None
         is_array = dtype is not None and dtype.kind in "iu" and dtype.itemsize * 8 == bits
         signed = dtype.kind == "i" if is_array and dtype is not None else None
-        where = f"{dtype}, which the array holds" if is_array else f"{bits} bits"
-        items: tuple[Operand, ...] = operands[1].items if isinstance(operands[1], Vector) else operands[1:2]
-        for item in items:
-            if isinstance(item, Register) and bits_of(item.type) > bits:
-                read = self.machine.reader(item, f"s{bits_of(item.type)}")
-                self.require(access.instruction, lanes, read(lanes), bits, signed, where)
+        target = f"{dtype}, which the array holds" if is_array else f"{bits} bits"
+        stored: tuple[Operand, ...] = operands[1].items if isinstance(operands[1], Vector) else operands[1:2]
+        for register in stored:
+            if isinstance(register, Register) and bits_of(register.type) > bits:
+                read = self.machine.reader(register, f"s{bits_of(register.type)}")
+                self.require(access.instruction, lanes, read(lanes), bits, signed, target)
 
     def require(
-        self, instruction: Instruction, lanes: Lanes, values: Array, bits: int, signed: bool | None, where: str
+        self, instruction: Instruction, lanes: Lanes, values: Array, bits: int, signed: bool | None, target: str
     ) -> None:
         """Report values that are no integers of so many bits, as they stand or without their sign."""
         low, high = -(1 << bits - 1) if signed is not False else 0, (1 << bits - (signed is True)) - 1
@@ -117,7 +117,7 @@ class Narrowing(Check):
         as_signed = np.broadcast_to(values, (count_of(lanes),)).view(f"i{width}")
         wrong = ((as_signed < low) | (as_signed > high)) & (as_signed.view(f"u{width}") > high)
         if wrong.any():
-            self.tell(instruction, lanes, wrong, f"{as_signed[int(np.argmax(wrong))]} does not fit {where},")
+            self.tell(instruction, lanes, wrong, f"{as_signed[int(np.argmax(wrong))]} does not fit {target},")
 
     def tell(self, instruction: Instruction, lanes: Lanes, wrong: Array, message: str) -> None:
         """Report it, if nobody says that it is on purpose."""

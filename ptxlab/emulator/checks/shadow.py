@@ -41,12 +41,21 @@ class Shadow:
     def put(self, places: Array, unit: int, values: Array | int) -> None:
         """Set that of each unit."""
         if unit < self.grain:
-            finer = self.grain // unit
-            # Zeros that nobody writes cost nothing, however many there are.
-            self.cells = np.zeros(self.cells.size * finer, np.uint64) if self.is_blank else self.cells.repeat(finer)
+            self.refine(self.grain // unit)
             self.grain = unit
         self.is_blank = False
         self.rows(unit)[places] = values[:, None] if isinstance(values, np.ndarray) else values
+
+    def refine(self, parts: int) -> None:
+        """Part each cell. Zeros that nobody writes cost no memory, however many there are."""
+        count = 0 if self.is_blank else np.count_nonzero(self.cells)
+        if count > self.cells.size // 8:
+            self.cells = self.cells.repeat(parts)
+            return
+        coarse, self.cells = self.cells, np.zeros(self.cells.size * parts, np.uint64)
+        if count:
+            places = np.flatnonzero(coarse)
+            self.cells.reshape(-1, parts)[places] = coarse[places, None]
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
         """Set that of accesses, each of `size` bytes, of which its place is a multiple."""

@@ -26,7 +26,7 @@ Place = tuple[str, int]
 
 
 def is_syncthreads(instruction: Instruction) -> bool:
-    """Whether the compiler has made it of `__syncthreads()`, `__syncthreads_count()` or their like."""
+    """Tell whether the compiler has made it of `__syncthreads()`, `__syncthreads_count()` or their like."""
     if instruction.head != "bar" or not instruction.is_compiled or "warp" in instruction.opcode:
         return False
     numbers = [operand for operand in instruction.operands if isinstance(operand, Immediate)]
@@ -34,12 +34,12 @@ def is_syncthreads(instruction: Instruction) -> bool:
 
 
 def place_in_kernel(instruction: Instruction) -> Place:
-    """Where the kernel's own code has it, or the call that it is in."""
+    """Return the line in the kernel's own code, of a function that of its call."""
     return instruction.callers[-1] if instruction.callers else (instruction.path, instruction.line)
 
 
 def may_return(entry: Entry, instruction: Instruction) -> bool:
-    """Whether threads can leave the kernel ahead of an instruction; yes, if the source does not tell."""
+    """Tell whether threads can leave the kernel ahead of an instruction; yes, if the source does not tell."""
     (path, begin), (same, end) = place_in_kernel(entry.instructions[0]), place_in_kernel(instruction)
     try:
         text = Path(path).read_text(errors="replace")
@@ -57,7 +57,6 @@ class WholeBlocks(Check):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.present: dict[tuple[int, int], list[tuple[Instruction, Lanes]]] = {}
-        self.threads = machine.living  # of the wave, at its begin
         self.excused: dict[int, bool] = {}  # by instruction index: whether threads may have returned ahead of it
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
@@ -66,42 +65,42 @@ class WholeBlocks(Check):
             self.present.setdefault(barrier, []).append((instruction, lanes))
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """All have come that PTX waits for."""
+        """Judge a barrier at which all have come that PTX waits for."""
         arrivals = self.present.pop(barrier, [])
         if not arrivals or self.is_divergent(arrivals):
             return
-        (first, those), *others = arrivals
-        for other, elsewhere in others:
-            if (other.path, other.line, other.callers) != (first.path, first.line, first.callers):
-                self.differ(first, those, f"comes to {other.seen_from(first)}", elsewhere)
+        (first, those), *later = arrivals
+        for arrival, elsewhere in later:
+            if (arrival.path, arrival.line, arrival.callers) != (first.path, first.line, first.callers):
+                self.differ(first, those, f"comes to {arrival.seen_from(first)}", elsewhere)
                 return
-        ended = self.ended(barrier[0]) if self.machine.living < self.threads else []
-        if len(ended) and not self.is_excused(first):
-            self.differ(first, those, "has gone past it, to the end", ended)
+        gone = self.lanes_gone(barrier[0])
+        if len(gone) and not self.is_excused(first):
+            self.differ(first, those, "has gone past it, to the end", gone)
 
     def is_divergent(self, arrivals: list[tuple[Instruction, Lanes]]) -> bool:
-        """Whether warps that are not whole have been reported there: that breaks both rules."""
+        """Tell whether warps that are not whole have been reported there: that breaks both rules."""
         places = {("divergence", instruction.path, instruction.line) for instruction, _ in arrivals}
         return any(key[:3] in places for key in self.machine.launch.findings.found)
 
     def is_excused(self, instruction: Instruction) -> bool:
-        """Whether threads may have returned ahead of an instruction."""
+        """Tell whether threads may have returned ahead of an instruction."""
         index = self.machine.index[id(instruction)]
         if index not in self.excused:
             self.excused[index] = may_return(self.machine.launch.entry, instruction)
         return self.excused[index]
 
-    def ended(self, block: int) -> Array:
+    def lanes_gone(self, block: int) -> Array:
         """Lanes of a block that have left the kernel."""
         first, launch = block * self.machine.stride, self.machine.launch
         return first + np.flatnonzero(~self.machine.alive[first : first + launch.threads])
 
-    def differ(self, instruction: Instruction, lanes: Lanes, what: str, others: Lanes) -> None:
+    def differ(self, instruction: Instruction, lanes: Lanes, deviation: str, absent: Lanes) -> None:
         """Report who came, beside one who did not."""
-        _, thread = self.machine.place_of(int(indices_of(others)[0]))
+        _, thread = self.machine.place_of(int(indices_of(absent)[0]))
         who = ",".join(map(str, thread))
         message = (
             f"by the rule of CUDA C++ all threads of a block have to come to the same __syncthreads(), but thread "
-            f"({who}) {what}; PTX allows that to whole warps,"
+            f"({who}) {deviation}; PTX allows that to whole warps,"
         )
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)

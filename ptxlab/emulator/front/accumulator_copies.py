@@ -28,12 +28,12 @@ def move_behind_waits(entry: Entry) -> None:
     """Put copies of accumulators behind the wait for these."""
     if not entry.uses("wgmma.mma_async"):
         return
-    code, behind = entry.instructions, dict[int, list[int]]()
+    code, by_wait = entry.instructions, dict[int, list[int]]()
     for copy in _movable(code, entry.targets):
         assert copy.wait is not None
-        behind.setdefault(copy.wait, []).append(copy.index)
-    moved = {index for indices in behind.values() for index in indices}
-    order = [i for index in range(len(code)) if index not in moved for i in (index, *behind.get(index, ()))]
+        by_wait.setdefault(copy.wait, []).append(copy.index)
+    moved = {index for indices in by_wait.values() for index in indices}
+    order = [i for index in range(len(code)) if index not in moved for i in (index, *by_wait.get(index, ()))]
     entry.instructions[:] = [code[index] for index in order]
 
 
@@ -45,7 +45,7 @@ def _movable(code: list[Instruction], targets: frozenset[int]) -> list[Copy]:
     for index, instruction in enumerate(code):
         if index in targets:
             open_copies, commits = [], {}
-        read, written = (_places(some) for some in (instruction.sources, instruction.destinations))
+        read, written = (_places(registers_) for registers_ in (instruction.sources, instruction.destinations))
         if instruction.head == "mov" and instruction.guard is None and read & commits.keys():
             open_copies = [copy for copy in open_copies if not written & (copy.sources | copy.targets)]
             open_copies.append(Copy(index, read, written))
@@ -73,6 +73,6 @@ def _movable(code: list[Instruction], targets: frozenset[int]) -> list[Copy]:
     return sorted(movable, key=lambda copy: copy.index)
 
 
-def _places(some: list[Register]) -> set[Place]:
-    """Where registers lie."""
-    return {register.place for register in some}
+def _places(registers_: list[Register]) -> set[Place]:
+    """Return where registers lie."""
+    return {register.place for register in registers_}

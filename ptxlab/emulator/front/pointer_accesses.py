@@ -127,7 +127,7 @@ def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
                 origins[register] |= names
     _follow_arithmetic(entry, origins)
     loaded = {register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations}
-    found: dict[int, Variable] = {}
+    arrays_by_index: dict[int, Variable] = {}
     for index, instruction in enumerate(entry.instructions):
         if not instruction.opcode.startswith(_OF_THREADS) or "bulk" in instruction.opcode:
             continue  # of a copy engine's two addresses in shared memory one is its mbarrier's
@@ -135,8 +135,8 @@ def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
         names = {base.variable.name} & arrays.keys() if isinstance(base, Symbol) else set()
         names = origins[base] if isinstance(base, Register) and base not in loaded else names
         if len(names) == 1 and (array := arrays[next(iter(names))]).size:
-            found[index] = array
-    return found
+            arrays_by_index[index] = array
+    return arrays_by_index
 
 
 class _Meanings:

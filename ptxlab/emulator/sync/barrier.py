@@ -82,7 +82,8 @@ class BlockBarriers(Unit):
     def has_room(self, block: int, number: int, expected: int | None, arriving: int) -> bool:
         """Tell whether so many threads can come to one generation of a barrier."""
         barrier = self.at.get((block, number))
-        return expected is None or arriving + (np.count_nonzero(barrier.present) if barrier else 0) <= expected
+        present = int(np.count_nonzero(barrier.present)) if barrier else 0
+        return expected is None or present + arriving <= expected
 
     def look_again(self) -> None:
         """Threads that have ended are not waited for."""

@@ -251,14 +251,14 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
                 tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
                 barrier.arrive(len(who))
                 continue
-            begun = barrier.phase
+            first_phase = barrier.phase
             for i in who.tolist():
                 tokens[i] = barrier.phase << _PENDING | barrier.missing
                 try:
                     change(barrier, arguments[i])
                 except ValueError as error:
                     at.fail(indices[i], str(error))
-            if (phases := barrier.phase - begun) > 1:
+            if (phases := barrier.phase - first_phase) > 1:
                 line = instruction.seen_from(barrier.instruction)
                 barrier.several = f"; {len(who)} threads that arrived at once, in {line}, completed {phases} phases"
         write(lanes, tokens)

@@ -60,7 +60,7 @@ class Thread(OneStep):
         self.mapped: dict[str, tuple[Bits, Bits]] = {}  # an address in the cluster, by name: in the block, which block
         self.body()
 
-    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:  # noqa: D102
+    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         guard, operands = guards[0], instruction.operands
         if (function := _UNINTERPRETED.get(instruction.opcode)) is not None:
             self.write(0, guard, operands[0], function(*(self.read(0, o, "f32") for o in operands[1:])))
@@ -80,7 +80,7 @@ class Thread(OneStep):
         else:
             super().perform(instruction, guards)
 
-    def load_anything(self, instruction: Instruction, guard: Any) -> None:  # noqa: D102
+    def load_anything(self, instruction: Instruction, guard: Any) -> None:
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
         items = target.items if isinstance(target, ir.Vector) else (target,)
         whole = self.parameter(instruction) if ".param" in instruction.opcode else None

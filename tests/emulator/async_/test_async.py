@@ -244,10 +244,10 @@ def test_a_deadlock_says_who_completed_several_phases_at_once():
     bar.sync 0;
     mbarrier.arrive.shared.b64 _, [%r5];
     """
-    said = (
+    message = (
         r"1 of 1 arrivals are missing; 32 threads that arrived at once, in line \d+, `mbarrier.arrive.\S+ _, \[%r5\]`, "
     )
-    with pytest.raises(Deadlock, match=said + "completed 32 phases"):
+    with pytest.raises(Deadlock, match=message + "completed 32 phases"):
         outcome(body + "W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;\n")
 
 

@@ -99,25 +99,25 @@ def test_operands_are_in_use_until_waited_for(line, wrong, mode):
     assert found == [("async", line_of(early, line))]
     assert (out == right()).all() == (mode != wrong)
     if "%d1, 0" not in line:
-        out, found = outcome(late, mode)
-        assert found == [] and (out == right()).all()
+        out, findings = outcome(late, mode)
+        assert findings == [] and (out == right()).all()
 
 
 @both_modes
 @pytest.mark.parametrize(
-    ("ahead", "behind"),
+    ("copy", "use"),
     [
         ("mov.b64 %pair, {%d0, %d1};", "mov.b64 {%d0, %d1}, %pair;"),
         ("mov.b32 {%h0, %h1}, %d1; mov.b32 %x1, {%h0, %h1};", "mov.b32 %d1, %x1;"),
         ("wgmma.wait_group.sync.aligned 1; mov.b32 %x1, %d2;", "mov.b32 %d2, %x1;"),
     ],
 )
-def test_a_copy_ahead_of_the_wait_is_a_new_name(mode: str, ahead: str, behind: str) -> None:
+def test_a_copy_ahead_of_the_wait_is_a_new_name(mode: str, copy: str, use: str) -> None:
     """A compiler unpacks accumulators there; the copy holds what they hold behind the wait."""
     names = "{ .reg .b64 %pair; .reg .b16 %h<2>; "
-    text = CASE.ptx.replace(COMMIT, f"{COMMIT} {names}{ahead}").replace(WAIT, f"{WAIT} {behind} }}")
-    out, found = outcome(text, mode)
-    assert found == [] and (out == right()).all()
+    text = CASE.ptx.replace(COMMIT, f"{COMMIT} {names}{copy}").replace(WAIT, f"{WAIT} {use} }}")
+    out, findings = outcome(text, mode)
+    assert findings == [] and (out == right()).all()
 
 
 LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"

@@ -18,12 +18,12 @@ cvt.u64.u32 %x2, %r0; add.u64 %x0, %x0, %x2; ld.param.u64 %x1, [out]; mov.u32 %r
 def findings(body: str, dtype: type, checks: str = "narrow") -> list[tuple[int, int, str]]:
     """First thread, number of threads and message of each finding."""
     text = kernel(START + body + STORE, ".param .u64 out, .param .u64 a")
-    result = run(text, np.zeros(32, np.uint32), np.zeros(32, dtype), threads=32, checks=checks)
-    return [(finding.thread[0], finding.count, finding.message) for finding in result.findings]
+    launched = run(text, np.zeros(32, np.uint32), np.zeros(32, dtype), threads=32, checks=checks)
+    return [(finding.thread[0], finding.count, finding.message) for finding in launched.findings]
 
 
 @pytest.mark.parametrize(
-    ("body", "dtype", "found"),
+    ("body", "dtype", "report"),
     [
         ("mul.lo.s32 %r2, %r1, 2; st.global.u8 [%x0], %r2;", np.int8, None),
         ("mul.lo.s32 %r2, %r1, 3; st.global.u8 [%x0], %r2;", np.int8, (0, 11, "-192 does not fit int8")),
@@ -42,11 +42,11 @@ def findings(body: str, dtype: type, checks: str = "narrow") -> list[tuple[int, 
         ("shl.b32 %r2, %r1, 30; and.b32 %r2, %r2, 255;", np.int8, None),
     ],
 )
-def test_a_number_that_does_not_fit(body: str, dtype: type, found: tuple[int, int, str] | None) -> None:
-    wanted = [found] if found else []
+def test_a_number_that_does_not_fit(body: str, dtype: type, report: tuple[int, int, str] | None) -> None:
+    expected = [report] if report else []
     reported = findings(body, dtype)
-    assert [(thread, count) for thread, count, _ in reported] == [(thread, count) for thread, count, _ in wanted]
-    assert all(part in message for (_, _, message), (_, _, part) in zip(reported, wanted, strict=True))
+    assert [(thread, count) for thread, count, _ in reported] == [(thread, count) for thread, count, _ in expected]
+    assert all(part in message for (_, _, message), (_, _, part) in zip(reported, expected, strict=True))
 
 
 def test_only_where_it_is_asked_for() -> None:
@@ -75,11 +75,11 @@ extern "C" __global__ void k(signed char* y, unsigned* z, const int* x) {
 def test_lines_of_cuda(tmp_path: Path) -> None:
     (tmp_path / "k.cu").write_text(SOURCE)
     arguments = [np.zeros(64, np.int8), np.zeros(64, np.uint32), np.arange(100, 132, dtype=np.int32)]
-    result = ptxlab.load(tmp_path / "k.cu").launch(
+    launched = ptxlab.load(tmp_path / "k.cu").launch(
         arguments, Launch((1, 1, 1), (32, 1, 1)), backend="emulator", checks="narrow"
     )
-    assert result is not None
-    assert [(f.kind, f.line, f.callers and f.callers[0][1]) for f in result.findings] == [
+    assert launched is not None
+    assert [(f.kind, f.line, f.callers and f.callers[0][1]) for f in launched.findings] == [
         ("narrow", 4, ()),
         ("narrow", 1, 7),
     ]

@@ -160,7 +160,7 @@ FENCE = "fence.acq_rel.gpu;"
 
 
 @pytest.mark.parametrize(
-    ("written", "set_", "seen", "met", "said"),
+    ("written", "set_", "seen", "met", "reason"),
     [
         ("", FENCE, FENCE, "", None),
         (FENCE, FENCE, FENCE, "", None),
@@ -172,12 +172,12 @@ FENCE = "fence.acq_rel.gpu;"
         ("", "", FENCE, "", "of block (0,0,0),"),
     ],
 )  # fmt: skip
-def test_a_barrier_is_no_fence_between_blocks(written: str, set_: str, seen: str, met: str, said: str | None) -> None:
+def test_a_barrier_is_no_fence_between_blocks(written: str, set_: str, seen: str, met: str, reason: str | None) -> None:
     body = BLOCKS.replace("WRITTEN", written).replace("SET", set_).replace("SEEN", seen).replace("MET", met)
     text = kernel(body + STORE, ".param .u64 out, .param .u64 a")
-    result = run(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
-    assert [f.line for f in result.findings] == [line_of(text, "ld.global.u32 %s")] * (said is not None)
-    assert said is None or said in result.findings[0].message
+    launched = run(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
+    assert [f.line for f in launched.findings] == [line_of(text, "ld.global.u32 %s")] * (reason is not None)
+    assert reason is None or reason in launched.findings[0].message
 
 
 def test_a_barrier_is_a_fence_in_its_block() -> None:

@@ -11,14 +11,14 @@ START += "mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; ld.param.u64 %x0, [out]; mov
 
 
 def findings(body: str, outside: str = ARRAYS) -> list[tuple[int, str]]:
-    """How many threads each finding counts, and what it says."""
+    """Return how many threads each finding counts, and what it says."""
     text = kernel(START + body + STORE, outside=outside)
-    result = run(text, np.zeros(64, np.uint32), threads=64, shared_bytes=512, checks=["overrun"])
-    return [(finding.count, finding.message) for finding in result.findings]
+    launched = run(text, np.zeros(64, np.uint32), threads=64, shared_bytes=512, checks=["overrun"])
+    return [(finding.count, finding.message) for finding in launched.findings]
 
 
 @pytest.mark.parametrize(
-    ("body", "count", "what"),
+    ("body", "count", "words"),
     [
         ("mov.u32 %r2, b; add.u32 %r2, %r2, %r1; st.shared.u32 [%r2+12], %s;", 3,
          "byte 512 of shared memory of block 0 of the wave (c + 0) by an address of b (256 bytes), 4 bytes past"),
@@ -33,9 +33,9 @@ def findings(body: str, outside: str = ARRAYS) -> list[tuple[int, str]]:
          "setp.eq.u32 %q, %r5, 1; @%q bra L;", 64, "4 bytes past its end"),
     ],
 )  # fmt: skip
-def test_an_access_beyond_its_array(body: str, count: int, what: str) -> None:
+def test_an_access_beyond_its_array(body: str, count: int, words: str) -> None:
     ((counted, message),) = findings(body)
-    assert counted == count and what in message
+    assert counted == count and words in message
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_an_access_within(body: str) -> None:
 def test_an_access_to_a_peer() -> None:
     body = "mov.u32 %r2, a; mapa.shared::cluster.u32 %r2, %r2, 1; ld.shared::cluster.u32 %r3, [%r2+256];"
     text = kernel(START + body + "barrier.cluster.arrive; barrier.cluster.wait;\n" + STORE, outside=ARRAYS)
-    result = run(text, np.zeros(128, np.uint32), threads=64, blocks=2, cluster=2, checks=["overrun"])
-    assert result.findings == ()
+    launched = run(text, np.zeros(128, np.uint32), threads=64, blocks=2, cluster=2, checks=["overrun"])
+    assert launched.findings == ()

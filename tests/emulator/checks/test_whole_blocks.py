@@ -69,16 +69,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports(path: Path, entry: str) -> list[str]:
     """Findings by the rule of CUDA C++: the text of the line, and what it says of another thread."""
     kernel = ptxlab.load(path, entry)
-    result = kernel.launch(
+    launched = kernel.launch(
         [np.zeros(128, np.int32), np.int32(5)], Launch((1, 1, 1), (128, 1, 1)), backend="emulator", checks="divergence"
     )
     lines = SOURCE.split("\n")
-    assert all("by the rule of CUDA C++" in finding.message for finding in result.findings)
-    return [f"{lines[f.line - 1].rpartition('// ')[2]}: {f.message.partition(', but ')[2]}" for f in result.findings]
+    assert all("by the rule of CUDA C++" in finding.message for finding in launched.findings)
+    return [f"{lines[f.line - 1].rpartition('// ')[2]}: {f.message.partition(', but ')[2]}" for f in launched.findings]
 
 
 @pytest.mark.parametrize(
-    ("entry", "what"),
+    ("entry", "words"),
     [
         ("two_arms", "two_arms: thread (64,0,0) comes to line 9, `bar.sync 0`"),
         ("some_warps", "some_warps: thread (64,0,0) has gone past it, to the end"),
@@ -86,9 +86,9 @@ def reports(path: Path, entry: str) -> list[str]:
         ("fewer_turns", "fewer_turns: thread (96,0,0) has gone past it, to the end"),
     ],
 )
-def test_a_block_in_parts_is_reported(path: Path, entry: str, what: str) -> None:
+def test_a_block_in_parts_is_reported(path: Path, entry: str, words: str) -> None:
     (report,) = reports(path, entry)
-    assert report.startswith(what) and report.endswith("PTX allows that to whole warps,")
+    assert report.startswith(words) and report.endswith("PTX allows that to whole warps,")
 
 
 def test_a_call_in_each_arm_names_the_calls(path: Path) -> None:

@@ -18,7 +18,7 @@ class Case:
     """A launch, and what is said of it: words of the findings, or of the error; empty where it is clean."""
 
     arguments: dict[str, Any]
-    said: str
+    report: str
     block: int = 32
     grid: int = 1
     arch: str | None = None
@@ -44,8 +44,8 @@ def halves(nbytes: int) -> np.ndarray:
     return RNG.integers(0, 3, nbytes // 2).astype(np.float16).view(np.uint8)
 
 
-def n(value: int) -> np.int32:
-    return np.int32(value)
+def n(size: int) -> np.int32:
+    return np.int32(size)
 
 
 MASK = (RNG.random((5, 128)) < 0.5).astype(np.int32)
