@@ -137,7 +137,7 @@ def grown(runner: KernelRunner, at: list[int]) -> Any:
 
 
 def test_a_random_model_has_layers_in_places_of_their_own(tiny_gpu: pytest.MonkeyPatch) -> None:
-    """Or a step would find the weights of all but the first in the L2."""
+    """Otherwise a step finds the weights of all layers but the first in the L2."""
     layers = models.random_model(replace(TINY, layers=3)).layers
     buffers = [[layer.down.buffers["strips"], layer.qkv.buffers["strips"], layer.input_norm] for layer in layers]
     for first, second in combinations(buffers, 2):
@@ -365,9 +365,9 @@ def test_each_model_gets_what_was_asked_for_and_what_there_is(tiny_gpu: pytest.M
     calls, progress, row = list[tuple[Any, ...]](), print, a_row(4)
     tiny_gpu.setattr(models, "model_rows", lambda *arguments: calls.append(arguments) or [])
     assert [*models.rows([], CEILINGS, progress, ["LLaMA-2-7B", "Mistral-7B"], [row])] == []
-    wanted = models.part(["LLaMA-2-7B", "Mistral-7B"])
+    part = models.part(["LLaMA-2-7B", "Mistral-7B"])
     assert calls == [
-        (config, wanted, models.ModelPlan.of(config, wanted), {row.key: row}, CEILINGS, progress)
+        (config, part, models.ModelPlan.of(config, part), {row.key: row}, CEILINGS, progress)
         for config in map(Config.named, ("LLaMA-2-7B", "Mistral-7B"))
     ]
 

@@ -55,6 +55,7 @@ _COMPARISONS = {
 }
 _SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*")}
 _EXCHANGED = ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.Call  # a text or lambda elsewhere fails at once
+_GUARD = "strict"  # of `zip`: lengths never differ
 _SKIPPED = ast.Import, ast.ImportFrom, ast.JoinedStr
 _SKIPPED_FIELDS = "annotation", "returns", "type_params", "decorator_list"
 
@@ -113,7 +114,7 @@ def _code_of(node: ast.AST) -> Iterator[ast.AST]:
     """Walk what runs and may be wrong: no annotations, docstrings or imports, and not what an error says."""
     if isinstance(node, _SKIPPED) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return
-    if isinstance(node, ast.keyword) and node.arg == "strict":  # of `zip`, which guards what is never otherwise
+    if isinstance(node, ast.keyword) and node.arg == _GUARD:
         return
     yield node
     if isinstance(node, ast.Raise):
@@ -165,7 +166,7 @@ def _changes(text: str, node: ast.AST, place: Callable[[int, int], int]) -> Iter
                     yield Change("argument", start(left), stop(right), second + middle + first)
             arguments = sorted([*node.args, *node.keywords], key=start)
             for at, argument in enumerate(arguments):
-                if isinstance(argument, ast.keyword) and argument.arg:
+                if isinstance(argument, ast.keyword) and argument.arg not in (None, _GUARD):
                     is_last = at + 1 == len(arguments)
                     first = stop(arguments[at - 1]) if at and is_last else start(argument)
                     yield Change("argument", first, stop(argument) if is_last else start(arguments[at + 1]), "")

@@ -19,7 +19,7 @@ def f(x: int = 3, *, deep: bool = False) -> list[int]:
     if x <= 2 and deep is not None:  # é: bytes are no characters
         raise ValueError("é", 5)
     y = -x + g("ü", x, y, deep=True)
-    z.append(y)
+    z.append(zip(x, y, strict=True))
     return f"{y - 1}"
 '''
 
@@ -45,7 +45,8 @@ def test_each_kind_of_mistake_is_made_where_code_runs() -> None:
         (10, "argument", "x, y", "y, x"),
         (10, "argument", ", deep=True", ""),
         (10, "constant", "True", "False"),
-        (11, "statement", "z.append(y)", "pass"),
+        (11, "argument", "x, y", "y, x"),
+        (11, "statement", "z.append(zip(x, y, strict=True))", "pass"),
     }
 
 

@@ -78,7 +78,7 @@ def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
 def test_each_operand_has_a_type_of_its_own(
     product: str, a: tuple[int, int], b: tuple[int, int], tmp_path: Path
 ) -> None:
-    """What its elements may be follows from that, signed or not, of 4 bits or 8."""
+    """The type bounds the elements: signed or not, of 4 bits or 8."""
     text = in_loop(f".reg .s32 %d<3>; again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; {product}")
     claims = LoopClaim(a=a, b=b), LoopClaim(a=(a[0] + 1, a[1]), b=b), LoopClaim(a=a, b=(b[0], b[1] - 1))
     verdicts = [loop_verdict(text, "sums_fit", loop, 64, tmp_path=tmp_path) for loop in claims]
