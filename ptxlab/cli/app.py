@@ -105,7 +105,7 @@ def _outline(module: str) -> dict[str, str]:
 def version(
     context: typer.Context, show: bool = typer.Option(False, "--version", help="Print the version and stop.")
 ) -> None:
-    """A workbench for low-bit LLM kernels. Exit code 1 is a failed check, 2 is bad input."""
+    """A workbench for low-bit LLM kernels. Exit code 1 is a failed check, 2 is bad input."""  # noqa: D401
     if show:
         print(__version__)
     elif context.invoked_subcommand is None:

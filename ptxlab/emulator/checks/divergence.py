@@ -173,5 +173,5 @@ class Divergence(Check):
         del self.open[warp]
 
     def lanes_of(self, warp: int, execution: Execution) -> Array:
-        """Its lanes of the wave."""
+        """Return the lanes of the wave that an execution stands for."""
         return np.array([warp * 32 + bit for bit in range(32) if execution.lanes >> bit & 1])

@@ -200,7 +200,7 @@ class HappensBefore(Check):
         return reached
 
     def take_pending(self, lanes: Array, fence: Instruction | None = None) -> None:
-        """What strong reads brought becomes known, as far as the fence's scope reaches.
+        """Make known to the lanes what their strong reads brought, as far as the fence's scope reaches.
 
         None stands for a barrier of the block, which counts as a fence of its scope: it acquires nothing of others.
         """
@@ -238,22 +238,22 @@ class HappensBefore(Check):
         self.clocks.tick(indices)
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
-        """What these lanes know of becomes visible to the async proxy, for those who learn of this fence."""
+        """Make visible to the async proxy what these lanes know of, for those who learn of this fence."""
         for number, space in enumerate(self.spaces):
             if space in spaces:
                 self.clocks.fence_proxy(indices_of(lanes), number)
         self.clocks.tick(indices_of(lanes))
 
     def converge(self, lanes: Lanes) -> None:
-        """Lanes of warps have met."""
+        """Join the knowledge of lanes of warps, which have met."""
         self.clocks.meet(indices_of(lanes))
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """A barrier learns what the lanes know."""
+        """Tell a barrier what the lanes know."""
         self.barriers[barrier] = joined(self.barriers.get(barrier, NOTHING), self.told_by(lanes))
 
     def told_by(self, lanes: Lanes) -> Clock:
-        """What the lanes know, and now make known."""
+        """Return what the lanes know, and now make known."""
         indices = indices_of(lanes)
         self.take_pending(indices)
         known = self.clocks.known_to(indices)
@@ -261,7 +261,7 @@ class HappensBefore(Check):
         return known
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """Whoever waited knows what the barrier learnt."""
+        """Tell the lanes that have waited what the barrier learnt."""
         known = self.barriers.pop(barrier)
         if lanes is not None:  # what they knew, the barrier has learnt from them: they now know the same
             self.clocks.meet(indices_of(lanes))

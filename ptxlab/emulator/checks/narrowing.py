@@ -32,7 +32,7 @@ def is_silent(instruction: Instruction) -> bool:
 
 
 def _line(path: str, line: int) -> str:
-    """A line of a source; empty if that cannot be read."""
+    """Return a line of a source; empty if that cannot be read."""
     try:
         lines = Path(path).read_text(errors="replace").split("\n")
     except OSError:

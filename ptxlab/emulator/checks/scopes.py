@@ -32,7 +32,7 @@ def reach_of(opcode: str) -> int:
 
 
 class Scopes:
-    """Which lanes a scope reaches."""
+    """Lanes that each scope reaches."""
 
     def __init__(self, machine: Machine) -> None:
         self.block, self.cluster = machine.stride, machine.stride * prod(machine.launch.cluster)  # lanes
@@ -48,7 +48,7 @@ class Scopes:
         )
 
     def by_block(self, reach: int, lanes: Array) -> Iterator[tuple[Released, Array]]:
-        """What lanes release: by block, if it may matter from which."""
+        """Yield what lanes release: by block, if it may matter from which."""
         if not self.matter:
             yield EVERYWHERE, lanes
             return

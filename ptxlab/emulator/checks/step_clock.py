@@ -42,7 +42,7 @@ class StepClock(Check):
         return handler if instruction.guard is not None else self.around_guard(instruction, handler)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Whether it is carried out or not."""
+        """Count a step for an instruction, whether it is carried out or not."""
 
         def timed(lanes: Lanes) -> Any:
             self.time[self.warps(lanes)] += 1
@@ -51,27 +51,27 @@ class StepClock(Check):
         return timed
 
     def warps(self, lanes: Lanes) -> slice | Array:
-        """The warps that lanes belong to."""
+        """Return the warps that lanes belong to."""
         if isinstance(lanes, slice):
             return slice(lanes.start // 32, (lanes.stop + 31) // 32)
         return np.unique(lanes // 32)
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """At a barrier of the block."""
+        """Record the time at which lanes come to a barrier of the block."""
         self.come[barrier] = max(self.come[barrier], int(self.time[self.warps(lanes)].max()))
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """When the last has come."""
+        """Hold the warps back until the last thread has come to the barrier."""
         last = self.come.pop(barrier)
         if lanes is not None:
             self.wait_until(lanes, last)
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """At an mbarrier, or the barrier of a cluster."""
+        """Record the time at which lanes come to an mbarrier, or to the barrier of a cluster."""
         self.come[place] = max(self.come[place], int(self.time[self.warps(lanes)].max()))
 
     def phase_complete(self, place: int) -> None:
-        """The last thread or copy has come."""
+        """Record the time at which the last thread or copy has come."""
         self.complete[place] = self.come.pop(place, 0)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:

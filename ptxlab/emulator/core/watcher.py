@@ -22,37 +22,37 @@ class Watcher:
         return handler
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Lanes are about to read at arena offsets."""
+        """Handle lanes that are about to read at arena offsets."""
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Lanes are about to write at arena offsets."""
+        """Handle lanes that are about to write at arena offsets."""
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Lanes are about to read, change and write at arena offsets."""
+        """Handle lanes that are about to read, change and write at arena offsets."""
 
     def fence(self, instruction: Instruction, lanes: Lanes) -> None:
-        """Lanes run a memory fence."""
+        """Handle a memory fence of lanes."""
 
     def converge(self, lanes: Lanes) -> None:
-        """Lanes have met at bar.warp.sync."""
+        """Handle lanes that have met at bar.warp.sync."""
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """Lanes have come to a barrier, (block of the wave, number)."""
+        """Handle lanes that have come to a barrier, (block of the wave, number)."""
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """The barrier is complete; these lanes waited there."""
+        """Handle a barrier that is complete; these lanes waited there."""
 
     def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
-        """Lanes take values of lanes `sources` of their warps, out of those in the masks `members`."""
+        """Handle lanes that take values of lanes `sources` of their warps, out of those in the masks `members`."""
 
     def issue(self, effect: Effect) -> None:
-        """Lanes ask for something that goes on while they do."""
+        """Handle an effect that lanes ask for, which goes on while they do."""
 
     def landed(self, effect: Effect) -> None:
-        """It has been done; mbarriers hear of it next."""
+        """Handle an effect that has been done; mbarriers hear of it next."""
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """The lanes that asked have waited for it, or for its operands to have been read."""
+        """Handle lanes that have waited for their effect, or for its operands to have been read."""
 
     def settled(self, effect: Effect) -> None:
         """Handle an effect that somebody has waited for at its mbarrier."""

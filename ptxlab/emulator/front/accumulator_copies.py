@@ -38,7 +38,7 @@ def move_behind_waits(entry: Entry) -> None:
 
 
 def _movable(code: list[Instruction], targets: frozenset[int]) -> list[Copy]:
-    """The copies that nothing hinders, in the order of the code."""
+    """List the copies that nothing hinders, in the order of the code."""
     movable: list[Copy] = []
     open_copies: list[Copy] = []
     commits: dict[Place, int] = {}  # of accumulators under way, and copies of these: commits since their wgmma

@@ -109,7 +109,7 @@ Operand = Register | Special | Immediate | Symbol | Label | Vector | Function | 
 
 @dataclass
 class Instruction:
-    """One instruction: `opcode` in full ("mad.lo.u32"), its operands in source order, and where it stands.
+    """A PTX instruction: `opcode` in full ("mad.lo.u32"), its operands in source order, and where it stands.
 
     What it reads and writes is asked for by every launch, but not before the parser is done with it.
     """

@@ -281,7 +281,7 @@ class _Parser(Cursor):
                 instruction.callers = tuple(callers)
 
     def variables(self, space: str) -> None:
-        """Variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""
+        """Read variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""
         kind = self.kind(space)
         while True:
             variable = self.variable(space, *kind)

@@ -75,13 +75,13 @@ def pointers_of(entry: Entry) -> set[str]:
 
 
 def _origins(instruction: Instruction, pointers: dict[Register, set[str]]) -> set[str]:
-    """The parameters that the address of an access comes from."""
+    """Return the parameters that the address of an access comes from."""
     addresses = tuple(o for o in instruction.operands if isinstance(o, Address) and instruction.head not in _HARMLESS)
     return set().union(*(pointers[register] for register in registers(addresses)))
 
 
 def _pointers(entry: Entry) -> dict[Register, set[str]]:
-    """The parameters that the value of each register may come from."""
+    """Find the parameters that the value of each register may come from."""
     pointers: dict[Register, set[str]] = defaultdict(set)
     for instruction in entry.instructions:
         if instruction.head == "ld" and ".param" in instruction.opcode:
@@ -114,7 +114,7 @@ def _follow_arithmetic(entry: Entry, origins: dict[Register, set[str]]) -> None:
 
 @remembered
 def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
-    """The array in shared memory that an instruction's first address comes from, by the instruction's index.
+    """Find the array in shared memory that each instruction's first address comes from, by the instruction's index.
 
     Only where it comes from no other array, and not of dynamic shared memory, which has no size.
     """
@@ -140,7 +140,7 @@ def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
 
 
 class _Meanings:
-    """Of a register's bits: floats of what types, or integers, by the instructions that compute with it."""
+    """Meanings of registers' bits: floats of what types, or integers, by the instructions that compute with them."""
 
     def __init__(self, instructions: Iterable[Instruction]) -> None:
         self.types: dict[Register, set[str]] = defaultdict(set)

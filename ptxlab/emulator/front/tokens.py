@@ -58,7 +58,7 @@ class Cursor:
         self.tokenise(text)
 
     def tokenise(self, text: str) -> None:
-        """Tokens in order; comments are dropped but for their `@lanes`."""
+        """Split the text into tokens, in order; comments are dropped but for their `@lanes`."""
         line = 1
         for match in _TOKEN.finditer(text):
             kind = match.lastgroup or ""

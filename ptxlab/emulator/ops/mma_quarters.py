@@ -28,14 +28,17 @@ def is_of_quarters(instruction: Instruction) -> bool:
 
 
 def places_of_factor(by_lane: bool) -> Places:
-    """A by rows, and B by columns transposed, have a row in each lane (`by_lane`); else a lane has part of a column."""
+    """Return the places of the elements of A or B.
+
+    A by rows, and B by columns transposed, have a row in each lane (`by_lane`); else a lane has part of a column.
+    """
     lane, i = np.indices((8, 4))
     high, within = lane // 4 * 4, lane % 4
     return (within + high, i) if by_lane else (i + high, within)
 
 
 def places_of_sum(type_name: str) -> Places:
-    """C and D: a row in each lane of f16, two by two elements of f32 that stand apart."""
+    """Return the places of C or D: a row in each lane of f16, two by two elements of f32 that stand apart."""
     lane, i = np.indices((8, 8))
     high, within = lane // 4 * 4, lane % 4
     if type_name == "f16":
@@ -59,12 +62,15 @@ def add_chain(a: Array, b: Array, c: Array) -> Array:
 
 
 def _fma(a: Array, b: Array, k: int, c: Array | np.float32) -> Array:
-    """The k-th product plus c, rounded once: halves have too few bits for float64 to round a second time."""
+    """Return the k-th product plus c, rounded once: halves have too few bits for float64 to round too."""
     return (a[:, :, k, None] * b[:, None, k, :] + c).astype(np.float32)
 
 
 def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Handler of one, in the order of the code that ptxas puts in its place: sm_90 has no such instruction."""
+    """Build the handler of one, with the sums in the order of the code that ptxas puts in its place.
+
+    sm_90 has no such instruction.
+    """
     opcode = Opcode(instruction.opcode)
     flags = [opcode.flag(name) for name in ("sync", "aligned", _SHAPE)]
     layouts = [opcode.choice("row", "col") for _ in "ab"]
@@ -88,7 +94,7 @@ def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler
     a_places, b_places = places_of_factor(layouts[0] == "row"), places_of_factor(layouts[1] == "col")
 
     def matrix(readers: list[Reader], type_name: str, places: Places, lanes: Lanes) -> Array:
-        """[quarters, rows, columns] of the registers."""
+        """Read the registers as [quarters, rows, columns]."""
         columns = np.stack([np.broadcast_to(read(lanes), (count_of(lanes),)) for read in readers], axis=1)
         numbers = columns.view(DTYPES[type_name]).reshape(-1, 2, 4, 4, places[0].shape[1])  # [warps, half, quarter, ..]
         by_quarter = numbers.swapaxes(1, 2).reshape(-1, *places[0].shape)

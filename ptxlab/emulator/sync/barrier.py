@@ -86,16 +86,16 @@ class BlockBarriers(Unit):
         return expected is None or present + arriving <= expected
 
     def look_again(self) -> None:
-        """Threads that have ended are not waited for."""
+        """Let go those that only threads which have ended were missing from."""
         for barrier in list(self.at.values()):
             self.look_at(barrier)
 
     def waiters(self) -> Iterator[Parked]:
-        """At all barriers."""
+        """Return the lanes that are parked at all barriers."""
         return (parked for barrier in self.at.values() for parked in barrier.waiting)
 
     def state(self) -> object:
-        """Who has come."""
+        """List the barriers, each with the threads that have come."""
         return [(*key, barrier.present.tobytes()) for key, barrier in self.at.items()]
 
 

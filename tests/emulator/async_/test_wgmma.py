@@ -73,7 +73,7 @@ def test_every_step_is_needed(gone, kind, lines, mode):
     ],
 )
 def test_proxy_fences_of_one_direction(fence: str, found: list, mode: str) -> None:
-    """What threads wrote needs the one of release; the other orders what the engine wrote before what threads read."""
+    """The writes of threads need the release fence; acquire orders the engine's writes before the reads of threads."""
     assert outcome(CASE.ptx.replace(PROXY, f"fence.proxy.async::generic.{fence}.cluster;"), mode)[1] == found
 
 

@@ -67,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reports(path: Path, entry: str) -> list[str]:
-    """Findings by the rule of CUDA C++: the text of the line, and what it says of another thread."""
+    """List findings by the rule of CUDA C++: the text of the line, and what it says of another thread."""
     kernel = ptxlab.load(path, entry)
     launched = kernel.launch(
         [np.zeros(128, np.int32), np.int32(5)], Launch((1, 1, 1), (128, 1, 1)), backend="emulator", checks="divergence"
