@@ -13,7 +13,6 @@ from ptxlab import registry
 from ptxlab.bench.record import Record
 from ptxlab.lowbit.bench.attention import (
     EVEN,
-    FACE,
     LADDER,
     MEASURE,
     RAGGED,
@@ -26,6 +25,7 @@ from ptxlab.lowbit.bench.attention import (
 )
 from ptxlab.lowbit.bench.attention.append import POINTS
 from ptxlab.lowbit.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
+from ptxlab.lowbit.kernels.attention.call import NAME as FACE
 from ptxlab.plot import BLUE, ORANGE, PALE, RED
 from report import frames
 from report.frames import (

@@ -10,8 +10,9 @@ import pytest
 from benchmarks.stored import OURS, stored_attention
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import FileError
-from ptxlab.lowbit.bench.attention import FACE, PROGRAMMATIC, TABLE1_MEASURE, TABLE1_STEPS
+from ptxlab.lowbit.bench.attention import PROGRAMMATIC, TABLE1_MEASURE, TABLE1_STEPS
 from ptxlab.lowbit.bench.shapes import HEADS, batches
+from ptxlab.lowbit.kernels.attention.call import NAME as FACE
 from ptxlab.lowbit.kernels.attention.steps import STEPS
 from report import attention, figures, frames, sections, targets
 from report.targets import Target
