@@ -60,6 +60,10 @@ Inputs = Annotated[
 ]
 Grid = Annotated[str | None, typer.Option(rich_help_panel=_FILES, help="Blocks, x[,y[,z]]. Default: 1.")]
 Block = Annotated[str | None, typer.Option(rich_help_panel=_FILES, help="Threads per block, x[,y[,z]]. Default: 32.")]
+Uninitialised = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", rich_help_panel=_FILES, help="An array of --in that nobody has written (check init)."),
+]
 Shared = Annotated[int | None, typer.Option(rich_help_panel=_FILES, help="Dynamic shared memory in bytes.")]
 FileArch = Annotated[
     str | None, typer.Option("--arch", rich_help_panel=_FILES, help="Architecture of a .cu; sm_90a for wgmma.")

@@ -21,6 +21,7 @@ from ptxlab.cli.common import (
     Include,
     Shared,
     Std,
+    Uninitialised,
     print_json,
 )
 from ptxlab.cli.launching import (
@@ -32,7 +33,6 @@ from ptxlab.cli.launching import (
     Late,
     MaxSteps,
     Unchecked,
-    Uninitialised,
     emulator_options,
     solve,
 )

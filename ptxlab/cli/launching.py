@@ -41,10 +41,6 @@ ArgumentTexts = Annotated[
         "n=1024, bias=null, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
     ),
 ]
-Uninitialised = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Take an array of --in for one that nobody has written, for the check init."),
-]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]
 # Of the emulator: fields of `EmulatorOptions`.
 _KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.items() if kinds != (check,))

@@ -39,17 +39,17 @@ def test_units_say_what_bytes_say() -> None:
 
 def test_cells_are_parted_where_something_has_been_set() -> None:
     """A large buffer of which little is touched takes little memory, whatever the size of an access."""
-    shadow, few, many = Shadow(1 << 12), np.array([3, 200]), np.arange(256)
-    shadow.put(few, 16, np.array([7, 9], np.uint64))
+    shadow, sparse, units = Shadow(1 << 12), np.array([3, 200]), np.arange(256)
+    shadow.put(sparse, 16, np.array([7, 9], np.uint64))
     shadow.put(np.array([4000]), 1, 5)
     expected = np.zeros(1 << 12, np.uint64)
     expected[48:64], expected[3200:3216], expected[4000] = 7, 9, 5
     np.testing.assert_array_equal(shadow.each, expected)
     dense = Shadow(1 << 12)
-    dense.put(many, 16, many.astype(np.uint64))
+    dense.put(units, 16, units.astype(np.uint64))
     dense.put(np.array([0]), 4, 1)
     np.testing.assert_array_equal(dense.each[:16], [1] * 4 + [0] * 12)
-    np.testing.assert_array_equal(dense.each[16:], many[1:].repeat(16))
+    np.testing.assert_array_equal(dense.each[16:], units[1:].repeat(16))
 
 
 def test_memory_that_does_not_suffice_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
