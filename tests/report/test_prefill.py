@@ -43,3 +43,13 @@ def test_peers_that_failed_are_named_with_their_reason() -> None:
         r"Not measured with 128 queries behind 0 tokens, heads 32/8 of 128: fa3_f16: ImportError no module\.\n",
         lines[0],
     )
+
+
+def test_chunks_of_many_queries_are_counted_against_the_target() -> None:
+    rows = prefill.points(record())
+    many = len(HEADS) * len(CONTEXTS) * sum(T >= prefill.FROM_QUERIES for T in QUERIES)
+    assert prefill.target(rows) == (
+        f"Target: 0.80 of FA3 FP16's rate; 0 of {many} chunks of 512 queries or more meet it, the slowest has 0.50."
+    )
+    rows.loc[rows["T"] == QUERIES[-1], "ours"] *= 1.6
+    assert f"; {len(HEADS) * len(CONTEXTS)} of {many} chunks" in prefill.target(rows)
