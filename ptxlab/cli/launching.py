@@ -43,7 +43,7 @@ ArgumentTexts = Annotated[
 ]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]
 # Of the emulator: fields of `EmulatorOptions`.
-_KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.items() if kinds != (check,))
+_KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.items() if kinds and kinds != (check,))
 Check = Annotated[
     str,
     typer.Option(

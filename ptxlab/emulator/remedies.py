@@ -10,7 +10,7 @@ REMEDIES = {
     "async": "wait first: cp.async.wait_group and a barrier, the copy's mbarrier, wgmma.wait_group",
     "async-dirty": "fence.proxy.async in the threads that wrote, before the barrier behind which it is read",
     "war": "wait for the reader first: wgmma.wait_group, cp.async.bulk.wait_group.read, the stage's empty mbarrier",
-    "divergence": "move it to where all threads of the warp arrive",
+    "divergence": "move it to where all threads of the warp arrive, a __syncthreads() where all of the block do",
     "overrun": "bound the index, or make the array larger",
     "nan": "look at the operands that the finding names; a maximum of -infinity alone gives infinity less infinity",
     "infinity": "scale the operands before, or sum in float32",

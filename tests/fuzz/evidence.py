@@ -1,7 +1,4 @@
-"""What mismatches leave in the output folder: for each form its first program, the inputs, both outputs, the reduction.
-
-All of it is in one archive, as some ways to fetch results from a GPU's machine take few files.
-"""
+"""Evidence of mismatches, in one archive: by form a program, its inputs, both outputs and the reduction."""
 
 import io
 import re

@@ -47,9 +47,9 @@ def test_peers_that_failed_are_named_with_their_reason() -> None:
 
 def test_chunks_of_many_queries_are_counted_against_the_target() -> None:
     rows = prefill.points(record())
-    many = len(HEADS) * len(CONTEXTS) * sum(T >= prefill.FROM_QUERIES for T in QUERIES)
+    chunks = len(HEADS) * len(CONTEXTS) * sum(T >= prefill.FROM_QUERIES for T in QUERIES)
     assert prefill.target(rows) == (
-        f"Target: 0.80 of FA3 FP16's rate; 0 of {many} chunks of 512 queries or more meet it, the slowest has 0.50."
+        f"Target: 0.80 of FA3 FP16's rate; 0 of {chunks} chunks of 512 queries or more meet it, the slowest has 0.50."
     )
     rows.loc[rows["T"] == QUERIES[-1], "ours"] *= 1.6
-    assert f"; {len(HEADS) * len(CONTEXTS)} of {many} chunks" in prefill.target(rows)
+    assert f"; {len(HEADS) * len(CONTEXTS)} of {chunks} chunks" in prefill.target(rows)

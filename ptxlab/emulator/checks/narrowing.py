@@ -4,9 +4,10 @@ Two places: an integer that a conversion or a store makes narrower, and a produc
 its type, as an index of 32 bits may not. What a store keeps is judged by the sign of the array that it goes to; where
 nothing tells the sign, what fits with a sign or without one does. Wrapping on purpose, as in a hash, is silenced by
 `// @wraps` on the line, or on the line of the call that it is inlined from. Shifts and bitwise operations are not
-looked at: they pack bits.
+looked at: they pack bits. A line with a mask (`& 0xff`) is silent too: compilers leave out a mask that a store implies.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -20,14 +21,14 @@ from ptxlab.emulator.core.memory import BASE
 from ptxlab.emulator.front.ir import Instruction, Operand, Register, Vector
 from ptxlab.emulator.front.types import Array, bits_of, is_signed, limits
 
-MARK = "@wraps"
+SILENT = re.compile(r"@wraps|&\s*(0[xX][0-9a-fA-F]+|[0-9]+)")
 _INTEGERS = frozenset(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64))
 
 
 def is_silent(instruction: Instruction) -> bool:
-    """Tell whether a line that the instruction comes from says that it wraps on purpose."""
+    """Tell whether a line that the instruction comes from says that it wraps on purpose, or masks."""
     return instruction.wraps or any(
-        MARK in _line(*place) for place in ((instruction.path, instruction.line), *instruction.callers)
+        SILENT.search(_line(*place)) for place in ((instruction.path, instruction.line), *instruction.callers)
     )
 
 

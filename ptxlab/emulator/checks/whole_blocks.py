@@ -21,6 +21,7 @@ from ptxlab.emulator.front.types import Array
 
 _LEAVES = re.compile(r"\b(return|exit|goto)\b")
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)((?:[^\n\\]|\\.)*)", re.MULTILINE | re.DOTALL)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 Place = tuple[str, int]
 
@@ -33,22 +34,56 @@ def is_syncthreads(instruction: Instruction) -> bool:
     return [number.bits for number in numbers] == [0]
 
 
-def place_in_kernel(instruction: Instruction) -> Place:
-    """Return the line in the kernel's own code, of a function that of its call."""
-    return instruction.callers[-1] if instruction.callers else (instruction.path, instruction.line)
+def frames(instruction: Instruction) -> tuple[Place, ...]:
+    """List the lines that an instruction is at: its own, then those of the calls that it is inlined from."""
+    return (instruction.path, instruction.line), *instruction.callers
 
 
 def may_return(entry: Entry, instruction: Instruction) -> bool:
-    """Tell whether threads can leave the kernel ahead of an instruction; yes, if the source does not tell."""
-    (path, begin), (same, end) = place_in_kernel(entry.instructions[0]), place_in_kernel(instruction)
-    try:
-        text = Path(path).read_text(errors="replace")
-    except OSError:
+    """Tell whether threads can leave, ahead of an instruction, the kernel or a function that the instruction is in.
+
+    Looked at are the lines of the kernel and of these functions, from the first to the last that has an instruction: in
+    a loop what stands below comes first too. Yes, if the source cannot be read.
+    """
+    lines_of: dict[tuple[Place, ...], dict[str, set[int]]] = {}  # of a function, by the calls that lead to it
+    for each_instruction in entry.instructions:
+        places = frames(each_instruction)
+        for depth, (path, line) in enumerate(places):
+            lines_of.setdefault(places[depth + 1 :], {}).setdefault(path, set()).add(line)
+    places = frames(instruction)
+    return any(
+        leaves(path, min(lines), max(lines))
+        for depth in range(len(places))
+        for path, lines in lines_of[places[depth + 1 :]].items()
+    )
+
+
+def leaves(path: str, first: int, last: int) -> bool:
+    """Tell whether lines of a source have a `return` or its like, also in a macro; yes, if it cannot be read."""
+    text = read_code(Path(path))
+    if text is None:
         return True
-    text = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n"), text)
-    macros = [name for name, body in _MACRO.findall(text) if _LEAVES.search(body)]
-    leaves = re.compile("|".join((_LEAVES.pattern, *(rf"\b{name}\b" for name in macros))))
-    return path != same or any(map(leaves.search, text.split("\n")[begin - 1 : end]))
+    words = "|".join((_LEAVES.pattern, *(rf"\b{name}\b" for name in leaving_macros(Path(path), set()))))
+    return any(re.search(words, line) for line in text.split("\n")[max(first - 1, 0) : last])
+
+
+def read_code(path: Path) -> str | None:
+    """Read a source, with its comments as empty lines; None if it cannot be read."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return None
+    return _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n"), text)
+
+
+def leaving_macros(path: Path, seen: set[Path]) -> list[str]:
+    """List the macros with a `return` or its like that a source and the files beside it that it includes define."""
+    text = None if path in seen else read_code(path)
+    if text is None:
+        return []
+    seen.add(path)
+    included = [name for file in _INCLUDE.findall(text) for name in leaving_macros(path.parent / file, seen)]
+    return [*included, *(name for name, body in _MACRO.findall(text) if _LEAVES.search(body))]
 
 
 class WholeBlocks(Check):

@@ -27,6 +27,7 @@ _FLOATS = {"f16": 2, "f16x2": 2, "bf16": 2, "bf16x2": 2, "f32": 4, "f64": 8}  # 
 _ARITHMETIC = frozenset(
     {"mov", "cvta", "cvt", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "not", "selp", "min", "max"}
 )
+_MOVES = frozenset({"mov", "cvta", "cvt", "selp"})  # of these, what goes in comes out
 # What looks at an address and keeps nothing of it.
 _HARMLESS = frozenset({"setp", "isspacep", "prefetch", "prefetchu", "applypriority", "discard", "createpolicy"})
 _OF_THREADS = ("ld", "st.", "stmatrix", "atom", "red.", "mbarrier.", "cp.async.")
@@ -112,6 +113,26 @@ def _follow_arithmetic(entry: Entry, origins: dict[Register, set[str]]) -> None:
                 changed = True
 
 
+def _unknown_addresses(entry: Entry, origins: dict[Register, set[str]]) -> set[Register]:
+    """Find the registers that may hold an address that was loaded, exchanged or returned.
+
+    A number that is added to the address of an array is an index, wherever it comes from.
+    """
+    unknown = {register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations}
+    computed = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
+    changed = True
+    while changed:
+        changed = False
+        for instruction in computed:
+            sources = instruction.sources
+            if instruction.head not in _MOVES:
+                sources = [source for source in sources if origins[source]] or sources
+            if not unknown.isdisjoint(sources) and not unknown.issuperset(instruction.destinations):
+                unknown.update(instruction.destinations)
+                changed = True
+    return unknown
+
+
 @remembered
 def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
     """Find the array in shared memory that each instruction's first address comes from, by the instruction's index.
@@ -126,14 +147,14 @@ def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
             for register in instruction.destinations:
                 origins[register] |= names
     _follow_arithmetic(entry, origins)
-    loaded = {register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations}
+    unknown = _unknown_addresses(entry, origins)
     arrays_by_index: dict[int, Variable] = {}
     for index, instruction in enumerate(entry.instructions):
         if not instruction.opcode.startswith(_OF_THREADS) or "bulk" in instruction.opcode:
             continue  # of a copy engine's two addresses in shared memory one is its mbarrier's
         base = next((operand.base for operand in instruction.operands if isinstance(operand, Address)), None)
         names = {base.variable.name} & arrays.keys() if isinstance(base, Symbol) else set()
-        names = origins[base] if isinstance(base, Register) and base not in loaded else names
+        names = origins[base] if isinstance(base, Register) and base not in unknown else names
         if len(names) == 1 and (array := arrays[next(iter(names))]).size:
             arrays_by_index[index] = array
     return arrays_by_index

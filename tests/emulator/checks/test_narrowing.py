@@ -68,13 +68,14 @@ extern "C" __global__ void k(signed char* y, unsigned* z, const int* x) {
     y[i + 32] = (signed char)x[i];  // @wraps
     z[i] = hash(x[i]);  // a hash: @wraps
     z[i + 32] = hash(x[i] + 1);
+    y[i + 64] = (x[i] + 64) & 0xff;
 }
 """
 
 
 def test_lines_of_cuda(tmp_path: Path) -> None:
     (tmp_path / "k.cu").write_text(SOURCE)
-    arguments = [np.zeros(64, np.int8), np.zeros(64, np.uint32), np.arange(100, 132, dtype=np.int32)]
+    arguments = [np.zeros(96, np.int8), np.zeros(64, np.uint32), np.arange(100, 132, dtype=np.int32)]
     launched = ptxlab.load(tmp_path / "k.cu").launch(
         arguments, Launch((1, 1, 1), (32, 1, 1)), backend="emulator", checks="narrow"
     )

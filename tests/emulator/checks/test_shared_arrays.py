@@ -25,6 +25,8 @@ def findings(body: str, outside: str = ARRAYS) -> list[tuple[int, str]]:
         ("mad.lo.u32 %r2, %r0, 8, b; ld.shared.v2.u32 {%r3, %r4}, [%r2];", 32, "reads"),
         ("mov.u32 %r2, b; sub.u32 %r2, %r2, %r1; ld.shared.u32 %r3, [%r2];", 63, "ahead of its first byte"),
         ("ld.shared.u32 %r3, [a+256];", 64, "4 bytes past its end"),
+        ("st.shared.u32 [c], %s; ld.shared.u32 %r4, [c]; mad.lo.u32 %r2, %r4, 4, %r7; ld.shared.u32 %r3, [%r2+256];", 64,
+         "4 bytes past its end"),
         ("mov.u32 %r2, a; add.u32 %r2, %r2, %r1; atom.shared.add.u32 %r3, [%r2+4], 1;", 1, "changes"),
         ("cvta.shared.u64 %x1, a; mul.wide.u32 %x2, %r0, 4; add.u64 %x1, %x1, %x2; st.u32 [%x1+8], %s;", 2, "writes"),
         ("mov.u32 %r2, a; mad.lo.u32 %r2, %r0, 16, %r2; @%p cp.async.ca.shared.global [%r2+192], [%x0], 16;", 4,
@@ -47,6 +49,9 @@ def test_an_access_beyond_its_array(body: str, count: int, words: str) -> None:
         "mov.u32 %r2, a; mov.u32 %r3, b; selp.b32 %r2, %r2, %r3, %p; ld.shared.u32 %r3, [%r2+256];",
         "mov.u32 %r2, a; st.shared.u32 [b], %r2; ld.shared.u32 %r2, [b]; st.shared.u32 [%r2+256], %s;",
         "mov.u32 %r2, d; st.shared.u32 [%r2+256], %s;",
+        "mov.u32 %r2, a; st.shared.u32 [b], %r8; ld.shared.u32 %r4, [b]; @%p mov.u32 %r2, %r4;\n"
+        "ld.shared.u32 %r3, [%r2+256];",
+        "shfl.sync.idx.b32 %r4, %r7, 0, 31, -1; mov.u32 %r2, a; @%p mov.u32 %r2, %r4; ld.shared.u32 %r3, [%r2+256];",
     ],
 )
 def test_an_access_within(body: str) -> None:

@@ -8,10 +8,18 @@ import pytest
 import ptxlab
 from ptxlab import Launch
 
-SOURCE = """#define AT threadIdx.x
+HEADER = "#define UNLESS_LOW(n) if (threadIdx.x >= (n)) return\n"
+SOURCE = """#include "leave.h"
+#define AT threadIdx.x
 #define UNLESS(condition) \\
     if (!(condition)) return
 __device__ void meet() { __syncthreads(); }
+__device__ void body(int* y, int n) {
+    if (AT >= 64) return;
+    y[AT] = n;
+    __syncthreads();
+    y[AT] += y[AT ^ 1];
+}
 extern "C" {
 __global__ void two_arms(int* y, int n) {
     if (AT < 64) { y[AT] = 1; __syncthreads();  // two_arms
@@ -51,6 +59,18 @@ __global__ void returned_in_a_macro(int* y, int n) {
     UNLESS(AT < 64);
     __syncthreads();
 }
+__global__ void returned_below(int* y, int n) {
+    for (int d = 64; d >= 32; d >>= 1) {
+        __syncthreads();
+        if (AT >= d) return;
+        y[AT] += n;
+    }
+}
+__global__ void returned_in_a_function(int* y, int n) { body(y, n); }
+__global__ void returned_in_a_macro_of_a_header(int* y, int n) {
+    UNLESS_LOW(64);
+    __syncthreads();
+}
 __global__ void written_in_ptx(int* y, int n) {
     if (AT < 64) asm volatile("bar.sync 0;");
     else asm volatile("bar.sync 0;");
@@ -63,6 +83,7 @@ __global__ void written_in_ptx(int* y, int n) {
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source") / "blocks.cu"
     source.write_text(SOURCE)
+    (source.parent / "leave.h").write_text(HEADER)
     return source
 
 
@@ -80,7 +101,7 @@ def reports(path: Path, entry: str) -> list[str]:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("two_arms", "two_arms: thread (64,0,0) comes to line 9, `bar.sync 0`"),
+        ("two_arms", "two_arms: thread (64,0,0) comes to line 16, `bar.sync 0`"),
         ("some_warps", "some_warps: thread (64,0,0) has gone past it, to the end"),
         ("half_warps", "half_warps: thread (0,0,0) has gone past it, to the end"),
         ("fewer_turns", "fewer_turns: thread (96,0,0) has gone past it, to the end"),
@@ -93,9 +114,13 @@ def test_a_block_in_parts_is_reported(path: Path, entry: str, words: str) -> Non
 
 def test_a_call_in_each_arm_names_the_calls(path: Path) -> None:
     (report,) = reports(path, "an_arm_calls")
-    assert "comes to line 4 (called from line 16), `bar.sync 0`" in report
+    assert "comes to line 5 (called from line 23), `bar.sync 0`" in report
 
 
-@pytest.mark.parametrize("entry", ["all", "returned", "returned_in_a_macro", "written_in_ptx"])
+@pytest.mark.parametrize(
+    "entry",
+    ["all", "returned", "returned_in_a_macro", "returned_below", "returned_in_a_function",
+     "returned_in_a_macro_of_a_header", "written_in_ptx"],
+)  # fmt: skip
 def test_a_whole_block_is_not(path: Path, entry: str) -> None:
     assert reports(path, entry) == []

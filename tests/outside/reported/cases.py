@@ -1,6 +1,6 @@
-"""Arguments and launch of each kernel in this folder: a bug that somebody has reported in public, made small.
+"""Arguments and launch of each kernel in this folder: what somebody has reported in public, made small.
 
-A case's name is its file's stem. `-D FIXED` is the right twin.
+A case's name is its file's stem. `-D FIXED` makes the twin, in most cases the one without the bug.
 """
 
 from dataclasses import dataclass
