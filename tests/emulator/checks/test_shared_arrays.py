@@ -25,7 +25,7 @@ def findings(body: str, outside: str = ARRAYS) -> list[tuple[int, str]]:
         ("mad.lo.u32 %r2, %r0, 8, b; ld.shared.v2.u32 {%r3, %r4}, [%r2];", 32, "reads"),
         ("mov.u32 %r2, b; sub.u32 %r2, %r2, %r1; ld.shared.u32 %r3, [%r2];", 63, "ahead of its first byte"),
         ("ld.shared.u32 %r3, [a+256];", 64, "4 bytes past its end"),
-        ("st.shared.u32 [c], %s; ld.shared.u32 %r4, [c]; mad.lo.u32 %r2, %r4, 4, %r7; ld.shared.u32 %r3, [%r2+256];", 64,
+        ("st.shared.u32 [c], %s; ld.shared.u32 %r4, [c]; mad.lo.u32 %r2, %r4, 4, %r7; ld.shared.u32 %s, [%r2+256];", 64,
          "4 bytes past its end"),
         ("mov.u32 %r2, a; add.u32 %r2, %r2, %r1; atom.shared.add.u32 %r3, [%r2+4], 1;", 1, "changes"),
         ("cvta.shared.u64 %x1, a; mul.wide.u32 %x2, %r0, 4; add.u64 %x1, %x1, %x2; st.u32 [%x1+8], %s;", 2, "writes"),
