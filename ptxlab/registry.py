@@ -15,6 +15,7 @@ by entry points of the group `ptxlab.KIND`:
 """
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -178,6 +179,8 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
             family = sources.family_of(stem)
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
+        if os.path.isdir(name):
+            raise ArgumentError("kernel", "a kernel's name or a file", f"the folder {name}")
         names = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])
         raise UnknownKernel(name, difflib.get_close_matches(stem, names, n=3, cutoff=0.5))
     all_sources = sources.of_kernel(stem)
