@@ -224,6 +224,8 @@ def solve(
     kernel = load_file(source, entry, options)
     geometry = dims("grid", options.grid or "1"), dims("block", options.block or "32"), options.shared or 0
     names = [*kernel.parameters]
+    arrays = {kernel.parameter(name): array for name, array in arrays.items()}
+    typed_arguments = [replace(one, name=kernel.parameter(one.name)) for one in typed_arguments]
     if typed_arguments:
         label = f"{kernel.name}: --arg"
         arrays = dict(place_in_order(names, arrays))
@@ -231,7 +233,7 @@ def solve(
         unset = uninitialised_names(names, typed_arguments, [*arrays])
     else:
         placed, unset = arrays, []
-    unset += arguments.uninitialised
+    unset += map(kernel.parameter, arguments.uninitialised)
     return FileLaunch(kernel, in_order(kernel.name, kernel.signature, placed), geometry, unset)
 
 

@@ -155,7 +155,8 @@ def _loaded(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Ker
 
 def _file_launch(job: LaunchTarget, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
     """Return the arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
-    given = in_order(kernel.entry, kernel.signature, load_arrays(Path(job.inputs)))
+    arrays = {kernel.parameter(name): array for name, array in load_arrays(Path(job.inputs)).items()}
+    given = in_order(kernel.name, kernel.signature, arrays)
     return kernel.arguments(given), geometry(job.grid, job.block, job.shared)
 
 

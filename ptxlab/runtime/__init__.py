@@ -106,6 +106,15 @@ class Kernel:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
         return tuple(parameter.name for parameter in self._declared)
 
+    def parameter(self, name: str) -> str:
+        """Return the parameter that a longer name of PTX stands for: `param_0` for `_Z3addPf_param_0` or `add_param_0`.
+
+        Any other name stays as it is.
+        """
+        shorter = [name.removeprefix(f"{kernel}_") for kernel in (self.entry, self.name)]
+        is_longer = self.source.language == "ptx" and name not in self.parameters
+        return next((short for short in shorter if short in self.parameters), name) if is_longer else name
+
     @cached_property
     def signature(self) -> tuple[Parameter, ...]:
         """Type of each parameter as the source declares it; where the source does not, as its PTX does."""

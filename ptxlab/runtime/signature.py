@@ -205,9 +205,11 @@ class Parameter:
 
 
 def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
-    """Return the parameters of a kernel of PTX."""
+    """Return the parameters of a kernel of PTX; `_Z3addPf_param_0` of a C++ kernel is `param_0`."""
     accesses = accesses_of(entry)
-    return tuple(_declared(variable, accesses.get(variable.name)) for variable in entry.params)
+    parameters = [_declared(variable, accesses.get(variable.name)) for variable in entry.params]
+    prefix = f"{entry.name}_" if entry.name.startswith("_Z") else ""
+    return tuple(replace(parameter, name=parameter.name.removeprefix(prefix)) for parameter in parameters)
 
 
 def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> Parameter:

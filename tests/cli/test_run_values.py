@@ -1,6 +1,7 @@
 """`ptxlab run` without an .npz: arguments as text, outputs in sight, held against what is expected, by schedule."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.runtime import load
 from ptxlab.runtime.inputs import parse_argument
 from ptxlab.runtime.results import Summary, compare
 
@@ -78,6 +80,28 @@ def test_null_is_a_null_pointer(cli: Any, tmp_path: Path) -> None:
     path.write_text("__global__ void add(int* y, const int* bias) { y[threadIdx.x] = bias ? *bias : 7; }")
     code, text, _ = cli("run", str(path), "--arg", "y=i32[32]", "--arg", "bias=null", "--backend", "emulator")
     assert code == 0 and "7 7 7 7 ..." in text
+
+
+def test_parameters_of_mangled_ptx_have_one_name_in_messages_and_options(cli: Any, tmp_path: Path) -> None:
+    cuda = "template <int N> __global__ void add(float* y, int n) { y[threadIdx.x] += n + N; }\n"
+    cuda += "template __global__ void add<2>(float*, int);"
+    text = load(cuda).module.text
+    path, symbol = tmp_path / "add.ptx", re.findall(r"\.entry (\w+)", text)[0]
+    path.write_text(text)
+    command = ("run", str(path), "--backend", "emulator")
+    code, _, error = cli(*command)
+    assert code == 2 and "add<2>: param_0: must be given" in error
+    code, _, error = cli(*command, "--arg", "param_0=f32[31]", "--arg", "param_1=1")
+    assert code == 1 and "of argument 0 (param_0), 4 bytes past its end" in error
+    np.savez(tmp_path / "symbols.npz", **{f"{symbol}_param_0": np.ones(32, np.float32), f"{symbol}_param_1": 3})
+    np.savez(tmp_path / "names.npz", **{"add<2>_param_0": np.ones(32, np.float32), "param_1": 3})
+    for arguments in (("--in", f"{tmp_path}/symbols.npz"), ("--in", f"{tmp_path}/names.npz")):
+        code, text, _ = cli(*command, *arguments)
+        assert code == 0 and re.search(r" param_0 +float32\[32\] +6 6 6 6 ", text)
+    code, text, error = cli(
+        *command, "--arg", f"{symbol}_param_0=f32[32]:uninitialised", "--arg", "1", "--check", "init"
+    )
+    assert code == 1 and text.startswith("uninitialised: ")
 
 
 def test_arrays_of_a_file_in_order(cli: Any, saxpy: str, tmp_path: Path) -> None:
