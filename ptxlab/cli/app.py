@@ -17,8 +17,8 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from ptxlab import __version__, registry
-from ptxlab.cli.common import BAD_INPUT, FAILED, INTERRUPTED, UNDECIDED, UsageError, notes
-from ptxlab.errors import EmulationError, OutOfTime, PtxlabError, UnknownInstruction, VerificationError
+from ptxlab.cli.common import BAD_INPUT, INTERRUPTED, UsageError, exit_code, notes
+from ptxlab.errors import PtxlabError
 from ptxlab.registry import Registration
 
 OTHER_PANEL = "Other commands"  # of modules without `PANEL`
@@ -129,14 +129,8 @@ def report_errors(run: Callable[[], Any]) -> NoReturn:
         path = error.ctx.command_path if error.ctx else "ptxlab"
         message = error.format_message().rstrip(".")
         _die(f"{message[0].lower()}{message[1:]}; see `{path} --help`", BAD_INPUT)
-    except UnknownInstruction as error:  # nothing ran, so nothing failed
-        _die(str(error), BAD_INPUT)
-    except (EmulationError, VerificationError) as error:
-        _die(str(error), FAILED)
-    except OutOfTime as error:
-        _die(str(error), UNDECIDED)
     except PtxlabError as error:
-        _die(str(error).replace('backend="emulator"', "--backend emulator"), BAD_INPUT)
+        _die(str(error).replace('backend="emulator"', "--backend emulator"), exit_code(error))
     except MemoryError as error:
         _die(f"out of memory: {str(error) or 'nothing more can be allocated'}", BAD_INPUT)
     except typer.Abort:

@@ -26,7 +26,14 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from ptxlab.errors import PtxlabError, nearest_of
+from ptxlab.errors import (
+    EmulationError,
+    OutOfTime,
+    PtxlabError,
+    UnknownInstruction,
+    VerificationError,
+    nearest_of,
+)
 
 FAILED, BAD_INPUT, UNDECIDED, INTERRUPTED = 1, 2, 3, 130
 LINE_SECONDS = 60  # between two lines of a run without a terminal
@@ -79,6 +86,13 @@ Include = Annotated[
 Std = Annotated[
     str | None, typer.Option("--std", rich_help_panel=_FILES, help="Language of a .cu, such as c++20. Default: c++17.")
 ]
+
+
+def exit_code(error: PtxlabError) -> int:
+    """Return the exit code of a command that ends with this error."""
+    if isinstance(error, EmulationError | VerificationError) and not isinstance(error, UnknownInstruction):
+        return FAILED  # of an unknown instruction nothing ran, so nothing failed
+    return UNDECIDED if isinstance(error, OutOfTime) else BAD_INPUT
 
 
 def print_json(value: Any) -> None:

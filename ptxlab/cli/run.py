@@ -29,6 +29,7 @@ from ptxlab.cli.common import (
     Std,
     Uninitialised,
     console,
+    exit_code,
     expects,
     print_json,
     progress_bar,
@@ -243,7 +244,7 @@ def run(
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
     spec, source, entry = registry.resolve(target)
-    with _annotated(form, source.path):
+    with _print_errors(form, as_json, source.path):
         files = FileOptions(grid, block, shared, arch, define, include, std)
         launch = solve(spec, source, entry, arguments, unchecked, files)
         if unneeded:
@@ -302,13 +303,16 @@ def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Compar
 
 
 @contextmanager
-def _annotated(form: str, path: str) -> Iterator[None]:
-    """Print an error that ends the run as an annotation too."""
+def _print_errors(form: str, as_json: bool, path: str) -> Iterator[None]:
+    """Print an error that ends the run as an annotation or as JSON too."""
     try:
         yield
     except (EmulationError, SourceError) as error:
-        if form != "text":
-            sys.stdout.write(annotations.render(form, [annotations.of_error(error, annotations.relative(path))]))
+        annotation = annotations.of_error(error, annotations.relative(path))
+        if as_json:
+            print_json({"error": asdict(annotation), "exit_code": exit_code(error)})
+        elif form != "text":
+            sys.stdout.write(annotations.render(form, [annotation]))
         raise
 
 

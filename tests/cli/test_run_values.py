@@ -158,6 +158,25 @@ def test_what_counts_as_never_written(cli: Any, tmp_path: Path) -> None:
     assert cli(*command, "--uninitialised", "z")[::2] == (2, "error: k: uninitialised: some of x, y (got z)\n")
 
 
+@pytest.mark.parametrize(
+    ("body", "kind", "problem"),
+    [
+        ("y[threadIdx.x + 1] = 0;", "MemoryFault", "out of bounds"),
+        ("while (*(volatile int*)y == 0);", "Deadlock", "deadlock: threads spin"),
+    ],
+)
+def test_json_of_a_fault_has_its_place_and_the_exit_code(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, kind: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("k.cu").write_text(f"__global__ void k(int* y) {{\n    {body}\n}}")
+    code, out, error = cli("run", "k.cu", "--arg", "i32[32]", "--backend", "emulator", "--json")
+    record = json.loads(out)
+    place = record["error"]["path"], record["error"]["line"]
+    assert (code, record["exit_code"], record["error"]["kind"], place) == (1, 1, kind, ("k.cu", 2))
+    assert problem in record["error"]["message"] and problem in error
+
+
 def test_content_is_the_same_in_every_run() -> None:
     a, b = (parse_argument("--arg", "x=f32[4,2]:normal", 3).value for _ in range(2))
     assert a.shape == (4, 2) and np.array_equal(a, b)
