@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ptxlab import __version__, registry
 from ptxlab.cli.common import BAD_INPUT, INTERRUPTED, UsageError, exit_code, notes
-from ptxlab.errors import PtxlabError
+from ptxlab.errors import EmulationError, PtxlabError
 from ptxlab.registry import Registration
 
 OTHER_PANEL = "Other commands"  # of modules without `PANEL`
@@ -129,6 +129,10 @@ def report_errors(run: Callable[[], Any]) -> NoReturn:
         path = error.ctx.command_path if error.ctx else "ptxlab"
         message = error.format_message().rstrip(".")
         _die(f"{message[0].lower()}{message[1:]}; see `{path} --help`", BAD_INPUT)
+    except EmulationError as error:
+        from ptxlab.emulator import remedies_of  # loaded already: it raised the error
+
+        _die("\n".join([str(error), *remedies_of([type(error).__name__])]), exit_code(error))
     except PtxlabError as error:
         _die(str(error).replace('backend="emulator"', "--backend emulator"), exit_code(error))
     except MemoryError as error:

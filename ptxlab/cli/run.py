@@ -263,12 +263,14 @@ def run(
                 "backend": outcome.backend,
                 "kernel": launch.kernel.name,
                 "outputs": {name: Summary.of(name, _on_host(array)).to_json() for name, array in written.items()},
-                "findings": [asdict(f) for f in outcome.findings],
+                "findings": [{**asdict(f), "remedy": emulator.remedy_of(f.kind)} for f in outcome.findings],
                 "notes": [asdict(note) for note in outcome.notes],
                 "expected": [comparison.to_json() for comparison in compared],
                 "schedules": {
                     "ran": [*map(str, run_.schedules)],
-                    "differences": [difference.to_json() for difference in run_.differences],
+                    "differences": [
+                        {**each.to_json(), "remedy": emulator.remedy_of(CHECK)} for each in run_.differences
+                    ],
                 },
                 **({"memory": _memory_rows(outcome)} if memory else {}),
             }
@@ -310,7 +312,7 @@ def _print_errors(form: str, as_json: bool, path: str) -> Iterator[None]:
     except (EmulationError, SourceError) as error:
         annotation = annotations.of_error(error, annotations.relative(path))
         if as_json:
-            print_json({"error": asdict(annotation), "exit_code": exit_code(error)})
+            print_json({"error": annotation.to_json(), "exit_code": exit_code(error)})
         elif form != "text":
             sys.stdout.write(annotations.render(form, [annotation]))
         raise

@@ -22,7 +22,7 @@ from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, p
 from ptxlab.emulator.front.quirks import Note
 from ptxlab.emulator.launch import Result, run, size_of, watched
 from ptxlab.emulator.options import CHECKS, MAX_STEPS, MODES, ON_REQUEST, EmulatorOptions, OptionKeywords, checks_of
-from ptxlab.emulator.remedies import remedies_of
+from ptxlab.emulator.remedies import remedies_of, remedy_of
 from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "parse",
     "pointers_of",
     "remedies_of",
+    "remedy_of",
     "require_target",
     "run",
     "size_of",

@@ -1,4 +1,4 @@
-"""What to do about a finding, by its kind."""
+"""What to do about a finding or a fault, by its kind."""
 
 from collections.abc import Iterable
 
@@ -17,6 +17,8 @@ REMEDIES = {
     "overflow": "scale the operands before, or sum in float32",
     "subnormal": "scale the operands before, or sum in float32",
     "narrow": "clamp it, use a wider type, or say // @wraps on the line",
+    "MemoryFault": "bound the index, make the array larger, or align the address to the bytes of the access",
+    "Deadlock": "see that all threads reach the barrier, the mbarrier gets its arrivals and bytes, or the flag is set",
     "schedules": "wait for each copy before its data are read; --check async names the read",
 }
 
@@ -25,10 +27,11 @@ PAGES = dict.fromkeys(("async-dirty", "war"), "guide/fence_bugs.md")  # of the g
 CHECKS_PAGE = "guide/checks.md"
 
 
+def remedy_of(kind: str) -> str:
+    """Return the remedy of a kind of finding, or of the class of an error, with the guide's page; empty if none."""
+    return f"{REMEDIES[kind]} ({PAGES.get(kind, CHECKS_PAGE)})" if kind in REMEDIES else ""
+
+
 def remedies_of(kinds: Iterable[str]) -> list[str]:
     """List the remedy of each kind of finding and the guide's page about it, as lines; each once."""
-    return [
-        f"  remedy ({kind}): {REMEDIES[kind]} ({PAGES.get(kind, CHECKS_PAGE)})"
-        for kind in dict.fromkeys(kinds)
-        if kind in REMEDIES
-    ]
+    return [f"  remedy ({kind}): {remedy}" for kind in dict.fromkeys(kinds) if (remedy := remedy_of(kind))]

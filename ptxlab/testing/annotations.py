@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ptxlab.emulator import remedy_of
 from ptxlab.errors import PtxlabError
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class Annotation:
     message: str
     test: str = ""
     level: str = "error"
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return what JSON has of it: the fields, and the remedy of its kind."""
+        return {**asdict(self), "remedy": remedy_of(self.kind)}
 
 
 def relative(path: str, root: str | Path | None = None) -> str:
@@ -73,7 +78,7 @@ def render(form: str, annotations: Iterable[Annotation]) -> str:
     if form == "github":
         return "".join(map(_github, found))
     if form == "json":
-        return json.dumps([asdict(each) for each in found], indent=2) + "\n"
+        return json.dumps([each.to_json() for each in found], indent=2) + "\n"
     return json.dumps(_sarif(found), indent=2) + "\n"
 
 
@@ -85,7 +90,8 @@ def _github(found: Annotation) -> str:
 
     place = f"file={escape(found.path, ':,')},line={found.line},title={escape(f'ptxlab {found.kind}', ':,')}"
     test = f" ({found.test})" if found.test else ""
-    return f"::{'error' if found.level == 'error' else 'notice'} {place}::{escape(found.message + test)}\n"
+    remedy = f"\nremedy: {text}" if (text := remedy_of(found.kind)) else ""
+    return f"::{'error' if found.level == 'error' else 'notice'} {place}::{escape(found.message + test + remedy)}\n"
 
 
 def _sarif(found: list[Annotation]) -> dict[str, object]:
@@ -104,6 +110,9 @@ def _sarif(found: list[Annotation]) -> dict[str, object]:
         }
         for each in found
     ]
-    rules = [{"id": kind, "helpUri": _HELP} for kind in sorted({each.kind for each in found})]
+    rules = [
+        {"id": kind, "helpUri": _HELP, **({"help": {"text": remedy}} if (remedy := remedy_of(kind)) else {})}
+        for kind in sorted({each.kind for each in found})
+    ]
     driver = {"name": "ptxlab", "version": __version__, "rules": rules}
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}

@@ -15,7 +15,7 @@ from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError,
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.arguments import check_defines, geometry, is_text
 from ptxlab.runtime.backends import choose_backend
-from ptxlab.runtime.schedules import Schedule, first_differences
+from ptxlab.runtime.schedules import CHECK, Schedule, first_differences
 from ptxlab.sources import Source, split_target
 from ptxlab.spec import Launch
 from ptxlab.testing import adapters
@@ -248,7 +248,7 @@ def _run(
     except EmulationError as error:
         error.args = (settings.name_arguments(str(error), target),)
         vars(error)["annotations"] = [_annotation(error, settings, target.kernel.source.path)]
-        error.add_note(settings.replay(schedule))
+        error.add_note("\n".join([*remedies_of([type(error).__name__]), settings.replay(schedule)]))
         raise
     if result is None or not result.findings:
         return
@@ -336,5 +336,5 @@ def _compare(
     """Raise CheckFailed if two schedules leave different bytes."""
     for difference in first_differences(_named(target, first), _named(target, other), (one, two)):
         message = f"{target.label}: {difference}"
-        note = Annotation("schedule", *settings.place(target.kernel.source.path), message, settings.test)
-        raise CheckFailed(f"{message}\n{settings.replay(two)}", [note])
+        note = Annotation(CHECK, *settings.place(target.kernel.source.path), message, settings.test)
+        raise CheckFailed("\n".join([message, *remedies_of([CHECK]), settings.replay(two)]), [note])

@@ -175,6 +175,7 @@ def test_json_of_a_fault_has_its_place_and_the_exit_code(
     place = record["error"]["path"], record["error"]["line"]
     assert (code, record["exit_code"], record["error"]["kind"], place) == (1, 1, kind, ("k.cu", 2))
     assert problem in record["error"]["message"] and problem in error
+    assert error.endswith(f"\n  remedy ({kind}): {record['error']['remedy']}\n")
 
 
 def test_content_is_the_same_in_every_run() -> None:

@@ -1,10 +1,11 @@
 """Where annotations of errors attach."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from ptxlab.emulator import Note
+from ptxlab.emulator import Note, remedy_of
 from ptxlab.errors import Deadlock, MemoryFault, PtxlabError
 from ptxlab.testing import annotations
 
@@ -37,7 +38,8 @@ def test_a_workflow_command_is_one_line_of_its_own_signs() -> None:
     annotation = annotations.Annotation("race", "a,b:c%.cu", 3, "50% of\r\n8, 9: bytes", "t.py::test[1,2]")
     command = annotations.render("github", [annotation])
     assert command == (
-        "::error file=a%2Cb%3Ac%25.cu,line=3,title=ptxlab race::50%25 of%0D%0A8, 9: bytes (t.py::test[1,2])\n"
+        "::error file=a%2Cb%3Ac%25.cu,line=3,title=ptxlab race::50%25 of%0D%0A8, 9: bytes (t.py::test[1,2])"
+        "%0Aremedy: put a barrier, or a flag with release and acquire, between the two accesses (guide/checks.md)\n"
     )
 
 
@@ -48,3 +50,12 @@ def test_a_path_is_relative_to_the_root_if_it_lies_below_it(tmp_path: Path, monk
     assert annotations.relative(str(below)) == annotations.relative("a/k.cu") == "a/k.cu"
     assert annotations.relative(str(outside)) == str(outside) and annotations.relative("../k.cu") == "../k.cu"
     assert annotations.relative(str(below), tmp_path) == "root/a/k.cu"
+
+
+@pytest.mark.parametrize("kind", ["async-dirty", "MemoryFault", "Deadlock"])
+def test_each_form_has_the_remedy(kind: str) -> None:
+    annotation, remedy = annotations.Annotation(kind, "k.cu", 3, "wrong"), remedy_of(kind)
+    (entry,) = json.loads(annotations.render("json", [annotation]))
+    (run,) = json.loads(annotations.render("sarif", [annotation]))["runs"]
+    assert remedy and entry["remedy"] == remedy == run["tool"]["driver"]["rules"][0]["help"]["text"]
+    assert annotations.render("github", [annotation]).endswith(f"::wrong%0Aremedy: {remedy}\n")

@@ -189,7 +189,9 @@ def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
             "E *async: late.ptx:11: `ld.shared.u32*still being written by line 10*",
             "E *copy: out[[]*[]] is * in schedule early and * in late:*",
             "E *replay: pytest test_it.py::test_differs --ptxlab-schedule late:*",
-            "::error file=scale.ptx,line=11,title=ptxlab MemoryFault::scale.ptx:11*(test_it.py::test_bounds)",
+            "::error file=scale.ptx,line=11,title=ptxlab MemoryFault::scale.ptx:11*::test_bounds)%0Aremedy: *",
+            "E *remedy (MemoryFault): bound the index*",
+            "E *remedy (schedules): wait for each copy*",
             "::error file=scale.cu,line=3,title=ptxlab race::race: scale.cu:3*",
             "::error file=late.ptx,line=11,title=ptxlab async::*",
         ]
