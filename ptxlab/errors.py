@@ -62,6 +62,14 @@ class UnknownKernel(ArgumentError):  # noqa: N818
         self.argument, self.rule, self.value = "kernel", hint, name
 
 
+class UnnamedKernel(ArgumentError):  # noqa: N818
+    """A source has several kernels, and none is named; the message lists how to name them."""
+
+    def __init__(self, path: str, names: str) -> None:
+        PtxlabError.__init__(self, f"{path}: name one: {names}")
+        self.argument, self.rule, self.value = f"{path}: entry", f"one of {names}", "nothing"
+
+
 class FileError(PtxlabError):
     """A file cannot be used: missing, truncated, foreign, or not writable."""
 

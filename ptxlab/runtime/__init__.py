@@ -11,7 +11,7 @@ import numpy as np
 
 from ptxlab import emulator, gpu, mangled, toolchain
 from ptxlab.emulator import EmulatorOptions, OptionKeywords
-from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.errors import ArgumentError, UnavailableError, UnnamedKernel
 from ptxlab.io.dynamo import break_graph
 from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
@@ -20,7 +20,7 @@ from ptxlab.runtime.signature import Parameter
 from ptxlab.sources import Source, cuda_entries, split_target
 from ptxlab.spec import KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import dtype_in, storage
-from ptxlab.toolchain.kernels import declared_kernels, find_kernel
+from ptxlab.toolchain.kernels import declared_kernels, find_kernel, targets
 
 _EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CUDA sources use, and griddepcontrol
 
@@ -327,7 +327,10 @@ def _ptx_entry(source: Source, name: str | None) -> str:
     symbols = entries if name is None else [name] if name in entries else mangled.find_symbols(entries, name)
     if len(symbols) == 1:
         return symbols[0]
-    shown = ", ".join(mangled.distinct_names(symbols or entries))
+    names = mangled.distinct_names(symbols or entries)
+    if name is None and names:
+        raise UnnamedKernel(source.path, ", ".join(targets(source, names)))
+    shown = ", ".join(names)
     raise ArgumentError(
         f"{source.path}: entry", f"one of {shown}" if shown else "a kernel (.visible .entry)", name or "nothing"
     )

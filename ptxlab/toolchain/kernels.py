@@ -4,12 +4,14 @@ The compiler says which there are. Names and parameters of templates are read of
 """
 
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ptxlab import declarations, mangled, sources
 from ptxlab.declarations import KernelDeclaration
-from ptxlab.errors import ArgumentError, CompileError, UnavailableError
+from ptxlab.errors import ArgumentError, CompileError, UnavailableError, UnnamedKernel
 from ptxlab.mangled import is_end_of
 from ptxlab.sources import Source
 from ptxlab.toolchain import NO_DEFINES, Defines, compile_cuda, cuda_headers, find, front_end_text, nvcc, pytorch
@@ -94,7 +96,7 @@ class Kernels:
             kernels = [*((self.source, symbol) for symbol in self.symbols), *self.launched.values()]
             if len(kernels) == 1:
                 return kernels[0]
-            raise self._no_such_kernel("nothing")
+            raise self._no_such_kernel(None)
         if name in self.symbols:
             return self.source, name
         matching = [(self.source, symbol) for symbol in mangled.find_symbols(self.symbols, name)]
@@ -137,12 +139,21 @@ class Kernels:
         whole = [template for template in self.templates if is_end_of(template, base.strip())]
         return [f"{template}{angle}{arguments}" for template in whole] if angle else []
 
-    def _no_such_kernel(self, name: str) -> ArgumentError:
-        rules = [f"one of {', '.join(_first_of_templates(self.names))}"] if self.names else []
-        if self.templates:
-            open_ = ", ".join(f"{template}<{parameters}>" for template, parameters in self.templates.items())
-            rules.append(f"a template with its arguments, of {open_}")
-        return ArgumentError(f"{self.source.path}: entry", ", or ".join(rules) or "a kernel (__global__)", name)
+    def _no_such_kernel(self, name: str | None) -> ArgumentError:
+        templates = [f"{template}<{parameters}>" for template, parameters in self.templates.items()]
+        rules = [f"a template with its arguments, of {', '.join(templates)}"] if templates else []
+        if name is None and self.names:
+            listed = ", ".join(_first_of_templates(targets(self.source, self.names)))
+            return UnnamedKernel(self.source.path, ", or ".join([listed, *rules]))
+        if self.names:
+            rules.insert(0, f"one of {', '.join(_first_of_templates(self.names))}")
+        rule = ", or ".join(rules) or "a kernel (__global__)"
+        return ArgumentError(f"{self.source.path}: entry", rule, "nothing" if name is None else name)
+
+
+def targets(source: Source, names: Sequence[str]) -> list[str]:
+    """Spell kernels as commands take them, for a shell: `two.cu:scale`; of text without a file the names alone."""
+    return list(names) if source.path.startswith("<") else [shlex.quote(f"{source.path}:{name}") for name in names]
 
 
 def _first_of_templates(names: list[str]) -> list[str]:
@@ -249,7 +260,9 @@ def find_kernel(
             compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
             rule = 'a kernel (extern "C" __global__) that the preprocessor leaves'
             raise ArgumentError(f"{source.path}: entry", rule, ", ".join(written))
-        raise ArgumentError(f"{source.path}: entry", f"one of {', '.join(names)}", "nothing" if name is None else name)
+        if name is None:
+            raise UnnamedKernel(source.path, ", ".join(targets(source, names)))
+        raise ArgumentError(f"{source.path}: entry", f"one of {', '.join(names)}", name)
     return kernels_of(source, arch, defines).find(name)
 
 
