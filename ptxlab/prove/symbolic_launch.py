@@ -16,12 +16,14 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator import pointers_of
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
+from ptxlab.mangled import distinct_names
 from ptxlab.prove.bitvectors import Bits, joined, pieces, value
 from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, SymbolicRun, execute
 from ptxlab.prove.expressions import Elements, formula, indexed_by_i, names_in, of_bytes
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch
+from ptxlab.toolchain.kernels import targets
 
 MOST_THREADS = 256  # of a file's launch
 Pack = Callable[[Arrays], Arrays]
@@ -352,8 +354,14 @@ def of_file(
         trace=trace,
         count=None,
         arrays=arrays,
-        command=f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}",
+        command=f"ptxlab run {_target(kernel)} {geometry}",
     )
+
+
+def _target(kernel: Kernel) -> str:
+    """Spell a kernel as a command takes it, for a shell: `'k.cu:add<float, 3>'`."""
+    symbols = [*kernel.module.entries]
+    return targets(kernel.source, distinct_names(symbols))[symbols.index(kernel.entry)]
 
 
 def _on_inputs(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,24 @@ def test_in_python_a_loaded_kernel_or_a_name_is_decided(mine: str) -> None:
     assert prove_kernel("dequant_lqq_unsigned", below, equals="dequant_lqq").verdict == "refuted"
     with pytest.raises(ArgumentError, match=r"^equals: a name beside a name, a Kernel beside a Kernel \(got str\)$"):
         prove_kernel(kernel, CLAIM, equals="dequant_lqq")
+
+
+@pytest.mark.parametrize("name", ["ops::add<2>", "add(int*, int)"])
+def test_a_counterexample_is_run_by_the_command_printed(
+    name: str, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had the mangled symbol."""
+    monkeypatch.chdir(tmp_path)
+    Path("k.cu").write_text("""namespace ops { template <int N>
+__global__ void add(int* y, const int* x) { *y = *x + N; } }
+template __global__ void ops::add<2>(int*, const int*);
+__global__ void add(int* y, int n) { *y = n; }
+__global__ void add(long* y, int n) { *y = n; }
+""")
+    code, said, _ = cli("prove", f"k.cu:{name}", "--claim", "y.u32[i] == 5", "--out", "in.npz")
+    (command,) = re.findall(r"^  ptxlab (run .+)$", said, re.MULTILINE)
+    assert code == 1 and command == f"run 'k.cu:{name}' --grid 1,1,1 --block 1,1,1 --in in.npz"
+    assert cli(*shlex.split(command), "--backend", "emulator")[0] == 0
 
 
 def test_the_counterexample_is_printed_lane_by_lane(mine: str, cli) -> None:
