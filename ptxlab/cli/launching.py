@@ -225,7 +225,7 @@ def solve(
     geometry = dims("grid", options.grid or "1"), dims("block", options.block or "32"), options.shared or 0
     names = [*kernel.parameters]
     arrays = {kernel.parameter(name): array for name, array in arrays.items()}
-    typed_arguments = [replace(one, name=kernel.parameter(one.name)) for one in typed_arguments]
+    typed_arguments = [replace(typed, name=kernel.parameter(typed.name)) for typed in typed_arguments]
     if typed_arguments:
         label = f"{kernel.name}: --arg"
         arrays = dict(place_in_order(names, arrays))

@@ -269,7 +269,7 @@ def run(
                 "schedules": {
                     "ran": [*map(str, run_.schedules)],
                     "differences": [
-                        {**each.to_json(), "remedy": emulator.remedy_of(CHECK)} for each in run_.differences
+                        {**difference.to_json(), "remedy": emulator.remedy_of(CHECK)} for difference in run_.differences
                     ],
                 },
                 **({"memory": _memory_rows(outcome)} if memory else {}),

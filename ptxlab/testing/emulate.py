@@ -74,9 +74,9 @@ class Settings:
 
     def name_arguments(self, text: str, target: Target) -> str:
         """Return a message of the emulator with the caller's names and positions of arguments."""
-        own = target.kernel.parameters
+        parameters = target.kernel.parameters
         for i, (name, place) in enumerate(zip(target.names, target.places, strict=True)):
-            text = text.replace(f"argument {place} ({own[place]})", f"argument {i} ({name})")
+            text = text.replace(f"argument {place} ({parameters[place]})", f"argument {i} ({name})")
         return self.shorten(text)
 
     def place(self, path: str, line: int = 1) -> tuple[str, int]:

@@ -167,8 +167,8 @@ template __global__ void ops::add<2>(int*, const int*);
 __global__ void add(int* y, int n) { *y = n; }
 __global__ void add(long* y, int n) { *y = n; }
 """)
-    code, said, _ = cli("prove", f"k.cu:{name}", "--claim", "y.u32[i] == 5", "--out", "in.npz")
-    (command,) = re.findall(r"^  ptxlab (run .+)$", said, re.MULTILINE)
+    code, output, _ = cli("prove", f"k.cu:{name}", "--claim", "y.u32[i] == 5", "--out", "in.npz")
+    (command,) = re.findall(r"^  ptxlab (run .+)$", output, re.MULTILINE)
     assert code == 1 and command == f"run 'k.cu:{name}' --grid 1,1,1 --block 1,1,1 --in in.npz"
     assert cli(*shlex.split(command), "--backend", "emulator")[0] == 0
 
