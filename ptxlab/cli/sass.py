@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab import emulator, registry, toolchain
+from ptxlab import emulator, mangled, registry, toolchain
 from ptxlab import sass as machine_code
 from ptxlab.cli.common import (
     Arch,
@@ -35,7 +35,7 @@ from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
 from ptxlab.spec import KernelSpec
-from ptxlab.toolchain.kernels import find_kernel
+from ptxlab.toolchain.kernels import entry_symbols, find_kernel
 
 PANEL = "Measure"
 
@@ -141,10 +141,18 @@ def sass(
 
 
 def _of_file(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
-    """Label, source, symbol and constants of a kernel of a file, found by its C++ name."""
+    """Label, source, symbol and constants of a kernel of a file, found by its C++ name.
+
+    The label is what names the kernel on the command line: `file.cu:ns::add<float, 3>`.
+    """
+    name = mangled.demangle(entry) if entry else None
     if source.language == "cu":
         source, entry = find_kernel(source, entry, arch, defines)
-    return source.label, source, entry, defines
+    elif entry is None and len(symbols := entry_symbols(source.text)) == 1:
+        (entry,) = symbols
+    if entry is None:  # `report` says which there are
+        return source.label, source, entry, defines
+    return f"{source.label}:{name or mangled.name_of(entry)}", source, entry, defines
 
 
 def _variant(spec: KernelSpec | None) -> dict[str, int]:
@@ -157,8 +165,11 @@ def _variant(spec: KernelSpec | None) -> dict[str, int]:
 
 def _summarise(title: str, found: Sequence[Report]) -> None:
     """Print a row per kernel."""
-    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>")
-    rows = [(r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())) for r in found]
+    columns = ["kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>"]
+    rows: list[list[Any]] = [[r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())] for r in found]
+    if not _any_dequantises(found):
+        for row in [columns, *rows]:
+            del row[1]
     console.print(table(title, columns, rows))
     for one in found:
         for warning in one.warnings:
@@ -169,7 +180,7 @@ def _compare(title: str, found: Sequence[Report]) -> None:
     """Print a column per kernel."""
     columns = [f"{one.name}>" for one in found]
     facts = [
-        ("ALU instructions per 8 weights", *map(_alu, found)),
+        *([("ALU instructions per 8 weights", *map(_alu, found))] if _any_dequantises(found) else []),
         ("registers", *(one.registers for one in found)),
         ("spilled bytes", *map(_spilled, found)),
         ("warnings", *("; ".join(one.warnings) or "none" for one in found)),
@@ -185,6 +196,10 @@ def _compare(title: str, found: Sequence[Report]) -> None:
             console.print(
                 table(heading, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in columns_of)) for k in keys])
             )
+
+
+def _any_dequantises(reports: Sequence[Report]) -> bool:
+    return any(report.alu_per_8 is not None for report in reports)
 
 
 def _alu(report: Report) -> str:
