@@ -122,9 +122,9 @@ def _compilation(
             if not added.standard and headers.lacks(log):
                 added = replace(added, standard=True)
             elif int(status) and is_whole:
-                lacking = sorted(headers.lacks_beforehand(log) - set(added.beforehand))
-                shorter = _for_device(source, added.text, log)
-                added = _Added(shorter, added.standard or bool(lacking), (*added.beforehand, *lacking))
+                needed = headers.lacks_beforehand(log).union(added.beforehand)
+                beforehand = tuple(header for header in headers.BEFOREHAND if header in needed)
+                added = _Added(_for_device(source, added.text, log), added.standard or bool(needed), beforehand)
             if added == tried:
                 yield program, status, log
                 return

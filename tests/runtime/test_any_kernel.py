@@ -10,7 +10,7 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError, CompileError, MemoryFault
 from ptxlab.sources import Source
-from ptxlab.toolchain import find, nvcc, pytorch
+from ptxlab.toolchain import compile_cuda, find, nvcc, pytorch
 
 PLAIN = """__global__ void scale(float* x, float by, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -239,6 +239,18 @@ def test_host_code_that_nvrtc_cannot_do_without_is_compiled_by_nvcc(tmp_path: Pa
     assert (x == 3).all()
     with pytest.raises(ptxlab.PtxlabError, match=r"host\.cu:4: .*past its end"):
         run(kernel, x[:8].copy())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#include <cmath>\n__global__ void k(float* x) { x[0] = M_PI + INFINITY; }\n",
+        "__global__ void k(float* x) { x[0] = INFINITY; }\nint main() { std::size_t n = 4; return n; }\n",
+    ],
+)
+def test_constants_of_math_are_defined_once(text: str) -> None:
+    assert compile_cuda(Source.from_text(text), "sm_80", output="ptx").warnings == ()
 
 
 def test_without_a_host_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
