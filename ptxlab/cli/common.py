@@ -220,7 +220,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
     made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     cells = [[escape(str(cell)) for cell in row] for row in rows]
     for index, column in enumerate(columns):
-        header = column.rstrip(">")
+        header = column.removesuffix(">")
         widest = max((len(row[index]) for row in cells), default=0)
         least = max(map(len, header.split()), default=1)
         if index == 0:

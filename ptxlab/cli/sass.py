@@ -3,6 +3,7 @@
 import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab import registry, toolchain
+from ptxlab import emulator, mangled, registry, toolchain
 from ptxlab import sass as machine_code
 from ptxlab.cli.common import (
     Arch,
@@ -27,14 +28,14 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.hardware.occupancy import occupancy
+from ptxlab.hardware.occupancy import Occupancy, occupancy
 from ptxlab.runtime import with_build
 from ptxlab.runtime.arguments import geometry, parse_defines
 from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
 from ptxlab.spec import KernelSpec
-from ptxlab.toolchain.kernels import find_kernel
+from ptxlab.toolchain.kernels import entry_symbols, find_kernel
 
 PANEL = "Measure"
 
@@ -60,23 +61,40 @@ def sass(
     listing: Annotated[
         bool, typer.Option("--listing", help="Print the machine code, interleaved with the source lines.")
     ] = False,
+    ptx: Annotated[
+        bool, typer.Option("--ptx", help="With --listing, of a .cu: each source line, its PTX, its machine code.")
+    ] = False,
     record: Annotated[bool, typer.Option("--record", help="Renew the recorded counts of all kernels instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights.
 
     With --block, the occupancy: how many blocks an SM holds at once, and what limits them.
+
+    With --listing, the machine code below its source lines; with --ptx too, the PTX of each line.
     """
     if record:
-        options = {"--listing": listing or None, "-D": define or None, "--block": block, "--shared": shared}
+        options = {
+            "--listing": listing or None,
+            "--ptx": ptx or None,
+            "-D": define or None,
+            "--block": block,
+            "--shared": shared,
+        }
         refuse(options, "cannot be combined with --record")
         paths = [path for _, renew in registry.load_all("counts") for path in renew()]
         return print_json([*map(str, paths)]) if as_json else written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
-    if block is None or listing:
-        refuse({"--shared": shared}, "needs --block" if block is None else "is not for --listing")
+    if block is None:
+        refuse({"--shared": shared}, "needs --block")
+    if not listing:
+        refuse({"--ptx": ptx or None}, "needs --listing")
     threads = prod(geometry(1, dims("block", block)).block) if block is not None else 0
+
+    def occupancy_of(report: Report) -> Occupancy:
+        return occupancy(arch, threads, report.registers, report.shared + (shared or 0))
+
     macros = parse_defines("-D", define or [])
     named = [
         (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _variant(spec))
@@ -86,7 +104,17 @@ def sass(
         for spec, sources, entry in registry.resolve_all(target)
     ]
     if listing:
-        texts = {label: list(interleaved(source, arch, entry, defines)) for label, source, entry, defines in named}
+        texts = {}
+        for label, source, entry, defines in named:
+            texts[label] = [f"{source.label}, {arch}"]
+            if threads:
+                on_sm = occupancy_of(machine_code.report(source, arch, entry=entry, defines=defines))
+                texts[label].append(
+                    f"An SM holds {on_sm.blocks} blocks of {threads} threads at once, {on_sm.warps} of at most "
+                    f"{on_sm.most_warps} warps, limited by {', '.join(on_sm.limits)}"
+                )
+            show = group_by_line if ptx and source.language == "cu" else interleave
+            texts[label] += show(source, arch, entry, defines)
         return print_json(texts) if as_json else print("\n\n".join("\n".join(lines) for lines in texts.values()))
     found = []
     with progress_bar("sass", len(named), quiet=as_json) as advance:
@@ -95,9 +123,7 @@ def sass(
             code = machine_code.instructions(source, arch, entry=entry, defines=defines)
             found.append(replace(one, name=label, warnings=(*one.warnings, *overwriting(code))))
             advance(label)
-    occupancies = (
-        [occupancy(arch, threads, one.registers, one.shared + (shared or 0)) for one in found] if threads else []
-    )
+    occupancies = [occupancy_of(one) for one in found] if threads else []
     if as_json:
         rows = [one.to_json() for one in found]
         for row, of in zip(rows, occupancies, strict=False):
@@ -115,10 +141,18 @@ def sass(
 
 
 def _of_file(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
-    """Label, source, symbol and constants of a kernel of a file, found by its C++ name."""
+    """Label, source, symbol and constants of a kernel of a file, found by its C++ name.
+
+    The label is what names the kernel on the command line: `file.cu:ns::add<float, 3>`.
+    """
+    name = mangled.demangle(entry) if entry else None
     if source.language == "cu":
         source, entry = find_kernel(source, entry, arch, defines)
-    return source.label, source, entry, defines
+    elif entry is None and len(symbols := entry_symbols(source.text)) == 1:
+        (entry,) = symbols
+    if entry is None:  # `report` says which there are
+        return source.label, source, entry, defines
+    return f"{source.label}:{name or mangled.name_of(entry)}", source, entry, defines
 
 
 def _variant(spec: KernelSpec | None) -> dict[str, int]:
@@ -131,8 +165,11 @@ def _variant(spec: KernelSpec | None) -> dict[str, int]:
 
 def _summarise(title: str, found: Sequence[Report]) -> None:
     """Print a row per kernel."""
-    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>")
-    rows = [(r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())) for r in found]
+    columns = ["kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>"]
+    rows: list[list[Any]] = [[r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())] for r in found]
+    if not _any_dequantises(found):
+        for row in [columns, *rows]:
+            del row[1]
     console.print(table(title, columns, rows))
     for one in found:
         for warning in one.warnings:
@@ -143,7 +180,7 @@ def _compare(title: str, found: Sequence[Report]) -> None:
     """Print a column per kernel."""
     columns = [f"{one.name}>" for one in found]
     facts = [
-        ("ALU instructions per 8 weights", *map(_alu, found)),
+        *([("ALU instructions per 8 weights", *map(_alu, found))] if _any_dequantises(found) else []),
         ("registers", *(one.registers for one in found)),
         ("spilled bytes", *map(_spilled, found)),
         ("warnings", *("; ".join(one.warnings) or "none" for one in found)),
@@ -161,6 +198,10 @@ def _compare(title: str, found: Sequence[Report]) -> None:
             )
 
 
+def _any_dequantises(reports: Sequence[Report]) -> bool:
+    return any(report.alu_per_8 is not None for report in reports)
+
+
 def _alu(report: Report) -> str:
     return "-" if report.alu_per_8 is None else f"{report.alu_per_8:g}"
 
@@ -169,20 +210,37 @@ def _spilled(report: Report) -> int:
     return report.spill_stores + report.spill_loads
 
 
-def interleaved(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> Iterator[str]:
+def interleave(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> Iterator[str]:
     """Yield the machine code of one entry in the order of addresses.
 
     Each run of instructions lies below its source line.
     """
-    yield f"{source.label}, {arch}"
-    before = ("", 0)
+    code = machine_code.instructions(source, arch, entry=entry, defines=defines)
+    for place, run in groupby(code, lambda instruction: _place(source, instruction)):
+        yield _headline(source, place)
+        yield from map(_spelled, run)
+
+
+def group_by_line(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> Iterator[str]:
+    """Yield the source lines of one entry of a `.cu`, each followed by its PTX and then by its machine code."""
+    ptx = toolchain.compile_cuda(source, arch, output="ptx", defines=defines).data.decode()
+    lines: dict[tuple[str, int], tuple[list[str], list[str]]] = {}
+    for instruction in emulator.parse(ptx, source.path, source.path).entries[str(entry)].instructions:
+        lines.setdefault((instruction.path, instruction.line), ([], []))[0].append(f"    {instruction.text} ;")
     for one in machine_code.instructions(source, arch, entry=entry, defines=defines):
-        own = source.language == "ptx" or names_same_file(one.path, source.path)
-        place = (source.path if own else one.path, one.line)
-        if place != before:
-            yield f"{Path(place[0]).name}:{place[1]}  {_source_line(source, *place)}".rstrip()
-        before = place
-        yield f"    /*{one.address:04x}*/ {_spelled(one)}"
+        lines.setdefault(_place(source, one), ([], []))[1].append(_spelled(one))
+    for place, (of_ptx, of_sass) in lines.items():
+        yield from (_headline(source, place), *of_ptx, *of_sass)
+
+
+def _place(source: Source, instruction: SassInstruction) -> tuple[str, int]:
+    is_of_source = source.language == "ptx" or names_same_file(instruction.path, source.path)
+    return (source.path if is_of_source else instruction.path, instruction.line)
+
+
+def _headline(source: Source, place: tuple[str, int]) -> str:
+    """Return a place with its source line."""
+    return f"{Path(place[0]).name}:{place[1]}  {_source_line(source, *place)}".rstrip()
 
 
 def _source_line(source: Source, path: str, line: int) -> str:
@@ -193,4 +251,5 @@ def _source_line(source: Source, path: str, line: int) -> str:
 
 
 def _spelled(one: SassInstruction) -> str:
-    return " ".join(filter(None, (one.guard, one.name, ", ".join(one.operands)))) + " ;"
+    text = " ".join(filter(None, (one.guard, one.name, ", ".join(one.operands))))
+    return f"    /*{one.address:04x}*/ {text} ;"

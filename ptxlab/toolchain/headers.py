@@ -48,13 +48,12 @@ _MATH = {
     "HUGE_VALF": "__int_as_float(0x7f800000)",
 }  # fmt: skip
 _WHOLE_CUB = "CCCL_DISABLE_CUB_NVRTC_COMPATIBILITY_CHECK"  # <cub/cub.cuh> names it where it refuses NVRTC
-# nvcc reads <cmath> and <stdlib.h> of the host before each file; the second of these takes a second.
+# nvcc reads <cmath> and <stdlib.h> of the host before each file. Reading the first of these headers takes a second.
+# Each constant has its own. They come last: <cuda/std/cmath> defines INFINITY and NAN whether they are there or not.
 BEFOREHAND = {
-    "ptxlab/math_constants.h": "".join(
-        f"#ifndef {name}\n#define {name} {value}\n#endif\n" for name, value in _MATH.items()
-    ),
     "ptxlab/what_nvcc_includes.h": "#include <cmath>\n#include <cstdint>\n#include <limits>\n#include <type_traits>\n",
     "ptxlab/whole_cub.h": f"#define {_WHOLE_CUB}\n",
+    **{f"ptxlab/{name}.h": f"#ifndef {name}\n#define {name} {value}\n#endif\n" for name, value in _MATH.items()},
 }
 _UNDEFINED = re.compile(r'identifier "(\w+)" is undefined|(name must be a namespace|namespace "std" has no member)')
 _STANDARD = {"std", "FLT_MAX", "FLT_MIN", "INT_MAX", "UINT_MAX", "INT_MIN"} | {
@@ -69,10 +68,10 @@ def lacks(log: str) -> bool:
 
 def lacks_beforehand(log: str) -> set[str]:
     """Return the headers of `BEFOREHAND` whose lack made a compilation fail."""
-    constants, standard, whole_cub = BEFOREHAND
+    standard, whole_cub, *_ = BEFOREHAND
     matches = _UNDEFINED.findall(log)
     return (
-        {constants for name, _ in matches if name in _MATH}
+        {f"ptxlab/{name}.h" for name, _ in matches if name in _MATH}
         | {standard for name, std_problem in matches if name in _STANDARD or std_problem}
         | ({whole_cub} if _WHOLE_CUB in log else set())
     )

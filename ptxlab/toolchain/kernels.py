@@ -14,7 +14,7 @@ from ptxlab.declarations import KernelDeclaration
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError, UnnamedKernel
 from ptxlab.mangled import is_end_of
 from ptxlab.sources import Source
-from ptxlab.toolchain import NO_DEFINES, Defines, compile_cuda, cuda_headers, find, front_end_text, nvcc, pytorch
+from ptxlab.toolchain import NO_DEFINES, Defines, compile_cuda, cuda_headers, find, front_end_text, nvcc, nvrtc, pytorch
 
 _ENTRY = re.compile(r"^\s*(?:\.\w+\s+)*\.entry\s+([\w$]+)", re.MULTILINE)
 _OF_HOST_COMPILER = ("/usr/include/", "/usr/lib/")
@@ -210,6 +210,10 @@ def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DE
             raise UnavailableError("nvcc: not found")
         nvcc.require_host_compiler()
     except UnavailableError as error:
+        if nvrtc.is_about_host_code(problem.problem):
+            line = nvrtc.excerpt(source, problem.line, problem.path)
+            reason = f"{error}; NVRTC does not compile this host code"
+            raise CompileError(problem.path, problem.line, reason, line, problem.log) from None
         problem.args = (f"{problem.args[0]}; its host code may need nvcc ({error})",)
         raise problem from None
     return _kernels_by_nvcc(kernels, problem)

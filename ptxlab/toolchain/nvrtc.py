@@ -30,6 +30,7 @@ _HOST_CODE = re.compile(
     r"considered a host (?:function|variable)|marked as a __host__ function|device-side kernel launch could not"
     r"|inferred to be __host__"
 )
+_HOST_LIBRARY = re.compile(r'qualified name is not allowed|namespace "std" has no member')
 _INSTANCE_ERROR = re.compile(
     r"^(__nv_name_map)\(\d+\): error(?: #[^:]*)?: (.*)\n\s*#pragma nv_mangled_name (.*)$", re.MULTILINE
 )
@@ -121,9 +122,9 @@ def _compilation(
             if not added.standard and headers.lacks(log):
                 added = replace(added, standard=True)
             elif int(status) and is_whole:
-                lacking = sorted(headers.lacks_beforehand(log) - set(added.beforehand))
-                shorter = _for_device(source, added.text, log)
-                added = _Added(shorter, added.standard or bool(lacking), (*added.beforehand, *lacking))
+                needed = headers.lacks_beforehand(log).union(added.beforehand)
+                beforehand = tuple(header for header in headers.BEFOREHAND if header in needed)
+                added = _Added(_for_device(source, added.text, log), added.standard or bool(needed), beforehand)
             if added == tried:
                 yield program, status, log
                 return
@@ -154,6 +155,11 @@ def _for_device(source: Source, text: str, log: str) -> str:
             places = host if _HOST_CODE.search(match["problem"]) else wrong
             places.append((int(match["line"]), len(match["before"]) - 1))  # NVRTC indents what it quotes by two
     return for_device(text, host, wrong)
+
+
+def is_about_host_code(problem: str) -> bool:
+    """Return whether NVRTC refused a function for the host, or a name of the host's library."""
+    return bool(_HOST_CODE.search(problem) or _HOST_LIBRARY.search(problem))
 
 
 def excerpt(source: Source, line: int, path: str = "") -> str:

@@ -322,6 +322,18 @@ def test_sass_of_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     assert code == 0 and report["alu_per_8"] is None and report["spill_stores"] == 0 and report["opcodes"]
 
 
+def test_sass_names_the_kernel_of_a_file_and_counts_weights_only_where_there_are_any(cli: Any, tmp_path: Path) -> None:
+    text = "namespace ns {\ntemplate <class T> __global__ void scale(T* x) { x[threadIdx.x] *= 2; }\n}\n"
+    (tmp_path / "plain.cu").write_text(text)
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    files = tmp_path / "add4.ptx", f"{tmp_path / 'plain.cu'}:scale<float>"
+    code, out, _ = cli("sass", *files)
+    assert code == 0 and "add4.ptx:add4" in out and "plain.cu:scale<float>" in out and "per 8 weights" not in out
+    assert "per 8 weights" not in cli("sass", *files, files[0])[1]
+    assert "per 8 weights" in cli("sass", files[0], "dequant_lqq.ptx")[1]
+    assert "plain.cu:scale<float>" in json.loads(cli("sass", files[1], "--listing", "--json")[1])
+
+
 @pytest.mark.full
 def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     code, out, _ = cli("doctor", "--json")

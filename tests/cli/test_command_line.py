@@ -196,6 +196,19 @@ def test_a_listing_interleaves_machine_code_and_source(cli: Any, tmp_path: Path)
     assert code == 0 and any("and.b32" in one for one in json.loads(out)["dequant_lqq.ptx"])
 
 
+def test_a_listing_has_the_ptx_of_each_line_and_the_occupancy(cli: Any, tmp_path: Path) -> None:
+    text = 'extern "C" __global__ void scale(float* x) {\n    x[threadIdx.x] *= 2.0f;\n}\n'
+    (tmp_path / "scale.cu").write_text(text)
+    code, out, _ = cli("sass", tmp_path / "scale.cu", "--listing", "--ptx", "--block", 96, "--shared", 100_000)
+    _, occupancy, *lines = out.splitlines()
+    assert code == 0 and occupancy.startswith("An SM holds 2 blocks of 96 threads at once, ")
+    of_store = lines[lines.index("scale.cu:2  x[threadIdx.x] *= 2.0f;") + 1 : lines.index("scale.cu:3  }")]
+    ptx, sass = ([line for line in of_store if ("/*" in line) is in_sass] for in_sass in (False, True))
+    assert of_store == [*ptx, *sass]
+    assert any("st.global.f32 [" in line for line in ptx) and any(" STG.E " in line for line in sass)
+    assert cli("sass", tmp_path / "scale.cu", "--ptx")[2] == "error: --ptx needs --listing\n"
+
+
 def tables_fit(out: str) -> None:
     assert max(map(len, out.splitlines())) <= WIDTH, max(out.splitlines(), key=len)
 

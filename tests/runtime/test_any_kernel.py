@@ -10,7 +10,7 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError, CompileError, MemoryFault
 from ptxlab.sources import Source
-from ptxlab.toolchain import find, nvcc, pytorch
+from ptxlab.toolchain import compile_cuda, find, nvcc, pytorch
 
 PLAIN = """__global__ void scale(float* x, float by, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -242,11 +242,31 @@ def test_host_code_that_nvrtc_cannot_do_without_is_compiled_by_nvcc(tmp_path: Pa
         run(kernel, x[:8].copy())
 
 
-def test_without_a_host_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#include <cmath>\n__global__ void k(float* x) { x[0] = M_PI + INFINITY; }\n",
+        "__global__ void k(float* x) { x[0] = INFINITY; }\nint main() { std::size_t n = 4; return n; }\n",
+    ],
+)
+def test_constants_of_math_are_defined_once(text: str) -> None:
+    assert compile_cuda(Source.from_text(text), "sm_80", output="ptx").warnings == ()
+
+
+def test_without_a_host_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVCC_CCBIN", "no-such-compiler")
+    cause = r"nvcc: needs a C\+\+ compiler of the host, and no-such-compiler is not on the PATH"
     text = "#include <vector>\nstruct S { std::vector<int> v; };\n__global__ void k(S* x) {}\nint main() {}\n"
-    with pytest.raises(CompileError, match=r"host code may need nvcc \(nvcc: .*no-such-compiler is not on the PATH"):
+    with pytest.raises(CompileError, match=rf"^<text>:2: {cause}; NVRTC does not compile this host code: `struct S "):
         ptxlab.load(text)
+    (tmp_path / "host.cuh").write_text("inline int three() { return 3; }\n")
+    (tmp_path / "host.cu").write_text('#include "host.cuh"\n__global__ void k(int* x) {}\n')
+    with pytest.raises(CompileError, match=rf"host\.cuh:1: {cause}; NVRTC does not compile this host code: `inline "):
+        ptxlab.load(tmp_path / "host.cu")
+    wrong = "__global__ void k(int* x) { x[0] = one; }\nint main() {}\n"
+    with pytest.raises(CompileError, match=rf':1: identifier "one" is undefined: .*may need nvcc \({cause}\)'):
+        ptxlab.load(wrong)
 
 
 def test_folders_to_include_defines_and_the_language(tmp_path: Path) -> None:
