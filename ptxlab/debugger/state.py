@@ -152,7 +152,10 @@ class State:
             return self.argument(self.parameters.index(name))
         names = [*self.registers(), *known, *self.parameters]
         near = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
-        hint = f"nearest: {near}" if near else "C++ locals are in registers, which `line` shows by source line"
+        unread = (
+            " (debug information of `nvcc -G` is not read)" if ".debug_info" in self.session.kernel.source.text else ""
+        )
+        hint = f"nearest: {near}" if near else f"C++ locals are in registers{unread}, which `line` shows by source line"
         raise DebuggerError(f"print: no register, variable or argument {name!r}; {hint}")
 
     # Registers

@@ -141,6 +141,15 @@ def test_help_names_every_command(run: Run) -> None:
     assert run("help s").startswith("step, s [COUNT] [all]") and ALIASES["c"] == "continue"
 
 
+def test_a_name_of_cpp_says_that_debug_information_is_not_read() -> None:
+    """`nvcc -G` names locals in a section of the PTX."""
+    with session(f"{SCALE}\n.section .debug_info\n{{\n.b8 0\n}}\n", *[np.zeros(128, np.float32)] * 2, 1.0) as stopped:
+        hint = r"\(debug information of `nvcc -G` is not read\), which `line` shows by source line"
+        for command in ("print i", "break 8 if i == 2"):
+            with pytest.raises(DebuggerError, match=f"'i'; C\\+\\+ locals are in registers {hint}$"):
+                Commands(stopped).run(command)
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
