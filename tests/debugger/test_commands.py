@@ -66,7 +66,7 @@ def test_a_stop_says_why_where_and_who(run: Run) -> None:
         ),
         (
             "p row[1:3] words",
-            "row[1:3] b32[2], byte 0 of shared memory of block 0 of the wave (row + 0) | 1 0x3f800000 0x40000000",
+            "row[1:3] b32[2], byte 4 of shared memory of block 0 of the wave (row + 4) | 1 0x3f800000 0x40000000",
         ),
         (
             "p row[0:2] as u8x4",
@@ -77,7 +77,7 @@ def test_a_stop_says_why_where_and_who(run: Run) -> None:
             "p [%at+8] as f32 1x2",
             "[%at+8] f32[126], byte 8 of shared memory of block 0 of the wave (row + 8), as 1x2 | 0 1 | 0 2 3",
         ),
-        ("p shared[127] as f32", "shared[127] = 127 f32, byte 0 of shared memory of block 0 of the wave (row + 0)"),
+        ("p shared[127] as f32", "shared[127] = 127 f32, byte 508 of shared memory of block 0 of the wave (row + 508)"),
         ("registers", "%turned = 1148 0x47c b32 | %w = 0 f32"),
         ("delete 1", ""),
         ("break", "1 ld.shared"),
