@@ -179,7 +179,7 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
         names = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])
-        raise UnknownKernel(name, difflib.get_close_matches(stem, names, n=3, cutoff=0.5))
+        raise UnknownKernel(name, difflib.get_close_matches(stem, names, n=3))
     all_sources = sources.of_kernel(stem)
     chosen = tuple(s for s in all_sources if language in ("", s.language))
     if not chosen:

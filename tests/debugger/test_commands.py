@@ -154,6 +154,8 @@ def test_a_name_of_cpp_says_that_debug_information_is_not_read() -> None:
     ("command", "problem"),
     [
         ("fly", "unknown command 'fly'; `help` lists them"),
+        ("brake 3", "unknown command 'brake'; nearest: break; `help` lists them"),
+        ("help brake", "help: no command 'brake'; nearest: break"),
         ("step the dog", "step: [COUNT] [all] (got 'the dog')"),
         ("step 0", "step: [COUNT] [all] (got '0')"),
         ("continue 3", "continue: takes nothing (got '3')"),
