@@ -182,7 +182,7 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
         if os.path.isdir(name):
             raise ArgumentError("kernel", "a kernel's name or a file", f"the folder {name}")
         names = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])
-        raise UnknownKernel(name, difflib.get_close_matches(stem, names, n=3, cutoff=0.5))
+        raise UnknownKernel(name, difflib.get_close_matches(stem, names, n=3))
     all_sources = sources.of_kernel(stem)
     chosen = tuple(s for s in all_sources if language in ("", s.language))
     if not chosen:

@@ -13,6 +13,7 @@ from ptxlab.debugger.conditions import condition_of
 from ptxlab.debugger.session import DebuggerError, Session, Stop
 from ptxlab.debugger.state import Held, State, could_hold, place_of
 from ptxlab.emulator.core.lanes import indices_of
+from ptxlab.errors import nearest_of
 
 MOST_WRITTEN = 4  # registers of a line that are shown for a local
 AROUND = 4  # lines that `list` shows before and behind a line
@@ -54,7 +55,7 @@ class Commands:
         name, rest = (*line.split(maxsplit=1), "")[:2]
         known = ALIASES.get(name)
         if known is None:
-            raise DebuggerError(f"unknown command {name!r}; `help` lists them")
+            raise DebuggerError(f"unknown command {name!r}{_nearest(name)}; `help` lists them")
         self.last = line if known in REPEATED else ""
         if rest and not COMMANDS[known][1]:
             raise DebuggerError(f"{known}: takes nothing (got {rest!r})")
@@ -383,7 +384,7 @@ class Commands:
     def _help(self, rest: str) -> list[str]:
         """Describe the commands, or one of them."""
         if rest and rest not in ALIASES:
-            raise DebuggerError(f"help: no command {rest!r}")
+            raise DebuggerError(f"help: no command {rest!r}{_nearest(rest)}")
         chosen = [ALIASES[rest]] if rest else list(COMMANDS)
         lines = []
         for name in chosen:
@@ -392,6 +393,10 @@ class Commands:
             lines.append(f"{name}{''.join(f', {alias}' for alias in short)} {takes}".rstrip())
             lines.append(f"      {purpose}")
         return lines
+
+
+def _nearest(name: str) -> str:
+    return nearest_of(f"one of {', '.join(COMMANDS)}", name)
 
 
 def _number(name: str, text: str) -> int:

@@ -45,6 +45,7 @@ class Held:
     values: Array
     lane: int | None = None
     first: int = 0  # index of the first value, of a slice
+    byte: Callable[[int], str] | None = None  # names the byte at an offset, of memory whose parts have places
     address: int | None = None  # of a whole variable in shared memory
 
     def as_type(self, type_name: str) -> "Held":
@@ -81,7 +82,9 @@ class Held:
         last = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
         start = last.start or 0 if isinstance(last, slice) and np.ndim(chosen) == 1 else 0
         name = f"{self.name}[{', '.join(parts)}]"
-        return replace(self, name=name, values=np.asarray(chosen), first=start, address=None)
+        chosen_at = np.arange(self.values.size).reshape(self.values.shape)[tuple(ranges)].flat[0]
+        place = self.byte(int(chosen_at) * self.values.itemsize) if self.byte else self.where
+        return replace(self, name=name, where=place, values=np.asarray(chosen), first=start, address=None)
 
     def tile(self, rows: int, columns: int, span: int = 16) -> "Held":
         """View the first elements as a matrix.
@@ -152,7 +155,10 @@ class State:
             return self.argument(self.parameters.index(name))
         names = [*self.registers(), *known, *self.parameters]
         near = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
-        hint = f"nearest: {near}" if near else "C++ locals are in registers, which `line` shows by source line"
+        unread = (
+            " (debug information of `nvcc -G` is not read)" if ".debug_info" in self.session.kernel.source.text else ""
+        )
+        hint = f"nearest: {near}" if near else f"C++ locals are in registers{unread}, which `line` shows by source line"
         raise DebuggerError(f"print: no register, variable or argument {name!r}; {hint}")
 
     # Registers
@@ -226,7 +232,12 @@ class State:
         base = int(self.machine.shared_base[self.lane])
         shared = start - base if self.machine.launch.is_shared(np.array([start]))[0] else None
         held = bytes_.view(dtype).reshape(shape)
-        return Held(name, self.machine.memory.byte(start), type_name, held, address=shared)
+        place = self.placed_from(start)
+        return Held(name, place(0), type_name, held, address=shared, byte=place)
+
+    def placed_from(self, start: int) -> Callable[[int], str]:
+        """Return a function that names the byte at an offset from a place in the arena."""
+        return lambda offset: self.machine.memory.byte(start + offset)
 
     def argument(self, position: int) -> Held:
         """Return a parameter: a number, or the array that it points to."""
@@ -263,8 +274,9 @@ class State:
             raise DebuggerError(f"print: {text} points nowhere: {where}")
         start = address + base
         count = min(region.end - start, 4 * values.MOST) // 4 * 4
-        return Held(text, self.machine.memory.byte(start), "u32", self.machine.memory.arena[start : start + count]
-                    .copy().view(np.uint32))  # fmt: skip
+        words = self.machine.memory.arena[start : start + count].copy().view(np.uint32)
+        place = self.placed_from(start)
+        return Held(text, place(0), "u32", words, byte=place)
 
 
 def place_of(machine: Machine, lane: int) -> str:

@@ -137,8 +137,9 @@ class SymbolicExecution:
         self.threads, self.assume = threads, assume
         self.opcodes = {instruction.opcode for instruction in self.code}
         self.buffers: list[Buffer] = []
+        self.input_numbers = _input_numbers(assume)
         self.params = {
-            id(p): value(self.place(a), 64) if isinstance(a, Buffer) else a
+            id(p): value(self.place(a), 64) if isinstance(a, Buffer) else self.fold_inputs(a)
             for p, a in zip(entry.params, arguments, strict=True)
         }
         blocks = dict.fromkeys(block for block, _ in threads)
@@ -166,7 +167,9 @@ class SymbolicExecution:
                 break
             done += 1
             if done > MAX_STEPS:
-                self.refuse(self.code[pc], f"more than {MAX_STEPS} instructions")
+                self.refuse(
+                    self.code[pc], f"a launch of more than {MAX_STEPS:,} instructions, the most that are followed"
+                )
             advance(self.code[pc].where.partition(": ")[0])
             for target, guards in self.step(pc, ready.pop(pc)):
                 for lane, guard in guards.items():
@@ -181,6 +184,10 @@ class SymbolicExecution:
     def refuse(self, instruction: Instruction, why: str) -> NoReturn:
         """Raise NotModelled with the place and the reason."""
         raise NotModelled(f"{instruction.where}: not modelled: {why}")
+
+    def fold_inputs(self, term: Any) -> Any:
+        """Replace inputs by the numbers that assumptions fix them to, so that branches on them are decided."""
+        return z3.simplify(z3.substitute(term, *self.input_numbers)) if self.input_numbers else term
 
     def possible(self, *conditions: Any) -> bool:
         """Return whether conditions can hold at all; true where the solver cannot tell."""
@@ -569,7 +576,7 @@ class SymbolicExecution:
             access, places = self.located(instruction, lane, guard, "load")
             bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # of a fault
             for condition, buffer, offset in places:
-                loaded = joined([buffer.read(offset + i) for i in range(access.size)])
+                loaded = self.fold_inputs(joined([buffer.read(offset + i) for i in range(access.size)]))
                 bits = loaded if len(places) == 1 else z3.If(condition, loaded, bits)
             results = pieces(bits, bits_of(t))
         for item, result in zip(items, results, strict=True):
@@ -608,6 +615,13 @@ def _implies(guard: Any, condition: Any) -> bool:
         return True
     has = {one.get_id() for one in _parts(guard, z3.is_and)}
     return any({one.get_id() for one in _parts(way, z3.is_and)} <= has for way in _parts(condition, z3.is_or))
+
+
+def _input_numbers(assume: Sequence[Any]) -> list[tuple[Bits, Bits]]:
+    """Return the inputs that assumptions set equal to a number, each with that number."""
+    parts = [part for one in assume for part in _parts(z3.simplify(one), z3.is_and)]
+    sides = [part.children() for part in parts if z3.is_eq(part)]
+    return [(x, n) for x, n in sides if z3.is_const(x) and not z3.is_bv_value(x) and z3.is_bv_value(n)]
 
 
 def _parts(term: Any, joins: Callable[[Any], bool]) -> list[Any]:

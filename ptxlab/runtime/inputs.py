@@ -58,10 +58,10 @@ def parse_argument(option: str, text: str, seed: int = 0) -> Given:
         raise ArgumentError(option, f"a dtype of {', '.join([*(n for n in _DTYPES if len(n) < 4), 'bf16'])}", dtype)
     if fields := _struct(value_text):
         return Given(name, fields[0] if len(fields) == 1 else _struct_bytes(fields))
-    return Given(name, _number(option, value_text))
+    return Given(name, _number(option, value_text, text))
 
 
-def _number(option: str, text: str) -> int | float:
+def _number(option: str, text: str, argument: str) -> int | float:
     try:
         return int(text, 0)
     except ValueError:
@@ -69,7 +69,7 @@ def _number(option: str, text: str) -> int | float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentError(option, _RULE, text or "nothing") from None
+        raise ArgumentError(option, _RULE, argument or "nothing") from None
 
 
 def _struct(text: str) -> list[np.generic]:
@@ -116,7 +116,7 @@ def _make_array(option: str, name: str, shape: tuple[int, ...], fill: str, seed:
         try:
             array = np.full(shape, int(fill, 0) if dtype.kind in "iu" else float(fill), dtype)
         except (ValueError, OverflowError):
-            raise ArgumentError(option, f"{name} is filled by {rule} or a number of its range", fill) from None
+            raise ArgumentError(option, f"one of {rule} or a number that {name} holds", fill) from None
     return bfloat16_bits(array) if is_bfloat16 else array
 
 

@@ -119,7 +119,7 @@ def test_arrays_of_a_file_in_order(cli: Any, saxpy: str, tmp_path: Path) -> None
         (("--arg", "x=1", "--arg", "x=2"), "saxpy<32>: --arg: each of s, x, y once (got x)"),
         (("--arg", "1",) * 4, "saxpy<32>: --arg: at most 3 (s, x, y) (got 4)"),
         (("--arg", "x=f33[4]"), "--arg: a dtype of f16, f32, f64"),
-        (("--arg", "x=i32[4]:normal"), "--arg: i32 is filled by uniform, arange, zeros, uninitialised or a number"),
+        (("--arg", "x=i32[4]:normal"), "--arg: one of uniform, arange, zeros, uninitialised or a number that i32"),
         (("--arg", "x=many"), "--arg: [NAME=]VALUE, of which VALUE is a number"),
         (("--arg", "x=nowhere.npy"), "nowhere.npy: cannot be read: No such file or directory"),
     ],

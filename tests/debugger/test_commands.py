@@ -66,7 +66,7 @@ def test_a_stop_says_why_where_and_who(run: Run) -> None:
         ),
         (
             "p row[1:3] words",
-            "row[1:3] b32[2], byte 0 of shared memory of block 0 of the wave (row + 0) | 1 0x3f800000 0x40000000",
+            "row[1:3] b32[2], byte 4 of shared memory of block 0 of the wave (row + 4) | 1 0x3f800000 0x40000000",
         ),
         (
             "p row[0:2] as u8x4",
@@ -77,7 +77,7 @@ def test_a_stop_says_why_where_and_who(run: Run) -> None:
             "p [%at+8] as f32 1x2",
             "[%at+8] f32[126], byte 8 of shared memory of block 0 of the wave (row + 8), as 1x2 | 0 1 | 0 2 3",
         ),
-        ("p shared[127] as f32", "shared[127] = 127 f32, byte 0 of shared memory of block 0 of the wave (row + 0)"),
+        ("p shared[127] as f32", "shared[127] = 127 f32, byte 508 of shared memory of block 0 of the wave (row + 508)"),
         ("registers", "%turned = 1148 0x47c b32 | %w = 0 f32"),
         ("delete 1", ""),
         ("break", "1 ld.shared"),
@@ -141,10 +141,21 @@ def test_help_names_every_command(run: Run) -> None:
     assert run("help s").startswith("step, s [COUNT] [all]") and ALIASES["c"] == "continue"
 
 
+def test_a_name_of_cpp_says_that_debug_information_is_not_read() -> None:
+    """`nvcc -G` names locals in a section of the PTX."""
+    with session(f"{SCALE}\n.section .debug_info\n{{\n.b8 0\n}}\n", *[np.zeros(128, np.float32)] * 2, 1.0) as stopped:
+        hint = r"\(debug information of `nvcc -G` is not read\), which `line` shows by source line"
+        for command in ("print i", "break 8 if i == 2"):
+            with pytest.raises(DebuggerError, match=f"'i'; C\\+\\+ locals are in registers {hint}$"):
+                Commands(stopped).run(command)
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
         ("fly", "unknown command 'fly'; `help` lists them"),
+        ("brake 3", "unknown command 'brake'; nearest: break; `help` lists them"),
+        ("help brake", "help: no command 'brake'; nearest: break"),
         ("step the dog", "step: [COUNT] [all] (got 'the dog')"),
         ("step 0", "step: [COUNT] [all] (got '0')"),
         ("continue 3", "continue: takes nothing (got '3')"),

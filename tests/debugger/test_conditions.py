@@ -84,7 +84,8 @@ def test_arrays_have_the_shape_of_their_declaration(run: Run) -> None:
     run(f"break {STORE}")
     run("continue")
     assert "f32[2 x 64]" in run("print buf") and "f32[3 x 5]" in run("print table")
-    assert run("print buf[1, 5]").startswith("buf[1, 5] = 5 ")
+    assert run("print buf[1, 5]").startswith("buf[1, 5] = 5 ") and "(buf + 276)" in run("print buf[1, 5]")
+    assert "(buf + 256)" in run("print buf[1, 0:8]"), "row 1 begins behind 64 numbers of 4 bytes"
     assert "f32[8 x 4]" in run("print cube[0]"), "sizeof(T) follows from the other lengths"
 
 

@@ -17,6 +17,7 @@ from ptxlab.errors import OutOfTime
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
+from ptxlab.prove import execute
 from ptxlab.prove.solve import time_limit
 
 SUM = """extern "C" __global__ void sum(const int* x, int* out, int n) {
@@ -49,6 +50,21 @@ BITS = """extern "C" __global__ void bits(const unsigned* x, unsigned* out) {
 """
 HARD = """extern "C" __global__ void hard(const unsigned* x, unsigned long long* out) {
     out[0] = (unsigned long long)x[0] * x[1];
+}
+"""
+LONG = """extern "C" __global__ void long_sum(int* out, int n) {
+    int s = 0;
+    for (int i = 0; i < n; i++) s += i * s + 1;
+    out[0] = s;
+}
+"""
+MEETING = """extern "C" __global__ void meeting(const int* x, const int* end, int* out, int n) {
+    __shared__ int part[4];
+    int s = 0;
+    for (int i = threadIdx.x; i < n + end[0]; i += 4) s = x[i];
+    part[threadIdx.x] = s;
+    __syncthreads();
+    out[threadIdx.x] = part[3 - threadIdx.x];
 }
 """
 PRIMES = 2147483647, 2147483629, 2147483587  # who refutes the claim has factored a number of 62 bits
@@ -104,6 +120,22 @@ def test_the_assumption_that_the_error_names_decides(
     assumptions = [word for one in [*assumed, *small(text)] for word in ("--assume", one)]
     code, out, err = cli("prove", file(text), *assumptions, "--claim", claim)
     assert code == 0 and "proved" in out, err
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_an_assumption_decides_who_comes_to_a_barrier(cli: Any, file: Any, n: int) -> None:
+    """The loop before it ends for all threads at the same condition only where `n` and `end` are numbers."""
+    assumptions = ("--assume", f"n == {n}", "--assume", "end.s32[0] == 1")
+    code, out, err = cli("prove", file(MEETING), *assumptions, "--block", 4, "--claim", "out.s32[i] == x.s32[3 - i]")
+    assert (code, "proved" in out) == ((0, True) if n == 3 else (1, False)), err
+
+
+def test_a_loop_that_an_assumption_makes_too_long_names_the_limit(cli: Any, file: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(execute, "MAX_STEPS", 2000)
+    path = file(LONG)
+    code, out, err = cli("prove", path, "--assume", "n == 100000", "--claim", "out.s32[i] == 0")
+    problem = "not modelled: a launch of more than 2,000 instructions, the most that are followed"
+    assert (code, out) == (2, "") and err.startswith(f"error: {path}:3: `") and err.endswith(f"{problem}\n")
 
 
 def small(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.errors import FileError, in_file
+from ptxlab.errors import FileError, in_file, nearest_of
 from ptxlab.io import downloads as weights
 from ptxlab.llm.checkpoints.folder import RECIPE, load, load_layer
 from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
@@ -85,7 +85,8 @@ def open_model(
     if path.is_file():
         return _open_gguf(path)
     if not path.is_dir():
-        raise missing(source, f"no model: a folder, a .gguf file, or one of {', '.join(MODELS)}")
+        rule = f"one of {', '.join(MODELS)}"
+        raise missing(source, f"no model: a folder, a .gguf file, or {rule}{nearest_of(rule, str(source))}")
     if is_quantized(path):
         model = dequantized(load(path))
         return model, open_tokenizer(path, model.config)

@@ -1,5 +1,6 @@
 """The command `accuracy`: what each step of the recipes does to a model's perplexity."""
 
+import re
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -57,7 +58,8 @@ def accuracy(
     every = table_of.rows()
     chosen = [row for row in every if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
     if not chosen:
-        raise expects("--only", f"a pattern of rows: {', '.join(row.name for row in every)}", ", ".join(patterns))
+        groups = dict.fromkeys(f"{re.split('[,/]', row.name)[0]}*" for row in every)
+        raise expects("--only", f"one of {', '.join(groups)} or another pattern of rows", ", ".join(patterns))
     if every[0] not in chosen:
         chosen = [every[0], *chosen]
     if out is not None:

@@ -20,7 +20,7 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.io.files import sole_writer
+from ptxlab.io.files import require_new, sole_writer
 from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.checkpoints.open import MODELS, missing
@@ -190,8 +190,10 @@ def _file(
         raise CommandLineError(f"{file} is no file; a whole model needs --recipe: {command}")
     if not file.exists():
         raise missing(file, "no such file")
+    require_new(out)
     conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor, protective_range=limit)
     with sole_writer(out), progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
+        require_new(out)  # another process may have finished it meanwhile
         conversion.write(out, advance)
         conversion.verify(out, advance)
     if as_json:

@@ -66,7 +66,7 @@ def test_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
         (("--range", "127"), "layer.0.up: must restore to -128..127, unless unchecked"),
         (("--tensor", "*gone"), "pattern: must match a tensor of"),
         (("--tensor", "*bias"), "in.safetensors: no tensor can be packed: layer.0.bias F32 [128]: not a matrix"),
-        (("--out", "no/such/folder/out"), "cannot be written: No such file or directory"),
+        (("--out", "no/such/folder/out"), "cannot be written: no/such/folder is no folder"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -76,6 +76,14 @@ def test_bad_input_is_one_line(
     code, printed, err = cli("quantize", checkpoint, "--out", out, *options)
     assert code == 2 and message in err and err.count("\n") == 1 and printed == ""
     assert not out.exists()
+
+
+def test_a_file_that_is_there_is_kept(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert cli("quantize", checkpoint, "--out", out)[0] == 0
+    first_file = out.read_bytes()
+    assert cli("quantize", checkpoint, "--out", out, "--scheme", "qoq") == (2, "", f"error: {out}: is there already\n")
+    assert out.read_bytes() == first_file
 
 
 def test_the_range_that_is_proved_is_offered(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
