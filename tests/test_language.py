@@ -8,7 +8,7 @@ import pytest
 from tests.support import language
 
 ROOT = Path(__file__).parents[1]
-LIMITS = {"participle": 515, "fragment": 6, "vague": 3186, "empty": 642, "cuda": 736}  # lower them when they fall
+LIMITS = {"participle": 513, "fragment": 6, "vague": 3183, "empty": 642, "cuda": 736}  # lower them when they fall
 
 
 def test_no_kind_of_wording_becomes_more_frequent() -> None:
