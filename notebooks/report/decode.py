@@ -280,7 +280,7 @@ def systems_table(records: list[Record], systems: Record | None) -> str:
         f"{model}; milliseconds and tokens/s. By QServe's rule, prompts included, weights per channel make"
         f" {rule['rate']:,.0f} tokens/s within {BUDGETS[0]} GB, in steps alone {fastest_step:,.0f}. Measured on one"
         f" {device} by `python -m benchmarks decode` with `--only` of {model} and each system,"
-        f" {systems.date[:10]}, commit {systems.revision}."
+        f" {systems.date[:10]}, commit {systems.revision}; the first row is of an earlier run."
     )
     return f"{markdown(pd.DataFrame(lines))}\n{note}\n"
 
