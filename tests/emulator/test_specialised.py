@@ -83,8 +83,8 @@ MISTAKES = {
         FENCE, FENCE + 'asm volatile("shfl.sync.bfly.b32 %0, %0, 0, 31, -1;" : "+r"(d[0]));',
         r"async: .*mma_async.* takes %r\d+, which line \d+, `shfl\..* wrote, and no wgmma\.fence since"),
     "a sum is read while it is computed": (
-        COMMIT, COMMIT + 'asm volatile("{ .reg .b32 t; mov.b32 t, %0; }" :: "r"(d[0]));',
-        r"async: .*mov\.b32 t.* reads %r\d+, still in use by line \d+ .*`.*mma_async"),
+        COMMIT, COMMIT + 'asm volatile("{ .reg .b32 t; add.u32 t, %0, 1; }" :: "r"(d[0]));',
+        r"async: .*add\.u32 t.* reads %r\d+, still in use by line \d+ .*`.*mma_async"),
     "products are not committed": (
         COMMIT, "",
         r"async: .* %r\d+, still in use by line \d+ .*`.*mma_async"),
