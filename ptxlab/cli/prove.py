@@ -30,7 +30,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.errors import OutOfTime
 from ptxlab.io.files import save_arrays
-from ptxlab.prove import Claim, Decision, decide, registered
+from ptxlab.prove import Claim, Decision, decide, registered_claims
 from ptxlab.prove.solve import check_solver, time_limit
 from ptxlab.runtime import Kernel, load
 from ptxlab.runtime.arguments import geometry, parse_defines
@@ -128,10 +128,13 @@ def prove(
                 raise CommandLineError(f"{'--assume' if assume else '--unchecked'} needs --claim or --equals")
             else:
                 labels = {source.label for source in sources}
-                claims += [*claims_of(spec, sources), *(c for c in registered() if c.subject.split(",")[0] in labels)]
+                claims += [
+                    *claims_of(spec, sources),
+                    *(c for c in registered_claims() if c.subject.split(",")[0] in labels),
+                ]
     if everything:
         claims += [c for spec in registry.specs().values() for c in claims_of(spec, registry.find(spec.name)[1])]
-        claims = [c for c in [*claims, *registered()] if c.quick or not quick]
+        claims = [c for c in [*claims, *registered_claims()] if c.quick or not quick]
     if not claims:
         raise CommandLineError(f"{', '.join(targets or [])}: the spec has no claims; give --claim")
     outcomes = []

@@ -7,7 +7,7 @@ from ptxlab.prove.claims import Decision as Decision
 from ptxlab.prove.claims import decide as decide
 from ptxlab.prove.claims import prove as prove
 from ptxlab.prove.claims import register as register
-from ptxlab.prove.claims import registered as registered
+from ptxlab.prove.claims import registered_claims as registered_claims
 from ptxlab.prove.solve import Enumeration as Enumeration
 from ptxlab.prove.solve import Query as Query
 from ptxlab.prove.solve import check_solver

@@ -11,32 +11,32 @@ Bits = Any  # a z3 bitvector, or a Bool
 SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24)}
 
 
-def value(number: int, bits: int) -> Bits:
+def constant(number: int, bits: int) -> Bits:
     """Make a constant of `bits` bits."""
     return z3.BitVecVal(number, bits)
 
 
 def extend(x: Bits, bits: int, signed: bool) -> Bits:
-    """Cut or extended to a width."""
+    """Truncate or extend a bitvector to a width."""
     spare = bits - x.size()
     if spare < 0:
         return z3.Extract(bits - 1, 0, x)
     return x if not spare else z3.SignExt(spare, x) if signed else z3.ZeroExt(spare, x)
 
 
-def pieces(x: Bits, bits: int) -> list[Bits]:
+def split_fields(x: Bits, bits: int) -> list[Bits]:
     """Split a bitvector into fields of `bits` bits, lowest first."""
-    return [z3.Extract(at + bits - 1, at, x) for at in range(0, x.size(), bits)]
+    return [z3.Extract(start + bits - 1, start, x) for start in range(0, x.size(), bits)]
 
 
-def joined(fields: list[Bits]) -> Bits:
+def concatenate_fields(fields: list[Bits]) -> Bits:
     """Join fields into one bitvector, lowest first."""
     return z3.Concat(*reversed(fields)) if len(fields) > 1 else fields[0]
 
 
-def clamped(x: Bits, low: int, high: int) -> Bits:
+def clamp(x: Bits, low: int, high: int) -> Bits:
     """Clamp a signed bitvector to limits that it can hold."""
-    bottom, top = value(low, x.size()), value(high, x.size())
+    bottom, top = constant(low, x.size()), constant(high, x.size())
     return z3.If(x < bottom, bottom, z3.If(x > top, top, x))
 
 
@@ -48,4 +48,4 @@ def as_float(x: Bits, type_name: str) -> Any:
 def float_bits(x: Any, type_name: str) -> Bits:
     """Return the bits of a number; a NaN has the bits that the hardware makes."""
     nan = CANONICAL_NAN[type_name]
-    return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))
+    return z3.If(z3.fpIsNaN(x), constant(nan, bits_of(type_name)), z3.fpToIEEEBV(x))

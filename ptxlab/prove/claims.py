@@ -16,7 +16,7 @@ from ptxlab.prove.solve import (
     ask,
     check_solver,
     contradict,
-    of_each_form,
+    distinct_queries,
     version_of,
 )
 
@@ -66,10 +66,16 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as JSON-ready values."""
-        said = {key: getattr(self.claim, key) for key in ("subject", "name", "text", "expect")}
-        how = {"verdict": self.verdict, "seconds": round(self.seconds, 3), "solver": self.solver}
+        claim_fields = {key: getattr(self.claim, key) for key in ("subject", "name", "text", "expect")}
+        decision_fields = {"verdict": self.verdict, "seconds": round(self.seconds, 3), "solver": self.solver}
         lines = list(self.explanation.lines) if self.explanation else []
-        return {**said, **how, "cases": self.cases, "counterexample": dict(self.counterexample), "lines": lines}
+        return {
+            **claim_fields,
+            **decision_fields,
+            "cases": self.cases,
+            "counterexample": dict(self.counterexample),
+            "lines": lines,
+        }
 
 
 Maker = Callable[[], Iterable[Claim]]
@@ -82,7 +88,7 @@ def register(maker: Maker) -> Maker:
     return maker
 
 
-def registered() -> list[Claim]:
+def registered_claims() -> list[Claim]:
     """Return every registered claim: of modules that rooms and other packages register, and of others."""
     for _ in registry.load_all("claims"):
         pass  # a module enters its claims when it is imported
@@ -101,23 +107,23 @@ def decide(
     start = process_time()
     question = claim.build()
     if isinstance(question, Enumeration):
-        found = question.counterexample
-        verdict: Verdict = "proved" if found is None else "refuted"
-        return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
+        counterexample = question.counterexample
+        verdict: Verdict = "proved" if counterexample is None else "refuted"
+        return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, counterexample or {})
     answer, explanation = Answer("proved"), None
     queries = [question] if isinstance(question, Query) else question
     if not queries:
         raise ArgumentError(claim.subject, "something to decide", f"nothing, for {claim.text}")
-    formulas = of_each_form(queries)
+    formulas = distinct_queries(queries)
     for number, query in enumerate(formulas, 1):
         say(f"{claim.subject}: {claim.name}, formula {number} of {len(formulas)}")
-        left = seconds - (process_time() - start)
-        answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
+        remaining = seconds - (process_time() - start)
+        answer = ask(query, seconds=remaining, solver=solver) if remaining > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    if answer.verdict == "proved" and contradict([one for query in queries for one in query.assume]):
+    if answer.verdict == "proved" and contradict([assumption for query in queries for assumption in query.assume]):
         raise ArgumentError(claim.subject, "assumptions that some input satisfies", claim.text)
     return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 

@@ -21,18 +21,18 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, bits_of, is_float, is_signed
 from ptxlab.emulator.ops.alu import selectors_of, typed_operands
 from ptxlab.errors import PtxlabError
-from ptxlab.prove.bitvectors import Bits, extend, joined, pieces, value
+from ptxlab.prove.bitvectors import Bits, concatenate_fields, constant, extend, split_fields
 from ptxlab.prove.semantics import computation
 from ptxlab.prove.solve import check, symbols_of
 
 MAX_STEPS = 20_000
-MOST_ADDRESSES = 64  # that one access may have, by condition
-MOST_TURNS = 64  # of a loop that goes on for as long as an input says, where no assumption bounds that: one per bit
+MAX_ADDRESSES = 64  # that one access may have, by condition
+MAX_ITERATIONS = 64  # of a loop that goes on for as long as an input says, where no assumption bounds that: one per bit
 SECONDS = 5.0  # of CPU time, for all turns of such a loop, and for the addresses of one access
-_ADVISED = 3  # inputs that an error proposes to assume; more of them are no advice
-_TRIED = 4  # what an input is assumed to be in the advice of an error, if it may be that
-_WINDOW = 40  # bits of an address within its buffer
-_FIRST = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
+_MAX_ADVISED = 3  # inputs that an error proposes to assume; more of them are no advice
+_SUGGESTED_NUMBER = 4  # what an input is assumed to be in the advice of an error, if it may be that
+_WINDOW_BITS = 40  # bits of an address within its buffer
+_BUFFER_START = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
 _HARMLESS = ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol")
 TRUE, FALSE = z3.BoolVal(True), z3.BoolVal(False)
 Index = tuple[int, int, int]
@@ -53,27 +53,27 @@ class Buffer:
     size: int | None = None
     content: dict[int, Bits] = field(default_factory=dict)
     written: dict[int, Any] = field(default_factory=dict)
-    first: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol by name and offset
+    initial: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol by name and offset
     types: set[str] = field(default_factory=set)  # of the elements that instructions access
 
-    def before(self, at: int) -> Bits:
+    def initial_byte(self, offset: int) -> Bits:
         """Return the byte that lay at an offset before the launch."""
-        return self.first(at) if self.first else z3.BitVec(f"{self.name} byte {at}", 8)
+        return self.initial(offset) if self.initial else z3.BitVec(f"{self.name} byte {offset}", 8)
 
-    def read(self, at: int) -> Bits:
+    def read(self, offset: int) -> Bits:
         """Return the byte at an offset."""
-        if at not in self.content:
-            self.content[at] = self.before(at)
-        return self.content[at]
+        if offset not in self.content:
+            self.content[offset] = self.initial_byte(offset)
+        return self.content[offset]
 
-    def write(self, at: int, byte: Bits, guard: Any) -> None:
+    def write(self, offset: int, byte: Bits, guard: Any) -> None:
         """Store a byte where the guard holds."""
-        self.content[at] = byte if z3.is_true(guard) else z3.If(guard, byte, self.read(at))
-        self.written[at] = z3.Or(guard, self.written.get(at, FALSE))
+        self.content[offset] = byte if z3.is_true(guard) else z3.If(guard, byte, self.read(offset))
+        self.written[offset] = z3.Or(guard, self.written.get(offset, FALSE))
 
 
 @dataclass
-class Turns:
+class LoopIterations:
     """Turns of a loop whose number an input decides: the guard of each lane's last one, and what deciding them took."""
 
     count: int = 0
@@ -88,7 +88,7 @@ class LaneStep:
     instruction: Instruction
     guard: Any
     sources: dict[str, Bits]
-    result: Bits
+    output: Bits
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,17 @@ class SymbolicExecution:
         self.buffers: list[Buffer] = []
         self.input_numbers = _input_numbers(assume)
         self.params = {
-            id(p): value(self.place(a), 64) if isinstance(a, Buffer) else self.fold_inputs(a)
+            id(p): constant(self.allocate(a), 64) if isinstance(a, Buffer) else self.fold_inputs(a)
             for p, a in zip(entry.params, arguments, strict=True)
         }
         blocks = dict.fromkeys(block for block, _ in threads)
-        self.shared = {b: self.place(Buffer(f"shared of block {b}", entry.shared_bytes, first=_any)) for b in blocks}
-        self.local = [self.place(Buffer(f"local of thread {t}", entry.local_bytes, first=_any)) for t in threads]
+        self.shared = {
+            b: self.allocate(Buffer(f"shared of block {b}", entry.shared_bytes, initial=_unwritten_byte))
+            for b in blocks
+        }
+        self.local = [
+            self.allocate(Buffer(f"local of thread {t}", entry.local_bytes, initial=_unwritten_byte)) for t in threads
+        ]
         self.variables: dict[int, int] = {}
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
@@ -155,59 +160,71 @@ class SymbolicExecution:
         self.carry: list[Bits] = [z3.FreshConst(z3.BoolSort(), "undefined carry") for _ in threads]
         self.steps: list[LaneStep] = []
         self.faults: list[tuple[Any, str]] = []
-        self.turns: dict[int, Turns] = defaultdict(Turns)  # by the instruction that goes back
+        self.iterations: dict[int, LoopIterations] = defaultdict(LoopIterations)  # by the instruction that goes back
 
     def run(self, advance: Callable[[str], object] = lambda _: None) -> SymbolicRun:
         """Execute all threads to their end and return what they store."""
         ready: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
-        done = 0
+        step_count = 0
         while ready:
             pc = min(ready)
             if pc == len(self.code):
                 break
-            done += 1
-            if done > MAX_STEPS:
+            step_count += 1
+            if step_count > MAX_STEPS:
                 self.refuse(
                     self.code[pc], f"a launch of more than {MAX_STEPS:,} instructions, the most that are followed"
                 )
             advance(self.code[pc].where.partition(": ")[0])
             for target, guards in self.step(pc, ready.pop(pc)):
                 for lane, guard in guards.items():
-                    if target <= pc and not self.goes_back(pc, lane, guard):
+                    if target <= pc and not self.can_go_back(pc, lane, guard):
                         continue
-                    place = ready.setdefault(target, {})
-                    place[lane] = z3.simplify(z3.Or(place[lane], guard)) if lane in place else guard
-        seen = {id(step.instruction) for step in self.steps}
-        missed = [one for one in self.code if one.lanes is not None and id(one) not in seen]
+                    target_guards = ready.setdefault(target, {})
+                    target_guards[lane] = (
+                        z3.simplify(z3.Or(target_guards[lane], guard)) if lane in target_guards else guard
+                    )
+        executed_ids = {id(step.instruction) for step in self.steps}
+        missed = [
+            instruction
+            for instruction in self.code
+            if instruction.lanes is not None and id(instruction) not in executed_ids
+        ]
         return SymbolicRun(self.steps, missed, self.faults)
 
-    def refuse(self, instruction: Instruction, why: str) -> NoReturn:
+    def refuse(self, instruction: Instruction, reason: str) -> NoReturn:
         """Raise NotModelled with the place and the reason."""
-        raise NotModelled(f"{instruction.where}: not modelled: {why}")
+        raise NotModelled(f"{instruction.where}: not modelled: {reason}")
 
     def fold_inputs(self, term: Any) -> Any:
         """Replace inputs by the numbers that assumptions fix them to, so that branches on them are decided."""
         return z3.simplify(z3.substitute(term, *self.input_numbers)) if self.input_numbers else term
 
-    def possible(self, *conditions: Any) -> bool:
+    def can_hold(self, *conditions: Any) -> bool:
         """Return whether conditions can hold at all; true where the solver cannot tell."""
-        if all(z3.is_true(one) for one in conditions) or any(z3.is_false(one) for one in conditions):
-            return not any(z3.is_false(one) for one in conditions)
+        if all(z3.is_true(condition) for condition in conditions) or any(
+            z3.is_false(condition) for condition in conditions
+        ):
+            return not any(z3.is_false(condition) for condition in conditions)
         return bool(check(z3.Solver(), *self.assume, *conditions, seconds=SECONDS) != z3.unsat)
 
-    def goes_back(self, pc: int, lane: int, guard: Any) -> bool:
+    def can_go_back(self, pc: int, lane: int, guard: Any) -> bool:
         """Return whether a lane can take a branch back under this guard.
 
         NotModelled: the guard changes turn by turn, so an input decides how many there are, and nothing bounds it.
         """
-        turns = self.turns[pc]
-        if (previous_guard := turns.guards.get(lane)) is None or not previous_guard.eq(guard):
-            turns.count += previous_guard is not None and lane == min(turns.guards)
-            turns.guards[lane] = guard
+        iterations = self.iterations[pc]
+        if (previous_guard := iterations.guards.get(lane)) is None or not previous_guard.eq(guard):
+            iterations.count += previous_guard is not None and lane == min(iterations.guards)
+            iterations.guards[lane] = guard
             started = process_time()
-            possible = self.possible(guard)
-            turns.seconds += process_time() - started
-            if possible and (turns.count > MOST_TURNS or turns.seconds > SECONDS) and self.has_huge_input(guard):
+            possible = self.can_hold(guard)
+            iterations.seconds += process_time() - started
+            if (
+                possible
+                and (iterations.count > MAX_ITERATIONS or iterations.seconds > SECONDS)
+                and self.has_huge_input(guard)
+            ):
                 self.refuse(self.code[pc], f"how often this loop goes round depends on {self.advice(guard)}")
             return possible
         return True
@@ -215,7 +232,7 @@ class SymbolicExecution:
     def has_huge_input(self, guard: Any) -> bool:
         """Return whether an input of a condition may be so large that no loop over it can be followed."""
         words = [x for x in symbols_of([guard]).values() if z3.is_bv(x)]
-        return any(x.size() < 16 or self.possible(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
+        return any(x.size() < 16 or self.can_hold(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
 
     def advice(self, term: Any) -> str:
         """Name the inputs of a term, and the assumptions that make it a number.
@@ -224,53 +241,55 @@ class SymbolicExecution:
         """
         inputs = dict[str, Bits]()
         for name, symbol in sorted(symbols_of([term]).items(), key=lambda pair: (len(pair[0]), pair[0])):
-            of_buffer, _, at = name.partition(" byte ")
-            buffer = next((b for b in self.buffers if b.name == of_buffer), None) if at.isdigit() else None
+            buffer_name, _, offset = name.partition(" byte ")
+            buffer = next((b for b in self.buffers if b.name == buffer_name), None) if offset.isdigit() else None
             if buffer is not None:
                 size = max((bits_of(t) // 8 for t in buffer.types), default=1)
-                first = int(at) // size * size
-                word = joined([buffer.before(first + i) for i in range(size)])
-                inputs[f"{buffer.name}.u{8 * size}[{first // size}]"] = word
-            elif any(symbol.eq(one) for one in self.params.values() if z3.is_expr(one)):
+                start = int(offset) // size * size
+                word = concatenate_fields([buffer.initial_byte(start + i) for i in range(size)])
+                inputs[f"{buffer.name}.u{8 * size}[{start // size}]"] = word
+            elif any(symbol.eq(parameter) for parameter in self.params.values() if z3.is_expr(parameter)):
                 inputs[name] = symbol
             elif "[" in name:  # of a spec: its rules are all that is assumed
                 inputs.setdefault(name, None)
         if not inputs:
             return "what nothing has written"
-        named = ", ".join([*inputs][:_ADVISED])
-        if len(inputs) > _ADVISED:
-            named += f" and {len(inputs) - _ADVISED} more"
-        if None in inputs.values() or len(inputs) > _ADVISED:
-            return named
+        input_names = ", ".join([*inputs][:_MAX_ADVISED])
+        if len(inputs) > _MAX_ADVISED:
+            input_names += f" and {len(inputs) - _MAX_ADVISED} more"
+        if None in inputs.values() or len(inputs) > _MAX_ADVISED:
+            return input_names
         solver = z3.Solver()
         solver.add(*self.assume)
-        chosen = []
+        assumptions = []
         for name, bits in inputs.items():
-            if check(solver, bits == _TRIED, seconds=1) == z3.sat:
-                number = _TRIED
+            if check(solver, bits == _SUGGESTED_NUMBER, seconds=1) == z3.sat:
+                number = _SUGGESTED_NUMBER
             elif check(solver, seconds=1) == z3.sat:
                 number = solver.model().eval(bits, model_completion=True).as_signed_long()
             else:
-                return named
+                return input_names
             solver.add(bits == number)
-            chosen.append(f"--assume '{name} == {number}'")
-        return f"{named}: add {' '.join(chosen)}, or another value"
+            assumptions.append(f"--assume '{name} == {number}'")
+        return f"{input_names}: add {' '.join(assumptions)}, or another value"
 
-    # Places
+    # Addresses
 
-    def place(self, buffer: Buffer) -> int:
+    def allocate(self, buffer: Buffer) -> int:
         """Give a buffer an address."""
         self.buffers.append(buffer)
-        return (len(self.buffers) << _WINDOW) + _FIRST
+        return (len(self.buffers) << _WINDOW_BITS) + _BUFFER_START
 
-    def symbol(self, symbol: ir.Symbol) -> int:
+    def symbol_address(self, symbol: ir.Symbol) -> int:
         """Return the address of a variable, in its space where that is shared or local."""
         variable = symbol.variable
         if variable.space in ("shared", "local"):
             return variable.offset + symbol.offset
         if id(variable) not in self.variables:
-            initial = dict(enumerate(value(b, 8) for b in variable.initial or b""))
-            self.variables[id(variable)] = self.place(Buffer(variable.name, variable.size, initial, first=_any))
+            initial = dict(enumerate(constant(b, 8) for b in variable.initial or b""))
+            self.variables[id(variable)] = self.allocate(
+                Buffer(variable.name, variable.size, initial, initial=_unwritten_byte)
+            )
         return self.variables[id(variable)] + symbol.offset
 
     # Registers
@@ -282,36 +301,36 @@ class SymbolicExecution:
             width = bits_of(operand.type)
             if (width == 1) != (bits == 1):
                 raise ValueError(f"{operand.name} is {'' if width == 1 else 'not '}a predicate")
-            known = self.register(lane, operand, width)
+            register_bits = self.register(lane, operand, width)
             if bits > width:
                 raise ValueError(f"{operand.name} has {width} bits, the instruction takes {bits}")
             if bits == 1:
-                return z3.simplify(z3.Not(known)) if operand.negated else known
-            return extend(known, bits, False)
+                return z3.simplify(z3.Not(register_bits)) if operand.negated else register_bits
+            return extend(register_bits, bits, False)
         if isinstance(operand, ir.Immediate):
             if operand.float_bits not in (0, bits):
                 raise ValueError("a floating-point constant of another width")
-            return z3.BoolVal(operand.bits != 0) if bits == 1 else value(operand.bits, bits)
+            return z3.BoolVal(operand.bits != 0) if bits == 1 else constant(operand.bits, bits)
         if isinstance(operand, ir.Special):
-            return value(self.special(operand.name, lane), bits)
+            return constant(self.special(operand.name, lane), bits)
         if isinstance(operand, ir.Symbol):
-            return value(self.symbol(operand), bits)
+            return constant(self.symbol_address(operand), bits)
         raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
 
     def register(self, lane: int, register: Register, width: int) -> Bits:
         """Read a register; where nothing has written it, its bits are unknown."""
         key = width, register.index
-        known, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
+        current, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
         guard = self.guards.get(lane, TRUE)
         written_under, recent_bits = self.recent[lane].get(key, (FALSE, None))
-        if recent_bits is not None and _implies(guard, written_under):
+        if recent_bits is not None and _implies_condition(guard, written_under):
             return recent_bits  # without the other ways, of which a loop adds one a turn
-        if known is not None and (_implies(guard, defined) or not self.possible(guard, z3.Not(defined))):
-            return known
+        if current is not None and (_implies_condition(guard, defined) or not self.can_hold(guard, z3.Not(defined))):
+            return current
         unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
-        return unknown if known is None else z3.If(defined, known, unknown)
+        return unknown if current is None else z3.If(defined, current, unknown)
 
-    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
+    def write(self, lane: int, guard: Any, operand: ir.Operand, word: Bits, signed: bool = False) -> None:
         """Store into a destination where the guard holds; a wider register is filled by the sign."""
         if isinstance(operand, ir.Sink):
             return
@@ -319,31 +338,32 @@ class SymbolicExecution:
             raise ValueError("the destination is not a register")
         width = bits_of(operand.type)
         if width > 1:
-            result = extend(result, width, signed)
+            word = extend(word, width, signed)
         key = width, operand.index
-        self.recent[lane][key] = guard, z3.simplify(result)
+        self.recent[lane][key] = guard, z3.simplify(word)
         if key in self.registers[lane] and not z3.is_true(guard):
-            result = z3.If(guard, result, self.registers[lane][key])
+            word = z3.If(guard, word, self.registers[lane][key])
             guard = z3.simplify(z3.Or(guard, self.defined[lane][key]))
-        self.registers[lane][key], self.defined[lane][key] = z3.simplify(result), guard
+        self.registers[lane][key], self.defined[lane][key] = z3.simplify(word), guard
 
     def special(self, name: str, lane: int) -> int:
         """Return the value of a special register such as `%tid.x` for one lane."""
         base, _, axis = name[1:].partition(".")
         block, thread = self.threads[lane]
-        linear = self.linear(lane)
+        thread_index = self.thread_index(lane)
         index = "xyz".find(axis) if axis else 0
-        below = (1 << linear % 32) - 1
+        below = (1 << thread_index % 32) - 1
         values: dict[str, int] = {
             "tid": thread[index], "ntid": self.block[index], "ctaid": block[index], "nctaid": self.grid[index],
-            "laneid": linear % 32, "warpid": linear // 32, "lanemask_lt": below, "lanemask_le": 2 * below + 1,
-            "lanemask_eq": below + 1, "lanemask_gt": 0xFFFFFFFF ^ (2 * below + 1), "lanemask_ge": 0xFFFFFFFF ^ below,
+            "laneid": thread_index % 32, "warpid": thread_index // 32, "lanemask_lt": below,
+            "lanemask_le": 2 * below + 1, "lanemask_eq": below + 1,
+            "lanemask_gt": 0xFFFFFFFF ^ (2 * below + 1), "lanemask_ge": 0xFFFFFFFF ^ below,
         }  # fmt: skip
         if base not in values:
             raise ValueError(f"{name} is not modelled")
         return values[base]
 
-    def linear(self, lane: int) -> int:
+    def thread_index(self, lane: int) -> int:
         """Return the thread's number in its block."""
         x, y, z = self.threads[lane][1]
         return x + self.block[0] * (y + self.block[1] * z)
@@ -353,30 +373,30 @@ class SymbolicExecution:
     def step(self, pc: int, guards: dict[int, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
         """Execute an instruction for lanes under their guards; where each goes on, under which guard."""
         instruction, self.guards = self.code[pc], guards
-        taken, passed = guards, dict[int, Any]()
+        active, skipped = guards, dict[int, Any]()
         try:
             if instruction.guard is not None:
-                wants = {lane: self.read(lane, instruction.guard, "pred") for lane in guards}
-                taken = _where(guards, wants)
-                passed = _where(guards, {lane: z3.Not(want) for lane, want in wants.items()})
-            if passed:
-                yield pc + 1, passed
-            if not taken:
+                predicates = {lane: self.read(lane, instruction.guard, "pred") for lane in guards}
+                active = _restrict_guards(guards, predicates)
+                skipped = _restrict_guards(guards, {lane: z3.Not(predicate) for lane, predicate in predicates.items()})
+            if skipped:
+                yield pc + 1, skipped
+            if not active:
                 return
             head = instruction.head
             if head == "bra":
-                yield instruction.operands[0].index, taken
+                yield instruction.operands[0].index, active
             elif head in ("ret", "exit"):
                 return
             elif head in ("trap", "brkpt"):
-                self.faults += [(guard, f"{instruction.where}: the kernel traps") for guard in taken.values()]
+                self.faults += [(guard, f"{instruction.where}: the kernel traps") for guard in active.values()]
             else:
-                self.guards = taken
-                self.perform(instruction, taken)
-                yield pc + 1, taken
+                self.guards = active
+                self.perform(instruction, active)
+                yield pc + 1, active
         except (ValueError, UnknownOpcode) as error:
-            why = "no such instruction" if isinstance(error, UnknownOpcode) else str(error)
-            self.refuse(instruction, why)
+            reason = "no such instruction" if isinstance(error, UnknownOpcode) else str(error)
+            self.refuse(instruction, reason)
 
     def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         """Execute one instruction for every lane, under its guard."""
@@ -387,14 +407,14 @@ class SymbolicExecution:
         if head in _HARMLESS:
             return
         if head in ("bar", "barrier"):
-            self.meet(instruction, guards)
+            self.check_barrier(instruction, guards)
         elif head == "shfl":
             self.shuffle(instruction, guards)
         else:
             for lane, guard in guards.items():
                 by_lane.get(head, self.compute)(instruction, lane, guard)
 
-    def meet(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+    def check_barrier(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         """Check that all threads of a barrier come to it at once, on one condition, so that it holds none back.
 
         Raises ValueError if they do not.
@@ -402,39 +422,43 @@ class SymbolicExecution:
         words = instruction.opcode.split(".")
         if {"red", "arrive", "cluster"} & {*words}:
             raise ValueError("no such barrier")
-        of_warp, whole = "warp" in words, prod(self.block)
-        meetings: dict[Any, list[Any]] = defaultdict(list)  # block, warp, threads that are waited for -> who is here
+        is_warp_barrier, thread_count = "warp" in words, prod(self.block)
+        arrivals: dict[Any, list[Any]] = defaultdict(list)  # block, warp, threads that are waited for -> who is here
         for lane, guard in guards.items():
-            block, warp = self.threads[lane][0], self.linear(lane) // 32 if of_warp else 0
-            numbers = [_number(self.read(lane, operand, "u32"), "a barrier") for operand in instruction.operands]
-            if of_warp:
-                expected = (numbers[0] & (1 << min(32, whole - 32 * warp)) - 1).bit_count()
+            block, warp = self.threads[lane][0], self.thread_index(lane) // 32 if is_warp_barrier else 0
+            numbers = [
+                _require_number(self.read(lane, operand, "u32"), "a barrier") for operand in instruction.operands
+            ]
+            if is_warp_barrier:
+                expected = (numbers[0] & (1 << min(32, thread_count - 32 * warp)) - 1).bit_count()
             else:
-                expected = numbers[1] if numbers[1:] else whole
-            meetings[block, warp, expected].append(guard)
-        for (*_, expected), here in meetings.items():
-            if len(here) != expected or not all(guard.eq(here[0]) for guard in here):
-                raise ValueError(f"of the {expected} threads of a barrier, {len(here)} come to it, on some condition")
+                expected = numbers[1] if numbers[1:] else thread_count
+            arrivals[block, warp, expected].append(guard)
+        for (*_, expected), arrived_guards in arrivals.items():
+            if len(arrived_guards) != expected or not all(guard.eq(arrived_guards[0]) for guard in arrived_guards):
+                raise ValueError(
+                    f"of the {expected} threads of a barrier, {len(arrived_guards)} come to it, on some condition"
+                )
 
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """Execute a register-to-register operation, in the forms that the emulator knows."""
-        known, targets, taken = typed_operands(instruction)
+        operation, targets, typed_sources = typed_operands(instruction)
         self.check_contraction(instruction)
-        sources = [self.read(lane, operand, t) for operand, t in taken]
-        if "cc" in known.sources:
+        sources = [self.read(lane, operand, t) for operand, t in typed_sources]
+        if "cc" in operation.sources:
             sources.append(self.carry[lane])
         function = computation(instruction.opcode, selectors_of(instruction))
-        results = function(*sources)
-        results = results if isinstance(results, tuple) else (results,)
+        outputs = function(*sources)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if instruction.lanes is not None:
             letters = [letter for letter in "abc" if letter in instruction.lanes]
-            seen = {letter: sources["abc".index(letter)] for letter in letters}
-            self.steps.append(LaneStep(instruction, guard, seen, results[0]))
-        if "cc" in known.out:
-            flag = results[-1]
+            lane_sources = {letter: sources["abc".index(letter)] for letter in letters}
+            self.steps.append(LaneStep(instruction, guard, lane_sources, outputs[0]))
+        if "cc" in operation.out:
+            flag = outputs[-1]
             self.carry[lane] = flag if z3.is_true(guard) else z3.If(guard, flag, self.carry[lane])
-        for (operand, t), result in zip(targets, results, strict=False):
-            self.write(lane, guard, operand, result, is_signed(t))
+        for (operand, t), output in zip(targets, outputs, strict=False):
+            self.write(lane, guard, operand, output, is_signed(t))
 
     def check_contraction(self, instruction: Instruction) -> None:
         """Check that ptxas cannot fuse a float `mul` with this `add` or `sub`.
@@ -454,14 +478,14 @@ class SymbolicExecution:
         bits = bits_of(t)
         if isinstance(source, ir.Vector):
             part = f"u{bits // len(source.items)}"
-            result = joined([self.read(lane, item, part) for item in source.items])
+            word = concatenate_fields([self.read(lane, element, part) for element in source.items])
         else:
-            result = self.read(lane, source, t)
+            word = self.read(lane, source, t)
         if isinstance(target, ir.Vector):
-            for item, piece in zip(target.items, pieces(result, bits // len(target.items)), strict=True):
-                self.write(lane, guard, item, piece)
+            for element, piece in zip(target.items, split_fields(word, bits // len(target.items)), strict=True):
+                self.write(lane, guard, element, piece)
         else:
-            self.write(lane, guard, target, result)
+            self.write(lane, guard, target, word)
 
     def convert_address(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """Execute `cvta` for one lane: between a generic address and one within a space."""
@@ -471,7 +495,7 @@ class SymbolicExecution:
         space = parts[-2].split("::")[0]
         if space in ("shared", "local"):
             base = self.shared[self.threads[lane][0]] if space == "shared" else self.local[lane]
-            address = address + value(-base if "to" in parts else base, address.size())
+            address = address + constant(-base if "to" in parts else base, address.size())
         elif space not in ("global", "const", "param"):
             raise UnknownOpcode(instruction.opcode)
         self.write(lane, guard, target, address)
@@ -483,104 +507,107 @@ class SymbolicExecution:
             words = words[1:]
         if len(words) != 2 or words[0] not in ("up", "down", "bfly", "idx") or words[1] != "b32":
             raise UnknownOpcode(instruction.opcode)
-        target, source, *rest = instruction.operands
-        found, inside = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+        target, source, *control_operands = instruction.operands
+        destination, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
         values = {lane: self.read(lane, source, "u32") for lane in range(len(self.threads))}
-        results = {}
+        exchanges = {}
         for lane in guards:
-            b, c, *mask = (_number(self.read(lane, operand, "u32"), "its lane") for operand in rest)
-            number = self.linear(lane) % 32
+            b, c, *mask = (_require_number(self.read(lane, operand, "u32"), "its lane") for operand in control_operands)
+            number = self.thread_index(lane) % 32
             segment, clamp, b = c >> 8 & 31, c & 31, b & 31
             last = (number & segment) | (clamp & ~segment)
-            other = {"up": number - b, "down": number + b, "bfly": number ^ b,
+            partner = {"up": number - b, "down": number + b, "bfly": number ^ b,
                      "idx": (number & segment) | (b & ~segment)}[words[0]]  # fmt: skip
-            ok = other >= last if words[0] == "up" else other <= last
-            other = other if ok else number
-            if mask and not mask[0] >> number & mask[0] >> other & 1:
-                raise ValueError(f"lanes {number} and {other} exchange, and the mask is {mask[0]:#x}")
-            results[lane] = self.neighbour(lane, other, guards), ok
-        for lane, (other, ok) in results.items():
-            self.write(lane, guards[lane], found, values[other])
-            self.write(lane, guards[lane], inside, z3.BoolVal(ok))
+            in_range = partner >= last if words[0] == "up" else partner <= last
+            partner = partner if in_range else number
+            if mask and not mask[0] >> number & mask[0] >> partner & 1:
+                raise ValueError(f"lanes {number} and {partner} exchange, and the mask is {mask[0]:#x}")
+            exchanges[lane] = self.neighbour(lane, partner, guards), in_range
+        for lane, (partner, in_range) in exchanges.items():
+            self.write(lane, guards[lane], destination, values[partner])
+            self.write(lane, guards[lane], predicate, z3.BoolVal(in_range))
 
     def neighbour(self, lane: int, number: int, guards: dict[int, Any]) -> int:
         """Return the lane with that number in the warp, which must be active whenever this one is."""
-        block, warp = self.threads[lane][0], self.linear(lane) // 32
-        for other, guard in guards.items():
-            here = z3.is_true(guard) or guard.eq(guards[lane])
-            if here and (self.threads[other][0], self.linear(other)) == (block, 32 * warp + number):
-                return other
+        block, warp = self.threads[lane][0], self.thread_index(lane) // 32
+        for candidate, guard in guards.items():
+            is_active = z3.is_true(guard) or guard.eq(guards[lane])
+            if is_active and (self.threads[candidate][0], self.thread_index(candidate)) == (block, 32 * warp + number):
+                return candidate
         raise ValueError(f"lane {number} of the warp is not followed here")
 
     # Memory
 
-    def located(self, instruction: Instruction, lane: int, guard: Any, kind: str) -> tuple[Any, list[Any]]:
+    def find_places(self, instruction: Instruction, lane: int, guard: Any, kind: str) -> tuple[Any, list[Any]]:
         """Return the access, and the (guard, buffer, offset) of each place that it may go to.
 
         A place outside every buffer is a fault.
         """
         access = decode(instruction, kind)
-        address = instruction.operands[0 if kind == "store" else 1]
-        if not isinstance(address, ir.Address) or address.coordinates:
+        operand = instruction.operands[0 if kind == "store" else 1]
+        if not isinstance(operand, ir.Address) or operand.coordinates:
             raise ValueError("the operand is not an address")
-        base, space = address.base, access.space.split("::")[0]
+        base, space = operand.base, access.space.split("::")[0]
         if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
             space = base.variable.space
         wide = not (isinstance(base, Register) and bits_of(base.type) == 32)
-        at = self.read(lane, base, "u64" if wide else "u32")
-        at = z3.simplify(extend(at, 64, False) + value(address.offset, 64))
-        found = []
-        for condition, number in self.candidates(instruction, at, guard):
+        address = self.read(lane, base, "u64" if wide else "u32")
+        address = z3.simplify(extend(address, 64, False) + constant(operand.offset, 64))
+        places = []
+        for condition, number in self.possible_addresses(instruction, address, guard):
             window = {"shared": self.shared[self.threads[lane][0]], "local": self.local[lane]}.get(space, 0)
-            which, offset = divmod(number + window, 1 << _WINDOW)
-            buffer, offset = self.buffers[which - 1] if 0 < which <= len(self.buffers) else None, offset - _FIRST
-            here = z3.simplify(z3.And(guard, condition))
-            size = (buffer and buffer.size) or 1 << _WINDOW - 1
-            wrong = buffer is None or offset % access.size or not 0 <= offset <= size - access.size
-            if buffer is None or wrong:
-                place = f"byte {offset} of {buffer.name}" if buffer else f"address {number:#x}"
-                self.faults.append((here, f"{instruction.where}: {access.size} bytes at {place}"))
+            buffer_number, offset = divmod(number + window, 1 << _WINDOW_BITS)
+            buffer, offset = (
+                self.buffers[buffer_number - 1] if 0 < buffer_number <= len(self.buffers) else None,
+                offset - _BUFFER_START,
+            )
+            access_guard = z3.simplify(z3.And(guard, condition))
+            size = (buffer and buffer.size) or 1 << _WINDOW_BITS - 1
+            is_fault = buffer is None or offset % access.size or not 0 <= offset <= size - access.size
+            if buffer is None or is_fault:
+                location = f"byte {offset} of {buffer.name}" if buffer else f"address {number:#x}"
+                self.faults.append((access_guard, f"{instruction.where}: {access.size} bytes at {location}"))
             else:
-                found.append((here, buffer, offset))
+                places.append((access_guard, buffer, offset))
                 buffer.types.add(access.type)
-        return access, found
+        return access, places
 
-    def candidates(self, instruction: Instruction, at: Bits, guard: Any) -> Iterator[tuple[Any, int]]:
+    def possible_addresses(self, instruction: Instruction, address: Bits, guard: Any) -> Iterator[tuple[Any, int]]:
         """Yield the values that an address may have, each with its condition."""
-        if z3.is_bv_value(at):
-            yield TRUE, at.as_long()
+        if z3.is_bv_value(address):
+            yield TRUE, address.as_long()
             return
         solver = z3.Solver()
         solver.add(*self.assume, guard)
         started = process_time()
-        for _ in range(MOST_ADDRESSES + 1):  # once more than that, to learn that there is no other
-            left = SECONDS - (process_time() - started)
-            verdict = check(solver, seconds=left) if left > 0 else z3.unknown
+        for _ in range(MAX_ADDRESSES + 1):  # once more than that, to learn that there is no other
+            remaining = SECONDS - (process_time() - started)
+            verdict = check(solver, seconds=remaining) if remaining > 0 else z3.unknown
             if verdict == z3.unsat:
                 return
             if verdict != z3.sat:
                 break
-            number = solver.model().eval(at, model_completion=True).as_long()
-            yield at == number, number
-            solver.add(at != number)
-        raise ValueError(f"its address has more than {MOST_ADDRESSES} values, and depends on {self.advice(at)}")
+            number = solver.model().eval(address, model_completion=True).as_long()
+            yield address == number, number
+            solver.add(address != number)
+        raise ValueError(f"its address has more than {MAX_ADDRESSES} values, and depends on {self.advice(address)}")
 
     def load(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """Execute a load for one lane."""
         target = instruction.operands[0]
-        items = target.items if isinstance(target, ir.Vector) else (target,)
+        registers = target.items if isinstance(target, ir.Vector) else (target,)
         t = instruction.opcode.split(".")[-1]
         if ".param" in instruction.opcode and (whole := self.parameter(instruction)) is not None:
-            results = pieces(whole, bits_of(t))
+            words = split_fields(whole, bits_of(t))
         else:
-            access, places = self.located(instruction, lane, guard, "load")
+            access, places = self.find_places(instruction, lane, guard, "load")
             bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # of a fault
             for condition, buffer, offset in places:
-                loaded = self.fold_inputs(joined([buffer.read(offset + i) for i in range(access.size)]))
+                loaded = self.fold_inputs(concatenate_fields([buffer.read(offset + i) for i in range(access.size)]))
                 bits = loaded if len(places) == 1 else z3.If(condition, loaded, bits)
-            results = pieces(bits, bits_of(t))
-        for item, result in zip(items, results, strict=True):
-            self.write(lane, guard, item, result, is_signed(t))
+            words = split_fields(bits, bits_of(t))
+        for register, word in zip(registers, words, strict=True):
+            self.write(lane, guard, register, word, is_signed(t))
 
     def parameter(self, instruction: Instruction) -> Bits | None:
         """Read a kernel's parameter; return None for a parameter of a call, which lies in local memory."""
@@ -589,52 +616,55 @@ class SymbolicExecution:
         if not isinstance(base, ir.Symbol) or id(base.variable) not in self.params:
             return None
         access = decode(instruction, "load")
-        bits, first = self.params[id(base.variable)], 8 * address.offset
-        return z3.Extract(first + 8 * access.size - 1, first, bits)
+        bits, first_bit = self.params[id(base.variable)], 8 * address.offset
+        return z3.Extract(first_bit + 8 * access.size - 1, first_bit, bits)
 
     def store(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """Execute a store for one lane."""
-        access, places = self.located(instruction, lane, guard, "store")
+        access, places = self.find_places(instruction, lane, guard, "store")
         source = instruction.operands[1]
-        items = source.items if isinstance(source, ir.Vector) else (source,)
-        stored = joined([self.read(lane, item, f"u{bits_of(access.type)}") for item in items])
+        operands = source.items if isinstance(source, ir.Vector) else (source,)
+        stored = concatenate_fields([self.read(lane, operand, f"u{bits_of(access.type)}") for operand in operands])
         for condition, buffer, offset in places:
-            for i, byte in enumerate(pieces(stored, 8)):
+            for i, byte in enumerate(split_fields(stored, 8)):
                 buffer.write(offset + i, byte, condition)
 
 
-def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
+def _restrict_guards(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
     """Return the lanes whose condition may hold, each with its guard and the condition combined."""
     both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
     return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
 
 
-def _implies(guard: Any, condition: Any) -> bool:
+def _implies_condition(guard: Any, condition: Any) -> bool:
     """Return whether the two terms as written show that the condition holds wherever the guard does."""
     if z3.is_true(condition) or condition.eq(guard):
         return True
-    has = {one.get_id() for one in _parts(guard, z3.is_and)}
-    return any({one.get_id() for one in _parts(way, z3.is_and)} <= has for way in _parts(condition, z3.is_or))
+    guard_ids = {part.get_id() for part in _operands_or_term(guard, z3.is_and)}
+    return any(
+        {part.get_id() for part in _operands_or_term(alternative, z3.is_and)} <= guard_ids
+        for alternative in _operands_or_term(condition, z3.is_or)
+    )
 
 
 def _input_numbers(assume: Sequence[Any]) -> list[tuple[Bits, Bits]]:
     """Return the inputs that assumptions set equal to a number, each with that number."""
-    parts = [part for one in assume for part in _parts(z3.simplify(one), z3.is_and)]
+    parts = [part for assumption in assume for part in _operands_or_term(z3.simplify(assumption), z3.is_and)]
     sides = [part.children() for part in parts if z3.is_eq(part)]
     return [(x, n) for x, n in sides if z3.is_const(x) and not z3.is_bv_value(x) and z3.is_bv_value(n)]
 
 
-def _parts(term: Any, joins: Callable[[Any], bool]) -> list[Any]:
+def _operands_or_term(term: Any, joins: Callable[[Any], bool]) -> list[Any]:
     return list(term.children()) if joins(term) else [term]
 
 
-def _number(bits: Bits, what: str) -> int:
+def _require_number(bits: Bits, subject: str) -> int:
     bits = z3.simplify(bits)
     if not z3.is_bv_value(bits):
-        raise ValueError(f"{what} depends on an input")
+        raise ValueError(f"{subject} depends on an input")
     return int(bits.as_long())
 
 
-def _any(at: int) -> Bits:
+def _unwritten_byte(offset: int) -> Bits:
     """Return an unknown byte, for memory that nothing has written."""
     return z3.FreshConst(z3.BitVecSort(8), "unwritten")

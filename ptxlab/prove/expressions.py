@@ -17,7 +17,7 @@ from typing import Any
 import z3
 
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.bitvectors import SORTS, Bits, as_float, joined
+from ptxlab.prove.bitvectors import SORTS, Bits, as_float, concatenate_fields
 from ptxlab.prove.integers import Integer
 
 
@@ -51,24 +51,24 @@ class Elements:
             raise ValueError(f"which type has {self.name}? for example {self.name}.u8[i]")
         if index < 0 or (self.count is not None and index >= self.count):
             raise ValueError(f"{self.name}[{index}] lies outside the array of {self.count}")
-        found = self.element(index, self.bits)
-        self.seen[f"{self.name}[{index}]"] = self.type, found
+        element_bits = self.element(index, self.bits)
+        self.seen[f"{self.name}[{index}]"] = self.type, element_bits
         if self.type in SORTS:
-            return as_float(found, self.type)
-        return Integer.signed(found) if self.type[0] == "s" else Integer.unsigned(found)
+            return as_float(element_bits, self.type)
+        return Integer.from_signed(element_bits) if self.type[0] == "s" else Integer.from_unsigned(element_bits)
 
-    def typed(self, type_name: str) -> "Elements":
+    def view_as(self, type_name: str) -> "Elements":
         """View the same bytes as elements of another type."""
         kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
         if not (type_name in SORTS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
             raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(SORTS)}")
-        alike = int(digits) == self.bits  # otherwise an element is at another index, unless it is the first
-        count, only = self.count if alike else None, self.only if alike or self.only == 0 else None
+        same_width = int(digits) == self.bits  # otherwise an element is at another index, unless it is the first
+        count, only = self.count if same_width else None, self.only if same_width or self.only == 0 else None
         return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=count, only=only)
 
 
-def _fold(values: tuple[Any, ...], keep: Callable[[Integer, Integer], Any]) -> Integer:
-    return reduce(lambda a, b: a.where(keep(a, b), b), map(Integer.of, values))
+def _fold(values: tuple[Any, ...], keeps_first: Callable[[Integer, Integer], Any]) -> Integer:
+    return reduce(lambda a, b: a.where(keeps_first(a, b), b), map(Integer.of, values))
 
 
 def _rounds(q: Any, a: Any, b: Any) -> Any:
@@ -90,7 +90,7 @@ def _float(x: Any, sort: Any) -> Any:
     return z3.FPVal(x, sort) if isinstance(x, float) else z3.fpSignedToFP(z3.RNE(), Integer.of(x).bits, sort)
 
 
-def _alike(left: Any, right: Any) -> tuple[Any, Any]:
+def _same_sort(left: Any, right: Any) -> tuple[Any, Any]:
     """Convert both to floats if one is a float."""
     sort = next((x.sort() for x in (left, right) if z3.is_fp(x)), None)
     return (left, right) if sort is None else (_float(left, sort), _float(right, sort))
@@ -103,9 +103,9 @@ def _nibbles(words: Elements) -> Elements:
     """
 
     def weight(index: int, bits: int) -> Bits:
-        word, at = divmod(index, 8)
-        first = 8 * (at % 4) + 4 * (at // 4)
-        return z3.simplify(z3.Extract(first + 3, first, words.element(word, 32)))
+        word_index, position = divmod(index, 8)
+        first_bit = 8 * (position % 4) + 4 * (position // 4)
+        return z3.simplify(z3.Extract(first_bit + 3, first_bit, words.element(word_index, 32)))
 
     count = None if words.count is None else 8 * words.count
     return Elements(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)
@@ -136,7 +136,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 @cache
-def parsed(text: str) -> ast.expr:
+def parse_expression(text: str) -> ast.expr:
     """Parse an expression. Raises ArgumentError if it is none."""
     try:
         return ast.parse(text.strip(), mode="eval").body
@@ -146,28 +146,28 @@ def parsed(text: str) -> ast.expr:
 
 def names_in(text: str) -> set[str]:
     """Return the names that an expression uses, without functions."""
-    return {n.id for n in ast.walk(parsed(text)) if isinstance(n, ast.Name)} - set(_FUNCTIONS)
+    return {n.id for n in ast.walk(parse_expression(text)) if isinstance(n, ast.Name)} - set(_FUNCTIONS)
 
 
-def indexed_by_i(text: str) -> list[tuple[str, str]]:
+def arrays_at_i(text: str) -> list[tuple[str, str]]:
     """Return the arrays whose element `i` an expression names, in order: name and type (`out.s8[i]`).
 
     The type may be empty.
     """
-    found = []
-    for node in ast.walk(parsed(text)):
+    arrays = []
+    for node in ast.walk(parse_expression(text)):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == "i":
             base, type_name = node.value, ""
             if isinstance(base, ast.Attribute):
                 type_name, base = base.attr, base.value
             if isinstance(base, ast.Name):
-                found.append((base.id, type_name))
-    return found
+                arrays.append((base.id, type_name))
+    return arrays
 
 
-def sides(text: str) -> tuple[str, str] | None:
+def split_equation(text: str) -> tuple[str, str] | None:
     """Split a plain equation into its two sides; return None for other expressions."""
-    node = parsed(text)
+    node = parse_expression(text)
     if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
         return None
     return ast.unparse(node.left), ast.unparse(node.comparators[0])
@@ -178,18 +178,18 @@ def formula(text: str, names: Mapping[str, Any], i: int, count: int | None = Non
 
     Raises ArgumentError that says what is wrong with the expression.
     """
-    found = term(text, names, i, count)
-    if isinstance(found, bool):
-        return z3.BoolVal(found)
-    if not z3.is_bool(found):
+    condition = term(text, names, i, count)
+    if isinstance(condition, bool):
+        return z3.BoolVal(condition)
+    if not z3.is_bool(condition):
         raise ArgumentError("claim", "a condition", text)
-    return found
+    return condition
 
 
 def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) -> Any:
     """Evaluate an expression at element `i` of `count`: to an Integer, a z3 float or Bool, or a Python number."""
     try:
-        return _element(_Evaluator({**names, "i": i}, i, count).visit(parsed(text)), i, count)
+        return _element(_Evaluator({**names, "i": i}, i, count).visit(parse_expression(text)), i, count)
     except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError, z3.Z3Exception) as error:
         raise ArgumentError("claim", str(error).partition("\n")[0], text) from None
 
@@ -214,8 +214,8 @@ class _Evaluator(ast.NodeVisitor):
         return _element(self.visit(node), self.i, self.count)
 
     def condition(self, node: ast.expr) -> Any:
-        found = self.value(node)
-        return z3.BoolVal(found) if isinstance(found, bool) else found
+        condition = self.value(node)
+        return z3.BoolVal(condition) if isinstance(condition, bool) else condition
 
     def generic_visit(self, node: ast.AST) -> Any:
         raise ValueError(f"{type(node).__name__} has no meaning in a claim")
@@ -231,32 +231,32 @@ class _Evaluator(ast.NodeVisitor):
         return self.names[node.id]
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
-        found = self.visit(node.value)
-        if isinstance(found, Mapping):
-            return found[node.attr] if node.attr in found else self.visit_Name(ast.Name(node.attr))
-        if not isinstance(found, Elements):
+        owner = self.visit(node.value)
+        if isinstance(owner, Mapping):
+            return owner[node.attr] if node.attr in owner else self.visit_Name(ast.Name(node.attr))
+        if not isinstance(owner, Elements):
             raise ValueError(f"{ast.unparse(node)}: only an array has types")
-        return found.typed(node.attr)
+        return owner.view_as(node.attr)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
-        found, index = self.visit(node.value), self.value(node.slice)
+        array, index = self.visit(node.value), self.value(node.slice)
         if isinstance(index, Integer):
             index = index.low if index.low == index.high else index
-        if not isinstance(found, Elements) or not isinstance(index, int):
+        if not isinstance(array, Elements) or not isinstance(index, int):
             raise ValueError(f"{ast.unparse(node)}: an array has elements by number")
-        return found[index]
+        return array[index]
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
         if type(node.op) not in _BINARY:
             raise ValueError(f"{ast.unparse(node)}: use // for division")
-        return _BINARY[type(node.op)](*_alike(left, right))
+        return _BINARY[type(node.op)](*_same_sort(left, right))
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         if isinstance(node.op, ast.Not):
             return z3.Not(self.condition(node.operand))
-        found = self.value(node.operand)
-        return {ast.USub: operator.neg, ast.UAdd: lambda x: x, ast.Invert: operator.invert}[type(node.op)](found)
+        operand = self.value(node.operand)
+        return {ast.USub: operator.neg, ast.UAdd: lambda x: x, ast.Invert: operator.invert}[type(node.op)](operand)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         parts = [self.condition(part) for part in node.values]
@@ -268,15 +268,19 @@ class _Evaluator(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         values = [self.value(part) for part in (node.left, *node.comparators)]
-        found = []
+        comparisons = []
         for op, left, right in zip(node.ops, values[:-1], values[1:], strict=True):
             if type(op) not in _COMPARE:
                 raise ValueError(f"{ast.unparse(node)} has no meaning in a claim")
-            found.append(self.compared(type(op), left, right))
-        return z3.And([z3.BoolVal(f) if isinstance(f, bool) else f for f in found]) if len(found) > 1 else found[0]
+            comparisons.append(self.compare(type(op), left, right))
+        return (
+            z3.And([z3.BoolVal(f) if isinstance(f, bool) else f for f in comparisons])
+            if len(comparisons) > 1
+            else comparisons[0]
+        )
 
-    def compared(self, op: type[ast.cmpop], left: Any, right: Any) -> Any:
-        left, right = _alike(left, right)
+    def compare(self, op: type[ast.cmpop], left: Any, right: Any) -> Any:
+        left, right = _same_sort(left, right)
         if z3.is_fp(left):
             if op in (ast.Eq, ast.NotEq):  # the same number, -0 apart from 0, all NaNs alike
                 return left == right if op is ast.Eq else left != right
@@ -294,12 +298,12 @@ class _Evaluator(ast.NodeVisitor):
         return _FUNCTIONS[name](*(take(argument) for argument in node.args))
 
 
-def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> Elements:
+def view_bytes(name: str, byte: Callable[[int], Bits], **attributes: Any) -> Elements:
     """View bytes by offset as elements of any width, lowest bits first."""
 
     def element(index: int, bits: int) -> Bits:
-        first = index * bits
-        octets = joined([byte(at) for at in range(first // 8, (first + bits - 1) // 8 + 1)])
-        return z3.Extract(first % 8 + bits - 1, first % 8, octets) if octets.size() != bits else octets
+        first_bit = index * bits
+        octets = concatenate_fields([byte(offset) for offset in range(first_bit // 8, (first_bit + bits - 1) // 8 + 1)])
+        return z3.Extract(first_bit % 8 + bits - 1, first_bit % 8, octets) if octets.size() != bits else octets
 
-    return Elements(name, element, **more)
+    return Elements(name, element, **attributes)

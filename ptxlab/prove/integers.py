@@ -6,7 +6,7 @@ from typing import Any, Union
 import z3
 
 Operand = Union["Integer", int]
-MOST_BITS = 256  # of an intermediate result
+MAX_BITS = 256  # of an intermediate result
 
 
 class Integer:
@@ -15,8 +15,8 @@ class Integer:
     def __init__(self, bits: Any, low: int, high: int) -> None:
         self.low, self.high = low, high
         width = max((n if n >= 0 else ~n).bit_length() for n in (low, high)) + 1
-        if width > MOST_BITS:
-            raise ValueError(f"an integer of {width} bits: at most {MOST_BITS} are proved about")
+        if width > MAX_BITS:
+            raise ValueError(f"an integer of {width} bits: at most {MAX_BITS} are proved about")
         spare = width - bits.size()
         self.bits = z3.SignExt(spare, bits) if spare > 0 else z3.Extract(width - 1, 0, bits) if spare < 0 else bits
 
@@ -28,12 +28,12 @@ class Integer:
         return cls(z3.BitVecVal(number, number.bit_length() + 1), number, number)
 
     @classmethod
-    def unsigned(cls, bits: Any) -> "Integer":
+    def from_unsigned(cls, bits: Any) -> "Integer":
         """Make the Integer of a bitvector's unsigned value."""
         return cls(z3.ZeroExt(1, bits), 0, (1 << bits.size()) - 1)
 
     @classmethod
-    def signed(cls, bits: Any) -> "Integer":
+    def from_signed(cls, bits: Any) -> "Integer":
         """Make the Integer of a bitvector's value in two's complement."""
         half = 1 << bits.size() - 1
         return cls(bits, -half, half - 1)
@@ -43,28 +43,28 @@ class Integer:
         """Make a new unknown of that name; return it and the formulas that keep it within its limits."""
         width = Integer.of(low).bits.size(), Integer.of(high).bits.size()
         symbol = z3.BitVec(name, max(width))
-        made = cls(symbol, low, high)
-        return made, [symbol >= low, symbol <= high]
+        integer = cls(symbol, low, high)
+        return integer, [symbol >= low, symbol <= high]
 
-    def at(self, width: int) -> Any:
+    def extend_to(self, width: int) -> Any:
         """Return the bitvector at a width, extended by its sign."""
         spare = width - self.bits.size()
         return z3.SignExt(spare, self.bits) if spare > 0 else self.bits
 
     def modulo(self, width: int) -> Any:
         """Return the lowest `width` bits."""
-        return z3.Extract(width - 1, 0, self.at(max(width, self.bits.size())))
+        return z3.Extract(width - 1, 0, self.extend_to(max(width, self.bits.size())))
 
     # Arithmetic. The limits of a result are those of the operands' extremes.
 
     def __add__(self, other: Operand) -> "Integer":
-        return self._join(other, lambda a, b: a + b, lambda a, b: a + b)
+        return self._combine(other, lambda a, b: a + b, lambda a, b: a + b)
 
     def __sub__(self, other: Operand) -> "Integer":
-        return self._join(other, lambda a, b: a - b, lambda a, b: a - b)
+        return self._combine(other, lambda a, b: a - b, lambda a, b: a - b)
 
     def __mul__(self, other: Operand) -> "Integer":
-        return self._join(other, lambda a, b: a * b, lambda a, b: a * b)
+        return self._combine(other, lambda a, b: a * b, lambda a, b: a * b)
 
     def __radd__(self, other: int) -> "Integer":
         return Integer.of(other) + self
@@ -87,7 +87,7 @@ class Integer:
         if divisor & divisor - 1 == 0:
             return Integer(self.bits >> (divisor.bit_length() - 1), low, high)
         width = max(self.bits.size(), divisor.bit_length() + 1) + 1
-        a, b = self.at(width), z3.BitVecVal(divisor, width)
+        a, b = self.extend_to(width), z3.BitVecVal(divisor, width)
         return Integer(z3.If(a < 0, -((-a + b - 1) / b), a / b), low, high)
 
     def __mod__(self, other: Operand) -> "Integer":
@@ -96,8 +96,8 @@ class Integer:
             return self
         if divisor & divisor - 1 == 0:
             return Integer(z3.ZeroExt(1, self.modulo(max(divisor.bit_length() - 1, 1)) & divisor - 1), 0, divisor - 1)
-        rest = self - (self // divisor) * divisor
-        return Integer(rest.bits, 0, divisor - 1)
+        remainder = self - (self // divisor) * divisor
+        return Integer(remainder.bits, 0, divisor - 1)
 
     def __lshift__(self, other: Operand) -> "Integer":
         return self * (1 << _number(other))
@@ -150,32 +150,34 @@ class Integer:
 
     def where(self, condition: Any, otherwise: Operand) -> "Integer":
         """Select this where the condition (z3 Bool) holds, and `otherwise` elsewhere."""
-        other = Integer.of(otherwise)
-        a, b = self._both(other)
-        return Integer(z3.If(condition, a, b), min(self.low, other.low), max(self.high, other.high))
+        alternative = Integer.of(otherwise)
+        a, b = self._same_width(alternative)
+        return Integer(z3.If(condition, a, b), min(self.low, alternative.low), max(self.high, alternative.high))
 
-    def _both(self, other: "Integer", more: int = 0) -> tuple[Any, Any]:
-        width = max(self.bits.size(), other.bits.size()) + more
-        return self.at(width), other.at(width)
+    def _same_width(self, right: "Integer") -> tuple[Any, Any]:
+        width = max(self.bits.size(), right.bits.size())
+        return self.extend_to(width), right.extend_to(width)
 
-    def _join(self, given: Operand, limit: Callable[[int, int], int], compute: Callable[[Any, Any], Any]) -> "Integer":
-        other = Integer.of(given)
-        extremes = [limit(a, b) for a in (self.low, self.high) for b in (other.low, other.high)]
+    def _combine(
+        self, operand: Operand, limit: Callable[[int, int], int], compute: Callable[[Any, Any], Any]
+    ) -> "Integer":
+        right = Integer.of(operand)
+        extremes = [limit(a, b) for a in (self.low, self.high) for b in (right.low, right.high)]
         low, high = min(extremes), max(extremes)
-        width = max(Integer.of(low).bits.size(), Integer.of(high).bits.size(), self.bits.size(), other.bits.size())
-        return Integer(compute(self.at(width), other.at(width)), low, high)
+        width = max(Integer.of(low).bits.size(), Integer.of(high).bits.size(), self.bits.size(), right.bits.size())
+        return Integer(compute(self.extend_to(width), right.extend_to(width)), low, high)
 
-    def _bitwise(self, given: Operand, compute: Callable[[Any, Any], Any]) -> "Integer":
-        other = Integer.of(given)
-        a, b = self._both(other)
-        if self.low >= 0 and other.low >= 0:
+    def _bitwise(self, operand: Operand, compute: Callable[[Any, Any], Any]) -> "Integer":
+        right = Integer.of(operand)
+        a, b = self._same_width(right)
+        if self.low >= 0 and right.low >= 0:
             return Integer(compute(a, b), 0, (1 << a.size() - 1) - 1)
-        return Integer.signed(compute(a, b))
+        return Integer.from_signed(compute(a, b))
 
-    def _compare(self, given: Any, compute: Callable[[Any, Any], Any]) -> Any:
-        if not isinstance(given, Integer | int):
+    def _compare(self, operand: Any, compute: Callable[[Any, Any], Any]) -> Any:
+        if not isinstance(operand, Integer | int):
             return NotImplemented
-        return compute(*self._both(Integer.of(given)))
+        return compute(*self._same_width(Integer.of(operand)))
 
 
 def _number(operand: Operand) -> int:

@@ -14,13 +14,13 @@ from ptxlab import registry, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError, UnknownKernel
-from ptxlab.prove.bitvectors import SORTS, pieces
+from ptxlab.prove.bitvectors import SORTS, split_fields
 from ptxlab.prove.claims import Claim, Decision, decide
 from ptxlab.prove.execute import LaneStep
-from ptxlab.prove.expressions import Elements, formula, sides, term
+from ptxlab.prove.expressions import Elements, formula, split_equation, term
 from ptxlab.prove.integers import Integer
 from ptxlab.prove.solve import Explanation, Query, Verdict, check_solver, symbols_of
-from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
+from ptxlab.prove.symbolic_launch import SymbolicLaunch, launch_file, launch_spec
 from ptxlab.runtime import Kernel, load
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -37,18 +37,27 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
         return
     usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
     for source in usable:
-        twin = source.language == "cu" and sources[0].language == "ptx"  # quick: that it stores what the .ptx does
+        has_ptx = source.language == "cu" and sources[0].language == "ptx"  # quick: that it stores what the .ptx does
         for claim in spec.claims:
-            build, quick = partial(query, spec, source, claim), not (twin or claim.alone)
+            build, quick = partial(query, spec, source, claim), not (has_ptx or claim.alone)
             yield Claim(source.label, claim.name, claim.text, build, claim.expect, quick)
-        if (launch := of_spec(spec, source)).trace.steps:
-            said = KernelClaim("@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules)
+        if (launch := launch_spec(spec, source)).trace.steps:
+            lanes_claim = KernelClaim(
+                "@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules
+            )
             expect: Verdict = "refuted" if spec.wrong and spec.wrong.overflows else "proved"
-            yield Claim(source.label, said.name, said.text, partial(lane_queries, launch, said), expect, not twin)
-        if twin:
-            same = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
+            yield Claim(
+                source.label,
+                lanes_claim.name,
+                lanes_claim.text,
+                partial(lane_queries, launch, lanes_claim),
+                expect,
+                not has_ptx,
+            )
+        if has_ptx:
+            equality_claim = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
             text = f"every byte equals {spec.name}.ptx's, for all inputs"
-            yield Claim(source.label, same.name, text, partial(query, spec, source, same))
+            yield Claim(source.label, equality_claim.name, text, partial(query, spec, source, equality_claim))
 
 
 def claims_on_spec(
@@ -63,12 +72,14 @@ def claims_on_spec(
 
     Its rules on values are assumed, as a launch refuses what breaks them; with `unchecked` they are not.
     """
-    given = (*assume, *(() if unchecked else spec.value_rules))
+    assumptions = (*assume, *(() if unchecked else spec.value_rules))
     if equals and not claims:
-        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, other_kernel(spec, equals)[0])))
+        _check_same_outputs(
+            spec.name, *([arg.name for arg in s.outputs] for s in (spec, other_kernel(spec, equals)[0]))
+        )
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
-            claim = KernelClaim(f"claim {number}", text, given, equals=equals)
+            claim = KernelClaim(f"claim {number}", text, assumptions, equals=equals)
             yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim))
 
 
@@ -76,48 +87,52 @@ def claims_on_file(
     kernel: Kernel,
     claims: Sequence[str],
     assume: Sequence[str],
-    where: Launch,
-    other: Kernel | None = None,
+    geometry: Launch,
+    compared_kernel: Kernel | None = None,
     advance: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Claim]:
     """Yield claims on a kernel without a spec.
 
-    Without `claims`, they are that it stores what `other` does, or its `@lanes` annotations. `advance` is told the line
-    of each instruction that is followed.
+    Without `claims`, they are that it stores what `compared_kernel` does, or its `@lanes` annotations. `advance` is
+    told the line of each instruction that is followed.
     """
-    label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume, advance=advance)
-    if not claims and other is None:
+    label, launch = kernel.source.label, launch_file(kernel, geometry=geometry, assume=assume, advance=advance)
+    if not claims and compared_kernel is None:
         if not launch.trace.steps:
             raise ArgumentError(label, "--claim, --equals, or an instruction with // @lanes", "none")
         text = ", ".join([*assume, "@lanes"])
         yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
-    twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters, advance=advance)
-    if twin and not claims:
-        _check_alike(label, launch.outputs, twin.outputs)
+    compared_launch = compared_kernel and launch_file(
+        compared_kernel, geometry=geometry, assume=assume, parameters=kernel.parameters, advance=advance
+    )
+    if compared_launch and not claims:
+        _check_same_outputs(label, launch.outputs, compared_launch.outputs)
     for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):
-        here = launch.about(text)
-        both = beside(here, twin.about(text)) if twin else here
+        claim_launch = launch.for_claim(text)
+        combined = combine_launches(claim_launch, compared_launch.for_claim(text)) if compared_launch else claim_launch
         claim = KernelClaim(f"claim {number}", text, tuple(assume))
-        yield Claim(label, claim.name, claim.text, partial(queries, both, claim))
+        yield Claim(label, claim.name, claim.text, partial(queries, combined, claim))
 
 
-def _check_alike(label: str, own: Iterable[str], expected: Iterable[str]) -> None:
+def _check_same_outputs(label: str, outputs: Iterable[str], expected: Iterable[str]) -> None:
     """Check that two kernels store to the same arguments.
 
     Stores of only one of them would not be compared.
     """
-    if {*own} != {*expected}:
-        raise ArgumentError(label, f"stores to {', '.join(expected)}, as --equals does", ", ".join(own))
+    if {*outputs} != {*expected}:
+        raise ArgumentError(label, f"stores to {', '.join(expected)}, as --equals does", ", ".join(outputs))
 
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     """Build the formulas of one claim on one source."""
-    launch = of_spec(spec, source, alone=claim.alone)
+    launch = launch_spec(spec, source, alone=claim.alone)
     if not claim.equals:
         return queries(launch, claim)
-    other_spec, other, entry = other_kernel(spec, claim.equals)
-    return queries(beside(launch, of_spec(other_spec, other, alone=claim.alone, entry=entry)), claim)
+    other_spec, other_source, entry = other_kernel(spec, claim.equals)
+    return queries(
+        combine_launches(launch, launch_spec(other_spec, other_source, alone=claim.alone, entry=entry)), claim
+    )
 
 
 def other_kernel(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str]:
@@ -135,14 +150,14 @@ def other_kernel(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str
     return spec, source, load(source, entry).entry
 
 
-def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
+def combine_launches(launch: SymbolicLaunch, other_launch: SymbolicLaunch) -> SymbolicLaunch:
     """Combine a launch with another on the same inputs, whose outputs become `other.NAME`.
 
     Both have to store the same elements.
     """
-    outputs = {name: other.names[name] for name in other.outputs}
-    run = replace(launch.trace, faults=[*launch.trace.faults, *other.trace.faults])
-    names, expected = {**launch.names, "other": outputs}, (*launch.expected, *other.stored)
+    outputs = {name: other_launch.names[name] for name in other_launch.outputs}
+    run = replace(launch.trace, faults=[*launch.trace.faults, *other_launch.trace.faults])
+    names, expected = {**launch.names, "other": outputs}, (*launch.expected, *other_launch.stored)
     return replace(launch, names=names, expected=expected, trace=run)
 
 
@@ -152,50 +167,53 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     There is one formula per word, because a solver is quick with a few lanes and slow with more.
     """
     limits: list[Any] = []
-    unknowns = {name: _unknown(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
-    names, given = {**launch.names, **unknowns}, {**launch.inputs, **unknowns}
+    unknowns = {name: _unknown_integers(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
+    claim_names, assumption_names = {**launch.names, **unknowns}, {**launch.inputs, **unknowns}
     words: dict[int, list[int]] = {}
     for i in launch.stored:
         words.setdefault(i * launch.bits // 32, []).append(i)
-    found = [_of_word(launch, names, given, claim, elements) for elements in words.values()]
-    whole = [assumption for one in found for assumption in one.assume]
+    word_queries = [_word_query(launch, claim_names, assumption_names, claim, elements) for elements in words.values()]
+    assumptions = [assumption for word_query in word_queries for assumption in word_query.assume]
     faults = [
-        Query(z3.Not(guard), [*limits, *whole], {}, partial(_only_say, why)) for guard, why in launch.trace.faults
+        Query(z3.Not(guard), [*limits, *assumptions], {}, partial(_explain_fault, reason))
+        for guard, reason in launch.trace.faults
     ]
-    return [*faults, *(replace(one, assume=[*limits, *one.assume]) for one in found)]
+    return [*faults, *(replace(word_query, assume=[*limits, *word_query.assume]) for word_query in word_queries)]
 
 
-def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
+def lane_queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     """Build a formula for each annotated instruction of each thread: its lanes, computed wide, equal what it stores."""
     if launch.trace.missed:
         missed = launch.trace.missed[0].where
         raise ArgumentError(launch.label, "threads that come to every instruction with // @lanes", f"none at {missed}")
-    found = [formula(text, launch.inputs, i, launch.count) for i in launch.stored for text in said.assume]
-    assume = list({one.get_id(): one for one in found}.values())
-    return [_of_step(launch, step, assume) for step in launch.trace.steps]
+    conditions = [formula(text, launch.inputs, i, launch.count) for i in launch.stored for text in claim.assume]
+    assume = list({condition.get_id(): condition for condition in conditions}.values())
+    return [_step_query(launch, step, assume) for step in launch.trace.steps]
 
 
-def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query:
+def _step_query(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query:
     types, operation = step.instruction.lanes or {}, operation_of(step.instruction.opcode)
     holds: list[Any] = []
     shown: Seen = {}
     if operation is not None and operation.compute is not None:
         target, text = types["d"], re.sub(r"\|(.*)\|", r"abs(\1)", re.sub(r"[{}]", "", operation.format))
         lanes = {letter: _lanes_of(step.sources[letter], types[letter]) for letter in operation.letters}
-        for lane, kept in enumerate(_lanes_of(step.result, target)):
-            sources = {letter: found[lane % len(found)] for letter, found in lanes.items()}
+        for lane, stored in enumerate(_lanes_of(step.output, target)):
+            sources = {letter: integers[lane % len(integers)] for letter, integers in lanes.items()}
             exact = Integer.of(term(text, sources, lane))
             fits = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _within(exact, target)
-            carried = z3.BoolVal(True) if operation.simd else exact.modulo(target.bits) == kept.modulo(target.bits)
+            carried = z3.BoolVal(True) if operation.simd else exact.modulo(target.bits) == stored.modulo(target.bits)
             holds.append(z3.And(fits, carried))
-            shown |= {f"{n}[{lane}]": (str(types[n]).split("x")[0], x.bits) for n, x in (*sources.items(), ("d", kept))}
+            shown |= {
+                f"{n}[{lane}]": (str(types[n]).split("x")[0], x.bits) for n, x in (*sources.items(), ("d", stored))
+            }
             shown[f"exact[{lane}]"] = str(target).split("x")[0], exact.bits
-        holds += [_within(found[0], types[n]) for n, found in lanes.items() if not types[n].count]
+        holds += [_within(integers[0], types[n]) for n, integers in lanes.items() if not types[n].count]
     question = z3.Implies(step.guard, z3.And(holds))
 
     def explain(model: Mapping[str, int]) -> Explanation:
-        at = step.instruction
-        lines = [f"{Path(at.path).name}:{at.line}: `{at.text}`"]
+        instruction = step.instruction
+        lines = [f"{Path(instruction.path).name}:{instruction.line}: `{instruction.text}`"]
         for lane in range(types["d"].count):
             keys = [key for n in ("a", "b", "c", "d", "exact") if (key := f"{n}[{lane}]") in shown]
             cells = [f"{key.partition('[')[0]} = {_cell(shown[key], model[key])}" for key in keys]
@@ -203,12 +221,12 @@ def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query
         return Explanation(lines, launch.arrays(model), f"{launch.command} --check lanes")
 
     symbols = symbols_of([question])
-    near = [a for a in assume if symbols_of([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
-    return Query(question, near, {**{key: bits for key, (_, bits) in shown.items()}, **symbols}, explain)
+    assumptions = [a for a in assume if symbols_of([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
+    return Query(question, assumptions, {**{key: bits for key, (_, bits) in shown.items()}, **symbols}, explain)
 
 
 def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
-    parts = pieces(bits, lane_type.bits) if lane_type.count else [bits]
+    parts = split_fields(bits, lane_type.bits) if lane_type.count else [bits]
     return [Integer.signed(part) if lane_type.signed else Integer.unsigned(part) for part in parts]
 
 
@@ -217,24 +235,30 @@ def _within(x: Integer, lane_type: LaneType) -> Any:
     return z3.And(x >= low, x <= high)
 
 
-def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
-    return Explanation([why], {}, "")
+def _explain_fault(reason: str, model: Mapping[str, int]) -> Explanation:
+    return Explanation([reason], {}, "")
 
 
-def _of_word(
-    launch: SymbolicLaunch, names: Mapping[str, Any], given: Mapping[str, Any], claim: KernelClaim, elements: list[int]
+def _word_query(
+    launch: SymbolicLaunch,
+    claim_names: Mapping[str, Any],
+    assumption_names: Mapping[str, Any],
+    claim: KernelClaim,
+    elements: list[int],
 ) -> Query:
     assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
-    equation = sides(claim.holds)
+    equation = split_equation(claim.holds)
     for i in elements:
         rows[i] = {}
-        here = _watched(names, rows[i])
+        recording_names = _record_reads(claim_names, rows[i])
         for text in claim.assume:
-            found = formula(text, _watched(given, rows[i]), i, launch.count)
-            assume[found.get_id()] = found
-        holds.append(z3.And(launch.written(i), formula(claim.holds, here, i, launch.count)))
-        if equation and (promised := _promised(*(term(side, here, i, launch.count) for side in equation))):
-            rows[i]["claimed"] = promised
+            condition = formula(text, _record_reads(assumption_names, rows[i]), i, launch.count)
+            assume[condition.get_id()] = condition
+        holds.append(z3.And(launch.stored_condition(i), formula(claim.holds, recording_names, i, launch.count)))
+        if equation and (
+            claimed := _claimed_bits(*(term(side, recording_names, i, launch.count) for side in equation))
+        ):
+            rows[i]["claimed"] = claimed
         rows[i]["wrong"] = "", z3.Not(holds[-1])
     values = {_key(i, name): bits for i, row in rows.items() for name, (_, bits) in row.items()}
     values |= symbols_of([*holds, *assume.values()])
@@ -248,19 +272,19 @@ def _key(i: int, name: str) -> str:
     return name if "[" in name else f"{name}[{i}]"
 
 
-def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
+def _record_reads(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
     """Return the names with arrays that record in `seen` each element that is read."""
-    found = {}
+    recording = {}
     for name, x in names.items():
         if isinstance(x, Elements):
             x = replace(x, seen=seen)
         elif isinstance(x, Mapping):
-            x = {key: replace(view, name=f"{name}.{view.name}") for key, view in _watched(x, seen).items()}
-        found[name] = x
-    return found
+            x = {key: replace(view, name=f"{name}.{view.name}") for key, view in _record_reads(x, seen).items()}
+        recording[name] = x
+    return recording
 
 
-def _promised(left: Any, right: Any) -> tuple[str, Any] | None:
+def _claimed_bits(left: Any, right: Any) -> tuple[str, Any] | None:
     """Return the right side of an equation as bits, with the left side's type.
 
     Return None unless both sides are integers.
@@ -271,15 +295,15 @@ def _promised(left: Any, right: Any) -> tuple[str, Any] | None:
     return f"s{bits}" if signed else f"u{bits - 1}", Integer.of(right).bits
 
 
-def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
+def _unknown_integers(name: str, low: int, high: int, limits: list[Any]) -> Elements:
     """Make an array of unknown integers; each element is made when it is first used."""
-    made: dict[int, Integer] = {}
+    elements: dict[int, Integer] = {}
 
     def element(index: int, bits: int) -> Any:
-        if index not in made:
-            made[index], more = Integer.within(f"{name}[{index}]", low, high)
-            limits.extend(more)
-        return made[index].at(bits)
+        if index not in elements:
+            elements[index], element_limits = Integer.within(f"{name}[{index}]", low, high)
+            limits.extend(element_limits)
+        return elements[index].extend_to(bits)
 
     bits = max(Integer.of(n).bits.size() for n in (low, high))
     return Elements(name, element, f"s{bits}")
@@ -291,8 +315,8 @@ def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[st
     Values that all lanes share come first.
     """
 
-    def cells(i: int, wanted: Callable[[str], bool]) -> str:
-        return ", ".join(f"{n} = {_cell(x, model[_key(i, n)])}" for n, x in rows[i].items() if x[0] and wanted(n))
+    def cells(i: int, is_shown: Callable[[str], bool]) -> str:
+        return ", ".join(f"{n} = {_cell(x, model[_key(i, n)])}" for n, x in rows[i].items() if x[0] and is_shown(n))
 
     shared = {name for name in set[str].intersection(*map(set, rows.values())) if "[" in name and len(rows) > 1}
     lines = [f"all    {cells(min(rows), shared.__contains__)}"] if shared else []
@@ -303,10 +327,10 @@ def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[st
 
 
 def _cell(seen: tuple[str, Any], bits: int) -> str:
-    return number(seen[0], bits, seen[1].size())
+    return format_number(seen[0], bits, seen[1].size())
 
 
-def number(kind: str, bits: int, size: int) -> str:
+def format_number(kind: str, bits: int, size: int) -> str:
     """Format a number of a type, given by `size` bits, as `-3 (1101)`.
 
     An integer that the type does not hold has more digits.
@@ -315,9 +339,9 @@ def number(kind: str, bits: int, size: int) -> str:
         raw = np.array([bits << 16], np.uint32) if kind == "bf16" else np.array([bits], f"u{size // 8}")
         return f"{raw.view(f'f{raw.itemsize}')[0]} ({bits:0{size}b})"
     digits, signed = int(kind[1:]), kind[0] == "s"
-    said = bits - (1 << size if (signed or size > digits) and bits >> size - 1 else 0)
-    digits = max(digits, (said if said >= 0 else ~said).bit_length() + (signed or said < 0))
-    return f"{said} ({said & (1 << digits) - 1:0{digits}b})"
+    integer = bits - (1 << size if (signed or size > digits) and bits >> size - 1 else 0)
+    digits = max(digits, (integer if integer >= 0 else ~integer).bit_length() + (signed or integer < 0))
+    return f"{integer} ({integer & (1 << digits) - 1:0{digits}b})"
 
 
 def prove_kernel(

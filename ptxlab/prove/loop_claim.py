@@ -25,11 +25,11 @@ class LoopClaim:
     @property
     def product(self) -> Range:
         """Limits of a product."""
-        found = [x * y for x in self.a for y in self.b]
-        return min(found), max(found)
+        products = [x * y for x in self.a for y in self.b]
+        return min(products), max(products)
 
     @property
-    def most(self) -> int:
+    def max_products(self) -> int:
         """Number of products that an INT32 sum has room for."""
         low, high = self.product
         return min((2**31 - 1) // high, 2**31 // -low)

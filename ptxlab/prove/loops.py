@@ -18,7 +18,7 @@ from ptxlab.emulator.front.ir import Entry, Instruction, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import bits_of, is_signed
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.bitvectors import Bits, extend, pieces, value
+from ptxlab.prove.bitvectors import Bits, constant, extend, split_fields
 from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, SymbolicExecution
 from ptxlab.prove.loop_claim import LoopClaim
 from ptxlab.prove.solve import Query, symbols_of
@@ -59,7 +59,7 @@ class Body:
 
     Attributes:
         ends: for each way back to the loop's head the condition, and registers (width, index) -> bits.
-        before: what registers held at the head, by the same keys.
+        initial: what registers held at the head, by the same keys.
         products: in order.
         channels: over how many products each unknown that was added goes, by name.
         merged: names of those that a later one of the same sum includes.
@@ -68,7 +68,7 @@ class Body:
     """
 
     ends: list[tuple[Any, dict[tuple[int, int], Bits]]]
-    before: Mapping[tuple[int, int], Bits]
+    initial: Mapping[tuple[int, int], Bits]
     products: list[Product]
     channels: Mapping[str, int]
     merged: set[str]
@@ -79,18 +79,24 @@ class Body:
     @cached_property
     def sums(self) -> dict[str, Bits]:
         """Values of registers before the step to which products are added, by name."""
-        held = {symbol.decl().name() for symbol in self.before.values()}
-        added = {name: x for p in self.products for name, x in _summands(p.added_to).items()}
-        return {name: x for name, x in added.items() if name in held}
+        initial_names = {symbol.decl().name() for symbol in self.initial.values()}
+        summands = {name: x for p in self.products for name, x in _summands(p.added_to).items()}
+        return {name: x for name, x in summands.items() if name in initial_names}
 
 
 def loops_of(entry: Entry) -> list[range]:
     """Find the innermost loops that multiply integers, each as instructions from its head to its last branch back."""
-    back = [(i.operands[0].index, pc) for pc, i in enumerate(entry.instructions) if i.head == "bra"]
-    whole = {head: max(last for first, last in back if first == head) for head, pc in back if head <= pc}
-    multiplies = [pc for pc, i in enumerate(entry.instructions) if _MATRIX.fullmatch(i.opcode) or _DOT.match(i.opcode)]
-    found = [range(a, b + 1) for a, b in sorted(whole.items()) if any(a <= pc <= b for pc in multiplies)]
-    return [r for r in found if not any(o != r and o[0] in r and o[-1] in r for o in found)]
+    back_branches = [(i.operands[0].index, pc) for pc, i in enumerate(entry.instructions) if i.head == "bra"]
+    last_by_head = {
+        head: max(last for first, last in back_branches if first == head) for head, pc in back_branches if head <= pc
+    }
+    multiplications = [
+        pc for pc, i in enumerate(entry.instructions) if _MATRIX.fullmatch(i.opcode) or _DOT.match(i.opcode)
+    ]
+    loops = [range(a, b + 1) for a, b in sorted(last_by_head.items()) if any(a <= pc <= b for pc in multiplications)]
+    return [
+        loop for loop in loops if not any(inner != loop and inner[0] in loop and inner[-1] in loop for inner in loops)
+    ]
 
 
 def steps_of(entry: Entry) -> list[Body]:
@@ -98,13 +104,13 @@ def steps_of(entry: Entry) -> list[Body]:
 
     Raises ArgumentError if there is none.
     """
-    found = [one_step(entry, loop) for loop in loops_of(entry)]
-    if not found:
+    bodies = [execute_body(entry, loop) for loop in loops_of(entry)]
+    if not bodies:
         raise ArgumentError(entry.name, "a loop that multiplies integers", "none")
-    return found
+    return bodies
 
 
-def one_step(entry: Entry, loop: range) -> Body:
+def execute_body(entry: Entry, loop: range) -> Body:
     """Execute the body of a loop once, from anything."""
     return OneStep(entry, loop).body()
 
@@ -113,11 +119,11 @@ class OneStep(SymbolicExecution):
     """A thread that executes some instructions once, in order; registers and operands hold anything at first."""
 
     def __init__(self, entry: Entry, loop: range) -> None:
-        anything = [z3.FreshConst(z3.BitVecSort(8 * p.size), p.name) for p in entry.params]
-        first = (0, 0, 0)
-        super().__init__(entry, anything, grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)], assume=())
+        arguments = [z3.FreshConst(z3.BitVecSort(8 * p.size), p.name) for p in entry.params]
+        origin = (0, 0, 0)
+        super().__init__(entry, arguments, grid=(1, 1, 1), block=(1, 1, 1), threads=[(origin, origin)], assume=())
         self.loop = loop
-        self.before: dict[tuple[int, int], Bits] = {}
+        self.initial: dict[tuple[int, int], Bits] = {}
         self.products: list[Product] = []
         self.channels: dict[str, int] = {}  # of each product, by name
         self.merged: set[str] = set()
@@ -128,7 +134,7 @@ class OneStep(SymbolicExecution):
     def body(self) -> Body:
         """Execute the instructions; return the state at each end, and the products on the way."""
         head, last = self.loop[0], self.loop[-1]
-        inner = {i.operands[0].index: pc for pc in self.loop
+        inner_loops = {i.operands[0].index: pc for pc in self.loop
                  if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip
         ready: dict[int, Any] = {head: TRUE}
         ends = []
@@ -137,8 +143,8 @@ class OneStep(SymbolicExecution):
             guard = ready.pop(pc)
             if not ready:  # whatever goes on with the step comes through here
                 guard = TRUE
-            if pc in inner:  # whatever its steps have done, registers that it writes hold something
-                for instruction in self.code[pc : inner[pc] + 1]:
+            if pc in inner_loops:  # whatever its steps have done, registers that it writes hold something
+                for instruction in self.code[pc : inner_loops[pc] + 1]:
                     self.forget(instruction, TRUE)
                 self.carry = [z3.FreshConst(z3.BoolSort(), "carry")]
             for target, guards in self.step(pc, {0: guard}):
@@ -147,30 +153,30 @@ class OneStep(SymbolicExecution):
                 elif pc < target <= last:
                     ready[target] = z3.simplify(z3.Or(ready.get(target, FALSE), guards[0]))
         annotated = sum(self.code[pc].lanes is not None for pc in self.loop)
-        parts = self.before, self.products, self.channels, self.merged, self.to_float, self.steps
+        parts = self.initial, self.products, self.channels, self.merged, self.to_float, self.steps
         return Body(ends, *parts, annotated)
 
     def register(self, lane: int, register: Register, width: int) -> Bits:
         key = width, register.index
         if key not in self.registers[0]:
             sort = z3.BoolSort() if width == 1 else z3.BitVecSort(width)
-            self.registers[0][key] = self.before[key] = z3.FreshConst(sort, f"{register.name} before")
+            self.registers[0][key] = self.initial[key] = z3.FreshConst(sort, f"{register.name} before")
             self.defined[0][key] = TRUE
-        guard, result = self.latest.get(key, (FALSE, None))
-        return result if guard.eq(self.guards.get(0, TRUE)) else self.registers[0][key]
+        guard, latest_bits = self.latest.get(key, (FALSE, None))
+        return latest_bits if guard.eq(self.guards.get(0, TRUE)) else self.registers[0][key]
 
-    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
+    def write(self, lane: int, guard: Any, operand: ir.Operand, word: Bits, signed: bool = False) -> None:
         if isinstance(operand, Register):
             width = bits_of(operand.type)
             self.register(lane, operand, width)
-            self.latest[width, operand.index] = guard, result if width == 1 else extend(result, width, signed)
-        super().write(lane, guard, operand, result, signed)
+            self.latest[width, operand.index] = guard, word if width == 1 else extend(word, width, signed)
+        super().write(lane, guard, operand, word, signed)
 
     def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:
         if isinstance(operand, ir.Special | ir.Symbol):
             key = operand.name if isinstance(operand, ir.Special) else (operand.variable.name, operand.offset)
-            known = self.named.setdefault(key, z3.FreshConst(z3.BitVecSort(64), str(key)))
-            return extend(known, bits_of(type_name), False)
+            symbol = self.named.setdefault(key, z3.FreshConst(z3.BitVecSort(64), str(key)))
+            return extend(symbol, bits_of(type_name), False)
         return super().read(lane, operand, type_name)
 
     def forget(self, instruction: Instruction, guard: Any) -> None:
@@ -208,72 +214,73 @@ class OneStep(SymbolicExecution):
     def load_anything(self, instruction: Instruction, guard: Any) -> None:
         """Set a load's destinations to unknown values."""
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
-        for item in target.items if isinstance(target, ir.Vector) else (target,):
-            self.write(0, guard, item, z3.FreshConst(z3.BitVecSort(bits_of(t)), "loaded"), is_signed(t))
+        for register in target.items if isinstance(target, ir.Vector) else (target,):
+            self.write(0, guard, register, z3.FreshConst(z3.BitVecSort(bits_of(t)), "loaded"), is_signed(t))
 
     def multiply(self, instruction: Instruction, guard: Any, channels: int, types: tuple[str, str]) -> None:
         """Execute a matrix instruction or dp4a.
 
         d = a*b + c of mma and dp4a. wgmma has no c: d += a*b, or d = a*b where its scale is 0.
         """
-        d, a, b, *rest = instruction.operands
+        d, a, b, *more_operands = instruction.operands
         targets = d.items if isinstance(d, ir.Vector) else (d,)
-        keeps = TRUE
+        keeps_sum = TRUE
         if instruction.head == "wgmma":
-            c, scale = d, rest[0]
-            keeps = self.read(0, scale, "pred") if isinstance(scale, Register) else z3.BoolVal(scale.bits != 0)
+            c, scale = d, more_operands[0]
+            keeps_sum = self.read(0, scale, "pred") if isinstance(scale, Register) else z3.BoolVal(scale.bits != 0)
         else:
-            c = rest[0]
-        held = [self.read(0, item, "u32") for item in (c.items if isinstance(c, ir.Vector) else (c,))]
-        operands = tuple((t, self.in_registers(o)) for t, o in zip(types, (a, b), strict=True))
-        for target, c_before in zip(targets, held, strict=True):
-            before, already = self.parted(z3.simplify(z3.If(keeps, c_before, value(0, 32))))
+            c = more_operands[0]
+        accumulators = [self.read(0, operand, "u32") for operand in (c.items if isinstance(c, ir.Vector) else (c,))]
+        operands = tuple((t, self.operand_words(o)) for t, o in zip(types, (a, b), strict=True))
+        for target, c_before in zip(targets, accumulators, strict=True):
+            initial_sum, earlier_channels = self.split_sum(z3.simplify(z3.If(keeps_sum, c_before, constant(0, 32))))
             added = z3.FreshConst(z3.BitVecSort(32), "products")
-            self.channels[added.decl().name()] = already + channels
-            self.products.append(Product(added, already + channels, operands, before, guard))  # type: ignore[arg-type]
-            self.write(0, guard, target, before + added)
+            self.channels[added.decl().name()] = earlier_channels + channels
+            self.products.append(Product(added, earlier_channels + channels, operands, initial_sum, guard))  # type: ignore[arg-type]
+            self.write(0, guard, target, initial_sum + added)
 
-    def parted(self, held: Bits) -> tuple[Bits, int]:
+    def split_sum(self, accumulated: Bits) -> tuple[Bits, int]:
         """Split a sum from the products that this step has added to it.
 
         Return the sum without them, and the number of channels that they cover.
         """
-        terms = held.children() if z3.is_app_of(held, z3.Z3_OP_BADD) else [held]
-        for at, term in enumerate(terms):
+        terms = accumulated.children() if z3.is_app_of(accumulated, z3.Z3_OP_BADD) else [accumulated]
+        for index, term in enumerate(terms):
             name = term.decl().name()
             if name in self.channels:
                 self.merged.add(name)
-                return sum(terms[:at] + terms[at + 1 :], value(0, 32)), self.channels[name]
-        return held, 0
+                return sum(terms[:index] + terms[index + 1 :], constant(0, 32)), self.channels[name]
+        return accumulated, 0
 
-    def in_registers(self, operand: ir.Operand) -> tuple[Bits, ...]:
+    def operand_words(self, operand: ir.Operand) -> tuple[Bits, ...]:
         """Read an operand's words; return none for a descriptor."""
-        items = operand.items if isinstance(operand, ir.Vector) else (operand,)
-        of_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in items)
-        return tuple(self.read(0, item, "u32") for item in items) if of_words else ()
+        words = operand.items if isinstance(operand, ir.Vector) else (operand,)
+        of_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in words)
+        return tuple(self.read(0, word, "u32") for word in words) if of_words else ()
 
 
 # Formulas
 
 
-def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
-    """Build the formulas that no INT32 sum of up to `most` products leaves its limits in a step."""
+def sums_fit(bodies: Iterable[Body], loop: LoopClaim, max_products: int) -> list[Query]:
+    """Build the formulas that no INT32 sum of up to `max_products` products leaves its limits in a step."""
     low, high = loop.product
-    found = []
+    queries = []
     for body in bodies:
-        after = _sums_after(body)
-        step = max((_most_channels(bits, body.channels) for _, bits in after), default=0)
-        wide = max(33, (max(-low, high) * most).bit_length() + 2)
-        least, greatest = z3.BitVecs("least greatest", wide)  # low*k and high*k before the step, for any k that is left
-        bounds = _added(body, loop) | {"least": [low * (most - step) <= least, least <= 0]}
-        bounds |= {"greatest": [greatest >= 0, greatest <= high * (most - step)]}
-        bounds |= {name: _within(before, least, greatest) for name, before in body.sums.items()}
-        for guard, bits in after:
-            holds = z3.And(_within(bits, least + low * step, greatest + high * step))
-            found.append(_bounded(z3.Implies(guard, holds), bounds))
-        found += _operands_fit(body, loop)
+        sums = _sums_after(body)
+        step_channels = max((_max_channels(bits, body.channels) for _, bits in sums), default=0)
+        width = max(33, (max(-low, high) * max_products).bit_length() + 2)
+        # low*k and high*k before the step, for any k that is left
+        lowest, highest = z3.BitVecs("lowest highest", width)
+        bounds = _product_bounds(body, loop) | {"lowest": [low * (max_products - step_channels) <= lowest, lowest <= 0]}
+        bounds |= {"highest": [highest >= 0, highest <= high * (max_products - step_channels)]}
+        bounds |= {name: _within(initial_sum, lowest, highest) for name, initial_sum in body.sums.items()}
+        for guard, bits in sums:
+            holds = z3.And(_within(bits, lowest + low * step_channels, highest + high * step_channels))
+            queries.append(_query_within(z3.Implies(guard, holds), bounds))
+        queries += _operands_fit(body, loop)
     # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
-    return [*found, Query(z3.BoolVal(low * most >= -(2**31) and high * most < 2**31))]
+    return [*queries, Query(z3.BoolVal(low * max_products >= -(2**31) and high * max_products < 2**31))]
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
@@ -282,46 +289,50 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     It converts by an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to
     a float.
     """
-    found = []
+    queries = []
     for body in bodies:
-        products = _added(body, loop)
-        bounds = products | {name: [before == 0] for name, before in body.sums.items()}
-        found += [_bounded(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, begun=False)]
+        products = _product_bounds(body, loop)
+        bounds = products | {name: [initial_sum == 0] for name, initial_sum in body.sums.items()}
+        queries += [
+            _query_within(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, include_new=False)
+        ]
         converted = set[str]()
         for guard, number in body.to_float:
             exact = z3.And(_within(number, -EXACT_IN_F32, EXACT_IN_F32))
             if products.keys() & _summands(number).keys():
-                found.append(_bounded(z3.Implies(guard, exact), bounds))
+                queries.append(_query_within(z3.Implies(guard, exact), bounds))
                 converted |= _summands(number).keys()
         for product in body.products:
             if product.symbol.decl().name() not in converted | body.merged:
-                beside = product.added_to + product.symbol - SHIFT
-                shifted = z3.And(_within(beside, 1 - 2**22, 2**22 - 1))
-                found.append(_bounded(shifted, bounds))
-        found += _operands_fit(body, loop, SHIFT)
-    return found
+                shifted_sum = product.added_to + product.symbol - SHIFT
+                in_mantissa = z3.And(_within(shifted_sum, 1 - 2**22, 2**22 - 1))
+                queries.append(_query_within(in_mantissa, bounds))
+        queries += _operands_fit(body, loop, SHIFT)
+    return queries
 
 
 def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     """Build the formulas of each packed mad or mul: the type of its operands, and its lanes for admitted groups."""
-    found = []
+    queries = []
     for body in bodies:
         steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
         for step in steps:
-            nibbles, scale, result = pieces(step.sources["a"], 8), step.sources["b"], pieces(step.result, 8)
-            offsets = pieces(step.sources["c"], 8) if "c" in step.sources else [value(0, 8)] * 4
-            are = z3.And(z3.ULE(scale, 255), *(z3.ULE(q, 15) for q in nibbles), *(o == offsets[0] for o in offsets))
+            nibbles, scale, stored = split_fields(step.sources["a"], 8), step.sources["b"], split_fields(step.output, 8)
+            offsets = split_fields(step.sources["c"], 8) if "c" in step.sources else [constant(0, 8)] * 4
+            operands_fit = z3.And(
+                z3.ULE(scale, 255), *(z3.ULE(q, 15) for q in nibbles), *(o == offsets[0] for o in offsets)
+            )
             exact = [z3.ZeroExt(8, q) * z3.Extract(15, 0, scale) + z3.ZeroExt(8, o)
                      for q, o in zip(nibbles, offsets, strict=True)]  # fmt: skip
             admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "scaled_offset" else [z3.ULE(scale, 17)]
-            kept = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(result, exact, strict=True)])
-            found += [Query(z3.Implies(step.guard, are)), Query(z3.Implies(step.guard, kept), admitted)]
-        found.append(Query(z3.BoolVal(bool(steps) and len(body.steps) == body.annotated)))
+            is_exact = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(stored, exact, strict=True)])
+            queries += [Query(z3.Implies(step.guard, operands_fit)), Query(z3.Implies(step.guard, is_exact), admitted)]
+        queries.append(Query(z3.BoolVal(bool(steps) and len(body.steps) == body.annotated)))
         if loop.packed == "scaled_offset":
-            known = [z3.simplify(s.result ^ TOP_BITS) for s in steps]
+            dequantised = [z3.simplify(s.output ^ TOP_BITS) for s in steps]
             words = [z3.simplify(word) for p in body.products for word in p.operands[0][1]]
-            found += [Query(z3.BoolVal(bool(words) and all(any(w.eq(k) for k in known) for w in words)))]
-    return found
+            queries += [Query(z3.BoolVal(bool(words) and all(any(w.eq(k) for k in dequantised) for w in words)))]
+    return queries
 
 
 def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
@@ -329,27 +340,33 @@ def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
     Or they are the word itself (INT8 blocks), but only on a condition, one for all words of an operand.
     """
-    found, nibbles = [], 0
+    queries, nibbles = [], 0
     for product in (p for body in bodies for p in body.products if p.operands[0][0] == "s8"):
         conditions = dict[str, None]()
         for word in map(z3.simplify, product.operands[0][1]):
-            condition, *ways = word.children() if z3.is_app_of(word, z3.Z3_OP_ITE) else (product.guard, word)
+            condition, *alternatives = word.children() if z3.is_app_of(word, z3.Z3_OP_ITE) else (product.guard, word)
             conditions[condition.sexpr()] = None
-            for way in ways:
-                loaded = [x for x in symbols_of([way]).values() if z3.is_bv(x) and x.size() == 32]
+            for alternative in alternatives:
+                loaded = [x for x in symbols_of([alternative]).values() if z3.is_bv(x) and x.size() == 32]
                 if len(loaded) != 1:
-                    found.append(Query(z3.BoolVal(False)))
-                elif condition.eq(TRUE) or not way.eq(loaded[0]):
+                    queries.append(Query(z3.BoolVal(False)))
+                elif condition.eq(TRUE) or not alternative.eq(loaded[0]):
                     nibbles += 1
-                    found.append(Query(z3.Or(_sixteen_times(way, loaded[0], 4), _sixteen_times(way, loaded[0], 0))))
-        found.append(Query(z3.BoolVal(len(conditions) <= 1)))
-    return [*found, Query(z3.BoolVal(nibbles > 0))]
+                    queries.append(
+                        Query(
+                            z3.Or(_sixteen_times(alternative, loaded[0], 4), _sixteen_times(alternative, loaded[0], 0))
+                        )
+                    )
+        queries.append(Query(z3.BoolVal(len(conditions) <= 1)))
+    return [*queries, Query(z3.BoolVal(nibbles > 0))]
 
 
 def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
     """Build the formula that bytes, as s8, are 16 times the high (`first` 4) or low nibbles of another word, as s4."""
-    fours = [z3.Extract(first + 3, first, octet) for octet in pieces(packed, 8)]
-    return z3.And([z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(pieces(word, 8), fours, strict=True)])
+    fours = [z3.Extract(first + 3, first, octet) for octet in split_fields(packed, 8)]
+    return z3.And(
+        [z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(split_fields(word, 8), fours, strict=True)]
+    )
 
 
 def _within(x: Bits, low: Any, high: Any) -> list[Any]:
@@ -362,49 +379,49 @@ def _within(x: Bits, low: Any, high: Any) -> list[Any]:
     return [low <= wide, wide <= high]
 
 
-def _sums_after(body: Body, begun: bool = True) -> list[tuple[Any, Bits]]:
+def _sums_after(body: Body, include_new: bool = True) -> list[tuple[Any, Bits]]:
     """Return the sums after the step, each with its condition.
 
-    With `begun`, sums that the step has begun are included, where it left them.
+    With `include_new`, sums that the step has begun are included, where it left them.
     """
-    places = {key for key, before in body.before.items() if before.decl().name() in body.sums}
-    parts = {*body.sums, *(p.symbol.decl().name() for p in body.products)} if begun else set()
+    keys = {key for key, initial_bits in body.initial.items() if initial_bits.decl().name() in body.sums}
+    summand_names = {*body.sums, *(p.symbol.decl().name() for p in body.products)} if include_new else set()
     return [
         (guard, bits)
         for guard, registers in body.ends
         for key, bits in registers.items()
-        if key[0] == 32 and (key in places or set() < _summands(bits).keys() <= parts)
+        if key[0] == 32 and (key in keys or set() < _summands(bits).keys() <= summand_names)
     ]
 
 
 def _summands(bits: Bits) -> dict[str, Bits]:
     """Return the terms that a sum adds up, under every condition: unknowns by name, other terms by their text."""
-    found, todo = dict[str, Bits](), [bits]
-    while todo:
-        term = todo.pop()
+    summands, pending = dict[str, Bits](), [bits]
+    while pending:
+        term = pending.pop()
         if z3.is_app_of(term, z3.Z3_OP_ITE):
-            todo += term.children()[1:]
+            pending += term.children()[1:]
         elif z3.is_app_of(term, z3.Z3_OP_BADD):
-            todo += term.children()
+            pending += term.children()
         elif z3.is_app_of(term, z3.Z3_OP_UNINTERPRETED):
-            found[term.decl().name()] = term
+            summands[term.decl().name()] = term
         elif not z3.is_bv_value(term) or term.as_long():
-            found[term.sexpr()] = term
-    return found
+            summands[term.sexpr()] = term
+    return summands
 
 
-def _most_channels(bits: Bits, channels: Mapping[str, int]) -> int:
+def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
     """Return the most products that a sum has received, under any conditions."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
         condition, *ways = bits.children()
-        told = (z3.substitute(way, (condition, value)) for way, value in zip(ways, (TRUE, FALSE), strict=True))
-        return max(_most_channels(z3.simplify(way), channels) for way in told)
+        simplified = (z3.substitute(way, (condition, truth)) for way, truth in zip(ways, (TRUE, FALSE), strict=True))
+        return max(_max_channels(z3.simplify(way), channels) for way in simplified)
     if z3.is_app_of(bits, z3.Z3_OP_BADD):
-        return sum(_most_channels(term, channels) for term in bits.children())
+        return sum(_max_channels(term, channels) for term in bits.children())
     return channels.get(bits.decl().name(), 0) if z3.is_const(bits) else 0
 
 
-def _added(body: Body, loop: LoopClaim) -> Bounds:
+def _product_bounds(body: Body, loop: LoopClaim) -> Bounds:
     """Return the bounds of the amount that each product may add."""
     low, high = loop.product
     return {p.symbol.decl().name(): _within(p.symbol, low * p.channels, high * p.channels) for p in body.products}
@@ -415,18 +432,18 @@ def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query
 
     Elements lie there by their type, or by what the loop's code left in registers.
     """
-    known = {value(start, 32).sexpr(), *body.sums, *(p.symbol.decl().name() for p in body.products)}
+    allowed_summands = {constant(start, 32).sexpr(), *body.sums, *(p.symbol.decl().name() for p in body.products)}
     for product in body.products:
-        yield Query(z3.BoolVal(_summands(product.added_to).keys() <= known))
+        yield Query(z3.BoolVal(_summands(product.added_to).keys() <= allowed_summands))
         for (kind, words), (low, high) in zip(product.operands, (loop.a, loop.b), strict=True):
             bits, signed = int(kind[1:]), kind[0] == "s"
-            least, greatest = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-            if least < low or high < greatest:
-                elements = [extend(x, 32, signed) for word in words for x in pieces(word, bits)]
+            type_low, type_high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+            if type_low < low or high < type_high:
+                elements = [extend(x, 32, signed) for word in words for x in split_fields(word, bits)]
                 yield Query(z3.And([z3.And(low <= x, x <= high) for x in elements] or [z3.BoolVal(False)]))
 
 
-def _bounded(holds: Any, bounds: Bounds) -> Query:
+def _query_within(holds: Any, bounds: Bounds) -> Query:
     """Build the query of a formula under the bounds of its unknowns."""
     symbols = symbols_of([holds])
     return Query(holds, [bound for name in symbols for bound in bounds.get(name, ())], symbols)

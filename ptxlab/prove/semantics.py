@@ -17,7 +17,17 @@ from ptxlab.emulator.front.opcode import Opcode, OpcodeTable, UnknownOpcode
 from ptxlab.emulator.front.types import bits_of, is_float, is_signed, limits
 from ptxlab.emulator.ops.rounding import CANONICAL_NAN
 from ptxlab.emulator.ops.video import SCALAR_NAMES, SIMD_NAMES, ScalarForm, SimdForm
-from ptxlab.prove.bitvectors import SORTS, Bits, as_float, clamped, extend, float_bits, joined, pieces, value
+from ptxlab.prove.bitvectors import (
+    SORTS,
+    Bits,
+    as_float,
+    clamp,
+    concatenate_fields,
+    constant,
+    extend,
+    float_bits,
+    split_fields,
+)
 
 Compute = Callable[..., Any]
 _TABLE = OpcodeTable[Compute]()
@@ -34,12 +44,14 @@ def computation(text: str, selectors: tuple[str, ...] = ()) -> Compute:
 
 
 def _extreme_of(smaller: bool, signed: bool) -> Compute:
-    less = (lambda a, b: a < b) if signed else z3.ULT
-    return lambda a, b: z3.If(less(a, b) == smaller, a, b)
+    is_less = (lambda a, b: a < b) if signed else z3.ULT
+    return lambda a, b: z3.If(is_less(a, b) == smaller, a, b)
 
 
 def _by_halves(compute: Compute) -> Compute:
-    return lambda *sources: joined([compute(*parts) for parts in zip(*(pieces(s, 16) for s in sources), strict=True)])
+    return lambda *sources: concatenate_fields(
+        [compute(*parts) for parts in zip(*(split_fields(s, 16) for s in sources), strict=True)]
+    )
 
 
 # Add, subtract, multiply
@@ -58,7 +70,7 @@ def _add(op: Opcode) -> Compute:
     bits, (low, high) = bits_of(t), limits(t)
     if saturate:
         return lambda a, b: extend(
-            clamped(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, True
+            clamp(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, True
         )
     if not carry_in and not carry_out:
         return wide
@@ -66,9 +78,9 @@ def _add(op: Opcode) -> Compute:
     def with_carry(a: Bits, b: Bits, carry: Bits | None = None) -> Any:
         total = wide(z3.ZeroExt(1, a), z3.ZeroExt(1, b))
         if carry is not None:
-            total = wide(total, z3.If(carry, value(1, bits + 1), value(0, bits + 1)))
-        result = z3.Extract(bits - 1, 0, total)
-        return (result, z3.Extract(bits, bits, total) == 1) if carry_out else result
+            total = wide(total, z3.If(carry, constant(1, bits + 1), constant(0, bits + 1)))
+        word = z3.Extract(bits - 1, 0, total)
+        return (word, z3.Extract(bits, bits, total) == 1) if carry_out else word
 
     return with_carry
 
@@ -99,18 +111,18 @@ def _mul(op: Opcode) -> Compute:
 @_operation("mad", "mad24", "madc", floating=False)
 def _mad(op: Opcode) -> Compute:
     carry_in, carry_out, saturate = op.name == "madc", op.flag("cc"), op.flag("sat")
-    result, product = _product(op)
-    bits, (low, high) = bits_of(result), limits(result)
+    result_type, product = _product(op)
+    bits, (low, high) = bits_of(result_type), limits(result_type)
 
     def mad(a: Bits, b: Bits, c: Bits, carry: Bits | None = None) -> Any:
         p = product(a, b)
         if saturate:
-            return extend(clamped(z3.SignExt(1, p) + z3.SignExt(1, c), low, high), bits, True)
+            return extend(clamp(z3.SignExt(1, p) + z3.SignExt(1, c), low, high), bits, True)
         if carry is None and not carry_out:
             return p + c
         total = z3.ZeroExt(1, p) + z3.ZeroExt(1, c)
         if carry_in:
-            total = total + z3.If(carry, value(1, bits + 1), value(0, bits + 1))
+            total = total + z3.If(carry, constant(1, bits + 1), constant(0, bits + 1))
         low_bits = z3.Extract(bits - 1, 0, total)
         return (low_bits, z3.Extract(bits, bits, total) == 1) if carry_out else low_bits
 
@@ -130,7 +142,7 @@ def _dot(op: Opcode) -> Compute:
     ta, tb = op.type(), op.type()
 
     def dot(a: Bits, b: Bits, c: Bits) -> Bits:
-        left, right = pieces(a, 16 if half else 8), pieces(b, 8)
+        left, right = split_fields(a, 16 if half else 8), split_fields(b, 8)
         right = {"": right, "lo": right[:2], "hi": right[2:]}[half]
         for x, y in zip(left, right, strict=True):
             c = c + extend(x, 32, ta == "s32") * extend(y, 32, tb == "s32")
@@ -152,7 +164,7 @@ def _div(op: Opcode) -> Compute:
     def divide(a: Bits, b: Bits) -> Bits:
         size = unsigned(z3.If(a < 0, -a, a), z3.If(b < 0, -b, b))
         signed = z3.If(a < 0 if remainder else z3.Xor(a < 0, b < 0), -size, size)
-        return z3.If(b == 0, a if remainder else value(-1, a.size()), signed)
+        return z3.If(b == 0, a if remainder else constant(-1, a.size()), signed)
 
     return divide
 
@@ -163,8 +175,8 @@ def _extreme(op: Opcode) -> Compute:
     extreme = _extreme_of(op.name == "min", is_signed(t))
 
     def one(a: Bits, b: Bits) -> Bits:
-        found = extreme(a, b)
-        return z3.If(found < 0, value(0, found.size()), found) if relu else found
+        selected = extreme(a, b)
+        return z3.If(selected < 0, constant(0, selected.size()), selected) if relu else selected
 
     return _by_halves(one) if t.endswith("x2") else one
 
@@ -195,14 +207,14 @@ def _compare_with(op: Opcode, compare: Compute) -> Compute:
     name = op.choice(*_COMBINE, default="")
 
     def setp(a: Bits, b: Bits, c: Bits | None = None) -> tuple[Bits, Bits]:
-        result = compare(a, b)
-        both = result, z3.Not(result)
-        return both if c is None else (_COMBINE[name](both[0], c), _COMBINE[name](both[1], c))
+        holds = compare(a, b)
+        pair = holds, z3.Not(holds)
+        return pair if c is None else (_COMBINE[name](pair[0], c), _COMBINE[name](pair[1], c))
 
     if op.name == "setp":
         return setp
     true = 0x3F800000 if op.type("u32", "s32", "f32") == "f32" else -1
-    return lambda *sources: z3.If(setp(*sources)[0], value(true, 32), value(0, 32))
+    return lambda *sources: z3.If(setp(*sources)[0], constant(true, 32), constant(0, 32))
 
 
 @_operation("setp", "set", floating=False)
@@ -234,7 +246,7 @@ def _select_by_sign(op: Opcode) -> Compute:
 def _logic(op: Opcode) -> Compute:
     if op.name == "cnot":
         bits = bits_of(op.type())
-        return lambda a: z3.If(a == 0, value(1, bits), value(0, bits))
+        return lambda a: z3.If(a == 0, constant(1, bits), constant(0, bits))
     if op.type() == "pred":
         flags: dict[str, Compute] = {**_COMBINE, "not": z3.Not}
         return flags[op.name]
@@ -251,8 +263,8 @@ def _lop3(op: Opcode) -> Compute:
     def logic(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
         """Combine the products of a, b and c or their complements that the table selects, each by its bit."""
         products = ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8))
-        named = (product for i, product in enumerate(products) if table.as_long() >> i & 1)
-        return reduce(lambda x, y: x | y, named, value(0, 32))
+        selected = (product for i, product in enumerate(products) if table.as_long() >> i & 1)
+        return reduce(lambda x, y: x | y, selected, constant(0, 32))
 
     return logic
 
@@ -276,7 +288,7 @@ def _funnel(op: Opcode) -> Compute:
     op.type()
 
     def funnel(a: Bits, b: Bits, c: Bits) -> Bits:
-        n = z3.ZeroExt(32, c & 31 if wrap else z3.If(z3.ULT(c, 32), c, value(32, 32)))
+        n = z3.ZeroExt(32, c & 31 if wrap else z3.If(z3.ULT(c, 32), c, constant(32, 32)))
         pair = z3.Concat(b, a)
         return z3.Extract(63, 32, pair << n) if left else z3.Extract(31, 0, z3.LShR(pair, n))
 
@@ -289,16 +301,20 @@ def _count(op: Opcode) -> Compute:
     bits = bits_of(t)
 
     def highest(a: Bits) -> Bits:  # its position, -1 if there is none
-        return reduce(lambda found, i: z3.If(z3.Extract(i, i, a) == 1, value(i, 32), found), range(bits), value(-1, 32))
+        return reduce(
+            lambda position, i: z3.If(z3.Extract(i, i, a) == 1, constant(i, 32), position),
+            range(bits),
+            constant(-1, 32),
+        )
 
     def find(a: Bits) -> Bits:
         position = highest(z3.If(a < 0, ~a, a) if is_signed(t) else a)
         return z3.If(position == -1, position, bits - 1 - position) if amount else position
 
     return {
-        "popc": lambda a: reduce(lambda x, y: x + y, (z3.ZeroExt(31, bit) for bit in pieces(a, 1))),
+        "popc": lambda a: reduce(lambda x, y: x + y, (z3.ZeroExt(31, bit) for bit in split_fields(a, 1))),
         "clz": lambda a: bits - 1 - highest(a),
-        "brev": lambda a: joined(pieces(a, 1)[::-1]),
+        "brev": lambda a: concatenate_fields(split_fields(a, 1)[::-1]),
         "bfind": find,
     }[op.name]
 
@@ -310,14 +326,16 @@ def _extract(op: Opcode) -> Compute:
 
     def at_most(x: Bits) -> Bits:  # the 32-bit form takes the low bytes
         x = x & 255 if bits == 32 else z3.ZeroExt(32, x)
-        return z3.If(z3.ULT(x, bits), x, value(bits, bits))
+        return z3.If(z3.ULT(x, bits), x, constant(bits, bits))
 
     def extract(a: Bits, b: Bits, c: Bits) -> Bits:
         position, length = at_most(b), at_most(c)
         spare = bits - length
         if signed:
             return z3.If(
-                length == 0, value(0, bits), z3.If(position == bits, a >> (bits - 1), a >> position << spare >> spare)
+                length == 0,
+                constant(0, bits),
+                z3.If(position == bits, a >> (bits - 1), a >> position << spare >> spare),
             )
         return z3.LShR(z3.LShR(a, position) << spare, spare)
 
@@ -329,9 +347,9 @@ def _insert(op: Opcode) -> Compute:
     bits = bits_of(op.type())
 
     def insert(a: Bits, b: Bits, c: Bits, d: Bits) -> Bits:
-        position, length = (z3.If(z3.ULT(x & 255, bits), x & 255, value(bits, 32)) for x in (c, d))
+        position, length = (z3.If(z3.ULT(x & 255, bits), x & 255, constant(bits, 32)) for x in (c, d))
         position, length = extend(position, bits, False), extend(length, bits, False)
-        mask = ~(value(-1, bits) << length) << position
+        mask = ~(constant(-1, bits) << length) << position
         return (b & ~mask) | (a << position & mask)
 
     return insert
@@ -344,7 +362,7 @@ def _mask(op: Opcode) -> Compute:
 
     def mask(a: Bits, b: Bits) -> Bits:
         position, length = (x & 31 if wrap else x for x in (a, b))
-        return ~(value(-1, 32) << length) << position
+        return ~(constant(-1, 32) << length) << position
 
     return mask
 
@@ -353,13 +371,13 @@ def _mask(op: Opcode) -> Compute:
 def _extend(op: Opcode) -> Compute:
     wrap, t = op.choice("clamp", "wrap") == "wrap", op.type()
 
-    def widened(a: Bits, b: Bits) -> Bits:
-        spare = 32 - (b & 31 if wrap else z3.If(z3.ULT(b, 32), b, value(32, 32)))
+    def sign_or_zero_extend(a: Bits, b: Bits) -> Bits:
+        spare = 32 - (b & 31 if wrap else z3.If(z3.ULT(b, 32), b, constant(32, 32)))
         if t == "u32":
             return z3.LShR(a << spare, spare)
-        return z3.If(spare == 32, value(0, 32), a << spare >> spare)
+        return z3.If(spare == 32, constant(0, 32), a << spare >> spare)
 
-    return widened
+    return sign_or_zero_extend
 
 
 _PERMUTATIONS = {
@@ -376,23 +394,23 @@ def _permute(op: Opcode) -> Compute:
 
     def permute(a: Bits, b: Bits, c: Bits) -> Bits:
         if mode:
-            c = _chosen(c & 3, [value(word, 32) for word in _PERMUTATIONS[mode]])
-        pool = pieces(a, 8) + pieces(b, 8)
-        result = []
-        for at in (0, 4, 8, 12):
-            byte = _chosen(z3.Extract(at + 2, at, c), pool)
-            result.append(z3.If(z3.Extract(at + 3, at + 3, c) == 1, byte >> 7, byte))
-        return joined(result)
+            c = _pick(c & 3, [constant(word, 32) for word in _PERMUTATIONS[mode]])
+        pool = split_fields(a, 8) + split_fields(b, 8)
+        octets = []
+        for shift in (0, 4, 8, 12):
+            byte = _pick(z3.Extract(shift + 2, shift, c), pool)
+            octets.append(z3.If(z3.Extract(shift + 3, shift + 3, c) == 1, byte >> 7, byte))
+        return concatenate_fields(octets)
 
     return permute
 
 
-def _chosen(index: Bits, items: list[Bits]) -> Bits:
+def _pick(index: Bits, choices: list[Bits]) -> Bits:
     """Select the item of that index, which must be in range."""
     index = z3.simplify(index)
     if z3.is_bv_value(index):
-        return items[index.as_long()]
-    return reduce(lambda found, i: z3.If(index == i, items[i], found), range(len(items) - 1), items[-1])
+        return choices[index.as_long()]
+    return reduce(lambda selected, i: z3.If(index == i, choices[i], selected), range(len(choices) - 1), choices[-1])
 
 
 # Video
@@ -422,7 +440,7 @@ def _of_lanes(function: str, wide: int) -> Compute:
     if function in _VIDEO:
         return _VIDEO[function]
     compare = _comparison(function, signed=True)
-    return lambda a, b: z3.If(compare(a, b), value(1, wide), value(0, wide))
+    return lambda a, b: z3.If(compare(a, b), constant(1, wide), constant(0, wide))
 
 
 @_operation(*SIMD_NAMES, floating=False)
@@ -432,17 +450,17 @@ def _simd(op: Opcode) -> Compute:
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if form.signed else (0, (1 << bits) - 1)
 
     def simd(a: Bits, b: Bits, c: Bits) -> Bits:
-        pool, result, total = pieces(a, bits) + pieces(b, bits), pieces(c, bits), c
+        pool, lanes, total = split_fields(a, bits) + split_fields(b, bits), split_fields(c, bits), c
         for lane in (lane for lane in range(form.count) if form.kept[lane]):
             x, y = (
                 extend(pool[picks[lane]], wide, signed)
                 for picks, signed in zip(form.picks, form.sources_signed, strict=True)
             )
-            found = function(x, y)
-            found = clamped(found, low, high) if form.saturate else found
-            result[lane] = z3.Extract(bits - 1, 0, found)
-            total = total + z3.Extract(31, 0, found)
-        return total if form.accumulate else joined(result)
+            number = function(x, y)
+            number = clamp(number, low, high) if form.saturate else number
+            lanes[lane] = z3.Extract(bits - 1, 0, number)
+            total = total + z3.Extract(31, 0, number)
+        return total if form.accumulate else concatenate_fields(lanes)
 
     return simd
 
@@ -453,32 +471,32 @@ def _scalar(op: Opcode) -> Compute:
 
     def function(a: Bits, b: Bits) -> Bits:
         if form.function in ("vshl", "vshr"):
-            count = b & 31 if form.wrap else z3.If(b < 32, b, value(32, wide))
+            count = b & 31 if form.wrap else z3.If(b < 32, b, constant(32, wide))
             return a << count if form.function == "vshl" else a >> count
         return _of_lanes(form.function, wide)(a, b)
 
     def scalar(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
         x, y = (
-            extend(pieces(word, bits)[number], wide, signed)
-            for word, (bits, number), signed in zip((a, b), form.parts, form.sources_signed, strict=True)
+            extend(split_fields(word, bits)[part], wide, signed)
+            for word, (bits, part), signed in zip((a, b), form.parts, form.sources_signed, strict=True)
         )
-        result, (size, position) = function(x, y), form.target or (32, 0)
+        number, (size, position) = function(x, y), form.target or (32, 0)
         if form.saturate and form.signed:
-            result = clamped(result, -(1 << size - 1), (1 << size - 1) - 1)
+            number = clamp(number, -(1 << size - 1), (1 << size - 1) - 1)
         elif form.saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
             top = (1 << size) - 1
-            result = clamped(result, 0, (1 << 64) - 1) if size == 32 else clamped(result & 0xFFFFFFFF, 0, top)
+            number = clamp(number, 0, (1 << 64) - 1) if size == 32 else clamp(number & 0xFFFFFFFF, 0, top)
         if form.target:
-            fields = pieces(c, size)
-            fields[position] = z3.Extract(size - 1, 0, result)
-            return joined(fields)
+            fields = split_fields(c, size)
+            fields[position] = z3.Extract(size - 1, 0, number)
+            return concatenate_fields(fields)
         if form.second:
-            other = extend(c, wide, form.signed)
+            third = extend(c, wide, form.signed)
             if form.function in ("vadd", "vsub"):  # the others pass their result on with all its bits
-                result = extend(z3.Extract(31, 0, result), wide, form.signed)
+                number = extend(z3.Extract(31, 0, number), wide, form.signed)
             extremes = {"min": _extreme_of(True, True), "max": _extreme_of(False, True)}
-            result = result + other if form.second == "add" else extremes[form.second](result, other)
-        return z3.Extract(31, 0, result)
+            number = number + third if form.second == "add" else extremes[form.second](number, third)
+        return z3.Extract(31, 0, number)
 
     return scalar
 
@@ -510,7 +528,7 @@ def _sign(op: Opcode) -> Compute:
     t = op.type()
     bits = bits_of(t)
     sign = 1 << bits - 1 | (0x8000 if t.endswith("x2") else 0)
-    return (lambda x: x & ~value(sign, bits)) if op.name == "abs" else (lambda x: x ^ value(sign, bits))
+    return (lambda x: x & ~constant(sign, bits)) if op.name == "abs" else (lambda x: x ^ constant(sign, bits))
 
 
 @_operation("min", "max", floating=True)
@@ -522,16 +540,16 @@ def _extreme_of_floats(op: Opcode) -> Compute:
         x, y = as_float(a, element), as_float(b, element)
         below = z3.Or(z3.fpLT(x, y), z3.And(z3.fpEQ(x, y), a < 0))  # -0 is below +0
         x_is_none, y_is_none = z3.fpIsNaN(x), z3.fpIsNaN(y)
-        nan = value(CANONICAL_NAN[element], bits_of(element))
-        found = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(below == (op.name == "min"), a, b)))
-        return z3.If((z3.Or if strict else z3.And)(x_is_none, y_is_none), nan, found)
+        nan = constant(CANONICAL_NAN[element], bits_of(element))
+        extreme = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(below == (op.name == "min"), a, b)))
+        return z3.If((z3.Or if strict else z3.And)(x_is_none, y_is_none), nan, extreme)
 
     return _by_halves(one) if t.endswith("x2") else lambda *numbers: reduce(one, numbers)
 
 
 @_operation("copysign", floating=True)
 def _copysign(op: Opcode) -> Compute:
-    sign = value(0x80000000, bits_of(op.type("f32")))
+    sign = constant(0x80000000, bits_of(op.type("f32")))
     return lambda a, b: (a & sign) | (b & ~sign)
 
 
@@ -548,8 +566,8 @@ def _compare_floats(op: Opcode) -> Compute:
         if name in ("num", "nan"):
             return unordered if name == "nan" else z3.Not(unordered)
         base = name[:-1] if name.endswith("u") else name
-        found = z3.Not(z3.fpEQ(x, y)) if base == "ne" else ordered[base](x, y)
-        return z3.Or(found, unordered) if name.endswith("u") else z3.And(found, z3.Not(unordered))
+        holds = z3.Not(z3.fpEQ(x, y)) if base == "ne" else ordered[base](x, y)
+        return z3.Or(holds, unordered) if name.endswith("u") else z3.And(holds, z3.Not(unordered))
 
     return _compare_with(op, compare)
 
@@ -582,7 +600,7 @@ def _convert(op: Opcode) -> Compute:
     if not saturate:
         return lambda a: extend(a, bits, signed)
     wide, (low, high) = max(bits, bits_of(source)) + 1, limits(target)
-    return lambda a: extend(clamped(extend(a, wide, signed), low, high), bits, True)
+    return lambda a: extend(clamp(extend(a, wide, signed), low, high), bits, True)
 
 
 def _pack(op: Opcode) -> Compute:
@@ -595,7 +613,7 @@ def _pack(op: Opcode) -> Compute:
         op.choice("b32")
 
     def pack(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
-        packed = [z3.Extract(bits - 1, 0, clamped(x, low, high)) for x in (b, a)]
-        return joined(packed if c is None else [*packed, z3.Extract(31 - 2 * bits, 0, c)])
+        packed = [z3.Extract(bits - 1, 0, clamp(x, low, high)) for x in (b, a)]
+        return concatenate_fields(packed if c is None else [*packed, z3.Extract(31 - 2 * bits, 0, c)])
 
     return pack

@@ -21,7 +21,7 @@ from ptxlab.validate import is_one_of
 Verdict = Literal["proved", "refuted", "undecided"]
 SOLVERS = ("z3", "bitwuzla", "cvc5")
 INSTALL = "python -m pip install 'ptxlab[prove]'"
-_AGAIN = 0.05  # seconds between two interrupts of what is out of time
+_INTERRUPT_INTERVAL = 0.05  # seconds between two interrupts of what is out of time
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
         if done.wait(seconds):
             return
         expired.set()
-        while not done.wait(_AGAIN):  # a destructor may have swallowed the last one, or z3 not have begun
+        while not done.wait(_INTERRUPT_INTERVAL):  # a destructor may have swallowed the last one, or z3 not have begun
             _thread.interrupt_main(signal.SIGUSR2)
             if "z3" in sys.modules:
                 sys.modules["z3"].main_ctx().interrupt()
@@ -142,57 +142,59 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     import z3
 
     check_solver(solver)
-    asked = z3.Solver()
-    asked.add(*query.assume, z3.Not(query.holds))
+    z3_solver = z3.Solver()
+    z3_solver.add(*query.assume, z3.Not(query.holds))
     names = {f"value!{i}": name for i, name in enumerate(query.values)}
     constants = []
-    for label, value in zip(names, query.values.values(), strict=True):
-        bits = _bits(z3, value)
+    for label, term in zip(names, query.values.values(), strict=True):
+        bits = _bits(z3, term)
         constants.append(z3.BitVec(label, bits.size()))
-        asked.add(constants[-1] == bits)
+        z3_solver.add(constants[-1] == bits)
     if solver != "z3":
-        found = _BY_TEXT[solver](asked.to_smt2().replace("(check-sat)\n", ""), [c.sexpr() for c in constants], seconds)
-        return Answer(found[0], {name: found[1][label] for label, name in names.items()} if found[1] else {})
-    verdict = check(asked, seconds=seconds)
+        text_verdict, text_model = _BY_TEXT[solver](
+            z3_solver.to_smt2().replace("(check-sat)\n", ""), [c.sexpr() for c in constants], seconds
+        )
+        return Answer(text_verdict, {name: text_model[label] for label, name in names.items()} if text_model else {})
+    verdict = check(z3_solver, seconds=seconds)
     if verdict == z3.unsat:
         return Answer("proved")
     if verdict == z3.unknown:
         return Answer("undecided")
-    model = asked.model()
-    taken = (model.eval(c, model_completion=True).as_long() for c in constants)
-    return Answer("refuted", dict(zip(names.values(), taken, strict=True)))
+    model = z3_solver.model()
+    model_bits = (model.eval(c, model_completion=True).as_long() for c in constants)
+    return Answer("refuted", dict(zip(names.values(), model_bits, strict=True)))
 
 
-def of_each_form(queries: Sequence[Query]) -> list[Query]:
+def distinct_queries(queries: Sequence[Query]) -> list[Query]:
     """Keep one query of each form, whatever its unknowns are called.
 
     Most threads, words and registers go through the same formulas.
     """
     import z3
 
-    found: dict[tuple[str, ...], Query] = {}
+    query_by_form: dict[tuple[str, ...], Query] = {}
     for query in queries:
-        whole = z3.And(query.holds, *query.assume)
-        named = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([whole]).values())]
-        sorts = (str(x.sort()) for x, _ in named)
-        found.setdefault((z3.substitute(whole, *named).sexpr(), *sorts), query)
-    return list(found.values())
+        formula = z3.And(query.holds, *query.assume)
+        renamed = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([formula]).values())]
+        sorts = (str(x.sort()) for x, _ in renamed)
+        query_by_form.setdefault((z3.substitute(formula, *renamed).sexpr(), *sorts), query)
+    return list(query_by_form.values())
 
 
 def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
     """Return the unknowns of formulas, by name."""
     import z3
 
-    found, seen, todo = {}, set[int](), list(formulas)
-    while todo:
-        term = todo.pop()
+    symbols, seen, pending = {}, set[int](), list(formulas)
+    while pending:
+        term = pending.pop()
         if term.get_id() in seen:
             continue
         seen.add(term.get_id())
-        todo += term.children()
+        pending += term.children()
         if z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-            found[str(term)] = term
-    return found
+            symbols[str(term)] = term
+    return symbols
 
 
 def contradict(assumptions: Sequence[Any]) -> bool:
@@ -202,10 +204,10 @@ def contradict(assumptions: Sequence[Any]) -> bool:
     return bool(check(z3.Solver(), *assumptions, seconds=10) == z3.unsat)
 
 
-def _bits(z3: Any, value: Any) -> Any:
-    if z3.is_bool(value):
-        return z3.If(value, z3.BitVecVal(1, 1), z3.BitVecVal(0, 1))
-    return z3.fpToIEEEBV(value) if z3.is_fp(value) else value
+def _bits(z3: Any, term: Any) -> Any:
+    if z3.is_bool(term):
+        return z3.If(term, z3.BitVecVal(1, 1), z3.BitVecVal(0, 1))
+    return z3.fpToIEEEBV(term) if z3.is_fp(term) else term
 
 
 def _bitwuzla(text: str, constants: list[str], seconds: float) -> tuple[Verdict, dict[str, int]]:
@@ -216,29 +218,29 @@ def _bitwuzla(text: str, constants: list[str], seconds: float) -> tuple[Verdict,
     options.set(bitwuzla.Option.TIME_LIMIT_PER, max(1, int(seconds * 1000)))
     parser = bitwuzla.Parser(manager, options)
     parser.parse(text, True, False)
-    asked = parser.bitwuzla()
-    result = asked.check_sat()
-    if result != bitwuzla.Result.SAT:
-        return "proved" if result == bitwuzla.Result.UNSAT else "undecided", {}
-    return "refuted", {c: int(asked.get_value(parser.parse_term(c)).value(2), 2) for c in constants}
+    solver = parser.bitwuzla()
+    verdict = solver.check_sat()
+    if verdict != bitwuzla.Result.SAT:
+        return "proved" if verdict == bitwuzla.Result.UNSAT else "undecided", {}
+    return "refuted", {c: int(solver.get_value(parser.parse_term(c)).value(2), 2) for c in constants}
 
 
 def _cvc5(text: str, constants: list[str], seconds: float) -> tuple[Verdict, dict[str, int]]:
     import cvc5
 
-    asked = cvc5.Solver()
-    asked.setOption("produce-models", "true")
-    asked.setOption("tlimit-per", str(max(1, int(seconds * 1000))))
-    parser = cvc5.InputParser(asked)
+    solver = cvc5.Solver()
+    solver.setOption("produce-models", "true")
+    solver.setOption("tlimit-per", str(max(1, int(seconds * 1000))))
+    parser = cvc5.InputParser(solver)
     values = f"(get-value ({' '.join(constants)}))\n" if constants else ""
     parser.setStringInput(cvc5.InputLanguage.SMT_LIB_2_6, f"(set-logic ALL)\n{text}(check-sat)\n{values}", "query")
-    said = []
+    replies = []
     while not (command := parser.nextCommand()).isNull():
-        said.append(command.invoke(asked, parser.getSymbolManager()).strip())
-        if said[-1] in ("unsat", "unknown"):
-            return "proved" if said[-1] == "unsat" else "undecided", {}
-    found = re.findall(r"\((value!\d+) #([bx])([0-9a-f]+)\)", said[-1] if constants else "")
-    return "refuted", {name: int(digits, 2 if base == "b" else 16) for name, base, digits in found}
+        replies.append(command.invoke(solver, parser.getSymbolManager()).strip())
+        if replies[-1] in ("unsat", "unknown"):
+            return "proved" if replies[-1] == "unsat" else "undecided", {}
+    assignments = re.findall(r"\((value!\d+) #([bx])([0-9a-f]+)\)", replies[-1] if constants else "")
+    return "refuted", {name: int(digits, 2 if base == "b" else 16) for name, base, digits in assignments}
 
 
 _BY_TEXT = {"bitwuzla": _bitwuzla, "cvc5": _cvc5}

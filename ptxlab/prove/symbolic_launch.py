@@ -17,15 +17,15 @@ from ptxlab.emulator import pointers_of
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
 from ptxlab.mangled import distinct_names
-from ptxlab.prove.bitvectors import Bits, joined, pieces, value
+from ptxlab.prove.bitvectors import Bits, concatenate_fields, constant, split_fields
 from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, SymbolicRun, execute
-from ptxlab.prove.expressions import Elements, formula, indexed_by_i, names_in, of_bytes
+from ptxlab.prove.expressions import Elements, arrays_at_i, formula, names_in, view_bytes
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch
 from ptxlab.toolchain.kernels import targets
 
-MOST_THREADS = 256  # of a file's launch
+MAX_THREADS = 256  # of a file's launch
 Pack = Callable[[Arrays], Arrays]
 _DOMAINS = {"u": ((0, 15),), "i": ((-8, 7),), "f": ()}  # of small integers that a packing may want
 _LETTERS = {"u": "u", "i": "s", "f": "f"}
@@ -89,18 +89,18 @@ class Layout:
         """The number of the first bit of each logical input."""
         return [int(n) for n in np.cumsum([1, *(a.count * a.bits for a in self.logical)])]
 
-    def byte(self, name: str, at: int) -> Bits:
+    def byte(self, name: str, offset: int) -> Bits:
         """Return a byte of an argument as a formula over the symbols."""
-        return z3.simplify(joined([self.bit(name, 8 * at + i) for i in range(8)]))
+        return z3.simplify(concatenate_fields([self.bit(name, 8 * offset + i) for i in range(8)]))
 
-    def bit(self, name: str, at: int) -> Bits:
+    def bit(self, name: str, position: int) -> Bits:
         """Return a bit of an argument as a formula over the symbols."""
-        number, flipped = int(self.origin[name][at]), int(self.base[name][at])
+        number, flipped = int(self.origin[name][position]), int(self.base[name][position])
         if not number:
-            return value(flipped, 1)
-        which = int(np.searchsorted(self.starts, number, side="right")) - 1
-        index, place = divmod(number - self.starts[which], self.logical[which].bits)
-        bit = z3.Extract(place, place, self.logical[which].symbol(index))
+            return constant(flipped, 1)
+        input_index = int(np.searchsorted(self.starts, number, side="right")) - 1
+        index, bit_index = divmod(number - self.starts[input_index], self.logical[input_index].bits)
+        bit = z3.Extract(bit_index, bit_index, self.logical[input_index].symbol(index))
         return ~bit if flipped else bit
 
     def arrays(self, model: Mapping[str, int]) -> Arrays:
@@ -117,32 +117,32 @@ class Layout:
 def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[tuple[str, int], ...]) -> Layout:
     """Read the layout off `pack`: each bit of each input has a number, whose binary digits are packed one by one."""
     example = make(np.random.default_rng(0), **dict(sizes))
-    for one, x in example.items():
+    for input_name, x in example.items():
         if not isinstance(x, np.ndarray):
-            raise NotModelled(f"{name}: its input {one} is {type(x).__name__}; arrays are followed")
+            raise NotModelled(f"{name}: its input {input_name} is {type(x).__name__}; arrays are followed")
     logical = tuple(_logical(pack, example, argument) for argument in example)
     counts = [a.count * a.bits for a in logical]
     numbers = np.split(np.arange(1, sum(counts) + 1), np.cumsum(counts)[:-1])
 
-    def packed(chosen: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    def pack_bits(input_bits: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Pack bits of the logical inputs; return the arguments' bits."""
         arrays = {}
-        for a, bits in zip(logical, chosen, strict=True):
+        for a, bits in zip(logical, input_bits, strict=True):
             weights = np.uint64(1) << np.arange(a.bits, dtype=np.uint64)
             arrays[a.name] = a.array((bits.reshape(-1, a.bits).astype(np.uint64) * weights).sum(axis=1))
         return {n: np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(-1), bitorder="little")
                 for n, x in pack(arrays).items()}  # fmt: skip
 
-    base = packed([np.zeros(len(n), np.uint8) for n in numbers])
+    base = pack_bits([np.zeros(len(n), np.uint8) for n in numbers])
     origin = {name: np.zeros(len(bits), np.int64) for name, bits in base.items()}
     for digit in range(sum(counts).bit_length()):
-        for name, bits in packed([(n >> digit & 1).astype(np.uint8) for n in numbers]).items():
+        for name, bits in pack_bits([(n >> digit & 1).astype(np.uint8) for n in numbers]).items():
             origin[name] |= (bits ^ base[name]).astype(np.int64) << digit
-    anything = np.random.default_rng(1).integers(0, 2, 1 + sum(counts), np.uint8)
-    anything[0] = 0
-    for argument, bits in packed([anything[n] for n in numbers]).items():
-        known = origin[argument] < len(anything)
-        if not known.all() or (bits != anything[origin[argument]] ^ base[argument]).any():
+    random_bits = np.random.default_rng(1).integers(0, 2, 1 + sum(counts), np.uint8)
+    random_bits[0] = 0
+    for argument, bits in pack_bits([random_bits[n] for n in numbers]).items():
+        has_origin = origin[argument] < len(random_bits)
+        if not has_origin.all() or (bits != random_bits[origin[argument]] ^ base[argument]).any():
             raise NotModelled(f"{name}: {argument}: its pack does more than to move bits")
     return Layout(logical, origin, base)
 
@@ -150,14 +150,14 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
 def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
     """Return the logical input with the number of bits that `pack` takes of it."""
     array = example[name]
-    own = (0, 0) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
-    for low, high in (own, *_DOMAINS[array.dtype.kind]):
+    dtype_range = (0, 0) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
+    for low, high in (dtype_range, *_DOMAINS[array.dtype.kind]):
         try:
             for number in (low, high):
                 pack({**example, name: np.full_like(array, number)})
         except ArgumentError:
             continue
-        bits = 8 * array.dtype.itemsize if (low, high) == own else (high - low).bit_length()
+        bits = 8 * array.dtype.itemsize if (low, high) == dtype_range else (high - low).bit_length()
         return Logical(name, array.shape, array.dtype, bits)
     raise NotModelled(f"{name}: its values are neither those of its dtype nor four bits")
 
@@ -192,26 +192,26 @@ class SymbolicLaunch:
     @property
     def stored(self) -> list[int]:
         """The elements of the target that were stored to, or should have been."""
-        bits = [range(8 * at, 8 * at + 8) for at in self.outputs[self.target].written]
+        bits = [range(8 * offset, 8 * offset + 8) for offset in self.outputs[self.target].written]
         return sorted({bit // self.bits for octet in bits for bit in octet} | set(self.expected))
 
-    def written(self, i: int) -> Any:
+    def stored_condition(self, i: int) -> Any:
         """Return the condition on which all bytes of element `i` of the target are stored."""
         octets = range(i * self.bits // 8, ((i + 1) * self.bits + 7) // 8)
-        return z3.simplify(z3.And([self.outputs[self.target].written.get(at, FALSE) for at in octets]))
+        return z3.simplify(z3.And([self.outputs[self.target].written.get(offset, FALSE) for offset in octets]))
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Names that assumptions may speak of: nothing that the kernel has stored."""
-        before = {name: replace(view, name=f"before.{name}") for name, view in self.names["before"].items()}
-        return {name: x for name, x in {**self.names, **before}.items() if name != "other"}
+        initial_views = {name: replace(view, name=f"before.{name}") for name, view in self.names["before"].items()}
+        return {name: x for name, x in {**self.names, **initial_views}.items() if name != "other"}
 
-    def about(self, claim: str) -> "SymbolicLaunch":
+    def for_claim(self, claim: str) -> "SymbolicLaunch":
         """Return the launch for a claim, which names its target by an element `i` with its type (`out.s8[i]`)."""
-        for name, type_name in indexed_by_i(claim):
+        for name, type_name in arrays_at_i(claim):
             if name in self.outputs:
                 try:
-                    view = self.names[name].typed(type_name) if type_name else self.names[name]
+                    view = self.names[name].view_as(type_name) if type_name else self.names[name]
                 except ValueError as error:
                     raise ArgumentError("claim", str(error), claim) from None
                 return replace(self, target=name, bits=view.bits)
@@ -219,7 +219,7 @@ class SymbolicLaunch:
         raise ArgumentError("claim", rule, claim)
 
 
-def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str = "") -> SymbolicLaunch:
+def launch_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str = "") -> SymbolicLaunch:
     """Launch a spec's kernel over symbols at the largest of its examples; each thread stores as many elements.
 
     The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
@@ -234,16 +234,16 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
     entry = entry or spec.name
     buffers, trace = _run(spec, source, entry, sizes, layout, [0])
-    first = buffers[output.name].written
-    each, faults = len(first) // itemsize, list[tuple[Any, str]]()
-    if not each or sorted(first) != list(range(each * itemsize)):
+    written_offsets = buffers[output.name].written
+    elements_per_thread, faults = len(written_offsets) // itemsize, list[tuple[Any, str]]()
+    if not elements_per_thread or sorted(written_offsets) != list(range(elements_per_thread * itemsize)):
         faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
-        each = count
-    working, numbers = count // each, [0]
+        elements_per_thread = count
+    working_threads, numbers = count // elements_per_thread, [0]
     if not alone:
         launch = spec.launch({**sizes, **spec.config_for(sizes)})
         width, last = launch.block[0], launch.block[0] * launch.grid[0] - 1
-        numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, last)})
+        numbers = sorted({0, min(width + 37, working_threads - 1), working_threads - 1, min(working_threads, last)})
         buffers, trace = _run(spec, source, entry, sizes, layout, numbers)
     trace.faults.extend(faults)
     names: dict[str, Any] = {**sizes}
@@ -251,7 +251,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str
         byte = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
         names[arg.name] = _elements(arg, sizes, byte)
     names |= {a.name: Elements(a.name, a.element, a.type, a.count) for a in layout.logical}
-    names["before"] = {arg.name: _elements(arg, sizes, buffers[arg.name].before) for arg in spec.outputs}
+    names["before"] = {arg.name: _elements(arg, sizes, buffers[arg.name].initial_byte) for arg in spec.outputs}
     return SymbolicLaunch(
         label=source.label,
         names=names,
@@ -262,7 +262,12 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str
         count=count,
         arrays=lambda model: spec.pack(layout.arrays(model)),
         command=f"ptxlab run {source.label} --unchecked",
-        expected=[i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)],
+        expected=[
+            i
+            for n in numbers
+            if n < working_threads and elements_per_thread < count
+            for i in range(n * elements_per_thread, (n + 1) * elements_per_thread)
+        ],
     )
 
 
@@ -271,17 +276,19 @@ def _run(
 ) -> tuple[dict[str, Buffer], SymbolicRun]:
     """Run some threads, by their number in the launch; return the buffers that they store to, and the trace."""
     config = spec.config_for(sizes)
-    known = {**sizes, **config}
-    launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[symbol]
+    constants = {**sizes, **config}
+    launch, entry = spec.launch(constants), Kernel.of(spec, source, config).module.entries[symbol]
     if len(entry.params) != len(spec.args):
         rule = f"as many parameters as {spec.name} has arguments ({', '.join(a.name for a in spec.args)})"
         raise ArgumentError(f"{source.label}: {symbol}", rule, len(entry.params))
     buffers = {
-        a.name: Buffer(a.name, a.nbytes(known), first=partial(layout.byte, a.name) if a.name in layout.origin else None)
+        a.name: Buffer(
+            a.name, a.nbytes(constants), initial=partial(layout.byte, a.name) if a.name in layout.origin else None
+        )
         for a in spec.args
         if a.shape
     }
-    arguments = [buffers[a.name] if a.shape else _bits(spec.scalar(a, known)) for a in spec.args]
+    arguments = [buffers[a.name] if a.shape else _bits(spec.scalar(a, constants)) for a in spec.args]
     width = launch.block[0]
     threads = [((n // width, 0, 0), (n % width, 0, 0)) for n in numbers]
     return buffers, execute(entry, arguments, grid=launch.grid, block=launch.block, threads=threads)
@@ -291,13 +298,13 @@ def _elements(arg: Arg, sizes: Mapping[str, int], byte: Callable[[int], Bits]) -
     """View an argument of a spec as elements, by its bytes."""
     kind = np.dtype(str(arg.dtype))
     type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
-    return of_bytes(arg.name, byte, type=type_name, count=int(np.prod(arg.resolve(sizes))))
+    return view_bytes(arg.name, byte, type=type_name, count=int(np.prod(arg.resolve(sizes))))
 
 
-def of_file(
+def launch_file(
     kernel: Kernel,
     *,
-    where: Launch,
+    geometry: Launch,
     assume: Sequence[str] = (),
     parameters: Sequence[str] = (),
     advance: Callable[[str], object] = lambda _: None,
@@ -305,56 +312,58 @@ def of_file(
     """Launch a kernel without a spec over symbols: all threads of a small launch, arguments byte by byte.
 
     `parameters` are other names for the kernel's own; `advance` is told the line of each instruction. ArgumentError for
-    a launch of more than `MOST_THREADS`.
+    a launch of more than `MAX_THREADS`.
     """
-    grid, block = where.grid, where.block
-    if np.prod(grid) * np.prod(block) > MOST_THREADS:
-        raise ArgumentError("launch", f"at most {MOST_THREADS} threads are followed", f"grid {grid}, block {block}")
-    entry, own = kernel.module.entries[kernel.entry], parameters or kernel.parameters
-    if len(own) != len(entry.params):
-        raise ArgumentError(f"{kernel.source.label}: parameters", f"as many as in {', '.join(own)}", len(entry.params))
+    grid, block = geometry.grid, geometry.block
+    if np.prod(grid) * np.prod(block) > MAX_THREADS:
+        raise ArgumentError("launch", f"at most {MAX_THREADS} threads are followed", f"grid {grid}, block {block}")
+    entry, names = kernel.module.entries[kernel.entry], parameters or kernel.parameters
+    if len(names) != len(entry.params):
+        raise ArgumentError(
+            f"{kernel.source.label}: parameters", f"as many as in {', '.join(names)}", len(entry.params)
+        )
     addressed = pointers_of(entry)
     arguments: dict[str, Bits | Buffer] = {}
     scalars: dict[str, Elements] = {}
-    for name, parameter, declared in zip(own, entry.params, kernel.signature, strict=True):
+    for name, parameter, declared in zip(names, entry.params, kernel.signature, strict=True):
         if parameter.size == 8 and (declared.is_pointer or parameter.name in addressed):
             arguments[name] = Buffer(name)
         else:
             bits = arguments[name] = z3.BitVec(name, 8 * parameter.size)
             kind = "s" if declared.number and declared.number.signed else "u"
-            scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
-    conditions = _on_inputs(assume, arguments, scalars)
+            scalars[name] = view_bytes(name, split_fields(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
+    conditions = _input_conditions(assume, arguments, scalars)
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
     trace = execute(
         entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=conditions, advance=advance
     )
     buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
-    views = {name: _typed(buffer) for name, buffer in buffers.items()}
+    views = {name: _elements_of(buffer) for name, buffer in buffers.items()}
     outputs = {name: buffer for name, buffer in buffers.items() if buffer.written}
     if not outputs:
         raise ArgumentError(kernel.source.label, "a kernel that stores to one of its arguments", "none")
 
     def arrays(model: Mapping[str, int]) -> Arrays:
-        found: Arrays = {}
+        by_label: Arrays = {}
         for (name, argument), parameter, label in zip(arguments.items(), entry.params, kernel.parameters, strict=True):
             if isinstance(argument, Buffer):
                 size = ceil_div(1 + max(argument.content, default=0), 16) * 16
-                found[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
+                by_label[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
             else:
-                found[label] = np.array(model.get(name, 0), f"u{parameter.size}")
-        return found
+                by_label[label] = np.array(model.get(name, 0), f"u{parameter.size}")
+        return by_label
 
-    geometry = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
+    geometry_options = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
     return SymbolicLaunch(
         label=kernel.source.label,
-        names={**scalars, **views, "before": {name: _typed(buffers[name], before=True) for name in outputs}},
+        names={**scalars, **views, "before": {name: _elements_of(buffers[name], initial=True) for name in outputs}},
         outputs=outputs,
         target=next(iter(outputs)),
         bits=8,
         trace=trace,
         count=None,
         arrays=arrays,
-        command=f"ptxlab run {_target(kernel)} {geometry}",
+        command=f"ptxlab run {_target(kernel)} {geometry_options}",
     )
 
 
@@ -364,14 +373,18 @@ def _target(kernel: Kernel) -> str:
     return targets(kernel.source, distinct_names(symbols))[symbols.index(kernel.entry)]
 
 
-def _on_inputs(
+def _input_conditions(
     assume: Sequence[str], arguments: Mapping[str, Bits | Buffer], scalars: Mapping[str, Elements]
 ) -> list[Any]:
     """Return the conditions on scalars and on elements by number and type (`x.u32[3]`).
 
     They tell which branches a kernel takes.
     """
-    arrays = {name: of_bytes(name, one.before) for name, one in arguments.items() if isinstance(one, Buffer)}
+    arrays = {
+        name: view_bytes(name, argument.initial_byte)
+        for name, argument in arguments.items()
+        if isinstance(argument, Buffer)
+    }
     names = {**arrays, **scalars}
     conditions = []
     for text in assume:
@@ -383,13 +396,13 @@ def _on_inputs(
     return conditions
 
 
-def _typed(buffer: Buffer, before: bool = False) -> Elements:
+def _elements_of(buffer: Buffer, initial: bool = False) -> Elements:
     """View a pointer's elements, of the type by which the kernel accesses them, if it is one."""
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""
-    places = {8 * at // int(type_name[1:] or 8) for at in buffer.content}
+    places = {8 * offset // int(type_name[1:] or 8) for offset in buffer.content}
     only = places.pop() if len(places) == 1 else None
-    return of_bytes(buffer.name, buffer.before if before else buffer.read, type=type_name, only=only)
+    return view_bytes(buffer.name, buffer.initial_byte if initial else buffer.read, type=type_name, only=only)
 
 
 def _indices(extent: Index) -> Iterator[Index]:
@@ -398,4 +411,4 @@ def _indices(extent: Index) -> Iterator[Index]:
 
 
 def _bits(number: np.generic) -> Bits:
-    return value(int.from_bytes(number.tobytes(), "little"), 8 * number.nbytes)
+    return constant(int.from_bytes(number.tobytes(), "little"), 8 * number.nbytes)

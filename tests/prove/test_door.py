@@ -41,7 +41,7 @@ def by_a_recipe(folder: Path) -> None:
 
 
 def imported(folder: Path) -> None:
-    arrays = foreign_files.qserve(*foreign_files.two_level(FLOATS, 64))
+    arrays = foreign_files.qserve(*foreign_files.quantize_two_levels(FLOATS, 64))
     save_file({f"a.q.{part}": array for part, array in arrays.items()}, folder / "qserve.safetensors")
     import_checkpoint(folder / "qserve.safetensors", folder / "out.safetensors")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from tests.support.emulated import kernel, line_of
+from tests.support.emulated import kernel_text, line_of
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
@@ -62,7 +62,7 @@ THREADS = 4
 )
 @pytest.mark.parametrize("what", BODIES)
 def test_the_same_as_the_emulator(what: str) -> None:
-    text = kernel(BEFORE + BODIES[what] + AFTER, PARAMS, outside=TABLE)
+    text = kernel_text(BEFORE + BODIES[what] + AFTER, PARAMS, outside=TABLE)
     module = emulator.parse(text)
     given, out = Buffer("in", 16), Buffer("out", 16)
     trace = execute(
@@ -101,7 +101,7 @@ def test_the_same_as_the_emulator(what: str) -> None:
 )
 def test_what_is_not_modelled_is_refused_by_line(body: str, why: str, monkeypatch) -> None:
     monkeypatch.setattr("ptxlab.prove.execute.MAX_STEPS", 300)
-    text = kernel(f"{BEFORE}\n{body}\n{AFTER}", PARAMS)
+    text = kernel_text(f"{BEFORE}\n{body}\n{AFTER}", PARAMS)
     entry = emulator.parse(text, "k.ptx").entries["k"]
     first = (0, 0, 0)
     with pytest.raises(NotModelled) as error:
@@ -125,7 +125,7 @@ APART = {
 
 @pytest.mark.parametrize("what", APART)
 def test_threads_that_meet_elsewhere_are_not_followed(what: str) -> None:
-    entry = emulator.parse(kernel(BEFORE + APART[what] + AFTER, PARAMS)).entries["k"]
+    entry = emulator.parse(kernel_text(BEFORE + APART[what] + AFTER, PARAMS)).entries["k"]
     threads = [((0, 0, 0), (t, 0, 0)) for t in range(2)]
     with pytest.raises(NotModelled, match=r"1 come to it|is not followed here"):
         execute(entry, [Buffer("in"), Buffer("out")], grid=(1, 1, 1), block=(2, 1, 1), threads=threads)
@@ -135,7 +135,7 @@ def test_an_address_may_have_as_many_values_as_said() -> None:
     table = ".const .align 4 .b32 table[64] = {7};"
     body = """and.b32 %r2, %r1, 63; mul.wide.u32 %x5, %r2, 4; mov.u64 %x6, table; add.u64 %x6, %x6, %x5;
     ld.const.u32 %s, [%x6];"""
-    entry = emulator.parse(kernel(BEFORE + body + AFTER, PARAMS, outside=table)).entries["k"]
+    entry = emulator.parse(kernel_text(BEFORE + body + AFTER, PARAMS, outside=table)).entries["k"]
     first, out = (0, 0, 0), Buffer("out")
     execute(entry, [Buffer("in"), out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
     solver = z3.Solver()
@@ -144,7 +144,7 @@ def test_an_address_may_have_as_many_values_as_said() -> None:
 
 def test_faults_name_the_line_and_the_condition() -> None:
     body = "setp.gt.u32 %p, %r1, 9; @%p trap; add.u64 %x0, %x0, 1; ld.global.u32 %s, [%x0];"
-    entry = emulator.parse(kernel(BEFORE + body + AFTER, PARAMS), "k.ptx").entries["k"]
+    entry = emulator.parse(kernel_text(BEFORE + body + AFTER, PARAMS), "k.ptx").entries["k"]
     first, given = (0, 0, 0), Buffer("in")
     trace = execute(entry, [given, Buffer("out")], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
     (trapped, why), (unaligned, where) = trace.faults
@@ -156,7 +156,7 @@ def test_faults_name_the_line_and_the_condition() -> None:
 
 
 def test_what_nobody_wrote_may_be_anything() -> None:
-    entry = emulator.parse(kernel(BEFORE + "setp.eq.u32 %p, %r1, 0; @%p mov.u32 %s, 1;" + AFTER, PARAMS)).entries["k"]
+    entry = emulator.parse(kernel_text(BEFORE + "setp.eq.u32 %p, %r1, 0; @%p mov.u32 %s, 1;" + AFTER, PARAMS)).entries["k"]
     first, given, out = (0, 0, 0), Buffer("in"), Buffer("out")
     execute(entry, [given, out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
     zero = [given.read(at) == 0 for at in range(4)]

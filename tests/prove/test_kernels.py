@@ -19,7 +19,7 @@ from tests.support.mutation import mutants
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
-from ptxlab.prove import Claim, Decision, Enumeration, decide, prove_kernel, registered
+from ptxlab.prove import Claim, Decision, Enumeration, decide, prove_kernel, registered_claims
 from ptxlab.prove.kernels import claims_of, query
 from ptxlab.spec import KernelClaim
 from tests.support.proofs import NAMES, explained, of_body, survivors
@@ -79,7 +79,7 @@ def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> N
     assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in registry.find(name)[1]}
     record = json.loads((results_dir() / "proofs.json").read_text())
     verdicts = {(c["subject"], c["name"]): c["verdict"] for c in record}
-    claims |= {(c.subject, c.name): c.expect for c in registered()}
+    claims |= {(c.subject, c.name): c.expect for c in registered_claims()}
     assert verdicts == claims
 
 
@@ -358,7 +358,7 @@ def test_what_is_not_modelled_is_2_and_named_by_line(tmp_path: Path, cli) -> Non
 
 
 def test_few_cases_are_all_tried() -> None:
-    claims = [claim for claim in registered() if claim.subject == "kv4 in FP16"]
+    claims = [claim for claim in registered_claims() if claim.subject == "kv4 in FP16"]
     assert len(claims) == 3 and all(decide(claim).as_expected and decide(claim).cases == 256 for claim in claims)
     wrong = Claim("numbers", "small", "x < 3", lambda: Enumeration(5, {"x": 3}))
     found = decide(wrong)
@@ -369,8 +369,8 @@ def test_integers_never_wrap() -> None:
     """The language of claims on numbers: against Python's own integers."""
     import z3
 
-    from ptxlab.prove.bitvectors import value
-    from ptxlab.prove.expressions import of_bytes, term
+    from ptxlab.prove.bitvectors import constant
+    from ptxlab.prove.expressions import term, view_bytes
     from ptxlab.prove.integers import Integer
 
     rng = np.random.default_rng(5)
@@ -380,7 +380,7 @@ def test_integers_never_wrap() -> None:
     )  # fmt: skip
     for a, b in [*rng.integers(-128, 128, (6, 2)).tolist(), [-128, -128], [127, -128]]:
         octets = np.array([a, b], np.int8).view(np.uint8)
-        view = of_bytes("x", lambda at, octets=octets: value(int(octets[at]), 8), type="s8")
+        view = view_bytes("x", lambda at, octets=octets: constant(int(octets[at]), 8), type="s8")
         for text in texts:
             found = Integer.of(term(text, {"a": view[0], "b": view[1]}, 0))
             clip = lambda x, low, high: max(low, min(high, x))  # noqa: E731
@@ -393,12 +393,12 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
     from dataclasses import replace
 
     from ptxlab.prove.execute import NotModelled
-    from ptxlab.prove.symbolic_launch import of_spec
+    from ptxlab.prove.symbolic_launch import launch_spec
 
     spec, sources = registry.find("dequant_qoq_channel")
     sums = replace(spec, pack=lambda logical: {"qweight": spec.pack(logical)["qweight"] * np.uint32(3)})
     with pytest.raises(NotModelled, match="qweight: its pack does more than to move bits"):
-        of_spec(sums, sources[0])
+        launch_spec(sums, sources[0])
     with pytest.raises(ArgumentError):
         query(spec, sources[0], KernelClaim("wrong", "out[i] == nothing[i]"))
 

@@ -38,15 +38,15 @@ def tile(old: str = "", new: str = "") -> str:
 )
 def test_a_mistake_in_the_body_is_refuted(old: str, new: str, what: str, tmp_path: Path) -> None:
     loop = MAIN_LOOPS[TILE]
-    more = (loop.most,) if what == "sums_fit" else ()
+    more = (loop.max_products,) if what == "sums_fit" else ()
     assert loop_verdict(tile(), what, loop, *more, tmp_path=tmp_path) == "proved"
     assert loop_verdict(tile(old, new), what, loop, *more, tmp_path=tmp_path) == "refuted"
 
 
 def test_a_sum_has_room_for_as_many_products_as_said_and_no_more(tmp_path: Path) -> None:
     loop = MAIN_LOOPS[TILE]
-    assert (loop.product, loop.most) == ((-16256, 16384), 131071)
-    whole = loop.most // 64 * 64  # K goes by 64
+    assert (loop.product, loop.max_products) == ((-16256, 16384), 131071)
+    whole = loop.max_products // 64 * 64  # K goes by 64
     assert loop_verdict(tile(), "sums_fit", loop, whole, tmp_path=tmp_path) == "proved"
     assert loop_verdict(tile(), "sums_fit", loop, whole + 64, tmp_path=tmp_path) == "refuted"
 
@@ -56,10 +56,10 @@ def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     body = "again: ld.global.u32 %a, [%x]; mov.u32 %b, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;"
     ones = LoopClaim(b=(1, 1))
     text = in_loop(body)
-    assert loop_verdict(text, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(text, "sums_fit", ones, ones.max_products, tmp_path=tmp_path) == "proved"
     two = text.replace("0x01010101", "0x01010201")
-    assert loop_verdict(two, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "refuted"
-    assert loop_verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(two, "sums_fit", ones, ones.max_products, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(two, "sums_fit", LoopClaim(), LoopClaim().max_products, tmp_path=tmp_path) == "proved"
 
 
 @pytest.mark.default_cases("mma u8 s8")
@@ -125,7 +125,7 @@ def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: s
     inner: {inner} add.u32 %j, %j, 1; setp.lt.u32 %q, %j, %n; @%q bra inner;
     dp4a.s32.s32 %s, %a, %a, %s; add.s32 %s, %s, %b;"""
     loop = LoopClaim()
-    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
+    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.default_cases("*-proved", "shl*")
@@ -143,7 +143,7 @@ def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -
     body = f""".reg .pred %q; again: ld.global.u32 %a, [%x]; setp.gt.s32 %q, %a, 0; {ways}
     dp4a.s32.s32 %s, %a, %a, %s;"""
     loop = LoopClaim()
-    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.most, tmp_path=tmp_path) == expected
+    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(("channels", "expected"), [(131064, "proved"), (131072, "refuted")])
@@ -179,6 +179,6 @@ def test_the_rules_of_kernels_admit_no_longer_sums(name: str) -> None:
     """`sum_activations_s8` admitted K up to 2^31, and wrapped from 2^24 * 128/127 on."""
     spec, loop = registry.find(name)[0], MAIN_LOOPS[name]
     sizes = {k: int(v) for k, v in spec.example_sizes[0].items()}
-    beyond = ceil_div(loop.most + 1, 1024) * 1024
+    beyond = ceil_div(loop.max_products + 1, 1024) * 1024
     with pytest.raises(ArgumentError, match="K"):
         spec.check_sizes({**sizes, "K": beyond})

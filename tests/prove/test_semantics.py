@@ -19,7 +19,7 @@ from tests.support.emulated import HEADER
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
-from ptxlab.prove.bitvectors import value  # noqa: E402
+from ptxlab.prove.bitvectors import constant  # noqa: E402
 from ptxlab.prove.execute import Buffer, NotModelled, execute  # noqa: E402
 from ptxlab.prove.semantics import computation  # noqa: E402
 
@@ -51,7 +51,7 @@ ABSENT_FORMS = (
 def symbolic(case: Case, rows: list[int]) -> dict[str, np.ndarray]:
     """Compute the outputs of a case's rows by symbolic execution on constants."""
     module, inputs = emulator.parse(case.ptx(), f"{case.name}.ptx"), case.inputs()
-    buffers = [Buffer(name, array.nbytes, first=octets(array)) for name, array in inputs.items()]
+    buffers = [Buffer(name, array.nbytes, initial=octets(array)) for name, array in inputs.items()]
     threads = [((row // BLOCK, 0, 0), (row % BLOCK, 0, 0)) for row in rows]
     blocks = len(next(iter(inputs.values()))) // BLOCK
     execute(module.entries[case.name], buffers, grid=(blocks, 1, 1), block=(BLOCK, 1, 1), threads=threads)
@@ -66,7 +66,7 @@ def symbolic(case: Case, rows: list[int]) -> dict[str, np.ndarray]:
 
 def octets(array: np.ndarray):
     flat = array.view(np.uint8)
-    return lambda at: value(int(flat[at]), 8)
+    return lambda at: constant(int(flat[at]), 8)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_carry_goes_through_words(a: int, b: int, minus: bool) -> None:
     text = f"""{HEADER}.visible .entry k(.param .u64 x) {{ .reg .u32 %r<8>; .reg .u64 %x;
     ld.param.u64 %x, [x]; {loads} {body} {stores} ret; }}"""
     words = np.frombuffer(a.to_bytes(16, "little") + b.to_bytes(16, "little"), np.uint32)
-    buffer = Buffer("x", words.nbytes, first=octets(words))
+    buffer = Buffer("x", words.nbytes, initial=octets(words))
     entry = emulator.parse(text, "k.ptx").entries["k"]
     execute(entry, [buffer], grid=(1, 1, 1), block=(1, 1, 1), threads=[((0, 0, 0), (0, 0, 0))])
     stored = bytes(z3.simplify(buffer.content[at]).as_long() for at in range(16))
@@ -187,7 +187,7 @@ def compare(opcode: str, words: list[int]) -> None:
         bits = bits_of(t)
         word = drawn & (255 if opcode.startswith("lop3") and len(arrays) == 3 else (1 << bits) - 1)
         arrays.append(np.array([word], bool if t == "pred" else f"u{bits // 8}").view(DTYPES[t]))
-        terms.append(z3.BoolVal(bool(word)) if t == "pred" else value(word, bits))
+        terms.append(z3.BoolVal(bool(word)) if t == "pred" else constant(word, bits))
     with np.errstate(all="ignore"):
         expected, got = known.compute(*arrays), computation(opcode)(*terms)
     expected = expected if isinstance(expected, tuple) else (expected,)

@@ -151,7 +151,7 @@ def test_of_two_ways_that_a_sum_may_take_the_longer_counts(tmp_path: Path) -> No
     body = f"""again: {DOT} setp.gt.u32 %p, %n, 9; @%p bra other; dp4a.s32.s32 %s, %a, %b, %s; bra on;
     other: dp4a.s32.s32 %s, %a, %b, %s; on:"""
     (step,) = loops.steps_of(entry_of(in_loop(body), tmp_path))
-    assert {loops._most_channels(bits, step.channels) for _, bits in loops._sums_after(step)} == {4}
+    assert {loops._max_channels(bits, step.channels) for _, bits in loops._sums_after(step)} == {4}
     assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(b=(1, 1)), 2**24, tmp_path=tmp_path) == "proved"
 
 

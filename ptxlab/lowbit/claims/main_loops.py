@@ -66,7 +66,7 @@ def main_loops() -> Iterator[Claim]:
                 f"sums of k products, each {low}..{high}, lie within {low}*k..{high}*k before a step "
                 "=> so do those of k + step after it, up to K = {:,}"
             )
-            K, beyond = loop.most, loop.most + BEYOND
+            K, beyond = loop.max_products, loop.max_products + BEYOND
             yield claim(f"s32 up to K = {K:,}", text.format(K), partial(build, "sums_fit", K))
             wraps = partial(build, "sums_fit", beyond)
             yield claim(f"s32 up to K = {beyond:,}", text.format(beyond), wraps, "refuted", quick=False)

@@ -19,7 +19,16 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction
 from ptxlab.emulator.front.types import bits_of, is_signed
-from ptxlab.prove.bitvectors import SORTS, Bits, as_float, extend, float_bits, joined, pieces, value
+from ptxlab.prove.bitvectors import (
+    SORTS,
+    Bits,
+    as_float,
+    concatenate_fields,
+    constant,
+    extend,
+    float_bits,
+    split_fields,
+)
 from ptxlab.prove.execute import FALSE, TRUE
 from ptxlab.prove.loops import OneStep
 from ptxlab.prove.semantics import computation
@@ -67,7 +76,9 @@ class Thread(OneStep):
         elif instruction.head == "st":
             items = operands[1].items if isinstance(operands[1], ir.Vector) else operands[1:]
             word = f"u{bits_of(instruction.opcode.split('.')[-1])}"
-            self.stores.append(self.access(instruction, guard, joined([self.read(0, item, word) for item in items])))
+            self.stores.append(
+                self.access(instruction, guard, concatenate_fields([self.read(0, item, word) for item in items]))
+            )
         elif instruction.opcode in ("redux.sync.max.u32", "max.NaN.f32"):
             most, of_warp = z3.FreshConst(WORD, "most"), instruction.head == "redux"
             own, *others = (self.read(0, o, "u32") for o in operands[1 : 2 if of_warp else 3])
@@ -87,7 +98,7 @@ class Thread(OneStep):
         if whole is None:
             whole = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(items)), "loaded")
             self.loads.append(self.access(instruction, guard, whole))
-        for item, piece in zip(items, pieces(whole, bits_of(t)), strict=True):
+        for item, piece in zip(items, split_fields(whole, bits_of(t)), strict=True):
             self.write(0, guard, item, piece, is_signed(t))
 
     def access(self, instruction: Instruction, guard: Any, bits: Bits) -> Access:
@@ -95,7 +106,7 @@ class Thread(OneStep):
         address = instruction.operands[1 if instruction.head == "ld" else 0]
         space = instruction.opcode.split(".")[1].split("::")[0]
         base = self.read(0, address.base, "u32" if space == "shared" else "u64")
-        return Access(guard, space, z3.simplify(base + value(address.offset, base.size())), bits)
+        return Access(guard, space, z3.simplify(base + constant(address.offset, base.size())), bits)
 
 
 def _is_magnitude(most: Bits, a: Bits, b: Bits) -> Any:
@@ -165,7 +176,7 @@ class TokenRow:
         gap = 0 if self.g == 128 else -self.K % 128
         at = z3.If(z3.ULT(channel, self.K), channel, channel + gap)
         held = z3.URem(at, 16 * self.width)
-        return self.shared + 4 * (held + z3.LShR(held, 5)), z3.UDiv(at, value(16 * self.width, 32))
+        return self.shared + 4 * (held + z3.LShR(held, 5)), z3.UDiv(at, constant(16 * self.width, 32))
 
     @property
     def shared(self) -> Bits:
@@ -175,7 +186,7 @@ class TokenRow:
 
     def sent_to(self, one: Access) -> tuple[Bits, Bits]:
         """Return the target of a store into shared memory: the address in a block, and which block of the row."""
-        return self.thread.mapped.get(one.at.decl().name(), (one.at, value(0, 32)))
+        return self.thread.mapped.get(one.at.decl().name(), (one.at, constant(0, 32)))
 
     def stores_to(self, *names: str) -> Iterator[tuple[str, Access, Bits]]:
         """Yield the stores to the named arguments: the argument, the store, its offset in bytes."""
@@ -206,7 +217,7 @@ def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow
 
     def argument(arg: Arg) -> Bits:
         if arg.name in ("K", "outliers"):
-            return value(int(known[arg.name]), 32)
+            return constant(int(known[arg.name]), 32)
         return z3.BitVec(arg.name, 64 if arg.shape else 32)
 
     sizes = {name: int(known[name]) for name in ("K", "outliers", "g", "pairs", "code")}
@@ -239,7 +250,7 @@ class Written:
     @cached_property
     def elements(self) -> list[Bits]:
         """The four integers."""
-        return [z3.simplify(x) for x in pieces(self.known(self.access.bits), self.bits)]
+        return [z3.simplify(x) for x in split_fields(self.known(self.access.bits), self.bits)]
 
     @cached_property
     def quotients(self) -> list[Bits]:
@@ -359,7 +370,7 @@ def inverse(divisor: Bits, negated: Bits) -> Bits:
 
 def float_word(number: float) -> Bits:
     """Return an FP32 constant as a word."""
-    return value(int(np.float32(number).view(np.uint32)), 32)
+    return constant(int(np.float32(number).view(np.uint32)), 32)
 
 
 def matches(pattern: Any, term: Any, found: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
@@ -442,9 +453,9 @@ def _complete(row: TokenRow) -> Query:
     first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
     int4 = z3.ULT(first, row.K)
     behind = first - row.K
-    block = z3.If(int4, z3.LShR(first, 7), value(ceil_div(row.K, 128), 16) + z3.LShR(behind, 7))
+    block = z3.If(int4, z3.LShR(first, 7), constant(ceil_div(row.K, 128), 16) + z3.LShR(behind, 7))
     lane = z3.LShR(z3.If(int4, first, behind) & 127, 2)
-    rank = z3.UDiv(block, value(4 * warps, 16))
+    rank = z3.UDiv(block, constant(4 * warps, 16))
     token = z3.Concat(m, z3.Extract(row.blocks.bit_length() - 2, 0, rank)) if row.blocks > 1 else m
     known = {"%tid.x": z3.URem(block, warps) * 32 + lane, "%ctaid.x": token}
     terms = [(row.thread.named[name], extend(x, 64, False)) for name, x in known.items()]
@@ -480,7 +491,7 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     row, known, int4 = written.row, written.known, written.four_bits
     column, begins = written.first / row.g, z3.URem(written.first, row.g) == 0
     if not int4 and row.code < 2:
-        column, begins = value(row.groups, 64), written.first == row.K
+        column, begins = constant(row.groups, 64), written.first == row.K
     yield _where(written.given, known(access.guard) == begins)
     yield _where([*written.given, access.guard], offset == 2 * (row.m * row.columns + column))
     parts, largest = written.of_largest(access), written.largest(access)
@@ -491,8 +502,8 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     t, u = z3.BitVecs("quotient largest", 32)
     yield Query(z3.And(parts["negated"] == float_word(-by), parts["reciprocal"] == float_word(1 / by)))
     half = float_bits(z3.fpFPToFP(z3.RNE(), as_float(t, "f32"), z3.FPSort(*SORTS["f16"])), "f16")
-    least = z3.fpLT(as_float(half, "f16"), as_float(value(LEAST, 16), "f16"))
-    expected = z3.If(z3.fpIsZero(as_float(u, "f32")), value(ONE, 16), z3.If(least, value(LEAST, 16), half))
+    least = z3.fpLT(as_float(half, "f16"), as_float(constant(LEAST, 16), "f16"))
+    expected = z3.If(z3.fpIsZero(as_float(u, "f32")), constant(ONE, 16), z3.If(least, constant(LEAST, 16), half))
     abstract = [(parts["whole"], t), (parts["largest"], u)]
     bits = z3.substitute(known(access.bits), *abstract)
     yield Query(bits == expected)
@@ -532,7 +543,7 @@ def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
         chunk = z3.ZeroExt(32, row.chunk)
         for e, (one, load) in enumerate(zip(sent, [places[0]] * 8 + [places[1]] * 8, strict=False)):
             given = [*row.limits, one.guard]
-            place = z3.ZeroExt(16, pieces(load.bits, 16)[e % 8])
+            place = z3.ZeroExt(16, split_fields(load.bits, 16)[e % 8])
             address, rank = row.sent_to(one)
             wanted, in_block = row.held(place)
             read = z3.And(load.guard, load.at == z3.BitVec("place", 64) + 32 * chunk + 16 * (e // 8))
@@ -543,7 +554,7 @@ def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
                 source = values[e // 8]
                 at = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
                 yield _where(given, source.guard, source.at == at)
-                sent_as = computation("cvt.f32.f16")(pieces(source.bits, 16)[e % 8])
+                sent_as = computation("cvt.f32.f16")(split_fields(source.bits, 16)[e % 8])
                 yield Query(z3.BoolVal(Known(given)(one.bits).eq(z3.simplify(sent_as))))
 
 

@@ -9,18 +9,18 @@ from ptxlab import registry
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
 from ptxlab.lowbit.claims.main_loops import MAIN_LOOPS
-from ptxlab.prove import Claim, decide, registered
+from ptxlab.prove import Claim, decide, registered_claims
 from ptxlab.prove.kernels import claims_of
 from tests.support.proofs import NAMES
 
-OTHERS = {claim.subject: None for claim in registered() if not claim.subject.endswith("its loop")}
+OTHERS = {claim.subject: None for claim in registered_claims() if not claim.subject.endswith("its loop")}
 LOOPS = [f"{registry.find(name)[1][0].label}, a step of its loop" for name in MAIN_LOOPS]
 KERNELS = [source.label for name in NAMES for source in registry.find(name)[1]]
 
 
 @cache
 def known() -> list[Claim]:
-    return registered()
+    return registered_claims()
 
 
 @pytest.mark.default_cases(

@@ -11,7 +11,7 @@ from ptxlab import emulator, registry, toolchain
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
 from ptxlab.lowbit.claims import reordering
-from ptxlab.prove.solve import Query, ask, of_each_form
+from ptxlab.prove.solve import Query, ask, distinct_queries
 
 pytestmark = pytest.mark.skipif("nvrtc" in toolchain.missing(), reason="NVRTC is not installed")
 SPEC, (SOURCE, *_) = registry.find("reorder_quantize")
@@ -61,4 +61,4 @@ def test_a_mistake_is_refuted(what: str, code: int, old: str, new: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["rounds", "scales"])
 def test_what_the_quick_half_leaves_out_is_proved_of_one_group(what: str) -> None:
-    assert {ask(query).verdict for query in of_each_form([*queries(what, 0, compiled(0))])} == {"proved"}
+    assert {ask(query).verdict for query in distinct_queries([*queries(what, 0, compiled(0))])} == {"proved"}
