@@ -209,11 +209,11 @@ class _Stops(Watcher):
     def __init__(self, run: StoppableCall, machine: Machine) -> None:
         self.run, self.machine = run, machine
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Wrap the handler of an instruction without a guard."""
-        return handler if instruction.guard is not None else self.around_guard(instruction, handler)
+        return handler if instruction.guard is not None else self.wrap_guarded(instruction, handler)
 
-    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
         """Wrap a handler that gets the lanes that the guard lets through."""
         run, machine = self.run, self.machine
         pc = machine.index[id(instruction)]

@@ -339,7 +339,7 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
     """Make the watchers that the options ask for.
 
     Their order is semantics. The machine tells them of every event in this order, which is also the order of findings
-    about one event. Of two that wrap an instruction (`Watcher.around`) the later one is outside and sees it first.
+    about one event. Of two that wrap an instruction (`wrap_handler`) the later one is outside and sees it first.
     """
     options, checks = machine.launch.options, machine.launch.options.checks
     taint = LoadTaint(machine) if machine.launch.tracked else None

@@ -33,14 +33,16 @@ class BankConflicts(Check):
         indices = indices_of(lanes)
         warps, row = np.unique(indices // 32, return_inverse=True)
         addresses = np.full((len(warps), 32), -1)
-        own = offsets - launch.shared_windows[indices // self.machine.stride]
-        addresses[row, indices % 32] = np.where((own >= 0) & (own < launch.window_bytes), own, -1)
+        block_offsets = offsets - launch.shared_windows[indices // self.machine.stride]
+        addresses[row, indices % 32] = np.where(
+            (block_offsets >= 0) & (block_offsets < launch.window_bytes), block_offsets, -1
+        )
         active = addresses >= 0
         if not active.any():  # shared memory of other blocks
             return
         use = bank_use(np.where(active, addresses, 0), access.size, active=active, store=store)
         key = instruction.path, instruction.line, instruction.text
-        known = launch.shared_accesses.get(key) or SharedAccess(
+        entry = launch.shared_accesses.get(key) or SharedAccess(
             path=instruction.path,
             line=instruction.line,
             text=instruction.text,
@@ -52,8 +54,8 @@ class BankConflicts(Check):
             addresses=tuple(addresses[0].tolist()),
         )
         launch.shared_accesses[key] = replace(
-            known,
-            requests=known.requests + len(warps),
-            wavefronts=known.wavefronts + int(use.wavefronts.sum()),
-            conflicts=known.conflicts + int(use.conflicts.sum()),
+            entry,
+            requests=entry.requests + len(warps),
+            wavefronts=entry.wavefronts + int(use.wavefronts.sum()),
+            conflicts=entry.conflicts + int(use.conflicts.sum()),
         )

@@ -47,7 +47,7 @@ class BarrierGenerations(Check):
         self.complete: dict[tuple[int, int], Generation] = {}  # the last of each
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """Threads come."""
+        """Count arrivals in the generation under way, and check that their threads know the one before to be over."""
         indices, stride = indices_of(lanes), self.machine.stride
         threads = indices % stride
         now = self.under_way.setdefault(barrier, Generation(stride))
@@ -57,7 +57,7 @@ class BarrierGenerations(Check):
             self.report(instruction, "race", lanes, again, message)
         elif previous and not previous.is_one_warp and not previous.waited[threads].all():
             self.require_the_end(instruction, barrier, lanes, previous)
-        now.times[threads] = self.order.clocks.own[indices]
+        now.times[threads] = self.order.clocks.own_times[indices]
         now.codes[threads] = self.machine.index[id(instruction)]
 
     def require_the_end(

@@ -39,32 +39,32 @@ class Divergence(Check):
         super().__init__(machine)
         self.flow = flow_of(machine.launch.entry)
         self.turns = np.zeros(machine.lanes, np.int32)  # since the last .aligned instruction
-        self.here = machine.alive.copy()  # lanes that their warp has to wait for
+        self.expected = machine.alive.copy()  # lanes that their warp has to wait for
         self.parked = np.zeros(machine.lanes, bool)  # ... and that will execute once more what they wait at
         self.open: dict[int, list[Execution]] = {}  # by warp, the oldest first
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at who comes to `.aligned` instructions, and follow branches."""
         pc = self.machine.index[id(instruction)]
         if instruction.guard is None and END not in self.flow.leaving.get(pc, ()):
             handler = self.follow_branches(pc, handler)
         if pc in self.flow.aligned:
 
-            def together(lanes: Lanes) -> Successors:
-                self.come(pc, lanes)
+            def record_and_run(lanes: Lanes) -> Successors:
+                self.record_execution(pc, lanes)
                 return handler(lanes)
 
-            return together
+            return record_and_run
         if END in self.flow.leaving.get(pc, ()):
 
-            def leave(lanes: Lanes) -> Successors:
+            def leave_and_run(lanes: Lanes) -> Successors:
                 self.leave(lanes)
                 return handler(lanes)
 
-            return leave
+            return leave_and_run
         return handler
 
-    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
         """Follow the lanes of a guarded branch, some of which go on behind it."""
         return self.follow_branches(self.machine.index[id(instruction)], handler)
 
@@ -90,34 +90,34 @@ class Divergence(Check):
         for meeting in self.machine.meetings.values():
             for pc, those, _ in meeting:
                 self.parked[those] = pc in self.flow.aligned
-        staying = indices_of(lanes)[self.here[lanes]]
+        staying = indices_of(lanes)[self.expected[lanes]]
         if len(staying):
             self.turns[staying] = 0
-            self.come(END, as_lanes(staying))
+            self.record_execution(END, as_lanes(staying))
             self.leave(as_lanes(staying))
 
     def leave(self, lanes: Lanes) -> None:
         """Take lanes out of those that others wait for."""
-        self.here[lanes] = False
+        self.expected[lanes] = False
         for warp in np.unique(indices_of(lanes) // 32).tolist() if self.open else ():
             self.close(warp)
 
     def close(self, warp: int) -> None:
         """Forget what all lanes of the warp have come to."""
-        executions, here = self.open.get(warp, []), int(pack_bits(self.here[warp * 32 : warp * 32 + 32])[0])
-        while executions and not here & ~executions[0].lanes:
+        executions, expected = self.open.get(warp, []), int(pack_bits(self.expected[warp * 32 : warp * 32 + 32])[0])
+        while executions and not expected & ~executions[0].lanes:
             executions.pop(0)
         if not executions:
             self.open.pop(warp, None)
 
-    def come(self, pc: int, lanes: Lanes) -> None:
+    def record_execution(self, pc: int, lanes: Lanes) -> None:
         """Count lanes that execute an `.aligned` instruction, or end."""
         if self.parked.any():
-            again = self.parked[lanes].copy()
+            is_repeated = self.parked[lanes].copy()
             self.parked[lanes] = False
-            if again.all():
+            if is_repeated.all():
                 return
-            lanes = as_lanes(indices_of(lanes)[~again])
+            lanes = as_lanes(indices_of(lanes)[~is_repeated])
         turns = self.turns[lanes].copy()
         self.turns[lanes] = 0
         if not self.open and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
@@ -126,50 +126,55 @@ class Divergence(Check):
                 return
         present, of_lane = np.zeros(self.machine.lanes, bool), np.zeros(self.machine.lanes, np.int32)
         present[lanes], of_lane[lanes] = True, turns
-        present &= self.here
+        present &= self.expected
         bits = pack_bits(present)
         last = np.where(present, of_lane, turns.min()).reshape(-1, 32).max(axis=1)
         first = np.where(present, of_lane, turns.max()).reshape(-1, 32).min(axis=1)
-        parts = (bits != pack_bits(self.here)) | (first != last)
-        parts[list(self.open)] = True
-        parts &= bits != 0
-        for warp in np.flatnonzero(parts).tolist():
-            mine = indices_of(lanes) // 32 == warp
-            for turn in np.unique(turns[mine]).tolist():
-                those = indices_of(lanes)[mine & (turns == turn)]
-                self.enter(warp, Execution(pc, turn, sum(1 << lane % 32 for lane in those[self.here[those]].tolist())))
+        is_incomplete = (bits != pack_bits(self.expected)) | (first != last)
+        is_incomplete[list(self.open)] = True
+        is_incomplete &= bits != 0
+        for warp in np.flatnonzero(is_incomplete).tolist():
+            in_warp = indices_of(lanes) // 32 == warp
+            for turn in np.unique(turns[in_warp]).tolist():
+                same_turn = indices_of(lanes)[in_warp & (turns == turn)]
+                self.enter(
+                    warp,
+                    Execution(pc, turn, sum(1 << lane % 32 for lane in same_turn[self.expected[same_turn]].tolist())),
+                )
 
     def enter(self, warp: int, new: Execution) -> None:
         """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
         executions = self.open.setdefault(warp, [])
-        left = new.lanes
-        for known in executions:
-            arriving = left & ~known.lanes
-            if arriving and (known.pc, known.turn) != (new.pc, new.turn):
-                return self.diverged(warp, known, Execution(new.pc, new.turn, arriving))
-            known.lanes |= arriving
-            left &= ~arriving
-        if left:
-            executions.append(Execution(new.pc, new.turn, left))
+        remaining = new.lanes
+        for execution in executions:
+            arriving = remaining & ~execution.lanes
+            if arriving and (execution.pc, execution.turn) != (new.pc, new.turn):
+                return self.report_divergence(warp, execution, Execution(new.pc, new.turn, arriving))
+            execution.lanes |= arriving
+            remaining &= ~arriving
+        if remaining:
+            executions.append(Execution(new.pc, new.turn, remaining))
         self.close(warp)
 
-    def diverged(self, warp: int, one: Execution, other: Execution) -> None:
-        """Report the two; the warp is then left alone."""
-        if other.pc == END:
-            one, other = other, one
-        instruction = self.machine.code[other.pc]
-        _, thread = self.machine.place_of(self.lanes_of(warp, one)[0])
-        if one.pc == END:
-            what = "goes past it, to the end"
-        elif one.pc == other.pc:
-            what = "executes it in another turn of the loop"
+    def report_divergence(self, warp: int, deviating: Execution, reported: Execution) -> None:
+        """Report lanes that execute `deviating` where others of the warp execute `reported`; then leave the warp alone."""
+        if reported.pc == END:
+            deviating, reported = reported, deviating
+        instruction = self.machine.code[reported.pc]
+        _, thread = self.machine.place_of(self.lanes_of(warp, deviating)[0])
+        if deviating.pc == END:
+            deviation = "goes past it, to the end"
+        elif deviating.pc == reported.pc:
+            deviation = "executes it in another turn of the loop"
         else:
-            what = f"executes {self.machine.code[one.pc].seen_from(instruction)}, instead"
+            deviation = f"executes {self.machine.code[deviating.pc].seen_from(instruction)}, instead"
         who = ",".join(map(str, thread))
-        message = f"by the rule of PTX all threads of a warp have to execute it together, but thread ({who}) {what};"
-        lanes = self.lanes_of(warp, other)
+        message = (
+            f"by the rule of PTX all threads of a warp have to execute it together, but thread ({who}) {deviation};"
+        )
+        lanes = self.lanes_of(warp, reported)
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
-        self.here[warp * 32 : warp * 32 + 32] = False
+        self.expected[warp * 32 : warp * 32 + 32] = False
         del self.open[warp]
 
     def lanes_of(self, warp: int, execution: Execution) -> Array:

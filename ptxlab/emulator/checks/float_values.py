@@ -28,36 +28,36 @@ ARITHMETIC = frozenset({
     "add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", "cvt",
 })  # fmt: skip
 MANTISSA = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}  # bits
-_SAID = {"nan": "a NaN", "infinity": "an infinity", "overflow": "an infinity", "subnormal": "a subnormal number"}
+_KIND_NAMES = {"nan": "a NaN", "infinity": "an infinity", "overflow": "an infinity", "subnormal": "a subnormal number"}
 _MULTIPLIED = {"f16": "f16x2", "bf16": "bf16x2", "tf32": "f32", "f64": "f64"}  # what a register of A or B holds
 _WMMA = {*_MULTIPLIED, "f32", "s32", "s8", "u8"}
 
 Values = tuple[str, Array]  # PTX type, and register values of that type
 
 
-def kinds(values: Values) -> dict[str, Array]:
+def masks_by_kind(values: Values) -> dict[str, Array]:
     """Tell which registers hold a number of each kind, one bool each; nothing for integers."""
     type_name, raw = values
     if not is_float(type_name):
         return {}
-    one = element(type_name)
-    unsigned, without_sign = np.dtype(f"u{bits_of(one) // 8}"), (1 << bits_of(one) - 1) - 1
-    normal = 1 << MANTISSA[one]  # the smallest
+    scalar_type = element(type_name)
+    unsigned, without_sign = np.dtype(f"u{bits_of(scalar_type) // 8}"), (1 << bits_of(scalar_type) - 1) - 1
+    normal = 1 << MANTISSA[scalar_type]  # the smallest
     infinite = without_sign + 1 - normal
     magnitude = np.ascontiguousarray(raw).view(unsigned).reshape(len(raw), -1) & unsigned.type(without_sign)
-    found = {
+    masks = {
         "nan": magnitude > infinite,
-        "overflow" if one == "f16" else "infinity": magnitude == infinite,
+        "overflow" if scalar_type == "f16" else "infinity": magnitude == infinite,
         "subnormal": (magnitude > 0) & (magnitude < normal),
     }
-    return {kind: mask.any(axis=1) for kind, mask in found.items()}
+    return {kind: mask.any(axis=1) for kind, mask in masks.items()}
 
 
-def has(operand: Values, kind: str) -> Array | bool:
+def is_kind(operand: Values, kind: str) -> Array | bool:
     """Tell which of an operand's values are of a kind; an f16's infinity is one among others here."""
-    found = kinds(operand)
-    infinite = found.get("infinity", found.get("overflow", False))
-    return infinite if kind in ("infinity", "overflow") else found.get(kind, False)
+    masks = masks_by_kind(operand)
+    infinite = masks.get("infinity", masks.get("overflow", False))
+    return infinite if kind in ("infinity", "overflow") else masks.get(kind, False)
 
 
 class FloatValues(Check):
@@ -66,16 +66,16 @@ class FloatValues(Check):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.multiplied_before = 0  # mma before this instruction are done by an earlier one's handler
-        self.added: tuple[Array, Array] | None = None  # what an atomic met: arena offsets, and values there
+        self.memory_before: tuple[Array, Array] | None = None  # what an atomic met: arena offsets, and values there
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Compare operands with results."""
         if instruction.head == "mma":
-            return self.around_mma(instruction, handler)
+            return self.wrap_mma(instruction, handler)
         if instruction.opcode.startswith("wmma.mma"):
-            return self.around_wmma(instruction, handler)
+            return self.wrap_wmma(instruction, handler)
         if instruction.head in ("atom", "red"):
-            return self.around_atomic(instruction, handler)
+            return self.wrap_atomic(instruction, handler)
         if instruction.head not in ARITHMETIC:
             return handler
         _, ((target, t), *_), sources = typed_operands(instruction)
@@ -85,35 +85,37 @@ class FloatValues(Check):
         readers = [(of, self.machine.reader(operand, of, relaxed)) for operand, of in sources]
         stored = self.machine.reader(target, t, relaxed)
 
-        def checked(lanes: Lanes) -> Successors:
-            before = [(of, read(lanes).copy()) for of, read in readers]
+        def run_and_compare(lanes: Lanes) -> Successors:
+            operands = [(of, read(lanes).copy()) for of, read in readers]
             successors = handler(lanes)
-            self.compare(instruction, lanes, (t, stored(lanes)), before)
+            self.compare(instruction, lanes, (t, stored(lanes)), operands)
             return successors
 
-        return checked
+        return run_and_compare
 
-    def compare(self, instruction: Instruction, lanes: Lanes, result: Values, operands: Sequence[Values]) -> None:
+    def compare(self, instruction: Instruction, lanes: Lanes, destination: Values, operands: Sequence[Values]) -> None:
         """Report results of a kind that no operand is of."""
-        for kind, made in kinds(result).items():
-            if made.any():
+        for kind, arising in masks_by_kind(destination).items():
+            if arising.any():
                 for operand in operands:
-                    made = made & ~np.asarray(has(operand, kind))
-                if made.any():
-                    at = int(np.argmax(made))
-                    shown = ", ".join(text_of(operand, at) for operand in operands)
-                    self.arises(instruction, kind, lanes, made, f"makes {_SAID[kind]} of {shown},")
+                    arising = arising & ~np.asarray(is_kind(operand, kind))
+                if arising.any():
+                    index = int(np.argmax(arising))
+                    operand_text = ", ".join(text_of(operand, index) for operand in operands)
+                    self.report_origin(
+                        instruction, kind, lanes, arising, f"makes {_KIND_NAMES[kind]} of {operand_text},"
+                    )
 
-    def arises(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
-        """Report it, unless that kind has arisen elsewhere before."""
+    def report_origin(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
+        """Report numbers of a kind that arise here, unless that kind has arisen elsewhere before."""
         first = next((f for f in self.machine.launch.findings.found.values() if f.kind == kind), None)
-        here = instruction.path, instruction.line, instruction.callers
-        if first is None or (first.path, first.line, first.callers) == here:
+        location = instruction.path, instruction.line, instruction.callers
+        if first is None or (first.path, first.line, first.callers) == location:
             self.report(instruction, kind, lanes, wrong, message)
 
     # What is no operation of registers alone
 
-    def around_atomic(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_atomic(self, instruction: Instruction, handler: Handler) -> Handler:
         """Check the sums that an atomic makes in memory."""
         access = decode(instruction, "atomic")
         t = access.type
@@ -121,28 +123,28 @@ class FloatValues(Check):
             return handler
         address = next(i for i, o in enumerate(instruction.operands) if isinstance(o, ir.Address))
         source = instruction.operands[address + 1]
-        items = source.items if isinstance(source, ir.Vector) else (source,)
-        readers = [self.machine.reader(item, t) for item in items]
-        rows = self.machine.memory.arena.view(DTYPES[t]).reshape(-1, len(items))
+        addends = source.items if isinstance(source, ir.Vector) else (source,)
+        readers = [self.machine.reader(addend, t) for addend in addends]
+        rows = self.machine.memory.arena.view(DTYPES[t]).reshape(-1, len(addends))
 
-        def checked(lanes: Lanes) -> Successors:
-            added = [np.broadcast_to(read(lanes), len(indices_of(lanes))).copy() for read in readers]
+        def run_and_compare(lanes: Lanes) -> Successors:
+            addends = [np.broadcast_to(read(lanes), len(indices_of(lanes))).copy() for read in readers]
             successors = handler(lanes)
-            assert self.added is not None
-            offsets, before = self.added
-            after = rows[offsets // rows[0].nbytes]
-            for i, each in enumerate(added):
-                self.compare(instruction, lanes, (t, after[:, i]), [(t, before[:, i]), (t, each)])
+            assert self.memory_before is not None
+            offsets, old_values = self.memory_before
+            new_values = rows[offsets // rows[0].nbytes]
+            for i, addend in enumerate(addends):
+                self.compare(instruction, lanes, (t, new_values[:, i]), [(t, old_values[:, i]), (t, addend)])
             return successors
 
-        return checked
+        return run_and_compare
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Remember what the places of an atomic hold before it runs."""
         rows = self.machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
-        self.added = offsets, rows[offsets // access.size]
+        self.memory_before = offsets, rows[offsets // access.size]
 
-    def around_mma(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_mma(self, instruction: Instruction, handler: Handler) -> Handler:
         """Check the products of a group of mma, all done by the handler of the first; warp by warp."""
         machine = self.machine
         pc = machine.index[id(instruction)]
@@ -153,89 +155,96 @@ class FloatValues(Check):
 
         def readers(operand: ir.Operand, type_name: str) -> list[tuple[str, Reader]]:
             kind = "b32" if "x2" in type_name else type_name
-            return [(type_name, machine.reader(item, kind)) for item in elements_of(operand)]
+            return [(type_name, machine.reader(element, kind)) for element in elements_of(operand)]
 
-        kept = "f16x2" if d == "f16" else d
+        d_type = "f16x2" if d == "f16" else d
         members = []
-        for each in machine.code[pc : machine.done_before]:
-            to, *sources = each.operands
-            types = _MULTIPLIED.get(a, "u32"), _MULTIPLIED.get(b, "u32"), kept
-            of = [pair for o, t in zip(sources, types, strict=True) for pair in readers(o, t)]
-            members.append((each, readers(to, kept), of))
+        for mma in machine.code[pc : machine.done_before]:
+            destination, *sources = mma.operands
+            types = _MULTIPLIED.get(a, "u32"), _MULTIPLIED.get(b, "u32"), d_type
+            operand_readers = [pair for o, t in zip(sources, types, strict=True) for pair in readers(o, t)]
+            members.append((mma, readers(destination, d_type), operand_readers))
 
-        def checked(lanes: Lanes) -> Successors:
+        def run_and_compare(lanes: Lanes) -> Successors:
             warps = np.unique(indices_of(lanes) // 32)
             whole = as_lanes((warps[:, None] * 32 + np.arange(32)).reshape(-1))
-            before = [
-                [[(t, np.broadcast_to(read(whole), 32 * len(warps)).copy()) for t, read in some] for some in (to, of)]
-                for _, to, of in members
+            old_values = [
+                [
+                    [(t, np.broadcast_to(read(whole), 32 * len(warps)).copy()) for t, read in group]
+                    for group in (d_readers, operand_readers)
+                ]
+                for _, d_readers, operand_readers in members
             ]
             successors = handler(lanes)
-            for (each, to, _), (old, operands) in zip(members, before, strict=True):
-                for (t, read), (_, kept_before) in zip(to, old, strict=True):
-                    self.compare_warps(each, whole, (t, read(whole)), kept_before, operands)
+            for (mma, d_readers, _), (old_d, operands) in zip(members, old_values, strict=True):
+                for (t, read), (_, old_d_values) in zip(d_readers, old_d, strict=True):
+                    self.compare_warps(mma, whole, (t, read(whole)), old_d_values, operands)
             return successors
 
-        return checked
+        return run_and_compare
 
-    def around_wmma(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_wmma(self, instruction: Instruction, handler: Handler) -> Handler:
         """Check the product that a wmma makes."""
         d, *middle, c = [word for word in instruction.opcode.split(".") if word in _WMMA]
         if not is_float(d):
             return handler
         a = b = _MULTIPLIED.get(middle[0] if middle else "f16", "u32")
         types = ["f16x2" if t == "f16" else t for t in (d, a, b, c)]
-        to, *of = (
-            [(t, self.machine.reader(item, "b32" if "x2" in t else t)) for item in elements_of(operand)]
+        d_readers, *operand_readers = (
+            [(t, self.machine.reader(element, "b32" if "x2" in t else t)) for element in elements_of(operand)]
             for operand, t in zip(instruction.operands, types, strict=True)
         )
 
-        def checked(lanes: Lanes) -> Successors:
-            def read(some: list[tuple[str, Reader]]) -> list[Values]:
-                return [(t, np.broadcast_to(values(lanes), len(indices_of(lanes))).copy()) for t, values in some]
+        def run_and_compare(lanes: Lanes) -> Successors:
+            def read(readers: list[tuple[str, Reader]]) -> list[Values]:
+                return [(t, np.broadcast_to(values(lanes), len(indices_of(lanes))).copy()) for t, values in readers]
 
-            operands, before = [pair for each in of for pair in read(each)], read(to)
+            operands, old_d = [pair for readers in operand_readers for pair in read(readers)], read(d_readers)
             successors = handler(lanes)
-            for result, (_, kept) in zip(read(to), before, strict=True):
-                self.compare_warps(instruction, lanes, result, kept, operands)
+            for new_values, (_, old_values) in zip(read(d_readers), old_d, strict=True):
+                self.compare_warps(instruction, lanes, new_values, old_values, operands)
             return successors
 
-        return checked
+        return run_and_compare
 
     def issue(self, effect: Effect) -> None:
         """Have a wgmma look at its operands."""
         if isinstance(effect, WgmmaProducts):
             effect.watched = effect.decoded.is_float
 
-    def landed(self, effect: Effect) -> None:
+    def effect_complete(self, effect: Effect) -> None:
         """Check the product that a wgmma has made."""
         if not isinstance(effect, WgmmaProducts) or not effect.watched or effect.held is None:
             return
         t, lanes, warps = ("f16x2" if effect.decoded.d_type == "f16" else "f32"), effect.all_lanes, len(effect.lanes)
         new, old = (
-            kinds((t, np.ascontiguousarray(each).reshape(-1).view(DTYPES[t])))
-            for each in (effect.decoded.read_d(lanes), effect.held)
+            masks_by_kind((t, np.ascontiguousarray(raw).reshape(-1).view(DTYPES[t])))
+            for raw in (effect.decoded.read_d(lanes), effect.held)
         )
         for kind, mask in new.items():
             added = old[kind].reshape(warps, -1).any(axis=1) & effect.adds
-            there = added | effect.special["infinity" if kind == "overflow" else kind]
-            made = (mask.reshape(warps, 32, -1).any(axis=2) & ~there[:, None]).reshape(-1)
-            if made.any():
-                said = f"makes {_SAID[kind]}, and no operand of its warp is one,"
-                self.arises(effect.instruction, kind, lanes, made, said)
+            in_operands = added | effect.special["infinity" if kind == "overflow" else kind]
+            arising = (mask.reshape(warps, 32, -1).any(axis=2) & ~in_operands[:, None]).reshape(-1)
+            if arising.any():
+                message = f"makes {_KIND_NAMES[kind]}, and no operand of its warp is one,"
+                self.report_origin(effect.instruction, kind, lanes, arising, message)
 
     def compare_warps(
-        self, instruction: Instruction, lanes: Lanes, result: Values, before: Array, operands: Sequence[Values]
+        self, instruction: Instruction, lanes: Lanes, destination: Values, old_values: Array, operands: Sequence[Values]
     ) -> None:
         """Report results of a kind that no operand of the whole warp is of."""
-        changed = result[1].view(f"u{before.itemsize}") != before.view(f"u{before.itemsize}")
-        for kind, made in kinds(result).items():
-            if not (made := made & changed).any():
+        changed = destination[1].view(f"u{old_values.itemsize}") != old_values.view(f"u{old_values.itemsize}")
+        for kind, arising in masks_by_kind(destination).items():
+            if not (arising := arising & changed).any():
                 continue
-            there = np.any([np.broadcast_to(has(operand, kind), len(made)) for operand in operands], axis=0)
-            made &= ~np.repeat(there.reshape(-1, 32).any(axis=1), 32)
-            if made.any():
-                self.arises(instruction, kind, lanes, made, f"makes {_SAID[kind]}, and no operand of its warp is one,")
+            in_operands = np.any(
+                [np.broadcast_to(is_kind(operand, kind), len(arising)) for operand in operands], axis=0
+            )
+            arising &= ~np.repeat(in_operands.reshape(-1, 32).any(axis=1), 32)
+            if arising.any():
+                self.report_origin(
+                    instruction, kind, lanes, arising, f"makes {_KIND_NAMES[kind]}, and no operand of its warp is one,"
+                )
 
 
 def elements_of(operand: ir.Operand) -> ir.Operands:
@@ -243,10 +252,10 @@ def elements_of(operand: ir.Operand) -> ir.Operands:
     return operand.items if isinstance(operand, ir.Vector) else (operand,)
 
 
-def text_of(values: Values, at: int) -> str:
+def text_of(values: Values, index: int) -> str:
     """Write one of the values, or a packed pair (low half first), as text."""
     type_name, raw = values
-    raw = raw[at if len(raw) > 1 else 0 :][:1]
+    raw = raw[index if len(raw) > 1 else 0 :][:1]
     if not is_float(type_name):
         return str(raw[0])
     numbers = [f"{number:.6g}" for number in widen(raw, type_name).reshape(-1).tolist()]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.scopes import ALL, CTA, EVERYWHERE, Released, Scopes, reach_of
-from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
+from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, Clocks, by_clock, groups, join_clocks
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Lanes, indices_of
@@ -87,7 +87,7 @@ class HappensBefore(Check):
         places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
         return places, np.repeat(indices_of(lanes), access.size)
 
-    def unordered(self, past: Array, threads: Array, proxy_space: int | None = None) -> Array:
+    def is_unordered(self, past: Array, threads: Array, proxy_space: int | None = None) -> Array:
         """Tell which past events are of others, and not known to lie before the present of `threads`.
 
         With a space, which ones the async proxy cannot see when these threads ask it for something now: it takes a
@@ -97,13 +97,13 @@ class HappensBefore(Check):
             return np.zeros(len(past), bool)
         # neighbouring bytes have the same past
         starts = np.concatenate(([True], (past[1:] != past[:-1]) | (threads[1:] != threads[:-1])))
-        old, whose = past[starts], threads[starts]
-        late = old != 0
-        old, whose = old[late], whose[late]
-        actors = actors_of(old)
+        distinct_past, distinct_threads = past[starts], threads[starts]
+        late = distinct_past != 0
+        distinct_past, distinct_threads = distinct_past[late], distinct_threads[late]
+        actors = actors_of(distinct_past)
         if proxy_space is not None:
             actors = self.clocks.visible(actors, proxy_space)
-        late[late] = ~self.clocks.knows(whose, actors, times_of(old))
+        late[late] = ~self.clocks.knows(distinct_threads, actors, times_of(distinct_past))
         return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
 
     def fenced_by_nobody(self, past: Array, proxy_space: int) -> Array:
@@ -129,9 +129,9 @@ class HappensBefore(Check):
         if self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
-    def add(self, told: Clocked, release: Released, news: Clock) -> None:
+    def merge_release(self, releases: Clocked, release: Released, news: Clock) -> None:
         """Add news to what a release has told so far."""
-        told[release] = joined(news, told.get(release, NOTHING))
+        releases[release] = join_clocks(news, releases.get(release, NOTHING))
 
     def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
         """Hand on with the flag what the lanes know (or knew at their last fence); an atomic keeps what was there."""
@@ -141,12 +141,15 @@ class HappensBefore(Check):
         indices = indices_of(lanes)
         self.flag_setters[int(indices[0]) // self.scopes.block] = access.instruction, int(indices[0])
         for group in groups(offsets):
-            place, told = int(offsets[group[0]]), self.released(access.instruction, indices[group], releasing)
+            place, releases = (
+                int(offsets[group[0]]),
+                self.clocks_to_release(access.instruction, indices[group], releasing),
+            )
             if keep:
-                for release, known in self.flags.get(place, {}).items():
-                    self.add(told, release, known)
-            if told:
-                self.flags[place] = told
+                for release, clock in self.flags.get(place, {}).items():
+                    self.merge_release(releases, release, clock)
+            if releases:
+                self.flags[place] = releases
         if releasing:
             self.clocks.tick(indices)
 
@@ -154,49 +157,49 @@ class HappensBefore(Check):
         """Tell whether a lane has run a memory fence since it did something at this time of its own."""
         return any(lane in fenced and times[lane] >= time for fenced, times in self.fenced.values())
 
-    def released(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
+    def clocks_to_release(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
         """Return what the lanes make known together: what they know now, or knew at their last fences."""
-        told: Clocked = {}
+        releases: Clocked = {}
         reach = reach_of(instruction.opcode)
-        for release, some in self.scopes.by_block(reach, lanes) if now else ():
-            self.add(told, release, self.clocks.known_to(some))
-        for fence, (fenced, own) in self.fenced.items() if not now else ():
-            for release, some in self.scopes.by_block(min(fence, reach), lanes):
-                for clock, those in by_clock(fenced, some):
-                    self.add(told, release, self.clocks.known_to(those, clock, own))
-        return told
+        for release, block_lanes in self.scopes.by_block(reach, lanes) if now else ():
+            self.merge_release(releases, release, self.clocks.known_to(block_lanes))
+        for fence, (fenced, own_times) in self.fenced.items() if not now else ():
+            for release, block_lanes in self.scopes.by_block(min(fence, reach), lanes):
+                for clock, clock_lanes in by_clock(fenced, block_lanes):
+                    self.merge_release(releases, release, self.clocks.known_to(clock_lanes, clock, own_times))
+        return releases
 
     def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
         """Give the lanes what came with the flag, at once or at their next fence."""
         for group in groups(places):
-            for release, known in self.flags.get(int(places[group[0]]), {}).items():
-                lanes = self.reached(release, access.instruction, np.unique(threads[group]))
+            for release, released_clock in self.flags.get(int(places[group[0]]), {}).items():
+                lanes = self.lanes_reached(release, access.instruction, np.unique(threads[group]))
                 if not len(lanes):
                     continue
                 self.observe(int(places[group[0]]), lanes)
                 if access.order in ("acquire", "acq_rel"):
-                    self.clocks.learn(lanes, known)
+                    self.clocks.learn(lanes, released_clock)
                     continue
                 pending = self.pending.setdefault(release, {})
-                for clock, those in by_clock(pending, lanes):
-                    pending.update(dict.fromkeys(those.tolist(), joined(clock, known)))
-                self.pending[release] = dict.fromkeys(lanes.tolist(), known) | pending
+                for clock, clock_lanes in by_clock(pending, lanes):
+                    pending.update(dict.fromkeys(clock_lanes.tolist(), join_clocks(clock, released_clock)))
+                self.pending[release] = dict.fromkeys(lanes.tolist(), released_clock) | pending
 
     def observe(self, place: int, lanes: Array) -> None:
         """Take note that lanes have read a flag, by its arena offset; the check "race" does."""
 
-    def reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
+    def lanes_reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
         """Return the lanes that an acquire tells of a release.
 
         The others are remembered, to be named where they race.
         """
-        reached = self.scopes.reached(release, reach_of(instruction.opcode), lanes)
+        reached = self.scopes.lanes_reached(release, reach_of(instruction.opcode), lanes)
         if len(reached) < len(lanes):
             narrow = "acquires" if reach_of(instruction.opcode) < release[0] else "finds a release"
             scope = "cta" if CTA in (release[0], reach_of(instruction.opcode)) else "cluster"
-            said = f"line {instruction.line} {narrow} in scope .{scope} only, which does not reach the other block,"
+            reason = f"line {instruction.line} {narrow} in scope .{scope} only, which does not reach the other block,"
             for block in np.unique(np.setdiff1d(lanes, reached) // self.scopes.block).tolist():
-                self.unreached[release[1], block] = said
+                self.unreached[release[1], block] = reason
         return reached
 
     def take_pending(self, lanes: Array, fence: Instruction | None = None) -> None:
@@ -205,17 +208,17 @@ class HappensBefore(Check):
         None stands for a barrier of the block, which counts as a fence of its scope: it acquires nothing of others.
         """
         for release, pending in self.pending.items():
-            mine = lanes
+            acquiring = lanes
             if fence is None and self.scopes.matter and release[1] >= 0:
                 is_own = lanes // self.scopes.block == release[1]
                 self.note_barrier(release[1], [lane for lane in lanes[~is_own].tolist() if lane in pending])
-                mine = lanes[is_own]
+                acquiring = lanes[is_own]
             elif fence is not None and self.scopes.matter:
-                mine = np.array([lane for lane in lanes.tolist() if lane in pending], np.intp)
-                mine = self.reached(release, fence, mine)
-            for clock, those in by_clock(pending, mine):
-                self.clocks.learn(those, clock)
-                for lane in those.tolist():
+                acquiring = np.array([lane for lane in lanes.tolist() if lane in pending], np.intp)
+                acquiring = self.lanes_reached(release, fence, acquiring)
+            for clock, clock_lanes in by_clock(pending, acquiring):
+                self.clocks.learn(clock_lanes, clock)
+                for lane in clock_lanes.tolist():
                     del pending[lane]
 
     def note_barrier(self, releasing: int, lanes: list[int]) -> None:
@@ -229,12 +232,12 @@ class HappensBefore(Check):
         indices = indices_of(lanes)
         self.take_pending(indices, instruction)
         reach = reach_of(instruction.opcode) if self.scopes.matter else ALL
-        fenced, own = self.fenced.setdefault(reach, ({}, self.clocks.own.copy()))
+        fenced, own_times = self.fenced.setdefault(reach, ({}, self.clocks.own_times.copy()))
         for group in groups(self.clocks.row[indices]):
-            mine = indices[group]
-            fenced.update(dict.fromkeys(mine.tolist(), self.clocks.shared_by(mine)))
+            row_lanes = indices[group]
+            fenced.update(dict.fromkeys(row_lanes.tolist(), self.clocks.shared_by(row_lanes)))
         actors = self.clocks.columns(indices)[1]
-        own[actors] = self.clocks.own[actors]
+        own_times[actors] = self.clocks.own_times[actors]
         self.clocks.tick(indices)
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
@@ -250,48 +253,50 @@ class HappensBefore(Check):
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
         """Tell a barrier what the lanes know."""
-        self.barriers[barrier] = joined(self.barriers.get(barrier, NOTHING), self.told_by(lanes))
+        self.barriers[barrier] = join_clocks(self.barriers.get(barrier, NOTHING), self.publish_clock(lanes))
 
-    def told_by(self, lanes: Lanes) -> Clock:
+    def publish_clock(self, lanes: Lanes) -> Clock:
         """Return what the lanes know, and now make known."""
         indices = indices_of(lanes)
         self.take_pending(indices)
-        known = self.clocks.known_to(indices)
+        clock = self.clocks.known_to(indices)
         self.clocks.tick(indices)
-        return known
+        return clock
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """Tell the lanes that have waited what the barrier learnt."""
-        known = self.barriers.pop(barrier)
+        clock = self.barriers.pop(barrier)
         if lanes is not None:  # what they knew, the barrier has learnt from them: they now know the same
             self.clocks.meet(indices_of(lanes))
-            self.clocks.learn(indices_of(lanes), known)
+            self.clocks.learn(indices_of(lanes), clock)
 
-    def waited(self, effect: Effect, only_read: bool) -> None:
+    def effect_wait(self, effect: Effect, only_read: bool) -> None:
         """Tell the lanes what their engines have done; whole warps wait for wgmma."""
         self.clocks.wait(effect.lanes, effect.serial, effect.kind == "wgmma")
 
-    def landed(self, effect: Effect) -> None:
+    def effect_complete(self, effect: Effect) -> None:
         """Tell the mbarriers what the engines have done."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
-            self.add(self.arrived.setdefault(place, {}), EVERYWHERE, self.clocks.engines(lanes, effect.serial))
+            self.merge_release(
+                self.arrived.setdefault(place, {}), EVERYWHERE, self.clocks.engines(lanes, effect.serial)
+            )
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Tell the mbarrier what those know who arrive."""
-        told = self.arrived.setdefault(place, {})
-        for release, those in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
-            self.add(told, release, self.told_by(those))
+        releases = self.arrived.setdefault(place, {})
+        for release, block_lanes in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
+            self.merge_release(releases, release, self.publish_clock(block_lanes))
 
     def phase_complete(self, place: int) -> None:
         """Keep what arrivals made known for those who wait."""
         complete = self.phases.setdefault(place, {})
-        for release, known in self.arrived.pop(place, {}).items():
-            self.add(complete, release, known)
+        for release, clock in self.arrived.pop(place, {}).items():
+            self.merge_release(complete, release, clock)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Tell the lanes that have waited what the mbarrier learnt."""
-        for release, known in self.phases.get(place, {}).items():
-            those = self.reached(release, instruction, indices_of(lanes))
-            if len(those):
-                self.clocks.learn(those, known)
+        for release, clock in self.phases.get(place, {}).items():
+            acquiring = self.lanes_reached(release, instruction, indices_of(lanes))
+            if len(acquiring):
+                self.clocks.learn(acquiring, clock)

@@ -29,7 +29,7 @@ import numpy as np
 from ptxlab.emulator.async_.cp_async import Boxes, Copies
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.happens_before import PROXY_SPACES, HappensBefore, actors_of, codes_of
-from ptxlab.emulator.checks.shadow import Shadow, coarsest, repeated
+from ptxlab.emulator.checks.shadow import Shadow, coarsest, repeat_byte
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect, Places, by_entry
 from ptxlab.emulator.core.effect_queue import EffectQueue
@@ -58,23 +58,23 @@ class InFlight(Check):
         # likewise of the last read of shared memory; None: not asked for
         self.read = None if self.dirty is None or not strict else Shadow(machine.memory.size)
         self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
-        self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
+        self.unseen_mbarriers: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
     # Threads
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report reads of what a copy writes."""
-        self.meet(access, lanes, offsets, _CHANGED, "reads")
+        self.check_access(access, lanes, offsets, _CHANGED, "reads")
         if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
             threads = indices_of(lanes)[shared]
-            events = self.order.event(access.instruction, threads, self.order.clocks.own[threads], strong=False)
+            events = self.order.event(access.instruction, threads, self.order.clocks.own_times[threads], strong=False)
             self.read.mark(offsets[shared], access.size, events)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Report writes to what a copy reads or writes."""
-        self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
+        self.check_access(access, lanes, offsets, _CHANGED | _READ, "writes")
         threads = indices_of(lanes)
-        times = self.order.clocks.own[threads]
+        times = self.order.clocks.own_times[threads]
         if self.dirty is not None:
             self.dirty.mark(offsets, access.size, self.order.event(access.instruction, threads, times, strong=False))
 
@@ -82,20 +82,20 @@ class InFlight(Check):
         """Check an atomic as a write."""
         self.store(access, lanes, offsets, offsets)
 
-    def meet(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
+    def check_access(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
         """Report accesses to bytes that carry one of the flags."""
         width = min(access.size, 8)
-        pattern = repeated(flags, width)
+        pattern = repeat_byte(flags, width)
         wrong = np.zeros(len(offsets), bool)
         for first in range(0, access.size, width):
             wrong |= self.words[width][(offsets + first) // width] & pattern != 0
         if wrong.any():
             start = int(offsets[int(np.argmax(wrong))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
-            what = self.whose(access.instruction, place, flags)
-            self.report(access.instruction, "async", lanes, wrong, f"{does} {what}")
+            description = self.describe_byte(access.instruction, place, flags)
+            self.report(access.instruction, "async", lanes, wrong, f"{does} {description}")
 
-    def whose(self, instruction: Instruction, place: int, flags: int) -> str:
+    def describe_byte(self, instruction: Instruction, place: int, flags: int) -> str:
         """Name in words a byte in flight that an instruction meets, and who moves it."""
         for effect in self.pending.queue:
             for does, flag, part in (("written", _CHANGED, effect.writes), ("read", _READ, effect.reads)):
@@ -118,82 +118,82 @@ class InFlight(Check):
         adds = _ADDED if effect.accumulates else 0  # which several may do at once
         self.collide(effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~adds, "copies to")
         if effect.kind != "cp.async":
-            self.see(effect)
-        self.carry(effect, effect.read_units, _READ)
-        self.carry(effect, effect.written_units, adds or _WRITTEN)
+            self.check_visibility(effect)
+        self.set_flags(effect, effect.read_units, _READ)
+        self.set_flags(effect, effect.written_units, adds or _WRITTEN)
 
-    def carry(self, effect: Effect, units_of: Units, flag: int) -> None:
+    def set_flags(self, effect: Effect, units_of: Units, flag: int) -> None:
         """Set the flag on the bytes of an effect."""
         unit = min(effect.grain, 8)
-        self.words[unit][units_of(unit)] |= repeated(flag, unit)
+        self.words[unit][units_of(unit)] |= repeat_byte(flag, unit)
 
-    def drop(self, effect: Effect, units_of: Units, flags: int) -> None:
+    def clear_flags(self, effect: Effect, units_of: Units, flags: int) -> None:
         """Clear the flags on the bytes of an effect."""
         unit = min(effect.grain, 8)
-        self.words[unit][units_of(unit)] &= repeated(~flags & 0xFF, unit)
+        self.words[unit][units_of(unit)] &= repeat_byte(~flags & 0xFF, unit)
 
     def collide(self, effect: Effect, entries: Places, units_of: Units, flags: int, does: str) -> None:
         """Report entries that touch bytes in flight."""
         unit = min(effect.grain, 8)
-        if not np.count_nonzero(self.words[unit][units_of(unit)] & repeated(flags, unit)):
+        if not np.count_nonzero(self.words[unit][units_of(unit)] & repeat_byte(flags, unit)):
             return
         places = units_of(1)
         hit = self.busy[places] & flags != 0
         if hit.any():
             lanes, _, sizes = entries
-            what = self.whose(effect.instruction, int(places[int(np.argmax(hit))]), flags)
-            self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {what}")
+            description = self.describe_byte(effect.instruction, int(places[int(np.argmax(hit))]), flags)
+            self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {description}")
 
-    def see(self, effect: Effect) -> None:
+    def check_visibility(self, effect: Effect) -> None:
         """Report what the engine reads or tells without being able to see it."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
-            if place in self.begun:
-                by = self.order.instruction_of(self.begun[place]).seen_from(effect.instruction)
+            if place in self.unseen_mbarriers:
+                by = self.order.instruction_of(self.unseen_mbarriers[place]).seen_from(effect.instruction)
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
-        before = "the engine may see what was there before"
-        self.unfenced(effect, self.dirty, effect.reads, effect.read_units, ("takes", "wrote", before))
+        stale_read = "the engine may see what was there before"
+        self.report_unfenced(effect, self.dirty, effect.reads, effect.read_units, ("takes", "wrote", stale_read))
         if self.machine.launch.unfenced is not None:
-            self.unfenced_before(effect)
+            self.report_unfenced_launches(effect)
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
             units_of = effect.written_units
-            behind, early = "that may land behind the copy", "that may see the copy already"
-            self.unfenced(effect, self.dirty, effect.writes, units_of, ("copies over", "wrote", behind))
+            late_store, early_copy = "that may land behind the copy", "that may see the copy already"
+            self.report_unfenced(effect, self.dirty, effect.writes, units_of, ("copies over", "wrote", late_store))
             if self.read is not None:
-                self.unfenced(effect, self.read, effect.writes, units_of, ("copies over", "read", early))
+                self.report_unfenced(effect, self.read, effect.writes, units_of, ("copies over", "read", early_copy))
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """Record that these lanes have, from now on, what the launches before wrote, in their own proxy."""
         if self.machine.launch.unfenced is not None:
             threads = indices_of(lanes)
             instruction = self.machine.launch.entry.instructions[0]
-            events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
+            events = self.order.event(instruction, threads, self.order.clocks.own_times[threads], strong=False)
             self.waits = np.concatenate([self.waits, events])
 
-    def unfenced_before(self, effect: Effect) -> None:
+    def report_unfenced_launches(self, effect: Effect) -> None:
         """Report what the engine reads of launches before, which none of their threads has fenced, and nobody here."""
         assert self.machine.launch.unfenced is not None
         lanes, _, sizes = effect.reads
         places = effect.read_units(1)
-        by = self.machine.launch.unfenced[places]
-        if not by.any():
+        writer_numbers = self.machine.launch.unfenced[places]
+        if not writer_numbers.any():
             return
         threads = np.repeat(lanes, sizes)
-        behind = np.zeros(len(threads), bool)  # a fence that itself is behind a wait
+        is_fenced = np.zeros(len(threads), bool)  # a fence that itself is behind a wait
         for wait in self.waits:
-            behind |= ~self.order.unordered(np.full(len(threads), wait), threads, _GLOBAL)
-        hit = (by > 0) & ~behind
+            is_fenced |= ~self.order.is_unordered(np.full(len(threads), wait), threads, _GLOBAL)
+        hit = (writer_numbers > 0) & ~is_fenced
         if hit.any():
             first = int(np.argmax(hit))
-            writer = self.machine.launch.writers[by[first] - 1]
+            writer = self.machine.launch.writers[writer_numbers[first] - 1]
             message = f"takes {self.memory.byte(int(places[first]))}, which {writer}, wrote "
             message += "without a fence.proxy.async behind it, and nobody has fenced here since griddepcontrol.wait: "
             message += "the engine may see what was there before,"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
-    def unfenced(
+    def report_unfenced(
         self, effect: Effect, marked: Shadow, entries: Places, units_of: Units, words: tuple[str, str, str]
     ) -> None:
         """Report bytes that threads have written (or read), by events in `marked`, and not fenced since."""
@@ -207,11 +207,11 @@ class InFlight(Check):
         shared = self.machine.launch.is_shared(places)
         writers = actors_of(marks) % self.machine.lanes
         hit = np.zeros(len(places), bool)
-        for space, those in enumerate((shared, ~shared)):
-            hit[those] = self.order.unordered(marks[those], threads[those], space)
+        for space, in_space in enumerate((shared, ~shared)):
+            hit[in_space] = self.order.is_unordered(marks[in_space], threads[in_space], space)
             # what its writer has fenced, and nobody has told the issuing thread of, is a race and no more
-            fenced = ~self.order.unordered(marks[those], writers[those], space)
-            hit[those] &= ~(fenced & self.order.unordered(marks[those], threads[those]))
+            fenced = ~self.order.is_unordered(marks[in_space], writers[in_space], space)
+            hit[in_space] &= ~(fenced & self.order.is_unordered(marks[in_space], threads[in_space]))
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.order.instruction_of(marks[first])
@@ -221,22 +221,22 @@ class InFlight(Check):
             kind = "async-dirty" if did == "wrote" else "war"
             self.report(effect.instruction, kind, lanes, by_entry(hit, sizes // unit), message)
 
-    def waited(self, effect: Effect, only_read: bool) -> None:
+    def effect_wait(self, effect: Effect, only_read: bool) -> None:
         """Settle the lanes' own effects, which are done, or have read their source."""
-        self.settled(effect, only_read)
+        self.effect_seen(effect, only_read)
 
-    def settled(self, effect: Effect, only_read: bool = False) -> None:
+    def effect_seen(self, effect: Effect, only_read: bool = False) -> None:
         """Take the bytes of an effect out of flight.
 
         What cp.async wrote is like a store; what the engine wrote, it can see.
         """
-        self.drop(effect, effect.read_units, _READ)
-        for other in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
-            if other.kind == "wgmma":
-                self.carry(other, other.read_units, _READ)
+        self.clear_flags(effect, effect.read_units, _READ)
+        for pending_effect in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
+            if pending_effect.kind == "wgmma":
+                self.set_flags(pending_effect, pending_effect.read_units, _READ)
         if only_read:
             return
-        self.drop(effect, effect.written_units, _CHANGED)
+        self.clear_flags(effect, effect.written_units, _CHANGED)
         if self.dirty is None:
             return
         unit, (lanes, _, sizes) = effect.grain, effect.writes
@@ -254,19 +254,23 @@ class InFlight(Check):
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """Record mbarriers that only their thread knows of."""
         threads = indices_of(lanes)
-        events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
-        self.begun.update(zip(places.tolist(), events.tolist(), strict=True))
+        events = self.order.event(instruction, threads, self.order.clocks.own_times[threads], strong=False)
+        self.unseen_mbarriers.update(zip(places.tolist(), events.tolist(), strict=True))
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
         """Show the copy engine the mbarriers that these lanes know of; by fence.mbarrier_init those of their own."""
-        if "mbarrier" not in spaces or not self.begun:
+        if "mbarrier" not in spaces or not self.unseen_mbarriers:
             return
-        threads, events = indices_of(lanes), np.array(list(self.begun.values()), np.uint64)
-        seen = np.isin(actors_of(events), threads)
+        threads, events = indices_of(lanes), np.array(list(self.unseen_mbarriers.values()), np.uint64)
+        visible = np.isin(actors_of(events), threads)
         if "shared" in spaces:
-            each, one = np.repeat(events, len(threads)), np.tile(threads, len(events))
-            seen |= ~self.order.unordered(each, one).reshape(len(events), -1).all(axis=1)
-        self.begun = {place: event for (place, event), known in zip(self.begun.items(), seen, strict=True) if not known}
+            event_of_pair, thread_of_pair = np.repeat(events, len(threads)), np.tile(threads, len(events))
+            visible |= ~self.order.is_unordered(event_of_pair, thread_of_pair).reshape(len(events), -1).all(axis=1)
+        self.unseen_mbarriers = {
+            place: event
+            for (place, event), is_visible in zip(self.unseen_mbarriers.items(), visible, strict=True)
+            if not is_visible
+        }
 
     def end(self) -> None:
         """Report copies from shared memory that nobody has waited for: it is gone when its block ends."""
@@ -283,13 +287,13 @@ class InFlight(Check):
         launch = self.machine.launch
         if launch.unfenced is None or self.dirty is None:
             return
-        each = self.dirty.each
-        places = np.flatnonzero(each[: self.machine.cluster_memory.first_window])
-        events = each[places]
-        nobody = self.order.fenced_by_nobody(events, _GLOBAL)
+        events_by_byte = self.dirty.by_byte
+        places = np.flatnonzero(events_by_byte[: self.machine.cluster_memory.first_window])
+        events = events_by_byte[places]
+        is_unfenced = self.order.fenced_by_nobody(events, _GLOBAL)
         launch.unfenced[places] = 0
-        for code in np.unique(codes_of(events[nobody])).tolist():
+        for code in np.unique(codes_of(events[is_unfenced])).tolist():
             instruction = self.machine.code[code]
-            by = f"`{instruction.text}` of {launch.entry.name} ({instruction.path}:{instruction.line})"
-            launch.writers.append(by)
-            launch.unfenced[places[nobody & (codes_of(events) == code)]] = len(launch.writers)
+            writer = f"`{instruction.text}` of {launch.entry.name} ({instruction.path}:{instruction.line})"
+            launch.writers.append(writer)
+            launch.unfenced[places[is_unfenced & (codes_of(events) == code)]] = len(launch.writers)

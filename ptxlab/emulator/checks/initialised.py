@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.load_taint import LoadTaint
-from ptxlab.emulator.checks.shadow import repeated
+from ptxlab.emulator.checks.shadow import repeat_byte
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect, by_entry
 from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes
@@ -17,7 +17,7 @@ from ptxlab.emulator.front.types import Array
 
 Span = tuple[int, int]  # lanes [start, stop)
 # Of a register a flag per lane, the runs of lanes that are known to have written it, and the name
-Known = tuple[Array, set[Span], str]
+RegisterState = tuple[Array, set[Span], str]
 
 
 class Initialised(Check):
@@ -31,87 +31,90 @@ class Initialised(Check):
         self.memory = machine.launch.defined
         self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
         self.registers = {bits: np.zeros(file.shape, bool) for bits, file in machine.files.items()}
-        self.known: dict[tuple[int, int], Known] = {}  # by width and index
+        self.register_states: dict[tuple[int, int], RegisterState] = {}  # by width and index
         # buffers and parameters are there from the start; the windows of this wave are not
         for start in machine.launch.shared_windows:
             self.memory[start : start + machine.launch.window_bytes] = False
         local = machine.launch.local_window
         self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
 
-    def rows(self, registers: list[Register]) -> list[Known]:
+    def states_of(self, registers: list[Register]) -> list[RegisterState]:
         """Return what is known of each register."""
-        found = {}
+        by_name = {}
         for register in registers:
             place = register.place
-            if place not in self.known:
-                self.known[place] = self.registers[place[0]][place[1]], set(), register.name
-            found[register.name] = self.known[place]
-        return list(found.values())
+            if place not in self.register_states:
+                self.register_states[place] = self.registers[place[0]][place[1]], set(), register.name
+            by_name[register.name] = self.register_states[place]
+        return list(by_name.values())
 
-    def marking(
+    def wrap_registers(
         self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
     ) -> Handler:
         """Wrap a handler: look at the registers that it reads, then mark those that it writes.
 
         What has been written stays written: a run of lanes that has written a register is not looked at again there.
         """
-        reads, writes = self.rows(sources), self.rows(targets)
+        reads, writes = self.states_of(sources), self.states_of(targets)
 
-        def marked(lanes: Lanes) -> Any:
+        def check_and_mark(lanes: Lanes) -> Any:
             span = span_of(lanes)
-            for known, spans, name in reads:
+            for is_written, spans, name in reads:
                 if span in spans:
                     continue
-                if not known[lanes].all():
+                if not is_written[lanes].all():
                     message = f"{name} is read, but never written"
-                    self.report(instruction, "uninitialised", lanes, ~known[lanes], message)
-                    known[lanes] = True
+                    self.report(instruction, "uninitialised", lanes, ~is_written[lanes], message)
+                    is_written[lanes] = True
                 if span is not None:
                     spans.add(span)
             successors = handler(lanes)
-            for known, spans, _ in writes:
+            for is_written, spans, _ in writes:
                 if span not in spans:
-                    known[lanes] = True
+                    is_written[lanes] = True
                     if span is not None:
                         spans.add(span)
             return successors
 
-        return marked if reads or writes else handler
+        return check_and_mark if reads or writes else handler
 
-    def copying(self, handler: Handler, source: Register, target: Register) -> Handler:
+    def wrap_copy(self, handler: Handler, source: Register, target: Register) -> Handler:
         """Wrap the handler of a `mov`, which uses nothing: the copy of what nobody has written is not written either.
 
         Compilers make them of variables that are set in a loop, and declared outside.
         """
-        (source_known, source_spans, _), (target_known, target_spans, _) = *self.rows([source]), *self.rows([target])
+        (source_written, source_spans, _), (target_written, target_spans, _) = (
+            *self.states_of([source]),
+            *self.states_of([target]),
+        )
 
         def copy(lanes: Lanes) -> Any:
             span = span_of(lanes)
             if span not in target_spans:
-                target_known[lanes] |= source_known[lanes]
+                target_written[lanes] |= source_written[lanes]
                 if span is not None and span in source_spans:
                     target_spans.add(span)
             return handler(lanes)
 
         return copy
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources before, mark destinations after."""
         operands = instruction.operands
         if instruction.head == "mov" and all(isinstance(o, Register) and not o.selector for o in operands):
-            return self.copying(handler, *instruction.sources, *instruction.destinations)
-        return self.marking(instruction, handler, instruction.sources, instruction.destinations)
+            return self.wrap_copy(handler, *instruction.sources, *instruction.destinations)
+        return self.wrap_registers(instruction, handler, instruction.sources, instruction.destinations)
 
-    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
         """Check the guard, which all lanes read."""
         assert instruction.guard is not None
-        return self.marking(instruction, handler, [instruction.guard], [])
+        return self.wrap_registers(instruction, handler, [instruction.guard], [])
 
     def parts(self, access: MemoryAccess, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
         """Yield (flags as words, indices, value of a word that is all written) covering an access."""
         width = min(access.size, 8)
         for first in range(0, access.size, width):
-            yield self.words[width], (offsets + first) // width, repeated(1, width)
+            yield self.words[width], (offsets + first) // width, repeat_byte(1, width)
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report bytes that were never written, once; of an ordinary load only if its value is used."""
@@ -123,15 +126,15 @@ class Initialised(Check):
         if access.kind == "load" and access.order == "weak":
             self.machine.launch.suspects.add(self.machine.index[id(instruction)])
 
-        def tell(some: Array) -> None:
-            if some.any():
-                place = self.machine.memory.byte(int(offsets[int(np.argmax(some))]))
-                self.report(instruction, "uninitialised", lanes, some, f"reads {place}, which was never written")
+        def report_lanes(wrong_lanes: Array) -> None:
+            if wrong_lanes.any():
+                place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong_lanes))]))
+                self.report(instruction, "uninitialised", lanes, wrong_lanes, f"reads {place}, which was never written")
 
         if self.taint and self.taint.is_tracked(instruction):
-            self.taint.hold(self.taint.events(instruction, lanes), lambda used: tell(used & wrong))
+            self.taint.report_when_used(self.taint.events(instruction, lanes), lambda used: report_lanes(used & wrong))
             return
-        tell(wrong)
+        report_lanes(wrong)
         self.store(access, lanes, offsets, offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
@@ -144,8 +147,8 @@ class Initialised(Check):
         outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
         if outside.any():
             first = int(np.argmax(outside))
-            where = f"lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
-            self.report(instruction, "uninitialised", lanes, outside, f"takes the value of {where}")
+            origin = f"lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
+            self.report(instruction, "uninitialised", lanes, outside, f"takes the value of {origin}")
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `in_flight` knows when."""
@@ -155,19 +158,19 @@ class Initialised(Check):
             (effect.writes, effect.written_units, adds),
         ):
             unit = min(effect.grain, 8)
-            words, units, full = self.words[unit], units_of(unit), repeated(1, unit)
+            words, units, full = self.words[unit], units_of(unit), repeat_byte(1, unit)
             if does and np.count_nonzero(words[units] != full):
                 places = units_of(1)
-                known = self.memory[places]
-                place = self.machine.memory.byte(int(places[int(np.argmin(known))]))
+                is_written = self.memory[places]
+                place = self.machine.memory.byte(int(places[int(np.argmin(is_written))]))
                 message = f"{does} {place}, which was never written"
-                self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
+                self.report(effect.instruction, "uninitialised", lanes, by_entry(~is_written, sizes), message)
             words[units] = full
         for register, lanes in effect.adds_to:
-            ((known, spans, _),) = self.rows([register])
+            ((is_written, spans, _),) = self.states_of([register])
             if len(lanes) and span_of(as_lanes(lanes)) in spans:
                 continue
-            unknown = ~known[lanes]
+            unknown = ~is_written[lanes]
             if unknown.any():
                 message = f"adds to {register.name}, which was never written"
                 self.report(effect.instruction, "uninitialised", lanes, unknown, message)

@@ -40,17 +40,17 @@ class LoadTaint(Check):
         self.numbers = {self.sets[0]: 0}
         self.used: dict[int, Array] = {}  # such an event -> bool per lane
         # such an event -> what there is to report if it is used: for each occurrence its lane, or -1
-        self.held: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
+        self.waiting_reports: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Mark what an instruction computes like its operands; an instruction of another kind uses them."""
         sources, targets = instruction.sources, instruction.destinations
         uses = not computes(instruction)
         if instruction.opcode.startswith("wgmma"):  # it adds to its destination
             sources = [*sources, *targets]
-        gather = self.deciding(instruction) or (lambda lanes: self.joined(sources, lanes))
+        gather = self.build_gather(instruction) or (lambda lanes: self.unite_marks(sources, lanes))
 
-        def followed(lanes: Lanes) -> Any:
+        def track_and_run(lanes: Lanes) -> Any:
             if self.marks:
                 if uses:
                     self.use(sources, lanes)
@@ -59,21 +59,21 @@ class LoadTaint(Check):
                     self.mark(register, lanes, marks)
             return handler(lanes)
 
-        return followed
+        return track_and_run
 
-    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
         """Count a guard as used: what becomes of all lanes depends on it."""
         guard = instruction.guard
         assert guard is not None
 
-        def followed(lanes: Lanes) -> Any:
+        def use_and_run(lanes: Lanes) -> Any:
             if self.marks:
                 self.use([guard], lanes)
             return handler(lanes)
 
-        return followed
+        return use_and_run
 
-    def deciding(self, instruction: Instruction) -> Callable[[Lanes], Marks] | None:
+    def build_gather(self, instruction: Instruction) -> Callable[[Lanes], Marks] | None:
         """Build a function lanes -> marks of those operands that the result depends on.
 
         Returns None where it depends on all of them.
@@ -103,9 +103,9 @@ class LoadTaint(Check):
 
     def of(self, operand: Operand, lanes: Lanes) -> Marks:
         """Return the marks of an operand."""
-        return self.joined(registers((operand,)), lanes)
+        return self.unite_marks(registers((operand,)), lanes)
 
-    def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
+    def unite_marks(self, sources: list[Register], lanes: Lanes) -> Marks:
         """Return the marks of several registers, united."""
         rows = [self.marks[key] for key in (source.place for source in sources) if key in self.marks]
         return reduce(self.union, [row[lanes] for row in rows], np.zeros(count_of(lanes), np.int64))
@@ -140,28 +140,28 @@ class LoadTaint(Check):
     def events(self, instruction: Instruction, lanes: Lanes) -> Array:
         """Encode the reads of these lanes by a load, now."""
         threads = indices_of(lanes)
-        times = self.order.clocks.own[threads] if self.order else np.zeros_like(threads)
+        times = self.order.clocks.own_times[threads] if self.order else np.zeros_like(threads)
         return event(self.machine.index[id(instruction)], threads, times, strong=False)
 
-    def hold(self, reads: Array, report: Callable[[Array], None]) -> None:
+    def report_when_used(self, reads: Array, report: Callable[[Array], None]) -> None:
         """Call `report`, with a mask, for those of the reads that have been used, or as soon as they are."""
         events, lanes = without_actors(reads), actors_of(reads)
         for read in np.unique(events).tolist():
-            self.held.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
+            self.waiting_reports.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
             self.settle(read)
 
     def settle(self, read: int) -> None:
         """Report what is held about a read, in those lanes that have used it."""
         used = self.used.get(read)
-        if used is None or read not in self.held:
+        if used is None or read not in self.waiting_reports:
             return
-        held, self.held[read] = self.held[read], []
-        for lanes, report in held:
-            now = (lanes >= 0) & used[lanes]
-            if now.any():
-                report(now)
-            if (rest := np.where(now, -1, lanes)).max() >= 0:
-                self.held[read].append((rest, report))
+        waiting_reports, self.waiting_reports[read] = self.waiting_reports[read], []
+        for lanes, report in waiting_reports:
+            used_lanes = (lanes >= 0) & used[lanes]
+            if used_lanes.any():
+                report(used_lanes)
+            if (unused_lanes := np.where(used_lanes, -1, lanes)).max() >= 0:
+                self.waiting_reports[read].append((unused_lanes, report))
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Mark the values that a tracked load brings."""
@@ -178,7 +178,7 @@ class LoadTaint(Check):
 
         Their marks have done their work; a sum would gather more.
         """
-        indices, marks = indices_of(lanes), self.joined(sources, lanes)
+        indices, marks = indices_of(lanes), self.unite_marks(sources, lanes)
         for register in sources:
             self.mark(register, lanes, np.zeros_like(marks))
         for number in np.unique(marks[marks > 0]).tolist():

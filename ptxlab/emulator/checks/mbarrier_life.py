@@ -37,7 +37,7 @@ class MBarrierLife(Check):
             self.live[offsets // WORD] = False  # until `begin`, if it is initialised
             return
         words = (offsets[:, None] + np.arange(0, access.size, WORD)) // WORD
-        self.meet(access.instruction, lanes, words, np.any(self.live[words], axis=1))
+        self.report_overwrite(access.instruction, lanes, words, np.any(self.live[words], axis=1))
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Check an atomic as a write."""
@@ -50,10 +50,10 @@ class MBarrierLife(Check):
         hit = self.live[words]
         if np.count_nonzero(hit):
             lanes, _, sizes = effect.writes
-            self.meet(effect.instruction, lanes, words[hit], by_entry(hit, sizes // unit))
+            self.report_overwrite(effect.instruction, lanes, words[hit], by_entry(hit, sizes // unit))
 
-    def meet(self, instruction: Instruction, lanes: Lanes, words: Array, wrong: Array) -> None:
-        """Report who writes over one."""
+    def report_overwrite(self, instruction: Instruction, lanes: Lanes, words: Array, wrong: Array) -> None:
+        """Report lanes that write over a live mbarrier."""
         if wrong.any():
             place = int(words[self.live[words]][0]) * WORD
             by = self.mbarriers.at[place].instruction.seen_from(instruction)

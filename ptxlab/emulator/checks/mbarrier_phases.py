@@ -11,7 +11,7 @@ import numpy as np
 
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.happens_before import HappensBefore
-from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, groups, joined
+from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, groups, join_clocks
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Lanes, indices_of
 from ptxlab.emulator.core.machine import Machine
@@ -47,7 +47,7 @@ class MBarrierPhases(Check):
         for place in places.tolist():
             self.phases[place] = Phase(), Phase(), Phase()
 
-    def landed(self, effect: Effect) -> None:
+    def effect_complete(self, effect: Effect) -> None:
         """Record that copies arrive in the current phases of their mbarriers."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             self.phases[place][0].copied = True
@@ -57,19 +57,19 @@ class MBarrierPhases(Check):
         if place not in self.phases:  # a cluster's barrier
             return
         now, last, _ = self.phases[place]
-        for known in self.order.arrived.get(place, {}).values():
-            now.arrivals = joined(now.arrivals, known)
+        for clock in self.order.arrived.get(place, {}).values():
+            now.arrivals = join_clocks(now.arrivals, clock)
         self.phases[place] = Phase(), now, last
 
     def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Check that the lanes whose wait is over know that the phase before is over too."""
-        (_, last, before), phase = self.phases[place], self.mbarriers.at[place].phase - 1
+        (_, last, previous), phase = self.phases[place], self.mbarriers.at[place].phase - 1
         indices, clocks = indices_of(lanes), self.order.clocks
         columns = indices % clocks.size
-        first = ~last.seen_by(columns)
-        unsure = first & ~before.seen_by(columns)
+        is_first = ~last.seen_by(columns)
+        unsure = is_first & ~previous.seen_by(columns)
         if phase > 0 and unsure.any() and ".parity" in instruction.opcode:
-            unsure[unsure] = ~self.know_the_end(before, indices[unsure])
+            unsure[unsure] = ~self.know_the_end(previous, indices[unsure])
             if unsure.any():
                 message = (
                     f"waits by parity for phase {phase} of {self.mbarriers.at[place]} without knowing that phase "
@@ -79,16 +79,18 @@ class MBarrierPhases(Check):
                 self.report(instruction, "async", lanes, unsure, message)
         if not len(last.seen):
             last.seen = np.zeros(clocks.size, np.int32)
-        last.seen[columns[first]] = clocks.own[indices[first]]
+        last.seen[columns[is_first]] = clocks.own_times[indices[is_first]]
 
     def know_the_end(self, phase: Phase, lanes: Array) -> Array:
         """Tell which of these lanes, which have not seen the phase over, know that it is."""
-        clocks, seen = self.order.clocks, np.flatnonzero(phase.seen)
-        others = lanes[0] - lanes[0] % clocks.size + seen
-        known = np.zeros(len(lanes), bool)
+        clocks, columns = self.order.clocks, np.flatnonzero(phase.seen)
+        seers = lanes[0] - lanes[0] % clocks.size + columns
+        is_known = np.zeros(len(lanes), bool)
         for group in groups(clocks.row[lanes]):  # of lanes that have learnt the same
-            known[group] = clocks.knows(np.full(len(seen), lanes[group[0]]), others, phase.seen[seen]).any()
-        for i in np.flatnonzero(~known).tolist() if phase.arrivals and not phase.copied else ():
+            is_known[group] = clocks.knows(np.full(len(columns), lanes[group[0]]), seers, phase.seen[columns]).any()
+        for i in np.flatnonzero(~is_known).tolist() if phase.arrivals and not phase.copied else ():
             clock = clocks.known_to(lanes[i : i + 1])
-            known[i] = all(at in clock and (clock[at] >= times).all() for at, times in phase.arrivals.items())
-        return known
+            is_known[i] = all(
+                cluster in clock and (clock[cluster] >= times).all() for cluster, times in phase.arrivals.items()
+            )
+        return is_known

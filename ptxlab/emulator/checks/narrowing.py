@@ -54,29 +54,29 @@ class Narrowing(Check):
                 address = int(memory.view[8][(launch.addresses[id(param)] - BASE) // 8])
                 self.arrays[address - BASE] = argument.dtype
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at conversions and products."""
         head, *modifiers = instruction.opcode.split(".")
         types = [word for word in modifiers if word in _INTEGERS]
         if instruction.lanes or not types:
             return handler
         if head == "cvt" and len(types) == 2 and bits_of(types[0]) < bits_of(types[1]) and "sat" not in modifiers:
-            return self.converting(instruction, handler, *types)
+            return self.wrap_conversion(instruction, handler, *types)
         if head in ("mul", "mad") and "lo" in modifiers and bits_of(types[-1]) < 64:
-            return self.multiplying(instruction, handler, types[-1])
+            return self.wrap_product(instruction, handler, types[-1])
         return handler
 
-    def converting(self, instruction: Instruction, handler: Handler, target: str, source: str) -> Handler:
+    def wrap_conversion(self, instruction: Instruction, handler: Handler, target: str, source: str) -> Handler:
         """Look at what is converted. Compilers name a sign at random."""
         read = self.machine.reader(instruction.operands[1], source, relaxed=True)
 
         def convert(lanes: Lanes) -> Successors:
-            self.require(instruction, lanes, read(lanes), bits_of(target), None, f"{bits_of(target)} bits")
+            self.check_range(instruction, lanes, read(lanes), bits_of(target), None, f"{bits_of(target)} bits")
             return handler(lanes)
 
         return convert
 
-    def multiplying(self, instruction: Instruction, handler: Handler, type_name: str) -> Handler:
+    def wrap_product(self, instruction: Instruction, handler: Handler, type_name: str) -> Handler:
         """Compute the product in 64 bits."""
         readers = [self.machine.reader(operand, type_name) for operand in instruction.operands[1:]]
         wide, (low, high) = (np.int64 if is_signed(type_name) else np.uint64), limits(type_name)
@@ -88,7 +88,9 @@ class Narrowing(Check):
             if wrong.any():
                 i = int(np.argmax(wrong))
                 added = f" + {c[0][i]}" if c else ""
-                self.tell(instruction, lanes, wrong, f"{a[i]} * {b[i]}{added} = {exact[i]} does not fit {type_name},")
+                self.report_unless_silent(
+                    instruction, lanes, wrong, f"{a[i]} * {b[i]}{added} = {exact[i]} does not fit {type_name},"
+                )
             return handler(lanes)
 
         return multiply
@@ -107,9 +109,9 @@ class Narrowing(Check):
         for register in stored:
             if isinstance(register, Register) and bits_of(register.type) > bits:
                 read = self.machine.reader(register, f"s{bits_of(register.type)}")
-                self.require(access.instruction, lanes, read(lanes), bits, signed, target)
+                self.check_range(access.instruction, lanes, read(lanes), bits, signed, target)
 
-    def require(
+    def check_range(
         self, instruction: Instruction, lanes: Lanes, values: Array, bits: int, signed: bool | None, target: str
     ) -> None:
         """Report values that are no integers of so many bits, as they stand or without their sign."""
@@ -118,9 +120,11 @@ class Narrowing(Check):
         as_signed = np.broadcast_to(values, (count_of(lanes),)).view(f"i{width}")
         wrong = ((as_signed < low) | (as_signed > high)) & (as_signed.view(f"u{width}") > high)
         if wrong.any():
-            self.tell(instruction, lanes, wrong, f"{as_signed[int(np.argmax(wrong))]} does not fit {target},")
+            self.report_unless_silent(
+                instruction, lanes, wrong, f"{as_signed[int(np.argmax(wrong))]} does not fit {target},"
+            )
 
-    def tell(self, instruction: Instruction, lanes: Lanes, wrong: Array, message: str) -> None:
-        """Report it, if nobody says that it is on purpose."""
+    def report_unless_silent(self, instruction: Instruction, lanes: Lanes, wrong: Array, message: str) -> None:
+        """Report lost bits, unless their line says that they are lost on purpose."""
         if not self.is_silent(self.machine.index[id(instruction)]):
             self.report(instruction, "narrow", lanes, wrong, message)

@@ -13,7 +13,7 @@ from ptxlab.emulator.front.types import Array
 class PackedLanes(Check):
     """Recomputes annotated instructions lane by lane; see `lane_annotation`."""
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Compare what the instruction stores with its lanes computed wide."""
         types = instruction.lanes
         if types is None:
@@ -28,15 +28,15 @@ class PackedLanes(Check):
         findings = machine.launch.findings
         readers = {letter: machine.reader(sources["abc".index(letter)], f"u{width}") for letter in letters}
 
-        def checked(lanes: Lanes) -> Successors:
-            before = {letter: read(lanes).copy() for letter, read in readers.items()}
+        def run_and_compare(lanes: Lanes) -> Successors:
+            source_values = {letter: read(lanes).copy() for letter, read in readers.items()}
             successors = handler(lanes)
-            for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), before):
+            for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), source_values):
                 place = machine.place_of(int(indices_of(lanes)[fault.index]))
                 findings.add(instruction, fault.kind, place, fault.problem, fault.times, fault)
             return successors
 
-        return checked
+        return run_and_compare
 
 
 def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str, Array]) -> list[LaneFault]:
@@ -51,25 +51,28 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
     target = types["d"]
     values = {letter: types[letter].decode(sources[letter]) for letter in operation.letters}
     exact = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
-    kept = target.decode(stored)
+    stored_values = target.decode(stored)
     faults: list[LaneFault] = []
 
-    def seen(lane: int, index: int) -> dict[str, int]:
-        return {letter: int(value[lane if len(value) > 1 else 0, index]) for letter, value in values.items()}
+    def operand_values(lane: int, index: int) -> dict[str, int]:
+        return {
+            letter: int(operand_lanes[lane if len(operand_lanes) > 1 else 0, index])
+            for letter, operand_lanes in values.items()
+        }
 
     def sum_up(lane: int, index: int) -> str:
-        return f"{operation.format.format(**seen(lane, index))} = {exact[lane, index]}"
+        return f"{operation.format.format(**operand_values(lane, index))} = {exact[lane, index]}"
 
     def report(kind: str, lane: int, wrong: Array, problem: str) -> None:
         index = int(np.argmax(wrong))
-        operands = seen(lane, index) | {"d": int(kept[lane, index])}
+        operands = operand_values(lane, index) | {"d": int(stored_values[lane, index])}
         words = {letter: sources[letter] for letter in operation.letters} | {"d": stored}
         registers = tuple(PackedOperand(letter, types[letter], int(w[index])) for letter, w in words.items())
-        wide = tuple(int(value) for value in exact[:, index])
+        wide = tuple(int(lane_value) for lane_value in exact[:, index])
         faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem, registers, wide))
 
     for lane in range(target.count):
-        disturbed = kept[lane] != wrap(exact[lane], target)
+        disturbed = stored_values[lane] != wrap(exact[lane], target)
         if disturbed.any() and not operation.simd:
             index = int(np.argmax(disturbed))
             culprit, reason = _blame(operation, target, exact[:, index], lane)
@@ -79,10 +82,10 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
         if unfit.any() and ".sat" not in opcode:
             problem = f"lane {lane} is {sum_up(lane, int(np.argmax(unfit)))}, which does not fit {target}"
             report("range", lane, unfit, problem)
-    for letter, value in values.items():
-        unfit = outside(value[0], types[letter])
+    for letter, operand_lanes in values.items():
+        unfit = outside(operand_lanes[0], types[letter])
         if not types[letter].count and unfit.any():
-            number = int(value[0, int(np.argmax(unfit))])
+            number = int(operand_lanes[0, int(np.argmax(unfit))])
             report("range", 0, unfit, f"operand {letter} is {number}, which does not fit {types[letter]}")
     return faults
 

@@ -31,7 +31,7 @@ class Race:
     """Accesses of one instruction, unit by unit, each with the past one that it races with."""
 
     instruction: Instruction
-    what: str  # it does there
+    action: str  # it does there
     lanes: Lanes  # that run it
     lane: Array  # position in these
     places: Array  # the first byte each that races
@@ -89,13 +89,13 @@ class Races(HappensBefore):
         """Report a write that races with unordered reads and writes, or with its own like in the other lanes."""
         if access.space in ("local", "param", "const"):
             return
-        self.same_instruction(access, lanes, offsets, values)
+        self.check_concurrent_stores(access, lanes, offsets, values)
         super().store(access, lanes, offsets, values)
         shadows = self.writes, self.reads, self.other_reads
         touch = self.touch(access, lanes, offsets, access.order != "weak", *shadows)
-        new = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:])))
-        before = self.machine.memory.arena.reshape(-1, touch.unit)[touch.places]
-        changed = before != new.view(np.uint8).reshape(before.shape)
+        new_bytes = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:])))
+        old_bytes = self.machine.memory.arena.reshape(-1, touch.unit)[touch.places]
+        changed = old_bytes != new_bytes.view(np.uint8).reshape(old_bytes.shape)
         for past in shadows:
             self.compare(touch, past, "write to", changed)
         self.reads.put(touch.places, touch.unit, 0)
@@ -108,7 +108,7 @@ class Races(HappensBefore):
         touch = self.touch(access, lanes, offsets, True, *shadows)
         for past in shadows:
             self.compare(touch, past, "atomic on")
-        self.same_atomic(access, lanes, offsets)
+        self.check_concurrent_atomics(access, lanes, offsets)
         super().atomic(access, lanes, offsets)
         self.writes.put(touch.places, touch.unit, touch.events)
 
@@ -117,7 +117,7 @@ class Races(HappensBefore):
         write = int(self.writes.get(np.array([place]), 1)[0])
         observed_write, times = self.observed.get(place, (0, {}))
         times = times if observed_write == write else {}
-        times.update(zip(lanes.tolist(), self.clocks.own[lanes].tolist(), strict=True))
+        times.update(zip(lanes.tolist(), self.clocks.own_times[lanes].tolist(), strict=True))
         self.observed[place] = write, times
 
     def is_observed(self, places: Array, threads: Array, past: Array) -> Array:
@@ -141,7 +141,7 @@ class Races(HappensBefore):
             return (offsets[:, None] // unit + np.arange(size // unit)).reshape(-1)
 
         unit, places = coarsest(min(size, UNITS[0]), units, *shadows)
-        events = self.event(access.instruction, threads, self.clocks.own[threads], strong)
+        events = self.event(access.instruction, threads, self.clocks.own_times[threads], strong)
         counts = size // unit
         if counts > 1:
             threads, events = threads.repeat(counts), events.repeat(counts)
@@ -164,7 +164,7 @@ class Races(HappensBefore):
         """Remember two concurrent readers per byte."""
         places, unit, events = touch.places, touch.unit, touch.events
         # what it replaces lies before it, so nothing is lost
-        replace = ~self.unordered(self.reads.get(places, unit), touch.threads)
+        replace = ~self.is_unordered(self.reads.get(places, unit), touch.threads)
         if replace.all():
             self.reads.put(places, unit, events)
             second = self.reads.get(places, unit) != events
@@ -175,12 +175,12 @@ class Races(HappensBefore):
             self.other_reads.put(places[second], unit, events[second])
 
     def compare(
-        self, touch: Touch, events: Shadow, what: str, among: Array | None = None, reads: Array | None = None
+        self, touch: Touch, events: Shadow, action: str, among: Array | None = None, reads: Array | None = None
     ) -> None:
         """Report the units that race with past accesses; `among`: the bytes that count; `reads`: events, if loads."""
         instruction, places, threads, unit = touch.instruction, touch.places, touch.threads, touch.unit
         past = events.get(places, unit)
-        wrong: Array = self.unordered(past, threads)
+        wrong: Array = self.is_unordered(past, threads)
         if not np.count_nonzero(wrong):
             return
         if self.observed and events is self.writes:
@@ -190,7 +190,7 @@ class Races(HappensBefore):
             wrong &= (
                 (past & STRONG == 0)
                 | self.in_step(instruction, places * unit, threads, past)
-                | self.apart(instruction, threads, past)
+                | self.is_out_of_scope(instruction, threads, past)
             )
         if self.busy is not None:
             at_rest = self.busy.reshape(-1, unit)[places] == 0
@@ -201,7 +201,7 @@ class Races(HappensBefore):
         lanes = touch.lanes
         lane = np.repeat(np.arange(count_of(lanes)), touch.counts)[wrong]
         first = places[wrong] * unit + racing[wrong].argmax(axis=1)
-        race = Race(instruction, what, lanes, lane, first, past[wrong], past[wrong])
+        race = Race(instruction, action, lanes, lane, first, past[wrong], past[wrong])
         if reads is not None:
             race.reads = reads[wrong]
         code = codes_of(race.reads)
@@ -209,30 +209,30 @@ class Races(HappensBefore):
         ordinary &= actors_of(race.reads) < self.machine.lanes
         self.machine.launch.suspects.update(code[ordinary].tolist())
         if self.taint is None:
-            self.tell(race)
+            self.report_race(race)
             return
         if ordinary.any():
-            held = race.only(ordinary)
-            self.taint.hold(held.reads, lambda used: self.tell(held.only(used)))
+            held_race = race.only(ordinary)
+            self.taint.report_when_used(held_race.reads, lambda used: self.report_race(held_race.only(used)))
         if not ordinary.all():
-            self.tell(race.only(~ordinary))
+            self.report_race(race.only(~ordinary))
 
-    def tell(self, race: Race) -> None:
-        """Report it."""
-        other = self.instruction_of(race.past[0])
-        whose = int(actors_of(race.past[:1])[0]) % self.machine.lanes
-        block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(whose))
+    def report_race(self, race: Race) -> None:
+        """Report a race, with the access of another thread that it races with."""
+        past_instruction = self.instruction_of(race.past[0])
+        past_lane = int(actors_of(race.past[:1])[0]) % self.machine.lanes
+        block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(past_lane))
         place = self.machine.memory.byte(int(race.places[0]))
-        message = f"{race.what} {place} races with {other.seen_from(race.instruction)}, "
+        message = f"{race.action} {place} races with {past_instruction.seen_from(race.instruction)}, "
         message += f"by thread {thread} of block {block},"
-        mine = indices_of(race.lanes)[race.lane[:1]]
-        blocks = whose // self.scopes.block, int(mine[0]) // self.scopes.block
-        if race.past[0] & STRONG and np.any(self.apart(race.instruction, mine, race.past[:1])):
+        lane = indices_of(race.lanes)[race.lane[:1]]
+        blocks = past_lane // self.scopes.block, int(lane[0]) // self.scopes.block
+        if race.past[0] & STRONG and np.any(self.is_out_of_scope(race.instruction, lane, race.past[:1])):
             message += " as a scope does not reach the other block,"
         elif reason := self.unreached.get(blocks):
             message += f" as {reason}"
-        elif blocks[0] != blocks[1] and self.is_fenced(whose, int(times_of(race.past[:1])[0])):
-            message += self.explain_fence(blocks[0], whose, race.instruction)
+        elif blocks[0] != blocks[1] and self.is_fenced(past_lane, int(times_of(race.past[:1])[0])):
+            message += self.explain_fence(blocks[0], past_lane, race.instruction)
         wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
         self.report(race.instruction, "race", race.lanes, wrong, message)
 
@@ -247,12 +247,12 @@ class Races(HappensBefore):
             "the letter of PTX that thread needs a fence of its own between the barrier and the flag,"
         )
 
-    def apart(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
+    def is_out_of_scope(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
         """Tell which past accesses of other blocks the two scopes do not reach."""
         if not self.scopes.matter:
             return False
         reaches = np.minimum(self.scopes.reaches[codes_of(past)], reach_of(instruction.opcode))
-        return self.scopes.apart(threads, actors_of(past) % self.machine.lanes, reaches)
+        return self.scopes.is_out_of_scope(threads, actors_of(past) % self.machine.lanes, reaches)
 
     def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
         """Tell which volatile accesses to shared memory follow one by another lane of the same warp."""
@@ -281,14 +281,14 @@ class Races(HappensBefore):
             self.other_reads.put(units, unit, 0)
             self.writes.put(units, unit, events)
 
-    def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def check_concurrent_stores(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Report two lanes that store different values to one address; strong stores may, where their scope reaches."""
         if access.order != "weak":
-            self.same_atomic(access, lanes, offsets)
+            self.check_concurrent_atomics(access, lanes, offsets)
             return
         order = np.argsort(offsets, kind="stable")
-        ordered = offsets[order]
-        repeated = ordered[1:] == ordered[:-1]
+        sorted_offsets = offsets[order]
+        repeated = sorted_offsets[1:] == sorted_offsets[:-1]
         if not repeated.any():
             return
         values = np.broadcast_to(values, (len(offsets), *values.shape[1:])).reshape(len(offsets), -1)[order]
@@ -299,16 +299,16 @@ class Races(HappensBefore):
             message = f"write to {place} by several threads at once, with different values"
             self.report(access.instruction, "race", lanes, wrong, message)
 
-    def same_atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+    def check_concurrent_atomics(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
         if not self.scopes.matter:
             return
         order = np.argsort(offsets, kind="stable")
-        threads, ordered = indices_of(lanes)[order], offsets[order]
+        threads, sorted_offsets = indices_of(lanes)[order], offsets[order]
         reaches = np.full(len(threads) - 1, reach_of(access.instruction.opcode))
         wrong = np.zeros(len(offsets), bool)
-        apart = self.scopes.apart(threads[1:], threads[:-1], reaches)
-        wrong[order[1:]] = (ordered[1:] == ordered[:-1]) & apart
+        is_out_of_scope = self.scopes.is_out_of_scope(threads[1:], threads[:-1], reaches)
+        wrong[order[1:]] = (sorted_offsets[1:] == sorted_offsets[:-1]) & is_out_of_scope
         if wrong.any():
             place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
             message = f"access to {place} by several blocks at once, as a scope does not reach the other block,"

@@ -32,7 +32,7 @@ class RaceClusterExit(Check):
         if ".async" in access.instruction.opcode:  # it looks at the mbarrier; the visit is the effect
             return
         indices = indices_of(lanes)
-        self.visit(access.instruction, indices, offsets, self.clocks.own[indices], engine=False)
+        self.visit(access.instruction, indices, offsets, self.clocks.own_times[indices], engine=False)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Record a store like a load."""
@@ -49,30 +49,30 @@ class RaceClusterExit(Check):
             self.visit(effect.instruction, lanes, targets, np.full(len(lanes), effect.serial), engine=True)
 
     def visit(self, instruction: Instruction, indices: Array, offsets: Array, times: Array, engine: bool) -> None:
-        """Remember who was where."""
+        """Remember the last access of each actor to the shared memory of another block."""
         peers, clocks = self.machine.cluster_memory, self.clocks
         blocks = peers.block_at(offsets)
         far = (blocks >= 0) & (blocks != peers.block[indices])
         for block in np.unique(blocks[far]).tolist():
-            here = far & (blocks == block)
-            columns = indices[here] % clocks.size + engine * clocks.size
+            in_block = far & (blocks == block)
+            columns = indices[in_block] % clocks.size + engine * clocks.size
             last, code = self.visits.setdefault(block, (*np.zeros((2, clocks.rows.shape[1]), np.int32),))
-            last[columns], code[columns] = times[here], self.machine.index[id(instruction)]
+            last[columns], code[columns] = times[in_block], self.machine.index[id(instruction)]
 
     def exit(self, lanes: Lanes) -> None:
         """Report accesses to the memory of a block whose last warp has left: it takes the memory with it."""
         machine, indices = self.machine, indices_of(lanes)
         for block in np.unique(machine.cluster_memory.block[indices]).tolist():
             rows = np.unique(self.clocks.row[indices[machine.cluster_memory.block[indices] == block]])
-            known = self.clocks.rows[rows].max(axis=0)
-            known = self.known[block] = np.maximum(known, self.known.get(block, 0))
+            known_times = self.clocks.rows[rows].max(axis=0)
+            known_times = self.known[block] = np.maximum(known_times, self.known.get(block, 0))
             if machine.alive[block * machine.stride : (block + 1) * machine.stride].any() or block not in self.visits:
                 continue
             last, code = self.visits.pop(block)
-            late = np.flatnonzero(known < last)
+            late = np.flatnonzero(known_times < last)
             first = block // machine.cluster_memory.size * self.clocks.size  # lane of the cluster
-            whose = "({},{},{})".format(*machine.blocks[block])
-            message = f"shared memory of block {whose}, which may have ended by then: it does not wait for this,"
+            block_index = "({},{},{})".format(*machine.blocks[block])
+            message = f"shared memory of block {block_index}, which may have ended by then: it does not wait for this,"
             for index in np.unique(code[late]).tolist():
                 lanes = np.unique(first + late[code[late] == index] % self.clocks.size)
                 self.report(machine.code[index], "race", lanes, np.ones(len(lanes), bool), message)

@@ -35,13 +35,13 @@ class RacePdl(Check):
         self.behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
         # cluster, and column of `clocks.rows` -> since when that actor is behind a wait; 0: it is not
         self.since = np.zeros((machine.lanes // clocks.size, clocks.rows.shape[1]), np.int32)
-        self.theirs = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
+        self.is_predecessor_region = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """Allow these lanes every access from now on."""
         indices = indices_of(lanes)
         self.behind[indices] = True
-        self.enter(indices, self.clocks.own[indices], engine=False)
+        self.enter(indices, self.clocks.own_times[indices], engine=False)
 
     def enter(self, indices: Array, times: Array | int, engine: bool) -> None:
         """Record that these actors are behind a wait, since then if not before."""
@@ -49,7 +49,7 @@ class RacePdl(Check):
         at = indices // size, indices % size + engine * size
         self.since[at] = np.where(self.since[at] == 0, times, self.since[at])
 
-    def look(self, indices: Array) -> Array:
+    def are_behind_wait(self, indices: Array) -> Array:
         """Tell which of these lanes are behind a wait, by what they know."""
         clocks = self.clocks
         for row in np.unique(clocks.row[indices[~self.behind[indices]]]).tolist():
@@ -82,38 +82,40 @@ class RacePdl(Check):
         """
         for (lanes, starts, sizes), judge in ((effect.reads, self.read), (effect.writes, self.write)):
             judge(effect.instruction, lanes[sizes > 0], starts[sizes > 0])
-        behind = effect.lanes[self.look(effect.lanes)]
-        self.enter(behind, effect.serial, engine=True)
+        waited_lanes = effect.lanes[self.are_behind_wait(effect.lanes)]
+        self.enter(waited_lanes, effect.serial, engine=True)
 
     def read(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report reads of the predecessor's buffers that lie behind no wait."""
-        self.judge(instruction, indices, offsets, self.made(offsets), "read of", "write")
+        self.judge(instruction, indices, offsets, self.is_from_predecessor(offsets), "read of", "write")
 
     def read_as_constant(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report reads of the predecessor's buffers that may be moved ahead of the wait, wherever they stand."""
-        made = self.made(offsets)
-        if made.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(made))]))
+        from_predecessor = self.is_from_predecessor(offsets)
+        if from_predecessor.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(from_predecessor))]))
             message = f"read of {place} as read-only (.nc), which ptxas may move ahead of {WAIT}"
-            self.report(instruction, "race", indices, made, message)
+            self.report(instruction, "race", indices, from_predecessor, message)
 
-    def made(self, offsets: Array) -> Array:
+    def is_from_predecessor(self, offsets: Array) -> Array:
         """Tell which of these bytes lie in the predecessor's buffers."""
-        if not self.theirs.any():
+        if not self.is_predecessor_region.any():
             return np.zeros(len(offsets), bool)
-        return self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
+        return self.is_predecessor_region[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
 
     def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report writes to global memory that lie behind no wait."""
         ours = offsets < self.machine.cluster_memory.first_window  # shared and local memory lie behind all buffers
         self.judge(instruction, indices, offsets, ours, "write to", "use")
 
-    def judge(self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, what: str, may: str) -> None:
+    def judge(
+        self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, action: str, use: str
+    ) -> None:
         """Report those of the accesses in `mask` that lie behind no wait."""
         if not mask.any() or self.behind[indices].all():
             return
-        wrong = mask & ~self.look(indices)
+        wrong = mask & ~self.are_behind_wait(indices)
         if wrong.any():
             place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
-            message = f"{what} {place} ahead of {WAIT}: the kernel before may still {may} it,"
+            message = f"{action} {place} ahead of {WAIT}: the kernel before may still {use} it,"
             self.report(instruction, "race", indices, wrong, message)

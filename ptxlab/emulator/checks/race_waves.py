@@ -51,26 +51,28 @@ class RaceWaves(Check):
             return
         instruction, strong = access.instruction, access.order != "weak"
         units = self.units(access, lanes, offsets)
-        found = self.race(instruction, units, self.waves.writes, strong, "read of")
+        race = self.find_race(instruction, units, self.waves.writes, strong, "read of")
         self.mark(self.waves.reads, instruction, units, strong)
-        if found is None:
+        if race is None:
             return
-        racing, message = found
+        racing, message = race
         if not strong:  # its value may not matter
             self.machine.launch.suspects.add(self.machine.index[id(instruction)])
         if not strong and self.taint and self.taint.is_tracked(instruction):
             reads = self.taint.events(instruction, lanes)
-            self.taint.hold(reads, lambda used: self.tell(instruction, lanes, used & racing, message))
+            self.taint.report_when_used(
+                reads, lambda used: self.report_race(instruction, lanes, used & racing, message)
+            )
         else:
-            self.tell(instruction, lanes, racing, message)
+            self.report_race(instruction, lanes, racing, message)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Report a write that races with earlier reads and writes, unless it changes nothing."""
         if access.space not in ("generic", "global"):
             return
-        new = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8)
-        before = self.machine.memory.arena[offsets[:, None] + np.arange(access.size)]
-        changed = (before != new.reshape(before.shape)).any(axis=1)
+        new_bytes = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8)
+        old_bytes = self.machine.memory.arena[offsets[:, None] + np.arange(access.size)]
+        changed = (old_bytes != new_bytes.reshape(old_bytes.shape)).any(axis=1)
         units = self.units(access, lanes, offsets)
         self.write(access.instruction, lanes, units, access.order != "weak", "write to", changed)
 
@@ -87,21 +89,21 @@ class RaceWaves(Check):
             (effect.writes, effect.written_units, True),
         ):
             unit, places = coarsest(effect.grain, units_of, self.waves.writes, self.waves.reads)
-            found = self.ours(np.arange(len(lanes)).repeat(sizes // unit), lanes, places, unit)
+            global_units = self.keep_global(np.arange(len(lanes)).repeat(sizes // unit), lanes, places, unit)
             if writes:
-                self.write(effect.instruction, lanes, found, strong, "write to")
+                self.write(effect.instruction, lanes, global_units, strong, "write to")
                 continue
-            if race := self.race(effect.instruction, found, self.waves.writes, False, "read of"):
-                self.tell(effect.instruction, lanes, *race)
-            self.mark(self.waves.reads, effect.instruction, found, False)
+            if race := self.find_race(effect.instruction, global_units, self.waves.writes, False, "read of"):
+                self.report_race(effect.instruction, lanes, *race)
+            self.mark(self.waves.reads, effect.instruction, global_units, False)
 
     def end(self) -> None:
         """Hand flags that have been released to the next wave."""
         last = self.machine.cluster_memory.first_window
         self.waves.released |= {
             place
-            for place, told in self.order.flags.items()
-            if place < last and any(release[0] == ALL for release in told)
+            for place, releases in self.order.flags.items()
+            if place < last and any(release[0] == ALL for release in releases)
         }
 
     # Units of an access that lie in global memory
@@ -115,55 +117,55 @@ class RaceWaves(Check):
             self.waves.writes,
             self.waves.reads,
         )
-        return self.ours(np.arange(len(offsets)).repeat(size // unit), indices_of(lanes), places, unit)
+        return self.keep_global(np.arange(len(offsets)).repeat(size // unit), indices_of(lanes), places, unit)
 
-    def ours(self, who: Array, lanes: Array, places: Array, unit: int) -> Units:
+    def keep_global(self, positions: Array, lanes: Array, places: Array, unit: int) -> Units:
         """Leave out the units that lie in shared memory."""
-        mine = places * unit < self.machine.cluster_memory.first_window
-        return who[mine], lanes, places[mine], unit
+        is_global = places * unit < self.machine.cluster_memory.first_window
+        return positions[is_global], lanes, places[is_global], unit
 
-    def write(self, instruction: Instruction, lanes: Lanes, units: Units, strong: bool, what: str,
+    def write(self, instruction: Instruction, lanes: Lanes, units: Units, strong: bool, action: str,
               among: Array | None = None) -> None:  # fmt: skip
         """Compare with earlier writes and reads, and remember."""
         for past in (self.waves.writes, self.waves.reads):
-            if found := self.race(instruction, units, past, strong, what, among):
-                self.tell(instruction, lanes, *found)
+            if race := self.find_race(instruction, units, past, strong, action, among):
+                self.report_race(instruction, lanes, *race)
         self.mark(self.waves.writes, instruction, units, strong)
 
-    def race(self, instruction: Instruction, units: Units, past: Shadow, strong: bool, what: str,
+    def find_race(self, instruction: Instruction, units: Units, past: Shadow, strong: bool, action: str,
              among: Array | None = None) -> tuple[Array, str] | None:  # fmt: skip
         """Find the lanes, of those in `among`, that race with an earlier wave, and the message; None if none does."""
-        who, lanes, places, unit = units
+        positions, lanes, places, unit = units
         events = past.get(places, unit)
         wrong = (events != 0) & (events >> _WAVE & _WAVES != len(self.waves.blocks))
         if strong:
             wrong &= events >> _STRONG == 0
         if among is not None:
-            wrong &= among[who]
+            wrong &= among[positions]
         if not np.count_nonzero(wrong):
             return None
         clocks = self.order.clocks
-        behind = [row for row, clock in clocks.far.items() if EARLIER in clock]
-        wrong &= ~np.isin(clocks.row[lanes[who]], behind)
+        ordered_rows = [row for row, clock in clocks.far.items() if EARLIER in clock]
+        wrong &= ~np.isin(clocks.row[lanes[positions]], ordered_rows)
         if not np.count_nonzero(wrong):
             return None
         first = int(np.argmax(wrong))
         event = events[first]
-        other = self.machine.code[int(event >> _CODE & _CODES) - 1]
+        past_instruction = self.machine.code[int(event >> _CODE & _CODES) - 1]
         blocks = self.waves.blocks[int(event >> _WAVE & _WAVES) - 1]
         block = "({},{},{})".format(*blocks[int(event & _BLOCKS)])
-        message = f"{what} {self.machine.memory.byte(int(places[first]) * unit)} races with "
-        message += f"{other.seen_from(instruction)}, by block {block}, which nothing orders before this one,"
-        return np.bincount(who[wrong], minlength=len(lanes)) > 0, message
+        message = f"{action} {self.machine.memory.byte(int(places[first]) * unit)} races with "
+        message += f"{past_instruction.seen_from(instruction)}, by block {block}, which nothing orders before this one,"
+        return np.bincount(positions[wrong], minlength=len(lanes)) > 0, message
 
-    def tell(self, instruction: Instruction, lanes: Lanes, racing: Array, message: str) -> None:
-        """Report it."""
+    def report_race(self, instruction: Instruction, lanes: Lanes, racing: Array, message: str) -> None:
+        """Report the lanes that race, if there are any."""
         if racing.any():
             self.report(instruction, "race", lanes, racing, message)
 
     def mark(self, shadow: Shadow, instruction: Instruction, units: Units, strong: bool) -> None:
         """Remember accesses for the waves to come."""
-        who, lanes, places, unit = units
-        blocks = (lanes[who] // self.machine.stride).astype(np.uint64)
+        positions, lanes, places, unit = units
+        blocks = (lanes[positions] // self.machine.stride).astype(np.uint64)
         code, wave = self.machine.index[id(instruction)] + 1, len(self.waves.blocks)
         shadow.put(places, unit, blocks | np.uint64(int(strong) << 63 | code << 43 | wave << 16))

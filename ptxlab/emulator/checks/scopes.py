@@ -56,17 +56,17 @@ class Scopes:
         for block in np.unique(blocks).tolist():
             yield (reach, block), lanes[blocks == block]
 
-    def reached(self, released: Released, reach: int, lanes: Array) -> Array:
+    def lanes_reached(self, released: Released, reach: int, lanes: Array) -> Array:
         """Return the lanes whose acquire, of scope `reach`, meets the release."""
         narrow, block = min(released[0], reach), released[1]
         if narrow == ALL or block < 0:
             return lanes
         size = self.block if narrow == CTA else self.cluster
-        result: Array = lanes[lanes // size == block * self.block // size]
-        return result
+        lanes_in_reach: Array = lanes[lanes // size == block * self.block // size]
+        return lanes_in_reach
 
-    def apart(self, lanes: Array, others: Array, reaches: Array) -> Array:
+    def is_out_of_scope(self, lanes: Array, peers: Array, reaches: Array) -> Array:
         """Tell for each pair of lanes whether its scope, one of `reaches`, does not reach from one to the other."""
-        block, cluster = (lanes // size != others // size for size in (self.block, self.cluster))
-        result: Array = (block & (reaches == CTA)) | (cluster & (reaches == CLUSTER))
-        return result
+        other_block, other_cluster = (lanes // size != peers // size for size in (self.block, self.cluster))
+        is_out_of_scope: Array = (other_block & (reaches == CTA)) | (other_cluster & (reaches == CLUSTER))
+        return is_out_of_scope

@@ -24,9 +24,9 @@ class Sectors(Check):
         """Count the sectors of an access, if it is of global memory."""
         launch = self.machine.launch
         if access.space in ("global", "generic") and access.instruction.head in COUNTED:
-            there = ~launch.is_shared(offsets) & (offsets < launch.local_window)
-            sizes = np.full(np.count_nonzero(there), access.size)
-            self.count(access.instruction, indices_of(lanes)[there], offsets[there], sizes)
+            is_global = ~launch.is_shared(offsets) & (offsets < launch.local_window)
+            sizes = np.full(np.count_nonzero(is_global), access.size)
+            self.count(access.instruction, indices_of(lanes)[is_global], offsets[is_global], sizes)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Count a store like a load."""
@@ -46,15 +46,15 @@ class Sectors(Check):
         """Enter one execution by some warps; no access crosses a sector, as all are aligned."""
         if not len(lanes):
             return
-        known = self.machine.launch.global_accesses
+        accesses = self.machine.launch.global_accesses
         key = instruction.path, instruction.line, instruction.text
         warps = lanes // 32
         sectors = np.unique(np.stack((warps, starts // SECTOR)), axis=1)
         # what several lanes read counts once
         _, first = np.unique(np.stack((warps, starts)), axis=1, return_index=True)
         nbytes = np.bincount(warps[first], sizes[first])
-        entry = known.get(key) or GlobalAccess(*key, 0, 0, 0)
-        known[key] = replace(
+        entry = accesses.get(key) or GlobalAccess(*key, 0, 0, 0)
+        accesses[key] = replace(
             entry,
             requests=entry.requests + len(np.unique(warps)),
             sectors=entry.sectors + sectors.shape[1],

@@ -24,7 +24,7 @@ class Shadow:
         self.is_blank = True  # until something is set
 
     @property
-    def each(self) -> Array:
+    def by_byte(self) -> Array:
         """Numbers of all bytes, one by one."""
         return self.cells.repeat(self.grain)
 
@@ -35,11 +35,11 @@ class Shadow:
     def get(self, places: Array, unit: int) -> Array:
         """Return the number of each unit, which is uniform. `places` are numbers of units."""
         finer = unit < self.grain
-        found: Array = self.cells[places // (self.grain // unit)] if finer else self.rows(unit)[places, 0]
-        return found
+        numbers: Array = self.cells[places // (self.grain // unit)] if finer else self.rows(unit)[places, 0]
+        return numbers
 
     def put(self, places: Array, unit: int, values: Array | int) -> None:
-        """Set that of each unit."""
+        """Set the number of each unit."""
         if unit < self.grain:
             self.refine(self.grain // unit)
             self.grain = unit
@@ -47,7 +47,7 @@ class Shadow:
         self.rows(unit)[places] = values[:, None] if isinstance(values, np.ndarray) else values
 
     def refine(self, parts: int) -> None:
-        """Part each cell. Zeros that nobody writes cost no memory, however many there are."""
+        """Split each cell into so many. Zeros that nobody writes cost no memory, however many there are."""
         count = 0 if self.is_blank else np.count_nonzero(self.cells)
         if count > self.cells.size // 8:
             self.cells = self.cells.repeat(parts)
@@ -58,7 +58,7 @@ class Shadow:
             self.cells.reshape(-1, parts)[places] = coarse[places, None]
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
-        """Set that of accesses, each of `size` bytes, of which its place is a multiple."""
+        """Set the numbers of the bytes of accesses, each of `size` bytes, of which its place is a multiple."""
         unit = min(size, UNITS[0])
         places, count = offsets // unit, size // unit
         if count > 1:
@@ -74,7 +74,7 @@ class Shadow:
 
 
 @cache
-def repeated(byte: int, size: int) -> int:
+def repeat_byte(byte: int, size: int) -> int:
     """Return the word of `size` bytes that are all the same."""
     return int.from_bytes(bytes([byte]) * size, "little")
 

@@ -26,24 +26,26 @@ class SharedArrays(Check):
         self.arrays = {id(code[index]): array for index, array in shared_arrays_of(machine.launch.entry).items()}
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Lanes read."""
-        self.look(access.instruction, "reads", lanes, offsets, access.size)
+        """Check reads."""
+        self.check_bounds(access.instruction, "reads", lanes, offsets, access.size)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Lanes write."""
-        self.look(access.instruction, "writes", lanes, offsets, access.size)
+        """Check writes."""
+        self.check_bounds(access.instruction, "writes", lanes, offsets, access.size)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Lanes do both."""
-        self.look(access.instruction, "changes", lanes, offsets, access.size)
+        """Check atomics."""
+        self.check_bounds(access.instruction, "changes", lanes, offsets, access.size)
 
     def issue(self, effect: Effect) -> None:
-        """Lanes copy with `cp.async`."""
+        """Check what `cp.async` writes."""
         lanes, starts, sizes = effect.writes
         if effect.kind == "cp.async" and len(lanes):
-            self.look(effect.instruction, "copies to", as_lanes(lanes), starts, sizes)
+            self.check_bounds(effect.instruction, "copies to", as_lanes(lanes), starts, sizes)
 
-    def look(self, instruction: Instruction, does: str, lanes: Lanes, offsets: Array, sizes: int | Array) -> None:
+    def check_bounds(
+        self, instruction: Instruction, does: str, lanes: Lanes, offsets: Array, sizes: int | Array
+    ) -> None:
         """Report lanes that leave the array for another place of the same block's shared memory."""
         array = self.arrays.get(id(instruction))
         if array is None:

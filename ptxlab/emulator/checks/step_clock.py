@@ -31,24 +31,26 @@ class StepClock(Check):
         super().__init__(machine)
         self.warps_per_block = machine.stride // 32
         self.time = machine.clock = np.full(machine.lanes // 32, machine.launch.elapsed)
-        self.come: dict[Hashable, int] = defaultdict(int)  # place -> when the last of those who have arrived did so
+        self.last_arrival: dict[Hashable, int] = defaultdict(
+            int
+        )  # place -> when the last of those who have arrived did so
         self.complete: dict[int, int] = defaultdict(int)  # mbarrier -> when its last phase was complete
         self.copied: dict[int, int] = defaultdict(int)  # block -> when its copies so far have come
         self.multiplied: dict[tuple[int, int], int] = defaultdict(int)  # block, quarter of its SM -> likewise
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Count a step for every instruction; where there is a guard, the guard counts it."""
-        return handler if instruction.guard is not None else self.around_guard(instruction, handler)
+        return handler if instruction.guard is not None else self.wrap_guarded(instruction, handler)
 
-    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
         """Count a step for an instruction, whether it is carried out or not."""
 
-        def timed(lanes: Lanes) -> Any:
+        def count_and_run(lanes: Lanes) -> Any:
             self.time[self.warps(lanes)] += 1
             return handler(lanes)
 
-        return timed
+        return count_and_run
 
     def warps(self, lanes: Lanes) -> slice | Array:
         """Return the warps that lanes belong to."""
@@ -58,21 +60,21 @@ class StepClock(Check):
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
         """Record the time at which lanes come to a barrier of the block."""
-        self.come[barrier] = max(self.come[barrier], int(self.time[self.warps(lanes)].max()))
+        self.last_arrival[barrier] = max(self.last_arrival[barrier], int(self.time[self.warps(lanes)].max()))
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """Hold the warps back until the last thread has come to the barrier."""
-        last = self.come.pop(barrier)
+        last = self.last_arrival.pop(barrier)
         if lanes is not None:
             self.wait_until(lanes, last)
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Record the time at which lanes come to an mbarrier, or to the barrier of a cluster."""
-        self.come[place] = max(self.come[place], int(self.time[self.warps(lanes)].max()))
+        self.last_arrival[place] = max(self.last_arrival[place], int(self.time[self.warps(lanes)].max()))
 
     def phase_complete(self, place: int) -> None:
         """Record the time at which the last thread or copy has come."""
-        self.complete[place] = self.come.pop(place, 0)
+        self.complete[place] = self.last_arrival.pop(place, 0)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Hold the warps back until the phase is complete."""
@@ -101,13 +103,13 @@ class StepClock(Check):
                 end = self.copied[block] + LATENCY
             self.ends[effect.serial, lane] = end
 
-    def landed(self, effect: Effect) -> None:
+    def effect_complete(self, effect: Effect) -> None:
         """Tell the mbarriers of copies when these have come."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place >= 0:
-                self.come[place] = max(self.come[place], self.ends[effect.serial, lane])
+                self.last_arrival[place] = max(self.last_arrival[place], self.ends[effect.serial, lane])
 
-    def waited(self, effect: Effect, only_read: bool) -> None:
+    def effect_wait(self, effect: Effect, only_read: bool) -> None:
         """Hold the warps back until the effect has ended."""
         for lane in effect.lanes.tolist():
             self.wait_until(np.array([lane]), self.ends[effect.serial, lane])

@@ -22,27 +22,31 @@ Clock = dict[int, Array]
 NOTHING: Clock = {}
 
 
-def joined(a: Clock, b: Clock) -> Clock:
+def join_clocks(a: Clock, b: Clock) -> Clock:
     """Join two clocks; return `a` itself, or `b`, where that holds all."""
     if a is b or not a:
         return b
-    news = {at: times for at, times in b.items() if at not in a or (a[at] is not times and (a[at] < times).any())}
+    news = {
+        cluster: times
+        for cluster, times in b.items()
+        if cluster not in a or (a[cluster] is not times and (a[cluster] < times).any())
+    }
     if not news:
         return a
-    both = a | {at: times if at not in a or (times >= a[at]).all() else np.maximum(times, a[at])
-                for at, times in news.items()}  # fmt: skip
-    return b if len(both) == len(b) and all(both[at] is times for at, times in b.items()) else both
+    both = a | {cluster: times if cluster not in a or (times >= a[cluster]).all() else np.maximum(times, a[cluster])
+                for cluster, times in news.items()}  # fmt: skip
+    return b if len(both) == len(b) and all(both[cluster] is times for cluster, times in b.items()) else both
 
 
-def remembering() -> Callable[[Clock, Clock], Clock]:
+def memoize_join() -> Callable[[Clock, Clock], Clock]:
     """Build a `joined` that remembers its results: most of many rows have the same two clocks."""
-    known: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
+    joins: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
 
     def join(a: Clock, b: Clock) -> Clock:
         pair = id(a), id(b)
-        if pair not in known:
-            known[pair] = a, b, joined(a, b)
-        return known[pair][2]
+        if pair not in joins:
+            joins[pair] = a, b, join_clocks(a, b)
+        return joins[pair][2]
 
     return join
 
@@ -55,12 +59,12 @@ def groups(keys: Array) -> list[Array]:
 
 def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
     """Group the lanes that have a clock by that clock, the very same object."""
-    found: dict[int, tuple[Clock, list[int]]] = {}
+    lanes_by_clock: dict[int, tuple[Clock, list[int]]] = {}
     for lane in lanes.tolist() if clocks else ():
         clock = clocks.get(lane)
         if clock is not None:
-            found.setdefault(id(clock), (clock, []))[1].append(lane)
-    return [(clock, np.array(those)) for clock, those in found.values()]
+            lanes_by_clock.setdefault(id(clock), (clock, []))[1].append(lane)
+    return [(clock, np.array(clock_lanes)) for clock, clock_lanes in lanes_by_clock.values()]
 
 
 class Clocks:
@@ -73,8 +77,10 @@ class Clocks:
         """
         self.lanes, self.size, self.kinds = lanes, cluster, (1 + engines) * (1 + spaces)
         self.real = 1 + engines  # kinds of actors that do things; the others stand for what is visible of these
-        self.own = np.zeros(self.kinds * lanes, np.int32)  # what a lane has done, and which effects it has waited for
-        self.own[:lanes] = 1
+        self.own_times = np.zeros(
+            self.kinds * lanes, np.int32
+        )  # what a lane has done, and which effects it has waited for
+        self.own_times[:lanes] = 1
         self.rows = np.zeros((lanes // 32, self.kinds * cluster), np.int32)
         self.far: dict[int, Clock] = {}  # row -> what is known of other clusters
         self.row = np.arange(lanes) // 32  # of each lane
@@ -85,76 +91,76 @@ class Clocks:
 
     def knows(self, lanes: Array, actors: Array, times: Array) -> Array:
         """Tell for each lane whether it knows what that actor has done until then."""
-        whose, rows = actors % self.lanes, self.row[lanes]
-        columns = whose % self.size + actors // self.lanes * self.size
-        known = self.rows[rows, columns]
-        mine = whose == lanes
-        known[mine] = np.maximum(known, self.own[actors])[mine]
-        clusters = whose // self.size
+        actor_lanes, rows = actors % self.lanes, self.row[lanes]
+        columns = actor_lanes % self.size + actors // self.lanes * self.size
+        known_times = self.rows[rows, columns]
+        is_own = actor_lanes == lanes
+        known_times[is_own] = np.maximum(known_times, self.own_times[actors])[is_own]
+        clusters = actor_lanes // self.size
         far = np.flatnonzero(clusters != lanes // self.size)
         if len(far):
-            known[far] = self.known_of_others(rows[far], clusters[far], columns[far])
-        result: Array = known >= times
-        return result
+            known_times[far] = self.known_of_others(rows[far], clusters[far], columns[far])
+        is_known: Array = known_times >= times
+        return is_known
 
     def known_to_anyone(self, actors: Array) -> Array:
         """Return the latest time until which any lane knows what each of these actors has done."""
-        whose = actors % self.lanes
-        columns, known = whose % self.size + actors // self.lanes * self.size, self.own[actors].copy()
-        for group in groups(whose // self.size):
-            cluster, those = int(whose[group[0]]) // self.size, columns[group]
+        actor_lanes = actors % self.lanes
+        columns, known_times = actor_lanes % self.size + actors // self.lanes * self.size, self.own_times[actors].copy()
+        for group in groups(actor_lanes // self.size):
+            cluster, group_columns = int(actor_lanes[group[0]]) // self.size, columns[group]
             rows = np.unique(self.row[cluster * self.size : (cluster + 1) * self.size])
-            known[group] = np.maximum(known[group], self.rows[np.ix_(rows, those)].max(axis=0))
+            known_times[group] = np.maximum(known_times[group], self.rows[np.ix_(rows, group_columns)].max(axis=0))
             for clock in self.far.values():
                 if cluster in clock:
-                    known[group] = np.maximum(known[group], clock[cluster][those])
-        return known
+                    known_times[group] = np.maximum(known_times[group], clock[cluster][group_columns])
+        return known_times
 
     def known_of_others(self, rows: Array, clusters: Array, columns: Array) -> Array:
         """Return the time up to which each row knows an actor of another cluster."""
-        known = np.zeros(len(rows), np.int32)
-        distinct, at = np.unique(rows, return_inverse=True)
+        known_times = np.zeros(len(rows), np.int32)
+        distinct, inverse = np.unique(rows, return_inverse=True)
         clocks = [self.far.get(row, NOTHING) for row in distinct.tolist()]
         first: dict[int, int] = {}  # few clocks, many rows
-        which = np.array([first.setdefault(id(clock), i) for i, clock in enumerate(clocks)])[at]
-        for group in groups(which * (self.lanes // self.size) + clusters) if len(self.far) else ():
-            times = clocks[which[group[0]]].get(int(clusters[group[0]]))
+        clock_numbers = np.array([first.setdefault(id(clock), i) for i, clock in enumerate(clocks)])[inverse]
+        for group in groups(clock_numbers * (self.lanes // self.size) + clusters) if len(self.far) else ():
+            times = clocks[clock_numbers[group[0]]].get(int(clusters[group[0]]))
             if times is not None:
-                known[group] = times[columns[group]]
-        return known
+                known_times[group] = times[columns[group]]
+        return known_times
 
     def shared_by(self, lanes: Array) -> Clock:
         """Return the joined clock of these lanes' rows."""
         rows = np.unique(self.row[lanes])
         clocks = map(self.far.__getitem__, self.far.keys() & rows.tolist()) if self.far else ()
         clock = NOTHING
-        for other in {id(other): other for other in clocks}.values():
-            clock = joined(clock, other)
+        for row_clock in {id(row_clock): row_clock for row_clock in clocks}.values():
+            clock = join_clocks(clock, row_clock)
         clock = dict(clock)
-        for cluster, those in self.by_cluster(lanes):
-            here = self.rows[np.unique(self.row[those])].max(axis=0)
-            clock[cluster] = np.maximum(here, clock.get(cluster, 0))
+        for cluster, cluster_lanes in self.by_cluster(lanes):
+            row_times = self.rows[np.unique(self.row[cluster_lanes])].max(axis=0)
+            clock[cluster] = np.maximum(row_times, clock.get(cluster, 0))
         return clock
 
-    def known_to(self, lanes: Array, shared: Clock | None = None, own: Array | None = None) -> Clock:
+    def known_to(self, lanes: Array, shared: Clock | None = None, own_times: Array | None = None) -> Clock:
         """Return what these lanes know, and have done themselves, together.
 
         `shared`: what their rows said at the time, if not now.
         """
         clock = self.shared_by(lanes) if shared is None else dict(shared)
-        own = self.own if own is None else own
-        for cluster, those in self.by_cluster(lanes):
-            columns, actors = self.columns(those)
+        own_times = self.own_times if own_times is None else own_times
+        for cluster, cluster_lanes in self.by_cluster(lanes):
+            columns, actors = self.columns(cluster_lanes)
             times = clock[cluster] = clock[cluster].copy()
-            times[columns] = np.maximum(times[columns], own[actors])
+            times[columns] = np.maximum(times[columns], own_times[actors])
         return clock
 
     def engines(self, lanes: Array, serial: int) -> Clock:
         """Return the clock of those that know of the effect `serial` by these lanes' engines."""
         clock: Clock = {}
-        for cluster, those in self.by_cluster(lanes):
+        for cluster, cluster_lanes in self.by_cluster(lanes):
             clock[cluster] = np.zeros(self.rows.shape[1], np.int32)
-            clock[cluster][self.size + those % self.size] = serial
+            clock[cluster][self.size + cluster_lanes % self.size] = serial
         return clock
 
     def columns(self, lanes: Array) -> tuple[Array, Array]:
@@ -177,7 +183,7 @@ class Clocks:
 
     def tick(self, lanes: Array) -> None:
         """Advance the lanes' own times: what they do from now on is not part of what they have made known."""
-        self.own[lanes] += 1
+        self.own_times[lanes] += 1
 
     def wait(self, lanes: Array, serial: int, for_warp: bool) -> None:
         """Record that lanes have waited for what they have asked for.
@@ -185,27 +191,27 @@ class Clocks:
         A lane waits for its whole warp if that has asked as one (`for_warp`).
         """
         engines = self.lanes + lanes
-        self.own[engines] = np.maximum(self.own[engines], serial)
+        self.own_times[engines] = np.maximum(self.own_times[engines], serial)
         if for_warp:
             warp = (lanes[:, None] // 32 * 32 + np.arange(32)).reshape(-1)
-            at = self.row[warp], np.repeat(self.size + lanes % self.size, 32)
-            self.rows[at] = np.maximum(self.rows[at], serial)
+            cells = self.row[warp], np.repeat(self.size + lanes % self.size, 32)
+            self.rows[cells] = np.maximum(self.rows[cells], serial)
 
     def fence_proxy(self, lanes: Array, space: int) -> None:
         """Make visible to the async proxy, in this space, what these lanes know and have done."""
-        rows, first = self.apart(lanes), self.real * (1 + space)
-        seen = slice(first * self.size, (first + self.real) * self.size)
+        rows, first = self.isolate_rows(lanes), self.real * (1 + space)
+        visible_columns = slice(first * self.size, (first + self.real) * self.size)
 
-        def fenced(times: Array) -> Array:
+        def copy_to_visible(times: Array) -> Array:
             times = times.copy()
-            times[..., seen] = times[..., : self.real * self.size]
+            times[..., visible_columns] = times[..., : self.real * self.size]
             return times
 
-        self.rows[rows] = fenced(self.rows[rows])
+        self.rows[rows] = copy_to_visible(self.rows[rows])
         for row in self.far.keys() & rows.tolist():
-            self.far[row] = {cluster: fenced(times) for cluster, times in self.far[row].items()}
+            self.far[row] = {cluster: copy_to_visible(times) for cluster, times in self.far[row].items()}
         for kind in range(self.real):
-            self.own[(first + kind) * self.lanes + lanes] = self.own[kind * self.lanes + lanes]
+            self.own_times[(first + kind) * self.lanes + lanes] = self.own_times[kind * self.lanes + lanes]
 
     def visible(self, actors: Array, space: int) -> Array:
         """Return the actors that stand for what the async proxy sees of these, in this space."""
@@ -213,13 +219,13 @@ class Clocks:
 
     def learn(self, lanes: Array, clock: Clock) -> None:
         """Make a clock known to these lanes, and no others."""
-        join = remembering()
-        for cluster, those in self.by_cluster(lanes):
+        join = memoize_join()
+        for cluster, cluster_lanes in self.by_cluster(lanes):
             elsewhere = len(clock) > (cluster in clock)
             news = clock.get(cluster, np.zeros(1, np.int32))
-            if not elsewhere and (self.rows[np.unique(self.row[those])] >= news).all():
+            if not elsewhere and (self.rows[np.unique(self.row[cluster_lanes])] >= news).all():
                 continue
-            rows = self.apart(those)
+            rows = self.isolate_rows(cluster_lanes)
             self.rows[rows] = np.maximum(self.rows[rows], news)
             for row in rows.tolist() if elsewhere else ():
                 self.far[row] = join(self.far.get(row, NOTHING), clock)
@@ -227,44 +233,44 @@ class Clocks:
     def meet(self, lanes: Array) -> None:
         """Make known to these lanes, in each warp, what any of them knows and has done."""
         warps = lanes // 32
-        if len(self.apart(lanes)) > len(np.unique(warps)):
-            join = remembering()
+        if len(self.isolate_rows(lanes)) > len(np.unique(warps)):
+            join = memoize_join()
             for group in groups(warps):
                 self.unite(lanes[group], join)
         columns, actors = self.columns(lanes)
-        at = np.tile(self.row[lanes], self.kinds), columns
-        self.rows[at] = np.maximum(self.rows[at], self.own[actors])
+        cells = np.tile(self.row[lanes], self.kinds), columns
+        self.rows[cells] = np.maximum(self.rows[cells], self.own_times[actors])
         self.tick(lanes)
 
-    def apart(self, lanes: Array) -> Array:
+    def isolate_rows(self, lanes: Array) -> Array:
         """Give these lanes rows that are theirs alone, and return the rows."""
         rows, counts = np.unique(self.row[lanes], return_counts=True)
         if (counts == self.members[rows]).all():
             return rows
         for group in groups(self.row[lanes]):
-            mine = lanes[group]
-            row = int(self.row[mine[0]])
-            if len(mine) == self.members[row]:
+            group_lanes = lanes[group]
+            row = int(self.row[group_lanes[0]])
+            if len(group_lanes) == self.members[row]:
                 continue
             new = self.new_row()
             self.rows[new] = self.rows[row]
             if row in self.far:
                 self.far[new] = self.far[row]
-            self.row[mine] = new
-            self.members[new] = len(mine)
-            self.members[row] -= len(mine)
+            self.row[group_lanes] = new
+            self.members[new] = len(group_lanes)
+            self.members[row] -= len(group_lanes)
         return np.unique(self.row[lanes])
 
     def unite(self, lanes: Array, join: Callable[[Clock, Clock], Clock]) -> None:
         """Unite the rows of lanes of one warp, which have rows of their own, into one."""
-        row, *others = np.unique(self.row[lanes]).tolist()
-        for other in others:
-            self.rows[row] = np.maximum(self.rows[row], self.rows[other])
-            if other in self.far:
-                self.far[row] = join(self.far.get(row, NOTHING), self.far.pop(other))
+        row, *merged_rows = np.unique(self.row[lanes]).tolist()
+        for merged_row in merged_rows:
+            self.rows[row] = np.maximum(self.rows[row], self.rows[merged_row])
+            if merged_row in self.far:
+                self.far[row] = join(self.far.get(row, NOTHING), self.far.pop(merged_row))
         self.row[lanes] = row
         self.members[row] = len(lanes)
-        self.free += others
+        self.free += merged_rows
 
     def new_row(self) -> int:
         """Return a row that no lane has."""

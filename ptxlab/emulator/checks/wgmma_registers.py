@@ -37,24 +37,24 @@ class RegistersInUse(Check):
         self.in_use: set[int] = set()  # registers that are, in some lanes
         self.fenced = np.zeros(machine.lanes, bool)
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources and destinations before; remember destinations after."""
         if instruction.opcode.startswith("wgmma"):
             return handler
         pc = self.machine.index[id(instruction)]
-        if pc not in (known := concerned(self.machine.launch.entry)):
+        if pc not in (accesses := register_accesses(self.machine.launch.entry)):
             return handler
-        access = known[pc]
+        access = accesses[pc]
         rows, copied = ([self._row(place) for place in places] for places in (access.written, access.copied))
         sources, targets = access.reads, access.writes
         number = np.int32(0 if access.is_copy else pc + 1)
 
-        def checked(lanes: Lanes) -> Any:
+        def check_and_run(lanes: Lanes) -> Any:
             if self.in_use:
                 for register in sources:
-                    self.meet(instruction, register, lanes, _GIVEN, "reads")
+                    self.report_use(instruction, register, lanes, _GIVEN, "reads")
                 for register in targets:
-                    self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
+                    self.report_use(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
             writers: Any = np.where(self._is_busy(lanes), number, 0) if access.is_ahead else number
             for row in copied:
                 writers = np.maximum(writers, row[lanes])
@@ -64,7 +64,7 @@ class RegistersInUse(Check):
             self.since.update(access.written)
             return successors
 
-        return checked
+        return check_and_run
 
     def _is_busy(self, lanes: Lanes) -> Any:
         """Tell which lanes have a wgmma under way: what follows it cannot be moved ahead of it."""
@@ -76,7 +76,7 @@ class RegistersInUse(Check):
         row: Array = self.written[width][index]
         return row
 
-    def meet(self, instruction: Instruction, register: Register, lanes: Lanes, flags: int, does: str) -> None:
+    def report_use(self, instruction: Instruction, register: Register, lanes: Lanes, flags: int, does: str) -> None:
         """Report an access to a register in use."""
         if register.index not in self.in_use:
             return
@@ -92,8 +92,10 @@ class RegistersInUse(Check):
         """Tell whether the effect is a wgmma that takes or gives the register."""
         if not isinstance(effect, WgmmaProducts):
             return False
-        taken, given = effect.decoded.a_registers, effect.decoded.d_registers
-        return register in (taken if flags == _TAKEN else given if flags == _GIVEN else taken + given)
+        a_registers, d_registers = effect.decoded.a_registers, effect.decoded.d_registers
+        return register in (
+            a_registers if flags == _TAKEN else d_registers if flags == _GIVEN else a_registers + d_registers
+        )
 
     def issue(self, effect: Effect) -> None:
         """Check a wgmma against others, and for registers that it cannot see."""
@@ -113,7 +115,7 @@ class RegistersInUse(Check):
                 message = f"takes {registers[i].name}, which {by}, wrote, and no wgmma.fence since,"
                 self.report(instruction, "async", lanes, late[i] != 0, message)
             for i in np.flatnonzero((self.used[rows, lanes] & flag).any(axis=1)).tolist():
-                self.meet(instruction, registers[i], lanes, flag, does)
+                self.report_use(instruction, registers[i], lanes, flag, does)
         self.mark(effect)
 
     def mark(self, effect: WgmmaProducts) -> None:
@@ -123,15 +125,15 @@ class RegistersInUse(Check):
             self.used[rows, lanes] |= flag
             self.in_use.update(rows[:, 0].tolist())
 
-    def waited(self, effect: Effect, only_read: bool) -> None:
+    def effect_wait(self, effect: Effect, only_read: bool) -> None:
         """Free the registers of a wgmma, but for those that others use."""
         if isinstance(effect, WgmmaProducts):
             for rows in effect.decoded.rows:
                 self.used[rows, indices_of(effect.all_lanes)] = 0
             self.in_use.clear()
-            for other in self.machine.unit(EffectQueue).queue:
-                if isinstance(other, WgmmaProducts):
-                    self.mark(other)
+            for pending_effect in self.machine.unit(EffectQueue).queue:
+                if isinstance(pending_effect, WgmmaProducts):
+                    self.mark(pending_effect)
 
     def register_fence(self, lanes: Lanes) -> None:
         """Record that wgmma can see what the registers hold now."""
@@ -162,38 +164,39 @@ class RegisterAccess(NamedTuple):
 
 
 @remembered
-def concerned(entry: Entry) -> dict[int, RegisterAccess]:
+def register_accesses(entry: Entry) -> dict[int, RegisterAccess]:
     """Find instructions that read or write registers of some wgmma, or write what is copied to these.
 
     The registers of a wgmma are those that it takes or gives.
     """
-    theirs, seen = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
-    found, behind_fence = {}, False
+    wgmma_places, visible_places = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
+    accesses, behind_fence = {}, False
     for pc, instruction in enumerate(entry.instructions):
         if pc in entry.targets or instruction.head in _ENDS or instruction.opcode.startswith("wgmma"):
             behind_fence = instruction.opcode.startswith("wgmma.fence")
         reads, writes = (
-            [r for r in some if r.place in theirs] for some in (instruction.sources, instruction.destinations)
+            [r for r in registers if r.place in wgmma_places]
+            for registers in (instruction.sources, instruction.destinations)
         )
-        written = [register.place for register in instruction.destinations if register.place in seen]
+        written = [register.place for register in instruction.destinations if register.place in visible_places]
         if reads or written:
             copied = [source.place for source in instruction.sources] if written and instruction.head == "mov" else []
             is_ahead = behind_fence and instruction.head not in _MEMORY
-            found[pc] = RegisterAccess(reads, writes, written, copied, instruction.head == "mov", is_ahead)
-    return found
+            accesses[pc] = RegisterAccess(reads, writes, written, copied, instruction.head == "mov", is_ahead)
+    return accesses
 
 
 @remembered
 def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     """Return the registers of wgmmas, and those whose contents are copied to them, by width and index."""
-    seen, count = registers_of_wgmmas(entry), 0
+    places, count = registers_of_wgmmas(entry), 0
     copies = [instruction for instruction in entry.instructions if instruction.head == "mov"]
-    while count < len(seen):
-        count = len(seen)
+    while count < len(places):
+        count = len(places)
         for copy in copies:
-            if any(register.place in seen for register in copy.destinations):
-                seen = seen.union(source.place for source in copy.sources)
-    return seen
+            if any(register.place in places for register in copy.destinations):
+                places = places.union(source.place for source in copy.sources)
+    return places
 
 
 @remembered

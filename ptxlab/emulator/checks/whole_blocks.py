@@ -95,7 +95,7 @@ class WholeBlocks(Check):
         self.excused: dict[int, bool] = {}  # by instruction index: whether threads may have returned ahead of it
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """Threads come."""
+        """Remember threads that come to `__syncthreads()`."""
         if is_syncthreads(instruction):
             self.present.setdefault(barrier, []).append((instruction, lanes))
 
@@ -104,14 +104,14 @@ class WholeBlocks(Check):
         arrivals = self.present.pop(barrier, [])
         if not arrivals or self.is_divergent(arrivals):
             return
-        (first, those), *later = arrivals
-        for arrival, elsewhere in later:
+        (first, first_lanes), *later = arrivals
+        for arrival, arrival_lanes in later:
             if (arrival.path, arrival.line, arrival.callers) != (first.path, first.line, first.callers):
-                self.differ(first, those, f"comes to {arrival.seen_from(first)}", elsewhere)
+                self.report_missing(first, first_lanes, f"comes to {arrival.seen_from(first)}", arrival_lanes)
                 return
         gone = self.lanes_gone(barrier[0])
         if len(gone) and not self.is_excused(first):
-            self.differ(first, those, "has gone past it, to the end", gone)
+            self.report_missing(first, first_lanes, "has gone past it, to the end", gone)
 
     def is_divergent(self, arrivals: list[tuple[Instruction, Lanes]]) -> bool:
         """Tell whether warps that are not whole have been reported there: that breaks both rules."""
@@ -130,8 +130,8 @@ class WholeBlocks(Check):
         first, launch = block * self.machine.stride, self.machine.launch
         return first + np.flatnonzero(~self.machine.alive[first : first + launch.threads])
 
-    def differ(self, instruction: Instruction, lanes: Lanes, deviation: str, absent: Lanes) -> None:
-        """Report who came, beside one who did not."""
+    def report_missing(self, instruction: Instruction, lanes: Lanes, deviation: str, absent: Lanes) -> None:
+        """Report the threads that came, with one that did not."""
         _, thread = self.machine.place_of(int(indices_of(absent)[0]))
         who = ",".join(map(str, thread))
         message = (

@@ -95,7 +95,7 @@ class EffectQueue(Unit):
             if not effect.landed:
                 effect.take(self.machine.memory) if only_read else self.land(effect)
             for watcher in self.machine.watchers:
-                watcher.waited(effect, only_read)
+                watcher.effect_wait(effect, only_read)
         if only_read:
             self.queue += waited
 
@@ -105,7 +105,7 @@ class EffectQueue(Unit):
         for effect in self.extract([(effect.barrier == place) & (effect.phase < phase) if effect.landed else None
                                     for effect in self.queue]):  # fmt: skip
             for watcher in self.machine.watchers:
-                watcher.settled(effect)
+                watcher.effect_seen(effect)
 
     def phases(self, places: Array) -> Array:
         """Return the current phase of each mbarrier; -1 where there is none."""
@@ -162,7 +162,7 @@ class EffectQueue(Unit):
         effect.write(self.machine.memory)
         effect.landed = True
         for watcher in self.machine.watchers:
-            watcher.landed(effect)
+            watcher.effect_complete(effect)
         if np.count_nonzero(effect.barrier >= 0):
             effect.phase = np.where(effect.barrier >= 0, self.phases(effect.barrier), -1)
         if effect.arrives or effect.kind == "bulk":

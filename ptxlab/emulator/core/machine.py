@@ -145,11 +145,11 @@ class Machine(Wave):
             bind = BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
             handler = bind(self, instruction, pc)
             for watcher in self.watchers:
-                handler = watcher.around(instruction, handler)
+                handler = watcher.wrap_handler(instruction, handler)
             if instruction.guard is not None:
                 handler = self.guarded(handler, self.reader(instruction.guard, "pred"), pc)
                 for watcher in self.watchers:
-                    handler = watcher.around_guard(instruction, handler)
+                    handler = watcher.wrap_guarded(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
             called = instruction.text if head == "call" else instruction.opcode
             raise UnknownInstruction(f"{instruction.where}: {reason_for(called) or UNKNOWN}") from None

@@ -13,11 +13,11 @@ from ptxlab.emulator.front.types import Array
 class Watcher:
     """Sees nothing; the others override what they look at."""
 
-    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Wrap a handler when the instruction is bound."""
         return handler
 
-    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+    def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
         """Wrap a handler together with its guard."""
         return handler
 
@@ -48,13 +48,13 @@ class Watcher:
     def issue(self, effect: Effect) -> None:
         """Handle an effect that lanes ask for, which goes on while they do."""
 
-    def landed(self, effect: Effect) -> None:
+    def effect_complete(self, effect: Effect) -> None:
         """Handle an effect that has been done; mbarriers hear of it next."""
 
-    def waited(self, effect: Effect, only_read: bool) -> None:
+    def effect_wait(self, effect: Effect, only_read: bool) -> None:
         """Handle lanes that have waited for their effect, or for its operands to have been read."""
 
-    def settled(self, effect: Effect) -> None:
+    def effect_seen(self, effect: Effect) -> None:
         """Handle an effect that somebody has waited for at its mbarrier."""
 
     def register_fence(self, lanes: Lanes) -> None:

@@ -5,16 +5,16 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.hardware.banks import collisions
-from tests.support.emulated import STORE, kernel, line_of, run
+from tests.support.emulated import STORE, kernel_text, line_of, run_text
 
 SHARED = ".shared .align 128 .b8 pad[256]; .shared .align 128 .b8 buf[4096];"
 START = "mov.u32 %r0, %tid.x; mov.u32 %s, pad; mov.u32 %r2, buf; and.b32 %r9, %r0, 31;\n"
 
 
 def accesses(body: str, threads: int = 64, blocks: int = 1) -> tuple[tuple[emulator.SharedAccess, ...], str]:
-    text = kernel(START + body + STORE, outside=SHARED)
+    text = kernel_text(START + body + STORE, outside=SHARED)
     out = np.zeros(threads * blocks, np.uint32)
-    return run(text, out, threads=threads, blocks=blocks, count_banks=True).shared, text
+    return run_text(text, out, threads=threads, blocks=blocks, count_banks=True).shared, text
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_lanes_that_take_no_part():
 def test_only_what_touches_shared_memory_counts():
     counted, _ = accesses("st.shared.u32 [%r2], 1;\natom.shared.add.u32 %r4, [%r2], 1;\n")
     assert [access.text for access in counted] == ["st.shared.u32 [%r2], 1"]
-    assert run(kernel(STORE), np.zeros(32, np.uint32), count_banks=False).shared == ()
+    assert run_text(kernel_text(STORE), np.zeros(32, np.uint32), count_banks=False).shared == ()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import Deadlock
-from tests.support.emulated import STORE, kernel, line_of, run
+from tests.support.emulated import STORE, kernel_text, line_of, run_text
 
 START = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; setp.ge.u32 %p, %r0, 64; setp.eq.u32 %q, %r1, 0; mov.u32 %s, 1;\n"
 GROUPS = "@%p bra SECOND;\n{}bra DONE;\nSECOND:\n{}DONE:\n"  # of two warps each
@@ -15,7 +15,7 @@ FULL, EMPTY = "bar.{} 1, 128;\n", "bar.{} 2, 128;\n"
 
 def arrivals(body: str) -> tuple[int, list[str]]:
     """Return how many arrivals are reported, and where."""
-    launched = run(kernel(START + body + STORE), np.zeros(128, np.uint32), threads=128, checks=["race"])
+    launched = run_text(kernel_text(START + body + STORE), np.zeros(128, np.uint32), threads=128, checks=["race"])
     assert all("comes to barrier" in finding.message for finding in launched.findings)
     return sum(finding.count for finding in launched.findings), [finding.text for finding in launched.findings]
 
@@ -62,8 +62,8 @@ def test_an_arrival_behind_the_generation_before(first: str, second: str) -> Non
 
 
 def test_what_it_says() -> None:
-    text = kernel(START + GROUPS.format(WAITS, ARRIVES) + STORE)
-    (finding,) = run(text, np.zeros(128, np.uint32), threads=128, checks=["race"]).findings
+    text = kernel_text(START + GROUPS.format(WAITS, ARRIVES) + STORE)
+    (finding,) = run_text(text, np.zeros(128, np.uint32), threads=128, checks=["race"]).findings
     assert finding.kind == "race" and finding.thread == (64, 0, 0)
     line = line_of(text, "LA: ")
     assert f"to which thread (0,0,0) came by line {line}, `LA: bar.sync 1, 128`: until" in finding.message

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
-from tests.support.emulated import STORE, cuda, kernel, line_of, run
+from tests.support.emulated import STORE, cuda_to_ptx, kernel_text, line_of, run_text
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 4 .b8 buf[512];"
@@ -28,9 +28,9 @@ PACKED = """mov.u32 %t, %tid.x; ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %t, 12;
 
 
 def packed(instruction: str, *rows: tuple[int, int, int]) -> emulator.Result:
-    text = kernel(PACKED.replace("{instruction}", instruction) + STORE, TWO)
+    text = kernel_text(PACKED.replace("{instruction}", instruction) + STORE, TWO)
     out, a = np.zeros(len(rows), np.uint32), np.array(rows, np.uint32)
-    result = run(text, out, a, threads=len(rows), checks=["lanes"])
+    result = run_text(text, out, a, threads=len(rows), checks=["lanes"])
     assert all(f.line == line_of(text, "@lanes") for f in result.findings)
     return result
 
@@ -106,7 +106,7 @@ def test_annotation_in_inline_assembly():
         d[threadIdx.x] = r;
     }"""
     out, a = np.zeros(32, np.uint32), np.arange(32, dtype=np.uint32)
-    found = [(f.kind, f.lane, f.thread, f.count) for f in run(cuda(source), out, a, checks=["lanes"]).findings]
+    found = [(f.kind, f.lane, f.thread, f.count) for f in run_text(cuda_to_ptx(source), out, a, checks=["lanes"]).findings]
     assert found == [("range", 0, (15, 0, 0), 17), ("carry", 1, (15, 0, 0), 17)]
 
 
@@ -132,8 +132,8 @@ def test_annotation_in_inline_assembly():
     ],
 )  # fmt: skip
 def test_uninitialised(body, marker, said, thread):
-    text = kernel(body + STORE, TWO, SHARED)
-    result = run(text, np.zeros(32, np.uint32), np.zeros(8, np.uint32), checks=["init"], uninitialised=[1])
+    text = kernel_text(body + STORE, TWO, SHARED)
+    result = run_text(text, np.zeros(32, np.uint32), np.zeros(8, np.uint32), checks=["init"], uninitialised=[1])
     (finding,) = result.findings
     assert (finding.kind, finding.line, finding.thread) == ("uninitialised", line_of(text, marker), thread)
     assert said in finding.message
@@ -143,13 +143,13 @@ def test_scratch_that_is_written_first_is_fine():
     body = """ld.param.u64 %x1, [a]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4; add.u64 %x1, %x1, %x2;
     st.global.u32 [%x1], 3; ld.global.u32 %s, [%x1];"""
     out, a = np.zeros((2, 32), np.uint32)
-    assert not run(kernel(body + STORE, TWO), out, a, checks=["init"], uninitialised=[1]).findings
+    assert not run_text(kernel_text(body + STORE, TWO), out, a, checks=["init"], uninitialised=[1]).findings
 
 
 def test_a_copy_of_a_register_uses_nothing() -> None:
     """nvcc copies what a variable of bitsandbytes holds before the loop that sets it."""
-    text = kernel("mov.u32 %r1, %r7;\nmov.u32 %r1, 5;\nmov.u32 %s, %r1;\n" + STORE)
-    assert not run(text, np.zeros(32, np.uint32), checks=["init"]).findings
+    text = kernel_text("mov.u32 %r1, %r7;\nmov.u32 %r1, 5;\nmov.u32 %s, %r1;\n" + STORE)
+    assert not run_text(text, np.zeros(32, np.uint32), checks=["init"]).findings
 
 
 # Races
@@ -174,10 +174,10 @@ RACES = {
 @pytest.mark.parametrize("name", RACES)
 def test_a_missing_barrier_is_a_race(name):
     out = np.zeros(64, np.uint32)
-    with_barrier = kernel(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "bar.sync 1;") + STORE, outside=SHARED)
-    assert not run(with_barrier, out, threads=64, checks=["race", "init"]).findings
-    without = kernel(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "") + STORE, outside=SHARED)
-    (finding,) = run(without, out, threads=64, checks=["race"]).findings
+    with_barrier = kernel_text(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "bar.sync 1;") + STORE, outside=SHARED)
+    assert not run_text(with_barrier, out, threads=64, checks=["race", "init"]).findings
+    without = kernel_text(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "") + STORE, outside=SHARED)
+    (finding,) = run_text(without, out, threads=64, checks=["race"]).findings
     accesses = [i for i, line in enumerate(without.split("\n"), 1) if "shared.u" in line]
     assert (finding.kind, finding.line) == ("race", accesses[-1])
     assert f"races with line {accesses[-2]}," in finding.message
@@ -204,8 +204,8 @@ def test_a_write_waits_for_all_who_have_read(heard, write):
     """
     one, both = body.replace("ALL", "64"), body.replace("ALL", "96").replace("@%q bar", "bar")
     for source, wanted in ((one, [("race", 1, (64, 0, 0))]), (both, [])):
-        text = kernel(source + STORE, TWO, SHARED)
-        found = run(text, np.zeros(96, np.uint32), np.zeros(32, np.uint32), threads=96, checks=["race"]).findings
+        text = kernel_text(source + STORE, TWO, SHARED)
+        found = run_text(text, np.zeros(96, np.uint32), np.zeros(32, np.uint32), threads=96, checks=["race"]).findings
         assert [(f.kind, f.line - line_of(text, "WRITE: "), f.thread) for f in found] == wanted
         assert all(f"by thread ({32 * (1 - heard)},0,0)" in f.message for f in found)
 
@@ -224,8 +224,8 @@ def test_a_write_waits_for_all_who_have_read(heard, write):
 def test_lanes_of_a_warp_do_not_run_in_step(between, clean):
     """Lanes read what their neighbours have written; neither a vote orders memory, nor a meeting with others."""
     body = f"setp.eq.u32 %p, 0, 0; {MINE} st.shared.u32 [%r2], %r0;\n{between}\nxor.b32 %r3, %r2, 4;\n"
-    text = kernel(body + "ld.shared.u32 %s, [%r3];\n" + STORE, outside=SHARED)
-    result = run(text, np.zeros(32, np.uint32), checks=["race"])
+    text = kernel_text(body + "ld.shared.u32 %s, [%r3];\n" + STORE, outside=SHARED)
+    result = run_text(text, np.zeros(32, np.uint32), checks=["race"])
     assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.shared"))])
     if not clean:
         assert "by thread (1,0,0) of block (0,0,0), in block (0,0,0) thread (0,0,0)" in str(result.findings[0])
@@ -239,25 +239,25 @@ def test_the_read_only_path_sees_no_writes_of_the_launch(load: str, clean: bool)
     """Not those of the own thread either; of another array there are none."""
     body = f"""mov.u32 %r0, %tid.x; mul.wide.u32 %x1, %r0, 4; ld.param.u64 %x2, [a]; add.u64 %x2, %x2, %x1;
     ld.param.u64 %x3, [b]; add.u64 %x3, %x3, %x1; st.global.u32 [%x2], %r0; {load}"""
-    text = kernel(body + STORE, ".param .u64 a, .param .u64 b, .param .u64 out")
+    text = kernel_text(body + STORE, ".param .u64 a, .param .u64 b, .param .u64 out")
     arrays = [np.zeros(32, np.uint32) for _ in range(3)]
-    findings = run(text, *arrays, checks=emulator.CHECKS).findings
+    findings = run_text(text, *arrays, checks=emulator.CHECKS).findings
     messages = [finding.message for finding in findings]
     assert not messages if clean else re.match(r"reads byte 0 of .* through the read-only path, though line", *messages)
 
 
 def test_lanes_of_one_store_that_disagree():
-    text = kernel("mov.u32 %s, %tid.x;\nst.shared.u32 [buf], %s;\n" + STORE, outside=SHARED)
-    (finding,) = run(text, np.zeros(32, np.uint32), checks=["race"]).findings
+    text = kernel_text("mov.u32 %s, %tid.x;\nst.shared.u32 [buf], %s;\n" + STORE, outside=SHARED)
+    (finding,) = run_text(text, np.zeros(32, np.uint32), checks=["race"]).findings
     assert finding.line == line_of(text, "st.shared") and finding.count == 31
-    same = kernel("mov.u32 %s, 5;\nst.shared.u32 [buf], %s;\n" + STORE, outside=SHARED)
-    assert not run(same, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
+    same = kernel_text("mov.u32 %s, 5;\nst.shared.u32 [buf], %s;\n" + STORE, outside=SHARED)
+    assert not run_text(same, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
 
 
 @pytest.mark.parametrize("opcode", ["st.relaxed.gpu.global.u32", "st.volatile.global.u32", "st.release.gpu.global.u32"])
 def test_strong_stores_of_several_threads_do_not_race(opcode):
-    text = kernel(f"mov.u32 %s, %tid.x; ld.param.u64 %x1, [a]; {opcode} [%x1], %s;\n" + STORE, TWO)
-    assert not run(text, np.zeros(64, np.uint32), np.zeros(1, np.uint32), threads=64, checks=["race"]).findings
+    text = kernel_text(f"mov.u32 %s, %tid.x; ld.param.u64 %x1, [a]; {opcode} [%x1], %s;\n" + STORE, TWO)
+    assert not run_text(text, np.zeros(64, np.uint32), np.zeros(1, np.uint32), threads=64, checks=["race"]).findings
 
 
 FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a]; setp.eq.u32 %p, %r0, 1;
@@ -290,9 +290,9 @@ FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
     ],
 )  # fmt: skip
 def test_flags_order_what_they_should(release, acquire, fence, clean):
-    text = kernel(FLAG.replace("{release}", release).replace("{acquire}", acquire).replace("{fence}", fence), TWO)
+    text = kernel_text(FLAG.replace("{release}", release).replace("{acquire}", acquire).replace("{fence}", fence), TWO)
     out = np.zeros(2, np.uint32)
-    result = run(text, out, np.zeros(1, np.uint32), threads=1, blocks=2, checks=["race"])
+    result = run_text(text, out, np.zeros(1, np.uint32), threads=1, blocks=2, checks=["race"])
     assert out[0] == 42
     assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])
 
@@ -324,9 +324,9 @@ POLL = "L: ld.acquire.gpu.global.u32 %r2, [%x2]; setp.eq.u32 %p, %r2, 0; @%p bra
 )  # fmt: skip
 def test_who_has_seen_a_flag_resets_it_by_an_ordinary_store(read: str, clean: bool) -> None:
     """Marlin's locks: a strong write lies before a strong read that finds it, also where it releases by a fence."""
-    text = kernel(RESET.replace("{read}", read), TWO)
+    text = kernel_text(RESET.replace("{read}", read), TWO)
     blocks = 3 if "MORE" in read else 2
-    outcome = run(text, np.zeros(1, np.uint32), np.zeros(2, np.uint32), threads=2, blocks=blocks, checks=["race"])
+    outcome = run_text(text, np.zeros(1, np.uint32), np.zeros(2, np.uint32), threads=2, blocks=blocks, checks=["race"])
     assert kinds(outcome)[:1] == ([] if clean else [("race", line_of(text, "st.global.u32 [%x2], 0"))])
 
 
@@ -361,8 +361,8 @@ MEET = "bar.warp.sync -1;\n"
 )
 def test_a_flag_stands_for_the_lane_that_sets_it(wrote, read, clean):
     """Lanes of one block write, lanes of the other one read; lane 0 or all of them say so and hear of it."""
-    text = kernel(WARP_FLAG.replace("{wrote}", wrote).replace("{read}", read), TWO)
+    text = kernel_text(WARP_FLAG.replace("{wrote}", wrote).replace("{read}", read), TWO)
     out = np.zeros(64, np.uint32)
-    result = run(text, out, np.zeros(1, np.uint32), threads=32, blocks=2, checks=["race"])
+    result = run_text(text, out, np.zeros(1, np.uint32), threads=32, blocks=2, checks=["race"])
     assert out[32:].tolist() == [42] * 32
     assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])

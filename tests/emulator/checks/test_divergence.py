@@ -5,21 +5,21 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock
-from tests.support.emulated import STORE, cuda, kernel, run
+from tests.support.emulated import STORE, cuda_to_ptx, kernel_text, run_text
 
 START = "mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 31; mov.u32 %r5, buf; ld.param.u64 %x1, [out]; mov.u32 %s, 1;\n"
 HALF = "setp.lt.u32 %p, %r1, 16;\n"
 
 
 def module(body: str) -> str:
-    return kernel(START + body + STORE, outside=".shared .align 16 .b8 buf[128];")
+    return kernel_text(START + body + STORE, outside=".shared .align 16 .b8 buf[128];")
 
 
 def found(body: str, threads: int = 64) -> list[tuple[str, int]]:
     """List kind and line of the findings; the first line of the body is 1."""
     text = module(body)
     first = text[: text.index(START)].count("\n") + 1
-    result = run(text, np.zeros(threads, np.uint32), threads=threads, checks=emulator.CHECKS)
+    result = run_text(text, np.zeros(threads, np.uint32), threads=threads, checks=emulator.CHECKS)
     return [(finding.kind, finding.line - first) for finding in result.findings]
 
 
@@ -45,7 +45,7 @@ def test_a_warp_apart_is_reported_by_line(body: str, line: int) -> None:
 
 
 def test_what_it_says() -> None:
-    (finding,) = run(module(APART["two instructions"][0]), np.zeros(32, np.uint32), checks=["divergence"]).findings
+    (finding,) = run_text(module(APART["two instructions"][0]), np.zeros(32, np.uint32), checks=["divergence"]).findings
     assert "but thread (16,0,0) executes line 11, `bar.sync 0`, instead" in finding.message
     assert finding.line == 13 and finding.thread == (0, 0, 0) and finding.count == 16
 
@@ -53,7 +53,7 @@ def test_what_it_says() -> None:
 def test_a_deadlock_of_a_warp_tells_of_it() -> None:
     body = HALF + f"@%p bra A;\n{MATRIX}\nbra B;\nA: {MATRIX}\nB:"
     with pytest.raises(Deadlock, match=r"found before that: divergence: k.ptx:13: `A: ldmatrix"):
-        run(module(body), np.zeros(32, np.uint32), checks=["divergence"])
+        run_text(module(body), np.zeros(32, np.uint32), checks=["divergence"])
 
 
 TOGETHER = {
@@ -102,5 +102,5 @@ def test_what_nvrtc_makes(body: str, line: str | None) -> None:
         'extern "C" __global__ void k(float* y, const float* x, int n) { __shared__ float s[64]; int i = threadIdx.x;'
     )
     x = np.linspace(0, 1, 64, dtype=np.float32)
-    result = run(cuda(head + body + " }"), np.zeros(64, np.float32), x, np.int32(40), threads=64, checks=["divergence"])
+    result = run_text(cuda_to_ptx(head + body + " }"), np.zeros(64, np.float32), x, np.int32(40), threads=64, checks=["divergence"])
     assert [(f.kind, f.text.split()[0]) for f in result.findings] == ([("divergence", line)] if line else [])

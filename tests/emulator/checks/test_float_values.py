@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.emulator.options import checks_of
-from tests.support.emulated import HEADER, STORE, kernel, line_of, run
+from tests.support.emulated import HEADER, STORE, kernel_text, line_of, run_text
 
 LANE = "mov.u32 %r0, %tid.x; cvt.rn.f32.u32 %f0, %r0; ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, 4;\n"
 READ = LANE + "add.u64 %x1, %x1, %x2; ld.global.f32 %f1, [%x1]; mov.u32 %s, 0;\n"
@@ -13,8 +13,8 @@ VALUES = np.arange(32, dtype=np.float32)
 
 
 def findings(body: str, a: np.ndarray = VALUES, checks=("float",), threads: int = 32, blocks: int = 1) -> list:
-    text = kernel(READ + body + STORE, ".param .u64 out, .param .u64 a")
-    result = run(text, np.zeros(threads * blocks, np.uint32), a, threads=threads, blocks=blocks, checks=checks)
+    text = kernel_text(READ + body + STORE, ".param .u64 out, .param .u64 a")
+    result = run_text(text, np.zeros(threads * blocks, np.uint32), a, threads=threads, blocks=blocks, checks=checks)
     return [(f.kind, text.split("\n")[f.line - 1].strip(), f.thread[0], f.count, f.message) for f in result.findings]
 
 
@@ -96,7 +96,7 @@ ret; }}"""
     def kinds(a: int) -> list:
         values = np.zeros(32, np.uint32)
         values[9] = a
-        return [(f.kind, f.line) for f in run(text, values, checks=["float"]).findings]
+        return [(f.kind, f.line) for f in run_text(text, values, checks=["float"]).findings]
 
     assert kinds(0x7BFF7BFF) == ([] if d == "f32" else [("overflow", line_of(text, mma))])
     assert kinds(0x7C007C00) == [("nan", line_of(text, mma))]  # infinity * 0

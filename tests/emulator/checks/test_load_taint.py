@@ -8,7 +8,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator.checks import load_taint
 from ptxlab.errors import MemoryFault
-from tests.support.emulated import STORE, cuda, kernel, line_of, run
+from tests.support.emulated import STORE, cuda_to_ptx, kernel_text, line_of, run_text
 
 # Thread 0 makes `total`, its warp uses it. NVRTC has all three warps load it, and hoists loads out of loops.
 GUARDED = {
@@ -38,7 +38,7 @@ def module(few: str, together: str = "__syncwarp();") -> emulator.Module:
         }}\n"""
         for name, code in GUARDED.items()
     )
-    return emulator.parse(cuda(kernels.replace("FEW", few)), "k.ptx")
+    return emulator.parse(cuda_to_ptx(kernels.replace("FEW", few)), "k.ptx")
 
 
 def races(name: str, few: str, together: str = "__syncwarp();") -> list[str]:
@@ -66,8 +66,8 @@ LOAD = """mov.u32 %r0, %tid.x; setp.eq.u32 %p, %r0, 0; setp.lt.u32 %q, %r0, 32; 
 
 def outcome(body: str, **more) -> list[tuple[str, int]]:
     """List findings and their counts of 64 threads, the upper 32 of which load what nobody has told them of."""
-    text = kernel(LOAD + body + STORE, outside=SHARED)
-    result = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"], **more)
+    text = kernel_text(LOAD + body + STORE, outside=SHARED)
+    result = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"], **more)
     assert all(f.kind == "race" and f.line == line_of(text, "ld.shared.u32 %r1") for f in result.findings)
     return [(str(f.thread), f.count) for f in result.findings]
 
@@ -130,8 +130,8 @@ def test_a_write_after_a_read_of_no_consequence(use, kinds):
     @%p st.shared.u32 [total], 5;
     WAIT:
     """
-    text = kernel(body + STORE, outside=SHARED)
-    result = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
+    text = kernel_text(body + STORE, outside=SHARED)
+    result = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
     assert [(f.kind, f.line) for f in result.findings] == [("race", line_of(text, "@%p st.shared"))] * kinds
 
 
@@ -148,8 +148,8 @@ def test_each_execution_of_a_load_counts_for_itself():
     mov.u32 %s, %r3;
     """
     for barrier, count in (("bar.sync 0;", 0), ("", 1)):
-        text = kernel(body.replace("BARRIER", barrier) + STORE, outside=SHARED)
-        result = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
+        text = kernel_text(body.replace("BARRIER", barrier) + STORE, outside=SHARED)
+        result = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
         assert len(result.findings) == count
 
 
@@ -167,9 +167,9 @@ def test_each_execution_of_a_load_counts_for_itself():
 )
 def test_what_nobody_has_written_counts_where_it_is_used(use, found, checks):
     body = "mov.u32 %r0, %tid.x; setp.ge.u32 %q, %r0, 32;\nld.shared.u32 %r1, [total];\n" + use
-    text = kernel(body + STORE, outside=SHARED)
+    text = kernel_text(body + STORE, outside=SHARED)
     first = line_of(text, "%r1, [total]") - 1
-    findings = run(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings
+    findings = run_text(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings
     assert all(f.kind == "uninitialised" for f in findings)
     assert [(str(f.thread), f.count, f.line - first) for f in findings] == found
 
@@ -181,8 +181,8 @@ def test_lanes_that_use_what_they_have_written_are_not_blamed_for_those_that_thr
     shl.b32 %r2, %r0, 2; mov.u32 %r3, buf; add.u32 %r2, %r2, %r3;
     @%q st.shared.u32 [%r2], 5;
     ld.shared.u32 %r1, [%r2]; selp.u32 %s, %r1, 0, %q;"""
-    text = kernel(body + STORE, outside=SHARED)
-    assert run(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings == ()
+    text = kernel_text(body + STORE, outside=SHARED)
+    assert run_text(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings == ()
 
 
 def test_a_fault_tells_what_was_used_before_it():
@@ -196,15 +196,15 @@ def test_a_fault_tells_what_was_used_before_it():
 @pytest.mark.parametrize("operation", ["and.b32 %s, %r1, %r2;", "and.b32 %s, %r2, %r1;", "add.u32 %s, %r1, %r2;"])
 def test_of_two_races_neither_hides_the_other(operation):
     """Either value would decide alone, were it known."""
-    text = kernel(LOAD + f"ld.shared.u32 %r2, [total];\n{operation}" + STORE, outside=SHARED)
-    found = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
+    text = kernel_text(LOAD + f"ld.shared.u32 %r2, [total];\n{operation}" + STORE, outside=SHARED)
+    found = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
     assert sorted(f.line for f in found) == [line_of(text, f"ld.shared.u32 %r{i}") for i in (1, 2)]
 
 
 def test_strong_reads_count_at_once():
     """No compiler moves them."""
-    text = kernel(LOAD.replace("ld.shared.u32 %r1", "ld.volatile.shared.u32 %r1") + STORE, outside=SHARED)
-    assert len(run(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings) == 1
+    text = kernel_text(LOAD.replace("ld.shared.u32 %r1", "ld.volatile.shared.u32 %r1") + STORE, outside=SHARED)
+    assert len(run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings) == 1
 
 
 def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         load_taint.LoadTaint, "number", lambda self, reads: sizes.append(len(reads)) or number(self, reads)
     )
-    text = cuda("""extern "C" __global__ void k(int* y) {
+    text = cuda_to_ptx("""extern "C" __global__ void k(int* y) {
         __shared__ int part[64];
         int sum = 0;
         part[threadIdx.x] = 1;
@@ -225,5 +225,5 @@ def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) 
         }
         y[threadIdx.x] = sum;
     }""")
-    assert {f.kind for f in run(text, np.zeros(64, np.int32), threads=64, checks=["race"]).findings} == {"race"}
+    assert {f.kind for f in run_text(text, np.zeros(64, np.int32), threads=64, checks=["race"]).findings} == {"race"}
     assert 1 <= max(sizes) <= 4

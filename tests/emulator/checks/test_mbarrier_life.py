@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, run
+from tests.support.emulated import COPY_PROLOGUE, STORE, kernel_text, run_text
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 BEGIN = """@!%q bra READY;
@@ -22,11 +22,11 @@ INVALIDATE = "@%q mbarrier.inval.shared.b64 [%r5];\n"
 
 def found(body: str, mode: str, expected: int = 256) -> list[tuple[str, str, str]]:
     """List kind, source line and message of each finding."""
-    text = kernel(
+    text = kernel_text(
         COPY_PROLOGUE + body.replace("EXPECTED", str(expected)) + STORE, ".param .u64 out, .param .u64 a", OUTSIDE
     )
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run(text, np.zeros(64, np.uint32), a, threads=64, mode=mode, checks=emulator.CHECKS)
+    result = run_text(text, np.zeros(64, np.uint32), a, threads=64, mode=mode, checks=emulator.CHECKS)
     return [(f.kind, text.split("\n")[f.line - 1].strip(), f.message) for f in result.findings]
 
 

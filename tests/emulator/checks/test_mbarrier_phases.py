@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, run
+from tests.support.emulated import COPY_PROLOGUE, STORE, kernel_text, run_text
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 BEGIN = "@%q mbarrier.init.shared.b64 [%r5], 1;\nfence.mbarrier_init.release.cluster;\nbar.sync 0;\n"
@@ -45,9 +45,9 @@ RELAXED = ALL_WAIT.replace("parity.", "parity.relaxed.cluster.")
 )
 @pytest.mark.parametrize("checks", [emulator.CHECKS, {"async"}], ids=["all", "async"])
 def test_a_wait_by_parity_needs_the_phase_before(checks: set[str], body: str, lanes: int) -> None:
-    text = kernel(COPY_PROLOGUE + BEGIN + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
+    text = kernel_text(COPY_PROLOGUE + BEGIN + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run(text, np.zeros(64, np.uint32), a, threads=64, checks=checks)
+    result = run_text(text, np.zeros(64, np.uint32), a, threads=64, checks=checks)
     found = [f for f in result.findings if "by parity" in f.message]
     assert sum(f.count for f in found) == lanes
     for finding in found:

@@ -7,7 +7,7 @@ import pytest
 
 import ptxlab
 from ptxlab import Launch, emulator
-from tests.support.emulated import STORE, kernel, run
+from tests.support.emulated import STORE, kernel_text, run_text
 
 # %r1 is -64, -60 .. 60; %x0 and %x1 are where each thread stores a byte, and a word.
 START = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; sub.s32 %r1, %r1, 64; mov.u32 %s, 0; ld.param.u64 %x0, [a];
@@ -17,8 +17,8 @@ cvt.u64.u32 %x2, %r0; add.u64 %x0, %x0, %x2; ld.param.u64 %x1, [out]; mov.u32 %r
 
 def findings(body: str, dtype: type, checks: str = "narrow") -> list[tuple[int, int, str]]:
     """First thread, number of threads and message of each finding."""
-    text = kernel(START + body + STORE, ".param .u64 out, .param .u64 a")
-    launched = run(text, np.zeros(32, np.uint32), np.zeros(32, dtype), threads=32, checks=checks)
+    text = kernel_text(START + body + STORE, ".param .u64 out, .param .u64 a")
+    launched = run_text(text, np.zeros(32, np.uint32), np.zeros(32, dtype), threads=32, checks=checks)
     return [(finding.thread[0], finding.count, finding.message) for finding in launched.findings]
 
 

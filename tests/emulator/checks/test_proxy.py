@@ -7,7 +7,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
+from tests.support.emulated import COPY_PROLOGUE, STORE, kernel_text, line_of, run_text
 from tests.support.layers import TINY, layer_problem
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
@@ -28,9 +28,9 @@ PREPARE = "shl.b32 %r7, %r0, 3; add.u32 %r7, %r6, %r7; mov.u64 %x9, 5; and.b32 %
 
 def found(body: str, threads: int = 64, mode: str = "late", checks=emulator.CHECKS) -> list:
     """List the kinds of the findings, each with the instruction it is at."""
-    text = kernel(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
+    text = kernel_text(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run(text, np.zeros(threads, np.uint32), a, threads=threads, mode=mode, checks=checks)
+    result = run_text(text, np.zeros(threads, np.uint32), a, threads=threads, mode=mode, checks=checks)
     return sorted({(f.kind, text.split("\n")[f.line - 1].strip().split(" ")[0]) for f in result.findings})
 
 
@@ -171,9 +171,9 @@ def test_a_flag_hands_on_what_to_fence_across_blocks(behind, clean):
     W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;
     END:
     """
-    text = kernel(COPY_PROLOGUE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
+    text = kernel_text(COPY_PROLOGUE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run(text, np.zeros(2, np.uint32), a, threads=1, blocks=2, checks=emulator.CHECKS)
+    result = run_text(text, np.zeros(2, np.uint32), a, threads=1, blocks=2, checks=emulator.CHECKS)
     copy = line_of(text, "cp.async.bulk.shared::cluster")
     assert [(f.kind, f.line) for f in result.findings] == ([] if clean else [("async-dirty", copy)])
 

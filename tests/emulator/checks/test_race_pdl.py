@@ -6,7 +6,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator import Finding
 from tests.support.axes import both_modes
-from tests.support.emulated import kernel, line_of, run
+from tests.support.emulated import kernel_text, line_of, run_text
 
 PARAMS = ".param .u64 out, .param .u64 x, .param .u64 w"
 SHARED = ".shared .align 128 .b8 buf[1024]; .shared .align 8 .b64 bar[2];"
@@ -24,8 +24,8 @@ def outcome(body: str, mode: str = "late", after_wait=(1,), cluster: int = 1, ch
     """Run a body and list the findings; out has to be x + w if there are none."""
     out, x, w = np.zeros((3, 2 * THREADS), np.uint32)
     x[:], w[:] = np.arange(2 * THREADS), 1000
-    text = kernel(f"{START}{body}ret;", PARAMS, SHARED)
-    result = run(text, out, x, w, threads=THREADS, blocks=2, mode=mode, cluster=cluster, checks=checks,
+    text = kernel_text(f"{START}{body}ret;", PARAMS, SHARED)
+    result = run_text(text, out, x, w, threads=THREADS, blocks=2, mode=mode, cluster=cluster, checks=checks,
                  after_wait=after_wait)  # fmt: skip
     assert result.findings or (out == x + w).all()
     return list(result.findings)
@@ -33,7 +33,7 @@ def outcome(body: str, mode: str = "late", after_wait=(1,), cluster: int = 1, ch
 
 def expect(found: list[Finding], body: str, **lines: str) -> None:
     """Check that there is a finding for each of the lines named by what stands in them, in any order, and no other."""
-    text = kernel(f"{START}{body}ret;", PARAMS, SHARED)
+    text = kernel_text(f"{START}{body}ret;", PARAMS, SHARED)
     assert sorted((f.line, f.kind) for f in found) == sorted((line_of(text, line), "race") for line in lines.values())
     for finding in found:
         (what,) = (what for what, line in lines.items() if line_of(text, line) == finding.line)

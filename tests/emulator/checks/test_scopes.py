@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import STORE, kernel, line_of, run
+from tests.support.emulated import STORE, kernel_text, line_of, run_text
 
 # Block 0 writes a word and sets a flag, block 1 waits for the flag and reads the word.
 HAND_OVER = """ld.param.u64 %x1, [a]; mov.u32 %r0, %ctaid.x; mov.u32 %s, 0; setp.ne.u32 %p, %r0, 0;
@@ -38,10 +38,10 @@ ACQUIRES = {
 def hand_over(release: str, acquire: str, scopes: tuple[str, str], cluster: int = 1, blocks: int = 2) -> list:
     look, behind = (part.format(scopes[1]) for part in ACQUIRES[acquire])
     body = HAND_OVER.replace("RELEASE", RELEASES[release].format(scopes[0])).replace("ACQUIRE", look)
-    text = kernel(body.replace("BEHIND", behind) + STORE, ".param .u64 out, .param .u64 a")
+    text = kernel_text(body.replace("BEHIND", behind) + STORE, ".param .u64 out, .param .u64 a")
     out, a = np.zeros(blocks, np.uint32), np.zeros(2, np.uint32)
     how = {"checks": emulator.CHECKS, "cluster": cluster}
-    result = run(text, out, a, threads=1, blocks=blocks, **how)
+    result = run_text(text, out, a, threads=1, blocks=blocks, **how)
     assert out[1] == 7
     data = line_of(text, "ld.global.u32 %s")
     return [f.message for f in result.findings if f.line == data and f.kind == "race"]
@@ -71,8 +71,8 @@ def test_scopes_between_blocks(release, acquire):
 def test_a_wider_fence_holds_beside_a_narrower_one():
     release = "fence.acq_rel.gpu;\nfence.acq_rel.cta;\nst.relaxed.gpu.global.u32 [%x1+4], 1;"
     body = HAND_OVER.replace("RELEASE", release).replace("ACQUIRE", "ld.acquire.gpu.global.u32 %r1, [%x1+4];")
-    text = kernel(body.replace("BEHIND", "") + STORE, ".param .u64 out, .param .u64 a")
-    assert not run(text, np.zeros(2, np.uint32), np.zeros(2, np.uint32), threads=1, blocks=2, checks=["race"]).findings
+    text = kernel_text(body.replace("BEHIND", "") + STORE, ".param .u64 out, .param .u64 a")
+    assert not run_text(text, np.zeros(2, np.uint32), np.zeros(2, np.uint32), threads=1, blocks=2, checks=["race"]).findings
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_a_wider_fence_holds_beside_a_narrower_one():
     ],
 )
 def test_atomics_of_a_narrow_scope_race(access, blocks, cluster, races):
-    text = kernel(f"ld.param.u64 %x1, [a]; mov.u32 %s, 0;\n{access}\n" + STORE, ".param .u64 out, .param .u64 a")
+    text = kernel_text(f"ld.param.u64 %x1, [a]; mov.u32 %s, 0;\n{access}\n" + STORE, ".param .u64 out, .param .u64 a")
     a = np.zeros(1, np.uint32)
     how = {"checks": ["race"], "cluster": cluster}
-    found = run(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
+    found = run_text(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
     assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, access))] if races else [])
     assert all("as a scope does not reach the other block" in f.message for f in found)
 
@@ -125,9 +125,9 @@ barrier.cluster.arrive; barrier.cluster.wait;
 )
 def test_arrivals_from_another_block(arrive, wait, side, mode):
     outside = ".shared .align 128 .b8 buf[128]; .shared .align 8 .b64 bar[1];"
-    text = kernel(REMOTE.format(arrive, wait) + STORE, outside=outside)
+    text = kernel_text(REMOTE.format(arrive, wait) + STORE, outside=outside)
     out = np.zeros(2, np.uint32)
-    found = run(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
+    found = run_text(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
     assert out[0] == 7
     assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, "ld.shared"))] if side else [])
     waits = line_of(text, "try_wait")
@@ -174,8 +174,8 @@ FENCE = "fence.acq_rel.gpu;"
 )  # fmt: skip
 def test_a_barrier_is_no_fence_between_blocks(written: str, set_: str, seen: str, met: str, reason: str | None) -> None:
     body = BLOCKS.replace("WRITTEN", written).replace("SET", set_).replace("SEEN", seen).replace("MET", met)
-    text = kernel(body + STORE, ".param .u64 out, .param .u64 a")
-    launched = run(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
+    text = kernel_text(body + STORE, ".param .u64 out, .param .u64 a")
+    launched = run_text(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
     assert [f.line for f in launched.findings] == [line_of(text, "ld.global.u32 %s")] * (reason is not None)
     assert reason is None or reason in launched.findings[0].message
 
@@ -193,5 +193,5 @@ MEET: bar.sync 0;
 ld.shared.u32 %s, [buf+4];
 DONE:
 """
-    text = kernel(body + STORE, outside=".shared .align 16 .b8 buf[128];")
-    assert run(text, np.zeros(128, np.uint32), threads=64, blocks=2, checks=["race"]).findings == ()
+    text = kernel_text(body + STORE, outside=".shared .align 16 .b8 buf[128];")
+    assert run_text(text, np.zeros(128, np.uint32), threads=64, blocks=2, checks=["race"]).findings == ()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.emulated import STORE, kernel, line_of, run
+from tests.support.emulated import STORE, kernel_text, line_of, run_text
 
 PARAMS = ".param .u64 out, .param .u64 a"
 OUTSIDE = ".shared .align 128 .b8 buf[2048];"
@@ -15,8 +15,8 @@ def sectors(access: str, stride: int, threads: int = 64, guard: str = "") -> tup
     mov.u32 %s, 0; mov.u32 %r2, buf; {guard}
 {access}
 """
-    text = kernel(body + STORE, PARAMS, OUTSIDE)
-    result = run(text, np.zeros(threads, np.uint32), np.zeros(16384, np.uint32), threads=threads, count_banks=True)
+    text = kernel_text(body + STORE, PARAMS, OUTSIDE)
+    result = run_text(text, np.zeros(threads, np.uint32), np.zeros(16384, np.uint32), threads=threads, count_banks=True)
     found = [a for a in result.sectors if a.line == line_of(text, access)]
     assert all(a.path == "k.ptx" and a.text == access.rstrip(";") for a in found)
     return (found[0].requests, found[0].sectors, found[0].needed) if found else (0, 0, 0)
@@ -48,4 +48,4 @@ def test_lanes_that_take_no_part():
 
 
 def test_nothing_is_counted_unless_asked():
-    assert run(kernel(STORE), np.zeros(32, np.uint32)).sectors == ()
+    assert run_text(kernel_text(STORE), np.zeros(32, np.uint32)).sectors == ()

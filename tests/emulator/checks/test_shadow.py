@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab.emulator.checks.shadow import UNITS, Shadow, coarsest
 from ptxlab.errors import ArgumentError
-from tests.support.emulated import STORE, kernel, run
+from tests.support.emulated import STORE, kernel_text, run_text
 
 SIZE = 256
 
@@ -33,7 +33,7 @@ def test_units_say_what_bytes_say() -> None:
         elif event % 100 == 0:
             shadow.put(np.arange(SIZE // 16), 16, 0)
             plain[:] = 0
-        np.testing.assert_array_equal(shadow.each, plain)
+        np.testing.assert_array_equal(shadow.by_byte, plain)
     assert {(16, 16), (16, 4), (16, 1), (4, 4), (4, 1)} <= chosen
 
 
@@ -44,12 +44,12 @@ def test_cells_are_parted_where_something_has_been_set() -> None:
     shadow.put(np.array([4000]), 1, 5)
     expected = np.zeros(1 << 12, np.uint64)
     expected[48:64], expected[3200:3216], expected[4000] = 7, 9, 5
-    np.testing.assert_array_equal(shadow.each, expected)
+    np.testing.assert_array_equal(shadow.by_byte, expected)
     dense = Shadow(1 << 12)
     dense.put(units, 16, units.astype(np.uint64))
     dense.put(np.array([0]), 4, 1)
-    np.testing.assert_array_equal(dense.each[:16], [1] * 4 + [0] * 12)
-    np.testing.assert_array_equal(dense.each[16:], units[1:].repeat(16))
+    np.testing.assert_array_equal(dense.by_byte[:16], [1] * 4 + [0] * 12)
+    np.testing.assert_array_equal(dense.by_byte[16:], units[1:].repeat(16))
 
 
 def test_memory_that_does_not_suffice_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,4 +58,4 @@ def test_memory_that_does_not_suffice_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Shadow, "__init__", refuse)
     with pytest.raises(ArgumentError, match=r"memory: has to fit this machine; .*fewer checks less \(got 128 bytes of"):
-        run(kernel("mov.u32 %s, 0;" + STORE), np.zeros(32, np.uint32), checks="race")
+        run_text(kernel_text("mov.u32 %s, 0;" + STORE), np.zeros(32, np.uint32), checks="race")

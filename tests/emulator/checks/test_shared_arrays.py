@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.emulated import STORE, kernel, run
+from tests.support.emulated import STORE, kernel_text, run_text
 
 ARRAYS = ".shared .align 4 .b8 a[256]; .shared .align 4 .b8 b[256]; .shared .align 16 .b8 c[256];\n"
 START = "mov.u32 %r7, a; mov.u32 %r8, b; mov.u32 %r9, c;\n"
@@ -12,8 +12,8 @@ START += "mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; ld.param.u64 %x0, [out]; mov
 
 def findings(body: str, outside: str = ARRAYS) -> list[tuple[int, str]]:
     """Return how many threads each finding counts, and what it says."""
-    text = kernel(START + body + STORE, outside=outside)
-    launched = run(text, np.zeros(64, np.uint32), threads=64, shared_bytes=512, checks=["overrun"])
+    text = kernel_text(START + body + STORE, outside=outside)
+    launched = run_text(text, np.zeros(64, np.uint32), threads=64, shared_bytes=512, checks=["overrun"])
     return [(finding.count, finding.message) for finding in launched.findings]
 
 
@@ -60,6 +60,6 @@ def test_an_access_within(body: str) -> None:
 
 def test_an_access_to_a_peer() -> None:
     body = "mov.u32 %r2, a; mapa.shared::cluster.u32 %r2, %r2, 1; ld.shared::cluster.u32 %r3, [%r2+256];"
-    text = kernel(START + body + "barrier.cluster.arrive; barrier.cluster.wait;\n" + STORE, outside=ARRAYS)
-    launched = run(text, np.zeros(128, np.uint32), threads=64, blocks=2, cluster=2, checks=["overrun"])
+    text = kernel_text(START + body + "barrier.cluster.arrive; barrier.cluster.wait;\n" + STORE, outside=ARRAYS)
+    launched = run_text(text, np.zeros(128, np.uint32), threads=64, blocks=2, cluster=2, checks=["overrun"])
     assert launched.findings == ()

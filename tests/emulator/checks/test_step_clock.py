@@ -3,7 +3,7 @@
 import numpy as np
 
 from ptxlab.emulator.checks.step_clock import BYTES_PER_STEP, LATENCY
-from tests.support.emulated import STORE, kernel, run, values
+from tests.support.emulated import STORE, kernel_text, run_text, run_body
 
 ROUNDS = 50
 # Warp 1 goes round a loop of three instructions; warp 0 does not.
@@ -18,24 +18,24 @@ CLOCK = "mov.u32 %s, %clock;"
 
 
 def test_every_warp_has_a_time_of_its_own() -> None:
-    found = values(LOOP + CLOCK, threads=64, step_clock=True)
+    found = run_body(LOOP + CLOCK, threads=64, step_clock=True)
     assert set(found[:32]) == {5} and set(found[32:]) == {5 + 3 * ROUNDS}
 
 
 def test_without_it_all_instructions_are_counted_together() -> None:
-    assert values(LOOP + CLOCK, threads=64).min() >= 3 * ROUNDS
+    assert run_body(LOOP + CLOCK, threads=64).min() >= 3 * ROUNDS
 
 
 def test_who_waits_at_a_barrier_goes_on_with_the_last() -> None:
-    found = values(LOOP + BARRIER + CLOCK, threads=64, step_clock=True)
+    found = run_body(LOOP + BARRIER + CLOCK, threads=64, step_clock=True)
     assert found[0] == found[32] == 5 + 3 * ROUNDS + 1
 
 
 def test_the_halves_of_a_clock_and_the_time() -> None:
     for register in ("clock64", "globaltimer"):
         body = f"mov.u64 %x0, %{register}; cvt.u32.u64 %s, %x0;"
-        assert set(values(LOOP + body, threads=64, step_clock=True)) == {5, 5 + 3 * ROUNDS}
-    assert set(values("mov.u32 %s, %clock_hi;", step_clock=True)) == {0}
+        assert set(run_body(LOOP + body, threads=64, step_clock=True)) == {5, 5 + 3 * ROUNDS}
+    assert set(run_body("mov.u32 %s, %clock_hi;", step_clock=True)) == {0}
 
 
 COPY = """
@@ -54,20 +54,20 @@ WAIT:
 
 
 def test_a_copy_takes_its_time() -> None:
-    text = kernel(COPY + STORE, params=".param .u64 out, .param .u64 data")
+    text = kernel_text(COPY + STORE, params=".param .u64 out, .param .u64 data")
     out, data = np.zeros(32, np.uint32), np.zeros(2048, np.uint8)
     for mode in ("early", "late"):
-        run(text, out, data, step_clock=True, mode=mode)
+        run_text(text, out, data, step_clock=True, mode=mode)
         assert out[0] + 8 > LATENCY and out[0] < LATENCY + 2048 // BYTES_PER_STEP + 8
 
 
 def test_later_waves_begin_where_earlier_ones_ended() -> None:
     blocks = 2 * 132 + 1  # of 1,024 threads: three waves
-    clocks = values(CLOCK, threads=1024, blocks=blocks, step_clock=True).reshape(blocks, 1024)[:, 0]
+    clocks = run_body(CLOCK, threads=1024, blocks=blocks, step_clock=True).reshape(blocks, 1024)[:, 0]
     assert len(set(clocks.tolist())) == 3 and (np.diff(clocks.astype(int)) >= 0).all()
 
 
 def test_global_variables_are_handed_back() -> None:
     body = "mov.u64 %x0, counts; mov.u32 %r0, %tid.x; atom.global.add.u32 %r1, [%x0+4], 1; ret;"
-    result = run(kernel(body, outside=".visible .global .align 4 .u32 counts[2] = {7, 8};"), np.zeros(1, np.uint32))
+    result = run_text(kernel_text(body, outside=".visible .global .align 4 .u32 counts[2] = {7, 8};"), np.zeros(1, np.uint32))
     assert np.frombuffer(result.variables["counts"], np.uint32).tolist() == [7, 40]

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import HEADER, kernel, run
+from tests.support.emulated import HEADER, kernel_text, run_text
 
 STRICT = emulator.CHECKS | {"proxy"}
 FENCE, GLOBAL_FENCE = "fence.proxy.async.shared::cta;", "fence.proxy.async.global;"
@@ -45,15 +45,15 @@ OUTSIDE = ".shared .align 128 .b8 buf[512]; .shared .align 8 .b64 bar[1];"
     ],
 )
 def test_a_copy_over_what_threads_have_read(between: str, kinds: list[str], mode: str) -> None:
-    text = kernel(RELOAD.replace("BETWEEN", between), ".param .u64 out, .param .u64 a", OUTSIDE)
+    text = kernel_text(RELOAD.replace("BETWEEN", between), ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(256, dtype=np.uint32)
     for checks, expected in ((STRICT, kinds), (["proxy"], kinds), (emulator.CHECKS, [])):
         out = np.zeros(32, np.uint32)
-        found = run(text, out, a, threads=32, mode=mode, checks=checks).findings
+        found = run_text(text, out, a, threads=32, mode=mode, checks=checks).findings
         assert [finding.kind for finding in found] == expected
         assert np.array_equal(out, a[:128:4] + a[128::4])
     if kinds:
-        (finding,) = run(text, out, a, threads=32, mode=mode, checks=STRICT).findings
+        (finding,) = run_text(text, out, a, threads=32, mode=mode, checks=STRICT).findings
         assert (
             "copies over byte 128 of shared memory of block 0 of the wave (buf + 0), which line 16" in finding.message
         )
@@ -154,5 +154,5 @@ def test_a_proxy_fence_in_a_kernel_that_copies_nothing() -> None:
     """It ended in a traceback: there was nothing to fence in the check's clocks."""
     out = np.zeros(64, np.uint32)
     text = PRODUCER.replace("BEHIND", GLOBAL_FENCE)
-    assert run(text, out, threads=64, checks=emulator.CHECKS).findings == ()
+    assert run_text(text, out, threads=64, checks=emulator.CHECKS).findings == ()
     assert np.array_equal(out, np.arange(64))
