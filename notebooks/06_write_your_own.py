@@ -190,7 +190,7 @@ try:
         profile = profiles.profile(target)
 except PtxlabError as error:
     print(f"{error}: as recorded\n")
-    profile = profiles.saved(recorded)
+    profile = profiles.read_saved(recorded)
 
 shown = ("time_us", "dram_pct", "l2_pct", "issue_pct", "alu_pct", "occupancy_pct", "registers")
 for figure in (figure for figure in nsight.FIGURES if figure.name in shown):

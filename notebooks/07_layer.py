@@ -150,7 +150,7 @@ table(
 # would mostly be late enough, and right; in the emulator it is found, with the line.
 
 # %%
-parse = runtime._parsed
+parse = runtime._parse_cached
 
 
 def without_wait(text, *paths):
@@ -158,11 +158,11 @@ def without_wait(text, *paths):
     return emulator.parse(changed, *paths)
 
 
-runtime._parsed = without_wait
+runtime._parse_cached = without_wait
 cache, slots, x, residual, rope = problem()
 with emulator.chain({"race"}, begin="late") as broken:
     decode_layer(x, residual, weights, cache, slots, rope=rope, buffers=buffers, backend="emulator")
-runtime._parsed = parse
+runtime._parse_cached = parse
 for finding in broken.findings[:1] + broken.findings[-1:]:
     print(f"{finding.path.rpartition('/')[2]}:{finding.line}: {finding.message}")
 

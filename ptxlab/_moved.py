@@ -132,13 +132,13 @@ def new_path(old: str) -> str | None:
 def _place(old: str) -> str | None:
     parts = old.split(".")
     for count in range(len(parts), 0, -1):
-        head, rest = ".".join(parts[:count]), parts[count:]
-        if head in TAKEN_APART and not rest:
+        head, remaining = ".".join(parts[:count]), parts[count:]
+        if head in TAKEN_APART and not remaining:
             return TAKEN_APART[head][0]
         if head in PATHS:
-            return ".".join([PATHS[head], *rest])
+            return ".".join([PATHS[head], *remaining])
         if head in TAKEN_APART:
-            return ".".join([TAKEN_APART[head][0], *rest])
+            return ".".join([TAKEN_APART[head][0], *remaining])
     return None
 
 
@@ -200,13 +200,13 @@ def _reach_notebooks(old: str, new: str) -> None:
 
 def _importing_frame() -> int:
     """Count the frames up to the import statement. `warnings.warn` itself skips those of the import system."""
-    own = {importlib.__file__, str(Path(__file__).with_name("__init__.py"))}
+    package_files = {importlib.__file__, str(Path(__file__).with_name("__init__.py"))}
     level, frame = 1, sys._getframe(1)
     while frame.f_back:
         frame = frame.f_back
         if not frame.f_code.co_filename.startswith("<frozen importlib"):
             level += 1
-            if frame.f_code.co_filename not in own:
+            if frame.f_code.co_filename not in package_files:
                 break
     return level
 

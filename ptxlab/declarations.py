@@ -95,9 +95,9 @@ def declarations(text: str) -> Iterator[CppDeclaration]:
     """Yield the declarations of namespaces and classes, functions and variables; none within functions."""
     text = blank(text)
     scopes: list[tuple[str, str]] = []  # of each open namespace, block of linkage or class: its name, what it is
-    start = depth = at = 0
+    start = depth = position = 0
 
-    def made(end: int, head_end: int) -> CppDeclaration:
+    def declaration_up_to(end: int, head_end: int) -> CppDeclaration:
         head = text[start:head_end]
         accesses = list(_ACCESS.finditer(head))
         begin = start + (accesses[-1].end() if accesses else 0)
@@ -105,28 +105,28 @@ def declarations(text: str) -> Iterator[CppDeclaration]:
         linkage = "C" if any(kind == "C" for _, kind in scopes) else "C++"
         return CppDeclaration(begin, end, text[begin:head_end], names, linkage)
 
-    while bracket_match := _BRACKET.search(text, at):
-        at, bracket = bracket_match.end(), bracket_match[0]
+    while bracket_match := _BRACKET.search(text, position):
+        position, bracket = bracket_match.end(), bracket_match[0]
         if bracket in "()":
             depth += 1 if bracket == "(" else -1
         elif bracket == ";" and depth <= 0:
-            yield made(at, bracket_match.start())
-            start = at
+            yield declaration_up_to(position, bracket_match.start())
+            start = position
         elif bracket == "}" and depth <= 0:
             if scopes:
                 scopes.pop()
-            start = at
+            start = position
         elif bracket == "{":
             head = text[start : bracket_match.start()]
             scope = _scope(head) if depth <= 0 else None
             if scope is not None:
                 scopes.append(scope)
-                start = at
+                start = position
                 continue
-            at = _behind(text, bracket_match.start())
+            position = _end_of_block(text, bracket_match.start())
             if depth <= 0 and ")" in head and not _assigns(head) and not re.search(r"\benum\b", head):
-                yield made(at, bracket_match.start())
-                start = at
+                yield declaration_up_to(position, bracket_match.start())
+                start = position
 
 
 def _assigns(head: str) -> bool:
@@ -152,10 +152,10 @@ def _scope(head: str) -> tuple[str, str] | None:
     return None
 
 
-def _behind(text: str, at: int) -> int:
+def _end_of_block(text: str, start: int) -> int:
     """Return the position after the `}` that closes the `{` at a position."""
     depth = 0
-    for brace in _BRACE.finditer(text, at):
+    for brace in _BRACE.finditer(text, start):
         depth += 1 if brace[0] == "{" else -1
         if not depth:
             return brace.end()
@@ -191,11 +191,11 @@ def _template(head: str) -> tuple[str, str]:
     if not match:
         return "", head
     depth = parentheses = 0
-    for at in range(match.end() - 1, len(head)):
-        parentheses += {"(": 1, ")": -1}.get(head[at], 0)
-        depth += {"<": 1, ">": -1}.get(head[at], 0) if not parentheses else 0
+    for position in range(match.end() - 1, len(head)):
+        parentheses += {"(": 1, ")": -1}.get(head[position], 0)
+        depth += {"<": 1, ">": -1}.get(head[position], 0) if not parentheses else 0
         if not depth:
-            return " ".join(head[match.end() : at].split()), head[at + 1 :]
+            return " ".join(head[match.end() : position].split()), head[position + 1 :]
     return "", head
 
 
@@ -203,33 +203,33 @@ def _last_list(head: str) -> str:
     """Return a head up to the end of its parameters, from the name before them."""
     end = head.rfind(")")
     depth = 0
-    for at in range(end, -1, -1):
-        depth += {")": 1, "(": -1}.get(head[at], 0)
+    for position in range(end, -1, -1):
+        depth += {")": 1, "(": -1}.get(head[position], 0)
         if not depth:
-            name = re.search(r"[A-Za-z_]\w*\s*(?:<[^()]*>)?\s*$", head[:at])
-            return head[name.start() if name else at : end + 1]
+            name = re.search(r"[A-Za-z_]\w*\s*(?:<[^()]*>)?\s*$", head[:position])
+            return head[name.start() if name else position : end + 1]
     return ""
 
 
 def launches(text: str) -> list[str]:
     """List what a text launches with `<<<`: `ns::add<float, 3>`, in order, each once."""
-    launched_names = (f"{one[1]}{one[2] or ''}" for one in _LAUNCH.finditer(blank(text)))
+    launched_names = (f"{match[1]}{match[2] or ''}" for match in _LAUNCH.finditer(blank(text)))
     return list(dict.fromkeys(" ".join(name.split()) for name in launched_names))
 
 
 def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
     """Return the preprocessed text of files that are not in the `foreign` folders, by its line markers."""
-    parts, keeps, at = [], True, 0
+    parts, keeps, start = [], True, 0
     for marker in LINE_MARKER.finditer(preprocessed):
         if keeps:
-            parts.append(preprocessed[at : marker.start()])
-        path, at = os.path.normpath(marker[1]), marker.end()
+            parts.append(preprocessed[start : marker.start()])
+        path, start = os.path.normpath(marker[1]), marker.end()
         keeps = "/" in path and not path.startswith(foreign) if foreign else True
         keeps |= "/" not in path and not path.startswith("__nv")
-    return "".join([*parts, preprocessed[at:] if keeps else ""])
+    return "".join([*parts, preprocessed[start:] if keeps else ""])
 
 
-def for_device(text: str, host: Places, wrong: Places = ()) -> str:
+def remove_host_declarations(text: str, host: Places, wrong: Places = ()) -> str:
     """Remove the functions and variables of the host at some places; lines keep their number.
 
     A `constexpr` function is declared for the device instead, as nvcc does with --expt-relaxed-constexpr, and left out
@@ -238,16 +238,16 @@ def for_device(text: str, host: Places, wrong: Places = ()) -> str:
     declared = list(declarations(text))
     host_indices = _indices_at(text, declared, host)
     for index in sorted(host_indices | _indices_at(text, declared, wrong), reverse=True):  # so that places stay
-        one = declared[index]
-        is_changed = _FOR_DEVICE in one.head
-        constexpr = None if is_changed or text[one.end - 1] != "}" else _CONSTEXPR.search(one.head)
-        written = text[one.start : one.end]
+        declaration = declared[index]
+        is_changed = _FOR_DEVICE in declaration.head
+        constexpr = None if is_changed or text[declaration.end - 1] != "}" else _CONSTEXPR.search(declaration.head)
+        written = text[declaration.start : declaration.end]
         if index in host_indices and constexpr:
-            at = constexpr.start()
-            written = f"{written[:at]}{_FOR_DEVICE} {written[at:]}"
+            start = constexpr.start()
+            written = f"{written[:start]}{_FOR_DEVICE} {written[start:]}"
         elif index in host_indices or is_changed:
             written = re.sub(r"[^\n]", " ", written)
-        text = text[: one.start] + written + text[one.end :]
+        text = text[: declaration.start] + written + text[declaration.end :]
     return text
 
 
@@ -257,8 +257,8 @@ def _indices_at(text: str, declared: list[CppDeclaration], places: Places) -> se
     starts = [declaration.start for declaration in declared]
     indices = set()
     for line, column in places:
-        at = lines[min(line, len(lines)) - 1] + column - 1
-        index = bisect_right(starts, at) - 1
-        if index >= 0 and at < declared[index].end and not declared[index].is_of_device:
+        offset = lines[min(line, len(lines)) - 1] + column - 1
+        index = bisect_right(starts, offset) - 1
+        if index >= 0 and offset < declared[index].end and not declared[index].is_of_device:
             indices.add(index)
     return indices

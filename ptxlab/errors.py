@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from ptxlab.mangled import readable
 
-_LONGEST = 400  # characters of a value in a message
+_MAX_SHOWN = 400  # characters of a value in a message
 _BETWEEN_NAMES = re.compile(r"(?:, (?:or )?| or | and )(?![^(<]*[)>])")  # not between the parameters of one
 
 
@@ -46,7 +46,7 @@ class ArgumentError(PtxlabError, ValueError):
 
     def __init__(self, argument: str, rule: str, value: object) -> None:
         shown = " ".join(str(value).split())  # an array is several lines
-        shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]} ..."
+        shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
         super().__init__(f"{argument}: {rule} (got {shown}){nearest_of(rule, value)}")
         self.argument = argument
         self.rule = rule
@@ -96,8 +96,8 @@ class SourceError(PtxlabError):
     """A `.ptx` or `.cu` source is wrong; `path` and `line` say where."""
 
     def __init__(self, path: str, line: int, problem: str, excerpt: str = "") -> None:
-        where = f"{path}:{line}" if line else path
-        super().__init__(f"{where}: {problem}" + (f": `{excerpt}`" if excerpt else ""))
+        location = f"{path}:{line}" if line else path
+        super().__init__(f"{location}: {problem}" + (f": `{excerpt}`" if excerpt else ""))
         self.path = path
         self.line = line
         self.problem = problem

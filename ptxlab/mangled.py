@@ -54,10 +54,10 @@ def split_parameters(text: str) -> tuple[str, str | None]:
     if not text.endswith(")"):
         return text, None
     depth = 0
-    for at in range(len(text) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(text[at], 0)
+    for position in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[position], 0)
         if not depth:
-            return text[:at], text[at + 1 : -1]
+            return text[:position], text[position + 1 : -1]
     return text, None
 
 

@@ -188,9 +188,9 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
     if not chosen:
         raise ArgumentError("kernel", f"{stem} comes as {', '.join(s.label for s in all_sources)}", name)
     spec = specs()[stem]
-    forms = {one.form: one for one in (spec, *_forms(spec.family)) if one.name == stem}
+    forms = {form_spec.form: form_spec for form_spec in (spec, *_forms(spec.family)) if form_spec.name == stem}
     if form not in forms:
-        raise ArgumentError("kernel", f"one of {', '.join(one.label for one in forms.values())}", name)
+        raise ArgumentError("kernel", f"one of {', '.join(form_spec.label for form_spec in forms.values())}", name)
     return forms[form], chosen
 
 
@@ -210,14 +210,16 @@ def resolve_all(target: str) -> "list[tuple[KernelSpec | None, tuple[Source, ...
     if Path(path).suffix == ".py":
         from ptxlab.spec.user_specs import specs_in
 
-        own = specs_in(Path(path))
-        chosen = [(spec, of_spec, spec.name) for spec, of_spec in own if entry in ("", spec.name)]
+        specs_and_sources = specs_in(Path(path))
+        chosen = [
+            (spec, spec_sources, spec.name) for spec, spec_sources in specs_and_sources if entry in ("", spec.name)
+        ]
         if not chosen:
-            names = ", ".join(spec.name for spec, _ in own)
+            names = ", ".join(spec.name for spec, _ in specs_and_sources)
             raise ArgumentError("kernel", f"one of {names}, which {path} has a spec for", target)
         return [*chosen]
     labels = [name for name, spec in specs().items() if spec.family == target] or [target]
-    return [(spec, of_spec, spec.name) for spec, of_spec in map(find, labels)]
+    return [(spec, spec_sources, spec.name) for spec, spec_sources in map(find, labels)]
 
 
 def resolve(target: str) -> "tuple[KernelSpec | None, Source, str | None]":
@@ -226,8 +228,8 @@ def resolve(target: str) -> "tuple[KernelSpec | None, Source, str | None]":
     if len(resolved) > 1:
         names = ", ".join(str(name) for *_, name in resolved)
         raise ArgumentError("kernel", f"one of {names}", f"the family {target}")
-    ((spec, of_spec, entry),) = resolved
-    return spec, of_spec[0], entry
+    ((spec, spec_sources, entry),) = resolved
+    return spec, spec_sources[0], entry
 
 
 def load_all(kind: str) -> Iterator[tuple[str, Any]]:

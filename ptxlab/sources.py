@@ -76,8 +76,8 @@ class Source:
         except OSError as error:
             raise FileError(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            where = f"byte {error.object[error.start]:#x} at {error.start}"
-            raise FileError(f"{path}: not a text file in UTF-8 ({where})") from None
+            position = f"byte {error.object[error.start]:#x} at {error.start}"
+            raise FileError(f"{path}: not a text file in UTF-8 ({position})") from None
 
     @classmethod
     def from_text(cls, text: str, label: str = "<text>") -> "Source":
@@ -91,8 +91,8 @@ class Source:
 
     def include_dirs(self) -> list[Path]:
         """Return the folders that `#include` searches: the file's own, those of `build`, then the project's headers."""
-        own = [Path(self.path).resolve().parent] if Path(self.path).is_file() else []
-        return [*own, *(Path(folder).resolve() for folder in self.build.include), include_dir()]
+        source_folder = [Path(self.path).resolve().parent] if Path(self.path).is_file() else []
+        return [*source_folder, *(Path(folder).resolve() for folder in self.build.include), include_dir()]
 
 
 def split_target(target: str) -> tuple[str, str | None]:
@@ -114,10 +114,10 @@ def cuda_entries(text: str, linkage: Literal["C", "C++"] = "C") -> dict[str, tup
     """Find the `extern "C"` kernels of a CUDA C++ source, or all others, each with the names of its parameters."""
     text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
     entries = {}
-    for found in _CUDA_ENTRY.finditer(text):
-        if bool(found[1] or _EXTERN_BLOCK.search(text, 0, found.start())) == (linkage == "C"):
-            parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
-            entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
+    for match in _CUDA_ENTRY.finditer(text):
+        if bool(match[1] or _EXTERN_BLOCK.search(text, 0, match.start())) == (linkage == "C"):
+            parameters = re.split(r",(?![^<]*>)", match[3])  # but not at the commas of template arguments
+            entries[match[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
     return entries
 
 
@@ -216,14 +216,14 @@ def commit() -> str:
 
     It is `$PTXLAB_COMMIT`, for copies with another history; else the checkout's, with `+` if files differ from it.
     """
-    if said := os.environ.get("PTXLAB_COMMIT"):
-        return said
+    if from_environment := os.environ.get("PTXLAB_COMMIT"):
+        return from_environment
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(_PACKAGE.parent), *arguments], capture_output=True, text=True, check=True
         )
-        return done.stdout.strip()
+        return process.stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -13,10 +13,10 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def require_integer(name: str, value: Any, least: int = 0) -> None:
+def require_integer(name: str, value: Any, minimum: int = 0) -> None:
     """Raise ArgumentError unless that is an integer, so large or larger."""
-    if not is_integer(value) or value < least:
-        raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
+    if not is_integer(value) or value < minimum:
+        raise ArgumentError(name, f"must be an integer, {minimum} or more", repr(value))
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:
@@ -25,9 +25,9 @@ def require_number(name: str, value: Any, low: float, high: float) -> None:
         raise ArgumentError(name, f"must be a number in {low:g}..{high:g}", repr(value))
 
 
-def is_one_of(value: Any, known: Collection[Any]) -> bool:
-    """Check whether a value is one of the names or integers in `known` (or None, where that is among them)."""
-    return (value is None or isinstance(value, str) or is_integer(value)) and value in known
+def is_one_of(value: Any, choices: Collection[Any]) -> bool:
+    """Check whether a value is one of the names or integers in `choices` (or None, where that is among them)."""
+    return (value is None or isinstance(value, str) or is_integer(value)) and value in choices
 
 
 def shape_of(array: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What a CUDA C++ text declares, and what is left of it without its host functions."""
 
-from ptxlab.declarations import declarations, for_device, kernels, launches, own_text
+from ptxlab.declarations import declarations, kernels, launches, own_text, remove_host_declarations
 
 TEXT = """// __global__ void commented(int* x) {}
 #define KERNEL __global__ void
@@ -33,7 +33,7 @@ def test_launches_are_listed_as_they_are_written() -> None:
 def test_host_functions_are_cut_and_lines_stay() -> None:
     lines = TEXT.splitlines()
     places = [(len(lines), lines[-1].index("main") + 1), (11, lines[10].index("S(int") + 1)]
-    cut = for_device(TEXT, places)
+    cut = remove_host_declarations(TEXT, places)
     assert "main" not in cut and "S(int" not in cut and "get() const" in cut
     assert [len(line) for line in cut.splitlines()] == [len(line) for line in lines]
 
@@ -41,16 +41,19 @@ def test_host_functions_are_cut_and_lines_stay() -> None:
 def test_constexpr_functions_are_given_to_the_device_and_cut_if_they_are_wrong_there() -> None:
     text = "struct S {\n    // constexpr\n    template <class T> static constexpr T twice(T x) { return 2 * x; }\n};\n"
     place = (3, text.splitlines()[2].index("twice") + 1)
-    changed = for_device(text, [place])
+    changed = remove_host_declarations(text, [place])
     assert "static __attribute__((device)) constexpr T twice(T x)" in changed
-    assert for_device(changed, [], [place]) == for_device(changed, [place]) != changed
-    assert "twice" not in for_device(changed, [place]) and for_device(text, [], [place]) == text
+    assert remove_host_declarations(changed, [], [place]) == remove_host_declarations(changed, [place]) != changed
+    assert (
+        "twice" not in remove_host_declarations(changed, [place])
+        and remove_host_declarations(text, [], [place]) == text
+    )
 
 
 def test_what_is_for_the_device_is_never_cut() -> None:
     for line, name in ((5, "first"), (9, "second"), (11, "get")):
         column = TEXT.splitlines()[line - 1].index(name) + 1
-        assert for_device(TEXT, [(line, column)]) == TEXT
+        assert remove_host_declarations(TEXT, [(line, column)]) == TEXT
 
 
 def test_a_declaration_ends_where_it_ends() -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import peers_layer
-from benchmarks.layer import decoder, side_by_side
+from benchmarks.layer import decoder, run_in_processes
 from benchmarks.layer.decoder import Alone
 from benchmarks.layer_shapes import BATCHES, Work, rows_of
 from benchmarks.peers_layer import MIXES, Job
@@ -52,7 +52,7 @@ from ptxlab.lowbit.layout import page_bytes
 from ptxlab.lowbit.quant import Level1Weight, calibrate_kv
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.runtime.timing import GEMM_REPLAYS, Clock, Measured, measure
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 
 MEASURE, GENERATE, BESIDE, PROMPTS = "decode", "generate", "beside", "prompt"
 FACE = "decode_step"
@@ -63,8 +63,11 @@ MODELS = tuple(
         *("LLaMA-3-8B", "Mistral-7B", "Yi-34B", "Mixtral-8x7B"),
     )
 )
-PROMPT, MADE = 1024, 512  # tokens of QServe's rule; a steady sequence has PROMPT to PROMPT + MADE - 1 of them
-MEAN = PROMPT + MADE // 2  # of a steady sequence; a mix's sequences all have so many
+PROMPT, NEW_TOKENS = (
+    1024,
+    512,
+)  # tokens of QServe's rule; a steady sequence has PROMPT to PROMPT + NEW_TOKENS - 1 of them
+MEAN = PROMPT + NEW_TOKENS // 2  # of a steady sequence; a mix's sequences all have so many
 STEPS = 512
 BUDGETS = (80, 141)  # GB
 CHUNK = 2 * PROMPT
@@ -117,7 +120,7 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True)
-class WantedModels:
+class ModelSelection:
     """Models, batches and mixes that are measured."""
 
     models: tuple[Config, ...] = MODELS
@@ -127,7 +130,7 @@ class WantedModels:
     systems: tuple[str, ...] = ()  # of `SYSTEMS`; where there are any, nothing else is measured
 
 
-def part(words: Sequence[str]) -> WantedModels:
+def part(words: Sequence[str]) -> ModelSelection:
     """Parse the words of `--only`: models, `B=16`, mixes, `without`, or `alone` (no mix).
 
     All of a kind is measured if no word names one of it. Words of `SYSTEMS` name rows that are measured for no other
@@ -141,14 +144,14 @@ def part(words: Sequence[str]) -> WantedModels:
     for word in words:
         if word not in choices:
             raise ArgumentError("only", f"one of {', '.join(choices)}", word)
-    named = tuple(word for word in words if word in MIXES)
-    usual = FOUR_BIT_BATCHES if {*words} & {*SYSTEMS} else BATCHES
-    beside = bool({*words} & {*MIXES, WITHOUT, "alone"})
-    return WantedModels(
+    named_mixes = tuple(word for word in words if word in MIXES)
+    default_batches = FOUR_BIT_BATCHES if {*words} & {*SYSTEMS} else BATCHES
+    names_peers = bool({*words} & {*MIXES, WITHOUT, "alone"})
+    return ModelSelection(
         models=tuple(models[word] for word in words if word in models) or MODELS,
-        batches=tuple(batches[word] for word in words if word in batches) or usual,
-        mixes=named if beside else tuple(MIXES),
-        without=WITHOUT in words or not beside,
+        batches=tuple(batches[word] for word in words if word in batches) or default_batches,
+        mixes=named_mixes if names_peers else tuple(MIXES),
+        without=WITHOUT in words or not names_peers,
         systems=tuple(word for word in words if word in SYSTEMS),
     )
 
@@ -172,15 +175,15 @@ def rows(
     done: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """Measure the suite, or the part that the words of `only` name; rows in `done` are taken as they are."""
-    wanted = part(only)
-    known = {row.key: row for row in done}
-    for config in wanted.models:
-        for system in wanted.systems:
+    selection = part(only)
+    rows_by_key = {row.key: row for row in done}
+    for config in selection.models:
+        for system in selection.systems:
             if SYSTEMS[system].experts or not config.experts:
-                yield from system_rows(config, system, wanted.batches, known, ceilings, progress)
-        if wanted.systems:
+                yield from system_rows(config, system, selection.batches, rows_by_key, ceilings, progress)
+        if selection.systems:
             continue
-        yield from model_rows(config, wanted, ModelPlan.of(config, wanted), known, ceilings, progress)
+        yield from model_rows(config, selection, ModelPlan.of(config, selection), rows_by_key, ceilings, progress)
 
 
 @dataclass(frozen=True)
@@ -196,13 +199,15 @@ class ModelPlan:
     budgets: dict[int, int]
 
     @classmethod
-    def of(cls, config: Config, wanted: WantedModels) -> "ModelPlan":
+    def of(cls, config: Config, selection: ModelSelection) -> "ModelPlan":
         """Plan the batches and budgets that this card has memory for."""
-        here = gpu.device_info().memory_bytes / 1e9
-        most = {gb: largest_batch(config, min(gb, here), PROMPT + MADE, chunk=CHUNK) for gb in BUDGETS}
-        budgets = {gb: B for gb, B in most.items() if B and (gb <= here or gb == min(BUDGETS))}
+        card_gigabytes = gpu.device_info().memory_bytes / 1e9
+        largest_batches = {
+            gb: largest_batch(config, min(gb, card_gigabytes), PROMPT + NEW_TOKENS, chunk=CHUNK) for gb in BUDGETS
+        }
+        budgets = {gb: B for gb, B in largest_batches.items() if B and (gb <= card_gigabytes or gb == min(BUDGETS))}
         largest = max(budgets.values(), default=0)
-        batches = {B for B in wanted.batches if B in range(largest + 1)}
+        batches = {B for B in selection.batches if B in range(largest + 1)}
         return cls(tuple(sorted(batches | set(budgets.values()))), budgets)
 
 
@@ -213,49 +218,49 @@ def row_key(config: Config, measure: str, B: int, L: int, name: str = FACE) -> K
 
 def model_rows(
     config: Config,
-    wanted: WantedModels,
+    selection: ModelSelection,
     plan: ModelPlan,
-    known: Mapping[Key, Row],
+    rows_by_key: Mapping[Key, Row],
     ceilings: Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
     """Measure a model: first the mixes, then ours with `gemm_w4a8_qoq_sm80`, then ours.
 
-    Only one of them is in memory at a time. Rows in `known` are not measured again.
+    Only one of them is in memory at a time. Rows in `rows_by_key` are not measured again.
     """
-    beside: dict[int, dict[str, Row]] = {B: {} for B in plan.batches}
-    for row in mix_rows(config, wanted, plan, known, progress):
-        beside.setdefault(row.sizes["B"], {})[MIX] = row
+    peer_rows: dict[int, dict[str, Row]] = {B: {} for B in plan.batches}
+    for row in mix_rows(config, selection, plan, rows_by_key, progress):
+        peer_rows.setdefault(row.sizes["B"], {})[MIX] = row
         yield row
-    yield from first_token_rows(config, known, progress)
-    prompts: dict[str, float] = {}
-    for row in prompt_rows(config, wanted, plan, known, progress):
-        prompts = row.peers
+    yield from first_token_rows(config, rows_by_key, progress)
+    prompts_us: dict[str, float] = {}
+    for row in prompt_rows(config, selection, plan, rows_by_key, progress):
+        prompts_us = row.peers
         yield row
-    if wanted.without and not config.experts:  # experts of QServe's packing have no kernel
-        for row in without_rows(config, plan.batches, known, progress):
-            beside[row.sizes["B"]][WITHOUT] = row
+    if selection.without and not config.experts:  # experts of QServe's packing have no kernel
+        for row in qoq_sm80_rows(config, plan.batches, rows_by_key, progress):
+            peer_rows[row.sizes["B"]][WITHOUT] = row
             yield row
-    steps = {B: known.get(row_key(config, MEASURE, B, PROMPT)) for B in plan.batches}
-    rule = {gb: known.get(row_key(config, GENERATE, B, gb)) for gb, B in plan.budgets.items()}
-    yield from (known_row for known_row in (*steps.values(), *rule.values()) if known_row)
-    if all(steps.values()) and all(rule.values()):
+    step_rows = {B: rows_by_key.get(row_key(config, MEASURE, B, PROMPT)) for B in plan.batches}
+    rule_rows = {gb: rows_by_key.get(row_key(config, GENERATE, B, gb)) for gb, B in plan.budgets.items()}
+    yield from (recorded_row for recorded_row in (*step_rows.values(), *rule_rows.values()) if recorded_row)
+    if all(step_rows.values()) and all(rule_rows.values()):
         return
-    with gpu.elsewhere(_PAD):
-        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, chunk=CHUNK)
-        for B in (B for B, row in steps.items() if row is None):
+    with gpu.allocating_elsewhere(_PAD):
+        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + NEW_TOKENS, chunk=CHUNK)
+        for B in (B for B, row in step_rows.items() if row is None):
             progress(f"{config.name}, batch {B}")
-            steps[B] = row = decode_row(runner, B, ceilings, beside[B])
+            step_rows[B] = row = decode_row(runner, B, ceilings, peer_rows[B])
             yield row
-        heads = {B: row.more["head_us"] for B, row in steps.items() if row}
-        runs: dict[int, Generated] = {}
-        for gb in (gb for gb, row in rule.items() if row is None):
+        head_us = {B: row.more["head_us"] for B, row in step_rows.items() if row}
+        runs: dict[int, RuleTimes] = {}
+        for gb in (gb for gb, row in rule_rows.items() if row is None):
             B = plan.budgets[gb]
             if B not in runs:  # two budgets may have room for the same batch
                 progress(f"{config.name}: {B} prompts")
-                runs[B] = generated(runner, B)
-            mixes = {B: rows[MIX].peers for B, rows in beside.items() if MIX in rows}
-            composed = composed_rates(config, wanted.mixes, gb, mixes, prompts, heads)
+                runs[B] = time_rule(runner, B)
+            mixes = {B: rows[MIX].peers for B, rows in peer_rows.items() if MIX in rows}
+            composed = composed_rates(config, selection.mixes, gb, mixes, prompts_us, head_us)
             yield generate_row(config, B, gb, runs[B], composed)
         del runner
 
@@ -275,32 +280,32 @@ def random_model(
                      for name, x in (("k_channel", keys), ("v_channel", values))}  # fmt: skip
         first = replace(first, cache=cache, **constants)
 
-    def table() -> Any:
-        some = gpu.to_device(rng.standard_normal((_ROWS, config.hidden), dtype=np.float32).astype(np.float16))
+    def random_table() -> Any:
+        distinct_rows = gpu.to_device(rng.standard_normal((_ROWS, config.hidden), dtype=np.float32).astype(np.float16))
         factors = gpu.to_device(rng.uniform(0.5, 1, (config.vocabulary, 1)).astype(np.float16))
-        return np.tile(some, (ceil_div(config.vocabulary, _ROWS), 1))[: config.vocabulary] * factors
+        return np.tile(distinct_rows, (ceil_div(config.vocabulary, _ROWS), 1))[: config.vocabulary] * factors
 
     return QuantizedModel(
         config=config,
-        embedding=table(),
+        embedding=random_table(),
         layers=[first, *(copy_of(first) for _ in range(config.layers - 1))],
-        final_norm=gpu.to_device(stored(np.ones(config.hidden, np.float32), "float16")),
-        head=None if config.tied_head else table() * np.float16(config.hidden**-0.5),
+        final_norm=gpu.to_device(convert_to_dtype(np.ones(config.hidden, np.float32), "float16")),
+        head=None if config.tied_head else random_table() * np.float16(config.hidden**-0.5),
     )
 
 
-class Steady:
-    """B sequences of a runner that have PROMPT to PROMPT + MADE - 1 tokens, evenly staggered, over random pages."""
+class SteadyBatch:
+    """B sequences of a runner, of PROMPT to PROMPT + NEW_TOKENS - 1 tokens, evenly staggered, over random pages."""
 
     def __init__(self, runner: KernelRunner, B: int) -> None:
-        self.runner, self.at, rng = runner, list(range(B)), np.random.default_rng(B)
+        self.runner, self.sequences, rng = runner, list(range(B)), np.random.default_rng(B)
         _release_all(runner)
         for page in rng.permutation(runner.pages).tolist():
             runner.page_pool.free.move_to_end(page)
-        for b in self.at:
-            if not runner.reserve(b, PROMPT + MADE):
-                raise BenchmarkError(f"{FACE}: {runner.pages} pages do not hold {B} sequences of {PROMPT + MADE}")
-        runner.lengths[self.at] = PROMPT - 1 + rng.permutation(np.arange(B) * MADE // B)
+        for b in self.sequences:
+            if not runner.reserve(b, PROMPT + NEW_TOKENS):
+                raise BenchmarkError(f"{FACE}: {runner.pages} pages do not hold {B} sequences of {PROMPT + NEW_TOKENS}")
+        runner.lengths[self.sequences] = PROMPT - 1 + rng.permutation(np.arange(B) * NEW_TOKENS // B)
         block = random_pages(runner.config.kv_heads, runner.cache)
         for cache in runner.caches:
             for start in range(0, cache.pages, len(block)):
@@ -311,14 +316,16 @@ class Steady:
     @property
     def mean(self) -> float:
         """Tokens of a sequence in the next step, the new ones included."""
-        lengths = self.runner.lengths[self.at] + 1
-        return float(np.where(lengths > PROMPT + MADE - 1, PROMPT, lengths).mean())
+        lengths = self.runner.lengths[self.sequences] + 1
+        return float(np.where(lengths > PROMPT + NEW_TOKENS - 1, PROMPT, lengths).mean())
 
     def step(self) -> Any:
         """Generate one token per sequence, chosen and fed back on the device; return the logits f16 [B, V]."""
         lengths = self.runner.lengths
-        lengths[self.at] = np.where(lengths[self.at] >= PROMPT + MADE - 1, PROMPT - 1, lengths[self.at])
-        logits = self.runner.decode(self.tokens, self.at)
+        lengths[self.sequences] = np.where(
+            lengths[self.sequences] >= PROMPT + NEW_TOKENS - 1, PROMPT - 1, lengths[self.sequences]
+        )
+        logits = self.runner.decode(self.tokens, self.sequences)
         self.tokens = logits.argmax(axis=-1)
         return logits
 
@@ -328,25 +335,25 @@ class Steady:
         Raises BenchmarkError for a bit that differs, or a logit that is not finite.
         """
         tokens, lengths = self.tokens, self.runner.lengths.copy()
-        timed = gpu.to_host(self.step())
+        graph_logits = gpu.to_host(self.step())
         self.tokens, self.runner.lengths[...] = tokens, lengths
         with self.runner.eagerly():
-            one_by_one = gpu.to_host(self.step())
-        where = f"{FACE}, {self.runner.config.name}, batch {len(self.at)}"
-        if not (timed.view(np.uint16) == one_by_one.view(np.uint16)).all():
-            raise BenchmarkError(f"{where}: other bits than its launches one by one")
-        if not np.isfinite(timed).all():
-            raise BenchmarkError(f"{where}: logits that are not finite")
+            eager_logits = gpu.to_host(self.step())
+        label = f"{FACE}, {self.runner.config.name}, batch {len(self.sequences)}"
+        if not (graph_logits.view(np.uint16) == eager_logits.view(np.uint16)).all():
+            raise BenchmarkError(f"{label}: other bits than its launches one by one")
+        if not np.isfinite(graph_logits).all():
+            raise BenchmarkError(f"{label}: logits that are not finite")
         return "logits of a step from the graph equal to those of its launches made one by one, bit for bit, and finite"
 
 
-def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping[str, Row]) -> Row:
+def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, peer_rows: Mapping[str, Row]) -> Row:
     """Measure a steady batch over `STEPS` steps, and each of its operations alone.
 
     The row has the times of mixes, to which our head's time is added, and of `qoq_sm80` as peers.
     """
     config = runner.config
-    steady = Steady(runner, B)
+    steady = SteadyBatch(runner, B)
     checked = steady.check()
     clock = Clock()
     with power() as watts:
@@ -354,15 +361,15 @@ def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping
         times = gpu.call_times(steady.step, repeats=STEPS, warm_up=_WARM)
         clock.stop()
     measured = Measured(float(np.mean(times)), min(times), max(times), clock.mhz())
-    apart, head = taken_apart(runner, B)
-    others = other_heads(runner, B)
-    peers = {name: us + head for name, us in beside[MIX].peers.items()} if MIX in beside else {}
-    more = dict(beside[MIX].more) if MIX in beside else {}
-    if WITHOUT in beside:
-        peers[WITHOUT] = beside[WITHOUT].time_us
-    more |= others | ({"power_w": float(np.mean(watts))} if watts else {})
-    work = works(config, runner.model.layers[0], B, round(B * steady.mean))
-    return row_at(config, B, measured, work, apart, head, ceilings, checked, peers, more)
+    alone_times, head = time_operations(runner, B)
+    other_heads_us = time_other_heads(runner, B)
+    peers = {name: us + head for name, us in peer_rows[MIX].peers.items()} if MIX in peer_rows else {}
+    figures = dict(peer_rows[MIX].more) if MIX in peer_rows else {}
+    if WITHOUT in peer_rows:
+        peers[WITHOUT] = peer_rows[WITHOUT].time_us
+    figures |= other_heads_us | ({"power_w": float(np.mean(watts))} if watts else {})
+    work = model_work(config, runner.model.layers[0], B, round(B * steady.mean))
+    return row_at(config, B, measured, work, alone_times, head, ceilings, checked, peers, figures)
 
 
 def row_at(
@@ -370,17 +377,17 @@ def row_at(
     B: int,
     measured: Measured,
     work: Sequence[Work],
-    apart: Alone,
+    alone_times: Alone,
     head: float,
     ceilings: Ceilings,
     checked: str,
     peers: Mapping[str, float],
-    more: Mapping[str, float],
+    figures: Mapping[str, float],
 ) -> Row:
     """Build the row of a measured step."""
-    parts = {f"{part}_us": config.layers * apart.of(part) for part in ("gemm", "attention", "others")}
+    parts = {f"{part}_us": config.layers * alone_times.of(part) for part in ("gemm", "attention", "others")}
     parts["head_us"] = head
-    floors = {f"floor {each.name}": each.us(ceilings) for each in work}
+    floors = {f"floor {operation.name}": operation.us(ceilings) for operation in work}
     floor = sum(floors.values())
     return Row(
         kernel=FACE,
@@ -392,90 +399,90 @@ def row_at(
         slowest_us=measured.slowest,
         rate=B / measured.us * 1e6,
         rate_unit="tokens/s",
-        bytes=sum(each.nbytes for each in work),
-        operations=sum(each.operations for each in work),
+        bytes=sum(operation.nbytes for operation in work),
+        operations=sum(operation.operations for operation in work),
         floor_us=floor,
         fraction=floor / measured.us,
         limit="sum of its operations",
         sm_mhz=measured.sm_mhz,
         checked=checked,
         peers=dict(peers),
-        more={**parts, "gaps_us": measured.us - sum(parts.values()), **floors, **apart.us, **more},
+        more={**parts, "gaps_us": measured.us - sum(parts.values()), **floors, **alone_times.us, **figures},
         face=FACE,
     )
 
 
-def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
+def time_operations(runner: KernelRunner, B: int) -> tuple[Alone, float]:
     """Time every operation of a layer alone, over all layers' weights and caches; and the head with the argmax.
 
     The calls overwrite the results of the last step, also the last tokens in the cache.
     """
     us: dict[str, float] = {}
     part: dict[str, str] = {}
-    for of_layers in zip(*runner.operations(B), strict=True):
-        name = decoder.label_of(of_layers[0])
-        part[name] = decoder.part_of(of_layers[0])
-        us[name] = measure(of_layers, replays=GEMM_REPLAYS).us
-    head = float(np.median(gpu.call_times(partial(_chosen, runner, B), repeats=20, warm_up=3)))
+    for layer_calls in zip(*runner.operations(B), strict=True):
+        name = decoder.label_of(layer_calls[0])
+        part[name] = decoder.part_of(layer_calls[0])
+        us[name] = measure(layer_calls, replays=GEMM_REPLAYS).us
+    head = float(np.median(gpu.call_times(partial(_choose_tokens, runner, B), repeats=20, warm_up=3)))
     return Alone(us, part), head
 
 
-def other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
+def time_other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
     """Time the head with the choice of tokens in INT8 and in batch-invariant FP16, in microseconds.
 
     The INT8 head has random bytes. It is in memory beside the model's own head meanwhile.
     """
     config, model = runner.config, runner.model
     rows = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS
-    some = np.random.default_rng(0).integers(-127, 128, (_ROWS, config.hidden), np.int8)
-    q8 = np.tile(gpu.to_device(some), (ceil_div(rows, _ROWS), 1))[:rows]
+    distinct_rows = np.random.default_rng(0).integers(-127, 128, (_ROWS, config.hidden), np.int8)
+    q8 = np.tile(gpu.to_device(distinct_rows), (ceil_div(rows, _ROWS), 1))[:rows]
     scale = gpu.to_device(np.full(rows, config.hidden**-0.5 / 127, np.float32))
-    eight = LMHead(Level1Weight(q8, scale, 127), config.vocabulary, backend=runner.backend)
-    halves = model.embedding if model.head is None else model.head
-    ordered = LMHead(halves, config.vocabulary, batch_invariant=True, backend=runner.backend)
-    found = {}
-    for name, head in (("head_int8_us", eight), ("head_invariant_us", ordered)):
-        times = gpu.call_times(partial(_chosen, runner, B, head), repeats=20, warm_up=3)
-        found[name] = float(np.median(times))
-    return found
+    int8_head = LMHead(Level1Weight(q8, scale, 127), config.vocabulary, backend=runner.backend)
+    float_weight = model.embedding if model.head is None else model.head
+    invariant_head = LMHead(float_weight, config.vocabulary, batch_invariant=True, backend=runner.backend)
+    head_us = {}
+    for name, head in (("head_int8_us", int8_head), ("head_invariant_us", invariant_head)):
+        times = gpu.call_times(partial(_choose_tokens, runner, B, head), repeats=20, warm_up=3)
+        head_us[name] = float(np.median(times))
+    return head_us
 
 
-def _chosen(runner: KernelRunner, B: int, head: LMHead | None = None) -> Any:
+def _choose_tokens(runner: KernelRunner, B: int, head: LMHead | None = None) -> Any:
     return runner.logits(B, head).argmax(axis=-1)
 
 
-def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:
+def model_work(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:
     """Compute the least work of all layers and the head: weights and cache are read once.
 
     Of a layer's experts, as many are read as B tokens choose on average.
     """
-    found = []
-    chosen = config.chosen_experts / max(config.experts, 1)
+    work = []
+    chosen_share = config.chosen_experts / max(config.experts, 1)
     for name, (N, K) in config.matrices.items():
-        share = 1 - (1 - chosen) ** B if config.experts and name in ("gate_up", "down") else 1
+        share = 1 - (1 - chosen_share) ** B if config.experts and name in ("gate_up", "down") else 1
         nbytes = round(config.layers * getattr(weights, name).nbytes * share)
-        found.append(Work(f"gemm {name}", nbytes, 2 * config.layers * rows_of(config, name, B) * N * K))
+        work.append(Work(f"gemm {name}", nbytes, 2 * config.layers * rows_of(config, name, B) * N * K))
     per_token = config.layers * 2 * config.kv_heads * page_bytes(weights.cache, PAGE, HEAD_DIM) // PAGE
-    found.append(Work("attention", tokens * per_token, 4 * config.layers * tokens * config.heads * HEAD_DIM))
+    work.append(Work("attention", tokens * per_token, 4 * config.layers * tokens * config.heads * HEAD_DIM))
     vocabulary = config.vocabulary * config.hidden
-    return [*found, Work("head", 2 * vocabulary, 2 * B * vocabulary)]
+    return [*work, Work("head", 2 * vocabulary, 2 * B * vocabulary)]
 
 
-def without_rows(
-    config: Config, batches: Sequence[int], known: Mapping[Key, Row], progress: Callable[[str], None]
+def qoq_sm80_rows(
+    config: Config, batches: Sequence[int], rows_by_key: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
     """Measure a steady step by batch with QoQ weights and `gemm_w4a8_qoq_sm80`; no launch overlaps another."""
-    there = {B: known.get(row_key(config, BESIDE, B, PROMPT, WITHOUT)) for B in batches}
-    yield from (row for row in there.values() if row)
-    if all(there.values()):
+    recorded_rows = {B: rows_by_key.get(row_key(config, BESIDE, B, PROMPT, WITHOUT)) for B in batches}
+    yield from (row for row in recorded_rows.values() if row)
+    if all(recorded_rows.values()):
         return
-    with gpu.elsewhere(_PAD):
+    with gpu.allocating_elsewhere(_PAD):
         model = random_model(config, "qoq", "qserve")
-        runner = KernelRunner(model, max(batches), PROMPT + MADE, chunk=1, programmatic=False)
-        for B in (B for B, row in there.items() if row is None):
+        runner = KernelRunner(model, max(batches), PROMPT + NEW_TOKENS, chunk=1, programmatic=False)
+        for B in (B for B, row in recorded_rows.items() if row is None):
             progress(f"{config.name}, batch {B}: ours with gemm_w4a8_qoq_sm80")
-            times = gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
-            yield beside_row(config, WITHOUT, B, float(np.mean(times)))
+            times = gpu.call_times(SteadyBatch(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
+            yield peer_row(config, WITHOUT, B, float(np.mean(times)))
         del model, runner
 
 
@@ -496,47 +503,53 @@ def system_rows(
     yield from (row for row in recorded_rows.values() if row)
     if all(recorded_rows.values()) and not settings.rule:
         return
-    with gpu.elsewhere(_PAD):
+    with gpu.allocating_elsewhere(_PAD):
         model = random_model(config, settings.scheme, settings.layout, settings.group, settings.cache)
         gigabytes = gpu.device_info().memory_bytes / 1e9
         chunk = CHUNK if settings.rule else 1
 
-        def room(gb: float) -> int:
-            return largest_batch(config, gb, PROMPT + MADE, chunk=chunk, cache=settings.cache, **weights_of(model))
+        def largest_batch_for(gb: float) -> int:
+            return largest_batch(
+                config, gb, PROMPT + NEW_TOKENS, chunk=chunk, cache=settings.cache, **weights_of(model)
+            )
 
-        budgets = {gb: room(gb) for gb in BUDGETS if gb <= gigabytes} if settings.rule else {}
-        ruled = {gb: rows_by_key.get(row_key(config, settings.rule, B, gb, system)) for gb, B in budgets.items() if B}
-        yield from (row for row in ruled.values() if row)
-        largest = room(gigabytes)
-        lacking = [B for B, row in recorded_rows.items() if row is None and B in range(largest + 1)]
-        unruled = [gb for gb, row in ruled.items() if row is None]
-        if lacking or unruled:
-            most_sequences = max(*lacking, *(budgets[gb] for gb in unruled), 1)
-            runner = KernelRunner(model, most_sequences, PROMPT + MADE, chunk=chunk, programmatic=settings.programmatic)
-        for B in lacking:
+        budgets = {gb: largest_batch_for(gb) for gb in BUDGETS if gb <= gigabytes} if settings.rule else {}
+        rule_rows = {
+            gb: rows_by_key.get(row_key(config, settings.rule, B, gb, system)) for gb, B in budgets.items() if B
+        }
+        yield from (row for row in rule_rows.values() if row)
+        largest = largest_batch_for(gigabytes)
+        missing_batches = [B for B, row in recorded_rows.items() if row is None and B in range(largest + 1)]
+        missing_budgets = [gb for gb, row in rule_rows.items() if row is None]
+        if missing_batches or missing_budgets:
+            most_sequences = max(*missing_batches, *(budgets[gb] for gb in missing_budgets), 1)
+            runner = KernelRunner(
+                model, most_sequences, PROMPT + NEW_TOKENS, chunk=chunk, programmatic=settings.programmatic
+            )
+        for B in missing_batches:
             progress(f"{config.name}, batch {B}: {system}")
             yield system_row(runner, system, B, ceilings)
-        for gb in unruled:
+        for gb in missing_budgets:
             progress(f"{config.name}: {budgets[gb]} prompts, {system}")
             yield rule_row(runner, system, budgets[gb], gb)
 
 
 def rule_row(runner: KernelRunner, system: str, B: int, gigabytes: int) -> Row:
     """Measure QServe's rule at a batch: all prompts and all steps."""
-    run = generated(runner, B)
-    row = generate_row(runner.config, B, gigabytes, run, {})
+    times = time_rule(runner, B)
+    row = generate_row(runner.config, B, gigabytes, times, {})
     return replace(row, kernel=system, face="", measure=SYSTEMS[system].rule)
 
 
 def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
     """Measure a step of B sequences; its floor counts the bytes and the operations at INT8's rate."""
-    config, clock, steady = runner.config, Clock(), Steady(runner, B)
+    config, clock, steady = runner.config, Clock(), SteadyBatch(runner, B)
     checked = steady.check()
     clock.start()
     times = gpu.call_times(steady.step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
     clock.stop()
     us = float(np.mean(times))
-    work = works(config, runner.model.layers[0], B, round(B * steady.mean))
+    work = model_work(config, runner.model.layers[0], B, round(B * steady.mean))
     floor = sum(operation.us(ceilings) for operation in work)
     row = plain_row(
         system,
@@ -559,7 +572,7 @@ def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) ->
     )
 
 
-class Generated(NamedTuple):
+class RuleTimes(NamedTuple):
     """QServe's rule at a batch: microseconds of the prompts and of the steps behind them, clock, mean power or 0."""
 
     prefill_us: float
@@ -568,41 +581,44 @@ class Generated(NamedTuple):
     power_w: float
 
 
-def generated(runner: KernelRunner, B: int) -> Generated:
+def time_rule(runner: KernelRunner, B: int) -> RuleTimes:
     """Time prompts and steps of B sequences, from the first prompt to the last token.
 
     Every launch has been made once before.
     """
     rng = np.random.default_rng(B)
     prompts = rng.integers(0, runner.config.vocabulary, (B, PROMPT))
-    at, each = list(range(B)), runner.chunk // PROMPT
-    parts = [{b: prompts[b] for b in at[first : first + each]} for first in range(0, B, each)]
+    sequences, prompts_per_chunk = list(range(B)), runner.chunk // PROMPT
+    chunks = [
+        {b: prompts[b] for b in sequences[first : first + prompts_per_chunk]}
+        for first in range(0, B, prompts_per_chunk)
+    ]
     _release_all(runner)
-    for part in (parts[0], parts[-1])[: len(parts)]:  # the last one may be smaller
-        runner.extend(part).argmax(axis=-1)
-    runner.decode(np.zeros(B, np.int32), at).argmax(axis=-1)
+    for chunk in (chunks[0], chunks[-1])[: len(chunks)]:  # the last one may be smaller
+        runner.extend(chunk).argmax(axis=-1)
+    runner.decode(np.zeros(B, np.int32), sequences).argmax(axis=-1)
     _release_all(runner)
     clock = Clock()
     with power() as watts:
         clock.start()
         gpu.synchronize()
         begin = time.perf_counter()
-        logits = [runner.extend(part) for part in parts]
-        tokens = np.concatenate([some.argmax(axis=-1) for some in logits])
+        logits = [runner.extend(chunk) for chunk in chunks]
+        tokens = np.concatenate([chunk_logits.argmax(axis=-1) for chunk_logits in logits])
         gpu.synchronize()
         middle = time.perf_counter()
-        for _ in range(MADE - 1):
-            tokens = runner.decode(tokens, at).argmax(axis=-1)
+        for _ in range(NEW_TOKENS - 1):
+            tokens = runner.decode(tokens, sequences).argmax(axis=-1)
         gpu.synchronize()
         end = time.perf_counter()
         clock.stop()
     last = gpu.to_host(tokens)
     in_range = (last >= 0).all() and last.max() < runner.config.vocabulary
-    if not in_range or (runner.lengths[at] != PROMPT + MADE - 1).any():
-        said = f"{B} sequences did not come to {PROMPT + MADE} tokens"
-        raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {said}")
+    if not in_range or (runner.lengths[sequences] != PROMPT + NEW_TOKENS - 1).any():
+        problem = f"{B} sequences did not come to {PROMPT + NEW_TOKENS} tokens"
+        raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {problem}")
     watt = float(np.mean(watts)) if watts else 0.0
-    return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
+    return RuleTimes(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
 
 
 def _release_all(runner: KernelRunner) -> None:
@@ -611,36 +627,36 @@ def _release_all(runner: KernelRunner) -> None:
 
 
 def generate_row(
-    config: Config, B: int, gigabytes: int, run: Generated, composed: Mapping[str, tuple[float, int]]
+    config: Config, B: int, gigabytes: int, times: RuleTimes, composed: Mapping[str, tuple[float, int]]
 ) -> Row:
     """Build the row of QServe's rule under a budget, beside the mixes at their best batch, in microseconds.
 
     A mix's time as a peer is that in which it serves as many sequences as ours, some after others if need be.
     """
-    us = run.prefill_us + run.decode_us
-    more = {"prefill_us": run.prefill_us, "decode_us": run.decode_us}
-    more |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
-    more |= {f"{name} tokens_per_second": batch * MADE / us * 1e6 for name, (us, batch) in composed.items()}
-    more |= {"power_w": run.power_w} if run.power_w else {}
+    us = times.prefill_us + times.decode_us
+    figures = {"prefill_us": times.prefill_us, "decode_us": times.decode_us}
+    figures |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
+    figures |= {f"{name} tokens_per_second": batch * NEW_TOKENS / us * 1e6 for name, (us, batch) in composed.items()}
+    figures |= {"power_w": times.power_w} if times.power_w else {}
     return plain_row(
         FACE,
         GENERATE,
         sizes_of(config, B, gigabytes),
         us,
-        rate=B * MADE / us * 1e6,
-        sm_mhz=run.sm_mhz,
+        rate=B * NEW_TOKENS / us * 1e6,
+        sm_mhz=times.sm_mhz,
         checked="lengths of all sequences; steps are checked where they are timed",
         peers={name: us * B / batch for name, (us, batch) in composed.items()},
-        more=more,
+        more=figures,
         face=FACE,
     )
 
 
-def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate: float, **more: Any) -> Row:
+def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate: float, **fields: Any) -> Row:
     """Build a row without a floor of its own."""
     fixed: dict[str, Any] = {"source": "cu", "rate_unit": "tokens/s", "bytes": 0, "operations": 0, "fraction": 1.0}
     fixed |= dict.fromkeys(("time_us", "fastest_us", "slowest_us", "floor_us"), us)
-    return Row(kernel=kernel, measure=measure, sizes=sizes, rate=rate, limit="itself", **fixed, **more)
+    return Row(kernel=kernel, measure=measure, sizes=sizes, rate=rate, limit="itself", **fixed, **fields)
 
 
 @contextmanager
@@ -670,55 +686,65 @@ def power() -> Iterator[list[float]]:
 
 
 def mix_rows(
-    config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
+    config: Config,
+    selection: ModelSelection,
+    plan: ModelPlan,
+    rows_by_key: Mapping[Key, Row],
+    progress: Callable[[str], None],
 ) -> Iterator[Row]:
     """Measure steps of the mixes without the head: one row per batch of ours, and per largest batch of a mix.
 
     The largest batch comes first.
     """
-    own: dict[str, set[int]] = {}
+    batches_by_mix: dict[str, set[int]] = {}
     for gb in plan.budgets:
-        for name, B in mix_batches(config, wanted.mixes, gb).items():
-            own.setdefault(name, set()).update({B} - {0, *plan.batches})
-    every = sorted({*plan.batches, *(B for batches in own.values() for B in batches)}, reverse=True)
-    there = {B: known.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in every}
-    yield from (row for row in there.values() if row)
-    lacking = tuple(B for B, row in there.items() if row is None)
-    if not lacking or not wanted.mixes:
+        for name, B in mix_batches(config, selection.mixes, gb).items():
+            batches_by_mix.setdefault(name, set()).update({B} - {0, *plan.batches})
+    all_batches = sorted({*plan.batches, *(B for batches in batches_by_mix.values() for B in batches)}, reverse=True)
+    recorded_rows = {B: rows_by_key.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in all_batches}
+    yield from (row for row in recorded_rows.values() if row)
+    missing_batches = tuple(B for B, row in recorded_rows.items() if row is None)
+    if not missing_batches or not selection.mixes:
         return
     progress(f"{config.name}: compiling")
-    schemes = [("lqq", "strips")] + [("qoq", "qserve")] * (wanted.without and not config.experts)
+    schemes = [("lqq", "strips")] + [("qoq", "qserve")] * (selection.without and not config.experts)
     ours: list[Job] = [(_warm, (config, *scheme, plan.batches)) for scheme in schemes]
     prompts = (peers_layer.PROMPTS_AT_ONCE * PROMPT,)
-    side_by_side([*ours, *peers_layer.jobs((config,), lacking, wanted.mixes, prompts)])
-    ours_too = [B for B in plan.batches if B in lacking]
-    further = {name: batches & {*lacking} for name, batches in own.items()}
-    measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
+    run_in_processes([*ours, *peers_layer.compile_jobs((config,), missing_batches, selection.mixes, prompts)])
+    common_batches = [B for B in plan.batches if B in missing_batches]
+    extra_batches = {name: batches & {*missing_batches} for name, batches in batches_by_mix.items()}
+    measured = peers_layer.mixes(
+        config, common_batches, selection.mixes, progress, length=MEAN, extra_batches=extra_batches
+    )
     for B, times in measured:
         if times:
             yield mix_row(config, B, times)
 
 
 def prompt_rows(
-    config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
+    config: Config,
+    selection: ModelSelection,
+    plan: ModelPlan,
+    rows_by_key: Mapping[Key, Row],
+    progress: Callable[[str], None],
 ) -> Iterator[Row]:
     """Measure a prompt of `PROMPT` tokens in every mix: all layers, with causal attention."""
-    there = known.get(row_key(config, PROMPTS, 1, PROMPT, MIX))
-    if there is None and wanted.mixes and plan.budgets:
-        times = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
-        there = mix_row(config, 1, times, PROMPTS) if times else None
-    yield from [there] if there else []
+    row = rows_by_key.get(row_key(config, PROMPTS, 1, PROMPT, MIX))
+    if row is None and selection.mixes and plan.budgets:
+        times = peers_layer.prefills(config, selection.mixes, PROMPT, progress)
+        row = mix_row(config, 1, times, PROMPTS) if times else None
+    yield from [row] if row else []
 
 
-def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callable[[str], None]) -> Iterator[Row]:
+def first_token_rows(config: Config, rows_by_key: Mapping[Key, Row], progress: Callable[[str], None]) -> Iterator[Row]:
     """Measure the time to the first token of a prompt that shares `SHARED_PAGES` pages.
 
     The peer is a prompt that shares none.
     """
-    row = known.get(row_key(config, FIRST_TOKEN, 1, TOKENS))
+    row = rows_by_key.get(row_key(config, FIRST_TOKEN, 1, TOKENS))
     if row is None:
         progress(f"{config.name}: time to the first token")
-        with gpu.elsewhere(_PAD):
+        with gpu.allocating_elsewhere(_PAD):
             runner = KernelRunner(random_model(config), 1, TOKENS + PAGE, chunk=CHUNK, pages=4 * ceil_div(TOKENS, PAGE))
             shared, new = first_token_times(runner, TOKENS, SHARED_PAGES)
             del runner
@@ -741,25 +767,27 @@ def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callabl
 def mix_row(config: Config, B: int, times: Mapping[str, peers_layer.MixTime], measure: str = BESIDE) -> Row:
     """Build the row of all layers of every mix from one layer's `times`, with the shares of GEMMs and attention."""
     us = {name: config.layers * mix.layer for name, mix in times.items()}
-    more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
-    more |= {f"{name} attention_us": config.layers * (mix.layer - mix.without_attention) for name, mix in times.items()}
-    return beside_row(config, MIX, B, min(us.values()), us, more, measure)
+    figures = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
+    figures |= {
+        f"{name} attention_us": config.layers * (mix.layer - mix.without_attention) for name, mix in times.items()
+    }
+    return peer_row(config, MIX, B, min(us.values()), us, figures, measure)
 
 
-def beside_row(
+def peer_row(
     config: Config,
     name: str,
     B: int,
     us: float,
     peers: Mapping[str, float] | None = None,
-    more: Mapping[str, float] | None = None,
+    figures: Mapping[str, float] | None = None,
     measure: str = BESIDE,
 ) -> Row:
     """Build the row of another implementation's step of B sequences (`BESIDE`), or of its B prompts (`PROMPTS`)."""
     rate = B * (1 if measure == BESIDE else PROMPT) / us * 1e6
-    said = "a layer against the FP16 mix's" if name == MIX else "not looked at"
-    parts: dict[str, Any] = {"peers": dict(peers or {}), "more": dict(more or {})}
-    return plain_row(name, measure, sizes_of(config, B, PROMPT), us, rate, sm_mhz=0.0, checked=said, **parts)
+    checked = "a layer against the FP16 mix's" if name == MIX else "not looked at"
+    parts: dict[str, Any] = {"peers": dict(peers or {}), "more": dict(figures or {})}
+    return plain_row(name, measure, sizes_of(config, B, PROMPT), us, rate, sm_mhz=0.0, checked=checked, **parts)
 
 
 def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> None:
@@ -767,14 +795,19 @@ def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> N
     model = random_model(replace(config, layers=1), scheme, layout)
     ours = scheme == "lqq"
     runner = KernelRunner(
-        model, max(batches), PROMPT + MADE, chunk=CHUNK if ours else 1, pages=max(*batches, CHUNK), programmatic=ours
+        model,
+        max(batches),
+        PROMPT + NEW_TOKENS,
+        chunk=CHUNK if ours else 1,
+        pages=max(*batches, CHUNK),
+        programmatic=ours,
     )
     for B in batches:
         runner.operations(B)
     if ours:
         runner.extend({0: [0] * (PROMPT + 1)})  # padded to a chunk
     for B in batches if ours else ():
-        other_heads(runner, B)
+        time_other_heads(runner, B)
 
 
 def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
@@ -786,7 +819,7 @@ def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
     sizes = {name: N * K * (experts if name in ("gate_up", "down") else 1) for name, (N, K) in config.matrices.items()}
     ends = 2 * (1 if config.tied_head else 2) * config.vocabulary * config.hidden
     element = 1 if attention.startswith("xqa") else 2
-    cache = config.layers * 2 * config.kv_heads * HEAD_DIM * element * (PROMPT + MADE)
+    cache = config.layers * 2 * config.kv_heads * HEAD_DIM * element * (PROMPT + NEW_TOKENS)
     return round(config.layers * sum(sizes.values()) * MIXES[mix].weight_bytes) + ends, cache
 
 
@@ -795,10 +828,10 @@ def mix_batches(config: Config, mixes: Sequence[str], gigabytes: float) -> dict[
 
     It is 0 if not even one sequence fits.
     """
-    return {name: room_for(config, gigabytes, name) for name in peers_layer.names_of(config, mixes)}
+    return {name: largest_mix_batch(config, gigabytes, name) for name in peers_layer.names_of(config, mixes)}
 
 
-def room_for(config: Config, gigabytes: float, name: str) -> int:
+def largest_mix_batch(config: Config, gigabytes: float, name: str) -> int:
     """Return the largest batch, up to 256, that fits a budget, of one `MIX/ATTENTION`."""
     weights, cache = mix_bytes(config, *name.split("/"))
     return int(min(max(BATCHES), max(0, (gigabytes * 10**9 - RESERVE - weights) // cache)))
@@ -816,16 +849,16 @@ def composed_rates(
 
     Prefill is layers alone, the steps are of MEAN tokens. A mix whose prompts were not measured is left out.
     """
-    found: dict[str, tuple[float, int]] = {}
-    for name, most in mix_batches(config, mixes, gigabytes).items():
+    rates: dict[str, tuple[float, int]] = {}
+    for name, largest in mix_batches(config, mixes, gigabytes).items():
         mix = name.partition("/")[0]
-        points = [(B, us[name]) for B, us in mixes_us.items() if name in us and B in range(most + 1)]
+        points = [(B, us[name]) for B, us in mixes_us.items() if name in us and B in range(largest + 1)]
         for B, step in points if mix in prompts else ():
-            head = heads[min(heads, key=lambda known: abs(known - B))]
-            us = B * prompts[mix] + MADE * (step + head)
-            if name not in found or B / us > found[name][1] / found[name][0]:
-                found[name] = us, B
-    return found
+            head = heads[min(heads, key=lambda batch: abs(batch - B))]
+            us = B * prompts[mix] + NEW_TOKENS * (step + head)
+            if name not in rates or B / us > rates[name][1] / rates[name][0]:
+                rates[name] = us, B
+    return rates
 
 
 def _record_of(only: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from ptxlab import gpu
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch
-from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
+from ptxlab.runtime.timing import GEMM_REPLAYS, combine_calls, copies_beyond_l2, measure
 
 # Names are those of the stored times too (`benchmarks.stored`).
 CUBLAS = ("cublas_fp8", "cublas_int8", "cublas_fp16")
@@ -64,7 +64,7 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] | None = 
     import torch
 
     for name in names or CUBLAS:
-        weights = _copies(operand(name, N, K, seed=0))
+        weights = _copy_weight(operand(name, N, K, seed=0))
         for M in tokens:
             x = operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
             times[M][name] = measure(_calls(name, x, weights), replays=GEMM_REPLAYS, capture=capture).us
@@ -85,10 +85,10 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
 
     name = "cublas_fp8"
     together = sum(N * K for N, K in matrices)  # bytes
-    weights = [_copies(operand(name, N, K, seed=0), together) for N, K in matrices]
+    weights = [_copy_weight(operand(name, N, K, seed=0), together) for N, K in matrices]
     for M in tokens:
         links = [_calls(name, operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
-        chains = [in_turn(calls) for calls in zip(*links, strict=True)]
+        chains = [combine_calls(calls) for calls in zip(*links, strict=True)]
         times[M][name] = measure(chains, replays=GEMM_REPLAYS, capture=capture).us
     weights.clear()
     torch.cuda.empty_cache()
@@ -109,10 +109,10 @@ def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]
 
     for name, group in HUMMING.items():
         layers: list[Any] = []
-        with left_out(f"{name}, {N} x {K}"):
+        with skip_with_warning(f"{name}, {N} x {K}"):
             layers, weight, tiles = humming_layers(N, K, group, tokens)
         for M in tokens if layers else ():
-            with left_out(f"{name}, {N} x {K}, M = {M}"):
+            with skip_with_warning(f"{name}, {N} x {K}, M = {M}"):
                 calls = _humming_calls(name, M, layers, weight, tiles)
                 times[M][name] = measure(calls, replays=GEMM_REPLAYS, capture=capture).us
         layers.clear()
@@ -121,19 +121,19 @@ def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]
 
 
 @contextmanager
-def left_out(what: str) -> Iterator[None]:
-    """Turn another library's exception into a warning that `what` is left out; wrong results stay an error."""
+def skip_with_warning(label: str) -> Iterator[None]:
+    """Turn another library's exception into a warning that `label` is left out; wrong results stay an error."""
     try:
         yield
     except BenchmarkError:
         raise
     except Exception as error:
-        said = str(error) or extract_tb(error.__traceback__)[-1].line or ""  # of a bare `assert` its line
-        reason = said.partition("\n")[0]
-        warnings.warn(f"{what}: left out, {type(error).__name__}: {reason}", stacklevel=4)
+        message = str(error) or extract_tb(error.__traceback__)[-1].line or ""  # of a bare `assert` its line
+        reason = message.partition("\n")[0]
+        warnings.warn(f"{label}: left out, {type(error).__name__}: {reason}", stacklevel=4)
 
 
-def why_not_humming() -> str:
+def missing_humming_release() -> str:
     """Say which release of humming is missing, or nothing."""
     release = metadata.version("humming-kernels")
     return (
@@ -155,10 +155,10 @@ def humming_layers(
     from humming.layer import HummingLayer
     from humming.tune import get_heuristics_config
 
-    if reason := why_not_humming():
+    if reason := missing_humming_release():
         raise UnavailableError(reason)
     layers: list[Any] = []
-    quantised: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     weight = operand("fp16", N, K, seed=0) if weight is None else weight
     for _ in range(copies or copies_beyond_l2(N * K // 2)):
         with torch.device(DEVICE):
@@ -170,16 +170,16 @@ def humming_layers(
                 torch_dtype=torch.float16,
             )
         schema = layer.weight_schema
-        quantised = quantised or schema.quant_tensor(weight, schema, torch.float16)
-        layer.load_from_tensors(quantised)
+        tensors = tensors or schema.quant_tensor(weight, schema, torch.float16)
+        layer.load_from_tensors(tensors)
         layer.transform()
         layers.append(layer)
     tiles = [
-        (above, most, tile)
-        for above, most, tile in get_heuristics_config(layer.humming_config)
-        if any(above < M <= most for M in (1, *tokens))
+        (lower, upper, tile)
+        for lower, upper, tile in get_heuristics_config(layer.humming_config)
+        if any(lower < M <= upper for M in (1, *tokens))
     ]
-    return layers, schema.dequant_tensors(quantised)[:_CHECKED_ROWS].double(), json.dumps(tiles)
+    return layers, schema.dequant_tensors(tensors)[:_CHECKED_ROWS].double(), json.dumps(tiles)
 
 
 def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles: str) -> list[Callable[[], Any]]:
@@ -194,7 +194,7 @@ def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles:
     return calls
 
 
-def _copies(weight: Any, nbytes: int = 0) -> list[Any]:
+def _copy_weight(weight: Any, nbytes: int = 0) -> list[Any]:
     """Copy a weight until the copies exceed the L2; `nbytes`, if given, counts the whole that it is a part of."""
     return [weight.clone() for _ in range(copies_beyond_l2(nbytes or weight.nbytes))]
 
@@ -214,11 +214,11 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
     """Make one call per copy of the weight, and check the first call's results."""
     import torch
 
-    one = torch.ones((), device=DEVICE)
+    unit_scale = torch.ones((), device=DEVICE)
 
     def product(weight: Any) -> Any:
         if name == "cublas_fp8":
-            return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float16)
+            return torch._scaled_mm(x, weight.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.float16)
         if name == "cublas_int8":
             return torch._int_mm(x, weight.t())
         return torch.matmul(x, weight.t())
@@ -242,46 +242,46 @@ def sdpa(batch: Batch) -> dict[str, float]:
 
     B, length = len(batch.lengths), batch.lengths[0]
     copies = copies_beyond_l2(2 * batch.tokens * batch.Hkv * HEAD_DIM * 2)
-    q = _normal(B, batch.Hkv, batch.Hq // batch.Hkv, HEAD_DIM)
-    caches = [tuple(_normal(B, batch.Hkv, length, HEAD_DIM) for _ in range(2)) for _ in range(copies)]
+    q = _random_normal(B, batch.Hkv, batch.Hq // batch.Hkv, HEAD_DIM)
+    caches = [tuple(_random_normal(B, batch.Hkv, length, HEAD_DIM) for _ in range(2)) for _ in range(copies)]
     times = {}
     for name, backend in SDPA_BACKENDS.items():
         if name == _UNGROUPED and batch.Hq > batch.Hkv:
             continue
         with sdpa_kernel(getattr(SDPBackend, backend)):
             calls = [partial(torch.nn.functional.scaled_dot_product_attention, q, k, v) for k, v in caches]
-            if _runs(name, calls[0], q, *caches[0]):
+            if _check_backend(name, calls[0], q, *caches[0]):
                 times[name] = measure(calls, capture=capture).us
     caches.clear()
     torch.cuda.empty_cache()  # the kernels to be compared need memory too
     return times
 
 
-def _normal(*shape: int) -> Any:
+def _random_normal(*shape: int) -> Any:
     import torch
 
     return torch.randn(shape, dtype=torch.float16, device=DEVICE)
 
 
-def _runs(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
+def _check_backend(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
     """Tell whether the backend is available, and check the first sequence's results."""
     import torch
 
     try:
-        got = call()[0].double()
+        output = call()[0].double()
     except RuntimeError as error:
         if "No available kernel" in str(error):
             return False
         raise
     weights = torch.softmax(q[0].double() @ k[0].double().transpose(-1, -2) * HEAD_DIM**-0.5, dim=-1)
     expected = weights @ v[0].double()
-    check_close(name, got, expected, _TOLERANCE)
+    check_close(name, output, expected, _TOLERANCE)
     return True
 
 
-def check_close(name: str, got: Any, expected: Any, tolerance: float) -> None:
+def check_close(name: str, output: Any, expected: Any, tolerance: float) -> None:
     """Raise BenchmarkError if the largest error, relative to the largest expected value, exceeds the tolerance."""
-    error = float((got - expected).abs().max() / expected.abs().max())
+    error = float((output - expected).abs().max() / expected.abs().max())
     if not error <= tolerance:
         raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")
 

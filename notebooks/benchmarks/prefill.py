@@ -15,7 +15,7 @@ import numpy as np
 
 import ptxlab
 from benchmarks import peers, peers_prefill
-from benchmarks.chunks import BYTES, Chunk, WantedChunks, part
+from benchmarks.chunks import BYTES, Chunk, ChunkSelection, part
 from benchmarks.peers_prefill import FA3, TOLERANCES, FloatCache
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
@@ -29,7 +29,7 @@ from ptxlab.lowbit.bench.shapes import PAGE
 from ptxlab.lowbit.kernels.attention import common
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL, roundings_of
 from ptxlab.lowbit.layout import KVCache
-from ptxlab.runtime.launching import poisoned
+from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import REPLAYS, copies_beyond_l2, measure
 from ptxlab.spec.tolerance import Allowed, within
 
@@ -48,7 +48,7 @@ def rows(
     done: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """Measure the suite, or the part that the words of `only` name; rows in `done` are taken as they are."""
-    wanted = part(only)
+    selection = part(only)
     if BYTES in only:
         from benchmarks.prefill_bytes import byte_rows
 
@@ -58,11 +58,11 @@ def rows(
     roofline = roofline_row()
     yield roofline
     measured = {row.key: row for row in done}
-    for chunk in wanted.chunks:
+    for chunk in selection.chunks:
         row = measured.get(row_key(chunk))
         if row is None:
             progress(str(chunk))
-            row = chunk_row(chunk, wanted, ceilings, roofline.rate)
+            row = chunk_row(chunk, selection, ceilings, roofline.rate)
         yield row
 
 
@@ -137,29 +137,31 @@ class Ours:
     outputs: Any
 
 
-def our_launches(of: ChunkProblem) -> Ours:
+def our_launches(problem: ChunkProblem) -> Ours:
     """Prepare calls of `attention_kv4` as an engine makes them, to be captured."""
-    caches = of.cached.caches
-    outputs = poisoned((len(caches), *of.q.shape), np.float16, _NAN)
-    space = ptxlab.attention_workspace(caches[0], kernel=PREFILL.name) if gpu.is_device_array(of.q) else None
-    attend = partial(ptxlab.attention_kv4, query_start_loc=of.starts, workspace=space)
+    caches = problem.cached.caches
+    outputs = allocate_poisoned((len(caches), *problem.q.shape), np.float16, _NAN)
+    space = ptxlab.attention_workspace(caches[0], kernel=PREFILL.name) if gpu.is_device_array(problem.q) else None
+    attend = partial(ptxlab.attention_kv4, query_start_loc=problem.starts, workspace=space)
     pairs = zip(caches, outputs, strict=True)
-    return Ours([partial(attend, of.q, cache, out=out) for cache, out in pairs], outputs)
+    return Ours([partial(attend, problem.q, cache, out=out) for cache, out in pairs], outputs)
 
 
-def chunk_row(chunk: Chunk, wanted: WantedChunks, ceilings: Ceilings, tflops: float) -> Row:
+def chunk_row(chunk: Chunk, selection: ChunkSelection, ceilings: Ceilings, tflops: float) -> Row:
     """Time ours, then the peers; what the timed launches wrote is checked.
 
     Raises BenchmarkError for wrong results, also of a peer.
     """
-    of = random_chunk(chunk)
-    ready = our_launches(of)
-    measured = measure(ready.calls, replays=of.replays)
-    samples = sampled_queries(of)
-    checked = check_ours(ready, samples, chunk)
-    beside = measure_peers(of, ready, samples) if wanted.peers else PeerTimes({}, {}, {"peers": "not asked for"})
-    if beside.left_out:
-        checked += "; left out: " + ", ".join(f"{name}: {reason}" for name, reason in beside.left_out.items())
+    problem = random_chunk(chunk)
+    ours = our_launches(problem)
+    measured = measure(ours.calls, replays=problem.replays)
+    samples = sampled_queries(problem)
+    checked = check_ours(ours, samples, chunk)
+    peer_times = (
+        measure_peers(problem, ours, samples) if selection.peers else PeerTimes({}, {}, {"peers": "not asked for"})
+    )
+    if peer_times.left_out:
+        checked += "; left out: " + ", ".join(f"{name}: {reason}" for name, reason in peer_times.left_out.items())
     nbytes = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
     floors = (chunk.operations / tflops / 1e6, "FP16 GEMM"), (nbytes / ceilings.read_tbps / 1e6, "read")
     return row_of(
@@ -172,8 +174,8 @@ def chunk_row(chunk: Chunk, wanted: WantedChunks, ceilings: Ceilings, tflops: fl
         nbytes=nbytes,
         rate=(chunk.operations / measured.us / 1e6, "TFLOPS"),
         operations=chunk.operations,
-        peers=beside.us,
-        more=beside.figures,
+        peers=peer_times.us,
+        more=peer_times.figures,
     )
 
 
@@ -194,17 +196,17 @@ class Sample:
     allowed: Allowed
 
 
-def sampled_queries(of: ChunkProblem) -> list[Sample]:
+def sampled_queries(problem: ChunkProblem) -> list[Sample]:
     """Attend in float64 for queries from the first to the last, each with another KV head."""
-    chunk, samples = of.chunk, []
+    chunk, samples = problem.chunk, []
     ratio = chunk.heads[0] // chunk.heads[1]
     for n, query in enumerate(np.linspace(0, chunk.queries - 1, SAMPLES).astype(int).tolist()):
         head = n * chunk.heads[1] // SAMPLES
         heads = slice(head * ratio, (head + 1) * ratio)
-        cache = cache_of_head(of.cached.caches[0], chunk.context + query + 1, head)
-        q, scale = of.q[None, query : query + 1, heads], chunk.D**-0.5
+        cache = cache_of_head(problem.cached.caches[0], chunk.context + query + 1, head)
+        q, scale = problem.q[None, query : query + 1, heads], chunk.D**-0.5
         out, _ = common.attention(q, cache, scale)
-        allowed, _ = common.error_of(q, cache, scale, roundings_of(chunk.D))
+        allowed, _ = common.bound_error(q, cache, scale, roundings_of(chunk.D))
         samples.append(Sample(query, heads, out, allowed))
     return samples
 
@@ -221,18 +223,18 @@ def cache_of_head(cache: KVCache, length: int, head: int) -> KVCache:
     )
 
 
-def check_ours(ready: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
+def check_ours(ours: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
     """Compare the results of every timed launch with the samples, and launches with each other.
 
     Returns what was checked. Raises BenchmarkError for a result that is further off than the spec allows.
     """
-    if not bool((ready.outputs == ready.outputs[:1]).all()):
+    if not bool((ours.outputs == ours.outputs[:1]).all()):
         raise BenchmarkError(f"{PREFILL.name}: {chunk}: launches on copies of one cache differ")
     for sample in samples:
-        got = ready.outputs[:1, sample.query : sample.query + 1, sample.heads]
-        if problem := within({"out": got}, {"out": sample.out}, {"out": sample.allowed}):
+        output = ours.outputs[:1, sample.query : sample.query + 1, sample.heads]
+        if problem := within({"out": output}, {"out": sample.out}, {"out": sample.allowed}):
             raise BenchmarkError(f"{PREFILL.name}: {chunk}: wrong results for query {sample.query}: {problem}")
-    equal = f"{len(ready.calls)} launches gave equal results"
+    equal = f"{len(ours.calls)} launches gave equal results"
     return f"{equal}; {len(samples)} queries within the spec's bound of float64"
 
 
@@ -245,7 +247,7 @@ class PeerTimes:
     left_out: dict[str, str]
 
 
-def measure_peers(of: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> PeerTimes:
+def measure_peers(problem: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> PeerTimes:
     """Time the chunk's peers on what the cache restores to; results of the timed launches are checked.
 
     What a library raises becomes the reason why it is left out; BenchmarkError for wrong results.
@@ -253,25 +255,25 @@ def measure_peers(of: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> Pe
     import torch
 
     times = PeerTimes({}, {}, {})
-    cache = FloatCache.of(of.chunk, of.q, of.cached, once=of.long)
-    for name in peers_prefill.names_for(of.chunk):
+    cache = FloatCache.of(problem.chunk, problem.q, problem.cached, once=problem.long)
+    for name in peers_prefill.names_for(problem.chunk):
         try:
-            ready = peers_prefill.launches(name, cache)
-            measured = peers_prefill.measure_peer(ready, of.replays)
+            peer = peers_prefill.launches(name, cache)
+            measured = peers_prefill.measure_peer(peer, problem.replays)
         except BenchmarkError:
             raise
         except Exception as reason:
             times.left_out[name] = f"{type(reason).__name__} {str(reason).partition(chr(10))[0]}"
             continue
-        error = sampled_error(ready.outputs[-1], samples)
+        error = sampled_error(peer.outputs[-1], samples)
         if not error <= TOLERANCES[name]:
-            raise BenchmarkError(f"{name}: {of.chunk}: wrong results, relative error {error:.2g}")
+            raise BenchmarkError(f"{name}: {problem.chunk}: wrong results, relative error {error:.2g}")
         if name == FA3:  # every query of ours beside every one of an independent kernel
-            right = ready.outputs[-1].double()
-            peers.check_close(PREFILL.name, torch.from_dlpack(ours.outputs[0]).double(), right, TOLERANCES[FA3])
+            expected = peer.outputs[-1].double()
+            peers.check_close(PREFILL.name, torch.from_dlpack(ours.outputs[0]).double(), expected, TOLERANCES[FA3])
         times.us[name] = measured.us
         times.figures.update({f"{name}_mhz": measured.sm_mhz, f"{name}_error": error})
-        del ready
+        del peer
         torch.cuda.empty_cache()
     return times
 
@@ -280,9 +282,9 @@ def sampled_error(out: Any, samples: Sequence[Sample]) -> float:
     """Return the largest error of a peer's results [T, Hq, D] at the samples, relative to the largest result there."""
     import torch
 
-    right = [torch.from_dlpack(sample.out)[0, 0] for sample in samples]
-    errors = [(out[s.query, s.heads].double() - x).abs().max() for s, x in zip(samples, right, strict=True)]
-    return float(max(errors) / max(x.abs().max() for x in right))
+    expected = [torch.from_dlpack(sample.out)[0, 0] for sample in samples]
+    errors = [(out[s.query, s.heads].double() - x).abs().max() for s, x in zip(samples, expected, strict=True)]
+    return float(max(errors) / max(x.abs().max() for x in expected))
 
 
 SUITE = Suite(

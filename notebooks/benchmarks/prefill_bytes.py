@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from benchmarks import peers_prefill
-from benchmarks.chunks import FAR, FEW, HEADS, Chunk
+from benchmarks.chunks import FAR_CONTEXTS, FEW_QUERIES, HEADS, Chunk
 from benchmarks.peers_prefill import FA3, FloatCache
 from benchmarks.prefill import DRAM, our_launches, random_chunk
 from ptxlab import gpu
@@ -19,7 +19,7 @@ from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.profile import nsight
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
-CHUNKS = tuple(Chunk(FEW, C, HEADS[0]) for C in FAR)
+CHUNKS = tuple(Chunk(FEW_QUERIES, C, HEADS[0]) for C in FAR_CONTEXTS)
 _LAUNCH = "from benchmarks import prefill_bytes; prefill_bytes.launch_marked()"
 
 
@@ -27,11 +27,11 @@ def byte_rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[R
     """Count bytes for every chunk that has a target; raises UnavailableError where ncu or FlashAttention 3 lacks."""
     progress("ncu")
     launches = nsight.marked_launches([sys.executable, "-c", _LAUNCH], METRICS)
-    for chunk, (ours, others) in zip(CHUNKS, by_side(launches), strict=True):
-        yield _row(chunk, ours, others, ceilings)
+    for chunk, (ours, peer_launches) in zip(CHUNKS, split_by_side(launches), strict=True):
+        yield _row(chunk, ours, peer_launches, ceilings)
 
 
-def by_side(
+def split_by_side(
     launches: Sequence[tuple[str, dict[str, float]]],
 ) -> list[tuple[list[dict[str, float]], list[dict[str, float]]]]:
     """Split launches, in order, into ours and FlashAttention 3's of each chunk; raises UnavailableError for others."""
@@ -48,20 +48,22 @@ def by_side(
 def launch_marked() -> None:
     """Launch ours and FlashAttention 3 once on every chunk, warmed up, where the profiler looks."""
     for chunk in CHUNKS:
-        of = random_chunk(chunk)
-        ours = our_launches(of).calls
-        theirs = peers_prefill.launches(FA3, FloatCache.of(chunk, of.q, of.cached, once=True)).calls
+        problem = random_chunk(chunk)
+        ours = our_launches(problem).calls
+        theirs = peers_prefill.launches(FA3, FloatCache.of(chunk, problem.q, problem.cached, once=True)).calls
         for call in (ours[0], theirs[0]):
             call()
-            with gpu.profiled():
+            with gpu.profiling():
                 call()
 
 
-def _row(chunk: Chunk, ours: Sequence[dict[str, float]], others: Sequence[dict[str, float]], ceilings: Ceilings) -> Row:
+def _row(
+    chunk: Chunk, ours: Sequence[dict[str, float]], peer_launches: Sequence[dict[str, float]], ceilings: Ceilings
+) -> Row:
     read, written, ns = (sum(launch[metric] for launch in ours) for metric in METRICS)
-    theirs = sum(launch[metric] for launch in others for metric in METRICS[:2])
-    least = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
-    floor_us, us = least / ceilings.read_tbps / 1e6, ns / 1e3
+    peer_bytes = sum(launch[metric] for launch in peer_launches for metric in METRICS[:2])
+    needed_bytes = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
+    floor_us, us = needed_bytes / ceilings.read_tbps / 1e6, ns / 1e3
     return Row(
         kernel=PREFILL.name,
         source="cu",
@@ -70,14 +72,14 @@ def _row(chunk: Chunk, ours: Sequence[dict[str, float]], others: Sequence[dict[s
         time_us=us,
         fastest_us=us,
         slowest_us=us,
-        rate=least / (read + written),
+        rate=needed_bytes / (read + written),
         rate_unit="of the bytes needed",
-        bytes=least,
+        bytes=needed_bytes,
         operations=chunk.operations,
         floor_us=floor_us,
         fraction=floor_us / us,
         limit="read",
         sm_mhz=0.0,
         checked="counted, not timed: time is ncu's with empty caches",
-        more={"dram_bytes": read + written, f"{FA3}_dram_bytes": theirs, "over_fa3": (read + written) / theirs},
+        more={"dram_bytes": read + written, f"{FA3}_dram_bytes": peer_bytes, "over_fa3": (read + written) / peer_bytes},
     )

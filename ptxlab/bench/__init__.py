@@ -28,7 +28,7 @@ __all__ = [
     "Suite",
     "as_tables",
     "compare",
-    "confirmed",
+    "confirm_slower",
     "default_path",
     "load",
     "measure_ceilings",
@@ -75,7 +75,7 @@ def suite_of(name: str) -> tuple[Suite, list[str]]:
     family = name if name in suites else registry.find(name)[0].family
     if family not in suites:
         raise ArgumentError("suite", f"{', '.join(suites)}, or a kernel of these families", name)
-    names = [one for one, spec in registry.specs().items() if name in (one, spec.family)]
+    names = [kernel_name for kernel_name, spec in registry.specs().items() if name in (kernel_name, spec.family)]
     if name not in suites and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", name)
     suite: Suite = suites[family].load()
@@ -134,9 +134,9 @@ def run_suite(
     chosen.require_part(only)
     if matrices is not None:
         options["matrices"] = matrices
-    for option, value in options.items():
+    for option, setting in options.items():
         if option not in chosen.takes:
-            raise ArgumentError(option, f"must be None for the suite {chosen.name}", value)
+            raise ArgumentError(option, f"must be None for the suite {chosen.name}", setting)
     if is_file:
         names = specs_in(Path(str(suite)))
     keeper = _Keeper(resume, _request(chosen, names, only, options), say) if chosen.keeps and resume else None
@@ -168,35 +168,36 @@ def _record(
     With `resume` the rows that the record there has are kept, and new ones are stored in it as soon as they are
     measured.
     """
-    info = gpu.device_info()
+    device_info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
     record = Record(
         suite=suite,
         device={
-            "name": info.name,
-            "slug": info.slug,
-            "driver": info.driver,
-            "sms": info.sms,
-            "l2_bytes": info.l2_bytes,
-            "memory_bytes": info.memory_bytes,
+            "name": device_info.name,
+            "slug": device_info.slug,
+            "driver": device_info.driver,
+            "sms": device_info.sms,
+            "l2_bytes": device_info.l2_bytes,
+            "memory_bytes": device_info.memory_bytes,
             **({} if resume is None and keeper is None else {"card": gpu.card_id()}),
         },
-        versions={**versions(info), **libraries},
+        versions={**versions(device_info), **libraries},
         ceilings=ceilings.to_json(),
         rows=(),
     )
-    done = () if resume is None else _done(resume, record)
-    too_slow = shortfall(ceilings, info.slug)
+    earlier_rows = () if resume is None else _earlier_rows(resume, record)
+    too_slow = shortfall(ceilings, device_info.slug)
     measured: list[Row] = []
     keep = _keep(keeper, replace(record, invalid=too_slow))
-    for row in rows(ceilings, progress, **keep) if resume is None else rows(ceilings, progress, done=done):
+    for row in rows(ceilings, progress, **keep) if resume is None else rows(ceilings, progress, done=earlier_rows):
         measured.append(row)
         if resume is not None:
-            here = {row.key for row in measured}
-            kept = (*measured, *(row for row in done if row.key not in here))  # those whose turn has not come
-            save(replace(record, rows=kept, invalid=too_slow or UNFINISHED), resume)
-    return replace(record, rows=tuple(measured), invalid=too_slow or slow_rows(measured, info.slug))
+            measured_keys = {row.key for row in measured}
+            not_yet_measured = (row for row in earlier_rows if row.key not in measured_keys)
+            rows_so_far = (*measured, *not_yet_measured)
+            save(replace(record, rows=rows_so_far, invalid=too_slow or UNFINISHED), resume)
+    return replace(record, rows=tuple(measured), invalid=too_slow or slow_rows(measured, device_info.slug))
 
 
 def resumed_path(suite: Suite, only: Sequence[str]) -> Path:
@@ -229,20 +230,20 @@ def _keep(keeper: _Keeper | None, record: Record) -> dict[str, Keep]:
     return {"keep": partial_record}
 
 
-def _done(path: Path, record: Record) -> tuple[Row, ...]:
+def _earlier_rows(path: Path, record: Record) -> tuple[Row, ...]:
     """Return the rows of an earlier run on the same card, commit and versions.
 
     There are none unless there is such a run and its ceilings were right.
     """
-    before = load(path) if path.is_file() else None
-    if before is None or before.invalid not in ("", UNFINISHED) or record.commit.endswith("+"):
+    earlier = load(path) if path.is_file() else None
+    if earlier is None or earlier.invalid not in ("", UNFINISHED) or record.commit.endswith("+"):
         return ()
-    same = all(getattr(before, name) == getattr(record, name) for name in ("device", "versions", "commit"))
-    return before.rows if same else ()
+    same = all(getattr(earlier, name) == getattr(record, name) for name in ("device", "versions", "commit"))
+    return earlier.rows if same else ()
 
 
-def confirmed(
-    slower: Sequence[Slower], before: Record, progress: Callable[[str], None] = lambda _: None
+def confirm_slower(
+    slower: Sequence[Slower], baseline: Record, progress: Callable[[str], None] = lambda _: None
 ) -> list[Slower]:
     """Return the slower rows that are slower again when their kernels are measured alone, at several places in memory.
 
@@ -250,17 +251,17 @@ def confirmed(
     lower of two speeds, which may be a tenth apart. What a kernel's own run does not measure (a chain, a loop) stays.
     """
     for place in range(_PLACES):
-        again: list[Record] = []
-        alone = [one for one in slower if not before.suite.startswith("layer") and _has_suite(one.row.kernel)]
-        for kernel in sorted({one.row.kernel for one in alone}):
+        rerun_records: list[Record] = []
+        rerunnable = [one for one in slower if not baseline.suite.startswith("layer") and _has_suite(one.row.kernel)]
+        for kernel in sorted({one.row.kernel for one in rerunnable}):
             sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
             by_matrix = "matrices" in suite_of(kernel)[0].takes
             only = {(s["N"], s["K"]) for s in sizes if "N" in s} if by_matrix else None
-            with gpu.elsewhere((1 + place) * _PAD):
-                again.append(run_suite(kernel, progress, matrices=only))
-        measured = {row.key for record in again for row in record.rows}
-        still = {one.row.key for record in again for one in compare(record, before)}
-        slower = [one for one in slower if one.row.key in still or one.row.key not in measured]
+            with gpu.allocating_elsewhere((1 + place) * _PAD):
+                rerun_records.append(run_suite(kernel, progress, matrices=only))
+        measured = {row.key for record in rerun_records for row in record.rows}
+        slower_keys = {one.row.key for record in rerun_records for one in compare(record, baseline)}
+        slower = [one for one in slower if one.row.key in slower_keys or one.row.key not in measured]
         if not measured:
             break
     return list(slower)
@@ -277,7 +278,7 @@ def title(record: Record) -> str:
 
     If it must not be used, the line says why.
     """
-    ceilings = ", ".join(f"{name} {value:.2f}" for name, value in record.ceilings.items())
+    ceilings = ", ".join(f"{name} {ceiling:.2f}" for name, ceiling in record.ceilings.items())
     invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
     return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}"
 
@@ -292,8 +293,9 @@ def as_tables(record: Record) -> list[tuple[str, list[str], list[list[str]]]]:
         sizes_of.setdefault((row.measure, row.kernel), set()).add(str(row.sizes))
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in record.rows:
-        alone = len(sizes_of[row.measure, row.kernel]) > 1  # one kernel at several sizes; else kernels at one size
-        key = row.measure, row.activations, row.rate_unit, row.face or (row.kernel if alone else "")
+        # A table has one kernel at several sizes, or several kernels at one size.
+        has_several_sizes = len(sizes_of[row.measure, row.kernel]) > 1
+        key = row.measure, row.activations, row.rate_unit, row.face or (row.kernel if has_several_sizes else "")
         tables.setdefault(key, []).append(row)
     return [_table(key, rows) for key, rows in tables.items()]
 
@@ -305,14 +307,16 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
     labels = [_label(row) for row in rows]
     columns: dict[str, list[str]] = {
         "kernel": labels if len(set(labels)) > 1 else [],
-        "sizes": [_assigned({s: v for s, v in row.sizes.items() if s not in common} | row.config) for row in rows],
+        "sizes": [
+            _format_assignments({s: v for s, v in row.sizes.items() if s not in common} | row.config) for row in rows
+        ],
         "µs>": [f"{row.time_us:.2f}" if row.time_us < 100 else f"{row.time_us:.1f}" for row in rows],
         f"{unit}>": [f"{row.rate:.1f}" for row in rows],
         "of floor": [f"{row.fraction:4.0%} {row.limit}" for row in rows],
         "over best peer": [_over_best_peer(row) for row in rows],
     }
     shown = {column: cells for column, cells in columns.items() if any(cells)}
-    title = [measure, name or (labels[0] if len(set(labels)) == 1 else ""), activations, _assigned(common)]
+    title = [measure, name or (labels[0] if len(set(labels)) == 1 else ""), activations, _format_assignments(common)]
     return ", ".join(filter(None, title)), list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)]
 
 
@@ -326,8 +330,8 @@ def _label(row: Row) -> str:
     return ", ".join(kernel.removeprefix(f"{row.face}_") for kernel in row.kernel.split(", "))
 
 
-def _assigned(values: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
+def _format_assignments(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={assigned}" for name, assigned in values.items())
 
 
 def _over_best_peer(row: Row) -> str:
@@ -336,10 +340,10 @@ def _over_best_peer(row: Row) -> str:
     return f"{row.peers[name] / row.time_us:.2f}x {name}" if name else ""
 
 
-def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
+def versions(device: gpu.DeviceInfo | None) -> dict[str, str]:
     """Return the versions of every tool and library that takes part; None: without a GPU."""
-    own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
-    if info is None:
-        return own
-    of_gpu = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings")}
-    return {**own, **of_gpu, **toolchain.versions()}
+    host_versions = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
+    if device is None:
+        return host_versions
+    gpu_versions = {"cupy": device.cupy, "cuda-bindings": metadata.version("cuda-bindings")}
+    return {**host_versions, **gpu_versions, **toolchain.versions()}

@@ -36,12 +36,12 @@ class Ceilings:
 def measure_ceilings() -> Ceilings:
     """Measure on the current device; takes 4 GiB of its memory for a second or two."""
     block = np.frombuffer(np.random.default_rng(0).bytes(_RANDOM), np.uint32)
-    data = gpu.empty((_BUFFER // _RANDOM, block.size), np.uint32)
+    buffer = gpu.empty((_BUFFER // _RANDOM, block.size), np.uint32)
     first = gpu.to_device(block)
-    for row in data:
+    for row in buffer:
         gpu.copy_bytes(row, first)
-    lower, upper = data[: len(data) // 2], data[len(data) // 2 :]
-    read = _read_tbps(data, block)
+    lower, upper = buffer[: len(buffer) // 2], buffer[len(buffer) // 2 :]
+    read = _read_tbps(buffer, block)
     copied = gpu.time_calls(lambda: gpu.copy_bytes(upper, lower))
     return Ceilings(read, 2 * lower.nbytes / copied / 1e6)
 
@@ -54,19 +54,20 @@ def shortfall(ceilings: Ceilings, device: str) -> str:
     if device not in SHEETS:
         return ""
     expected = sheet(device)
-    for what, here, there in (
+    for access, measured_tbps, sheet_tbps in (
         ("read", ceilings.read_tbps, expected.read_tbps),
         ("copy", ceilings.copy_tbps, expected.copy_tbps),
     ):
-        if here < there * (1 - ALLOWED_SHORTFALL):
-            return f"memory {what} reaches {here:.2f} TB/s, {1 - here / there:.0%} below the {there:.2f} of this card"
+        if measured_tbps < sheet_tbps * (1 - ALLOWED_SHORTFALL):
+            below = f"{1 - measured_tbps / sheet_tbps:.0%} below the {sheet_tbps:.2f} of this card"
+            return f"memory {access} reaches {measured_tbps:.2f} TB/s, {below}"
     return ""
 
 
-def _read_tbps(data: Any, block: np.ndarray) -> float:
+def _read_tbps(buffer: Any, block: np.ndarray) -> float:
     sums = gpu.to_device(np.zeros(_SUMS, np.uint32))
     kernel = gpu.load(Source.read(Path(__file__).with_name("read.ptx")), "stream_read")
-    read = gpu.prepare(kernel, [data, sums], Launch((_BUFFER // _PER_BLOCK, 1, 1), (_THREADS, 1, 1)))
+    read = gpu.prepare(kernel, [buffer, sums], Launch((_BUFFER // _PER_BLOCK, 1, 1), (_THREADS, 1, 1)))
     read()
     expected = _BUFFER // _RANDOM * block.sum(dtype=np.uint64) % 2**32
     if gpu.to_host(sums).sum(dtype=np.uint64) % 2**32 != expected:

@@ -15,8 +15,8 @@ _COLUMNS = 3
 
 def record_figure(record: Record) -> Figure:
     """Draw floor over time, by kernel where there is one size, otherwise over the floor."""
-    of = attrgetter("measure")
-    measures = {measure: list(rows) for measure, rows in groupby(sorted(record.rows, key=of), key=of)}
+    by_measure = attrgetter("measure")
+    measures = {measure: list(rows) for measure, rows in groupby(sorted(record.rows, key=by_measure), key=by_measure)}
     columns = min(_COLUMNS, len(measures))
     lines = ceil_div(len(measures), columns)
     figure = Figure(figsize=(1 + 5.2 * columns, 0.6 + 3.8 * lines), layout="constrained")
@@ -39,14 +39,14 @@ def _name(row: Row) -> str:
 
 def _panel(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
     by_kernel = {name: [row for row in rows if _name(row) == name] for name in dict.fromkeys(map(_name, rows))}
-    if all(len(mine) == 1 for mine in by_kernel.values()):
-        axes.barh(list(by_kernel), [mine[0].fraction for mine in by_kernel.values()])
+    if all(len(kernel_rows) == 1 for kernel_rows in by_kernel.values()):
+        axes.barh(list(by_kernel), [kernel_rows[0].fraction for kernel_rows in by_kernel.values()])
         axes.axvline(1, color="black", linewidth=0.8, linestyle="--", label="floor")
         axes.invert_yaxis()
         axes.set_xlabel("floor / time")
     else:
-        for name, mine in by_kernel.items():
-            floors, fractions = [row.floor_us for row in mine], [row.fraction for row in mine]
+        for name, kernel_rows in by_kernel.items():
+            floors, fractions = [row.floor_us for row in kernel_rows], [row.fraction for row in kernel_rows]
             axes.plot(floors, fractions, "o", markersize=4, color=colours[name], label=name)
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="floor")
         axes.set_xscale("log")

@@ -179,7 +179,7 @@ def row_of(
         further: other fields of `Row` by name; `kernel` where a call launches others too.
     """
     nbytes = spec.bytes_moved(sizes) if nbytes is None else nbytes
-    value, unit = rate or (nbytes / measured.us / 1e3, "GB/s")
+    amount, unit = rate or (nbytes / measured.us / 1e3, "GB/s")
     floor_us, limit = floor
     return Row(
         source=(source or sources.of_kernel(spec.name)[0]).language,
@@ -188,7 +188,7 @@ def row_of(
         time_us=measured.us,
         fastest_us=measured.fastest,
         slowest_us=measured.slowest,
-        rate=value,
+        rate=amount,
         rate_unit=unit,
         bytes=nbytes,
         floor_us=floor_us,
@@ -238,9 +238,9 @@ def save(record: Record, path: Path | None = None) -> Path:
 
 def load(path: Path) -> Record:
     """Read a record; `FileError` says in one line why a file is none."""
-    found = read_record(Path(path), "a benchmark record", SCHEMA)
+    fields_of_record = read_record(Path(path), "a benchmark record", SCHEMA)
     try:
-        record = Record(**{**found, "rows": tuple(row_from(row) for row in found["rows"])})
+        record = Record(**{**fields_of_record, "rows": tuple(row_from(row) for row in fields_of_record["rows"])})
     except (TypeError, KeyError, ValueError) as error:
         raise FileError(f"{path}: not a benchmark record: {error}") from None
     return record
@@ -256,9 +256,13 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     """
     if new.device.get("slug") != old.device.get("slug"):
         raise ArgumentError("against", f"a record of {new.device.get('slug')}", old.device.get("slug"))
-    before = {row.key: row for row in old.rows}
-    found = [Slower(row, before[row.key]) for row in new.rows if row.key in before]
-    return [one for one in found if one.apart and min(one.loss, 1 - 1 / one.cycles, 1 - 1 / one.of_floor) > tolerance]
+    old_rows = {row.key: row for row in old.rows}
+    matched = [Slower(row, old_rows[row.key]) for row in new.rows if row.key in old_rows]
+    return [
+        pair
+        for pair in matched
+        if pair.apart and min(pair.loss, 1 - 1 / pair.cycles, 1 - 1 / pair.of_floor) > tolerance
+    ]
 
 
 def row_from(fields_of_row: Mapping[str, Any]) -> Row:

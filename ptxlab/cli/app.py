@@ -29,16 +29,16 @@ class _PlainHelp:
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        for one in (self, *self.params):  # type: ignore[attr-defined]
-            if text := getattr(one, "help", None):
-                one.help = escape(text)
+        for parameter in (self, *self.params):  # type: ignore[attr-defined]
+            if text := getattr(parameter, "help", None):
+                parameter.help = escape(text)
 
     def get_params(self, context: Any) -> list[Any]:
         """List all parameters, `--help` too, of which flags show no type."""
         params: list[Any] = super().get_params(context)  # type: ignore[misc]
-        for one in params:
-            if getattr(one, "is_flag", False):
-                one.metavar = ""
+        for parameter in params:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
         return params
 
 
@@ -60,14 +60,18 @@ def build_app(command: str | None) -> typer.Typer:
             continue
         run = entry.load() if command in (name, None) else _stub(entry)
         panel = _outline(entry.module).get("PANEL", OTHER_PANEL)
-        below = {each.removeprefix(f"{name} "): one for each, one in entries.items() if each.startswith(f"{name} ")}
-        if not below or command not in (name, None):
+        subcommands = {
+            full_name.removeprefix(f"{name} "): subentry
+            for full_name, subentry in entries.items()
+            if full_name.startswith(f"{name} ")
+        }
+        if not subcommands or command not in (name, None):
             app.command(name, cls=_Command, rich_help_panel=panel)(run)
             continue
         group = typer.Typer(cls=_Group, rich_markup_mode="rich")
         group.callback(invoke_without_command=True)(run)
-        for subcommand, one in below.items():
-            group.command(subcommand, cls=_Command)(one.load())
+        for subcommand, subentry in subcommands.items():
+            group.command(subcommand, cls=_Command)(subentry.load())
         app.add_typer(group, name=name, rich_help_panel=panel)
     return app
 
@@ -75,11 +79,11 @@ def build_app(command: str | None) -> typer.Typer:
 def _stub(entry: Registration) -> Callable[[], None]:
     """Make a command that is only listed, with its function's docstring."""
 
-    def listed() -> None:
+    def unloaded_command() -> None:
         raise AssertionError(f"{entry.place} is loaded when it is asked for")
 
-    listed.__doc__ = _outline(entry.module).get(entry.place.partition(":")[2])
-    return listed
+    unloaded_command.__doc__ = _outline(entry.module).get(entry.place.partition(":")[2])
+    return unloaded_command
 
 
 @cache

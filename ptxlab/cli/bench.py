@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab.cli.common import FAILED, AsJson, console, print_json, print_note, progress_bar, table, written
+from ptxlab.cli.common import FAILED, AsJson, console, print_json, print_note, print_written, progress_bar, table
 from ptxlab.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ def measure_suite(
     benches.require_writable(name, out)  # whatever is wrong with a file is found before anything is measured
     if picture is not None:
         plot.require_writable(picture)
-    before = benches.load(against) if against else None
+    baseline = benches.load(against) if against else None
     resume, partial = _resumed_paths(chosen or benches.named_suite(name), out, only)
     keeps = f"rows measured are in {partial or resume}: the same command goes on behind them"
     with progress_bar(f"bench {name}", None, quiet=as_json, keeps=keeps if resume else "nothing is kept") as advance:
         record = benches.run_suite(
             suite, advance, only=only, resume=resume, libraries=libraries, say=print_note, **options
         )
-        slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
+        slower = benches.confirm_slower(benches.compare(record, baseline), baseline, advance) if baseline else []
     path = benches.save(record, out)
     if partial is not None:
         partial.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def measure_suite(
         console.print(f"[bold]{escape(benches.title(record))}[/]", highlight=False)
         for title, columns, rows in benches.as_tables(record):
             console.print(table(title, columns, rows))
-        written(path, picture)
+        print_written(path, picture)
         for line in slower:
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:

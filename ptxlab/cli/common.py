@@ -95,9 +95,9 @@ def exit_code(error: PtxlabError) -> int:
     return UNDECIDED if isinstance(error, OutOfTime) else BAD_INPUT
 
 
-def print_json(value: Any) -> None:
+def print_json(document: Any) -> None:
     """Print JSON on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def print_note(line: str) -> None:
@@ -200,11 +200,11 @@ def interruptible(state: Callable[[], str]) -> Iterator[None]:
 def download_bar(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar that appears with the first bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with RichProgress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
-        task = bar.add_task(f"download {name}", visible=False)
+    with RichProgress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as display:
+        task = display.add_task(f"download {name}", visible=False)
 
         def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
+            display.update(task, completed=done, total=total, visible=True)
 
         yield progress
 
@@ -217,24 +217,26 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
 
     Names in the first column and words in the headers are not broken, however narrow the terminal is.
     """
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    rich_table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False
+    )
     cells = [[escape(str(cell)) for cell in row] for row in rows]
     for index, column in enumerate(columns):
         header = column.removesuffix(">")
         widest = max((len(row[index]) for row in cells), default=0)
-        least = max(map(len, header.split()), default=1)
+        min_width = max(map(len, header.split()), default=1)
         if index == 0:
-            least = min(max(least, widest), _NAME_WIDTH)
-        made.add_column(
+            min_width = min(max(min_width, widest), _NAME_WIDTH)
+        rich_table.add_column(
             header,
             justify="right" if column.endswith(">") else "left",
             overflow="fold",
-            min_width=least,
-            no_wrap=max(widest, len(header)) <= least,  # or Rich shrinks it first, and cuts off the last column
+            min_width=min_width,
+            no_wrap=max(widest, len(header)) <= min_width,  # or Rich shrinks it first, and cuts off the last column
         )
     for row in cells:
-        made.add_row(*row)
-    return made
+        rich_table.add_row(*row)
+    return rich_table
 
 
 def sizes_text(sizes: Mapping[str, Any]) -> str:
@@ -244,7 +246,7 @@ def sizes_text(sizes: Mapping[str, Any]) -> str:
     )
 
 
-def written(*paths: Path | None) -> None:
+def print_written(*paths: Path | None) -> None:
     """Say which files a command wrote."""
     for path in filter(None, paths):
         console.print(f"written: {escape(str(path))}", soft_wrap=True, highlight=False)
@@ -262,15 +264,15 @@ class CommandLineError(PtxlabError):
     """Options that do not fit together, or a value that an option does not take."""
 
 
-def expects(option: str, what: str, got: object) -> CommandLineError:
+def expects(option: str, expectation: str, got: object) -> CommandLineError:
     """Return the error `--from expects a .ncu-rep or .json file, got k.npz`."""
-    return CommandLineError(f"{option} expects {what}, got {got}{nearest_of(what, got)}")
+    return CommandLineError(f"{option} expects {expectation}, got {got}{nearest_of(expectation, got)}")
 
 
 def refuse(options: Mapping[str, Any], reason: str) -> None:
     """Raise CommandLineError for the first of the options that was given: `--set needs a launch`."""
-    for name, value in options.items():
-        if value is not None:
+    for name, setting in options.items():
+        if setting is not None:
             raise CommandLineError(f"{name} {reason}")
 
 

@@ -102,10 +102,12 @@ def _row(terminal: "Terminal", line: str) -> dict[str, Any]:
 
     There is no line at the end of the launch.
     """
-    said, refused = terminal.answer(line)
+    output, refused = terminal.answer(line)
     moment = terminal.commands.session.now.moment
-    at = None if moment.ended else {"path": moment.instruction.path, "line": moment.instruction.line, "pc": moment.pc}
-    return {"command": line, "says": said.splitlines(), "refused": refused, "dispatch": moment.position, "at": at}
+    place = (
+        None if moment.ended else {"path": moment.instruction.path, "line": moment.instruction.line, "pc": moment.pc}
+    )
+    return {"command": line, "says": output.splitlines(), "refused": refused, "dispatch": moment.position, "at": place}
 
 
 class Terminal(cmd.Cmd):

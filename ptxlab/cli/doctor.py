@@ -17,7 +17,7 @@ PANEL = "Project"
 
 
 @dataclass(frozen=True)
-class Item:
+class Component:
     """A tool or library that ptxlab can use: whether it works, what it is, and how to get it."""
 
     name: str
@@ -30,35 +30,35 @@ class Item:
         return asdict(self)
 
 
-def examine() -> list[Item]:
+def examine() -> list[Component]:
     """Examine this machine."""
     python = ".".join(map(str, sys.version_info[:3]))
     return [
-        Item("ptxlab", True, f"{__version__}, Python {python}"),
-        Item("backend emulator", True, "runs PTX on the CPU; always available"),
+        Component("ptxlab", True, f"{__version__}, Python {python}"),
+        Component("backend emulator", True, "runs PTX on the CPU; always available"),
         _gpu(),
         *(_tool(tool) for tool in toolchain.TOOLS),
         *_nsight(),
         _model_libraries(),
         *_trained_weights(),
         _cache(),
-        *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in gpu_tests.warnings()),
+        *(Component("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in gpu_tests.warnings()),
     ]
 
 
-def _gpu() -> Item:
+def _gpu() -> Component:
     reason = gpu.why_not(None)
     if reason is None:
-        return Item("backend gpu", True, str(gpu.device_info()))
-    return Item("backend gpu", False, reason, gpu.remedy())
+        return Component("backend gpu", True, str(gpu.device_info()))
+    return Component("backend gpu", False, reason, gpu.remedy())
 
 
-def _tool(tool: str) -> Item:
+def _tool(tool: str) -> Component:
     uses = {"nvrtc": "compiles .cu", "ptxas": "assembles .ptx, counts registers", "nvdisasm": "shows and counts SASS"}
-    found = toolchain.version(tool)
-    if found is None:
-        return Item(tool, False, uses[tool], toolchain.missing()[tool])
-    return Item(tool, True, f"{found}: {uses[tool]}{_mixed_release(tool, found)}")
+    version = toolchain.version(tool)
+    if version is None:
+        return Component(tool, False, uses[tool], toolchain.missing()[tool])
+    return Component(tool, True, f"{version}: {uses[tool]}{_mixed_release(tool, version)}")
 
 
 def _mixed_release(tool: str, version: str) -> str:
@@ -69,43 +69,46 @@ def _mixed_release(tool: str, version: str) -> str:
     return f"; of another release than ptxas, {ptxas}: instruction counts can differ from the records"
 
 
-def _nsight() -> list[Item]:
+def _nsight() -> list[Component]:
     version, use = nsight.version(), "metrics and stall samples for `ptxlab profile`"
-    ncu = Item("ncu", bool(version), f"{version}: {use}" if version else use, "" if version else nsight.INSTALL)
+    ncu = Component("ncu", bool(version), f"{version}: {use}" if version else use, "" if version else nsight.INSTALL)
     try:
         nsight.require_reader()
     except UnavailableError as error:
-        return [ncu, Item("ncu-report", False, "reads ncu's reports", str(error).rpartition("; ")[2])]
-    return [ncu, Item("ncu-report", True, "reads ncu's reports, also without a GPU")]
+        return [ncu, Component("ncu-report", False, "reads ncu's reports", str(error).rpartition("; ")[2])]
+    return [ncu, Component("ncu-report", True, "reads ncu's reports, also without a GPU")]
 
 
-def _model_libraries() -> Item:
+def _model_libraries() -> Component:
     absent = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
     remedy = "python -m pip install 'ptxlab[model]'" if absent else ""
-    return Item("models", not absent, "reads GGUF files and tokenizers", remedy)
+    return Component("models", not absent, "reads GGUF files and tokenizers", remedy)
 
 
-def _trained_weights() -> list[Item]:
+def _trained_weights() -> list[Component]:
     """List the weights that `ptxlab weights` downloads."""
     return [
-        Item(f"weights {name}", found is not None, w.summary, "" if found else f"ptxlab weights {name}")
-        for name, w in downloads.KNOWN.items()
-        for found in [downloads.find(name)]
+        Component(f"weights {name}", path is not None, known_weights.summary, "" if path else f"ptxlab weights {name}")
+        for name, known_weights in downloads.KNOWN.items()
+        for path in [downloads.find(name)]
     ]
 
 
-def _cache() -> Item:
+def _cache() -> Component:
     try:
         cache.get_or_make(cache.key_of("doctor"), ".probe", lambda: b"ptxlab")
     except FileError as error:
-        return Item("cache", False, str(error), f"set {cache.VARIABLE} to a folder that can be written to")
-    return Item("cache", True, str(cache.directory()))
+        return Component("cache", False, str(error), f"set {cache.VARIABLE} to a folder that can be written to")
+    return Component("cache", True, str(cache.directory()))
 
 
 def doctor(as_json: AsJson = False) -> None:
     """Say what is installed, which backends work, and what to install for the rest."""
-    items = examine()
+    components = examine()
     if as_json:
-        return print_json([item.to_json() for item in items])
-    cells = [(item.name, "yes" if item.works else "no", item.detail, item.remedy) for item in items]
+        return print_json([component.to_json() for component in components])
+    cells = [
+        (component.name, "yes" if component.works else "no", component.detail, component.remedy)
+        for component in components
+    ]
     console.print(table("", ("", "here", "what", "to get it"), cells))

@@ -136,11 +136,11 @@ def init(
     texts = files(name, line)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as scratch:
-            whole = Path(scratch) / name
+            unfinished = Path(scratch) / name
             for path, text in texts.items():
-                (whole / path).parent.mkdir(parents=True, exist_ok=True)
-                (whole / path).write_text(text, encoding="utf-8")
-            whole.rename(folder)
+                (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+                (unfinished / path).write_text(text, encoding="utf-8")
+            unfinished.rename(folder)
     except OSError as error:
         raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
     if as_json:
@@ -189,14 +189,14 @@ def installed_folder() -> str | None:
 
 def files(name: str, requirement: str) -> dict[str, str]:
     """Return the project's files: path -> text."""
-    own = {
+    templates = {
         f"{name}.cu": KERNEL,
         f"{name}.py": SPEC,
         f"test_{name}.py": TEST,
         f"{name}.ipynb": _notebook(),
         ".github/workflows/kernels.yml": WORKFLOW,
     }
-    return {path: text.replace("my_kernel", name) for path, text in own.items()} | {
+    return {path: text.replace("my_kernel", name) for path, text in templates.items()} | {
         "requirements.txt": f"{requirement}\npytest>=8\n"
     }
 

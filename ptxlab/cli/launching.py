@@ -15,8 +15,8 @@ from ptxlab.emulator import EmulatorOptions, checks_of
 from ptxlab.emulator.options import KINDS
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays
-from ptxlab.runtime.arguments import in_order, output_variant, parse_defines, place_in_order
-from ptxlab.runtime.inputs import Given, parse_argument, place_arguments, uninitialised_names
+from ptxlab.runtime.arguments import order_arguments, output_variant, parse_defines, place_in_order
+from ptxlab.runtime.inputs import CommandArgument, parse_argument, place_arguments, uninitialised_names
 from ptxlab.runtime.results import compare, split_expected
 from ptxlab.runtime.schedules import CHECK, CHECKED, Difference, Schedule, first_differences
 from ptxlab.sources import Source
@@ -124,8 +124,10 @@ def run_on_schedules(
         finding_keys = {(f.kind, f.path, f.line, f.callers) for f in findings}
         findings += [f for f in scheduled_outcome.findings if (f.kind, f.path, f.line, f.callers) not in finding_keys]
         for difference in first_differences(outcome.outputs, scheduled_outcome.outputs, (schedules[0], schedule)):
-            array, its = outcome.outputs[difference.name], scheduled_outcome.outputs[difference.name]
-            if not (reorders and array.dtype.kind == "f" and not compare(difference.name, its, array).wrong):
+            array, scheduled_array = outcome.outputs[difference.name], scheduled_outcome.outputs[difference.name]
+            if not (
+                reorders and array.dtype.kind == "f" and not compare(difference.name, scheduled_array, array).wrong
+            ):
                 differences.setdefault(difference.name, difference)
     outcome = replace(outcome, findings=tuple(findings))
     return ScheduledRun(outcome, tuple(schedules), tuple(differences.values()))
@@ -193,7 +195,7 @@ class Arguments:
     """
 
     arrays: Mapping[str, np.ndarray]
-    values: Sequence[Given]
+    values: Sequence[CommandArgument]
     expected: Mapping[str, np.ndarray]
     uninitialised: Sequence[str] = ()
 
@@ -234,7 +236,7 @@ def solve(
     else:
         placed, unset = arrays, []
     unset += map(kernel.parameter, arguments.uninitialised)
-    return FileLaunch(kernel, in_order(kernel.name, kernel.signature, placed), geometry, unset)
+    return FileLaunch(kernel, order_arguments(kernel.name, kernel.signature, placed), geometry, unset)
 
 
 def load_file(source: Source, entry: str | None, options: FileOptions) -> runtime.Kernel:
@@ -253,7 +255,7 @@ def _solve_spec(
     sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in shaped}
     inputs = {name: array for name, array in arrays.items() if name in shaped}
     constants = output_variant(spec, None)
-    return runtime.solve_launch(spec, source, inputs, sizes=sizes, unchecked=unchecked, wanted=constants)
+    return runtime.solve_launch(spec, source, inputs, sizes=sizes, unchecked=unchecked, overrides=constants)
 
 
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:

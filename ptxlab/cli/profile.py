@@ -26,12 +26,12 @@ from ptxlab.cli.common import (
     dims,
     expects,
     print_json,
+    print_written,
     progress_bar,
     refuse,
     require_file,
     sizes_text,
     table,
-    written,
 )
 from ptxlab.profile import nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
@@ -67,8 +67,14 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Profile one warmed-up launch under Nsight Compute: throughput, stall reasons, and the source lines that stall."""
-    of_files: dict[str, Any] = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch}
-    of_files |= {"-D": define, "-I": include, "--std": std}
+    file_options: dict[str, Any] = {
+        "--in": inputs,
+        "--grid": grid,
+        "--block": block,
+        "--shared": shared,
+        "--arch": arch,
+    }
+    file_options |= {"-D": define, "-I": include, "--std": std}
     sizes = parse_sizes("--shape", shape) if shape is not None else {}
     if (target is None) == (saved is None):
         raise CommandLineError("profile expects either a kernel or --from FILE")
@@ -80,17 +86,17 @@ def profile(
     require_file("--out", out, ".json")
     require_file("--plot", plot, *PICTURES)
     refuse({"--keep": saved and keep}, "needs a launch, and --from launches nothing")
-    read = {Path(named).suffix for named in (target or saved, compare) if named}
-    if read <= set(profiles.SAVED):
-        refuse({"--set": None if chosen == "quick" else chosen, **of_files}, "needs a launch")
-    if read == {".json"}:
+    suffixes = {Path(named).suffix for named in (target or saved, compare) if named}
+    if suffixes <= set(profiles.SAVED):
+        refuse({"--set": None if chosen == "quick" else chosen, **file_options}, "needs a launch")
+    if suffixes == {".json"}:
         refuse({"--shape": shape}, "cannot change the sizes that a .json profile was made with")
 
-    def launched(named: str) -> LaunchTarget:
-        made = LaunchTarget(named, sizes)
-        if made.spec is not None:
-            refuse(of_files, f"is for files only: {made.spec.name} has a spec, which says it")
-            return made
+    def make_target(named: str) -> LaunchTarget:
+        job = LaunchTarget(named, sizes)
+        if job.spec is not None:
+            refuse(file_options, f"is for files only: {job.spec.name} has a spec, which says it")
+            return job
         refuse({"--shape": shape}, "is for kernels with a spec; a file takes --in, --grid and --block")
         if inputs is None:
             raise expects("--in", "an .npz with the arguments of the kernel by name", "nothing")
@@ -100,59 +106,59 @@ def profile(
 
     def page(named: str, keep: Path | None) -> Profile:
         if Path(named).suffix in profiles.SAVED:
-            return profiles.saved(Path(named), sizes)
-        return profiles.profile(launched(named), chosen=chosen, keep=keep)
+            return profiles.read_saved(Path(named), sizes)
+        return profiles.profile(make_target(named), metric_set=chosen, keep=keep)
 
     with progress_bar("profile", None, quiet=as_json) as advance:
         advance(target or str(saved))
-        found = [page(target or str(saved), keep)]
+        pages = [page(target or str(saved), keep)]
         if compare:
             advance(compare)
-            found.append(page(compare, None))
-    words = nsight.differences(*found) if compare else []
+            pages.append(page(compare, None))
+    words = nsight.differences(*pages) if compare else []
     if out is not None:
-        nsight.save(found[0], out)
+        nsight.save(pages[0], out)
     if plot is not None:
         from ptxlab.plot import save  # Matplotlib takes half a second that others need not pay
         from ptxlab.profile.plot import page_figure
 
-        save(page_figure(found, words), plot)
+        save(page_figure(pages, words), plot)
     if as_json:
-        values = [one.to_json() for one in found]
+        values = [entry.to_json() for entry in pages]
         return print_json({"profiles": values, "differences": words} if compare else values[0])
-    show(found, words)
-    written(out, plot, keep)
+    show(pages, words)
+    print_written(out, plot, keep)
 
 
-def show(found: Sequence[Profile], words: Sequence[str]) -> None:
+def show(pages: Sequence[Profile], words: Sequence[str]) -> None:
     """Print the page, or two beside each other."""
-    kernels = [f"{one.kernel}>" for one in found]
-    rows = [("problem", *(sizes_text(one.sizes) or "-" for one in found))]
+    kernels = [f"{page.kernel}>" for page in pages]
+    rows = [("problem", *(sizes_text(page.sizes) or "-" for page in pages))]
     rows += [
-        (figure.label, *(nsight.amount(figure, one.figures.get(figure.name)) for one in found))
+        (figure.label, *(nsight.amount(figure, page.figures.get(figure.name)) for page in pages))
         for figure in nsight.FIGURES
-        if any(figure.name in one.figures for one in found)
+        if any(figure.name in page.figures for page in pages)
     ]
-    console.print(table(", ".join(dict.fromkeys(one.device for one in found)), ("", *kernels), rows))
-    reasons = sorted({r for one in found for r in one.stalls}, key=lambda r: -max(o.stalls.get(r, 0) for o in found))
-    cells = [(reason.replace("_", " "), *(f"{one.stalls.get(reason, 0):.1%}" for one in found)) for reason in reasons]
+    console.print(table(", ".join(dict.fromkeys(page.device for page in pages)), ("", *kernels), rows))
+    reasons = sorted({r for page in pages for r in page.stalls}, key=lambda r: -max(o.stalls.get(r, 0) for o in pages))
+    cells = [(reason.replace("_", " "), *(f"{page.stalls.get(reason, 0):.1%}" for page in pages)) for reason in reasons]
     console.print(table("Stalls by reason", ("", *kernels), [row for row in cells if set(row[1:]) != {"0.0%"}]))
-    for one in found:
-        title = f"{one.kernel}: lines with most stalls ({one.samples:,} warps sampled, {one.issuing:.0%} issuing)"
+    for page in pages:
+        title = f"{page.kernel}: lines with most stalls ({page.samples:,} warps sampled, {page.issuing:.0%} issuing)"
         console.print(f"[bold]{title}[/]", soft_wrap=True)
-        for carrier in one.carriers:
-            console.print(escape(_carried(carrier)), highlight=False, soft_wrap=True)
+        for carrier in page.carriers:
+            console.print(escape(_describe_carrier(carrier)), highlight=False, soft_wrap=True)
         console.print()
     for sentence in words:
         console.print(escape(sentence), soft_wrap=True, highlight=False)
 
 
-def _carried(carrier: nsight.Carrier) -> str:
+def _describe_carrier(carrier: nsight.Carrier) -> str:
     """Format a line's share of the stalls and its two most frequent reasons.
 
     Its source follows, and its instruction with most stalls.
     """
-    most = list(carrier.reasons.items())[:2]
-    reasons = ", ".join(f"{reason.replace('_', ' ')} {share / carrier.share:.0%}" for reason, share in most)
+    top_reasons = list(carrier.reasons.items())[:2]
+    reasons = ", ".join(f"{reason.replace('_', ' ')} {share / carrier.share:.0%}" for reason, share in top_reasons)
     texts = [textwrap.shorten(text, _WIDEST, placeholder=" …") for text in (carrier.text, carrier.sass) if text]
     return "\n        ".join([f"{carrier.share:6.1%}  {carrier.where}: {reasons}", *texts])

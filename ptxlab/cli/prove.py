@@ -22,11 +22,11 @@ from ptxlab.cli.common import (
     dims,
     notes,
     print_json,
+    print_written,
     progress_bar,
     refuse,
     require_file,
     table,
-    written,
 )
 from ptxlab.errors import OutOfTime
 from ptxlab.io.files import save_arrays
@@ -93,9 +93,9 @@ def prove(
     if quick and not everything:
         raise CommandLineError("--quick needs --all")
     if everything:
-        given = {"--assume": assume, "--claim": claim, "--equals": equals, "--unchecked": unchecked or None}
-        refuse(given, "is for one kernel, not for --all")
-    ends = monotonic() + total_seconds if total_seconds else None
+        kernel_options = {"--assume": assume, "--claim": claim, "--equals": equals, "--unchecked": unchecked or None}
+        refuse(kernel_options, "is for one kernel, not for --all")
+    deadline = monotonic() + total_seconds if total_seconds else None
     from ptxlab.prove.kernels import claims_of, claims_on_file, claims_on_spec
 
     claims: list[Claim] = []
@@ -111,14 +111,16 @@ def prove(
                     include=include or (),
                     std=std,
                 )
-                other = _kernel(equals) if equals else None
-                where = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
+                compared_kernel = _kernel(equals) if equals else None
+                launch_geometry = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
                 title = f"follow {Path(kernel.source.path).name}"
                 with (
                     progress_bar(title, None, quiet=as_json) as advance,
-                    time_limit(*_least(seconds, ends, total_seconds, f"{title}: not at its end")),
+                    time_limit(*_nearer_limit(seconds, deadline, total_seconds, f"{title}: not at its end")),
                 ):
-                    claims += claims_on_file(kernel, claim or [], assume or [], where, other, advance)
+                    claims += claims_on_file(
+                        kernel, claim or [], assume or [], launch_geometry, compared_kernel, advance
+                    )
                 continue
             only = {"--grid": grid, "--block": block, "--arch": arch, "-D": define}
             refuse(only, f"is for files only: {spec.name} has a spec, which says it")
@@ -139,24 +141,26 @@ def prove(
         raise CommandLineError(f"{', '.join(targets or [])}: the spec has no claims; give --claim")
     outcomes = []
     with progress_bar("prove", len(claims), quiet=as_json) as advance:
-        for one in claims:
-            advance(f"{one.subject}: {one.name}")
+        for next_claim in claims:
+            advance(f"{next_claim.subject}: {next_claim.name}")
             try:
-                with time_limit(ends and max(0.001, ends - monotonic()), ""):
-                    outcomes.append(decide(one, seconds=seconds, solver=solver, say=advance.say))
+                with time_limit(deadline and max(0.001, deadline - monotonic()), ""):
+                    outcomes.append(decide(next_claim, seconds=seconds, solver=solver, say=advance.say))
             except OutOfTime:
-                outcomes.append(Decision(one, "undecided", 0.0, solver))
+                outcomes.append(Decision(next_claim, "undecided", 0.0, solver))
             if not notes.is_terminal and not as_json:  # a log instead of a bar
-                said = f"{one.subject}: {one.name}: {_verdict(outcomes[-1])}, {outcomes[-1].seconds:.2f} s"
-                notes.print(said, soft_wrap=True, highlight=False, markup=False)
+                line = (
+                    f"{next_claim.subject}: {next_claim.name}: {_verdict(outcomes[-1])}, {outcomes[-1].seconds:.2f} s"
+                )
+                notes.print(line, soft_wrap=True, highlight=False, markup=False)
     _report(outcomes, counterexample, as_json)
 
 
-def _least(seconds: float, ends: float | None, total: float | None, task: str) -> tuple[float, str]:
+def _nearer_limit(seconds: float, deadline: float | None, total: float | None, task: str) -> tuple[float, str]:
     """Return the nearer of two limits of time, and the message that says which it was."""
-    left = seconds if ends is None else ends - monotonic()
-    if left < seconds:
-        return max(0.001, left), f"{task} after --total-seconds {total:g}"
+    remaining = seconds if deadline is None else deadline - monotonic()
+    if remaining < seconds:
+        return max(0.001, remaining), f"{task} after --total-seconds {total:g}"
     return seconds, f"{task} after --seconds {seconds:g}"
 
 
@@ -185,9 +189,11 @@ def _report(outcomes: list[Decision], path: Path | None, as_json: bool) -> None:
                 for line in o.explanation.lines:
                     console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
                 if o.explanation.command:
-                    at = path if o.explanation is shown and path else "FILE.npz"
-                    console.print(f"  {escape(o.explanation.command)} --in {at}", soft_wrap=True, highlight=False)
-        written(path if shown is not None else None)
+                    arguments_file = path if o.explanation is shown and path else "FILE.npz"
+                    console.print(
+                        f"  {escape(o.explanation.command)} --in {arguments_file}", soft_wrap=True, highlight=False
+                    )
+        print_written(path if shown is not None else None)
     failed = [o for o in outcomes if not o.as_expected]
     if any(o.verdict != "undecided" for o in failed):
         raise typer.Exit(FAILED)

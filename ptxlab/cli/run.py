@@ -32,12 +32,12 @@ from ptxlab.cli.common import (
     exit_code,
     expects,
     print_json,
+    print_written,
     progress_bar,
     refuse,
     require_file,
     sizes_text,
     table,
-    written,
 )
 from ptxlab.cli.launching import (
     Arguments,
@@ -111,20 +111,20 @@ def show(
 ) -> None:
     """Show a kernel: contract, arguments, rules and source; for load_* kernels also which lane gets which weights."""
     require_file("--plot", plot, *PICTURES)
-    found = registry.resolve_all(name)
+    kernels = registry.resolve_all(name)
     if plot is not None:
-        spec = found[0][0]
-        pictures = None if len(found) > 1 or spec is None else _pictures(spec)
+        spec = kernels[0][0]
+        pictures = None if len(kernels) > 1 or spec is None else _pictures(spec)
         if spec is None or pictures is None:
-            drawn = ", ".join(f"one {each.kernels}" for _, each in registry.load_all("pictures"))
+            drawn = ", ".join(f"one {family_pictures.kernels}" for _, family_pictures in registry.load_all("pictures"))
             raise expects("--plot", drawn, name)
         from ptxlab.plot import save
 
         save(pictures.figure(spec), plot)
     if as_json:
-        shown = [_as_json(spec, sources) for spec, sources, _ in found]
+        shown = [_as_json(spec, sources) for spec, sources, _ in kernels]
         return print_json(shown if len(shown) > 1 else shown[0])
-    for spec, sources, _ in found:
+    for spec, sources, _ in kernels:
         if spec is not None and "." not in name:
             _show_contract(spec)
         for source in sources:
@@ -132,7 +132,7 @@ def show(
                 console.print(f"\n[dim]{escape(source.label)}[/]")
             _print_source(source)
     if "." not in name:
-        written(plot)
+        print_written(plot)
 
 
 def _as_json(spec: KernelSpec | None, sources: Iterable[Source]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def run(
         files = FileOptions(grid, block, shared, arch, define, include, std)
         launch = solve(spec, source, entry, arguments, unchecked, files)
         if unneeded:
-            return _unneeded(launch, options if options.checks else options.add_checks(emulator.CHECKS), as_json)
+            return _show_unneeded(launch, options if options.checks else options.add_checks(emulator.CHECKS), as_json)
         with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
             run_ = run_on_schedules(launch, backend, options, schedules)
     outcome, written = run_.outcome, {name: run_.outcome.outputs[name] for name in run_.outcome.written}
@@ -318,23 +318,23 @@ def _print_errors(form: str, as_json: bool, path: str) -> Iterator[None]:
         raise
 
 
-def _unneeded(launch: SolvedLaunch, options: emulator.EmulatorOptions, as_json: bool) -> None:
+def _show_unneeded(launch: SolvedLaunch, options: emulator.EmulatorOptions, as_json: bool) -> None:
     """Show which fences and waits of a kernel its runs need."""
 
     def attempt(mode: str, seed: int, without: frozenset[emulator.Statement]) -> emulator.Ran:
         changed = replace(options, mode=mode, seed=seed, without=without)
         outcome = launch.copy_arrays().run(backend="emulator", options=changed)
-        found = tuple(f"{f.kind} at {Path(f.path).name}:{f.line}" for f in outcome.findings)
-        return emulator.Ran(found, b"".join(a.tobytes() for a in outcome.outputs.values()))
+        findings = tuple(f"{f.kind} at {Path(f.path).name}:{f.line}" for f in outcome.findings)
+        return emulator.Ran(findings, b"".join(a.tobytes() for a in outcome.outputs.values()))
 
     statements = emulator.statements_of(launch.kernel.module.entries[launch.kernel.entry])
-    told = dict.fromkeys(statements, ("not tried", ""))
+    verdicts = dict.fromkeys(statements, ("not tried", ""))
     with progress_bar("unneeded", sum(s.is_tried for s in statements), quiet=as_json) as advance:
         for need in emulator.needs_of(statements, attempt):
             verdict = "needed" if need.why else "another does its work" if need.stands_in else "no run needed it"
-            told[need.statement] = verdict, need.why
+            verdicts[need.statement] = verdict, need.why
             advance(str(need.statement))
-    rows = [{**asdict(statement), "verdict": verdict, "why": why} for statement, (verdict, why) in told.items()]
+    rows = [{**asdict(statement), "verdict": verdict, "why": why} for statement, (verdict, why) in verdicts.items()]
     if as_json:
         return print_json(rows)
     cells = [
@@ -430,8 +430,8 @@ def _verify(
         for v in verdicts:
             groups.setdefault((v.kernel, v.backend), []).append(v)
         cells = [
-            (kernel, on, f"{sum(v.passed for v in group)}/{len(group)}", _worst(group).detail)
-            for (kernel, on), group in groups.items()
+            (kernel, job_backend, f"{sum(v.passed for v in group)}/{len(group)}", _worst(group).detail)
+            for (kernel, job_backend), group in groups.items()
         ]
         console.print(table("", ("kernel", "backend", "passed>", "first failing case, or what held"), cells))
         for line in skipped:
@@ -451,12 +451,12 @@ def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
     added = []
     for job in {(job.label, job.backend): job for job in jobs}.values():
         usual = job.spec.example_sizes[0]
-        own = {symbol: size for symbol, size in usual.items() if isinstance(size, float)}
-        given = {symbol: size for symbol, size in sizes.items() if symbol in usual}
-        merge_sizes("--shape", job.spec, usual, given)  # refuses sizes below 1
-        own |= given
-        job.spec.check_sizes(own)
-        added.append(Job(job.spec, job.source, job.backend, own))
+        job_sizes = {symbol: size for symbol, size in usual.items() if isinstance(size, float)}
+        requested = {symbol: size for symbol, size in sizes.items() if symbol in usual}
+        merge_sizes("--shape", job.spec, usual, requested)  # refuses sizes below 1
+        job_sizes |= requested
+        job.spec.check_sizes(job_sizes)
+        added.append(Job(job.spec, job.source, job.backend, job_sizes))
     return added
 
 

@@ -23,21 +23,21 @@ def sanitize(
 ) -> None:
     """Verify kernels on the GPU under NVIDIA's compute-sanitizer."""
     tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
-    if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
+    if unknown := [candidate for candidate in tools if candidate not in sanitizer.TOOLS]:
         raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
     chains = registry.entries("chains")
-    found = [spec for name in names if name not in chains for spec, *_ in registry.resolve_all(name)]
-    chosen = [spec.label for spec in found if spec is not None]
-    if len(chosen) < len(found):
+    specs = [spec for name in names if name not in chains for spec, *_ in registry.resolve_all(name)]
+    chosen = [spec.label for spec in specs if spec is not None]
+    if len(chosen) < len(specs):
         raise expects("sanitize", "kernels or families", ", ".join(names))
     chosen += [name for name in chains if name in names]
-    results = list[sanitizer.SanitizerResult]()
+    verdicts = list[sanitizer.SanitizerResult]()
     with progress_bar("sanitize", len(tools), quiet=as_json) as advance:
-        for each in tools:
-            results += sanitizer.sanitize(each, chosen, shape)
-            advance(each)
+        for tool_name in tools:
+            verdicts += sanitizer.sanitize(tool_name, chosen, shape)
+            advance(tool_name)
     if as_json:
-        print_json([asdict(v) for v in results])
+        print_json([asdict(v) for v in verdicts])
     else:
         cells = [
             (
@@ -46,11 +46,11 @@ def sanitize(
                 v.summary,
                 f"{v.seconds:.0f} s",
             )
-            for v in results
+            for v in verdicts
         ]
         console.print(table("compute-sanitizer", ("tool", "on", "found", "took>"), cells))
-        for v in results:
+        for v in verdicts:
             if v.first:
                 console.print(f"{v.tool}, {', '.join(v.kernels)}, first report:\n{escape(v.first)}", highlight=False)
-    if any(v.problems for v in results):
+    if any(v.problems for v in verdicts):
         raise typer.Exit(FAILED)

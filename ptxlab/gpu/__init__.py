@@ -7,11 +7,11 @@ through `launch`, on the caller's stream.
 from ptxlab.gpu.architecture import compiling_for, target, why_not_compiled
 from ptxlab.gpu.arrays import (
     ALIGNMENT,
+    allocating_elsewhere,
     as_array,
     caller_stream,
     check_alignment,
     copy_bytes,
-    elsewhere,
     empty,
     fetch,
     fill_bytes,
@@ -29,20 +29,21 @@ from ptxlab.gpu.device import DeviceInfo, available, card_id, device_info, remed
 from ptxlab.gpu.floats import float_instruction
 from ptxlab.gpu.graph import Graph, Timing, adopt, call_times, capture, time_calls
 from ptxlab.gpu.launch import bind, launch, prepare
-from ptxlab.gpu.marks import Marked, profiled
+from ptxlab.gpu.marks import NamedRange, profiling
 from ptxlab.gpu.module import GpuKernel, load, load_image
 from ptxlab.gpu.tensor_map import encode
-from ptxlab.gpu.view import View, current_device, flat_rows, handed, is_capturing, new, stream_handle, view
+from ptxlab.gpu.view import View, current_device, flat_rows, hand_to_caller, is_capturing, new, stream_handle, view
 
 __all__ = [
     "ALIGNMENT",
     "DeviceInfo",
     "GpuKernel",
     "Graph",
-    "Marked",
+    "NamedRange",
     "Timing",
     "View",
     "adopt",
+    "allocating_elsewhere",
     "as_array",
     "available",
     "bind",
@@ -55,7 +56,6 @@ __all__ = [
     "copy_bytes",
     "current_device",
     "device_info",
-    "elsewhere",
     "empty",
     "encode",
     "fetch",
@@ -64,7 +64,7 @@ __all__ = [
     "float_instruction",
     "free_pool",
     "gumbel",
-    "handed",
+    "hand_to_caller",
     "is_capturing",
     "is_device_array",
     "launch",
@@ -73,7 +73,7 @@ __all__ = [
     "load_image",
     "new",
     "prepare",
-    "profiled",
+    "profiling",
     "remedy",
     "stream_handle",
     "synchronize",

@@ -30,7 +30,7 @@ def free_pool() -> None:
 
 
 @contextmanager
-def elsewhere(nbytes: int) -> Iterator[None]:
+def allocating_elsewhere(nbytes: int) -> Iterator[None]:
     """Let arrays that are made inside lie elsewhere in memory: `nbytes` are taken first.
 
     CuPy's pool has nothing to reuse. What the driver hands out is its own affair: as a rule other memory than for the
@@ -40,11 +40,11 @@ def elsewhere(nbytes: int) -> Iterator[None]:
 
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
-    held = empty((nbytes,), np.uint8)
+    spacer = empty((nbytes,), np.uint8)
     try:
         yield
     finally:
-        del held
+        del spacer
         pool.free_all_blocks()
 
 
@@ -160,13 +160,13 @@ def fetch(array: Any) -> Callable[[], np.ndarray]:
     with caller_stream() as stream:
         host: np.ndarray = cupyx.empty_pinned(array.shape, array.dtype)
         cupy.asnumpy(array, stream=stream, out=host, blocking=False)
-        done = stream.record(cupy.cuda.Event(disable_timing=True))
+        copied = stream.record(cupy.cuda.Event(disable_timing=True))
 
-    def fetched() -> np.ndarray:
-        done.synchronize()
+    def wait() -> np.ndarray:
+        copied.synchronize()
         return host
 
-    return fetched
+    return wait
 
 
 def gumbel(seed: int) -> Callable[[tuple[int, ...]], Any]:
@@ -224,9 +224,9 @@ def caller_stream() -> AbstractContextManager[Any]:
     import cupy
 
     stream = cupy.cuda.get_current_stream()
-    theirs = 0 if stream.ptr else torch_stream()
-    mine: AbstractContextManager[Any] = borrow_stream(theirs) if theirs else stream
-    return mine
+    torch_handle = 0 if stream.ptr else torch_stream()
+    context: AbstractContextManager[Any] = borrow_stream(torch_handle) if torch_handle else stream
+    return context
 
 
 def torch_stream() -> int:

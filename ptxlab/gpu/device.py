@@ -105,8 +105,8 @@ def card_id() -> str:
     import cupy
     from cuda.bindings import driver
 
-    error, found = driver.cuDeviceGetUuid(cupy.cuda.Device().id)
-    return f"GPU-{UUID(bytes=found.bytes)}" if error == driver.CUresult.CUDA_SUCCESS else ""
+    error, uuid = driver.cuDeviceGetUuid(cupy.cuda.Device().id)
+    return f"GPU-{UUID(bytes=uuid.bytes)}" if error == driver.CUresult.CUDA_SUCCESS else ""
 
 
 def remedy() -> str:
@@ -149,7 +149,7 @@ def _why_no_gpu() -> str | None:
     if cuda is None:
         return "no NVIDIA driver found"
     if cuda < 12000:
-        return f"the driver supports CUDA {_dotted(cuda)}, and 12.0 is needed"
+        return f"the driver supports CUDA {_format_cuda_version(cuda)}, and 12.0 is needed"
     packages = [p for p in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(p)]
     if len(packages) > 1:
         return (
@@ -159,8 +159,12 @@ def _why_no_gpu() -> str | None:
         try:
             __import__(module)
         except ImportError as error:
-            what = "CuPy" if module == "cupy" else "cuda-bindings"
-            return f"{what} is not installed" if error.name in ("cupy", "cuda", "cuda.bindings") else f"{what}: {error}"
+            package = "CuPy" if module == "cupy" else "cuda-bindings"
+            return (
+                f"{package} is not installed"
+                if error.name in ("cupy", "cuda", "cuda.bindings")
+                else f"{package}: {error}"
+            )
     import cupy
 
     if cupy.__version__ == _BROKEN_CUPY:
@@ -188,13 +192,13 @@ def _driver_cuda_version() -> int | None:
 
 def _driver() -> str:
     try:
-        found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER_FILE.read_text(encoding="utf-8"))
+        match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:
-        found = None
-    return found[1] if found else f"CUDA {_dotted(_driver_cuda_version() or 0)}"
+        match = None
+    return match[1] if match else f"CUDA {_format_cuda_version(_driver_cuda_version() or 0)}"
 
 
-def _dotted(version: int) -> str:
+def _format_cuda_version(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

@@ -15,15 +15,15 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
 from ptxlab.gpu.device import DeviceInfo, device_info, why_not
-from ptxlab.gpu.marks import Marked
+from ptxlab.gpu.marks import NamedRange
 from ptxlab.gpu.module import GpuKernel
 from ptxlab.gpu.tensor_map import encode
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.spec import Launch
 
-_WITHOUT_ASKING = 48 * 1024  # shared memory, static included, that every kernel may use
+_DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory, static included, that every kernel may use
 _PORTABLE_CLUSTER = 8
-_MOST_SPREAD = 8  # blocks per SM: larger grids fill the SMs evenly by themselves
+_MAX_SPREAD_BLOCKS = 8  # blocks per SM: larger grids fill the SMs evenly by themselves
 
 
 def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written: Collection[int] | None = None) -> None:
@@ -50,25 +50,27 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
         on_device: list[Any] = list(args)
         copies: dict[tuple[Any, ...], Any] = {}
 
-        def copied(a: np.ndarray) -> Any:
+        def copy_to_device(a: np.ndarray) -> Any:
             """Copy an array to the device; an array that is passed twice becomes one buffer, as in the emulator."""
-            where = a.ctypes.data, a.shape, a.strides, a.dtype.str
-            if where not in copies:
-                copies[where] = cupy.asarray(a, order="C")
-            return copies[where]
+            key = a.ctypes.data, a.shape, a.strides, a.dtype.str
+            if key not in copies:
+                copies[key] = cupy.asarray(a, order="C")
+            return copies[key]
 
         for i, a in enumerate(args):
             if isinstance(a, np.ndarray):
-                on_device[i] = copied(a)
+                on_device[i] = copy_to_device(a)
             elif isinstance(a, TensorMap) and isinstance(a.array, np.ndarray):
-                on_device[i] = replace(a, array=copied(a.array))
+                on_device[i] = replace(a, array=copy_to_device(a.array))
                 on_host[i] = a.array
         _launch(kernel, pack(kernel, on_device), geometry, stream.ptr)
-        back = [i for i, a in on_host.items() if (a.flags.writeable if written is None else i in written)]
+        read_back = [i for i, a in on_host.items() if (a.flags.writeable if written is None else i in written)]
         try:
-            for i in back:
-                made = on_device[i]
-                on_host[i][...] = cupy.asnumpy(made.array if isinstance(made, TensorMap) else made)
+            for i in read_back:
+                device_argument = on_device[i]
+                on_host[i][...] = cupy.asnumpy(
+                    device_argument.array if isinstance(device_argument, TensorMap) else device_argument
+                )
             if copies:
                 stream.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -93,11 +95,11 @@ def prepare(kernel: GpuKernel, args: Sequence[Any], geometry: Launch) -> Callabl
     return lambda: _launch(kernel, packed, geometry, cupy.cuda.get_current_stream().ptr)
 
 
-class Packed:
+class PackedArguments:
     """Kernel arguments as the driver takes them: an array of pointers to values, which this object keeps alive."""
 
     def __init__(self, values: list[bytes], owners: Sequence[Any]) -> None:
-        self._values = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        self._values = [ctypes.create_string_buffer(raw, len(raw)) for raw in values]
         self._pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, self._values))
         self._owners = owners
 
@@ -107,7 +109,7 @@ class Packed:
         return ctypes.addressof(self._pointers)
 
 
-def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
+def pack(kernel: GpuKernel, args: Sequence[Any]) -> PackedArguments:
     """Pack device arrays, tensor maps over them, NumPy scalars and `bytes`.
 
     `ArgumentError` if number or size are not the parameters'.
@@ -115,12 +117,12 @@ def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
     sizes = kernel.parameter_bytes
     if sizes is not None and len(sizes) != len(args):
         raise ArgumentError(f"{kernel.name}: args", f"{len(sizes)} arguments", len(args))
-    with Marked(f"pack {kernel.name}"):
-        values = [_value(f"{kernel.name}: args[{i}]", arg) for i, arg in enumerate(args)]
-    for i, value in enumerate(values):
-        if sizes is not None and len(value) != sizes[i]:
-            raise ArgumentError(f"{kernel.name}: args[{i}]", f"a parameter of {sizes[i]} bytes", f"{len(value)} bytes")
-    return Packed(values, args)
+    with NamedRange(f"pack {kernel.name}"):
+        values = [_argument_bytes(f"{kernel.name}: args[{i}]", arg) for i, arg in enumerate(args)]
+    for i, raw in enumerate(values):
+        if sizes is not None and len(raw) != sizes[i]:
+            raise ArgumentError(f"{kernel.name}: args[{i}]", f"a parameter of {sizes[i]} bytes", f"{len(raw)} bytes")
+    return PackedArguments(values, args)
 
 
 def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
@@ -134,7 +136,7 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
         geometry: grid, block, cluster, dynamic shared memory.
 
     Returns:
-        A function of the address of the array of pointers to the arguments (see `Packed`), and of a stream's handle.
+        A function of the address of the array of pointers to the arguments (`PackedArguments`), and a stream's handle.
     """
     from cuda.bindings import driver
 
@@ -151,9 +153,9 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
         config = configs.get(stream)
         if config is None:
             config = configs[stream] = _config(geometry, attributes, stream)
-        result = enqueue(config, function, arguments, 0)
-        if result[0]:
-            _check(kernel, *result)
+        status = enqueue(config, function, arguments, 0)
+        if status[0]:
+            _check(kernel, *status)
 
     return launch
 
@@ -166,14 +168,14 @@ def spread_bytes(geometry: Launch, static: int, device: DeviceInfo) -> int:
     """
     sms = device.sms if geometry.cluster == (1, 1, 1) else device.sms * 7 // 8
     share = ceil_div(math.prod(geometry.grid), sms)
-    if share > _MOST_SPREAD:
+    if share > _MAX_SPREAD_BLOCKS:
         return 0
     reserved = device.shared_bytes_per_sm - device.shared_bytes  # of every block
     return max(0, device.shared_bytes_per_sm // share - reserved - static) // 128 * 128
 
 
-def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) -> None:
-    with Marked(f"launch {kernel.name}"):
+def _launch(kernel: GpuKernel, packed: PackedArguments, geometry: Launch, stream: int) -> None:
+    with NamedRange(f"launch {kernel.name}"):
         bind(kernel, geometry)(packed.address, stream)
 
 
@@ -194,10 +196,11 @@ def _attributes(kernel: GpuKernel, geometry: Launch) -> list[Any]:
     from cuda.bindings import driver
 
     function, identity = driver.CUfunction_attribute, driver.CUlaunchAttributeID
-    if geometry.shared_bytes + kernel.shared_bytes > _WITHOUT_ASKING:
+    if geometry.shared_bytes + kernel.shared_bytes > _DEFAULT_SHARED_BYTES:
         attribute = function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        most = device_info().shared_bytes - kernel.shared_bytes  # for every geometry: a bound launch sets it only once
-        _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, most))
+        # for every geometry: a bound launch sets it only once
+        max_dynamic_bytes = device_info().shared_bytes - kernel.shared_bytes
+        _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, max_dynamic_bytes))
     attributes = []
     if geometry.cluster != (1, 1, 1):
         if math.prod(geometry.cluster) > _PORTABLE_CLUSTER:
@@ -220,20 +223,20 @@ def _check_geometry(kernel: GpuKernel, geometry: Launch) -> None:
     threads = math.prod(geometry.block)
     if not 0 < threads <= kernel.max_threads:
         raise ArgumentError(f"{kernel.name}: block", f"1 to {kernel.max_threads} threads", f"{geometry.block}")
-    most = device_info().shared_bytes - kernel.shared_bytes
-    if geometry.shared_bytes > most:
-        rule = f"at most {most} bytes beside {kernel.shared_bytes} static ones"
+    max_dynamic_bytes = device_info().shared_bytes - kernel.shared_bytes
+    if geometry.shared_bytes > max_dynamic_bytes:
+        rule = f"at most {max_dynamic_bytes} bytes beside {kernel.shared_bytes} static ones"
         raise ArgumentError(f"{kernel.name}: shared_bytes", rule, geometry.shared_bytes)
     if min(geometry.grid) < 1 or any(g % c for g, c in zip(geometry.grid, geometry.cluster, strict=True)):
         raise ArgumentError(f"{kernel.name}: grid", f"whole clusters of {geometry.cluster}", f"{geometry.grid}")
 
 
-def _check(kernel: GpuKernel, result: Any, *_: Any) -> None:
-    if int(result):
-        raise LaunchError(f"{kernel.name}: the driver refused the launch: {getattr(result, 'name', result)}")
+def _check(kernel: GpuKernel, status: Any, *_: Any) -> None:
+    if int(status):
+        raise LaunchError(f"{kernel.name}: the driver refused the launch: {getattr(status, 'name', status)}")
 
 
-def _value(name: str, arg: Any) -> bytes:
+def _argument_bytes(name: str, arg: Any) -> bytes:
     if isinstance(arg, bytes | bytearray):
         return bytes(arg)
     if isinstance(arg, np.generic):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 
 
-class Marked:
+class NamedRange:
     """A named range around what happens within; it can be entered again and again. Nothing without CuPy.
 
     A class and no generator, as it stands around every launch: it costs 0.5 µs where nobody profiles.
@@ -24,7 +24,7 @@ class Marked:
 
 
 @contextmanager
-def profiled() -> Iterator[None]:
+def profiling() -> Iterator[None]:
     """Limit what a waiting profiler records to the launches inside.
 
     Such profilers are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`. The recording begins when

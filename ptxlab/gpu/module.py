@@ -46,8 +46,8 @@ class GpuKernel:
         sizes: list[int] = []
         try:
             while True:
-                result, _, size = driver.cuFuncGetParamInfo(self.handle, len(sizes))
-                if int(result):
+                status, _, size = driver.cuFuncGetParamInfo(self.handle, len(sizes))
+                if int(status):
                     return tuple(sizes)
                 sizes.append(int(size))
         except RuntimeError:  # the driver lacks the function
@@ -89,7 +89,7 @@ class GpuKernel:
         return int(self.raw.max_threads_per_block)
 
 
-_loaded: dict[tuple[object, ...], GpuKernel] = {}
+_kernels: dict[tuple[object, ...], GpuKernel] = {}
 
 
 def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolchain.NO_DEFINES) -> GpuKernel:
@@ -111,9 +111,9 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     is_cuda = source.language == "cu"
     content = toolchain.cuda_digest(source, arch, output=_kind(), defines=defines) if is_cuda else source.text
     key = (content, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
-    if key not in _loaded:
-        _loaded[key] = _load(source, entry, _file(source, arch, defines))
-    return _loaded[key]
+    if key not in _kernels:
+        _kernels[key] = _load(source, entry, _file(source, arch, defines))
+    return _kernels[key]
 
 
 def load_image(source: Source, image: toolchain.Image, entry: str) -> GpuKernel:
@@ -129,7 +129,7 @@ def _load(source: Source, entry: str, path: Path) -> GpuKernel:
         raw = cupy.RawModule(path=str(path)).get_function(entry)
         _ = raw.kernel  # CuPy loads at the latest now
     except RuntimeError as error:
-        raise _refused(source, entry, path, error) from None
+        raise _load_error(source, entry, path, error) from None
     return GpuKernel(entry, source, raw)
 
 
@@ -150,7 +150,7 @@ def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
     return cache.get_or_make(cache.key_of(source.text), ".ptx", source.text.encode)
 
 
-def _refused(source: Source, entry: str, path: Path, error: RuntimeError) -> CompileError | ArgumentError:
+def _load_error(source: Source, entry: str, path: Path, error: RuntimeError) -> CompileError | ArgumentError:
     """Ask the driver again, this time for its log."""
     if "NOT_FOUND" in str(error):
         return ArgumentError(f"{source.label}: entry", "an entry of that source", entry)
@@ -159,11 +159,11 @@ def _refused(source: Source, entry: str, path: Path, error: RuntimeError) -> Com
     log = bytearray(1 << 16)
     option = driver.CUjit_option
     options = [option.CU_JIT_ERROR_LOG_BUFFER, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
-    result, module = driver.cuModuleLoadDataEx(path.read_bytes() + b"\0", len(options), options, [log, len(log)])
-    if not int(result):
+    status, module = driver.cuModuleLoadDataEx(path.read_bytes() + b"\0", len(options), options, [log, len(log)])
+    if not int(status):
         driver.cuModuleUnload(module)
     text = log.partition(b"\0")[0].decode(errors="replace").strip()
-    found = nvrtc.PTXAS_ERROR.search(text)
-    line = int(found[1] or 0) if found else 0
-    problem = found[2] if found else text.partition("\n")[0] or str(error)
+    match = nvrtc.PTXAS_ERROR.search(text)
+    line = int(match[1] or 0) if match else 0
+    problem = match[2] if match else text.partition("\n")[0] or str(error)
     return CompileError(source.path, line, problem, nvrtc.excerpt(source, line), text)

@@ -28,7 +28,7 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }[tensor_map.swizzle]
     strides = [int(stride) for stride in reversed(array.strides[:-1])]
-    result, encoded = driver.cuTensorMapEncodeTiled(
+    status, encoded = driver.cuTensorMapEncodeTiled(
         element,
         array.ndim,
         address,
@@ -41,6 +41,6 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    if int(result):
-        raise ArgumentError(name, "a tensor map that the driver takes", getattr(result, "name", result))
+    if int(status):
+        raise ArgumentError(name, "a tensor map that the driver takes", getattr(status, "name", status))
     return ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)

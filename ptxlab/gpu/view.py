@@ -58,8 +58,8 @@ def view(name: str, array: Any) -> View:
         array = as_array(name, array)
     if not array._c_contiguous:  # `flags` make an object
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
-    data = array.data
-    return _view((data.ptr, array.shape, _name(array.dtype), data.device_id, array))
+    memory = array.data
+    return _view((memory.ptr, array.shape, _name(array.dtype), memory.device_id, array))
 
 
 def flat_rows(name: str, array: Any) -> tuple[Any, int]:
@@ -147,7 +147,7 @@ def new(example: Any, shape: tuple[int, ...], dtype: str) -> Any:
 _storage = cache(storage)
 
 
-def handed(array: Any, example: Any, dtype: str) -> Any:
+def hand_to_caller(array: Any, example: Any, dtype: str) -> Any:
     """Convert an array made by `new` to the caller's library, once everything that writes it is enqueued."""
     if type(array) is type(example):
         return array

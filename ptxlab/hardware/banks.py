@@ -68,7 +68,7 @@ def bank_use(addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = Tr
     `active` bool [..., 32]: lanes that take part. Raises ArgumentError: a width not in 1, 2, 4, 8, 16, a last axis that
     is not 32 lanes, a negative or misaligned address of an active lane.
     """
-    lanes, mask = _checked(addresses, width, active)
+    lanes, mask = _check_access(addresses, width, active)
     phase = _phases(lanes, width, mask, store)
     return _count(*np.broadcast_arrays(_words(lanes, width), phase[..., None], mask[..., None]))
 
@@ -106,8 +106,8 @@ def wavefronts(
     """
     fronts: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     for (phase, bank), words in sorted(_users(addresses, width, active, store).items()):
-        for turn, lanes in enumerate(words.values()):
-            fronts.setdefault((phase, turn), {})[bank] = lanes
+        for position, lanes in enumerate(words.values()):
+            fronts.setdefault((phase, position), {})[bank] = lanes
     return [front for _, front in sorted(fronts.items())]
 
 
@@ -118,19 +118,19 @@ def _users(
 
     A word is given by its address and the lanes that access it.
     """
-    lanes, mask = _checked(addresses, width, active)
+    lanes, mask = _check_access(addresses, width, active)
     if lanes.shape != (WARP,):
         raise ArgumentError("addresses", "must be those of one warp", f"shape {lanes.shape}")
     phases = _phases(lanes, width, mask, store)
-    found: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+    words_by_bank: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     for lane in np.flatnonzero(mask):
         for word in _words(lanes, width)[lane]:
-            bank = found.setdefault((int(phases[lane]), int(word) % BANKS), {})
+            bank = words_by_bank.setdefault((int(phases[lane]), int(word) % BANKS), {})
             bank[4 * int(word)] = (*bank.get(4 * int(word), ()), int(lane))
-    return {place: dict(sorted(words.items())) for place, words in found.items()}
+    return {place: dict(sorted(words.items())) for place, words in words_by_bank.items()}
 
 
-def _checked(addresses: npt.ArrayLike, width: int, active: npt.ArrayLike) -> tuple[Counts, npt.NDArray[np.bool_]]:
+def _check_access(addresses: npt.ArrayLike, width: int, active: npt.ArrayLike) -> tuple[Counts, npt.NDArray[np.bool_]]:
     if width not in WIDTHS:
         raise ArgumentError("width", f"must be one of {', '.join(map(str, WIDTHS))}", width)
     lanes = np.asarray(addresses, dtype=np.int64)

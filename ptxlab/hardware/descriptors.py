@@ -1,6 +1,6 @@
 """Matrices that wgmma reads from shared memory: swizzles and matrix descriptors.
 
-K-major operands have elements of any size, MN-major ones (`transposed`) of 16 bits.
+K-major operands have elements of any size, MN-major ones (`mn_major_addresses`) of 16 bits.
 
 The unit is a *core matrix*, 8 rows of 16 bytes. Under swizzle `span` 8 rows of `span` bytes follow each other
 (span 16: no swizzle, a core matrix is 128 contiguous bytes), and within them the 16-byte columns are permuted by an XOR
@@ -41,7 +41,7 @@ def swizzle(addresses: npt.ArrayLike, span: int) -> Indices:
 
 @dataclass(frozen=True)
 class MatrixDescriptor:
-    """The 64-bit descriptor of a matrix in shared memory, K-major unless `transposed` says otherwise, sizes in bytes.
+    """The 64-bit descriptor of a matrix in shared memory, K-major but for `mn_major_addresses`, sizes in bytes.
 
     `start`: address of its first row; `stride` ("stride dimension"): from 8 rows to the next 8; `leading` ("leading
     dimension"): from one core matrix to the next along K, without swizzle only. Raises ArgumentError for sizes that are
@@ -55,9 +55,9 @@ class MatrixDescriptor:
 
     def __post_init__(self) -> None:
         for field in ("start", "stride", "leading"):
-            value = getattr(self, field)
-            if value % 16 or not 0 <= value < 1 << 18:
-                raise ArgumentError(field, "must be a multiple of 16 below 2^18", value)
+            nbytes = getattr(self, field)
+            if nbytes % 16 or not 0 <= nbytes < 1 << 18:
+                raise ArgumentError(field, "must be a multiple of 16 below 2^18", nbytes)
         if self.span not in _MODES:
             raise ArgumentError("span", f"must be one of {', '.join(map(str, SPANS))}", self.span)
 
@@ -80,7 +80,7 @@ class MatrixDescriptor:
         offsets = row // 8 * self.stride + row % 8 * self.span + column * self.leading + within
         return swizzle(self.start + offsets, self.span)
 
-    def transposed(self, rows: int) -> Indices:
+    def mn_major_addresses(self, rows: int) -> Indices:
         """Return the shared addresses of an MN-major operand, 16 deep, of 2-byte elements.
 
         There is an address [rows / 8, 16] for each run of 8 rows. An atom is `span` bytes of rows by 8 of K; `leading`

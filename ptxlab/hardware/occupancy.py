@@ -13,7 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.validate import require_integer
 
 _REGISTERS, _QUARTERS, _UNIT = 65536, 4, 256  # of an SM; of a warp in multiples of the unit
-_MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, of a thread
+_MAX_THREADS, _MAX_REGISTERS = 1024, 255  # of a block, of a thread
 
 
 class _SM(NamedTuple):
@@ -69,18 +69,18 @@ def occupancy(arch: str, threads: int, registers: int, shared: int = 0) -> Occup
     if number not in _SMS:
         names = ", ".join(f"sm_{arch_number}" for arch_number in _SMS)
         raise ArgumentError("arch", f"must be one of {names} for its occupancy", arch)
-    for name, count, largest in (("threads", threads, _MOST_THREADS), ("registers", registers, _MOST_REGISTERS)):
+    for name, count, largest in (("threads", threads, _MAX_THREADS), ("registers", registers, _MAX_REGISTERS)):
         require_integer(name, count, 1)
         if count > largest:
             raise ArgumentError(name, f"must be at most {largest}", count)
     require_integer("shared", shared)
     sm, warps = _SMS[number], ceil_div(threads, 32)
-    of_warp = ceil_div(registers * 32, _UNIT) * _UNIT
-    with_registers = _REGISTERS // _QUARTERS // of_warp * _QUARTERS
-    of_block = ceil_div(shared + sm.reserved, sm.unit) * sm.unit
+    warp_registers = ceil_div(registers * 32, _UNIT) * _UNIT
+    with_registers = _REGISTERS // _QUARTERS // warp_registers * _QUARTERS
+    block_bytes = ceil_div(shared + sm.reserved, sm.unit) * sm.unit
     blocks = {
         "registers": with_registers // warps,
-        "shared memory": sm.shared // of_block if of_block else sm.blocks,
+        "shared memory": sm.shared // block_bytes if block_bytes else sm.blocks,
         "warps": sm.warps // warps,
         "blocks": sm.blocks,
     }

@@ -140,6 +140,6 @@ def device(name: str) -> Device:
     """
     if name.lower() not in DEVICES:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.5)
-        known = f"one of {', '.join(DEVICES)}" + (f"; nearest: {', '.join(near)}" if near else "")
-        raise ArgumentError("device", known, name)
+        rule = f"one of {', '.join(DEVICES)}" + (f"; nearest: {', '.join(near)}" if near else "")
+        raise ArgumentError("device", rule, name)
     return DEVICES[name.lower()]

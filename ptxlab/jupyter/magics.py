@@ -72,7 +72,7 @@ class PtxlabMagics(Magics):
                 defines=parse_integers("-D", getattr(options, "define", [])),
                 checks=checks_of("--check", options.check),
                 listing=options.listing,
-                before=self.reports,
+                earlier=self.reports,
             )
             if options.verify:
                 cell = replace(cell, verdicts=self._verify(cell, options.verify))

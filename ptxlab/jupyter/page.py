@@ -68,8 +68,10 @@ def escape(content: object) -> Html:
 
 def element(name: str, *children: object, **attributes: object) -> Html:
     """Return `<name ...>children</name>`; children that are not `Html` are escaped, `cls` stands for `class`."""
-    given = {"class" if n == "cls" else n.replace("_", "-"): value for n, value in attributes.items()}
-    inside = "".join(f' {n}="{html.escape(str(value))}"' for n, value in given.items() if value not in (None, ""))
+    html_attributes = {"class" if n == "cls" else n.replace("_", "-"): setting for n, setting in attributes.items()}
+    inside = "".join(
+        f' {n}="{html.escape(str(setting))}"' for n, setting in html_attributes.items() if setting not in (None, "")
+    )
     return Html(f"<{name}{inside}>{join(children)}</{name}>")
 
 
@@ -102,8 +104,8 @@ def _row(cells: Iterable[object]) -> Html:
 
 
 def _cell(name: str, content: object) -> Html:
-    done = isinstance(content, Html) and content.startswith(f"<{name}")
-    return escape(content) if done else element(name, content)
+    is_cell = isinstance(content, Html) and content.startswith(f"<{name}")
+    return escape(content) if is_cell else element(name, content)
 
 
 def details(summary: object, *children: object, shown: bool = False) -> Html:
@@ -111,7 +113,7 @@ def details(summary: object, *children: object, shown: bool = False) -> Html:
     return Html(f"<details{' open' if shown else ''}>{element('summary', summary)}{join(children)}</details>")
 
 
-def highlighted(text: str, language: str) -> list[Html]:
+def highlight_lines(text: str, language: str) -> list[Html]:
     """Return the lines of a PTX (`ptx`) or CUDA C++ (`cu`) source with their colours."""
     coloured = highlight(text, get_lexer_by_name(_LEXERS[language], stripnl=False), HtmlFormatter(nowrap=True))
     return [Html(line) for line in coloured.splitlines()]
@@ -119,7 +121,7 @@ def highlighted(text: str, language: str) -> list[Html]:
 
 def listing(text: str, language: str, *, marked: Iterable[int] = (), first: int = 1, last: int | None = None) -> Html:
     """Render numbered lines `first` to `last` of a source; `marked` ones stand out."""
-    lines, marks = highlighted(text, language), set(marked)
+    lines, marks = highlight_lines(text, language), set(marked)
     chosen = range(first, min(last or len(lines), len(lines)) + 1)
     shown = []
     for number in chosen:

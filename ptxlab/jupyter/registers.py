@@ -55,26 +55,26 @@ def _row(row: RegisterRow, count: int) -> list[Html]:
     return [label, kind, *lanes, element("td", row.note)]
 
 
-def bits(value: int, lane_type: LaneType) -> Html:
+def bits(number: int, lane_type: LaneType) -> Html:
     """Format a value as `225 = 1110 0001`.
 
     The bits of a value that is too wide stand out, of a negative one as far as the sign goes.
     """
     width = lane_type.bits
     low, high = lane_type.limits
-    shown = Html(in_nibbles(value & (1 << width) - 1, width))
+    shown = Html(format_nibbles(number & (1 << width) - 1, width))
     beyond = ""
-    if value > high and value >> width:
-        beyond = in_nibbles(value >> width, (value >> width).bit_length())
-    elif value < low:
+    if number > high and number >> width:
+        beyond = format_nibbles(number >> width, (number >> width).bit_length())
+    elif number < low:
         beyond = "−"
     over = element("span", beyond, cls="over") if beyond else Html("")
-    return Html(f"{over} {shown}<br>{element('span', f'{value:d}'.replace('-', '−'), cls='dim')}")
+    return Html(f"{over} {shown}<br>{element('span', f'{number:d}'.replace('-', '−'), cls='dim')}")
 
 
-def in_nibbles(value: int, width: int) -> str:
+def format_nibbles(number: int, width: int) -> str:
     """Format bits in groups of four: `1110 0001`."""
-    digits = f"{value:0{width}b}"
+    digits = f"{number:0{width}b}"
     first = len(digits) % _NIBBLE
     parts = [digits[:first]] if first else []
     return " ".join(parts + [digits[i : i + _NIBBLE] for i in range(first, len(digits), _NIBBLE)])

@@ -31,31 +31,31 @@ def debug(kernel: Kernel, *args: Any, checks: str = "all", **launch: Any) -> "VB
     commands = Commands(session)
     buttons = [ui.Button(description=step, layout=ui.Layout(width="auto")) for step in STEPS]
     line = ui.Text(description="command", placeholder="break 12, print %r5, pending, help", continuous_update=False)
-    here, said = ui.HTML(), ui.HTML()
+    source_view, output_view = ui.HTML(), ui.HTML()
 
     def carry_out(command: str) -> None:
         try:
             text = commands.run(command)
         except PtxlabError as error:
             text = f"error: {error}"
-        said.value = page(element("pre", text))
-        here.value = page(*_stopped(session))
+        output_view.value = page(element("pre", text))
+        source_view.value = page(*_stopped_view(session))
 
-    def entered(change: Mapping[str, Any]) -> None:
+    def run_typed_line(change: Mapping[str, Any]) -> None:
         if change["new"]:
             carry_out(change["new"])
             line.value = ""
 
     for button in buttons:
         button.on_click(lambda pressed: carry_out(pressed.description))
-    line.observe(entered, names="value")
+    line.observe(run_typed_line, names="value")
     carry_out("where")
-    box = ui.VBox([ui.HBox(buttons), line, said, here])
+    box = ui.VBox([ui.HBox(buttons), line, output_view, source_view])
     box.session = session
     return box
 
 
-def _stopped(session: Session) -> list[Html]:
+def _stopped_view(session: Session) -> list[Html]:
     """Render the source around the line where a session has stopped, and the registers of the instruction."""
     moment = session.now.moment
     if moment.ended:
@@ -68,7 +68,7 @@ def _stopped(session: Session) -> list[Html]:
     return [shown, element("pre", f"#{moment.pc}  {instruction.text}\n" + "\n".join(registers))]
 
 
-def linked(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], str]) -> "VBox":
+def link_controls(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], str]) -> "VBox":
     """Put controls above a page that follows them."""
     ui = require_ipywidgets()
     below = ui.HTML()
@@ -82,9 +82,9 @@ def linked(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], 
     return ui.VBox([above, below])
 
 
-def slider(description: str, value: int, low: int, high: int) -> Any:
+def slider(description: str, start: int, low: int, high: int) -> Any:
     """Make a slider of integers."""
-    return require_ipywidgets().IntSlider(value=value, min=low, max=high, description=description)
+    return require_ipywidgets().IntSlider(value=start, min=low, max=high, description=description)
 
 
 def require_ipywidgets() -> Any:

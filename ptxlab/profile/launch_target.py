@@ -16,12 +16,12 @@ from ptxlab import gpu, registry, runtime
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.profile.nsight import FAILED
-from ptxlab.runtime.arguments import geometry, in_order, merge_sizes
+from ptxlab.runtime.arguments import geometry, merge_sizes, order_arguments
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.runtime.problems import problems_of
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec, Launch
-from ptxlab.spec.dtypes import dtype_in, storage, stored
+from ptxlab.spec.dtypes import convert_to_dtype, dtype_in, storage
 
 WARM_UP = 20  # launches before the one that counts
 _LAUNCH = "import sys; from ptxlab.profile import launch_target; launch_target.main(sys.argv[1])"
@@ -74,10 +74,10 @@ def main(jobs: str) -> None:
     """
     try:
         for described in json.loads(jobs):
-            call = prepared(LaunchTarget(**described))
+            call = prepare_launch(LaunchTarget(**described))
             for _ in range(WARM_UP):
                 call()
-            with gpu.profiled():
+            with gpu.profiling():
                 call()
     except PtxlabError as error:
         raise SystemExit(f"{FAILED}{error}") from None
@@ -93,13 +93,13 @@ def usual_sizes(spec: KernelSpec, backend: str = "gpu") -> dict[str, Any]:
     return problems_of(spec).usual_sizes(spec, backend)
 
 
-def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -> dict[str, Any]:
+def sizes_of(spec: KernelSpec, requested: Mapping[str, Any], backend: str = "gpu") -> dict[str, Any]:
     """Return the usual sizes, replaced by the given ones.
 
     Raises:
         ArgumentError: a symbol that is not the kernel's, a size below 1, or sizes that break a rule of the kernel.
     """
-    sizes = merge_sizes("--shape", spec, usual_sizes(spec, backend), given)
+    sizes = merge_sizes("--shape", spec, usual_sizes(spec, backend), requested)
     problems_of(spec).check_sizes(spec, sizes)
     return sizes
 
@@ -113,18 +113,18 @@ def entry_of(job: LaunchTarget) -> str:
     """Return the entry symbol that will be launched. Raises what makes the job impossible anywhere."""
     spec, source, entry = registry.resolve(job.target)
     if spec is None:
-        kernel = _loaded(job, source, entry)
+        kernel = _load_kernel(job, source, entry)
         _file_launch(job, kernel)
         return kernel.entry
     sizes_of(spec, job.sizes)
     return spec.name
 
 
-def prepared(job: LaunchTarget) -> Call:
+def prepare_launch(job: LaunchTarget) -> Call:
     """Put the job's problem on the device; the call launches."""
     spec, source, entry = registry.resolve(job.target)
     if spec is None:
-        return _file_call(job, _loaded(job, source, entry))
+        return _file_call(job, _load_kernel(job, source, entry))
     sizes = sizes_of(spec, job.sizes)
     if problem := problems_of(spec).sized(spec, sizes, 1):
         return problem.launches(problem.chosen).calls[0]
@@ -134,34 +134,34 @@ def prepared(job: LaunchTarget) -> Call:
 def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:
     """Prepare a launch of a spec's kernel on an example of the spec."""
     config = spec.config_for(sizes)
-    everything = {**sizes, **config}
-    host = arrays_of(spec, spec.example(np.random.default_rng(0), **sizes), everything)
+    sizes_and_constants = {**sizes, **config}
+    host = arrays_of(spec, spec.example(np.random.default_rng(0), **sizes), sizes_and_constants)
     arrays = {name: gpu.to_device(array) for name, array in host.items()}
     kernel = gpu.load(source, spec.name, defines=config)
-    return gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything))
+    return gpu.prepare(kernel, spec.arguments(arrays, sizes_and_constants), spec.launch(sizes_and_constants))
 
 
-def arrays_of(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) -> Arrays:
+def arrays_of(spec: KernelSpec, logical: Arrays, sizes_and_constants: Mapping[str, Any]) -> Arrays:
     """Return every array argument on the host: inputs packed, the others zero."""
-    dtypes = {arg.name: dtype_in(arg.dtype, everything) for arg in spec.args if arg.shape}
+    dtypes = {arg.name: dtype_in(arg.dtype, sizes_and_constants) for arg in spec.args if arg.shape}
     empty = [arg for arg in spec.args if arg.role in ("out", "scratch")]
-    zeros = {arg.name: np.zeros(arg.resolve(everything), storage(dtypes[arg.name])) for arg in empty}
-    return {**zeros, **{n: np.ascontiguousarray(stored(a, dtypes[n])) for n, a in spec.pack(logical).items()}}
+    zeros = {arg.name: np.zeros(arg.resolve(sizes_and_constants), storage(dtypes[arg.name])) for arg in empty}
+    return {**zeros, **{n: np.ascontiguousarray(convert_to_dtype(a, dtypes[n])) for n, a in spec.pack(logical).items()}}
 
 
-def _loaded(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Kernel:
+def _load_kernel(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Kernel:
     return runtime.load(source, entry, defines=job.defines, arch=job.arch, include=job.include, std=job.std)
 
 
 def _file_launch(job: LaunchTarget, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
     """Return the arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
     arrays = {kernel.parameter(name): array for name, array in load_arrays(Path(job.inputs)).items()}
-    given = in_order(kernel.name, kernel.signature, arrays)
-    return kernel.arguments(given), geometry(job.grid, job.block, job.shared)
+    ordered_arrays = order_arguments(kernel.name, kernel.signature, arrays)
+    return kernel.arguments(ordered_arrays), geometry(job.grid, job.block, job.shared)
 
 
 def _file_call(job: LaunchTarget, kernel: runtime.Kernel) -> Call:
     """Prepare a launch of a file's kernel on the arrays of its `.npz`."""
-    given, launch = _file_launch(job, kernel)
-    args = [gpu.to_device(value) if isinstance(value, np.ndarray) else value for value in given]
+    host_arguments, launch = _file_launch(job, kernel)
+    args = [gpu.to_device(argument) if isinstance(argument, np.ndarray) else argument for argument in host_arguments]
     return gpu.prepare(gpu.load(kernel.source, kernel.entry, defines=kernel.defines), args, launch)

@@ -25,13 +25,15 @@ def page_figure(profiles: Sequence[Profile], words: Sequence[str] = ()) -> Figur
     rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     numbers, busy, stalls = rows[0].subplots(1, 3, width_ratios=(1.15, 1, 1))
     _numbers(numbers, profiles)
-    _bars(busy, profiles, [(_label(name), [one.figures[name] for one in profiles]) for name in BUSY])
+    _bars(busy, profiles, [(_label(name), [profile.figures[name] for profile in profiles]) for name in BUSY])
     busy.set_title("Busy: % of what the unit could do", loc="left", weight="bold", fontsize=10)
     busy.set_xlim(0, 105)
     _bars(stalls, profiles, _reasons(profiles))
     stalls.set_title("Stalled warps wait for: % of the samples", loc="left", weight="bold", fontsize=10)
-    for axes, one, colour in zip(np.atleast_1d(rows[1].subplots(1, len(profiles))), profiles, _COLOURS, strict=False):
-        _carriers(axes, one, colour, 165 // len(profiles))
+    for axes, profile, colour in zip(
+        np.atleast_1d(rows[1].subplots(1, len(profiles))), profiles, _COLOURS, strict=False
+    ):
+        _carriers(axes, profile, colour, 165 // len(profiles))
     if words:
         axes = rows[2].subplots()
         axes.axis("off")
@@ -42,7 +44,7 @@ def page_figure(profiles: Sequence[Profile], words: Sequence[str] = ()) -> Figur
 
 
 def _title(profiles: Sequence[Profile]) -> str:
-    names = " beside ".join(one.kernel for one in profiles)
+    names = " beside ".join(profile.kernel for profile in profiles)
     sizes = ", ".join(f"{name} = {size}" for name, size in profiles[0].sizes.items())
     return f"{names}: {sizes}, {profiles[0].device}" if sizes else f"{names}, {profiles[0].device}"
 
@@ -54,8 +56,8 @@ def _label(name: str) -> str:
 def _numbers(axes: Axes, profiles: Sequence[Profile]) -> None:
     """Draw the figures that are no shares as a table."""
     axes.axis("off")
-    shown = [f for f in FIGURES if f.name not in BUSY and any(f.name in one.figures for one in profiles)]
-    cells = [[amount(f, one.figures.get(f.name)) for one in profiles] for f in shown]
+    shown = [f for f in FIGURES if f.name not in BUSY and any(f.name in profile.figures for profile in profiles)]
+    cells = [[amount(f, profile.figures.get(f.name)) for profile in profiles] for f in shown]
     table = axes.table(
         cells,
         rowLabels=[f.label for f in shown],
@@ -71,17 +73,23 @@ def _numbers(axes: Axes, profiles: Sequence[Profile]) -> None:
 
 
 def _reasons(profiles: Sequence[Profile]) -> list[tuple[str, list[float]]]:
-    most = {reason: max(one.stalls.get(reason, 0) for one in profiles) for one in profiles for reason in one.stalls}
-    ranked = sorted(most, key=lambda reason: -most[reason])[:_REASONS]
-    return [(reason.replace("_", " "), [100 * one.stalls.get(reason, 0) for one in profiles]) for reason in ranked]
+    largest_share = {
+        reason: max(profile.stalls.get(reason, 0) for profile in profiles)
+        for profile in profiles
+        for reason in profile.stalls
+    }
+    ranked = sorted(largest_share, key=lambda reason: -largest_share[reason])[:_REASONS]
+    return [
+        (reason.replace("_", " "), [100 * profile.stalls.get(reason, 0) for profile in profiles]) for reason in ranked
+    ]
 
 
 def _bars(axes: Axes, profiles: Sequence[Profile], rows: Sequence[tuple[str, list[float]]]) -> None:
     """Draw a row of bars per name, with a bar per profile."""
     height = 0.8 / len(profiles)
-    for index, (one, colour) in enumerate(zip(profiles, _COLOURS, strict=False)):
+    for index, (profile, colour) in enumerate(zip(profiles, _COLOURS, strict=False)):
         places = np.arange(len(rows)) + (index - (len(profiles) - 1) / 2) * height
-        bars = axes.barh(places, [values[index] for _, values in rows], height, color=colour, label=one.kernel)
+        bars = axes.barh(places, [values[index] for _, values in rows], height, color=colour, label=profile.kernel)
         axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.invert_yaxis()

@@ -14,28 +14,28 @@ from ptxlab.profile.nsight import Profile, ProfiledLaunch
 from ptxlab.runtime.arguments import merge_sizes
 from ptxlab.sources import commit
 
-SAVED = (".ncu-rep", ".json")  # what `saved` reads
+SAVED = (".ncu-rep", ".json")  # what `read_saved` reads
 
 
-def profile(job: LaunchTarget, *, chosen: str = "quick", keep: Path | None = None) -> Profile:
+def profile(job: LaunchTarget, *, metric_set: str = "quick", keep: Path | None = None) -> Profile:
     """Launch a kernel under ncu and put that launch on a page.
 
     Args:
         job: what to launch.
-        chosen: `quick` or `full`, as `nsight.collect` has them.
+        metric_set: `quick` or `full`, as `nsight.collect` has them.
         keep: where to leave ncu's report.
 
     Raises:
         ArgumentError: sizes that the kernel does not have, or that break its rules.
         UnavailableError: no GPU for this kernel, no ncu, no permission, no ncu-report, a metric that ncu does not know.
     """
-    (launched,) = launch([job], nsight.METRICS, chosen=chosen, keep=keep)
+    (profiled_launch,) = launch([job], nsight.METRICS, metric_set=metric_set, keep=keep)
     sizes = launch_target.sizes_of(job.spec, job.sizes) if job.spec else {}
     weights = launch_target.weights_of(job.spec, sizes)
-    return nsight.profile_of(launched, sizes=sizes, weights=weights, origin=origin())
+    return nsight.profile_of(profiled_launch, sizes=sizes, weights=weights, origin=origin())
 
 
-def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
+def read_saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
     """Read the profile in a `.json`, or of the last launch in a `.ncu-rep`, of a problem of these sizes.
 
     Raises:
@@ -44,15 +44,17 @@ def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
     """
     if path.suffix == ".json":
         return nsight.load(path)
-    given, launched = dict(sizes or {}), nsight.read(path)[-1]
-    spec = registry.specs().get(launched.kernel)
+    requested, last_launch = dict(sizes or {}), nsight.read(path)[-1]
+    spec = registry.specs().get(last_launch.kernel)
     if spec:
-        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises for a size that it does not have
-    return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(spec, given))
+        merge_sizes(
+            "--shape", spec, launch_target.usual_sizes(spec), requested
+        )  # raises for a size that it does not have
+    return nsight.profile_of(last_launch, sizes=requested, weights=launch_target.weights_of(spec, requested))
 
 
 def launch(
-    jobs: Sequence[LaunchTarget], metrics: Sequence[str], *, chosen: str = "quick", keep: Path | None = None
+    jobs: Sequence[LaunchTarget], metrics: Sequence[str], *, metric_set: str = "quick", keep: Path | None = None
 ) -> list[ProfiledLaunch]:
     """Launch all of them under one ncu, in this order; raises as `profile` does."""
     nsight.require_reader()
@@ -68,15 +70,15 @@ def launch(
             raise UnavailableError(f"{spec.name}: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         file = keep or Path(folder) / "launches.ncu-rep"
-        nsight.collect(launch_target.command(jobs), entries, metrics, file, chosen=chosen)
-        found = nsight.read(file)
-    if [one.kernel for one in found] != entries:
-        seen = ", ".join(one.kernel for one in found)
+        nsight.collect(launch_target.command(jobs), entries, metrics, file, metric_set=metric_set)
+        launches = nsight.read(file)
+    if [launched.kernel for launched in launches] != entries:
+        seen = ", ".join(launched.kernel for launched in launches)
         raise UnavailableError(f"ncu: expected launches of {', '.join(entries)}, saw {seen}")
-    return found
+    return launches
 
 
 def origin() -> dict[str, str]:
     """Return the origin of a profile made now: commit, date, versions of driver and ncu."""
-    info, now = gpu.device_info(), datetime.now(UTC).isoformat(timespec="seconds")
-    return {"commit": commit(), "date": now, "driver": info.driver, "ncu": nsight.version()}
+    device, now = gpu.device_info(), datetime.now(UTC).isoformat(timespec="seconds")
+    return {"commit": commit(), "date": now, "driver": device.driver, "ncu": nsight.version()}

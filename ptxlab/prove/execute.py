@@ -477,12 +477,12 @@ class SymbolicExecution:
         target, source = instruction.operands
         bits = bits_of(t)
         if isinstance(source, ir.Vector):
-            part = f"u{bits // len(source.items)}"
-            word = concatenate_fields([self.read(lane, element, part) for element in source.items])
+            part = f"u{bits // len(source.elements)}"
+            word = concatenate_fields([self.read(lane, element, part) for element in source.elements])
         else:
             word = self.read(lane, source, t)
         if isinstance(target, ir.Vector):
-            for element, piece in zip(target.items, split_fields(word, bits // len(target.items)), strict=True):
+            for element, piece in zip(target.elements, split_fields(word, bits // len(target.elements)), strict=True):
                 self.write(lane, guard, element, piece)
         else:
             self.write(lane, guard, target, word)
@@ -508,7 +508,7 @@ class SymbolicExecution:
         if len(words) != 2 or words[0] not in ("up", "down", "bfly", "idx") or words[1] != "b32":
             raise UnknownOpcode(instruction.opcode)
         target, source, *control_operands = instruction.operands
-        destination, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+        destination, predicate = target.elements if isinstance(target, ir.Vector) else (target, ir.Sink())
         values = {lane: self.read(lane, source, "u32") for lane in range(len(self.threads))}
         exchanges = {}
         for lane in guards:
@@ -595,7 +595,7 @@ class SymbolicExecution:
     def load(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """Execute a load for one lane."""
         target = instruction.operands[0]
-        registers = target.items if isinstance(target, ir.Vector) else (target,)
+        registers = target.elements if isinstance(target, ir.Vector) else (target,)
         t = instruction.opcode.split(".")[-1]
         if ".param" in instruction.opcode and (whole := self.parameter(instruction)) is not None:
             words = split_fields(whole, bits_of(t))
@@ -623,7 +623,7 @@ class SymbolicExecution:
         """Execute a store for one lane."""
         access, places = self.find_places(instruction, lane, guard, "store")
         source = instruction.operands[1]
-        operands = source.items if isinstance(source, ir.Vector) else (source,)
+        operands = source.elements if isinstance(source, ir.Vector) else (source,)
         stored = concatenate_fields([self.read(lane, operand, f"u{bits_of(access.type)}") for operand in operands])
         for condition, buffer, offset in places:
             for i, byte in enumerate(split_fields(stored, 8)):

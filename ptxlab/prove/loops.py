@@ -214,7 +214,7 @@ class OneStep(SymbolicExecution):
     def load_anything(self, instruction: Instruction, guard: Any) -> None:
         """Set a load's destinations to unknown values."""
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
-        for register in target.items if isinstance(target, ir.Vector) else (target,):
+        for register in target.elements if isinstance(target, ir.Vector) else (target,):
             self.write(0, guard, register, z3.FreshConst(z3.BitVecSort(bits_of(t)), "loaded"), is_signed(t))
 
     def multiply(self, instruction: Instruction, guard: Any, channels: int, types: tuple[str, str]) -> None:
@@ -223,14 +223,14 @@ class OneStep(SymbolicExecution):
         d = a*b + c of mma and dp4a. wgmma has no c: d += a*b, or d = a*b where its scale is 0.
         """
         d, a, b, *more_operands = instruction.operands
-        targets = d.items if isinstance(d, ir.Vector) else (d,)
+        targets = d.elements if isinstance(d, ir.Vector) else (d,)
         keeps_sum = TRUE
         if instruction.head == "wgmma":
             c, scale = d, more_operands[0]
             keeps_sum = self.read(0, scale, "pred") if isinstance(scale, Register) else z3.BoolVal(scale.bits != 0)
         else:
             c = more_operands[0]
-        accumulators = [self.read(0, operand, "u32") for operand in (c.items if isinstance(c, ir.Vector) else (c,))]
+        accumulators = [self.read(0, operand, "u32") for operand in (c.elements if isinstance(c, ir.Vector) else (c,))]
         operands = tuple((t, self.operand_words(o)) for t, o in zip(types, (a, b), strict=True))
         for target, c_before in zip(targets, accumulators, strict=True):
             initial_sum, earlier_channels = self.split_sum(z3.simplify(z3.If(keeps_sum, c_before, constant(0, 32))))
@@ -254,7 +254,7 @@ class OneStep(SymbolicExecution):
 
     def operand_words(self, operand: ir.Operand) -> tuple[Bits, ...]:
         """Read an operand's words; return none for a descriptor."""
-        words = operand.items if isinstance(operand, ir.Vector) else (operand,)
+        words = operand.elements if isinstance(operand, ir.Vector) else (operand,)
         of_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in words)
         return tuple(self.read(0, word, "u32") for word in words) if of_words else ()
 

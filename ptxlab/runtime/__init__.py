@@ -84,14 +84,14 @@ class Kernel:
         An architecture that is stated has to have all instructions; without one, a `.cu` is for one that has them.
         """
         if self.source.language == "ptx":
-            module = _parsed(self.source.text, self.source.path, self.origin or _origin_of(self.source.text))
+            module = _parse_cached(self.source.text, self.source.path, self.origin or _origin_of(self.source.text))
             emulator.require_target(module)
             return module
         if reason := gpu.why_not_compiled(self.arch, exact=(self.arch or "0")[-1].isalpha()):
             raise UnavailableError(f"{self.name}: {reason}")
         arch = self.compiled_arch
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
-        module = _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
+        module = _parse_cached(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
         if self.arch:
             emulator.require_target(module)
         return module
@@ -99,12 +99,12 @@ class Kernel:
     @property
     def compiled_arch(self) -> str:
         """The architecture that a `.cu` is compiled for when it is emulated."""
-        return gpu.target() or max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
+        return gpu.target() or max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_arch_number)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
-        return tuple(parameter.name for parameter in self._declared)
+        return tuple(parameter.name for parameter in self._declared_parameters)
 
     def parameter(self, name: str) -> str:
         """Return the parameter that a longer name of PTX stands for: `param_0` for `_Z3addPf_param_0` or `add_param_0`.
@@ -118,12 +118,12 @@ class Kernel:
     @cached_property
     def signature(self) -> tuple[Parameter, ...]:
         """Type of each parameter as the source declares it; where the source does not, as its PTX does."""
-        if any(parameter.is_pointer is None for parameter in self._declared):
-            return signature.with_sizes(self._declared, self.module.entries[self.entry])
-        return self._declared
+        if any(parameter.is_pointer is None for parameter in self._declared_parameters):
+            return signature.with_sizes(self._declared_parameters, self.module.entries[self.entry])
+        return self._declared_parameters
 
     @cached_property
-    def _declared(self) -> tuple[Parameter, ...]:
+    def _declared_parameters(self) -> tuple[Parameter, ...]:
         if self.source.language == "ptx":
             return signature.of_ptx(self.module.entries[self.entry])
         if mangled.parameters_of(self.entry) is not None:
@@ -236,14 +236,16 @@ class Kernel:
             options = EmulatorOptions(checks=self.checks)
         options = EmulatorOptions.combine(options, keywords)
         names = self.parameters
-        shared = self.arguments(args)
+        launch_arguments = self.arguments(args)
         waits = positions(f"{self.name}: after_wait", after_wait, names)
         unset = positions(f"{self.name}: uninitialised", uninitialised, names)
-        where = arguments.geometry(grid, block, shared_bytes, cluster)
-        any_on_device = any(map(on_device, shared))
-        backend = choose_backend(backend, self, where, on_device=any_on_device, checks=options.checks)
-        emulation = self.launch(shared, where, backend=backend, after_wait=waits, uninitialised=unset, options=options)
-        passed = zip(names, args, shared, strict=True)
+        geometry = arguments.geometry(grid, block, shared_bytes, cluster)
+        any_on_device = any(map(on_device, launch_arguments))
+        backend = choose_backend(backend, self, geometry, on_device=any_on_device, checks=options.checks)
+        emulation = self.launch(
+            launch_arguments, geometry, backend=backend, after_wait=waits, uninitialised=unset, options=options
+        )
+        passed = zip(names, args, launch_arguments, strict=True)
         arrays = {n: a for n, a, placed in passed if hasattr(placed, "shape") and not isinstance(placed, np.generic)}
         if emulation is not None:
             written = [names[position] for position in emulation.written]
@@ -293,9 +295,9 @@ def load(
         source, entry = split_target(source)
     source = with_build(arguments.source_of(source), include, std)
     arguments.check_defines({} if defines is None else defines, arch)
-    for name, value in (("defines", defines), ("arch", arch)):
-        if value and source.language == "ptx":
-            raise ArgumentError(name, "only for CUDA C++ sources", value)
+    for name, setting in (("defines", defines), ("arch", arch)):
+        if setting and source.language == "ptx":
+            raise ArgumentError(name, "only for CUDA C++ sources", setting)
     if entry is not None and not isinstance(entry, str):
         raise ArgumentError(f"{source.path}: entry", "a kernel's name", repr(entry))
     arch = arch and toolchain.check_arch(arch)
@@ -359,7 +361,7 @@ class SpecLaunch:
     def copy_arrays(self) -> Self:
         """Return the same launch on copies of all arrays, so that a run leaves these as they are."""
         copies = {name: array.copy() for name, array in self.arrays.items()}
-        inputs, out = ({name: copies[name] for name in of} for of in (self.inputs, self.out))
+        inputs, out = ({name: copies[name] for name in group} for group in (self.inputs, self.out))
         return replace(self, inputs=inputs, out=out, arrays=copies)
 
     def run(
@@ -376,7 +378,7 @@ class SpecLaunch:
                 arrays[arg.name] = (gpu.empty if any_on_device else np.zeros)(arg.resolve(self.sizes), dtype)
         # Of nothing there is no tensor map, nor anything to launch.
         args = [] if 0 in self.geometry.grid else spec.arguments(arrays, {**self.sizes, **kernel.defines})
-        result = kernel.launch(
+        emulation = kernel.launch(
             args,
             self.geometry,
             backend=backend,
@@ -386,11 +388,13 @@ class SpecLaunch:
             programmatic=programmatic,
             options=options,
         )
-        like = next(iter(self.inputs.values()))
+        first_input = next(iter(self.inputs.values()))
         dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
         callers = {**self.inputs, **self.out}
-        made = {n: callers[n] if n in callers else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
-        return _outcome(backend, made, result)
+        outputs = {
+            n: callers[n] if n in callers else gpu.like(arrays[n], first_input, dtype) for n, dtype in dtypes.items()
+        }
+        return _outcome(backend, outputs, emulation)
 
 
 def solve_launch(
@@ -402,7 +406,7 @@ def solve_launch(
     out: Mapping[str, Any] | None = None,
     unchecked: bool = False,
     config: Mapping[str, int] | None = None,
-    wanted: Mapping[str, int] | None = None,
+    overrides: Mapping[str, int] | None = None,
 ) -> SpecLaunch:
     """Check a spec's arrays, and solve for its sizes, constants and geometry. Nothing is compiled or launched.
 
@@ -410,20 +414,20 @@ def solve_launch(
     """
     out = out or {}
     written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
-    for label, names, those in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out)):
-        if unknown := sorted(set(those) - set(names)):
+    for label, names, passed in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out)):
+        if unknown := sorted(set(passed) - set(names)):
             raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
     callers = {**inputs, **out}
     if missing := sorted(a.name for a in spec.inputs if a.name not in callers and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in callers.items()}
-    solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
+    all_sizes = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     if not unchecked and not any(on_device(arrays[n]) for n in inputs):
-        spec.check_values({n: arrays[n] for n in inputs}, solved)
-    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays, wanted or {}))
+        spec.check_values({n: arrays[n] for n in inputs}, all_sizes)
+    kernel = Kernel.of(spec, source, config or variant(spec, all_sizes, arrays, overrides or {}))
     check_variant(spec, kernel.defines, arrays)
-    geometry = spec.launch({**solved, **kernel.defines})
-    return SpecLaunch(spec, kernel, geometry, solved, inputs, out, arrays)
+    geometry = spec.launch({**all_sizes, **kernel.defines})
+    return SpecLaunch(spec, kernel, geometry, all_sizes, inputs, out, arrays)
 
 
 @break_graph
@@ -463,7 +467,9 @@ def run_spec(
             `options`.
     """
     options = EmulatorOptions.combine(options, keywords)
-    launch = solve_launch(spec, source, inputs, sizes=sizes, out=out, unchecked=unchecked, config=config, wanted=wanted)
+    launch = solve_launch(
+        spec, source, inputs, sizes=sizes, out=out, unchecked=unchecked, config=config, overrides=wanted
+    )
     return launch.run(backend=backend, programmatic=programmatic, options=options)
 
 
@@ -491,8 +497,8 @@ def _origin_of(ptx: str) -> str:
     return path.removeprefix(f"{os.getcwd()}/")
 
 
-_parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it
+_parse_cached = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it
 
 
-def _number(arch: str) -> int:
+def _arch_number(arch: str) -> int:
     return int("".join(filter(str.isdigit, arch)) or 0)

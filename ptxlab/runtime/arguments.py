@@ -24,9 +24,9 @@ def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
     Where a constant of the variant decides the dtype, any of its dtypes will do; see `check_variant`.
     """
     array = gpu.as_array(f"{spec.name}: {arg.name}", array)
-    known = (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes
-    if array.dtype not in map(storage, known):
-        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(known)}", array.dtype)
+    dtypes = (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes
+    if array.dtype not in map(storage, dtypes):
+        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(dtypes)}", array.dtype)
     _check_contiguous(f"{spec.name}: {arg.name}", array)
     gpu.check_alignment(f"{spec.name}: {arg.name}", array)
     if arg.role in ("out", "inout", "scratch") and isinstance(array, np.ndarray) and not array.flags.writeable:
@@ -34,13 +34,13 @@ def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
     return array
 
 
-def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, int]:
+def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], overrides: Mapping[str, int]) -> dict[str, int]:
     """Return the constants of the variant to run.
 
-    The spec chooses them by the sizes. The `wanted` constants replace them. Constants of dtypes and of arrays left out
-    are as the arrays have them.
+    The spec chooses them by the sizes. Those of `overrides` replace them. Constants of dtypes and of arrays left
+    out are as the arrays have them.
     """
-    config = {**spec.config_for(sizes), **wanted}
+    config = {**spec.config_for(sizes), **overrides}
     for arg in spec.args:
         if arg.absent:
             config[arg.absent] = int(arg.name not in arrays)
@@ -69,17 +69,17 @@ def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
 def check_numbers(spec: KernelSpec, sizes: Sizes) -> None:
     """Raise ArgumentError for a size that is no whole number, unless the kernel takes a float of that name."""
     floats = {arg.name for arg in spec.args if not arg.shape and str(arg.dtype).startswith("float")}
-    for name, value in sizes.items():
-        if not is_integer(value) and (name not in floats or not isinstance(value, float | np.floating)):
-            raise ArgumentError(f"{spec.name}: {name}", "a number" if name in floats else "an integer", repr(value))
+    for name, size in sizes.items():
+        if not is_integer(size) and (name not in floats or not isinstance(size, float | np.floating)):
+            raise ArgumentError(f"{spec.name}: {name}", "a number" if name in floats else "an integer", repr(size))
 
 
 def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
     """Raise `ArgumentError` for an array whose dtype is not the one that the variant takes."""
     for name, array in arrays.items():
-        wanted = dtype_in(spec.arg(name).dtype, config)
-        if array.dtype != storage(wanted):
-            raise ArgumentError(f"{spec.name}: {name}", f"dtype {wanted}", array.dtype)
+        dtype = dtype_in(spec.arg(name).dtype, config)
+        if array.dtype != storage(dtype):
+            raise ArgumentError(f"{spec.name}: {name}", f"dtype {dtype}", array.dtype)
 
 
 def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> Any:
@@ -135,7 +135,7 @@ def _check_contiguous(name: str, array: Any) -> None:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
-def in_order(name: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
+def order_arguments(name: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
     """Return a file's arrays as the arguments of a kernel without a spec.
 
     They go by name, or `arr_0`, `arr_1` ... in order.
@@ -181,9 +181,9 @@ def check_defines(defines: Any, arch: Any) -> None:
     rule = "names of macros with integers or text, such as {'STAGES': 4}"
     if not isinstance(defines, Mapping):
         raise ArgumentError("defines", rule, repr(defines))
-    for name, value in defines.items():
-        if not isinstance(name, str) or not name.isidentifier() or not isinstance(value, int | np.integer | str):
-            raise ArgumentError("defines", rule, {name: value})
+    for name, macro in defines.items():
+        if not isinstance(name, str) or not name.isidentifier() or not isinstance(macro, int | np.integer | str):
+            raise ArgumentError("defines", rule, {name: macro})
     if arch is not None and not isinstance(arch, str):
         raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", repr(arch))
 
@@ -222,11 +222,11 @@ def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
     """Parse `TILE=64` or `FIXED`, which counts as 1, as in a compiler's options."""
     values: dict[str, int] = {}
     for text in texts:
-        name, given, value = text.partition("=")
+        name, equals_sign, digits = text.partition("=")
         if name in values:
             raise ArgumentError(option, "each name once", name)
         try:
-            values[name] = int(value if given else "1", 0)
+            values[name] = int(digits if equals_sign else "1", 0)
         except ValueError:
             raise ArgumentError(option, "NAME=INTEGER", text) from None
         if not name.isidentifier():
@@ -261,18 +261,18 @@ def parse_sizes(option: str, text: str) -> dict[str, int]:
     return parse_integers(option, parts)
 
 
-def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> dict[str, Any]:
+def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, requested: Sizes) -> dict[str, Any]:
     """Return the usual sizes of a kernel, replaced by the given ones.
 
     Raises:
         ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.
     """
-    if unknown := sorted(set(given) - set(usual)):
+    if unknown := sorted(set(requested) - set(usual)):
         raise ArgumentError(option, f"{spec.name} takes {', '.join(usual)}", unknown[0])
     may_be_none = {name for sizes in spec.example_sizes for name, size in sizes.items() if size < 1}
-    if none := [f"{name}={size}" for name, size in given.items() if size < 1 and name not in may_be_none]:
-        raise ArgumentError(option, "sizes of 1 or more", none[0])
-    return {**usual, **given}
+    if too_small := [f"{name}={size}" for name, size in requested.items() if size < 1 and name not in may_be_none]:
+        raise ArgumentError(option, "sizes of 1 or more", too_small[0])
+    return {**usual, **requested}
 
 
 def __getattr__(name: str) -> Any:

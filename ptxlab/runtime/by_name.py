@@ -40,17 +40,17 @@ def run(
             accumulators, which neither scales nor bias change.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
-    spec, found = find(kernel)
-    given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
-    check_numbers(spec, given)
+    spec, sources = find(kernel)
+    sizes = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
+    check_numbers(spec, sizes)
     check_flags(unchecked=unchecked)
     if not isinstance(out, Mapping | None):
         raise ArgumentError(f"{spec.name}: out", "arrays by name", type(out).__name__)
     return run_spec(
         spec,
-        found[0],
-        {n: v for n, v in arrays.items() if n not in given},
-        sizes=given,
+        sources[0],
+        {n: v for n, v in arrays.items() if n not in sizes},
+        sizes=sizes,
         out=out,
         backend=backend,
         checks=checks,

@@ -30,7 +30,7 @@ _RULE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class CommandArgument:
     """An argument: its name, empty for the next in order; whether its content counts as never written."""
 
     name: str
@@ -38,7 +38,7 @@ class Given:
     is_uninitialised: bool = False
 
 
-def parse_argument(option: str, text: str, seed: int = 0) -> Given:
+def parse_argument(option: str, text: str, seed: int = 0) -> CommandArgument:
     """Parse one argument; random content is drawn from `seed`, so that two runs have the same.
 
     Raises:
@@ -47,18 +47,18 @@ def parse_argument(option: str, text: str, seed: int = 0) -> Given:
     """
     name, value_text = match.groups() if (match := _NAMED.fullmatch(text)) else ("", text)
     if value_text == "null":  # a pointer
-        return Given(name, None)
+        return CommandArgument(name, None)
     if value_text.endswith(".npy"):
-        return Given(name, load_array(Path(value_text)))
+        return CommandArgument(name, load_array(Path(value_text)))
     if match := _ARRAY.fullmatch(value_text):
         dtype, shape = match[1], tuple(int(size) for size in re.findall(r"\d+", match[2]))
         if dtype in _DTYPES or dtype in BFLOAT16:
             fill = (match[3] or "zeros").strip()
-            return Given(name, _make_array(option, dtype, shape, fill, seed), fill == "uninitialised")
+            return CommandArgument(name, _make_array(option, dtype, shape, fill, seed), fill == "uninitialised")
         raise ArgumentError(option, f"a dtype of {', '.join([*(n for n in _DTYPES if len(n) < 4), 'bf16'])}", dtype)
     if fields := _struct(value_text):
-        return Given(name, fields[0] if len(fields) == 1 else _struct_bytes(fields))
-    return Given(name, _number(option, value_text, text))
+        return CommandArgument(name, fields[0] if len(fields) == 1 else _struct_bytes(fields))
+    return CommandArgument(name, _number(option, value_text, text))
 
 
 def _number(option: str, text: str, argument: str) -> int | float:
@@ -121,30 +121,32 @@ def _make_array(option: str, name: str, shape: tuple[int, ...], fill: str, seed:
 
 
 def place_arguments(
-    label: str, parameters: Sequence[str], arguments: Sequence[Given], named: dict[str, Any]
+    label: str, parameters: Sequence[str], arguments: Sequence[CommandArgument], named: dict[str, Any]
 ) -> dict[str, Any]:
     """Return all arguments by name: those of `named`, and `arguments` in their places; those without a name in order.
 
     Raises ArgumentError for a name that is no parameter or stands twice, or for more values than parameters.
     """
     values = dict(named)
-    names = [one.name for one in arguments if one.name]
+    names = [argument.name for argument in arguments if argument.name]
     for name in names:
         if names.count(name) > 1 or name not in parameters:
             raise ArgumentError(label, f"each of {', '.join(parameters) or 'no arguments'} once", name)
     free = iter([name for name in parameters if name not in names and name not in named])
-    for one in arguments:
-        name = one.name or next(free, "")
+    for argument in arguments:
+        name = argument.name or next(free, "")
         if not name:
             raise ArgumentError(
                 label, f"at most {len(parameters)} ({', '.join(parameters)})", len(arguments) + len(named)
             )
-        values[name] = one.value
+        values[name] = argument.value
     return values
 
 
-def uninitialised_names(parameters: Sequence[str], arguments: Sequence[Given], named: Sequence[str]) -> list[str]:
+def uninitialised_names(
+    parameters: Sequence[str], arguments: Sequence[CommandArgument], named: Sequence[str]
+) -> list[str]:
     """Return the names of the arguments whose content counts as never written."""
-    names = [one.name for one in arguments if one.name]
+    names = [argument.name for argument in arguments if argument.name]
     free = iter([name for name in parameters if name not in names and name not in named])
-    return [name for one in arguments if (name := one.name or next(free, "")) and one.is_uninitialised]
+    return [name for argument in arguments if (name := argument.name or next(free, "")) and argument.is_uninitialised]

@@ -49,21 +49,23 @@ def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:
             job.result()
 
 
-def poisoned(shape: tuple[int, ...], dtype: Any, byte: int = POISON) -> Any:
+def allocate_poisoned(shape: tuple[int, ...], dtype: Any, byte: int = POISON) -> Any:
     """Allocate an array on the device, every byte of which is `byte`."""
     array = gpu.empty(shape, dtype)
     gpu.fill_bytes(array, byte)
     return array
 
 
-def prepared(
+def prepare_launches(
     spec: KernelSpec, sizes: Sizes, constants: Sizes, arrays: Iterable[Arrays], *, programmatic: bool = False
 ) -> tuple[gpu.GpuKernel, list[Call]]:
     """Load the kernel with these constants; return it and a launch on each of `arrays`, which are on the device.
 
     `programmatic`: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
     """
-    everything = {**sizes, **constants}
+    sizes_and_constants = {**sizes, **constants}
     kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=constants)
-    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
-    return kernel, [gpu.prepare(kernel, spec.arguments(given, everything), geometry) for given in arrays]
+    geometry = replace(spec.launch(sizes_and_constants), programmatic=programmatic and bool(spec.after_wait))
+    return kernel, [
+        gpu.prepare(kernel, spec.arguments(launch_arrays, sizes_and_constants), geometry) for launch_arrays in arrays
+    ]

@@ -16,7 +16,7 @@ from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arg, KernelSpec
 
-_MOST_MAPS = 256  # tensor maps that a plan remembers
+_MAX_MAPS = 256  # tensor maps that a plan remembers
 
 
 class Plan:
@@ -39,9 +39,9 @@ class Plan:
     ) -> None:
         spec.check_sizes(sizes)
         self.spec, self.sizes = spec, {**sizes, **config}
-        with gpu.Marked(f"plan {spec.name}"):
+        with gpu.NamedRange(f"plan {spec.name}"):
             self._prepare(config, sizes, programmatic, named or {})
-        self._launching = gpu.Marked(f"launch {spec.name}")
+        self._launching = gpu.NamedRange(f"launch {spec.name}")
         self._encoded: dict[tuple[str, int], Any] = {}
         self._idle: deque[Any] = deque()  # buffers for parameters that no launch uses
 
@@ -51,10 +51,10 @@ class Plan:
         spec = self.spec
         kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
         scalars = {arg.name: spec.scalar(arg, sizes).tobytes() for arg in spec.args if not arg.shape}
-        passed = {arg.name: TENSOR_MAP_BYTES if arg.role == "tma" else 8 for arg in spec.args}
-        wanted = tuple({**passed, **{name: len(value) for name, value in scalars.items()}}.values())
-        if kernel.parameter_bytes not in (None, wanted):
-            raise ArgumentError(f"{spec.name}: args", f"parameters of {kernel.parameter_bytes} bytes", wanted)
+        pointer_bytes = {arg.name: TENSOR_MAP_BYTES if arg.role == "tma" else 8 for arg in spec.args}
+        parameter_bytes = tuple({**pointer_bytes, **{name: len(scalar) for name, scalar in scalars.items()}}.values())
+        if kernel.parameter_bytes not in (None, parameter_bytes):
+            raise ArgumentError(f"{spec.name}: args", f"parameters of {kernel.parameter_bytes} bytes", parameter_bytes)
         self._launch = gpu.bind(kernel, replace(spec.launch(self.sizes), programmatic=programmatic))
         # Every parameter but a tensor map fits 8 bytes, of which the driver copies as many as it has.
         self._numbers = [int.from_bytes(scalars.get(arg.name, b""), "little") for arg in spec.args]
@@ -71,9 +71,9 @@ class Plan:
         addresses = []  # in a loop: until Python 3.12 a comprehension is a call
         for name in self.names:
             addresses.append(arrays[name][0] if name in arrays else 0)
-        self.at(stream, addresses, [arrays[name].owner for name in self.mapped] if self.mapped else ())
+        self.launch_at(stream, addresses, [arrays[name].owner for name in self.mapped] if self.mapped else ())
 
-    def at(self, stream: int, addresses: Sequence[int], owners: Sequence[Any]) -> None:
+    def launch_at(self, stream: int, addresses: Sequence[int], owners: Sequence[Any]) -> None:
         """Launch on arrays at these addresses, in the order of `names`; `owners` are those of the `mapped`."""
         try:
             words = self._idle.pop()
@@ -105,7 +105,7 @@ class Plan:
         """
         key = arg.name, address
         if key not in self._encoded:
-            if len(self._encoded) == _MOST_MAPS:
+            if len(self._encoded) == _MAX_MAPS:
                 self._encoded.clear()
             label = f"{self.spec.name}: {arg.name}"
             tensor_map = self.spec.tensor_map(arg, gpu.as_array(label, array), self.sizes)

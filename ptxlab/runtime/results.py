@@ -8,8 +8,8 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 
-_FIRST = 4  # values of an array that a summary shows
-_WORST = 3  # places that a comparison shows
+_SHOWN_VALUES = 4  # values of an array that a summary shows
+_SHOWN_PLACES = 3  # places that a comparison shows
 RTOL = {2: 1e-3, 4: 1e-5, 8: 1e-12}  # of floats by their bytes: some units in the last place
 EXPECTED = "expected."  # before the name of an output in a file of arguments
 
@@ -36,7 +36,7 @@ class Summary:
         nan = int(np.isnan(flat).sum()) if array.dtype.kind == "f" else 0
         numbers = flat[~np.isnan(flat)] if nan else flat
         low, high = (numbers.min().item(), numbers.max().item()) if numbers.size else (None, None)
-        return cls(name, str(array.dtype), array.shape, tuple(v.item() for v in flat[:_FIRST]), low, high, nan)
+        return cls(name, str(array.dtype), array.shape, tuple(v.item() for v in flat[:_SHOWN_VALUES]), low, high, nan)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values: NaN and infinity as text."""
@@ -46,18 +46,18 @@ class Summary:
     def cells(self) -> tuple[str, ...]:
         """Name, type, first values, minimum, maximum and NaN in words."""
         ellipsis = " ..." if int(np.prod(self.shape)) > len(self.first) else ""
-        shown = " ".join(map(number, self.first)) + ellipsis
+        shown = " ".join(map(format_number, self.first)) + ellipsis
         return (
             self.name,
             f"{self.dtype}{list(self.shape)}",
             shown,
-            number(self.minimum),
-            number(self.maximum),
+            format_number(self.minimum),
+            format_number(self.maximum),
             str(self.nan),
         )
 
 
-def number(x: float | int | None) -> str:
+def format_number(x: float | int | None) -> str:
     """Format a number with up to six digits."""
     return "-" if x is None else f"{x:.6g}" if isinstance(x, float) else str(x)
 
@@ -88,12 +88,12 @@ class Comparison:
         allowed = "equal" if not self.rtol and not self.atol else f"within {self.atol:g} + {self.rtol:g} x |expected|"
         if not self.wrong:
             return f"{self.name}: as expected, {self.total:,} elements {allowed}"
-        places = "; ".join(f"{self.name}{list(at)} is {got}, not {want}" for at, got, want in self.worst)
+        places = "; ".join(f"{self.name}{list(index)} is {got}, not {want}" for index, got, want in self.worst)
         return f"{self.name}: {self.wrong:,} of {self.total:,} elements are not {allowed}; worst: {places}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready values."""
-        worst = [{"index": list(at), "got": _json(got), "expected": _json(want)} for at, got, want in self.worst]
+        worst = [{"index": list(index), "got": _json(got), "expected": _json(want)} for index, got, want in self.worst]
         return asdict(self) | {"worst": worst}
 
 
@@ -110,26 +110,28 @@ def compare(name: str, got: Any, expected: Any, rtol: float | None = None, atol:
     got, expected = np.asarray(got), np.asarray(expected)
     if got.shape != expected.shape:
         raise ArgumentError(f"expected {name}", f"shape {list(got.shape)}", list(expected.shape))
-    floats = "f" in (got.dtype.kind, expected.dtype.kind)
-    if not floats and "V" in (got.dtype.kind, expected.dtype.kind):
+    is_float = "f" in (got.dtype.kind, expected.dtype.kind)
+    if not is_float and "V" in (got.dtype.kind, expected.dtype.kind):
         raise ArgumentError(f"expected {name}", f"numbers such as {got.dtype}", expected.dtype)
-    a, b = (array.astype(np.float64) for array in (got, expected)) if floats else (got, expected)
-    usual = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if floats else 0.0
-    finite = np.abs(b[np.isfinite(b)]) if floats else np.zeros(0)
-    rtol = usual if rtol is None else rtol
-    atol = (usual * float(finite.max(initial=0.0))) if atol is None else atol
-    if floats or rtol or atol:
+    a, b = (array.astype(np.float64) for array in (got, expected)) if is_float else (got, expected)
+    default_rtol = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if is_float else 0.0
+    finite = np.abs(b[np.isfinite(b)]) if is_float else np.zeros(0)
+    rtol = default_rtol if rtol is None else rtol
+    atol = (default_rtol * float(finite.max(initial=0.0))) if atol is None else atol
+    if is_float or rtol or atol:
         x, y = a.astype(np.float64), b.astype(np.float64)
         with np.errstate(invalid="ignore"):
-            off = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
-            off = np.where(np.isnan(off), np.inf, off)
-            wrong = ~(off <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
+            error = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
+            error = np.where(np.isnan(error), np.inf, error)
+            wrong = ~(error <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
     else:
         wrong = a != b
-        off = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    order = np.argsort(np.where(wrong, off, -1.0).reshape(-1), kind="stable")[::-1][: min(_WORST, int(wrong.sum()))]
-    places = [tuple(int(i) for i in np.unravel_index(at, got.shape)) for at in order]
-    worst = tuple((at, got[at].item(), expected[at].item()) for at in places)
+        error = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    order = np.argsort(np.where(wrong, error, -1.0).reshape(-1), kind="stable")[::-1][
+        : min(_SHOWN_PLACES, int(wrong.sum()))
+    ]
+    places = [tuple(int(i) for i in np.unravel_index(index, got.shape)) for index in order]
+    worst = tuple((index, got[index].item(), expected[index].item()) for index in places)
     return Comparison(name, int(wrong.sum()), wrong.size, rtol, atol, worst)
 
 

@@ -64,8 +64,10 @@ def first_differences(
         b = second[name]
         if a.tobytes() == b.tobytes():
             continue
-        unlike = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
-        place = tuple(int(i) for i in np.unravel_index(int(np.argmax(unlike)), a.shape))
-        one, two = map(str, schedules)
-        differences.append(Difference(name, int(unlike.sum()), a.size, place, (a[place], b[place]), (one, two)))
+        differs = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
+        place = tuple(int(i) for i in np.unravel_index(int(np.argmax(differs)), a.shape))
+        first_name, second_name = map(str, schedules)
+        differences.append(
+            Difference(name, int(differs.sum()), a.size, place, (a[place], b[place]), (first_name, second_name))
+        )
     return differences

@@ -54,26 +54,28 @@ class Number:
             return f"float{8 * self.nbytes}"
         return "bfloat16 or its bits, uint16" if self.kind == "bf" else f"{8 * self.nbytes}-bit integers"
 
-    def of(self, label: str, wanted: str, value: int | float) -> np.generic:
+    def of(self, label: str, type_name: str, python_number: int | float) -> np.generic:
         """Convert a Python number to a scalar of this type. Raises ArgumentError if the type cannot hold it."""
-        if self.kind == "i" and isinstance(value, int):
+        if self.kind == "i" and isinstance(python_number, int):
             bits = 8 * self.nbytes
             low, high = (0 if self.signed is False else -(1 << bits - 1)), (1 << bits - (self.signed is True)) - 1
-            if not low <= value <= high:
-                raise ArgumentError(label, f"{wanted} lies in {low}..{high}", value)
-            scalar: np.generic = np.dtype(f"{'i' if value < 0 else 'u'}{self.nbytes}").type(value)
+            if not low <= python_number <= high:
+                raise ArgumentError(label, f"{type_name} lies in {low}..{high}", python_number)
+            scalar: np.generic = np.dtype(f"{'i' if python_number < 0 else 'u'}{self.nbytes}").type(python_number)
             return scalar
         if self.kind == "f":
             dtype = np.dtype(f"f{self.nbytes}")
             with np.errstate(over="ignore"):
                 try:
-                    number: np.generic = dtype.type(value)
+                    number: np.generic = dtype.type(python_number)
                 except OverflowError:  # of an int beyond every float
                     number = dtype.type(np.inf)
-            if np.isinf(number) and value not in (float("inf"), float("-inf")):
-                raise ArgumentError(label, f"{wanted} has to be finite in {self}", value)
+            if np.isinf(number) and python_number not in (float("inf"), float("-inf")):
+                raise ArgumentError(label, f"{type_name} has to be finite in {self}", python_number)
             return number
-        raise ArgumentError(label, f"{wanted}, which a Python number is not; pass a NumPy scalar", repr(value))
+        raise ArgumentError(
+            label, f"{type_name}, which a Python number is not; pass a NumPy scalar", repr(python_number)
+        )
 
 
 _RAW = Number("raw")
@@ -110,21 +112,21 @@ class Parameter:
     struct_bytes: int = 0
     is_const: bool = False
 
-    def accept(self, label: str, value: Any, dtype: str) -> Any:
+    def accept(self, label: str, argument: Any, dtype: str) -> Any:
         """Return the argument as it is, or a Python number as a NumPy scalar of the parameter's type.
 
-        `value` is a NumPy or CuPy array, a scalar, or anything else, which is left to the launch; `dtype` is its
+        `argument` is a NumPy or CuPy array, a scalar, or anything else, which is left to the launch; `dtype` is its
         dtype's name where it comes from. Raises ArgumentError for another type than the parameter's.
         """
         if self.struct_bytes:
-            return self._struct(label, value, dtype)
-        if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
-            return self._number(label, value)
-        if isinstance(value, np.generic):
-            self._check_scalar(label, value)
-        elif hasattr(value, "dtype") and hasattr(value, "shape"):
-            self._check_array(label, value, dtype)
-        return value
+            return self._struct(label, argument, dtype)
+        if isinstance(argument, bool | int | float) and not isinstance(argument, np.generic):
+            return self._number(label, argument)
+        if isinstance(argument, np.generic):
+            self._check_scalar(label, argument)
+        elif hasattr(argument, "dtype") and hasattr(argument, "shape"):
+            self._check_array(label, argument, dtype)
+        return argument
 
     def null(self, label: str) -> np.generic:
         """Return a null pointer; ArgumentError for a parameter that is no pointer."""
@@ -134,14 +136,14 @@ class Parameter:
             label, f"the bytes of {self.type}" if self.struct_bytes else f"a number for {self.type}", None
         )
 
-    def scalar(self, value: Any) -> Any:
+    def scalar(self, stored: Any) -> Any:
         """Return a NumPy scalar of a file, or the Python number that it was.
 
         An int64 or float64 becomes a Python number again if its size differs from the parameter's.
         """
-        was_python = value.dtype in (np.int64, np.float64, np.bool_)
-        resized = self.number is not None and self.is_pointer is False and self.number.nbytes != value.dtype.itemsize
-        return value.item() if was_python and resized else value
+        was_python = stored.dtype in (np.int64, np.float64, np.bool_)
+        resized = self.number is not None and self.is_pointer is False and self.number.nbytes != stored.dtype.itemsize
+        return stored.item() if was_python and resized else stored
 
     def _struct(self, label: str, argument: Any, dtype: str) -> bytes:
         """Return the bytes of a struct passed by value, given as bytes, or as an array or scalar of as many bytes."""
@@ -157,24 +159,24 @@ class Parameter:
             raise ArgumentError(label, rule, shown)
         return raw
 
-    def _number(self, label: str, value: int | float) -> np.generic:
+    def _number(self, label: str, number: int | float) -> np.generic:
         if self.is_pointer:
             raise ArgumentError(
-                label, f"an array for {self.type}, null (None in Python) or an address (np.uint64)", repr(value)
+                label, f"an array for {self.type}, null (None in Python) or an address (np.uint64)", repr(number)
             )
         if self.number is None or self.number.kind in ("raw", "bf"):
-            raise ArgumentError(label, "a NumPy scalar, whose dtype says how wide the parameter is", repr(value))
-        if self.number.kind == "i" and not isinstance(value, int):
-            raise ArgumentError(label, f"an integer for {self.type}", repr(value))
-        return self.number.of(label, self.type, value)
+            raise ArgumentError(label, "a NumPy scalar, whose dtype says how wide the parameter is", repr(number))
+        if self.number.kind == "i" and not isinstance(number, int):
+            raise ArgumentError(label, f"an integer for {self.type}", repr(number))
+        return self.number.of(label, self.type, number)
 
-    def _check_scalar(self, label: str, value: np.generic) -> None:
+    def _check_scalar(self, label: str, scalar: np.generic) -> None:
         number = _ADDRESS if self.is_pointer else self.number
         if number is None or number.kind == "raw":
             return
-        if not number.takes(value.dtype, value.dtype.name):
-            wanted = f"an array for {self.type}" if self.is_pointer else f"{self.type} takes {number}"
-            raise ArgumentError(label, wanted, f"{value.dtype} {value}")
+        if not number.takes(scalar.dtype, scalar.dtype.name):
+            rule = f"an array for {self.type}" if self.is_pointer else f"{self.type} takes {number}"
+            raise ArgumentError(label, rule, f"{scalar.dtype} {scalar}")
 
     def _check_array(self, label: str, array: Any, name: str) -> None:
         if self.is_pointer is False and self.number is not None:
@@ -207,12 +209,12 @@ class Parameter:
 def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
     """Return the parameters of a kernel of PTX; `_Z3addPf_param_0` of a C++ kernel is `param_0`."""
     accesses = accesses_of(entry)
-    parameters = [_declared(variable, accesses.get(variable.name)) for variable in entry.params]
+    parameters = [_parameter_of_variable(variable, accesses.get(variable.name)) for variable in entry.params]
     prefix = f"{entry.name}_" if entry.name.startswith("_Z") else ""
     return tuple(replace(parameter, name=parameter.name.removeprefix(prefix)) for parameter in parameters)
 
 
-def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> Parameter:
+def _parameter_of_variable(variable: Variable, accesses: frozenset[PointerAccess] | None) -> Parameter:
     kind, bits, label = variable.type[0], variable.type[1:], f".param .{variable.type}"
     if accesses is not None:
         return Parameter(variable.name, label, None, True, accesses)
@@ -240,17 +242,19 @@ def origin_of(ptx: str) -> str:
 def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
     """Return the parameters of an `extern "C"` kernel by its signature; `macros` are names that `-D` defines."""
     text = _COMMENT.sub(" ", text)
-    parameter_lists = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
+    parameter_lists = {tuple(split_list(list_)) for list_ in _parameter_lists(text, entry)}
     if len(parameter_lists) != 1 or len(*parameter_lists) != len(names):  # the preprocessor decides
         return tuple(map(Parameter, names))
     (declarations,) = parameter_lists
-    return tuple(of_declaration(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
+    return tuple(
+        of_declaration(text, name, declaration, macros) for name, declaration in zip(names, declarations, strict=True)
+    )
 
 
 def of_mangled(symbol: str, declared: Sequence[KernelDeclaration]) -> tuple[Parameter, ...]:
     """Return the parameters of a C++ kernel: types come from its symbol, names from the declarations `declared`."""
     types = parameters_of(symbol) or ()
-    names = _names(symbol, types, declared)
+    names = _parameter_names(symbol, types, declared)
     return tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
 
 
@@ -261,21 +265,21 @@ def with_sizes(parameters: Sequence[Parameter], entry: Entry) -> tuple[Parameter
     return tuple(map(_with_size, parameters, entry.params))
 
 
-def _names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:
+def _parameter_names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:
     """Return the names of a mangled kernel's parameters from its declaration.
 
     Of several overloads, the one whose types are most alike decides.
     """
     base = name_of(symbol).partition("<")[0]
-    fitting = [one for one in declared if is_end_of(base, one.name) or is_end_of(one.name, base)]
-    fitting = [one for one in fitting if len(one.parameters) == len(types)]
-    if not fitting:
+    candidates = [kernel for kernel in declared if is_end_of(base, kernel.name) or is_end_of(kernel.name, base)]
+    candidates = [kernel for kernel in candidates if len(kernel.parameters) == len(types)]
+    if not candidates:
         return tuple(f"arg{position}" for position in range(len(types)))
 
-    def likeness(one: KernelDeclaration) -> int:
-        return sum(_bare(a) == _bare(b) for a, b in zip(one.types, types, strict=True))
+    def likeness(kernel: KernelDeclaration) -> int:
+        return sum(_bare(a) == _bare(b) for a, b in zip(kernel.types, types, strict=True))
 
-    return max(fitting, key=likeness).parameter_names
+    return max(candidates, key=likeness).parameter_names
 
 
 def _bare(type_: str) -> str:
@@ -293,17 +297,17 @@ def _with_size(parameter: Parameter, variable: Variable) -> Parameter:
     return parameter
 
 
-def _lists(text: str, entry: str) -> list[str]:
+def _parameter_lists(text: str, entry: str) -> list[str]:
     """Return the text between the parentheses of every declaration of the kernel."""
     lists = []
-    for found in re.finditer(rf"\b{entry}\s*\(", text):
-        head = re.split(r"[;{}]", text[: found.start()])[-1]
-        depth, end = 1, found.end()
+    for match in re.finditer(rf"\b{entry}\s*\(", text):
+        head = re.split(r"[;{}]", text[: match.start()])[-1]
+        depth, end = 1, match.end()
         while depth and end < len(text):
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
         if re.search(r"\b__global__\b", head):
-            lists.append(text[found.end() : end - 1])
+            lists.append(text[match.end() : end - 1])
     return lists
 
 
@@ -328,20 +332,20 @@ def of_declaration(text: str, name: str, declaration: str, macros: Collection[st
         return Parameter(name, label, None, True if stars else None, is_const=is_const)
     if stars > 1:
         return Parameter(name, label, _ADDRESS, True)
-    number = _number(words)
+    number = _number_of_type(words)
     if number is None or (not stars and (number.kind == "raw" or _is_vector(words[0]))):
         return Parameter(name, label, None, True if stars else None, is_const=is_const)
     return Parameter(name, label, number, bool(stars), is_const=is_const)
 
 
-def _number(words: list[str]) -> Number | None:
+def _number_of_type(words: list[str]) -> Number | None:
     """Return the number type of that name; None for a name that is not known."""
     if words and set(words) <= _INTEGER_WORDS:
         nbytes = 1 if "char" in words else 2 if "short" in words else 4
         if "long" in words:
             nbytes = 8 if words.count("long") > 1 else _LONG
-        either = "char" in words and len(words) == 1
-        return Number("i", nbytes, None if either else "unsigned" not in words)
+        any_sign = "char" in words and len(words) == 1
+        return Number("i", nbytes, None if any_sign else "unsigned" not in words)
     if len(words) != 1:
         return None
     if _VECTOR.fullmatch(words[0]):  # of integers: 16 bytes of anything at a time
@@ -357,8 +361,10 @@ def _is_vector(word: str) -> bool:
 
 def _is_redefined(word: str, text: str) -> bool:
     """Check whether the text may redefine that name; keywords can only be redefined by macros."""
-    own = rf"#\s*define\s+{word}\b"
+    pattern = rf"#\s*define\s+{word}\b"
     if word not in _KEYWORDS:
-        own += rf"|\busing\s+(?:\w+\s*::\s*)*{word}\b|\b(?:struct|class|enum|union|typename)\b[^;{{}}<>,=]*\b{word}\b"
-        own += rf"|(?:\btypedef\b[^;]*|}}[^;{{}}()]*)\b{word}\s*[;,)\[]"
-    return re.search(own, text) is not None
+        pattern += (
+            rf"|\busing\s+(?:\w+\s*::\s*)*{word}\b|\b(?:struct|class|enum|union|typename)\b[^;{{}}<>,=]*\b{word}\b"
+        )
+        pattern += rf"|(?:\btypedef\b[^;]*|}}[^;{{}}()]*)\b{word}\s*[;,)\[]"
+    return re.search(pattern, text) is not None

@@ -32,19 +32,19 @@ def copies_beyond_l2(nbytes: int) -> int:
     return max(1, math.ceil(BEYOND_L2 / nbytes))
 
 
-def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+def combine_calls(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     """Return one call that makes these calls in turn, so that they are timed as a whole."""
 
-    def all_of_them() -> None:
+    def call_all() -> None:
         for call in calls:
             call()
 
-    return all_of_them
+    return call_all
 
 
-def chained(*calls: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-    """Join the first call of each sequence into one (`in_turn`), then the second of each, and so on."""
-    return [in_turn(each) for each in zip(*calls, strict=True)]
+def chain_calls(*calls: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+    """Join the first call of each sequence into one (`combine_calls`), then the second of each, and so on."""
+    return [combine_calls(round_calls) for round_calls in zip(*calls, strict=True)]
 
 
 def measure(
@@ -96,21 +96,21 @@ class Clock:
 
     def mhz(self) -> float:
         """Compute the clock rate between start and stop, the median over the SMs."""
-        before, after = ({sm: (c, t) for sm, c, t in gpu.to_host(s).tolist()} for s in self._stamps)
-        return clock_mhz(before, after)
+        start_stamps, stop_stamps = ({sm: (c, t) for sm, c, t in gpu.to_host(s).tolist()} for s in self._stamps)
+        return clock_mhz(start_stamps, stop_stamps)
 
 
-def clock_mhz(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> float:
+def clock_mhz(start_stamps: dict[int, tuple[int, int]], stop_stamps: dict[int, tuple[int, int]]) -> float:
     """Compute the median clock rate over the SMs that were stamped twice.
 
     Args:
-        before: SM -> (clocks, nanoseconds).
-        after: likewise, later.
+        start_stamps: SM -> (clocks, nanoseconds).
+        stop_stamps: likewise, later.
     """
     rates = [
-        1e3 * (after[sm][0] - clocks) / (after[sm][1] - time)
-        for sm, (clocks, time) in before.items()
-        if sm in after and after[sm][1] > time
+        1e3 * (stop_stamps[sm][0] - clocks) / (stop_stamps[sm][1] - time)
+        for sm, (clocks, time) in start_stamps.items()
+        if sm in stop_stamps and stop_stamps[sm][1] > time
     ]
     if not rates:
         raise BenchmarkError("SM clock: no SM was stamped twice")

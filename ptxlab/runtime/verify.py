@@ -14,7 +14,7 @@ from ptxlab.runtime import Kernel, run_spec
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.spec.dtypes import dtype_in, numbers, storage, stored
+from ptxlab.spec.dtypes import convert_to_dtype, dtype_in, numbers, storage
 from ptxlab.spec.tolerance import Allowed, misses, within
 from ptxlab.validate import is_one_of
 
@@ -83,7 +83,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     jobs, skipped = [], []
-    for target, (spec, sources, _) in ((name, found) for name in names for found in registry.resolve_all(name)):
+    for target, (spec, sources, _) in ((name, resolved) for name in names for resolved in registry.resolve_all(name)):
         if spec is None:
             raise ArgumentError("kernel", "a kernel or a family: a file has no reference to verify against", target)
         if problem := gpu.why_not_compiled(spec.arch, exact=spec.exact_arch):
@@ -104,7 +104,9 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue
-            jobs += [Job(spec, source, on, *variant) for on in backends for variant in variants_of(spec)]
+            jobs += [
+                Job(spec, source, job_backend, *variant) for job_backend in backends for variant in variants_of(spec)
+            ]
     return jobs, skipped
 
 
@@ -123,10 +125,10 @@ def variants_of(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[s
     The other dtypes take turns over the sizes.
     """
     yield from ((sizes, spec.config_for(sizes)) for sizes in spec.example_sizes)
-    usual = spec.config_for(spec.example_sizes[-1])
-    others = [(c, i) for c, dtypes in spec.by_variant.items() for i in range(len(dtypes)) if i != usual[c]]
-    for (constant, value), sizes in zip(others, cycle(reversed(spec.example_sizes)), strict=False):
-        yield sizes, {**spec.config_for(sizes), constant: value}
+    default = spec.config_for(spec.example_sizes[-1])
+    other_dtypes = [(c, i) for c, dtypes in spec.by_variant.items() for i in range(len(dtypes)) if i != default[c]]
+    for (constant, dtype_index), sizes in zip(other_dtypes, cycle(reversed(spec.example_sizes)), strict=False):
+        yield sizes, {**spec.config_for(sizes), constant: dtype_index}
 
 
 def verify(job: Job, *, seed: int = 0) -> Verdict:
@@ -143,8 +145,8 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
         raise
     except PtxlabError as error:
         passed, detail = False, str(error)
-    named = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
-    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
+    shown_sizes = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
+    return Verdict(job.label, job.backend, shown_sizes, passed, detail, perf_counter() - start)
 
 
 def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
@@ -154,18 +156,20 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
     """
     spec, source, backend, sizes = job.spec, job.source, job.backend, job.sizes
     dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
-    inputs = {name: stored(array, dtypes[name]) for name, array in spec.pack(logical).items()}
-    results: dict[str, np.ndarray] = {}
+    inputs = {name: convert_to_dtype(array, dtypes[name]) for name, array in spec.pack(logical).items()}
+    outputs: dict[str, np.ndarray] = {}
     module = Kernel.of(spec, source, config).module if backend == "emulator" else None
-    both = module is not None and module.entries[spec.name].is_asynchronous
-    modes = emulator.MODES if both else emulator.MODES[:1]
+    is_asynchronous = module is not None and module.entries[spec.name].is_asynchronous
+    modes = emulator.MODES if is_asynchronous else emulator.MODES[:1]
     findings: list[emulator.Finding] = []
     for poison, mode in product(_POISONS, modes):
-        buffers = {a.name: _guarded(a.resolve(sizes), storage(dtypes[a.name]), poison, backend) for a in spec.outputs}
+        buffers = {
+            a.name: _allocate_guarded(a.resolve(sizes), storage(dtypes[a.name]), poison, backend) for a in spec.outputs
+        }
         for arg in spec.outputs:
             if arg.role == "inout":  # what it is given stands where it is to write
-                given = np.ascontiguousarray(inputs[arg.name])
-                buffers[arg.name][1][...] = given if backend == "emulator" else gpu.to_device(given)
+                initial = np.ascontiguousarray(inputs[arg.name])
+                buffers[arg.name][1][...] = initial if backend == "emulator" else gpu.to_device(initial)
         outcome = run_spec(
             spec,
             source,
@@ -179,13 +183,13 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
         )
         findings += outcome.findings
         for name, (buffer, view) in buffers.items():
-            whole = buffer if isinstance(buffer, np.ndarray) else buffer.get()
-            guards = np.concatenate([whole[:_GUARD], whole[_GUARD + view.nbytes :]])
+            host_bytes = buffer if isinstance(buffer, np.ndarray) else buffer.get()
+            guards = np.concatenate([host_bytes[:_GUARD], host_bytes[_GUARD + view.nbytes :]])
             if (guards != poison).any():
                 raise VerificationError(f"{name}: {int((guards != poison).sum())} bytes written outside the array")
-            results[name] = whole[_GUARD : _GUARD + view.nbytes].view(view.dtype).reshape(view.shape)
-        compare(spec, results, logical, config)
-    return _judge_findings(spec, backend, findings, logical) + (", early and late" if both else "")
+            outputs[name] = host_bytes[_GUARD : _GUARD + view.nbytes].view(view.dtype).reshape(view.shape)
+        compare(spec, outputs, logical, config)
+    return _judge_findings(spec, backend, findings, logical) + (", early and late" if is_asynchronous else "")
 
 
 def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
@@ -193,14 +197,14 @@ def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
 
     Return them and a line for each source that has no rows to check.
     """
-    asked, refused = [], {}
+    row_jobs, refused = [], {}
     for job in {(job.label, job.backend): job for job in jobs}.values():
         spec = job.spec.invariant or job.spec
         try:
-            asked.append(Job(spec, job.source, job.backend, _batch_sizes(spec)))
+            row_jobs.append(Job(spec, job.source, job.backend, _batch_sizes(spec)))
         except ArgumentError as error:
             refused[job.label] = f"{job.label}: {error}"
-    return asked, list(refused.values())
+    return row_jobs, list(refused.values())
 
 
 def _batch_sizes(spec: KernelSpec) -> Mapping[str, Any]:
@@ -210,9 +214,9 @@ def _batch_sizes(spec: KernelSpec) -> Mapping[str, Any]:
     """
     if spec.batch not in spec.symbols:
         raise ArgumentError("batch", "the spec must have a size that counts rows", spec.batch or "none")
-    usual = [spec.batch_sizes] if spec.batch_sizes else reversed(spec.example_sizes)
+    candidates = [spec.batch_sizes] if spec.batch_sizes else reversed(spec.example_sizes)
     problem = ArgumentError("example_sizes", "there must be some", "none")
-    for sizes, rows in product(usual, [spec.batch_sizes[spec.batch]] if spec.batch_sizes else _ROWS):
+    for sizes, rows in product(candidates, [spec.batch_sizes[spec.batch]] if spec.batch_sizes else _ROWS):
         try:
             for count in (1, rows):
                 spec.check_sizes({**sizes, spec.batch: count})
@@ -236,47 +240,51 @@ def check_rows(job: Job, *, seed: int = 0) -> Verdict:
         raise
     except PtxlabError as error:
         passed, detail = False, str(error)
-    named = {name: size for name, size in job.sizes.items() if name in spec.symbols}
-    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
+    shown_sizes = {name: size for name, size in job.sizes.items() if name in spec.symbols}
+    return Verdict(job.label, job.backend, shown_sizes, passed, detail, perf_counter() - start)
 
 
 def _check_rows(job: Job, seed: int) -> str:
     spec, sizes = job.spec, job.sizes
     by_row, rows, config = spec.rows_of(sizes), sizes[spec.batch], spec.config_for(sizes)
     logical = spec.example(np.random.default_rng(seed), **sizes)
-    inputs = {name: stored(x, dtype_in(spec.arg(name).dtype, config)) for name, x in spec.pack(logical).items()}
+    inputs = {
+        name: convert_to_dtype(x, dtype_in(spec.arg(name).dtype, config)) for name, x in spec.pack(logical).items()
+    }
     fresh = {name: x.copy() for name, x in inputs.items()}  # some are updated in place
-    whole = run_spec(spec, job.source, fresh, sizes=sizes, backend=job.backend).outputs
+    batch_outputs = run_spec(spec, job.source, fresh, sizes=sizes, backend=job.backend).outputs
     picked = sorted({0, rows // 3, rows - 1})
     for row in picked:
-        alone = {name: x[row : row + 1].copy() if name in by_row else x for name, x in inputs.items()}
-        alone |= spec.one_row(inputs, row) if spec.one_row else {}
-        shared = {arg.name: whole[arg.name].copy() for arg in spec.outputs if arg.name not in by_row}
-        one = {**sizes, spec.batch: 1}
-        got = run_spec(spec, job.source, alone, sizes=one, out=shared, backend=job.backend).outputs
-        for name, x in got.items():
-            right = whole[name][row : row + 1] if name in by_row else whole[name]
-            got_bytes, right_bytes = (np.ascontiguousarray(each).view(np.uint8) for each in (x, right))
-            if other := int((got_bytes != right_bytes).sum()):
-                raise VerificationError(f"{name}: row {row} alone differs from itself among {rows} in {other} bytes")
+        row_inputs = {name: x[row : row + 1].copy() if name in by_row else x for name, x in inputs.items()}
+        row_inputs |= spec.one_row(inputs, row) if spec.one_row else {}
+        shared = {arg.name: batch_outputs[arg.name].copy() for arg in spec.outputs if arg.name not in by_row}
+        row_sizes = {**sizes, spec.batch: 1}
+        row_outputs = run_spec(spec, job.source, row_inputs, sizes=row_sizes, out=shared, backend=job.backend).outputs
+        for name, x in row_outputs.items():
+            expected = batch_outputs[name][row : row + 1] if name in by_row else batch_outputs[name]
+            got_bytes, right_bytes = (np.ascontiguousarray(array).view(np.uint8) for array in (x, expected))
+            if differing := int((got_bytes != right_bytes).sum()):
+                raise VerificationError(
+                    f"{name}: row {row} alone differs from itself among {rows} in {differing} bytes"
+                )
     return f"same bits alone: rows {', '.join(map(str, picked))} of {rows}"
 
 
 def compare(
-    spec: KernelSpec, results: Mapping[str, np.ndarray], logical: Arrays, config: Mapping[str, int] | None = None
+    spec: KernelSpec, outputs: Mapping[str, np.ndarray], logical: Arrays, config: Mapping[str, int] | None = None
 ) -> None:
     """Raise with the first difference if an output is not what the spec's reference says (in the variant `config`)."""
     expected = spec.expected(logical, config)
     if spec.bound is not None:
         constants = {**dict.fromkeys(spec.by_variant, 0), **(config or {})}
-        got = {name: numbers(results[name], dtype_in(spec.arg(name).dtype, constants)) for name in expected}
+        got = {name: numbers(outputs[name], dtype_in(spec.arg(name).dtype, constants)) for name in expected}
         if problem := within(got, expected, spec.allowed(logical, config)):
             raise VerificationError(problem)
     else:
         for name, exact in expected.items():
-            _compare(spec, "" if len(results) == 1 else f"{name}: ", results[name], exact)
+            _compare(spec, "" if len(outputs) == 1 else f"{name}: ", outputs[name], exact)
     if spec.wrong is not None:
-        missed = results[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
+        missed = outputs[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
         if (missed != spec.wrong.misses(**logical)).any():
             raise VerificationError("misses the truth in other places than its model says")
 
@@ -306,12 +314,12 @@ def _judge_findings(spec: KernelSpec, backend: str, findings: list[emulator.Find
     return f"wrong in exactly the {misses} places that its model predicts"
 
 
-def _guarded(shape: tuple[int, ...], dtype: np.dtype, poison: int, backend: str) -> tuple[Any, Any]:
+def _allocate_guarded(shape: tuple[int, ...], dtype: np.dtype, poison: int, backend: str) -> tuple[Any, Any]:
     """Allocate a poisoned buffer where the backend works.
 
     Return it and, inside its guards, the array that the kernel is to write.
     """
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    whole = (gpu.empty if backend == "gpu" else np.empty)((nbytes + 2 * _GUARD,), np.uint8)
-    whole.fill(poison)
-    return whole, whole[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)
+    buffer = (gpu.empty if backend == "gpu" else np.empty)((nbytes + 2 * _GUARD,), np.uint8)
+    buffer.fill(poison)
+    return buffer, buffer[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)

@@ -120,13 +120,13 @@ def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
             labels[label[1]] = current[-1].address + 16 if current else 0
         elif place := _PLACE.search(text):
             line, path = int(place["line"]), place["file"]
-        elif found := _INSTRUCTION.match(text):
-            opcode, *modifiers = found["opcode"].split(".")
-            operands = tuple(o.strip() for o in found["operands"].split(",") if o.strip())
-            address = int(found["address"], 16)
-            guard = found["guard"] or ""
+        elif match := _INSTRUCTION.match(text):
+            opcode, *modifiers = match["opcode"].split(".")
+            operands = tuple(o.strip() for o in match["operands"].split(",") if o.strip())
+            address = int(match["address"], 16)
+            guard = match["guard"] or ""
             current.append(SassInstruction(address, opcode, tuple(modifiers), operands, guard, line, path))
-    return {name: _without_padding([_resolved(i, labels) for i in code]) for name, code in functions.items()}
+    return {name: _without_padding([_resolve_labels(i, labels) for i in code]) for name, code in functions.items()}
 
 
 def loop_of(instructions: list[SassInstruction]) -> list[SassInstruction]:
@@ -207,20 +207,20 @@ def report(
         ArgumentError: no such entry, or several and none was named.
         CompileError, UnavailableError: as in `toolchain`.
     """
-    image, entry = _built(source, arch, entry, defines)
+    image, entry = _build_entry(source, arch, entry, defines)
     instructions = parse(toolchain.disassemble(image))[entry]
-    used = image.resources[entry]
+    resources = image.resources[entry]
     word = per_8(source, arch)
     return Report(
         name=source.label,
         entry=entry,
         arch=arch,
         tools=(image.tool, f"nvdisasm {toolchain.version('nvdisasm')}"),
-        registers=used.registers,
-        spill_stores=used.spill_stores,
-        spill_loads=used.spill_loads,
-        stack=used.stack,
-        shared=used.shared,
+        registers=resources.registers,
+        spill_stores=resources.spill_stores,
+        spill_loads=resources.spill_loads,
+        stack=resources.stack,
+        shared=resources.shared,
         opcodes=opcode_counts(instructions),
         pipes=pipe_counts(instructions),
         sections=dict(Counter(i.section for i in instructions).most_common()),
@@ -238,11 +238,13 @@ def instructions(
 
     Raises as `report` does.
     """
-    image, entry = _built(source, arch, entry, defines)
+    image, entry = _build_entry(source, arch, entry, defines)
     return parse(toolchain.disassemble(image))[entry]
 
 
-def _built(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> tuple[toolchain.Image, str]:
+def _build_entry(
+    source: Source, arch: str, entry: str | None, defines: toolchain.Defines
+) -> tuple[toolchain.Image, str]:
     """Build a source; return its image and the entry: the one that is named, otherwise the only one."""
     image = toolchain.build(source, arch, defines=defines)
     if entry is None and len(image.resources) == 1:
@@ -258,12 +260,16 @@ def per_8(source: Source, arch: str) -> dict[str, float] | None:
     The count is the difference between treating 16 and 8 words, divided by 8: constants, addresses and the entry's
     frame cancel. Return None for a source that marks no word.
     """
-    harnesses = [harness.counting(source, words) for words in (8, 16)]
-    few, many = (_arithmetic(h, arch) if h else None for h in harnesses)
-    if few is None or many is None:
+    harnesses = [harness.counting_harness(source, words) for words in (8, 16)]
+    counts_8, counts_16 = (_arithmetic(h, arch) if h else None for h in harnesses)
+    if counts_8 is None or counts_16 is None:
         return None
     # An opcode may also become rarer (ptxas spells one operation in several ways), so keep negative differences.
-    return {name: (many[name] - few[name]) / 8 for name in sorted({*few, *many}) if many[name] != few[name]}
+    return {
+        name: (counts_16[name] - counts_8[name]) / 8
+        for name in sorted({*counts_8, *counts_16})
+        if counts_16[name] != counts_8[name]
+    }
 
 
 def by_pipe(opcodes: Mapping[str, float]) -> dict[str, float]:
@@ -279,7 +285,7 @@ def _arithmetic(source: Source, arch: str) -> Counter[str]:
     return Counter(i.name for i in functions[harness.COUNTING] if i.section == "arithmetic")
 
 
-def _resolved(instruction: SassInstruction, labels: Mapping[str, int]) -> SassInstruction:
+def _resolve_labels(instruction: SassInstruction, labels: Mapping[str, int]) -> SassInstruction:
     if not any("`(" in o for o in instruction.operands):
         return instruction
     operands = tuple(_TARGET.sub(lambda m: hex(labels.get(m[1], 0)), o) for o in instruction.operands)

@@ -32,30 +32,32 @@ def fragment_cost(instructions: Sequence[SassInstruction]) -> FragmentCost:
     address: set[int] = set()
     unpack: set[int] = set()
     for n in loads:
-        address |= _slice(instructions[:n], set(_registers(instructions[n].operands[-1:])))
+        address |= _backward_slice(instructions[:n], set(_registers(instructions[n].operands[-1:])))
     for n in stores:
-        unpack |= _slice(instructions[:n], set(_wide(instructions[n].operands[-1], _words(instructions[n]))))
+        unpack |= _backward_slice(
+            instructions[:n], set(_register_range(instructions[n].operands[-1], _words(instructions[n])))
+        )
     return FragmentCost(len(loads), len(address), len(unpack))
 
 
-def _slice(instructions: Sequence[SassInstruction], wanted: set[str]) -> set[int]:
-    """Find the computations that `wanted` depend on, followed backwards to loads, special registers and constants."""
-    found = set()
+def _backward_slice(instructions: Sequence[SassInstruction], registers: set[str]) -> set[int]:
+    """Find the computations that registers depend on, followed backwards to loads, special registers and constants."""
+    computations = set()
     for n, instruction in reversed(list(enumerate(instructions))):
-        if not instruction.operands or not (results := written(instruction)) & wanted:
+        if not instruction.operands or not (outputs := written_registers(instruction)) & registers:
             continue
-        wanted = wanted - results
+        registers = registers - outputs
         if instruction.section in _COMPUTES:
-            found.add(n)
-            wanted |= set(_registers(instruction.operands[1:]))
-    return found
+            computations.add(n)
+            registers |= set(_registers(instruction.operands[1:]))
+    return computations
 
 
-def written(instruction: SassInstruction) -> set[str]:
+def written_registers(instruction: SassInstruction) -> set[str]:
     """Return the registers that an instruction writes: its first operand, as wide as its modifiers say."""
     if instruction.section in ("store", "control"):
         return set()
-    return set(_wide(instruction.operands[0], _words(instruction)))
+    return set(_register_range(instruction.operands[0], _words(instruction)))
 
 
 def _words(instruction: SassInstruction) -> int:
@@ -68,10 +70,10 @@ def _words(instruction: SassInstruction) -> int:
     return 1
 
 
-def _wide(operand: str, words: int) -> list[str]:
-    found = _REGISTER.search(operand)
-    return [f"{found[1]}{int(found[2]) + i}" for i in range(words)] if found else []
+def _register_range(operand: str, words: int) -> list[str]:
+    match = _REGISTER.search(operand)
+    return [f"{match[1]}{int(match[2]) + i}" for i in range(words)] if match else []
 
 
 def _registers(operands: Iterable[str]) -> list[str]:
-    return ["".join(found) for operand in operands for found in _REGISTER.findall(operand)]
+    return ["".join(groups) for operand in operands for groups in _REGISTER.findall(operand)]

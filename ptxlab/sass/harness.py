@@ -34,7 +34,7 @@ from ptxlab.sources import Source
 COUNTING = "count_words"
 LOOPING = "loop_words"
 LOOP_WORDS = 8
-MOST_WORDS = 16
+MAX_WORDS = 16
 
 _BEGIN = re.compile(r"^[ \t]*// @begin word (.*)$", re.MULTILINE)
 _END = re.compile(r"^[ \t]*// @end word[ \t]*$", re.MULTILINE)
@@ -53,16 +53,16 @@ class Word:
         header: `.version`, `.target` and `.address_size` of the source.
         registers: the entry's `.reg` declarations.
         body: the instructions.
-        given: register of the word.
-        results: registers of the results, 32 bits each.
+        input_register: register of the word.
+        result_registers: registers of the results, 32 bits each.
         shared: registers of the values that all words of a group share.
     """
 
     header: str
     registers: str
     body: str
-    given: str
-    results: tuple[str, ...]
+    input_register: str
+    result_registers: tuple[str, ...]
     shared: tuple[str, ...]
 
 
@@ -75,7 +75,7 @@ def word_of(source: Source) -> Word | None:
     if begin is None:
         return None
     line = source.text.count("\n", 0, begin.start(1)) + 1
-    fields = {name: tuple(filter(None, value.split(","))) for name, value in _FIELD.findall(begin[1])}
+    fields = {name: tuple(filter(None, registers_text.split(","))) for name, registers_text in _FIELD.findall(begin[1])}
     end = _END.search(source.text, begin.end())
     well_formed = len(fields.get("in", ())) == 1 and 1 <= len(fields.get("out", ())) <= 4
     if end is None or not well_formed or not all(_REGISTER.match(r) for names in fields.values() for r in names):
@@ -88,10 +88,10 @@ def word_of(source: Source) -> Word | None:
     return Word(header, registers, body, fields["in"][0], fields["out"], fields.get("with", ()))
 
 
-def counting(source: Source, words: int) -> Source | None:
+def counting_harness(source: Source, words: int) -> Source | None:
     """Build the harness that treats `words` (4, 8, 12 or 16) words per thread; `None` for a source without a marker.
 
-    It is in the source's language; its entry is `COUNTING(words, shared, results)`. Threads are `MOST_WORDS` words
+    It is in the source's language; its entry is `COUNTING(words, shared, results)`. Threads are `MAX_WORDS` words
     apart whatever `words` is, so that addresses are the same in harnesses of 8 and 16.
     """
     if source.language == "ptx":
@@ -103,7 +103,7 @@ def counting(source: Source, words: int) -> Source | None:
     return Source.from_text(text, f"<{words} words of {source.name}>") if text else None
 
 
-def looping(source: Source) -> Source | None:
+def looping_harness(source: Source) -> Source | None:
     """Build the harness for throughput, from a PTX source; `None` without a marker.
 
     Its entry is `LOOPING(words, shared, results, iterations)`: every thread loads `LOOP_WORDS` words (thread-major) and
@@ -115,16 +115,16 @@ def looping(source: Source) -> Source | None:
     return Source.from_text(_looping_ptx(word), f"<loop over {source.name}>") if word else None
 
 
-def repeating(source: Source) -> Source | None:
+def repeating_harness(source: Source) -> Source | None:
     """Build a PTX source whose marked fragment is loaded `repeats` times; `None` without a marker.
 
     `repeats` is a last parameter u32. What arrives is folded by exclusive or: after an odd number of repeats the
     kernel's results are what they were. The warp barrier keeps ptxas from loading only once.
     """
-    found = _FRAGMENT.search(source.text)
-    if found is None:
+    match = _FRAGMENT.search(source.text)
+    if match is None:
         return None
-    registers = found[1].split(",")
+    registers = match[1].split(",")
     folded = [f"%_r{i}" for i in range(len(registers))]
     lines = [
         f"    .reg .b32 %_r<{len(registers)}>, %_left;",
@@ -132,7 +132,7 @@ def repeating(source: Source) -> Source | None:
         *(f"    mov.b32 {r}, 0;" for r in folded),
         "    ld.param.u32 %_left, [repeats];",
         "REPEAT:",
-        found[2].rstrip("\n"),
+        match[2].rstrip("\n"),
         *(f"    xor.b32 {r}, {r}, {a};" for r, a in zip(folded, registers, strict=True)),
         "    bar.warp.sync 0xffffffff;",
         "    sub.u32 %_left, %_left, 1;",
@@ -141,7 +141,7 @@ def repeating(source: Source) -> Source | None:
         *(f"    mov.b32 {a}, {r};" for r, a in zip(folded, registers, strict=True)),
         "",
     ]
-    text = source.text[: found.start()] + "\n".join(lines) + source.text[found.end() :]
+    text = source.text[: match.start()] + "\n".join(lines) + source.text[match.end() :]
     signature = re.compile(r"(\.entry \w+\(.*?)\)([^\n]*\n\{)", re.DOTALL)
     text = signature.sub(r"\1, .param .u32 repeats)\2", text, count=1)
     return Source(source.name, f"<{source.name}, repeated>", "ptx", text)
@@ -152,23 +152,29 @@ _FEEDBACK = 0x9E3779B1  # c: keeps the words from settling at zero
 
 def _counting_ptx(word: Word, words: int) -> str:
     loads = [f"ld.global.v4.u32 {_vector('%_w', i)}, [%_from+{4 * i}];" for i in range(0, words, 4)]
-    per_word = len(word.results)
-    results = [f"%_r{i}" for i in range(words * per_word)]
+    per_word = len(word.result_registers)
+    registers = [f"%_r{i}" for i in range(words * per_word)]
     code: list[str] = []
     for i in range(words):
-        code.append(f"mov.b32 {word.given}, %_w{i};")
+        code.append(f"mov.b32 {word.input_register}, %_w{i};")
         code.append(word.body)
-        code += [f"mov.b32 {results[i * per_word + j]}, {result};" for j, result in enumerate(word.results)]
-    stores = [f"st.global.v4.u32 [%_to+{4 * i}], {_vector('%_r', i)};" for i in range(0, len(results), 4)]
-    return _entry(word, COUNTING, (words, len(results)), (MOST_WORDS, MOST_WORDS * per_word), loads, [*code, *stores])
+        code += [
+            f"mov.b32 {registers[i * per_word + j]}, {word_register};"
+            for j, word_register in enumerate(word.result_registers)
+        ]
+    stores = [f"st.global.v4.u32 [%_to+{4 * i}], {_vector('%_r', i)};" for i in range(0, len(registers), 4)]
+    return _entry(word, COUNTING, (words, len(registers)), (MAX_WORDS, MAX_WORDS * per_word), loads, [*code, *stores])
 
 
 def _looping_ptx(word: Word) -> str:
     loads = [f"ld.global.v4.u32 {_vector('%_w', i)}, [%_from+{4 * i}];" for i in range(0, LOOP_WORDS, 4)]
     code = ["ld.param.u32 %_left, [iterations];", "LOOP:"]
-    pairs = [(word.results[i], word.results[min(i + 1, len(word.results) - 1)]) for i in range(0, len(word.results), 2)]
+    pairs = [
+        (word.result_registers[i], word.result_registers[min(i + 1, len(word.result_registers) - 1)])
+        for i in range(0, len(word.result_registers), 2)
+    ]
     for i in range(LOOP_WORDS):
-        code += [f"mov.b32 {word.given}, %_w{i};", word.body, f"mov.b32 %_w{i}, {_FEEDBACK:#x};"]
+        code += [f"mov.b32 {word.input_register}, %_w{i};", word.body, f"mov.b32 %_w{i}, {_FEEDBACK:#x};"]
         code += [f"mad.lo.u32 %_w{i}, {a}, {b}, %_w{i};" for a, b in pairs]
     code += ["sub.u32 %_left, %_left, 1;", "setp.ne.u32 %_more, %_left, 0;", "@%_more bra LOOP;"]
     stores = [f"st.global.v4.u32 [%_to+{4 * i}], {_vector('%_w', i)};" for i in range(0, LOOP_WORDS, 4)]
@@ -183,7 +189,7 @@ def _entry(
     strides: tuple[int, int],
     loads: list[str],
     code: list[str],
-    more: str = "",
+    extra_parameters: str = "",
 ) -> str:
     """Build an entry around `code`.
 
@@ -192,7 +198,7 @@ def _entry(
     shared = [f"ld.global.u32 {r}, [%_with+{4 * i}];" for i, r in enumerate(word.shared)]
     lines = [
         word.header,
-        f".visible .entry {name}(.param .u64 words, .param .u64 shared, .param .u64 results{more})",
+        f".visible .entry {name}(.param .u64 words, .param .u64 shared, .param .u64 results{extra_parameters})",
         "{",
         word.registers,
         f".reg .b32 %_w<{registers[0]}>, %_r<{registers[1]}>, %_lane, %_left, %_start;",
@@ -218,9 +224,9 @@ def _entry(
 def _counting_cuda(function: str, shared: int, lanes: int, words: int) -> str:
     values = "".join(f", s{i}" for i in range(shared))
     loads = "".join(f"    const unsigned s{i} = shared[index * {shared} + {i}];\n" for i in range(shared))
-    quads = "".join(f"    const uint4 q{i} = words[index * {MOST_WORDS // 4} + {i}];\n" for i in range(words // 4))
+    quads = "".join(f"    const uint4 q{i} = words[index * {MAX_WORDS // 4} + {i}];\n" for i in range(words // 4))
     calls = "".join(
-        f"    results[index * {MOST_WORDS} + {4 * i + j}] = ptxlab::{function}(q{i}.{axis}{values});\n"
+        f"    results[index * {MAX_WORDS} + {4 * i + j}] = ptxlab::{function}(q{i}.{axis}{values});\n"
         for i in range(words // 4)
         for j, axis in enumerate("xyzw")
     )

@@ -42,10 +42,10 @@ class MainLoop:
 def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
     """Find the main loop of one entry; None where no loop unpacks weights in every iteration."""
     blocks = basic_blocks(instructions)
-    found = [loop for loop in natural_loops(blocks) if any(map(_unpacks, _instructions(blocks, loop.body)))]
-    if not found:
+    loops = [loop for loop in natural_loops(blocks) if any(map(_unpacks, _instructions(blocks, loop.body)))]
+    if not loops:
         return None
-    loop = min(found, key=lambda loop: len(loop.body))
+    loop = min(loops, key=lambda loop: len(loop.body))
     once = _instructions(blocks, loop.always)
     weights = _WEIGHTS_PER_MASK * sum(map(_unpacks, once))
     if not weights:
@@ -113,16 +113,16 @@ def _target(instruction: SassInstruction) -> int | None:
 
 
 def _successors(blocks: Blocks) -> list[list[int]]:
-    at = {block[0].address: index for index, block in enumerate(blocks)}
-    found = []
+    index_by_address = {block[0].address: index for index, block in enumerate(blocks)}
+    successors = []
     for index, block in enumerate(blocks):
         last = block[-1]
         target = _target(last)
         # BRA.DIV and its like branch on a condition that is no guard.
-        surely = _ends(last) and not last.guard and len(last.operands) < 2 and not last.modifiers
-        onward = [] if surely or index + 1 == len(blocks) else [index + 1]
-        found.append(onward + ([at[target]] if target in at else []))
-    return found
+        always_leaves = _ends(last) and not last.guard and len(last.operands) < 2 and not last.modifiers
+        next_blocks = [] if always_leaves or index + 1 == len(blocks) else [index + 1]
+        successors.append(next_blocks + ([index_by_address[target]] if target in index_by_address else []))
+    return successors
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,15 @@ def natural_loops(blocks: Blocks) -> list[Loop]:
     successors = _successors(blocks)
     dominators = _dominators(successors)
     latches: dict[int, list[int]] = {}
-    for index, onward in enumerate(successors):
-        for header in onward:
+    for index, next_blocks in enumerate(successors):
+        for header in next_blocks:
             if header in dominators[index]:
                 latches.setdefault(header, []).append(index)
     bodies = {header: _body(header, ends, successors) for header, ends in latches.items()}
     loops = []
     for header, body in bodies.items():
-        within = frozenset().union(*(b for h, b in bodies.items() if h != header and h in body and b < body))
-        always = body.intersection(*(dominators[latch] for latch in latches[header])) - within
+        inner_blocks = frozenset().union(*(b for h, b in bodies.items() if h != header and h in body and b < body))
+        always = body.intersection(*(dominators[latch] for latch in latches[header])) - inner_blocks
         loops.append(Loop(body, always))
     return loops
 
@@ -156,21 +156,21 @@ def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
 
     There are none for a block that is not reached.
     """
-    everything = frozenset(range(len(successors)))
+    all_blocks = frozenset(range(len(successors)))
     predecessors: list[list[int]] = [[] for _ in successors]
-    for index, onward in enumerate(successors):
-        for following in onward:
+    for index, next_blocks in enumerate(successors):
+        for following in next_blocks:
             predecessors[following].append(index)
-    found = [frozenset({0}), *[everything] * (len(successors) - 1)]
+    dominators = [frozenset({0}), *[all_blocks] * (len(successors) - 1)]
     changed = True
     while changed:
         changed = False
         for index in range(1, len(successors)):
-            ways = [found[p] for p in predecessors[index]]
+            ways = [dominators[p] for p in predecessors[index]]
             dominating = (ways[0].intersection(*ways[1:]) if ways else frozenset()) | {index}
-            changed |= dominating != found[index]
-            found[index] = dominating
-    return found
+            changed |= dominating != dominators[index]
+            dominators[index] = dominating
+    return dominators
 
 
 def _body(header: int, latches: list[int], successors: list[list[int]]) -> frozenset[int]:
@@ -179,5 +179,5 @@ def _body(header: int, latches: list[int], successors: list[list[int]]) -> froze
         index = pending.pop()
         if index not in body:
             body.add(index)
-            pending += [p for p, onward in enumerate(successors) if index in onward]
+            pending += [p for p, next_blocks in enumerate(successors) if index in next_blocks]
     return frozenset(body)

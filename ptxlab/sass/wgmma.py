@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ptxlab.sass import SassInstruction
-from ptxlab.sass.dataflow import written
+from ptxlab.sass.dataflow import written_registers
 from ptxlab.sass.mainloop import basic_blocks, natural_loops
 
 _MULTIPLIES = frozenset({"HGMMA", "IGMMA", "QGMMA", "BGMMA"})
@@ -23,39 +23,39 @@ def overwritten_operands(instructions: Sequence[SassInstruction]) -> list[SassIn
     """
     blocks = basic_blocks(instructions)
     loops = [loop.body for loop in natural_loops(blocks)]
-    bodies = [body for body in loops if not any(other < body and _multiplies(blocks, other) for other in loops)]
-    found: dict[int, SassInstruction] = {}
+    bodies = [body for body in loops if not any(inner < body and _multiplies(blocks, inner) for inner in loops)]
+    by_address: dict[int, SassInstruction] = {}
     for body in bodies:
         code = [instruction for index in sorted(body) for instruction in blocks[index]]
-        found |= {instruction.address: instruction for instruction in _overwriting([*code, *code])}
-    return list(found.values())
+        by_address |= {instruction.address: instruction for instruction in _overwriting_instructions([*code, *code])}
+    return list(by_address.values())
 
 
-def overwriting(instructions: Sequence[SassInstruction]) -> Iterator[str]:
+def describe_overwritten_operands(instructions: Sequence[SassInstruction]) -> Iterator[str]:
     """Yield a line for people about the overwritten operands, if there are any."""
-    if found := overwritten_operands(instructions):
-        first = found[0]
+    if overwriting := overwritten_operands(instructions):
+        first = overwriting[0]
         line = f", line {first.line}" if first.line else ""
-        where = f"{first.name} {first.operands[0]} at {first.address:#x}{line}"
-        yield f"{len(found)} instructions write registers that a wgmma under way may still read, first {where}"
+        place = f"{first.name} {first.operands[0]} at {first.address:#x}{line}"
+        yield f"{len(overwriting)} instructions write registers that a wgmma under way may still read, first {place}"
 
 
 def _multiplies(blocks: Sequence[Sequence[SassInstruction]], body: frozenset[int]) -> bool:
     return any(instruction.opcode in _MULTIPLIES for index in body for instruction in blocks[index])
 
 
-def _overwriting(code: Sequence[SassInstruction]) -> Iterator[SassInstruction]:
-    ended: list[set[str]] = []  # groups that have been committed, oldest first
-    begun: set[str] = set()
+def _overwriting_instructions(code: Sequence[SassInstruction]) -> Iterator[SassInstruction]:
+    committed_groups: list[set[str]] = []  # groups that have been committed, oldest first
+    open_group: set[str] = set()
     for instruction in code:
         operands = instruction.operands
         if instruction.opcode in _MULTIPLIES:
-            if found := re.fullmatch(r"R(\d+)", operands[1]):
-                begun |= {f"R{int(found[1]) + i}" for i in range(_A_REGISTERS)}
+            if match := re.fullmatch(r"R(\d+)", operands[1]):
+                open_group |= {f"R{int(match[1]) + i}" for i in range(_A_REGISTERS)}
             if operands[-1] == "gsb0":
-                ended, begun = [*ended, begun], set()
+                committed_groups, open_group = [*committed_groups, open_group], set()
         elif instruction.name == "WARPGROUP.DEPBAR.LE":
             pending = int(operands[-1], 16)
-            ended = ended[-pending:] if pending else []
-        elif operands and any(written(instruction) & group for group in (*ended, begun)):
+            committed_groups = committed_groups[-pending:] if pending else []
+        elif operands and any(written_registers(instruction) & group for group in (*committed_groups, open_group)):
             yield instruction

@@ -70,14 +70,14 @@ class Arg:
         return math.prod(self.resolve(sizes)) * storage(dtype_in(self.dtype, sizes)).itemsize
 
 
-MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid in x, y, z, on every GPU
+MAX_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid in x, y, z, on every GPU
 
 
 @dataclass(frozen=True)
 class Launch:
     """Geometry of one launch: grid and block in blocks and threads, dynamic shared memory in bytes.
 
-    Raises ArgumentError for a grid beyond `MOST_BLOCKS`.
+    Raises ArgumentError for a grid beyond `MAX_BLOCKS`.
     """
 
     grid: tuple[int, int, int]
@@ -87,8 +87,8 @@ class Launch:
     programmatic: bool = False  # may begin before the kernel before it on the stream has ended, for which it waits
 
     def __post_init__(self) -> None:
-        if any(blocks > most for blocks, most in zip(self.grid, MOST_BLOCKS, strict=True)):
-            raise ArgumentError("grid", f"at most {MOST_BLOCKS} blocks", self.grid)
+        if any(blocks > limit for blocks, limit in zip(self.grid, MAX_BLOCKS, strict=True)):
+            raise ArgumentError("grid", f"at most {MAX_BLOCKS} blocks", self.grid)
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class KernelSpec:
     @cached_property
     def by_variant(self) -> dict[str, tuple[str, ...]]:
         """The constants that decide dtypes, unless sizes do; with the dtypes that their values 0, 1 ... stand for."""
-        found = [arg.dtype for arg in self.args if isinstance(arg.dtype, ByVariant)]
-        return {dtype.constant: dtype.dtypes for dtype in found if not dtype.by_sizes}
+        dtypes = [arg.dtype for arg in self.args if isinstance(arg.dtype, ByVariant)]
+        return {dtype.constant: dtype.dtypes for dtype in dtypes if not dtype.by_sizes}
 
     def expected(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
         """Compute the reference's outputs, by name, in the variant `config` (by default the reference's)."""
@@ -203,11 +203,11 @@ class KernelSpec:
         bounds = self._by_output(self.bound, logical, config) if self.bound else {}
         return {name: bound if isinstance(bound, Allowed) else Allowed(bound) for name, bound in bounds.items()}
 
-    def _by_output(self, of: Callable[..., Any], logical: Arrays, config: Mapping[str, int] | None) -> Arrays:
+    def _by_output(self, function: Callable[..., Any], logical: Arrays, config: Mapping[str, int] | None) -> Arrays:
         constants = {name: config[name] for name in self.by_variant if config and name in config}
-        results = of(**logical, **constants)
-        results = results if isinstance(results, tuple) else (results,)
-        return {arg.name: result for arg, result in zip(self.outputs, results, strict=True)}
+        outputs = function(**logical, **constants)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return {arg.name: output for arg, output in zip(self.outputs, outputs, strict=True)}
 
     @property
     def family(self) -> str:
@@ -227,23 +227,23 @@ class KernelSpec:
     @cached_property
     def symbols(self) -> frozenset[str]:
         """The sizes that shapes, scalars and rules are expressions over."""
-        of_args = [each for a in self.args for each in a.shape or (a.value or a.name,)]
-        return frozenset(set().union(*map(names_in, [*of_args, *self.rules])))
+        argument_expressions = [expression for a in self.args for expression in a.shape or (a.value or a.name,)]
+        return frozenset(set().union(*map(names_in, [*argument_expressions, *self.rules])))
 
     def arg(self, name: str) -> Arg:
         """Return the argument of that name."""
-        if found := [arg for arg in self.args if arg.name == name]:
-            return found[0]
+        if matches := [arg for arg in self.args if arg.name == name]:
+            return matches[0]
         raise ArgumentError("argument", f"{self.name} takes {', '.join(a.name for a in self.args)}", name)
 
-    def sizes_of(self, shapes: Mapping[str, tuple[int, ...]], given: Sizes | None = None) -> dict[str, int]:
+    def sizes_of(self, shapes: Mapping[str, tuple[int, ...]], known_sizes: Sizes | None = None) -> dict[str, int]:
         """Read the sizes off the arrays' shapes and check every shape and rule.
 
         Args:
             shapes: shape by argument name, for any of the array arguments.
-            given: sizes that the shapes do not determine, or that shall be checked against them.
+            known_sizes: sizes that the shapes do not determine, or that shall be checked against them.
         """
-        sizes = dict(given or {})
+        sizes = dict(known_sizes or {})
         if unknown := sorted(set(sizes) - self.symbols):
             raise ArgumentError(f"{self.name}: sizes", ", ".join(sorted(self.symbols)), unknown[0])
         for name, shape in shapes.items():
@@ -257,8 +257,10 @@ class KernelSpec:
         for name, shape in shapes.items():
             arg = self.arg(name)
             if tuple(self._evaluate(axis, sizes) for axis in arg.shape) != tuple(shape):
-                known = ", ".join(f"{k}={v}" for k, v in sizes.items())
-                raise ArgumentError(f"{self.name}: {name}", f"shape [{', '.join(arg.shape)}] with {known}", f"{shape}")
+                sizes_text = ", ".join(f"{k}={v}" for k, v in sizes.items())
+                raise ArgumentError(
+                    f"{self.name}: {name}", f"shape [{', '.join(arg.shape)}] with {sizes_text}", f"{shape}"
+                )
         self.check_sizes(sizes)
         return sizes
 
@@ -287,18 +289,18 @@ class KernelSpec:
             if holds.all():
                 continue
             place = tuple(int(i) for i in np.argwhere(~holds)[0])
-            at = {n: _place(place, arrays[n], holds) for n in arrays if re.search(rf"\b{n}\b", rule)}
-            values = [f"{n}[{', '.join(map(str, p))}] = {arrays[n][p]}" for n, p in at.items()]
-            raise ArgumentError(f"{self.name}: {', '.join(at)}", rule, ", ".join(values))
+            places = {n: _place(place, arrays[n], holds) for n in arrays if re.search(rf"\b{n}\b", rule)}
+            values = [f"{n}[{', '.join(map(str, p))}] = {arrays[n][p]}" for n, p in places.items()]
+            raise ArgumentError(f"{self.name}: {', '.join(places)}", rule, ", ".join(values))
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
         """Compute the value of a scalar argument at these sizes."""
         dtype, number = np.dtype(str(arg.dtype)), self._evaluate(arg.value or arg.name, sizes)
         try:
-            value: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
+            scalar: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
         except OverflowError:
             raise ArgumentError(f"{self.name}: {arg.name}", f"must fit {dtype}", number) from None
-        return value
+        return scalar
 
     def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
         """Return the arguments in launch order: arrays, tensor maps over arrays, scalars; null for an input left out.

@@ -31,5 +31,5 @@ class KernelClaim:
     def text(self) -> str:
         """The claim in one line."""
         limits = [f"{low} <= {name} <= {high}" for name, (low, high) in self.unknowns.items()]
-        given = [*limits, *self.assume]
-        return f"{', '.join(given)} => {self.holds}" if given else self.holds
+        conditions = [*limits, *self.assume]
+        return f"{', '.join(conditions)} => {self.holds}" if conditions else self.holds

@@ -51,7 +51,7 @@ def storage(name: str) -> np.dtype[Any]:
     return np.dtype("uint16" if name == "bfloat16" else name)
 
 
-def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+def convert_to_dtype(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """Convert float32 values to that dtype, rounded to nearest even, and s32 to s64.
 
     Anything else stays as it is.
@@ -63,9 +63,9 @@ def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     return bfloat16_bits(values) if name == "bfloat16" else values.astype(name)
 
 
-def as_stored(values: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
+def round_to_dtype(values: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
     """Round float32 values to that dtype and return them in float32."""
-    return floats(stored(values, name))
+    return floats(convert_to_dtype(values, name))
 
 
 def floats(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

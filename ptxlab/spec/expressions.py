@@ -24,11 +24,11 @@ _QUOTIENT = re.compile(r"^(\w+)\s*/\s*(\w+)$")
 
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
     """Evaluate a spec's own expression (`"K % g == 0"`, `"R*K/16"`) over sizes or arrays. Never for user input."""
-    return eval(_compiled(expression), _FUNCTIONS, dict(names))
+    return eval(_compile_expression(expression), _FUNCTIONS, dict(names))
 
 
 @cache
-def _compiled(expression: str) -> CodeType:
+def _compile_expression(expression: str) -> CodeType:
     return compile(expression, f"<{expression}>", "eval")
 
 

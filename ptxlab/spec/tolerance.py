@@ -12,12 +12,12 @@ class Allowed:
     """The error that an output [..., N] may have.
 
     Attributes:
-        each: of each element, [..., N].
+        per_element: of each element, [..., N].
         rms: root mean square of the errors of a row, [...]; None where elements are judged by themselves alone. What is
             a little wrong in all of a row shows here long before it shows in any one element.
     """
 
-    each: Any
+    per_element: Any
     rms: Any = None
 
 
@@ -32,15 +32,15 @@ def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[st
         right: what is right, f64.
         allowed: the error of each.
     """
-    for name, found in got.items():
+    for name, output in got.items():
         label = f"{name}: " if len(got) > 1 else ""
-        wrong, wrong_rows = misses(found, right[name], allowed[name])
+        wrong, wrong_rows = misses(output, right[name], allowed[name])
         if bool(wrong.any()):
             place = _first(wrong)
-            exact = np.broadcast_to(right[name], found.shape)[place]
+            exact = np.broadcast_to(right[name], output.shape)[place]
             return (
                 f"{label}{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
-                f"first at {list(place)}: {found[place]} instead of {exact}"
+                f"first at {list(place)}: {output[place]} instead of {exact}"
             )
         if bool(wrong_rows.any()):
             return (
@@ -50,15 +50,15 @@ def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[st
     return None
 
 
-def misses(found: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
+def misses(got: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
     """Return which elements [..., N], and which rows [...], exceed their allowed error."""
-    found, exact = found.astype(np.float64), exact.astype(np.float64)
+    got, exact = got.astype(np.float64), exact.astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinity less itself
-        off = np.where(found == exact, 0.0, np.abs(found - exact))
-    wrong = ~(off <= allowed.each)
+        error = np.where(got == exact, 0.0, np.abs(got - exact))
+    wrong = ~(error <= allowed.per_element)
     if allowed.rms is None:
         return wrong, np.zeros_like(wrong[..., :0].any(axis=-1))
-    return wrong, ~(np.sqrt((off**2).mean(axis=-1)) <= allowed.rms)
+    return wrong, ~(np.sqrt((error**2).mean(axis=-1)) <= allowed.rms)
 
 
 def _first(wrong: Any) -> tuple[int, ...]:

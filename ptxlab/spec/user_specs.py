@@ -8,10 +8,10 @@ from ptxlab.errors import ArgumentError, FileError, PtxlabError
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
-Found = tuple[KernelSpec, tuple[Source, ...]]
+SpecWithSources = tuple[KernelSpec, tuple[Source, ...]]
 
 
-def specs_in(path: Path) -> list[Found]:
+def specs_in(path: Path) -> list[SpecWithSources]:
     """Run a Python file and return the specs at its top level, each with its sources, the `.ptx` first."""
     if not path.is_file():
         raise FileError(f"{path}: cannot be read: No such file")
@@ -21,17 +21,17 @@ def specs_in(path: Path) -> list[Found]:
 
 @cache
 def _specs_in(path: Path, _: int) -> tuple[KernelSpec, ...]:
-    found = importlib.util.spec_from_file_location(f"ptxlab_own_{path.stem}", path)
-    assert found is not None and found.loader is not None  # of a name that ends in .py
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(f"ptxlab_own_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None  # of a name that ends in .py
+    module = importlib.util.module_from_spec(module_spec)
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except PtxlabError:
         raise
     except Exception as error:  # whatever somebody's file raises
         problem = " ".join(str(error).split())
         raise FileError(f"{path.name}: cannot be imported: {type(error).__name__}: {problem}") from None
-    specs = {id(each): each for each in vars(module).values() if isinstance(each, KernelSpec)}
+    specs = {id(member): member for member in vars(module).values() if isinstance(member, KernelSpec)}
     if not specs:
         raise ArgumentError(path.name, "a KernelSpec at its top level", "none")
     return tuple(specs.values())

@@ -135,7 +135,7 @@ def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> 
             f"-arch={check_arch(arch)}",
             f"-std={source.build.std}",
             "-lineinfo",
-            *(f"-D{name}={value}" for name, value in defines.items()),
+            *(f"-D{name}={macro}" for name, macro in defines.items()),
             *(f"-I{folder}" for folder in source.include_dirs()),
             *(["-Xptxas=-v"] if output == "cubin" else []),
         ]
@@ -143,7 +143,7 @@ def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> 
         f"-arch={check_arch(arch) if output == 'cubin' else check_arch(arch).replace('sm_', 'compute_')}",
         f"-std={source.build.std}",
         "-lineinfo",
-        *(f"-D{name}={value}" for name, value in defines.items()),
+        *(f"-D{name}={macro}" for name, macro in defines.items()),
         *(f"-I{folder}" for folder in [*source.include_dirs(), *cuda_headers()]),
         *(["--ptxas-options=-v"] if output == "cubin" else []),
     ]
@@ -189,7 +189,7 @@ def disassemble(image: Image) -> str:
     nvdisasm = _require("nvdisasm")
     lines = "--print-line-info" if image.language == "cu" else "--print-line-info-ptx"
 
-    def printed(*options: str) -> bytes:
+    def run_nvdisasm(*options: str) -> bytes:
         done = subprocess.run([nvdisasm, "--print-code", lines, *options, image.path], capture_output=True)
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
@@ -201,8 +201,8 @@ def disassemble(image: Image) -> str:
 
         The analysis takes a third of the time, and finds no more than where indirect jumps lead.
         """
-        text = printed("--no-dataflow")
-        return printed() if b" BRX" in text else text
+        text = run_nvdisasm("--no-dataflow")
+        return run_nvdisasm() if b" BRX" in text else text
 
     key = cache.key_of(image.path.name, f"nvdisasm {version('nvdisasm')}", lines)
     return cache.get_or_make(key, ".sass", run).read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def missing() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the tools that are installed."""
-    return {tool: found for tool in TOOLS if (found := version(tool)) is not None}
+    return {tool: installed_version for tool in TOOLS if (installed_version := version(tool)) is not None}
 
 
 @functools.cache
@@ -227,8 +227,8 @@ def version(tool: str) -> str | None:
     if path is None:
         return None
     text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"\bV(\d+\.\d+\.\d+)", text)
-    return found[1] if found else "unknown"
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", text)
+    return match[1] if match else "unknown"
 
 
 @functools.cache
@@ -264,7 +264,7 @@ def cuda_headers() -> list[str]:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
-        folders += [found for name in ("cudart", "cccl") if (found := find_nvidia_header_directory(name))]
+        folders += [folder for name in ("cudart", "cccl") if (folder := find_nvidia_header_directory(name))]
     except ImportError:
         pass
     tool = shutil.which("nvcc") or shutil.which("ptxas")
@@ -295,18 +295,18 @@ def _image(
 
 
 def _resources(report: str) -> Resources:
-    def number(before: str) -> int:
-        found = re.search(rf"(\d+) {before}", report)
-        return int(found[1]) if found else 0
+    def number(label: str) -> int:
+        match = re.search(rf"(\d+) {label}", report)
+        return int(match[1]) if match else 0
 
     spills = number("bytes spill stores"), number("bytes spill loads")
     return Resources(number("registers"), number("bytes stack frame"), *spills, number("bytes smem"))
 
 
 def _ptxas_error(source: Source, arch: str, log: str) -> CompileError | ArgumentError:
-    found = nvrtc.PTXAS_ERROR.search(log)
-    if found and "option 'gpu-name'" in found[2]:
+    match = nvrtc.PTXAS_ERROR.search(log)
+    if match and "option 'gpu-name'" in match[2]:
         return ArgumentError("arch", f"an architecture that ptxas {version('ptxas')} knows", arch)
-    line = int(found[1] or 0) if found else 0
-    problem = found[2] if found else log.partition("\n")[0]
+    line = int(match[1] or 0) if match else 0
+    problem = match[2] if match else log.partition("\n")[0]
     return CompileError(source.path, line, problem if line else f"{problem} ({arch})", nvrtc.excerpt(source, line), log)

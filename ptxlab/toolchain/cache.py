@@ -44,9 +44,9 @@ def get_or_make(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
     written to.
     """
     folder = directory() / key[:2]
-    found = _intact(folder, key, suffix)
-    if found is not None:
-        return found
+    path = _intact(folder, key, suffix)
+    if path is not None:
+        return path
     # One lock per folder and suffix, not one per entry: they stay behind when a process is killed.
     lock = filelock.FileLock(folder / f"{suffix[1:]}.lock", timeout=_LOCK_SECONDS)
     try:

@@ -53,7 +53,7 @@ _WHOLE_CUB = "CCCL_DISABLE_CUB_NVRTC_COMPATIBILITY_CHECK"  # <cub/cub.cuh> names
 BEFOREHAND = {
     "ptxlab/what_nvcc_includes.h": "#include <cmath>\n#include <cstdint>\n#include <limits>\n#include <type_traits>\n",
     "ptxlab/whole_cub.h": f"#define {_WHOLE_CUB}\n",
-    **{f"ptxlab/{name}.h": f"#ifndef {name}\n#define {name} {value}\n#endif\n" for name, value in _MATH.items()},
+    **{f"ptxlab/{name}.h": f"#ifndef {name}\n#define {name} {number}\n#endif\n" for name, number in _MATH.items()},
 }
 _UNDEFINED = re.compile(r'identifier "(\w+)" is undefined|(name must be a namespace|namespace "std" has no member)')
 _STANDARD = {"std", "FLT_MAX", "FLT_MIN", "INT_MAX", "UINT_MAX", "INT_MIN"} | {

@@ -14,7 +14,7 @@ from pathlib import Path
 from ptxlab.sources import Source
 from ptxlab.toolchain import cache, nvrtc
 
-_known: dict[tuple[str, ...], tuple[str, "_Inputs"]] = {}
+_digests: dict[tuple[str, ...], tuple[str, "_Inputs"]] = {}
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ def digest(source: Source, options: Sequence[str]) -> str | None:
         UnavailableError: NVRTC is not installed.
     """
     from_outside = [os.environ.get(f"NVRTC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]
-    question = (source.text, source.path, os.getcwd(), *from_outside, *options)
-    if (known := _known.get(question)) and known[1].hold():
-        return known[0]
+    key = (source.text, source.path, os.getcwd(), *from_outside, *options)
+    if (cached := _digests.get(key)) and cached[1].hold():
+        return cached[0]
     inputs = _inputs(source, options)
     text = nvrtc.front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
     if not text:
         return None
-    found = cache.key_of(text, *from_outside)
+    text_digest = cache.key_of(text, *from_outside)
     if inputs is not None and inputs.hold():  # else something changed meanwhile
-        _known[question] = found, inputs
-    return found
+        _digests[key] = text_digest, inputs
+    return text_digest
 
 
 def _inputs(source: Source, options: Sequence[str]) -> _Inputs | None:
@@ -56,8 +56,8 @@ def _inputs(source: Source, options: Sequence[str]) -> _Inputs | None:
     Return None if they cannot be listed: nobody says what `__has_include` looked for.
     """
     rules = nvrtc.front_end(source, "--dependencies", options).decode(errors="surrogateescape").splitlines()
-    own = {source.path, os.path.abspath(source.path)}
-    read = [path for rule in rules if (path := rule.partition(": ")[2]) not in own and os.path.isfile(path)]
+    source_paths = {source.path, os.path.abspath(source.path)}
+    read = [path for rule in rules if (path := rule.partition(": ")[2]) not in source_paths and os.path.isfile(path)]
     texts = [source.text.encode(), *(_content(path) for path in read), " ".join(options).encode()]
     if not rules or any(b"__has_include" in text.replace(b"\\\r\n", b"").replace(b"\\\n", b"") for text in texts):
         return None

@@ -20,8 +20,8 @@ _ENTRY = re.compile(r"^\s*(?:\.\w+\s+)*\.entry\s+([\w$]+)", re.MULTILINE)
 _OF_HOST_COMPILER = ("/usr/include/", "/usr/lib/")
 _LOWEST = "sm_80"  # that has what CUDA sources use
 _LIBRARIES = ("cub::", "thrust::")
-_MOST_INSTANCES = 4  # of a template that a message lists
-_MOST_LAUNCHES = 32  # in host code, whose templates are tried
+_MAX_INSTANCES = 4  # of a template that a message lists
+_MAX_LAUNCHES = 32  # in host code, whose templates are tried
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,11 @@ class Kernels:
         """Instances of templates that host code launches: by name, the source that has each, and its symbol."""
         if self.source.build.compiler == "nvcc":  # which makes them by itself
             return {}
-        expressions = [one for name in declarations.launches(self.text) for one in self._expressions(name)]
+        expressions = [
+            expression for name in declarations.launches(self.text) for expression in self._expressions(name)
+        ]
         instances = {}
-        for source, symbol in self._instances(tuple(expressions[:_MOST_LAUNCHES])):
+        for source, symbol in self._instances(tuple(expressions[:_MAX_LAUNCHES])):
             if symbol not in self.symbols:
                 instances[mangled.name_of(symbol)] = source, symbol
         return instances
@@ -78,7 +80,7 @@ class Kernels:
         except (ArgumentError, CompileError):
             if len(expressions) < 2:
                 return []
-            return [instance for one in expressions for instance in self._instances((one,))]
+            return [instance for expression in expressions for instance in self._instances((expression,))]
         kernels = entry_symbols(image.data.decode())
         return [(source, symbol) for symbol in image.symbols.values() if symbol in kernels]
 
@@ -103,7 +105,7 @@ class Kernels:
         if not matching and self._expressions(name):
             return self._instance(name)
         if not matching and (name.startswith("_Z") or self._is_template(name)):
-            matching = [one for one in self.launched.values() if mangled.find_symbols([one[1]], name)]
+            matching = [instance for instance in self.launched.values() if mangled.find_symbols([instance[1]], name)]
         if len(matching) == 1:
             return matching[0]
         if matching:
@@ -136,8 +138,8 @@ class Kernels:
         if name.startswith("_Z"):
             name = mangled.name_of(name)
         base, angle, arguments = name.partition("<")
-        whole = [template for template in self.templates if is_end_of(template, base.strip())]
-        return [f"{template}{angle}{arguments}" for template in whole] if angle else []
+        names = [template for template in self.templates if is_end_of(template, base.strip())]
+        return [f"{template}{angle}{arguments}" for template in names] if angle else []
 
     def _no_such_kernel(self, name: str | None) -> ArgumentError:
         templates = [f"{template}<{parameters}>" for template, parameters in self.templates.items()]
@@ -165,8 +167,8 @@ def _first_of_templates(names: list[str]) -> list[str]:
     for name in names:
         instances.setdefault(name.partition("<")[0], []).append(name)
     short = []
-    for same in instances.values():
-        short += same if len(same) <= _MOST_INSTANCES else [f"{same[0]} (the first of {len(same)})"]
+    for group in instances.values():
+        short += group if len(group) <= _MAX_INSTANCES else [f"{group[0]} (the first of {len(group)})"]
     return short
 
 
@@ -277,10 +279,12 @@ def extern_c_entries(source: Source, arch: str | None, defines: Defines) -> list
     """
     written = list(sources.cuda_entries(source.text))
     try:
-        seen = "".join(front_end_text(source, one, defines) for one in ([arch] if arch else ["sm_80", "sm_90"]))
+        preprocessed = "".join(
+            front_end_text(source, target_arch, defines) for target_arch in ([arch] if arch else ["sm_80", "sm_90"])
+        )
     except UnavailableError:
-        seen = ""
-    return [name for name in written if re.search(rf"\b{name}\s*\(", seen)] if seen else written
+        preprocessed = ""
+    return [name for name in written if re.search(rf"\b{name}\s*\(", preprocessed)] if preprocessed else written
 
 
 def entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:

@@ -72,14 +72,14 @@ def preprocess(nvcc: str | None, source: Source, options: Sequence[str]) -> str:
     Raises as `run` does.
     """
     global _preprocessed
-    question = (nvcc, source, os.getcwd(), *options)
-    if _preprocessed and _preprocessed[0] == question and _stamps(_preprocessed[1]) == _preprocessed[2]:
+    key = (nvcc, source, os.getcwd(), *options)
+    if _preprocessed and _preprocessed[0] == key and _stamps(_preprocessed[1]) == _preprocessed[2]:
         return _preprocessed[1]
     started = time.time_ns()
     text = run(nvcc, source, "text", options)[0].decode("latin-1")
     stamps = _stamps(text)
     if all(stamp and stamp[0] < started for stamp in stamps.values()):  # else one may have changed meanwhile
-        _preprocessed = question, text, stamps
+        _preprocessed = key, text, stamps
     return text
 
 

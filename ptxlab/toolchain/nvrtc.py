@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ptxlab.declarations import declarations, for_device
+from ptxlab.declarations import declarations, remove_host_declarations
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source, names_same_file
 from ptxlab.toolchain import headers
@@ -83,10 +83,10 @@ def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     """
     require_finite(source)
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "made"
-        extra = [text for option in (action, "--output", str(made)) for text in ("-Xcudafe", option)]
+        output_path = Path(folder) / "made"
+        extra = [text for option in (action, "--output", str(output_path)) for text in ("-Xcudafe", option)]
         with _compilation(source, [*options, *extra], is_whole=False):
-            return made.read_bytes() if made.is_file() else b""
+            return output_path.read_bytes() if output_path.is_file() else b""
 
 
 @contextmanager
@@ -101,8 +101,8 @@ def _compilation(
     """
     nvrtc = _library()
     defines = tuple(option for option in options if option.startswith("-D"))
-    question = source.text, source.path, source.build, is_whole, defines
-    added = _added.get(question, _Added(source.text))
+    key = source.text, source.path, source.build, is_whole, defines
+    added = _known_additions.get(key, _Additions(source.text))
     while True:
         provided = {
             **(headers.BY_NAME if added.standard else {}),
@@ -124,17 +124,17 @@ def _compilation(
             elif int(status) and is_whole:
                 needed = headers.lacks_beforehand(log).union(added.beforehand)
                 beforehand = tuple(header for header in headers.BEFOREHAND if header in needed)
-                added = _Added(_for_device(source, added.text, log), added.standard or bool(needed), beforehand)
+                added = _Additions(_for_device(source, added.text, log), added.standard or bool(needed), beforehand)
             if added == tried:
                 yield program, status, log
                 return
-            _added[question] = added
+            _known_additions[key] = added
         finally:
             nvrtc.nvrtcDestroyProgram(program)
 
 
 @dataclass(frozen=True)
-class _Added:
+class _Additions:
     """Additions that a source is compiled with: its text without host functions, standard headers, what nvcc includes
     beforehand."""
 
@@ -143,7 +143,7 @@ class _Added:
     beforehand: tuple[str, ...] = ()
 
 
-_added: dict[tuple[Any, ...], _Added] = {}  # so that it is found out once in a process
+_known_additions: dict[tuple[Any, ...], _Additions] = {}  # so that it is found out once in a process
 
 
 def _for_device(source: Source, text: str, log: str) -> str:
@@ -154,7 +154,7 @@ def _for_device(source: Source, text: str, log: str) -> str:
         if match["path"] == source.path:
             places = host if _HOST_CODE.search(match["problem"]) else wrong
             places.append((int(match["line"]), len(match["before"]) - 1))  # NVRTC indents what it quotes by two
-    return for_device(text, host, wrong)
+    return remove_host_declarations(text, host, wrong)
 
 
 def is_about_host_code(problem: str) -> bool:
@@ -201,9 +201,9 @@ def _library() -> Any:
 
 def _call(function: Callable[..., Any], *args: object) -> Any:
     """Call NVRTC; for all but the compilation itself a failure means that the code here is wrong."""
-    result, *values = function(*args)
-    if int(result):
-        raise RuntimeError(f"{function.__name__}: {result}")
+    status, *values = function(*args)
+    if int(status):
+        raise RuntimeError(f"{function.__name__}: {status}")
     return values[0] if len(values) == 1 else values
 
 
@@ -222,20 +222,20 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
 
     For bad inline assembly it is at the statement that emitted it.
     """
-    found = _ERROR.search(log)
-    if found:
-        path, line, problem = found[1], int(found[2]), found[3]
+    match = _ERROR.search(log)
+    if match:
+        path, line, problem = match[1], int(match[2]), match[3]
         undefined = re.match(r'identifier "(\w+)" is undefined', problem)
         if undefined and _is_of_host(source, undefined[1]):
             problem = f"{undefined[1]} is declared for the host: write __device__ before it"
         problem = with_hint(problem, log)
         return CompileError(path, line, problem, excerpt(source, line, path), log)
-    found = PTXAS_ERROR.search(log)
-    if not found or not found[1]:
-        return CompileError(source.path, 0, found[2] if found else log.partition("\n")[0], log=log)
-    line = int(found[1])
+    match = PTXAS_ERROR.search(log)
+    if not match or not match[1]:
+        return CompileError(source.path, 0, match[2] if match else log.partition("\n")[0], log=log)
+    line = int(match[1])
     path, origin = origin_of(source, ptx, line)
-    return CompileError(path, origin, found[2], ptx.splitlines()[line - 1].strip(), log)
+    return CompileError(path, origin, match[2], ptx.splitlines()[line - 1].strip(), log)
 
 
 def _is_of_host(source: Source, name: str) -> bool:

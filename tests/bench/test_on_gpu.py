@@ -235,7 +235,7 @@ def test_humming_is_right_and_measured_where_it_is() -> None:
     if not peers.importable():
         pytest.skip("PyTorch with a GPU is not installed")
     pytest.importorskip("humming.layer")  # the reason names what is missing: humming, or jinja2 that it needs
-    if reason := peers.why_not_humming():
+    if reason := peers.missing_humming_release():
         pytest.skip(reason)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*left out")
@@ -274,9 +274,9 @@ def test_a_decoder_layer_is_timed_and_its_bits_are_those_of_its_calls(launched: 
         assert 0.2 < row.fraction < 1.05 and row.time_us < 1.1 * parts and row.time_us < 1.05 * row.more["plain_us"]
 
 
-@pytest.mark.parametrize("make", [layer.fused.normed, layer.fused.gated, layer.fused.quantised])
+@pytest.mark.parametrize("make", [layer.fused.rmsnorm_kernel, layer.fused.silu_mul_kernel, layer.fused.quantize_kernel])
 def test_a_fused_kernel_is_timed_and_right(make, launched: None, ceilings) -> None:
-    row = layer.fused.timed(make(64, 4096), ceilings)
+    row = layer.fused.measure_kernel(make(64, 4096), ceilings)
     assert 1 < row.time_us < 10 and row.more["chain_us"] < row.more["l2_us"] < row.time_us + 1
 
 

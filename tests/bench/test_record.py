@@ -19,7 +19,7 @@ from ptxlab.cli.common import table
 from ptxlab.errors import ArgumentError, BenchmarkError, FileError
 from ptxlab.lowbit import cost
 from ptxlab.runtime.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
-from tests.support.bench_rows import ROW, slowed
+from tests.support.bench_rows import ROW, slow_down
 
 RECORD = Record(
     suite="dequant",
@@ -79,7 +79,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "slower"), [(4000.0, False), (5000.0, False), (3885.0, False), (3875.0, True)])
 def test_compare(rate: float, slower: bool) -> None:
-    new = replace(RECORD, rows=(slowed(ROW, rate / ROW.rate), RECORD.rows[1]))
+    new = replace(RECORD, rows=(slow_down(ROW, rate / ROW.rate), RECORD.rows[1]))
     found = bench.compare(new, RECORD)
     assert [s.row.source for s in found] == (["ptx"] if slower else [])
     if slower:
@@ -92,7 +92,7 @@ def test_compare(rate: float, slower: bool) -> None:
 )
 def test_a_lower_clock_alone_makes_no_slower_kernel(rate: float, clock: float, slower: bool) -> None:
     """10% less under a clock that is 10% lower is the card's temperature; under one that is 5% lower it is not."""
-    row = replace(slowed(ROW, rate / ROW.rate), sm_mhz=clock * ROW.sm_mhz)
+    row = replace(slow_down(ROW, rate / ROW.rate), sm_mhz=clock * ROW.sm_mhz)
     found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
     assert [one.row for one in found] == ([row] if slower else [])
 
@@ -100,7 +100,7 @@ def test_a_lower_clock_alone_makes_no_slower_kernel(rate: float, clock: float, s
 @pytest.mark.parametrize(("floor", "slower"), [(1.0, True), (1.02, True), (1.04, False)])
 def test_a_floor_that_rose_as_much_makes_no_slower_kernel(floor: float, slower: bool) -> None:
     """5% more time over a floor that is 4% higher is another card's memory; over one that is 2% higher it is not."""
-    row = slowed(ROW, 1 / 1.055)
+    row = slow_down(ROW, 1 / 1.055)
     row = replace(row, floor_us=floor * ROW.floor_us, fraction=floor * row.fraction)
     found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
     assert [one.row for one in found] == ([row] if slower else [])
@@ -121,21 +121,21 @@ def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
     names = ("dequant_lqq", "dequant_qoq_vadd4", "gemm_w8a8_sm90", "a, b", "quantize_activations_s8")
     rows = {name: replace(ROW, kernel=name, sizes={"N": 8, "K": 64}) for name in names}
     before = replace(RECORD, rows=tuple(rows.values()))
-    found = bench.compare(replace(before, rows=tuple(slowed(row, 0.9) for row in before.rows)), before)
+    found = bench.compare(replace(before, rows=tuple(slow_down(row, 0.9) for row in before.rows)), before)
     assert len(found) == 5
     speeds = {"dequant_lqq": [1.0], "dequant_qoq_vadd4": [0.9, 0.9, 0.9], "gemm_w8a8_sm90": [0.9, 1.0]}
     places: list[int] = []
 
     def run(kernel: str, progress: Callable[[str], None], matrices: set[tuple[int, int]] | None) -> Record:
         assert matrices == ({(8, 64)} if kernel == "gemm_w8a8_sm90" else None)
-        return replace(RECORD, rows=(slowed(rows[kernel], speeds[kernel].pop(0)),))
+        return replace(RECORD, rows=(slow_down(rows[kernel], speeds[kernel].pop(0)),))
 
     monkeypatch.setattr(bench, "run_suite", run)
-    monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext(places.append(nbytes)))
-    still = [one.row.kernel for one in bench.confirmed(found, before)]
+    monkeypatch.setattr(bench.gpu, "allocating_elsewhere", lambda nbytes: nullcontext(places.append(nbytes)))
+    still = [one.row.kernel for one in bench.confirm_slower(found, before)]
     assert still == ["dequant_qoq_vadd4", "a, b", "quantize_activations_s8"]
     assert not any(speeds.values()) and len(set(places)) == 3
-    assert bench.confirmed([], before) == []
+    assert bench.confirm_slower([], before) == []
 
 
 @pytest.mark.parametrize("suite", ["dequant", "attention_kv4_sm90", "emulator", "sums.py"])

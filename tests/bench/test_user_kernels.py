@@ -10,13 +10,13 @@ from ptxlab.bench import user_kernels as own
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.cli import init
 from ptxlab.errors import ArgumentError, BenchmarkError
-from ptxlab.spec.user_specs import Found, specs_in
+from ptxlab.spec.user_specs import SpecWithSources, specs_in
 
 CEILINGS = Ceilings(4.6, 4.2)
 
 
 @pytest.fixture
-def sums(tmp_path: Path) -> Found:
+def sums(tmp_path: Path) -> SpecWithSources:
     texts = init.files("sums", "")
     for name in ("sums.cu", "sums.py"):
         (tmp_path / name).write_text(texts[name])
@@ -25,7 +25,7 @@ def sums(tmp_path: Path) -> Found:
 
 
 @pytest.mark.usefixtures("emulated_gpu")
-def test_every_copy_is_compared(sums: Found) -> None:
+def test_every_copy_is_compared(sums: SpecWithSources) -> None:
     spec, sources = sums
     (row,) = own.rows([sums], CEILINGS, lambda _: None)
     assert (row.kernel, row.measure, row.sizes) == ("sums", "streaming", {"rows": 4, "n": 4096})
@@ -38,14 +38,14 @@ def test_every_copy_is_compared(sums: Found) -> None:
 
 
 @pytest.mark.usefixtures("emulated_gpu")
-def test_what_is_written_in_place_cannot_be_compared(sums: Found) -> None:
+def test_what_is_written_in_place_cannot_be_compared(sums: SpecWithSources) -> None:
     spec, sources = sums
     args = tuple(replace(arg, role="inout") if arg.name == "x" else arg for arg in spec.args)
     (row,) = own.rows([(replace(spec, args=args), sources)], CEILINGS, lambda _: None)
     assert row.checked == "not: it writes in place"
 
 
-def test_without_sizes_there_is_nothing_to_measure(sums: Found) -> None:
+def test_without_sizes_there_is_nothing_to_measure(sums: SpecWithSources) -> None:
     spec, sources = sums
     with pytest.raises(ArgumentError, match=r"sums: example_sizes: sizes to measure at \(got none\)"):
         list(own.rows([(replace(spec, example_sizes=()), sources)], CEILINGS, lambda _: None))

@@ -42,7 +42,7 @@ def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulated_gpu.setattr(gpu, "device_info", lambda: SimpleNamespace(sms=2, memory_bytes=141 * 10**9, slug="h200"))
     emulated_gpu.setattr(gpu, "call_times", call_times, raising=False)
     emulated_gpu.setattr(gpu, "synchronize", lambda: None)
-    emulated_gpu.setattr(gpu, "elsewhere", lambda nbytes: contextlib.nullcontext())
+    emulated_gpu.setattr(gpu, "allocating_elsewhere", lambda nbytes: contextlib.nullcontext())
     emulated_gpu.setattr(attention_problem, "_RANDOM", 1 << 16)
     clock = SimpleNamespace(start=lambda: None, stop=lambda: None, mhz=lambda: 1900.0)
     emulated_gpu.setattr(models, "Clock", lambda: clock)
@@ -50,8 +50,8 @@ def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulated_gpu.setattr(models, "KernelRunner", partial(KernelRunner, backend="emulator"))
     emulated_gpu.setattr(gpu, "card_id", lambda: "GPU-0")
     emulated_gpu.setattr(models, "first_token_times", lambda *_: ([1.0, 3.0], [10.0, 11.0]))
-    for name, value in {"PROMPT": 4, "MADE": 2, "MEAN": 5, "CHUNK": 8}.items():
-        emulated_gpu.setattr(models, name, value)
+    for name, length in {"PROMPT": 4, "NEW_TOKENS": 2, "MEAN": 5, "CHUNK": 8}.items():
+        emulated_gpu.setattr(models, name, length)
     attention_problem.random_pages.cache_clear()
     yield emulated_gpu
     attention_problem.random_pages.cache_clear()
@@ -60,10 +60,10 @@ def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.full
 def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
-    more = {"fp8_row/sdpa gemm_us": 12.0, "fp8_row/sdpa attention_us": 8.0}
-    mixes = models.beside_row(TINY, models.MIX, 2, 20.0, {"fp8_row/sdpa": 20.0}, more)
-    without = models.beside_row(TINY, models.WITHOUT, 2, 50.0)
-    row = models.decode_row(runner, 2, CEILINGS, {each.kernel: each for each in (mixes, without)})
+    figures = {"fp8_row/sdpa gemm_us": 12.0, "fp8_row/sdpa attention_us": 8.0}
+    mixes = models.peer_row(TINY, models.MIX, 2, 20.0, {"fp8_row/sdpa": 20.0}, figures)
+    without = models.peer_row(TINY, models.WITHOUT, 2, 50.0)
+    row = models.decode_row(runner, 2, CEILINGS, {peer.kernel: peer for peer in (mixes, without)})
     assert (row.time_us, row.fastest_us, row.slowest_us, row.more["head_us"]) == (11.0, 10.0, 12.0, 11.0)
     assert row.rate == pytest.approx(2 / 11e-6) and row.sizes == models.sizes_of(TINY, 2, 4)
     assert row.checked.endswith("bit for bit, and finite")
@@ -75,12 +75,12 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyP
     assert len(floors) == 6 and row.floor_us == pytest.approx(sum(row.more[name] for name in floors))
     assert 0 < row.fraction == row.floor_us / row.time_us and row.limit == "sum of its operations"
 
-    run = models.generated(runner, 2)
-    found = models.generate_row(TINY, 2, 80, run, {"fp8_row/sdpa": (100.0, 3)})
-    assert found.rate == pytest.approx(4e6 / found.time_us) and found.sizes["L"] == 80
-    assert found.more["prefill_us"] + found.more["decode_us"] == pytest.approx(found.time_us)
-    assert found.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
-    assert found.peers == {"fp8_row/sdpa": pytest.approx(100.0 * 2 / 3)}, "its batch is 3, ours 2"
+    run = models.time_rule(runner, 2)
+    rule_row = models.generate_row(TINY, 2, 80, run, {"fp8_row/sdpa": (100.0, 3)})
+    assert rule_row.rate == pytest.approx(4e6 / rule_row.time_us) and rule_row.sizes["L"] == 80
+    assert rule_row.more["prefill_us"] + rule_row.more["decode_us"] == pytest.approx(rule_row.time_us)
+    assert rule_row.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
+    assert rule_row.peers == {"fp8_row/sdpa": pytest.approx(100.0 * 2 / 3)}, "its batch is 3, ours 2"
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
 
@@ -105,33 +105,33 @@ def test_a_row_is_what_was_measured() -> None:
 def test_nothing_is_captured_while_qserves_rule_is_timed(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
 
-    def captured() -> tuple[set[int], set[int]]:
-        return {*runner._steps}, {*runner._prompt_steps}
+    def captured_sizes() -> tuple[set[int], set[int]]:
+        return {*runner._decode_steps}, {*runner._prompt_steps}
 
-    clock = SimpleNamespace(start=lambda: launched.append(captured()), stop=lambda: None, mhz=lambda: 1900.0)
+    clock = SimpleNamespace(start=lambda: launched.append(captured_sizes()), stop=lambda: None, mhz=lambda: 1900.0)
     tiny_gpu.setattr(models, "Clock", lambda: clock)
-    models.generated(runner, 3)
-    assert launched == [captured()] == [({3}, {4, 8})]
+    models.time_rule(runner, 3)
+    assert launched == [captured_sizes()] == [({3}, {4, 8})]
     assert runner.lengths.tolist() == [5, 5, 5] and len(runner.page_pool.free) == 0
 
 
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
-    steady = models.Steady(runner, 2)
+    steady = models.SteadyBatch(runner, 2)
     assert sorted(runner.lengths.tolist()) == [3, 4] and steady.mean == 4.5
-    tiny_gpu.setattr(runner, "decode", lambda tokens, at: grown(runner, at))
+    tiny_gpu.setattr(runner, "decode", lambda tokens, at: advance_lengths(runner, at))
     seen = []
     for _ in range(3):
         steady.step()
         seen.append(sorted(runner.lengths.tolist()))
     assert seen == [[4, 5], [4, 5], [4, 5]]
-    turn = iter(range(9))
-    tiny_gpu.setattr(runner, "decode", lambda tokens, at: grown(runner, at) + next(turn))
+    counter = iter(range(9))
+    tiny_gpu.setattr(runner, "decode", lambda tokens, at: advance_lengths(runner, at) + next(counter))
     with pytest.raises(BenchmarkError, match="tiny, batch 2: other bits than its launches one by one"):
         steady.check()
 
 
-def grown(runner: KernelRunner, at: list[int]) -> Any:
+def advance_lengths(runner: KernelRunner, at: list[int]) -> Any:
     runner.lengths[at] += 1
     return np.zeros((len(at), 600), np.float16)
 
@@ -176,7 +176,7 @@ def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(tiny_gpu:
     tiny_gpu.setattr(models, "power", lambda: contextlib.nullcontext([100.0, 200.0]))
     tiny_gpu.setattr(gpu, "synchronize", lambda: note("wait"))
     tiny_gpu.setattr(models.time, "perf_counter", lambda: [note("time"), next(seconds)][1])
-    assert models.generated(runner, 3) == models.Generated(0.5e6, 2.5e6, 1755.0, 150.0)  # type: ignore[arg-type]
+    assert models.time_rule(runner, 3) == models.RuleTimes(0.5e6, 2.5e6, 1755.0, 150.0)  # type: ignore[arg-type]
     prompts = ["extend [0, 1]", "extend [2]"]
     warm_up, timed = [*prompts, "decode [0, 0, 0]"], [*prompts, "wait", "time", "decode [1, 1, 1]", "wait", "time"]
     assert runner.made == [*warm_up, "start", "wait", "time", *timed, "stop"]
@@ -197,12 +197,12 @@ def test_tokens_outside_the_vocabulary_and_lost_ones_are_no_result(
 
     tiny_gpu.setattr(runner, "decode", losing)
     with pytest.raises(BenchmarkError, match="generate, tiny: 3 sequences did not come to 6 tokens"):
-        models.generated(runner, 3)  # type: ignore[arg-type]
+        models.time_rule(runner, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
 def test_ours_with_qserves_gemm(tiny_gpu: pytest.MonkeyPatch) -> None:
-    (row,) = models.without_rows(TINY, (1,), {}, lambda _: None)
+    (row,) = models.qoq_sm80_rows(TINY, (1,), {}, lambda _: None)
     assert (
         row.time_us == 11.0
         and row.measure == "beside"
@@ -267,8 +267,8 @@ def test_steps_with_liquidserves_groups_and_static_cache(tiny_gpu: pytest.Monkey
     tiny_gpu.setattr(KernelRunner, "decode", decode)
     (row,) = models.system_rows(TINY, "liquid", (2,), {}, CEILINGS, lambda _: None)
     assert {*seen} == {(64, "kv8_channel")} and (row.kernel, row.measure) == ("liquid", "static cache")
-    plain = models.works(TINY, models.random_model(TINY).layers[0], 2, 10)
-    static = models.works(TINY, models.random_model(TINY, cache="kv8_channel").layers[0], 2, 10)
+    plain = models.model_work(TINY, models.random_model(TINY).layers[0], 2, 10)
+    static = models.model_work(TINY, models.random_model(TINY, cache="kv8_channel").layers[0], 2, 10)
     by_name = [{work.name: work.nbytes for work in of} for of in (plain, static)]
     assert by_name[1]["attention"] == pytest.approx(by_name[0]["attention"] * 128 / 68, rel=0.02)
 
@@ -290,7 +290,7 @@ def test_what_is_compiled_side_by_side_is_what_runs(tiny_gpu: pytest.MonkeyPatch
         KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows)
     )
     tiny_gpu.setattr(KernelRunner, "extend", lambda runner, new: launched.append((len(new[0]), runner.chunk)))
-    tiny_gpu.setattr(models, "other_heads", lambda runner, B: launched.append((runner.batch, B)))
+    tiny_gpu.setattr(models, "time_other_heads", lambda runner, B: launched.append((runner.batch, B)))
     models._warm(TINY, "lqq", "strips", (1, 3))
     models._warm(TINY, "qoq", "qserve", (1, 3))
     assert launched == [(1,), (3,), (5, 8), (3, 1), (3, 3), (1,), (3,)]
@@ -300,15 +300,15 @@ def test_what_is_compiled_side_by_side_is_what_runs(tiny_gpu: pytest.MonkeyPatch
 def test_experts_run_as_a_whole_model_too(tiny_gpu: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1)
     runner = models.KernelRunner(models.random_model(config), 1, 6, chunk=1)
-    assert models.Steady(runner, 1).check().endswith("finite")
-    work = {each.name: each for each in models.works(config, LayerWeights.random(config), 1, 5)}
+    assert models.SteadyBatch(runner, 1).check().endswith("finite")
+    work = {operation.name: operation for operation in models.model_work(config, LayerWeights.random(config), 1, 5)}
     assert work["gemm down"].nbytes == pytest.approx(runner.model.layers[0].down.nbytes / 2, abs=1)
 
 
 @pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)
 def test_what_is_measured_of_a_model(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=141 * 10**9))
-    plan = models.ModelPlan.of(config, models.WantedModels())
+    plan = models.ModelPlan.of(config, models.ModelSelection())
     assert set(plan.budgets) == {80, 141} and plan.budgets[80] <= plan.budgets[141] <= 256
     assert {1, 4, 16} < set(plan.batches) and max(plan.batches) == plan.budgets[141]
     assert models.config_of(models.sizes_of(config, 4)) is config
@@ -323,9 +323,9 @@ def test_budgets_larger_than_the_card_are_not_measured(
     """The smallest one is, of what the card has."""
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=memory * 10**9))
     config = Config.named("LLaMA-2-7B")
-    plan = models.ModelPlan.of(config, models.WantedModels(batches=(1, 16, 10**6)))
+    plan = models.ModelPlan.of(config, models.ModelSelection(batches=(1, 16, 10**6)))
     assert [*plan.budgets] == budgets and {1, 16} < {*plan.batches} == {1, 16, *plan.budgets.values()}
-    room = models.largest_batch(config, min(80, memory), models.PROMPT + models.MADE, chunk=models.CHUNK)
+    room = models.largest_batch(config, min(80, memory), models.PROMPT + models.NEW_TOKENS, chunk=models.CHUNK)
     assert plan.budgets[80] == room
 
 
@@ -336,7 +336,7 @@ def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pyte
     Our model is assumed to reach 0.6 of the floor, with gemm_w4a8_qoq_sm80 0.3.
     """
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=150 * 10**9))
-    plan = models.ModelPlan.of(config, models.WantedModels())
+    plan = models.ModelPlan.of(config, models.ModelSelection())
     chosen = config.chosen_experts / max(1, config.experts) or 1
     products = config.layers * sum(N * K for N, K in config.matrices.values())  # of a token
     page = config.layers * 2 * config.kv_heads * page_bytes("kv4", 64, 128)
@@ -346,8 +346,8 @@ def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pyte
         read = weights + B * models.MEAN / 64 * page + 2 * config.vocabulary * config.hidden
         return max(read / 4.5e12, 2 * B * products * max(1, config.chosen_experts) / 1920e12)
 
-    others = 9 + 16  # warm-up, the check, operations alone
-    steps = sum((models.STEPS + others) * floor(B) for B in plan.batches)
+    extra_steps = 9 + 16  # warm-up, the check, operations alone
+    steps = sum((models.STEPS + extra_steps) * floor(B) for B in plan.batches)
     prompts = {B: 2 * B * 1024 * products * max(1, config.chosen_experts) / 1500e12 for B in plan.budgets.values()}
     rule = sum(511 * floor(B) + prompts[B] for B in prompts)
     assert (steps + rule) / 0.6 + 73 * sum(map(floor, plan.batches)) / 0.3 < 200
@@ -355,10 +355,12 @@ def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pyte
 
 def test_mixes_are_composed_at_their_best_batch() -> None:
     config = Config.named("LLaMA-2-7B")
-    beside = {B: dict.fromkeys(("fp16/sdpa", "fp8_row/sdpa"), us) for B, us in ((16, 100.0), (64, 150.0), (256, 160.0))}
-    found = models.composed_rates(config, ("fp16", "fp8_row"), 80, beside, {"fp16": 3.0}, {16: 50.0})
+    mixes_us = {
+        B: dict.fromkeys(("fp16/sdpa", "fp8_row/sdpa"), us) for B, us in ((16, 100.0), (64, 150.0), (256, 160.0))
+    }
+    rates = models.composed_rates(config, ("fp16", "fp8_row"), 80, mixes_us, {"fp16": 3.0}, {16: 50.0})
     assert models.mix_batches(config, ("fp16",), 80)["fp16/sdpa"] == 80  # 256 do not fit
-    assert found == {"fp16/sdpa": (64 * 3.0 + 512 * (150.0 + 50.0), 64)}  # prompts of the other were not measured
+    assert rates == {"fp16/sdpa": (64 * 3.0 + 512 * (150.0 + 50.0), 64)}  # prompts of the other were not measured
 
 
 def test_each_model_gets_what_was_asked_for_and_what_there_is(tiny_gpu: pytest.MonkeyPatch) -> None:
@@ -372,67 +374,69 @@ def test_each_model_gets_what_was_asked_for_and_what_there_is(tiny_gpu: pytest.M
     ]
 
 
-class Counted:
+class CountedSuite:
     """A model's measuring, of stand-ins that note what they are asked for."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.asked: list[Any] = []
+        self.events: list[Any] = []
         self.config = Config.named("LLaMA-2-7B")
         self.plan = models.ModelPlan((1, 64), {80: 64, 141: 64})
-        self.wanted = models.WantedModels(models=(self.config,), mixes=("fp16", "fp8_row"))
-        patch.setattr(gpu, "elsewhere", lambda nbytes: contextlib.nullcontext())
+        self.selection = models.ModelSelection(models=(self.config,), mixes=("fp16", "fp8_row"))
+        patch.setattr(gpu, "allocating_elsewhere", lambda nbytes: contextlib.nullcontext())
         patch.setattr(gpu, "call_times", lambda step, **_: [self.note("without"), 1.0])
-        patch.setattr(models, "Steady", lambda runner, B: SimpleNamespace(step=None))
+        patch.setattr(models, "SteadyBatch", lambda runner, B: SimpleNamespace(step=None))
         patch.setattr(models, "random_model", lambda *_: None)
         patch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=141 * 10**9))
         patch.setattr(models, "KernelRunner", lambda *_, **__: self.note("runner"))
-        patch.setattr(models, "side_by_side", lambda jobs: self.note("compiling"))
-        patch.setattr(models.peers_layer, "jobs", lambda *_: [])
+        patch.setattr(models, "run_in_processes", lambda jobs: self.note("compiling"))
+        patch.setattr(models.peers_layer, "compile_jobs", lambda *_: [])
         patch.setattr(models.peers_layer, "mixes", self.mixes)
         patch.setattr(models.peers_layer, "prefills", self.prefills)
         patch.setattr(models, "decode_row", self.decode_row)
         patch.setattr(models, "first_token_times", lambda *_: ([1.0, 3.0], [10.0, 11.0]))
-        patch.setattr(models, "generated", lambda runner, B: models.Generated(self.note(("rule", B)), 2.0, 1900.0, 0.0))
+        patch.setattr(models, "time_rule", lambda runner, B: models.RuleTimes(self.note(("rule", B)), 2.0, 1900.0, 0.0))
 
-    def note(self, what: Any) -> float:
-        self.asked.append(what)
+    def note(self, event: Any) -> float:
+        self.events.append(event)
         return 3.0
 
-    def mixes(self, config: Config, batches: Any, names: Any, progress: Any, length: int, further: Any) -> Any:
-        asked = {B: [f"{name}/sdpa" for name in names] for B in batches}
-        for name, more in further.items():
-            for B in more:
-                asked.setdefault(B, []).append(name)
-        self.note(("mixes", (*asked,)))
-        for B in sorted(asked, reverse=True):
-            yield B, {name: MixTime(2.0 * B, 1.0, 1.0) for name in asked[B]}
+    def mixes(self, config: Config, batches: Any, names: Any, progress: Any, length: int, extra_batches: Any) -> Any:
+        names_by_batch = {B: [f"{name}/sdpa" for name in names] for B in batches}
+        for name, extra in extra_batches.items():
+            for B in extra:
+                names_by_batch.setdefault(B, []).append(name)
+        self.note(("mixes", (*names_by_batch,)))
+        for B in sorted(names_by_batch, reverse=True):
+            yield B, {name: MixTime(2.0 * B, 1.0, 1.0) for name in names_by_batch[B]}
             self.note(("after", B))
 
     def prefills(self, config: Config, names: Any, length: int, progress: Any) -> Any:
         self.note("prompts")
         return dict.fromkeys(names, MixTime(5.0, 4.0, 3.0))
 
-    def decode_row(self, runner: Any, B: int, ceilings: Any, beside: Any) -> Row:
+    def decode_row(self, runner: Any, B: int, ceilings: Any, peer_rows: Any) -> Row:
         self.note(("steps", B))
-        return replace(a_row(B), peers={name: row.time_us for name, row in beside.items()})
+        return replace(a_row(B), peers={name: row.time_us for name, row in peer_rows.items()})
 
-    def rows(self, known: list[Row]) -> list[Row]:
-        self.asked.clear()
-        by_key = {row.key: row for row in known}
-        return [*models.model_rows(self.config, self.wanted, self.plan, by_key, CEILINGS, lambda _: None)]
+    def rows(self, recorded_rows: list[Row]) -> list[Row]:
+        self.events.clear()
+        rows_by_key = {row.key: row for row in recorded_rows}
+        return [*models.model_rows(self.config, self.selection, self.plan, rows_by_key, CEILINGS, lambda _: None)]
 
 
 def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    counted = CountedSuite(monkeypatch)
     whole = counted.rows([])
-    every = [what for what in counted.asked if what != "runner"]
+    events = [event for event in counted.events if event != "runner"]
     in_turn = [row.sizes["B"] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE]
     assert in_turn == sorted(in_turn, reverse=True) and len(in_turn) == 6
     assert [row.measure for row in whole[-4:]] == ["decode", "decode", "generate", "generate"]
-    assert every[-3:] == [("steps", 1), ("steps", 64), ("rule", 64)], "one run for two budgets of one batch"
-    at = {row.sizes["B"]: [*row.peers] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE}
-    assert at.pop(1) == at.pop(64) == ["fp16/sdpa", "fp8_row/sdpa"]
-    assert at == {80: ["fp16/sdpa"], 156: ["fp16/sdpa"], 88: ["fp8_row/sdpa"], 164: ["fp8_row/sdpa"]}
+    assert events[-3:] == [("steps", 1), ("steps", 64), ("rule", 64)], "one run for two budgets of one batch"
+    peers_by_batch = {
+        row.sizes["B"]: [*row.peers] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE
+    }
+    assert peers_by_batch.pop(1) == peers_by_batch.pop(64) == ["fp16/sdpa", "fp8_row/sdpa"]
+    assert peers_by_batch == {80: ["fp16/sdpa"], 156: ["fp16/sdpa"], 88: ["fp8_row/sdpa"], 164: ["fp8_row/sdpa"]}
     (first,) = (row for row in whole if row.measure == models.FIRST_TOKEN)
     assert (first.time_us, first.fastest_us, first.slowest_us) == (2.0, 1.0, 3.0)
     assert first.rate == pytest.approx(2000 / 2e-6) and first.rate_unit == "tokens/s"
@@ -443,29 +447,29 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
         assert counted.rows(whole[:done]) == whole
         for row in whole[:done]:
             B = row.sizes["B"]
-            assert ("steps", B) not in counted.asked or row.measure != models.MEASURE
-            assert "prompts" not in counted.asked or row.measure != models.PROMPTS
-            batches = [B for what in counted.asked if what[0] == "mixes" for B in what[1]]
+            assert ("steps", B) not in counted.events or row.measure != models.MEASURE
+            assert "prompts" not in counted.events or row.measure != models.PROMPTS
+            batches = [B for event in counted.events if event[0] == "mixes" for B in event[1]]
             assert B not in batches or row.kernel != "mixes" or row.measure != models.BESIDE
-        assert ("runner" in counted.asked) == (done < len(whole)), done
-    assert counted.asked == []
+        assert ("runner" in counted.events) == (done < len(whole)), done
+    assert counted.events == []
 
 
 def test_a_batch_of_mixes_is_a_row_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
-    rows = models.mix_rows(counted.config, counted.wanted, counted.plan, {}, lambda _: None)
+    counted = CountedSuite(monkeypatch)
+    rows = models.mix_rows(counted.config, counted.selection, counted.plan, {}, lambda _: None)
     assert next(rows).sizes["B"] == 164
-    assert [what for what in counted.asked if what[0] == "after"] == []
+    assert [event for event in counted.events if event[0] == "after"] == []
 
 
 def test_parts_of_the_suite_by_words() -> None:
     everything = models.part([])
     assert everything.models == models.MODELS and everything.without and len(everything.mixes) == 5
-    some = models.part(["LLaMA-2-7B", "B=16", "fp8_row"])
-    assert [config.name for config in some.models] == ["LLaMA-2-7B"] and some.batches == (16,)
-    assert some.mixes == ("fp8_row",) and not some.without
+    selection = models.part(["LLaMA-2-7B", "B=16", "fp8_row"])
+    assert [config.name for config in selection.models] == ["LLaMA-2-7B"] and selection.batches == (16,)
+    assert selection.mixes == ("fp8_row",) and not selection.without
     four = models.part(["LLaMA-2-7B", "w4a4"])
-    assert (four.systems, four.batches, four.models) == (("w4a4",), (8, 16, 32, 64, 128, 256), some.models)
+    assert (four.systems, four.batches, four.models) == (("w4a4",), (8, 16, 32, 64, 128, 256), selection.models)
     assert models.part(["channel", "channel_sm80"]).systems == ("channel", "channel_sm80")
     assert models.part(["w4ax", "B=8"]).batches == (8,) and not everything.systems
     assert models.part(["alone"]).mixes == () and not models.part(["alone"]).without
@@ -474,19 +478,19 @@ def test_parts_of_the_suite_by_words() -> None:
 
 
 def a_row(B: int) -> Row:
-    apart = decoder.Alone({}, {})
+    alone_times = decoder.Alone({}, {})
     measured = models.Measured(10.0, 10.0, 10.0, 1900.0)
     work = [models.Work("head", 1, 1)]
-    return models.row_at(models.MODELS[1], B, measured, work, apart, 1.0, CEILINGS, "made up", {}, {})
+    return models.row_at(models.MODELS[1], B, measured, work, alone_times, 1.0, CEILINGS, "made up", {}, {})
 
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake a card and a commit that bench accepts for a measurement."""
-    info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
-    monkeypatch.setattr(gpu, "device_info", lambda: info)
+    device = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
+    monkeypatch.setattr(gpu, "device_info", lambda: device)
     monkeypatch.setattr(bench, "measure_ceilings", lambda: CEILINGS)
-    monkeypatch.setattr(bench, "versions", lambda info: {})
+    monkeypatch.setattr(bench, "versions", lambda device: {})
     monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
     monkeypatch.setenv("PTXLAB_COMMIT", "abc")
 
@@ -497,12 +501,12 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
 
     def rows(names: Any, ceilings: Any, progress: Any, only: Any = (), done: Any = ()) -> Any:
         for B in (1, 4):
-            known = [row for row in done if row.sizes["B"] == B]
-            if not known:
+            recorded_rows = [row for row in done if row.sizes["B"] == B]
+            if not recorded_rows:
                 measured.append(B)
                 if len(measured) == 2:
                     raise KeyboardInterrupt
-            yield known[0] if known else a_row(B)
+            yield recorded_rows[0] if recorded_rows else a_row(B)
 
     suite = replace(models.SUITE, rows=rows)
     path = tmp_path / "r.json"
@@ -526,23 +530,23 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
     assert measured == [1, 4, 4, 1, 4, 1, 4], "another card of the same kind"
 
 
-@pytest.mark.parametrize("what", ["versions", "ceilings", "ceilings of a run that was stopped"])
+@pytest.mark.parametrize("difference", ["versions", "ceilings", "ceilings of a run that was stopped"])
 @pytest.mark.usefixtures("h200")
 def test_a_run_does_not_go_on_behind_another_that_does_not_count(
-    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    difference: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The other run's rows are of other versions, or of a card that was slower than it should be."""
     slow = replace(CEILINGS, read_tbps=3.0)
-    ceilings, versions = [slow if "ceilings" in what else CEILINGS, CEILINGS], [{"torch": "1"}, {"torch": "1"}]
-    if what == "versions":
+    ceilings, versions = [slow if "ceilings" in difference else CEILINGS, CEILINGS], [{"torch": "1"}, {"torch": "1"}]
+    if difference == "versions":
         versions[1] = {"torch": "2"}
     monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.pop(0))
-    monkeypatch.setattr(bench, "versions", lambda info: versions.pop(0))
-    before: list[int] = []
-    stops = [what.endswith("stopped"), False]
+    monkeypatch.setattr(bench, "versions", lambda device: versions.pop(0))
+    recorded_counts: list[int] = []
+    stops = [difference.endswith("stopped"), False]
 
     def rows(names: Any, ceilings: Any, progress: Any, only: Any = (), done: Any = ()) -> Any:
-        before.append(len(done))
+        recorded_counts.append(len(done))
         yield a_row(1)
         if stops.pop(0):
             raise KeyboardInterrupt
@@ -552,7 +556,7 @@ def test_a_run_does_not_go_on_behind_another_that_does_not_count(
     for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
             bench.save(bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path), path)
-    assert before == [0, 0] and bench.load(path).invalid == ""
+    assert recorded_counts == [0, 0] and bench.load(path).invalid == ""
 
 
 @pytest.mark.usefixtures("h200")
@@ -567,10 +571,10 @@ def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
 
     suite = replace(models.SUITE, rows=rows)
     path = tmp_path / "r.json"
-    for kept in ([1, 4, 16], [1, 64, 4, 16]):
+    for kept_batches in ([1, 4, 16], [1, 64, 4, 16]):
         with pytest.raises(KeyboardInterrupt):
             bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
-        assert [row.sizes["B"] for row in bench.load(path).rows] == kept
+        assert [row.sizes["B"] for row in bench.load(path).rows] == kept_batches
 
 
 @pytest.mark.long(70)
@@ -582,16 +586,16 @@ def test_a_whole_model_is_timed_beside_mixes(monkeypatch: pytest.MonkeyPatch) ->
     """
     tiny = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=128, layers=2, vocabulary=1003, name="tiny")
     monkeypatch.setattr(models, "STEPS", 16)
-    wanted = models.WantedModels(models=(tiny,), mixes=("fp16",))
-    plan, known = models.ModelPlan((1, 4), {80: 4, 141: 4}), {}
-    for row in models.model_rows(tiny, wanted, plan, known, CEILINGS, lambda _: None):
-        known[row.key] = row
-    steps = [row for row in known.values() if row.measure == models.MEASURE]
+    selection = models.ModelSelection(models=(tiny,), mixes=("fp16",))
+    plan, rows_by_key = models.ModelPlan((1, 4), {80: 4, 141: 4}), {}
+    for row in models.model_rows(tiny, selection, plan, rows_by_key, CEILINGS, lambda _: None):
+        rows_by_key[row.key] = row
+    steps = [row for row in rows_by_key.values() if row.measure == models.MEASURE]
     assert [row.sizes["B"] for row in steps] == [1, 4] and all("bit for bit" in row.checked for row in steps)
     assert all(row.more[name] > 0 for row in steps for name in ("head_us", "head_int8_us", "head_invariant_us"))
     assert all("without" in row.peers for row in steps)
-    assert sum(row.measure == models.GENERATE for row in known.values()) == 2
+    assert sum(row.measure == models.GENERATE for row in rows_by_key.values()) == 2
     monkeypatch.setattr(models, "KernelRunner", lambda *_, **__: pytest.fail("measured again"))
-    monkeypatch.setattr(models, "side_by_side", lambda _: None)
-    again = models.model_rows(tiny, replace(wanted, mixes=()), plan, known, CEILINGS, lambda _: None)
-    assert {row.key for row in again} <= {*known}
+    monkeypatch.setattr(models, "run_in_processes", lambda _: None)
+    again = models.model_rows(tiny, replace(selection, mixes=()), plan, rows_by_key, CEILINGS, lambda _: None)
+    assert {row.key for row in again} <= {*rows_by_key}

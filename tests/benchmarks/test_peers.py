@@ -46,15 +46,15 @@ def test_every_peer_at_every_number_of_tokens(on_cpu: pytest.MonkeyPatch) -> Non
 
 
 def test_a_chain_rotates_over_whole_chains(on_cpu: pytest.MonkeyPatch) -> None:
-    together: list[int] = []
+    byte_counts: list[int] = []
 
     def copies(nbytes: int) -> int:
-        together.append(nbytes)
+        byte_counts.append(nbytes)
         return 3
 
     on_cpu.setattr(peers, "copies_beyond_l2", copies)
     assert peers.cublas_chain([(64, 128), (32, 64)], (4, 16)) == {M: {"cublas_fp8": 7.0} for M in (4, 16)}
-    assert together == [64 * 128 + 32 * 64] * 2
+    assert byte_counts == [64 * 128 + 32 * 64] * 2
 
 
 def test_few_tokens_are_padded_for_int8(on_cpu: pytest.MonkeyPatch) -> None:
@@ -62,12 +62,12 @@ def test_few_tokens_are_padded_for_int8(on_cpu: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     operand = peers.operand
 
-    def remembered(name: str, count: int, K: int, seed: int) -> Any:
+    def record_rows(name: str, count: int, K: int, seed: int) -> Any:
         if seed:
             rows.append(count)
         return operand(name, count, K, seed)
 
-    on_cpu.setattr(peers, "operand", remembered)
+    on_cpu.setattr(peers, "operand", record_rows)
     peers.cublas(64, 128, (4, 16, 32, 64), ["cublas_int8"])
     assert rows == [32, 32, 32, 64]
 
@@ -119,7 +119,7 @@ class Layer:
         return (x.float() * input_scale @ self.ready.float().t()).half()
 
 
-def quantised(config: str, x: Any) -> Any:
+def quantize_activations(config: str, x: Any) -> Any:
     assert config == "config"
     scales = x.float().abs().amax(1, keepdim=True) / 127
     return (x.float() / scales).round().char(), scales
@@ -130,7 +130,7 @@ def humming(on_cpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def tiles(config: str) -> list[Any]:
         return [[0, 8, {"few": 1}], [8, 32, {"more": 1}], [32, 64, {"many": 1}], [64, 1 << 30, {"most": 1}]]
 
-    parts = {"layer": {"HummingLayer": Layer}, "forward": {"may_quant_input": quantised}}
+    parts = {"layer": {"HummingLayer": Layer}, "forward": {"may_quant_input": quantize_activations}}
     parts |= {"tune": {"get_heuristics_config": tiles}, "": {}}
     for part, names in parts.items():
         module = ModuleType(".".join(filter(None, ("humming", part))))
@@ -162,7 +162,7 @@ def test_what_humming_cannot_do_is_left_out_with_a_reason(humming: pytest.Monkey
     def at_most_16(config: str, x: Any) -> Any:
         if len(x) > 16:
             raise NotImplementedError
-        return quantised(config, x)
+        return quantize_activations(config, x)
 
     humming.setattr(sys.modules["humming.forward"], "may_quant_input", at_most_16)
     with pytest.warns(

@@ -12,7 +12,7 @@ from ptxlab import bench
 from ptxlab.lowbit.bench import sweep
 from ptxlab.runtime.timing import Measured
 from tests.support import kv_record, ladder_record
-from tests.support.bench_rows import slowed
+from tests.support.bench_rows import slow_down
 from tests.support.headline_record import record
 
 RECORD = record()
@@ -20,7 +20,7 @@ RECORD = record()
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
     monkeypatch.setattr(bench, "run_suite", lambda *_, **__: found)
-    monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext())
+    monkeypatch.setattr(bench.gpu, "allocating_elsewhere", lambda nbytes: nullcontext())
 
 
 @pytest.mark.default_cases("gemm1")
@@ -78,9 +78,9 @@ def test_a_part_that_is_not_there_is_refused_in_one_line(options: tuple[str, ...
 @pytest.mark.full
 def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bench.save(RECORD, tmp_path / "before.json")
-    measured(monkeypatch, replace(RECORD, rows=tuple(slowed(row, 0.98) for row in RECORD.rows)))
+    measured(monkeypatch, replace(RECORD, rows=tuple(slow_down(row, 0.98) for row in RECORD.rows)))
     assert cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)[0] == 0
-    slow = slowed(RECORD.rows[-1], 0.96)
+    slow = slow_down(RECORD.rows[-1], 0.96)
     measured(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
     code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)
     assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in " ".join(out.split())

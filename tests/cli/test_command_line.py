@@ -20,7 +20,7 @@ from ptxlab.cli.common import WIDTH
 from ptxlab.profile import nsight
 from ptxlab.runtime.verify import Job, Verdict
 from tests.support.add4 import PTX_ADD4
-from tests.support.pages import ROOT
+from tests.support.markdown_pages import ROOT
 from tests.support.reports import FILE, GEMM, SIZES
 
 SUMMING = "sum_activations_s8"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.debugged import COUNT, SCALE
-from tests.support.emulated import line_of
+from tests.support.debug_sessions import COUNT, SCALE
+from tests.support.small_kernels import line_of
 
 PROMPT = "(ptxlab) "
 

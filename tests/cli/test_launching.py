@@ -11,7 +11,7 @@ import pytest
 from ptxlab import emulator, runtime
 from ptxlab.emulator import EmulatorOptions
 from ptxlab.spec import KernelSpec
-from tests.support.emulated import kernel, record_options
+from tests.support.small_kernels import kernel_text, record_options
 
 LATE = EmulatorOptions(mode="late")
 # Options of the command line, and what they are for the emulator.
@@ -34,7 +34,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> list[EmulatorOptions]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write a folder with a kernel that has a barrier, k.ptx, and its arguments, in.npz."""
     monkeypatch.chdir(tmp_path)
-    Path("k.ptx").write_text(kernel("bar.sync 0; ret;", ".param .u64 x"))
+    Path("k.ptx").write_text(kernel_text("bar.sync 0; ret;", ".param .u64 x"))
     np.savez("in.npz", x=np.zeros(32, np.uint32))
     yield tmp_path
 

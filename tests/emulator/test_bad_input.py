@@ -11,7 +11,7 @@ import ptxlab
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.sources import Source
-from ptxlab.toolchain.macros import MOST_TOKENS, require_finite
+from ptxlab.toolchain.macros import MAX_TOKENS, require_finite
 from tests import malformed
 
 KERNEL = 'extern "C" __global__ void k(int* x) { x[0] = %s; }'
@@ -32,7 +32,7 @@ def call(text: str, *args: object) -> None:
 BAD: dict[str, tuple[str, str]] = {
     "no ptx": (".version 8.0 .target sm_90 \0 {{{", "expected"),
     "unfinished": (ptx("mov.u32 %r1, 1;")[:-9], "expected"),
-    "macros, each twice the last": (TWICE, rf"macros: a text of at most {MOST_TOKENS} tokens .* \(got more, by A\d+\)"),
+    "macros, each twice the last": (TWICE, rf"macros: a text of at most {MAX_TOKENS} tokens .* \(got more, by A\d+\)"),
     "arguments, each twice the last": (ARGUMENTS, r"macros: .* \(got more, by A\)"),
     "10 GB of shared memory": (ptx(".shared .b8 big[10737418240];"), "big"),
     "10 GB in pieces": (

@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableE
 from ptxlab.runtime import by_name, verify
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
-from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, dtype_in, storage
 
 pytestmark = pytest.mark.gpu
 
@@ -348,7 +348,7 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
     spec, config = job.spec, {**job.spec.config_for(job.sizes), **(job.config or {})}
     dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
     logical = spec.example(np.random.default_rng(1), **job.sizes)
-    given = {n: array(stored(a, dtypes[n]), dtypes[n]) for n, a in spec.pack(logical).items()}
+    given = {n: array(convert_to_dtype(a, dtypes[n]), dtypes[n]) for n, a in spec.pack(logical).items()}
     read = {arg.name: given[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in given}
     out = {arg.name: given[arg.name] for arg in spec.inputs if arg.role == "inout"}
     if config != spec.config_for(job.sizes):

@@ -11,8 +11,8 @@ from tests.support.fake_gpu import FakeGpu
 def test_a_mark_is_a_range_that_ends_with_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(marks, "_nvtx", lambda: (seen.append, lambda: seen.append("end")))
-    mark = gpu.Marked("launch k")
-    with mark, gpu.Marked("within"):
+    mark = gpu.NamedRange("launch k")
+    with mark, gpu.NamedRange("within"):
         pass
     with pytest.raises(ZeroDivisionError), mark:
         _ = 1 // 0
@@ -35,5 +35,5 @@ def test_a_plan_is_marked_once_and_its_launches_each(monkeypatch: pytest.MonkeyP
 
 def test_without_cupy_a_mark_is_nothing() -> None:
     marks._nvtx.cache_clear()
-    with gpu.Marked("k"):
+    with gpu.NamedRange("k"):
         pass

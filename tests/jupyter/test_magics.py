@@ -77,7 +77,7 @@ def test_quiet_binds_and_shows_nothing(shell: InteractiveShell) -> None:
 def test_a_changed_cell_says_what_changed(shell: InteractiveShell) -> None:
     first = run(shell, "ptx", PTX)
     again = run(shell, "ptx", PTX)
-    assert first.before == {} and "was" not in repr(again)
+    assert first.earlier == {} and "was" not in repr(again)
     changed = run(shell, "ptx", PTX.replace("add.u32 %x0, %x0, %x1; ", "vadd4.u32.u32.u32 %x0, %x0, %x1, %none; //"))
     was = sum(first.reports["add4"].opcodes.values())
     assert f"instructions (was {was})" in repr(changed)

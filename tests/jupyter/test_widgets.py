@@ -9,7 +9,7 @@ import pytest
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.jupyter import debug
 from ptxlab.lowbit.jupyter import dequant_sliders, identities, layout_explorer, who_holds
-from tests.support.debugged import SCALE, loaded
+from tests.support.debug_sessions import SCALE, load_text
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes with the extra `jupyter`")
 
@@ -60,7 +60,7 @@ def test_bad_input() -> None:
 
 @pytest.fixture
 def debugger() -> Any:
-    box = debug(loaded(SCALE), *np.zeros((2, 128), np.float32), 0.5, grid=1, block=128)
+    box = debug(load_text(SCALE), *np.zeros((2, 128), np.float32), 0.5, grid=1, block=128)
     yield box
     box.session.close()
 
@@ -90,4 +90,4 @@ def test_the_debugger_follows_its_buttons_and_its_line(debugger: Any) -> None:
 def test_the_debugger_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with pytest.raises(UnavailableError, match=r"ptxlab\[jupyter\]"):
-        debug(loaded(SCALE), *np.zeros((2, 128), np.float32), 0.5, grid=1, block=128)
+        debug(load_text(SCALE), *np.zeros((2, 128), np.float32), 0.5, grid=1, block=128)

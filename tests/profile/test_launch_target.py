@@ -46,13 +46,13 @@ def events(emulated_gpu: pytest.MonkeyPatch) -> list[str]:
         return lambda: (seen.append(kernel.run.entry), call())
 
     @contextmanager
-    def profiled() -> Iterator[None]:
+    def profiling() -> Iterator[None]:
         seen.append("begin")
         yield
         seen.append("end")
 
     emulated_gpu.setattr(gpu, "prepare", remembered)
-    emulated_gpu.setattr(gpu, "profiled", profiled)
+    emulated_gpu.setattr(gpu, "profiling", profiling)
     emulated_gpu.setattr(launch_target, "WARM_UP", 1)
     return seen
 

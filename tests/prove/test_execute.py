@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from tests.support.emulated import kernel_text, line_of
+from tests.support.small_kernels import kernel_text, line_of
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
@@ -156,7 +156,9 @@ def test_faults_name_the_line_and_the_condition() -> None:
 
 
 def test_what_nobody_wrote_may_be_anything() -> None:
-    entry = emulator.parse(kernel_text(BEFORE + "setp.eq.u32 %p, %r1, 0; @%p mov.u32 %s, 1;" + AFTER, PARAMS)).entries["k"]
+    entry = emulator.parse(kernel_text(BEFORE + "setp.eq.u32 %p, %r1, 0; @%p mov.u32 %s, 1;" + AFTER, PARAMS)).entries[
+        "k"
+    ]
     first, given, out = (0, 0, 0), Buffer("in"), Buffer("out")
     execute(entry, [given, out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
     zero = [given.read(at) == 0 for at in range(4)]

@@ -14,7 +14,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
 from ptxlab.runtime import load
 from ptxlab.sources import results_dir
-from tests.support import emulated
+from tests.support import small_kernels
 from tests.support.mutation import mutants
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -22,7 +22,7 @@ pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the 
 from ptxlab.prove import Claim, Decision, Enumeration, decide, prove_kernel, registered_claims
 from ptxlab.prove.kernels import claims_of, query
 from ptxlab.spec import KernelClaim
-from tests.support.proofs import NAMES, explained, of_body, survivors
+from tests.support.proofs import NAMES, load_body, survivor_reason, survivors
 
 # Ten lines of one's own, as in the guide.
 MINE = """.version 8.0
@@ -89,7 +89,7 @@ def test_every_mutant_that_is_recorded_as_not_refuted_has_a_reason() -> None:
     for name, one in record.items():
         made = dict(mutants(registry.find(name)[1][0].text))
         passed = [m for m in one["not_by_both"] if m["verdict"] != "refuted"]
-        assert one["mutants"] == len(made) and all(m["mutant"] in made and explained(m["mutant"]) for m in passed)
+        assert one["mutants"] == len(made) and all(m["mutant"] in made and survivor_reason(m["mutant"]) for m in passed)
 
 
 def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +214,7 @@ def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli
 def test_a_number_of_64_bits_is_no_pointer(tmp_path: Path) -> None:
     """It had the value of an address, for which alone the claim held."""
     body = "ld.param.u64 %x, [n]; setp.gt.u64 %p, %x, 5; selp.u32 %a, 1, 0, %p; st.global.u32 [%o], %a;"
-    kernel = of_body(tmp_path, body, ".param .u64 n, .param .u64 out")
+    kernel = load_body(tmp_path, body, ".param .u64 n, .param .u64 out")
     refuted = prove_kernel(kernel, "out.u32[i] == 1")
     assert refuted.verdict == "refuted" and refuted.explanation is not None
     assert refuted.explanation.arrays["n"] <= 5 and refuted.explanation.arrays["n"].dtype == np.uint64
@@ -222,28 +222,28 @@ def test_a_number_of_64_bits_is_no_pointer(tmp_path: Path) -> None:
 
 
 def test_a_parameter_is_signed_as_declared(tmp_path: Path) -> None:
-    kernel = of_body(tmp_path, "ld.param.u32 %a, [n]; st.global.u32 [%o], %a;", ".param .s32 n, .param .u64 out")
+    kernel = load_body(tmp_path, "ld.param.u32 %a, [n]; st.global.u32 [%o], %a;", ".param .s32 n, .param .u64 out")
     refuted = prove_kernel(kernel, "out.s32[i] == n + 1", assume="n == -2")
     assert "n[0] = -2 (" in str(refuted) and prove_kernel(kernel, "out.s32[i] == n").verdict == "proved"
 
 
 def test_what_nobody_wrote_is_another_thing_in_each_kernel(tmp_path: Path) -> None:
-    kernel = of_body(tmp_path, "st.global.u32 [%o], %a;")
+    kernel = load_body(tmp_path, "st.global.u32 [%o], %a;")
     assert prove_kernel(kernel, "out.u32[i] == other.out.u32[i]", equals=kernel).verdict == "refuted"
 
 
 def test_floats_beside_plain_numbers(tmp_path: Path) -> None:
-    kernel = of_body(tmp_path, "mov.f32 %f, 0f40200000; st.global.f32 [%o], %f;")
+    kernel = load_body(tmp_path, "mov.f32 %f, 0f40200000; st.global.f32 [%o], %f;")
     assert prove_kernel(kernel, "out.f32[i] == 2.5").verdict == "proved"
     assert prove_kernel(kernel, "2 * out.f32[i] < 5").verdict == "refuted"
-    kernel = of_body(tmp_path, "cvt.rn.bf16.f32 %h, 0f40200000; st.global.b16 [%o], %h;")
+    kernel = load_body(tmp_path, "cvt.rn.bf16.f32 %h, 0f40200000; st.global.b16 [%o], %h;")
     assert "out.bf16[0] = 2.5 (0100000000100000)" in str(prove_kernel(kernel, "out.bf16[i] == 2"))
 
 
 def test_an_array_of_another_type_has_no_element_by_default(tmp_path: Path) -> None:
     """Its element 1 as u32 is not its byte 1."""
     body = "ld.param.u64 %x, [a]; ld.global.u32 %a, [%x+4]; st.global.u32 [%o], %a;"
-    kernel = of_body(tmp_path, body, ".param .u64 a, .param .u64 out")
+    kernel = load_body(tmp_path, body, ".param .u64 a, .param .u64 out")
     assert prove_kernel(kernel, "out.u32[i] == a").verdict == "proved"
     assert prove_kernel(kernel, "out.s32[i] == a.s32").verdict == "proved"
     with pytest.raises(ArgumentError, match=r"which element of a\.u8\? for example a\.u8\[i\]"):
@@ -294,7 +294,7 @@ def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
     """A sum over 32 lanes, by shuffles: its limits, and the input that reaches one of them."""
     path, wrong, out = tmp_path / "sum.ptx", tmp_path / "wrong.npz", tmp_path / "out.npz"
     path.write_text(
-        emulated.kernel(
+        small_kernels.kernel(
             """mov.u32 %r0, %tid.x; cvt.u64.u32 %x1, %r0; ld.param.u64 %x0, [x]; add.u64 %x0, %x0, %x1;
             ld.global.s8 %r1, [%x0]; mov.u32 %r2, 16;
             again: shfl.sync.bfly.b32 %r3, %r1, %r2, 31, -1; add.s32 %r1, %r1, %r3; shr.u32 %r2, %r2, 1;
@@ -409,4 +409,4 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "every", "first"), [("dequant_comet", 9, 2), ("dequant_lqq", 17, 6)])
 def test_changed_opcodes_and_immediates_are_refuted(name: str, every: int, first: int) -> None:
-    assert [what for what, _ in survivors(name, every, first) if not explained(what)] == []
+    assert [what for what, _ in survivors(name, every, first) if not survivor_reason(what)] == []

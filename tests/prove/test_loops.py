@@ -12,7 +12,7 @@ from ptxlab.prove.loop_claim import LoopClaim
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
-from tests.support.proofs import in_loop, loop_verdict
+from tests.support.proofs import loop_text, loop_verdict
 
 TILE = "gemm_tile_lqq_sm80"
 SUMS = "{%s, %d0, %d1, %d2}"
@@ -55,7 +55,7 @@ def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     """dp4a by ones: what the second operand is decides how much a step adds."""
     body = "again: ld.global.u32 %a, [%x]; mov.u32 %b, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;"
     ones = LoopClaim(b=(1, 1))
-    text = in_loop(body)
+    text = loop_text(body)
     assert loop_verdict(text, "sums_fit", ones, ones.max_products, tmp_path=tmp_path) == "proved"
     two = text.replace("0x01010101", "0x01010201")
     assert loop_verdict(two, "sums_fit", ones, ones.max_products, tmp_path=tmp_path) == "refuted"
@@ -79,7 +79,7 @@ def test_each_operand_has_a_type_of_its_own(
     product: str, a: tuple[int, int], b: tuple[int, int], tmp_path: Path
 ) -> None:
     """The type bounds the elements: signed or not, of 4 bits or 8."""
-    text = in_loop(f".reg .s32 %d<3>; again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; {product}")
+    text = loop_text(f".reg .s32 %d<3>; again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; {product}")
     claims = LoopClaim(a=a, b=b), LoopClaim(a=(a[0] + 1, a[1]), b=b), LoopClaim(a=a, b=(b[0], b[1] - 1))
     verdicts = [loop_verdict(text, "sums_fit", loop, 64, tmp_path=tmp_path) for loop in claims]
     assert verdicts == ["proved", "refuted", "refuted"]
@@ -89,13 +89,13 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     body = """.reg .f32 %f; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
     cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
     loop = LoopClaim(sums="converted")
-    assert loop_verdict(in_loop(body), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(loop_text(body), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     kept = body.replace("mov.s32 %s, 0;", "")
-    assert loop_verdict(in_loop(kept), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(loop_text(kept), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
     begun = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x]; dp4a.s32.s32 %b, %a, %a, %s;"
-    assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(loop_text(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     begun = begun.replace("0x4b400000", "0x4b400001")
-    assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(loop_text(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
 
 
 @pytest.mark.parametrize(("products", "expected"), [(63, "proved"), (64, "refuted")])
@@ -105,7 +105,7 @@ def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
     """64 dp4as of -128 by -128 reach 2^22, where the float that begins at 0x4b400000 goes by twos."""
     body = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x];" + "dp4a.s32.s32 %s, %a, %a, %s;" * products
     loop = LoopClaim(sums="converted")
-    assert loop_verdict(in_loop(f"{body} mov.s32 %b, %s;"), "sums_are_exact", loop, tmp_path=tmp_path) == expected
+    assert loop_verdict(loop_text(f"{body} mov.s32 %b, %s;"), "sums_are_exact", loop, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.default_cases("-proved", "mov*")
@@ -125,7 +125,7 @@ def test_what_an_inner_loop_writes_is_anything_behind_it(inner: str, expected: s
     inner: {inner} add.u32 %j, %j, 1; setp.lt.u32 %q, %j, %n; @%q bra inner;
     dp4a.s32.s32 %s, %a, %a, %s; add.s32 %s, %s, %b;"""
     loop = LoopClaim()
-    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
+    assert loop_verdict(loop_text(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.default_cases("*-proved", "shl*")
@@ -143,14 +143,14 @@ def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -
     body = f""".reg .pred %q; again: ld.global.u32 %a, [%x]; setp.gt.s32 %q, %a, 0; {ways}
     dp4a.s32.s32 %s, %a, %a, %s;"""
     loop = LoopClaim()
-    assert loop_verdict(in_loop(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
+    assert loop_verdict(loop_text(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(("channels", "expected"), [(131064, "proved"), (131072, "refuted")])
 def test_a_step_has_the_products_of_its_longest_sum(channels: int, expected: str, tmp_path: Path) -> None:
     body = """.reg .s32 %d; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
     dp4a.s32.s32 %d, %a, %a, %d; dp4a.s32.s32 %d, %a, %a, %d;"""
-    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
+    assert loop_verdict(loop_text(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_int4_becomes_the_upper_half_of_bytes(mask: str, shift: int, expected: s
     body = f"""again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; shl.b32 %n, %a, {shift}; and.b32 %n, %n, {mask};
     and.b32 %a, %a, 0xf0f0f0f0; dp4a.s32.s32 %s, %a, %b, %s; dp4a.s32.s32 %s, %n, %b, %s;"""
     loop = LoopClaim(packed="s4")
-    assert loop_verdict(in_loop(body), "converts", loop, tmp_path=tmp_path) == expected
+    assert loop_verdict(loop_text(body), "converts", loop, tmp_path=tmp_path) == expected
 
 
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, bits_of
 from ptxlab.emulator.ops.alu import alu_operation
 from tests.golden.cases import BLOCK, OUTPUTS, Case, cases, same
-from tests.support.emulated import HEADER
+from tests.support.small_kernels import HEADER
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 

@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 
 from ptxlab.errors import ArgumentError, PtxlabError
-from tests.support.emulated import HEADER
+from tests.support.small_kernels import HEADER
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
 from ptxlab.prove import Claim, decide, loops, prove_kernel
 from ptxlab.prove.execute import NotModelled
 from ptxlab.prove.loop_claim import LoopClaim
-from tests.support.proofs import entry_of, in_loop, loop_verdict, of_body
+from tests.support.proofs import entry_of, load_body, loop_text, loop_verdict
 
 TWO = ".param .u64 x, .param .u64 out"
 
 
 def test_a_carry_that_nothing_has_set_is_anything(tmp_path: Path) -> None:
-    kernel = of_body(tmp_path, "addc.u32 %a, 7, 0; st.global.u32 [%o], %a;")
+    kernel = load_body(tmp_path, "addc.u32 %a, 7, 0; st.global.u32 [%o], %a;")
     assert prove_kernel(kernel, "out.u32[i] == 7").verdict == "refuted"
     assert prove_kernel(kernel, "7 <= out.u32[i] <= 8").verdict == "proved"
 
@@ -27,7 +27,7 @@ def test_an_assumption_is_on_what_lay_in_memory_before(tmp_path: Path) -> None:
     """A kernel in place: the assumption was on what it stores, so every claim that repeats it held."""
     body = "ld.param.u64 %x, [x]; ld.global.u8 %a, [%x]; shl.b32 %a, %a, 1;"
     body += " st.global.u8 [%x], %a; st.global.u8 [%o], %a;"
-    kernel = of_body(tmp_path, body, TWO)
+    kernel = load_body(tmp_path, body, TWO)
     refuted = prove_kernel(kernel, "x.u8[i] <= 100", assume="x.u8[i] <= 100")
     assert refuted.verdict == "refuted" and "before.x.u8[0] = " in str(refuted)
     assert prove_kernel(kernel, "x.u8[i] == 2 * before.x.u8[i]", assume="x.u8[i] <= 100").verdict == "proved"
@@ -37,26 +37,26 @@ def test_an_assumption_is_on_what_lay_in_memory_before(tmp_path: Path) -> None:
 
 
 def test_an_address_is_no_round_number(tmp_path: Path) -> None:
-    kernel = of_body(tmp_path, "cvt.u32.u64 %a, %o; st.global.u32 [%o], %a;")
+    kernel = load_body(tmp_path, "cvt.u32.u64 %a, %o; st.global.u32 [%o], %a;")
     assert prove_kernel(kernel, "out.u32[i] == 0").verdict == "refuted"
 
 
 def test_nothing_lies_before_a_buffer(tmp_path: Path) -> None:
-    kernel = of_body(tmp_path, "mov.u32 %a, 1; st.global.u32 [%o], %a; st.global.u32 [%o+-4], %a;")
+    kernel = load_body(tmp_path, "mov.u32 %a, 1; st.global.u32 [%o], %a; st.global.u32 [%o+-4], %a;")
     refuted = prove_kernel(kernel, "out.u32[i] == 1")
     assert refuted.verdict == "refuted" and "4 bytes at byte -4 of out" in str(refuted)
 
 
 def test_all_elements_of_a_byte_are_claimed_about(tmp_path: Path) -> None:
     """The prover once looked at the lower of two nibbles in a byte only."""
-    kernel = of_body(tmp_path, "mov.u32 %a, 0x21; st.global.u8 [%o], %a;")
+    kernel = load_body(tmp_path, "mov.u32 %a, 0x21; st.global.u8 [%o], %a;")
     assert prove_kernel(kernel, "out.u4[i] == 1").verdict == "refuted"
     assert prove_kernel(kernel, "out.u4[i] == i + 1").verdict == "proved"
 
 
 def test_assumptions_that_rule_out_one_word_are_refused(tmp_path: Path) -> None:
     """Nothing was claimed of elements 0 and 1, because the assumption admits no element 2."""
-    kernel = of_body(tmp_path, "mov.u32 %a, 5; st.global.u32 [%o], %a; st.global.u32 [%o+4], %a;")
+    kernel = load_body(tmp_path, "mov.u32 %a, 5; st.global.u32 [%o], %a; st.global.u32 [%o+4], %a;")
     with pytest.raises(ArgumentError, match="assumptions that some input satisfies"):
         prove_kernel(kernel, "out.u8[i] == 1 or i > 3", assume="i < 2 or i > 3")
 
@@ -70,7 +70,7 @@ def test_an_assumption_on_i_is_none_on_a_parameter_of_that_name(tmp_path: Path) 
     """It was taken for a condition on the parameter, and as none met it the second store went nowhere."""
     body = """mov.u32 %a, 1; st.global.u32 [%o+12], %a; ld.param.u32 %a, [i]; and.b32 %a, %a, 1; mul.wide.u32 %x, %a, 4;
     add.u64 %o, %o, %x; mov.u32 %a, 9; st.global.u32 [%o+12], %a;"""
-    kernel = of_body(tmp_path, body, ".param .u32 i, .param .u64 out")
+    kernel = load_body(tmp_path, body, ".param .u32 i, .param .u64 out")
     assert prove_kernel(kernel, "out.u32[i] == 1 or i == 4", assume="i >= 3").verdict == "refuted"
 
 
@@ -117,8 +117,8 @@ def test_a_product_and_a_sum_that_ptxas_may_fuse_are_refused(tmp_path: Path) -> 
     body = """ld.param.u64 %x, [x]; ld.global.f32 %f, [%x]; ld.global.f32 %g, [%x+4]; mul{0}.f32 %f, %f, %g;
     add{0}.f32 %f, %f, %g; st.global.f32 [%o], %f;"""
     with pytest.raises(NotModelled, match=r"ptxas may fuse it with a mul\.f32: write add\.rn\.f32"):
-        prove_kernel(of_body(tmp_path, body.replace("{0}", ""), TWO), "out.f32[0] == x.f32[0] * x.f32[1] + x.f32[1]")
-    apart = of_body(tmp_path, body.replace("{0}", ".rn"), TWO)
+        prove_kernel(load_body(tmp_path, body.replace("{0}", ""), TWO), "out.f32[0] == x.f32[0] * x.f32[1] + x.f32[1]")
+    apart = load_body(tmp_path, body.replace("{0}", ".rn"), TWO)
     claim = "out.f32[i] == x.f32[0] * x.f32[1] + x.f32[1]"
     assert prove_kernel(apart, claim, assume="0.5 < x.f32[0] < 0.6 and x.f32[1] == 3.0").verdict == "proved"
 
@@ -143,21 +143,21 @@ def test_products_of_another_form_are_refused(tmp_path: Path) -> None:
     """The sums that such an instruction adds to were not among those that are claimed about."""
     body = "again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s; dp2a.lo.s32.s32 %n, %a, %a, %n;"
     with pytest.raises(NotModelled, match="integer products of another form"):
-        loop_verdict(in_loop(body), "sums_fit", LoopClaim(), 99999, tmp_path=tmp_path)
+        loop_verdict(loop_text(body), "sums_fit", LoopClaim(), 99999, tmp_path=tmp_path)
 
 
 def test_of_two_ways_that_a_sum_may_take_the_longer_counts(tmp_path: Path) -> None:
     """Both counted: a step went over twice as many products as it does, and K came only half as far."""
     body = f"""again: {DOT} setp.gt.u32 %p, %n, 9; @%p bra other; dp4a.s32.s32 %s, %a, %b, %s; bra on;
     other: dp4a.s32.s32 %s, %a, %b, %s; on:"""
-    (step,) = loops.steps_of(entry_of(in_loop(body), tmp_path))
+    (step,) = loops.steps_of(entry_of(loop_text(body), tmp_path))
     assert {loops._max_channels(bits, step.channels) for _, bits in loops._sums_after(step)} == {4}
-    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(b=(1, 1)), 2**24, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(loop_text(body), "sums_fit", LoopClaim(b=(1, 1)), 2**24, tmp_path=tmp_path) == "proved"
 
 
 def test_sums_beyond_what_limits_can_tell_are_not_proved(tmp_path: Path) -> None:
     """Any sum that wraps lies within limits as far apart as INT32's again."""
-    text = in_loop("again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;")
+    text = loop_text("again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;")
     assert loop_verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**17 - 1, tmp_path=tmp_path) == "proved"
     assert loop_verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**20, tmp_path=tmp_path) == "refuted"
 
@@ -167,7 +167,7 @@ def test_each_sum_is_converted_in_one_of_two_ways(tmp_path: Path) -> None:
     body = """.reg .f32 %f; .reg .s32 %u; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, 0;
     dp4a.s32.s32 %u, %a, %a, START; cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
     for start, expected in (("0x4b400000", "proved"), ("0", "refuted")):
-        text = in_loop(body.replace("START", start))
+        text = loop_text(body.replace("START", start))
         assert loop_verdict(text, "sums_are_exact", LoopClaim(sums="converted"), tmp_path=tmp_path) == expected
 
 
@@ -179,7 +179,7 @@ def test_every_annotated_instruction_of_a_step_is_looked_at(tmp_path: Path) -> N
     dp4a.s32.s32 %s, %a, %a, %s;"""
     annotated = "mul.lo.u32 %a, %a, %b;  // @lanes d:u8x4 a:u8x4 b:u32"
     for mul, expected in ((annotated, "proved"), (annotated.partition("//")[0], "refuted")):
-        text = in_loop(body.replace("MUL", mul))
+        text = loop_text(body.replace("MUL", mul))
         assert loop_verdict(text, "dequantises", qoq, tmp_path=tmp_path) == expected
 
 

@@ -55,8 +55,8 @@ def test_a_replay_has_rounds_of_two_milliseconds(
 def test_calls_are_made_in_turn() -> None:
     names: list[str] = []
     calls = [[lambda name=f"{kind}{i}": names.append(name) for i in range(2)] for kind in "ab"]
-    for pair in timing.chained(*calls):  # type: ignore[arg-type]
+    for pair in timing.chain_calls(*calls):  # type: ignore[arg-type]
         pair()
     assert names == ["a0", "b0", "a1", "b1"]
     with pytest.raises(ValueError, match="shorter"):
-        timing.chained(calls[0], calls[1][:1])  # type: ignore[arg-type]
+        timing.chain_calls(calls[0], calls[1][:1])  # type: ignore[arg-type]

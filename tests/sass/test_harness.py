@@ -26,9 +26,9 @@ def run(source: Source, entry: str, args: list) -> None:
 def count_words(name: str, words: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """Run the counting harness on 16 words per thread, and return its results: [thread, word, register]."""
     word = harness.word_of(ptx(name))
-    source = harness.counting(ptx(name), 16)
+    source = harness.counting_harness(ptx(name), 16)
     assert word is not None and source is not None
-    results = np.zeros((THREADS, 16, len(word.results)), np.uint32)
+    results = np.zeros((THREADS, 16, len(word.result_registers)), np.uint32)
     run(source, harness.COUNTING, [words, shared, results])
     return results
 
@@ -37,7 +37,7 @@ def count_words(name: str, words: np.ndarray, shared: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_loop_feeds_the_words_results_back(name: str) -> None:
     rng = np.random.default_rng(3)
-    word, loop = harness.word_of(ptx(name)), harness.looping(ptx(name))
+    word, loop = harness.word_of(ptx(name)), harness.looping_harness(ptx(name))
     assert word is not None and loop is not None
     words = rng.integers(0, 2**32, (THREADS, harness.LOOP_WORDS), np.uint32)
     shared = rng.integers(0, 2**32, (THREADS, max(1, len(word.shared))), np.uint32)
@@ -62,7 +62,7 @@ def test_counted_words_are_dequantised(words: int) -> None:
     scale = rng.integers(1, 7, (THREADS, 1), np.uint32)
     offset = rng.integers(9, 150, (THREADS, 1), np.uint32)
     shared = np.concatenate([scale, offset * 0x01010101], axis=1).astype(np.uint32)
-    source = harness.counting(ptx("dequant_lqq"), words)
+    source = harness.counting_harness(ptx("dequant_lqq"), words)
     assert source is not None
     results = np.full((THREADS, 16, 2), 0xA5A5A5A5, np.uint32)
     run(source, harness.COUNTING, [given, shared, results])

@@ -181,13 +181,13 @@ def test_marker_that_cannot_be_read(right: str, wrong: str) -> None:
     assert text != source.text
     line = text[: text.index("@begin")].count("\n") + 1
     with pytest.raises(SourceError, match=rf"^<wrong>:{line}: the marker of a word is"):
-        harness.counting(Source("wrong", "<wrong>", "ptx", text), 8)
+        harness.counting_harness(Source("wrong", "<wrong>", "ptx", text), 8)
 
 
 def test_word_is_what_the_kernel_runs() -> None:
     word = harness.word_of(sources.of_kernel("dequant_lqq")[0])
     assert word is not None
-    assert (word.given, word.results, word.shared) == ("%q0", ("%d0", "%d1"), ("%scale", "%offset"))
+    assert (word.input_register, word.result_registers, word.shared) == ("%q0", ("%d0", "%d1"), ("%scale", "%offset"))
     assert len(word.body.splitlines()) == 7 and "mad.lo.u32" in word.body
     assert word.header.split() == [".version", "6.5", ".target", "sm_75", ".address_size", "64"]
 
@@ -196,13 +196,13 @@ def test_word_is_what_the_kernel_runs() -> None:
 @pytest.mark.parametrize("source", [s for s in ALL if s.language == "ptx"], ids=lambda s: s.label)
 def test_looping_harness_adds_only_its_feedback(source: Source) -> None:
     """The loop has 8 words, an IMAD per word and pair of results, a counter, a compare, a branch."""
-    loop = harness.looping(source)
+    loop = harness.looping_harness(source)
     assert loop is not None
     functions = sass.parse(toolchain.disassemble(toolchain.build(loop, "sm_90a")))
     body = sass.loop_of(functions[harness.LOOPING])
     word = harness.word_of(source)
     assert word is not None and body[-1].opcode == "BRA"
     work = sum(i.section == "arithmetic" for i in body)
-    feedback = harness.LOOP_WORDS * len(word.results) // 2
+    feedback = harness.LOOP_WORDS * len(word.result_registers) // 2
     assert 0 <= work - feedback - harness.LOOP_WORDS * PINNED[source.label] <= harness.LOOP_WORDS
     assert not any(i.section in ("load", "store") for i in body)

@@ -3,7 +3,7 @@
 import pytest
 
 from ptxlab import sass
-from ptxlab.sass.wgmma import overwriting, overwritten_operands
+from ptxlab.sass.wgmma import describe_overwritten_operands, overwritten_operands
 
 # Two groups a round, of which each wait lets one run on.
 LOOP = """
@@ -39,10 +39,10 @@ LOOP = """
 def test_what_writes_operands_too_early(early: str, pending: int, expected: list[int]) -> None:
     code = sass.parse(LOOP.format(early=early, pending=pending))["k"]
     assert [instruction.address for instruction in overwritten_operands(code)] == expected
-    assert bool(list(overwriting(code))) == bool(expected)
+    assert bool(list(describe_overwritten_operands(code))) == bool(expected)
 
 
 def test_what_is_said_of_them() -> None:
     code = sass.parse(LOOP.format(early="MOV R12, R7", pending=1))["k"]
-    (line,) = overwriting(code)
+    (line,) = describe_overwritten_operands(code)
     assert line == "1 instructions write registers that a wgmma under way may still read, first MOV R12 at 0x10"

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import gpu, registry
 from ptxlab.runtime import verify
-from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, dtype_in, storage
 
 
 def test_a_constant_decides() -> None:
@@ -18,11 +18,11 @@ def test_a_constant_decides() -> None:
 def test_values_are_rounded_to_the_dtype_that_stores_them() -> None:
     values = np.array([1.0, 1 + 2**-9, 70000], np.float32)
     with np.errstate(over="ignore"):
-        assert stored(values, "float16").tolist() == [1, 1 + 2**-9, np.inf]
-    assert stored(values, "bfloat16").tolist() == [0x3F80, 0x3F80, 0x4789]
-    assert stored(values, "float32") is values
+        assert convert_to_dtype(values, "float16").tolist() == [1, 1 + 2**-9, np.inf]
+    assert convert_to_dtype(values, "bfloat16").tolist() == [0x3F80, 0x3F80, 0x4789]
+    assert convert_to_dtype(values, "float32") is values
     integers = np.arange(3)
-    assert stored(integers, "int8") is integers
+    assert convert_to_dtype(integers, "int8") is integers
 
 
 def test_bfloat16_crosses_dlpack_without_a_copy() -> None:

@@ -6,7 +6,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.layout.nibbles import pack_u4
 from ptxlab.spec import Arg, KernelSpec, Launch
-from ptxlab.spec.dtypes import ByVariant, storage, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, storage
 
 LQQ = registry.specs()["dequant_lqq"]
 
@@ -148,7 +148,7 @@ def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
         spec.check_values(arrays, solved)
         for arg in map(spec.arg, arrays):
             dtypes = arg.dtype.dtypes if isinstance(arg.dtype, ByVariant) else (arg.dtype,)
-            assert stored(arrays[arg.name], dtypes[0]).dtype in map(storage, dtypes)  # as `verify` has them
+            assert convert_to_dtype(arrays[arg.name], dtypes[0]).dtype in map(storage, dtypes)  # as `verify` has them
             assert arrays[arg.name].shape == arg.resolve(sizes)
 
 

@@ -13,7 +13,7 @@ from ptxlab.lowbit.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support import attention_problems as problems
 
 
@@ -46,17 +46,17 @@ class Variant(NamedTuple):
         return sm80.DTYPES[self.BF16]
 
     def sizes(self, window: int = 0, blocks: int = 1) -> dict[str, Any]:
-        known = {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
-        return {**known, "window": window, "blocks": blocks}
+        sizes = {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
+        return {**sizes, "window": window, "blocks": blocks}
 
     @property
     def config(self) -> dict[str, int]:
         if self.tile is None:
             return {**self.spec.config_for(self.sizes() | self.shape(1)), "BF16": self.BF16}
         constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
-        room = sm90.room_for(self.T * self.ratio)
-        often = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
-        return {**constants, **often, **sm90.FIXED, "COLUMNS": room, **self.tile._asdict()}
+        columns = sm90.compiled_columns(self.T * self.ratio)
+        promotion = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
+        return {**constants, **promotion, **sm90.FIXED, "COLUMNS": columns, **self.tile._asdict()}
 
     def shape(self, Hkv: int) -> dict[str, int]:
         return {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D}
@@ -75,22 +75,27 @@ class Variant(NamedTuple):
         q, cache = problems.problem(seed, lengths, change, scheme=scheme, page_size=self.page, **self.shape(Hkv))
         logical = {"q": q, "cache": cache, "softmax_scale": self.D**-0.5, "window": window}
         logical |= {"blocks": blocks} if self.tile else {}
-        return logical, {**self.spec.pack(logical), "q": stored(q, self.dtype)}
+        return logical, {**self.spec.pack(logical), "q": convert_to_dtype(q, self.dtype)}
 
     def run(
-        self, logical: Arrays, arrays: Arrays, backend: str = "emulator", more: Mapping[str, int] = {}, **how: Any
+        self,
+        logical: Arrays,
+        arrays: Arrays,
+        backend: str = "emulator",
+        constants: Mapping[str, int] = {},
+        **options: Any,
     ) -> Outcome:
-        """Launch the kernel with `more` constants, without a check of its results."""
-        sizes, config = self.sizes(logical["window"], logical.get("blocks", 1)), {**self.config, **more}
-        return run_spec(self.spec, self.source, arrays, sizes=sizes, config=config, backend=backend, **how)
+        """Launch the kernel with `constants` constants, without a check of its results."""
+        sizes, config = self.sizes(logical["window"], logical.get("blocks", 1)), {**self.config, **constants}
+        return run_spec(self.spec, self.source, arrays, sizes=sizes, config=config, backend=backend, **options)
 
-    def check(self, logical: Arrays, arrays: Arrays, backend: str = "emulator", **how: Any) -> Arrays:
+    def check(self, logical: Arrays, arrays: Arrays, backend: str = "emulator", **options: Any) -> Arrays:
         """Run the kernel and compare its results with the reference within the bound.
 
         The buffers in which blocks hand over partial results have to be empty afterwards.
         """
         sizes = self.sizes(logical["window"], logical.get("blocks", 1))
-        return problems.check(self.spec, logical, backend, arrays, sizes=sizes, config=self.config, **how)
+        return problems.check(self.spec, logical, backend, arrays, sizes=sizes, config=self.config, **options)
 
 
 # Every head dim, page size, scheme, dtype and number of columns is somewhere, and of tokens that a warp takes.
@@ -106,12 +111,14 @@ _TILES = ((64, 2, 4, 1), (16, 4, 2, 1), (32, 4, 4, 1), (32, 2, 3, 1), (16, 8, 2,
 HOPPER = tuple(v._replace(tile=AttentionTileSm90(*tile)) for v, tile in zip(AMPERE, _TILES, strict=True))
 
 
-def drawn(tokens: int, sequences: int, *, gpu: bool = False, **more: Any) -> dict[str, st.SearchStrategy[Any]]:
-    """Build the strategies of problems for `given`: the arguments of `Variant.problem`, and `more`.
+def problem_strategies(
+    tokens: int, sequences: int, *, gpu: bool = False, **extra: Any
+) -> dict[str, st.SearchStrategy[Any]]:
+    """Build the strategies of problems for `given`: the arguments of `Variant.problem`, and `extra`.
 
     In the emulator its mode is drawn too.
     """
-    usual: dict[str, st.SearchStrategy[Any]] = {
+    common: dict[str, st.SearchStrategy[Any]] = {
         "lengths": st.lists(st.integers(0, tokens), min_size=1, max_size=sequences).map(tuple),
         "Hkv": st.integers(1, 3 if gpu else 2),
         "window": st.sampled_from((0, 1, 100, 1000) if gpu else (0, 1, 20, 64, 1000)),
@@ -119,8 +126,8 @@ def drawn(tokens: int, sequences: int, *, gpu: bool = False, **more: Any) -> dic
         "seed": st.integers(0, 2**32 - 1),
         "change": st.sampled_from(problems.CASES),
     }
-    return usual | ({} if gpu else {"mode": st.sampled_from(emulator.MODES)}) | more
+    return common | ({} if gpu else {"mode": st.sampled_from(emulator.MODES)}) | extra
 
 
-def of_each(*variants: Variant) -> pytest.MarkDecorator:
+def parametrize_variants(*variants: Variant) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("variant", variants, ids=str)

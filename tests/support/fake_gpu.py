@@ -69,7 +69,7 @@ class FakeGpu:
             "zeros": self.zeros,
             "device_info": lambda: SimpleNamespace(sms=self.sms),
             "new": lambda example, shape, dtype: self.empty(shape, "uint16" if dtype == "bfloat16" else dtype),
-            "handed": lambda array, example, dtype: array,
+            "hand_to_caller": lambda array, example, dtype: array,
             "load": self.load,
             "bind": self.bind,
         }
@@ -124,8 +124,8 @@ class FakeGpu:
             if not self.runs:
                 return
             pointers = (ctypes.c_uint64 * len(params)).from_address(arguments)
-            values = [ctypes.string_at(p, param.size) for p, param in zip(pointers, params, strict=True)]
-            args = [self._argument(value) for value in values]
+            raw_values = [ctypes.string_at(p, param.size) for p, param in zip(pointers, params, strict=True)]
+            args = [self._argument(raw) for raw in raw_values]
             emulator.run(
                 kernel.module,
                 kernel.entry,
@@ -138,11 +138,11 @@ class FakeGpu:
 
         return launch
 
-    def _argument(self, value: bytes) -> Any:
-        if value in self._maps:
-            return self._maps[value]
-        array = self._memory.get(int.from_bytes(value, "little")) if len(value) == 8 else None
-        return value if array is None else array.host
+    def _argument(self, raw: bytes) -> Any:
+        if raw in self._maps:
+            return self._maps[raw]
+        array = self._memory.get(int.from_bytes(raw, "little")) if len(raw) == 8 else None
+        return raw if array is None else array.host
 
 
 class _Loaded:
@@ -158,10 +158,10 @@ def on_device(packed: Any) -> Any:
         return DeviceArray(packed)
     import copy
 
-    moved = copy.copy(packed)
-    for name, value in vars(packed).items():
-        if isinstance(value, np.ndarray):
-            object.__setattr__(moved, name, DeviceArray(value))
-        elif isinstance(value, dict):
-            object.__setattr__(moved, name, {key: DeviceArray(array) for key, array in value.items()})
-    return moved
+    copied = copy.copy(packed)
+    for name, operand in vars(packed).items():
+        if isinstance(operand, np.ndarray):
+            object.__setattr__(copied, name, DeviceArray(operand))
+        elif isinstance(operand, dict):
+            object.__setattr__(copied, name, {key: DeviceArray(array) for key, array in operand.items()})
+    return copied

@@ -13,7 +13,7 @@ from ptxlab.lowbit.kernels.attention import exact
 from ptxlab.lowbit.kernels.attention.call import check_call
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import choose
-from ptxlab.spec.dtypes import floats, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats
 
 
 class KernelAttentionRunner(NumpyRunner):
@@ -37,20 +37,20 @@ class KernelAttentionRunner(NumpyRunner):
     def _attend(self, i: int, q: Any, rows: Rows, of_chunk: Any) -> Any:
         if not self._decodes:
             return super()._attend(i, q, rows, of_chunk)
-        place = gpu.to_device if self.backend == "gpu" else np.asarray
+        to_backend = gpu.to_device if self.backend == "gpu" else np.asarray
         R, padding = len(q), padded_rows(len(q), self.batch) - len(q)
         table = np.pad(self.caches[i].block_table[rows.sequence], ((0, padding), (0, 0)))
         lengths = np.pad(rows.position + 1, (0, padding))
-        pool = place(self.caches[i].pool)
-        cache = replace(self.caches[i], pool=pool, block_table=place(table), lengths=place(lengths))
-        given = place(np.pad(stored(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
+        pool = to_backend(self.caches[i].pool)
+        cache = replace(self.caches[i], pool=pool, block_table=to_backend(table), lengths=to_backend(lengths))
+        queries = to_backend(np.pad(convert_to_dtype(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
         options = AttentionOptions(window=self.config.window_of(i), backend=self.backend, programmatic=True)
-        call = check_call(options, {"q": given}, cache)
+        call = check_call(options, {"q": queries}, cache)
         step = choose(options)
         sizes = step.sizes(call, 1 if self.backend == "emulator" else gpu.device_info().sms)
-        how = {name: sizes[name] for name in ("softmax_scale", "window", "blocks")}
+        call_sizes = {name: sizes[name] for name in ("softmax_scale", "window", "blocks")}
         out, _ = exact.attention(
-            given[:, None], cache, config=step.config(sizes, self._dtype, rotated=cache.rotated), **how
+            queries[:, None], cache, config=step.config(sizes, self._dtype, rotated=cache.rotated), **call_sizes
         )
-        found = gpu.to_host(out) if self.backend == "gpu" else out
-        return floats(found[:R, 0]).reshape(R, -1)
+        host_out = gpu.to_host(out) if self.backend == "gpu" else out
+        return floats(host_out[:R, 0]).reshape(R, -1)

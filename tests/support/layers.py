@@ -8,7 +8,7 @@ import numpy as np
 from ptxlab.llm.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.layout import KVCache, scatter
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 
 TINY = Config(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, layers=1, vocabulary=100)
 TINY_MODEL = Config(
@@ -34,10 +34,10 @@ class LayerProblem:
         """Inputs of the layer, with the arrays' present values."""
         return LayerInputs.of(self.x, self.residual, self.cache, self.slots, self.rope)
 
-    def run(self, **how: Any) -> Any:
+    def run(self, **options: Any) -> Any:
         """Run the layer, by default in the emulator."""
-        given = self.x, self.residual, self.weights, self.cache, self.slots
-        return decode_layer(*given, rope=self.rope, buffers=self.buffers, **{"backend": "emulator", **how})
+        operands = self.x, self.residual, self.weights, self.cache, self.slots
+        return decode_layer(*operands, rope=self.rope, buffers=self.buffers, **{"backend": "emulator", **options})
 
 
 def layer_problem(
@@ -57,8 +57,8 @@ def layer_problem(
     The lengths include the token that is about to come.
     """
     rng = np.random.default_rng(seed)
-    how: dict[str, Any] = {"dtype": dtype, "group": group, "interleaved": interleaved, "layout": layout}
-    weights = LayerWeights.random(config, seed, scheme, **how)
+    weight_options: dict[str, Any] = {"dtype": dtype, "group": group, "interleaved": interleaved, "layout": layout}
+    weights = LayerWeights.random(config, seed, scheme, **weight_options)
     cache = KVCache.empty(len(lengths), 2, config.kv_heads, config.head_dim)
     cache.lengths[...] = lengths
     cache.block_table[...] = rng.permutation(cache.pages).reshape(cache.block_table.shape)
@@ -67,7 +67,7 @@ def layer_problem(
         return quant.quantize_kv(rng.standard_normal((count, config.kv_heads, config.head_dim), dtype=np.float32))
 
     scatter(cache, [tokens(length) for length in lengths], [tokens(length) for length in lengths])
-    x, residual = stored(rng.standard_normal((2, len(lengths), config.hidden), dtype=np.float32), dtype)
+    x, residual = convert_to_dtype(rng.standard_normal((2, len(lengths), config.hidden), dtype=np.float32), dtype)
     positions = np.array(lengths, np.int32) - 1
     return LayerProblem(
         weights=weights,
@@ -88,4 +88,4 @@ def another_layer(problem: LayerProblem, seed: int) -> LayerProblem:
     interleaved = getattr(problem.weights.gate_up, "interleaved", False)
     weights = LayerWeights.random(problem.weights.config, seed, interleaved=interleaved)
     cache = replace(problem.cache, pool=problem.cache.pool.copy())
-    return replace(problem, weights=weights, cache=cache, x=problem.buffers.result(problem.residual))
+    return replace(problem, weights=weights, cache=cache, x=problem.buffers.output(problem.residual))

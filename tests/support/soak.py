@@ -16,10 +16,10 @@ import pytest
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.runtime import Kernel, verify
-from ptxlab.runtime.launching import poisoned
+from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import KernelSpec, Launch
-from ptxlab.spec.dtypes import dtype_in, storage, stored
+from ptxlab.spec.dtypes import convert_to_dtype, dtype_in, storage
 
 CALLS, SECONDS = 20_000, 300
 COPY_BYTES, COPIES, BATCHES = 128 << 20, 16, 2  # of the busy stream: what a batch copies, and batches in flight
@@ -49,7 +49,7 @@ class Case(Protocol):
 
 
 @dataclass(frozen=True)
-class Launched:
+class SpecLaunch:
     """A kernel on one problem, launched by its spec: for those that no public call launches, as for all others.
 
     Its outputs lie in one array, 16 bytes and more apart, which is what a call returns. What a kernel has to find at 0,
@@ -65,7 +65,7 @@ class Launched:
     wrong: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, spec: KernelSpec, sizes: Mapping[str, Any], rng: np.random.Generator) -> "Launched":
+    def of(cls, spec: KernelSpec, sizes: Mapping[str, Any], rng: np.random.Generator) -> "SpecLaunch":
         """Make a case from an example of the spec at these sizes.
 
         The bits of a first call, which are verified, are the expected result.
@@ -74,7 +74,7 @@ class Launched:
         kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
         dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
         read = [arg.name for arg in spec.inputs if arg.role != "inout"]
-        inputs = {n: gpu.to_device(stored(x, dtypes[n])) for n, x in spec.pack(logical).items() if n in read}
+        inputs = {n: gpu.to_device(convert_to_dtype(x, dtypes[n])) for n, x in spec.pack(logical).items() if n in read}
         case = cls(spec, sizes, config, kernel, inputs)
         first = gpu.to_host(case.call())
         verify.compare(spec, case.outputs(first), logical, config)
@@ -85,23 +85,23 @@ class Launched:
         everything = {**self.sizes, **self.config}
         shapes = {arg.name: arg.resolve(everything) for arg in self.spec.args if arg.role == "scratch"}
         scratch = {name: gpu.empty(shape, str(self.spec.arg(name).dtype)) for name, shape in shapes.items()}
-        whole = poisoned((sum(nbytes for *_, nbytes in self._places()) // 4,), np.int32)
+        whole = allocate_poisoned((sum(nbytes for *_, nbytes in self._places()) // 4,), np.int32)
         outputs = self.outputs(whole)
         for arg in self.spec.outputs:
             if arg.role == "inout" and outputs[arg.name].size:
                 gpu.fill_bytes(outputs[arg.name], 0)
-        given = {**self.inputs, **scratch, **outputs}
-        gpu.launch(self.kernel, self.spec.arguments(given, everything), self.spec.launch(everything))
+        buffers = {**self.inputs, **scratch, **outputs}
+        gpu.launch(self.kernel, self.spec.arguments(buffers, everything), self.spec.launch(everything))
         return whole
 
     def outputs(self, whole: Any) -> dict[str, Any]:
         """Return views of the outputs, by name, in the array that holds them all."""
-        found, at = {}, 0
+        views, offset = {}, 0
         for name, shape, dtype, nbytes in self._places():
             size = int(np.prod(shape)) * dtype.itemsize
-            found[name] = whole.view(np.uint8)[at : at + size].view(dtype).reshape(shape)
-            at += nbytes
-        return found
+            views[name] = whole.view(np.uint8)[offset : offset + size].view(dtype).reshape(shape)
+            offset += nbytes
+        return views
 
     def _places(self) -> list[tuple[str, tuple[int, ...], np.dtype[Any], int]]:
         """List name, shape, dtype and bytes of the outputs.
@@ -109,19 +109,19 @@ class Launched:
         The bytes include the gap up to the next output.
         """
         everything = {**self.sizes, **self.config}
-        found = []
+        places = []
         for arg in self.spec.outputs:
             nbytes = arg.nbytes(everything)
             dtype = storage(dtype_in(arg.dtype, self.config))
-            found.append((arg.name, arg.resolve(everything), dtype, nbytes // 16 * 16 + 16))
-        return found
+            places.append((arg.name, arg.resolve(everything), dtype, nbytes // 16 * 16 + 16))
+        return places
 
     def __str__(self) -> str:
         return f"{self.spec.name}({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
 
 
 def emulate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the functions of `ptxlab.gpu` that `Launched` calls by stand-ins on the CPU."""
+    """Replace the functions of `ptxlab.gpu` that `SpecLaunch` calls by stand-ins on the CPU."""
     stand_ins = {
         "load": lambda source, entry, defines: Kernel(source, entry, dict(defines)),
         "launch": lambda kernel, args, geometry: kernel.launch(args, geometry, backend="emulator"),
@@ -188,11 +188,11 @@ def endure(cases: Sequence[Case], rng: np.random.Generator) -> None:
     assert int(first.wrong[0]) == first.expected.size, "the check itself notices"
     first.wrong.fill(0)
     cupy.cuda.Device().synchronize()
-    for on in (stream, busy.stream):  # compiles, loads, and fills the pool of each stream
-        with on:
+    for active in (stream, busy.stream):  # compiles, loads, and fills the pool of each stream
+        with active:
             for case in cases:
                 check(case, case.call())
-    before, start = memory(), time.monotonic()
+    memory_before, start = memory(), time.monotonic()
 
     for done in range(CALLS):
         assert time.monotonic() - start < SECONDS, f"only {done} calls in {SECONDS} s"
@@ -201,13 +201,13 @@ def endure(cases: Sequence[Case], rng: np.random.Generator) -> None:
             case = cases[int(rng.integers(len(cases)))]
             check(case, case.call())
 
-    after = memory()
+    memory_after = memory()
     assert {str(case): int(case.wrong[0]) for case in cases if int(case.wrong[0])} == {}
     assert busy.calls > CALLS // 1000, "the other stream was busy"
-    assert after["used"] == before["used"]
+    assert memory_after["used"] == memory_before["used"]
     largest = max(case.expected.nbytes for case in cases)  # the pool may split blocks in another way
-    assert after["held"] - before["held"] <= 2 * largest
+    assert memory_after["held"] - memory_before["held"] <= 2 * largest
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1":  # or other workers allocate on the device as well
-        assert before["free"] - after["free"] <= after["held"] - before["held"]
+        assert memory_before["free"] - memory_after["free"] <= memory_after["held"] - memory_before["held"]
     seconds = time.monotonic() - start
-    print(f"{CALLS} calls of {len(cases)} cases, {busy.calls} more beside them, in {seconds:.0f} s; {after}")
+    print(f"{CALLS} calls of {len(cases)} cases, {busy.calls} more beside them, in {seconds:.0f} s; {memory_after}")

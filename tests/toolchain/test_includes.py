@@ -39,7 +39,7 @@ FORMS = {
 def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Log the output kind that each compilation is asked for."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(includes, "_known", {})
+    monkeypatch.setattr(includes, "_digests", {})
     (tmp_path / "sub").mkdir()
     made: list[str] = []
     run = nvrtc.run
@@ -75,7 +75,7 @@ def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[s
     os.utime(header, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as an archive's date would be
     assert [value(source), value(source)] == [2, 2] and len(compiles) == 2
     header.write_text("#define VALUE 1\n")
-    includes._known.clear()  # as in another process
+    includes._digests.clear()  # as in another process
     assert value(source) == 1 and len(compiles) == 2
 
 

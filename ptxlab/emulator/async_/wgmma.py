@@ -38,7 +38,7 @@ _TYPES: dict[str, np.dtype[Any]] = {"s8": np.dtype("i1"), "u8": np.dtype("u1"), 
 _FP8 = ("e4m3", "e5m2")
 _FORMS = {  # of D, and of A and B each
     ("s32", "s8"), ("s32", "u8"), ("f32", "f16"), ("f16", "f16"), ("f32", "bf16"), ("f32", "tf32"),
-    *((d, each) for d in ("f32", "f16") for each in _FP8),
+    *((d, type_name) for d in ("f32", "f16") for type_name in _FP8),
 }  # fmt: skip
 _PIECE = 16  # contiguous bytes of an operand, whatever its swizzle
 ROWS = 16  # of a warp
@@ -60,7 +60,7 @@ def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
     16 places along K.
     """
     described = MatrixDescriptor.decode(descriptor)
-    return described.transposed(rows) if transposed else described.addresses(rows)[:, ::_PIECE]
+    return described.mn_major_addresses(rows) if transposed else described.addresses(rows)[:, ::_PIECE]
 
 
 def numbers(values: Array, type_name: str) -> Array:
@@ -94,7 +94,7 @@ class DecodedWgmma:
     def rows(self) -> tuple[Array, Array]:
         """Rows of A's and of D's registers in the file of 32-bit registers, each [registers, 1]."""
         both = self.a_registers, self.d_registers
-        a, d = (np.array([register.index for register in some], np.intp)[:, None] for some in both)
+        a, d = (np.array([register.index for register in registers], np.intp)[:, None] for registers in both)
         return a, d
 
 
@@ -108,10 +108,10 @@ class WgmmaProducts(Effect):
     a: Array  # descriptors u64; 0 for registers
     b: Array
     adds: Array  # bool: to D, instead of replacing it
-    taken: Array | None = None  # A·B int64 or float64 [warps, 16, n]
-    watched: bool = False  # whether `special` is wanted, by the check "float"
+    products: Array | None = None  # A·B int64 or float64 [warps, 16, n]
+    notes_special: bool = False  # whether `special` is wanted, by the check "float"
     special: dict[str, Array] = field(default_factory=dict)  # kind of number -> [warps], whether A or B has such
-    held: Array | None = None  # D before, u32 [warps, 32, registers]
+    old_d: Array | None = None  # D before, u32 [warps, 32, registers]
 
     @property
     def all_lanes(self) -> Lanes:
@@ -126,38 +126,39 @@ class WgmmaProducts(Effect):
 
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, of_b: bool) -> Array:
         """Read a matrix in shared memory as numbers [rows, depth]."""
-        type_name, transposed = (self.decoded.a_type, self.decoded.b_type)[of_b], self.decoded.transposed[of_b]
+        type_name, transposed = (self.decoded.a_type, self.decoded.b_type)[of_b], self.decoded.mn_major[of_b]
         places = (pieces(descriptor, rows, transposed) + base) // _PIECE
-        found: Array = memory.arena.reshape(-1, _PIECE)[places].view(_TYPES[type_name])
-        return numbers((found.swapaxes(1, 2) if transposed else found).reshape(rows, -1), type_name)
+        raw: Array = memory.arena.reshape(-1, _PIECE)[places].view(_TYPES[type_name])
+        return numbers((raw.swapaxes(1, 2) if transposed else raw).reshape(rows, -1), type_name)
 
     def take(self, memory: Memory) -> None:
         """Multiply: of integers exact in float32, as a sum of 32 products stays below 2^24."""
-        if self.taken is not None:
+        if self.products is not None:
             return
         decoded = self.decoded
-        taken = np.empty((len(self.lanes), ROWS, decoded.n), np.float64 if decoded.is_float else np.int64)
-        own = None
+        products = np.empty((len(self.lanes), ROWS, decoded.n), np.float64 if decoded.is_float else np.int64)
+        a_rows = None
         if decoded.read_a:
             dtype = _TYPES[decoded.a_type]
             fragment = mma_a(32 // dtype.itemsize, 8 * dtype.itemsize)
-            own = numbers(fragment.gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
-        alike: dict[tuple[int, int, int], list[int]] = {}  # warps with the same operands
+            a_rows = numbers(fragment.gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
+        warps_by_operands: dict[tuple[int, int, int], list[int]] = {}  # warps with the same operands
         for warp, key in enumerate(zip(self.base.tolist(), self.a.tolist(), self.b.tolist(), strict=True)):
-            alike.setdefault(key, []).append(warp)
-        for (base, a, b), warps in alike.items():
+            warps_by_operands.setdefault(key, []).append(warp)
+        for (base, a, b), warps in warps_by_operands.items():
             right = self.operand(memory, b, base, decoded.n, of_b=True).T
-            if own is not None:
-                left = own[warps]
+            if a_rows is not None:
+                left = a_rows[warps]
             else:
                 whole = self.operand(memory, a, base, 4 * ROWS, of_b=False)
                 left = whole.reshape(4, ROWS, -1)[self.quarter[warps]]
-            taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
-            if self.watched:
-                self.look_at(warps, (left, decoded.a_type), (right[None], decoded.b_type))
-        self.taken = taken * decoded.signs + 0.0 if decoded.is_float else taken  # a sum of zeros is +0, also negated
+            products[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
+            if self.notes_special:
+                self.note_special(warps, (left, decoded.a_type), (right[None], decoded.b_type))
+        # + 0.0: a sum of zeros is +0, also where the signs negate it
+        self.products = products * decoded.signs + 0.0 if decoded.is_float else products
 
-    def look_at(self, warps: list[int], *operands: tuple[Array, str]) -> None:
+    def note_special(self, warps: list[int], *operands: tuple[Array, str]) -> None:
         """Note which kinds of numbers these warps multiply: operands [warps, .., ..], or one for all."""
         for x, type_name in operands:
             tiny = (x != 0) & (np.abs(x) < TINY.get(type_name, 0))
@@ -167,18 +168,18 @@ class WgmmaProducts(Effect):
     def write(self, memory: Memory) -> None:
         """Accumulate."""
         self.take(memory)
-        assert self.taken is not None
+        assert self.products is not None
         decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.d_type), self.all_lanes
-        kind, self.held = DTYPES[decoded.d_type], decoded.read_d(lanes)
-        before = fragment.gather(self.held, kind).astype(self.taken.dtype)
-        sums = np.where(self.adds[:, None, None], before, 0) + self.taken
+        kind, self.old_d = DTYPES[decoded.d_type], decoded.read_d(lanes)
+        old_values = fragment.gather(self.old_d, kind).astype(self.products.dtype)
+        sums = np.where(self.adds[:, None, None], old_values, 0) + self.products
         if decoded.is_float:
             sums = canonical(sums.astype(kind), decoded.d_type)
         elif decoded.saturates:
             sums = sums.clip(*limits("s32"))
         columns = fragment.scatter(sums.astype(kind))
         decoded.write_d(lanes, columns)
-        self.taken = None
+        self.products = None
 
     @cached_property
     def reads(self) -> Places:
@@ -196,12 +197,12 @@ class WgmmaProducts(Effect):
 
 @binder("wgmma")
 def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    action, *more = instruction.opcode.split(".")[1:]
-    if more[:2] != ["sync", "aligned"] or (more[2:] and action != "mma_async"):
+    action, *modifiers = instruction.opcode.split(".")[1:]
+    if modifiers[:2] != ["sync", "aligned"] or (modifiers[2:] and action != "mma_async"):
         raise UnknownOpcode(instruction.opcode)
     pending = machine.unit(EffectQueue)
     if action == "mma_async":
-        return _multiply(machine, instruction, pc, more[2:])
+        return _multiply(machine, instruction, pc, modifiers[2:])
     if action == "commit_group":
         return together(machine, pc, EVERYBODY, lambda lanes, members: pending.commit("wgmma", lanes))
     if action == "wait_group":
@@ -221,21 +222,21 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
     """Build a function lanes (whole warps) -> contents of the registers, u32 [warps, 32, registers]."""
-    at = _at(machine, registers)
-    return lambda lanes: machine.files[32][at(lanes)].T.reshape(-1, 32, len(registers))
+    index_of = _index_of_registers(machine, registers)
+    return lambda lanes: machine.files[32][index_of(lanes)].T.reshape(-1, 32, len(registers))
 
 
 def _writer(machine: Machine, registers: ir.Operands) -> Callable[[Lanes, Array], None]:
     """Build a function of lanes (whole warps) and new contents of the registers, u32 [warps, 32, registers]."""
-    at = _at(machine, registers)
+    index_of = _index_of_registers(machine, registers)
 
     def write(lanes: Lanes, values: Array) -> None:
-        machine.files[32][at(lanes)] = values.reshape(-1, len(registers)).T
+        machine.files[32][index_of(lanes)] = values.reshape(-1, len(registers)).T
 
     return write
 
 
-def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Array, Lanes]]:
+def _index_of_registers(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Array, Lanes]]:
     """Build a function lanes -> index of their registers in the file of 32-bit registers."""
     for register in registers:
         machine.writer(register, "b32")  # refuses what is no register of 32 bits
@@ -243,19 +244,19 @@ def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Arr
     return lambda lanes: (rows if isinstance(lanes, slice) else rows[:, None], lanes)
 
 
-def _of_floats(
+def _signs_and_layouts(
     constants: Sequence[ir.Operand], a_in_registers: bool, has_layouts: bool
 ) -> tuple[float, tuple[bool, bool]]:
     """Return the sign of the products, and whether A and B are transposed, from the last constants.
 
     A in registers is not transposed. Only operands of 16 bits may be (`has_layouts`).
     """
-    values = [each.bits for each in constants if isinstance(each, ir.Immediate)]
+    values = [constant.bits for constant in constants if isinstance(constant, ir.Immediate)]
     signs = {1: 1.0, (1 << 32) - 1: -1.0, (1 << 64) - 1: -1.0, -1: -1.0}
-    wanted = 2 + has_layouts * (1 if a_in_registers else 2)
-    if len(values) != len(constants) or len(values) != wanted or not {*values[:2]} <= {*signs}:
+    expected_count = 2 + has_layouts * (1 if a_in_registers else 2)
+    if len(values) != len(constants) or len(values) != expected_count or not {*values[:2]} <= {*signs}:
         layouts = ", and 1 for each that is transposed" * has_layouts
-        raise ValueError(f"takes {wanted} constants: signs of A and B, 1 or -1{layouts}")
+        raise ValueError(f"takes {expected_count} constants: signs of A and B, 1 or -1{layouts}")
     if not {*values[2:]} <= {0, 1}:
         raise ValueError("an operand is transposed, 1, or not, 0")
     of_a, of_b = (0, 0, *values[2:])[-2:]
@@ -266,9 +267,9 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     """Bind mma_async."""
     saturates = "satfinite" in modifiers
     shape, *types = [word for word in modifiers if word != "satfinite"]
-    found = re.fullmatch(r"m64n(\d+)k(8|16|32)", shape)
-    n, depth = (int(found[1]), int(found[2])) if found else (0, 0)
-    if len(types) != 3 or any((types[0], each) not in _FORMS for each in types[1:]):
+    match = re.fullmatch(r"m64n(\d+)k(8|16|32)", shape)
+    n, depth = (int(match[1]), int(match[2])) if match else (0, 0)
+    if len(types) != 3 or any((types[0], type_name) not in _FORMS for type_name in types[1:]):
         raise UnknownOpcode(instruction.opcode)
     is_float, is_mixed = types[0] != "s32", types[1] != types[2]
     widths = range(8, 257, 8) if is_float else WGMMA_N
@@ -280,7 +281,9 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     d_registers = elements(d, n * bits_of(types[0]) // 64)
     a_registers = elements(a, 4) if isinstance(a, ir.Vector) else ()
     has_layouts = types[1] in ("f16", "bf16")
-    signs, transposed = _of_floats(constants, bool(a_registers), has_layouts) if is_float else (1.0, (False, False))
+    signs, mn_major = 1.0, (False, False)
+    if is_float:
+        signs, mn_major = _signs_and_layouts(constants, bool(a_registers), has_layouts)
     if constants and not is_float:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
     decoded = DecodedWgmma(
@@ -295,7 +298,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         a_registers=a_registers,
         d_registers=d_registers,
         signs=signs,
-        transposed=transposed,
+        mn_major=mn_major,
     )
     read_a = None if a_registers else machine.reader(a, "u64")
     read_b, read_scale = machine.reader(b, "u64"), machine.reader(scale, "pred")
@@ -318,9 +321,9 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
                 raise EmulationError(f"{machine.fault_place(instruction, lane)}: {error}") from None
             if places.min() < SHARED_START or places.max() + _PIECE > end:
                 reach = f"{int(places.min()) - SHARED_START} to {int(places.max()) + _PIECE - SHARED_START}"
-                where, window = machine.fault_place(instruction, lane), machine.launch.window_bytes
+                place, window = machine.fault_place(instruction, lane), machine.launch.window_bytes
                 raise MemoryFault(
-                    f"{where}: the descriptor reaches shared addresses {reach} (window of {window} bytes)"
+                    f"{place}: the descriptor reaches shared addresses {reach} (window of {window} bytes)"
                 )
 
     threads = prod(machine.launch.block)
@@ -329,8 +332,8 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         whole_warps(machine, instruction, lanes, members)
         first = indices_of(lanes)[::32]
         if (machine.thread[first] // _WARP_GROUP * _WARP_GROUP + _WARP_GROUP > threads).any():
-            where = machine.place(instruction, lanes)
-            raise EmulationError(f"{where}: takes the four warps of a warp group (a block of {threads} threads)")
+            place = machine.place(instruction, lanes)
+            raise EmulationError(f"{place}: takes the four warps of a warp group (a block of {threads} threads)")
         b_values = of_warps(lanes, read_b(lanes))
         a_values = of_warps(lanes, read_a(lanes)) if read_a else np.zeros_like(b_values)
         check(first, b_values, n, decoded.transposed[1])

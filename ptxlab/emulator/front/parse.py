@@ -484,7 +484,7 @@ class _Parser(Cursor):
         coordinates = ()
         if self.accept(","):
             vector = self.operand()
-            coordinates = vector.items if isinstance(vector, ir.Vector) else (vector,)
+            coordinates = vector.elements if isinstance(vector, ir.Vector) else (vector,)
         self.expect("]")
         return ir.Address(base, offset, coordinates)
 
@@ -538,7 +538,7 @@ class _Parser(Cursor):
         if self.calls > MOST_CALLS:
             outermost = (*self.inlining, name)[0]
             self.fail(f"at most {MOST_CALLS} calls are emulated, each put in place; {outermost} makes more", call.line)
-        arguments = [o for vector in call.operands if isinstance(vector, ir.Vector) for o in vector.items]
+        arguments = [o for vector in call.operands if isinstance(vector, ir.Vector) for o in vector.elements]
         instructions, after, caller = self.entry.instructions, self.at, self.scope
         if call.guard is None:
             instructions.pop()
@@ -575,8 +575,8 @@ class _Parser(Cursor):
 
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
         """Replace the names in an operand by the labels that they stand for."""
-        if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in ir.flat(operand.items)):
-            return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
+        if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in ir.flat(operand.elements)):
+            return replace(operand, elements=tuple(self.labelled(o, scope, instruction) for o in operand.elements))
         if not isinstance(operand, Unresolved) or instruction.head == "call":
             return operand
         for outer in scope.chain():

@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ptxlab import __version__, gpu
-from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar, require_counts, table, written
+from ptxlab.cli.common import AsJson, console, expects, print_json, print_written, progress_bar, require_counts, table
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, require_folder, sole_writer, write_record
 from ptxlab.llm.accuracy import steps as table_of
 from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.recipe import Recipe
-from ptxlab.llm.recipe.calibrate import samples as drawn
+from ptxlab.llm.recipe.calibrate import draw_samples
 from ptxlab.sources import commit
 
 PANEL = "Weights"
@@ -95,7 +95,7 @@ def accuracy(
         with progress_bar("accuracy", steps, quiet=as_json, keeps=keeps) as advance:
             for found in table_of.measure(
                 moved,
-                lambda seed: drawn(calibration, samples, sample_length, seed),
+                lambda seed: draw_samples(calibration, samples, sample_length, seed),
                 texts,
                 chosen,
                 seeds,
@@ -109,7 +109,7 @@ def accuracy(
         return print_json(record)
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
     console.print(_table(title, record["rows"], chosen, list(texts)))
-    written(out)
+    print_written(out)
 
 
 def _table(title: str, results: list[dict[str, Any]], chosen: list[table_of.AccuracyRow], names: list[str]) -> Table:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table, written
+from ptxlab.cli.common import AsJson, console, print_json, print_written, progress_bar, table
 from ptxlab.llm.checkpoints.imports import import_checkpoint
 from ptxlab.llm.checkpoints.open import is_quantized, missing
 from ptxlab.llm.checkpoints.rewrite import rewrite_folder
@@ -35,7 +35,7 @@ def import_(
     if is_quantized(source):
         with progress_bar("rewrite", None, quiet=as_json) as advance:
             rewrite_folder(source, out, layout=layout, progress=advance)
-        return print_json({"out": str(out)}) if as_json else written(out)
+        return print_json({"out": str(out)}) if as_json else print_written(out)
     with progress_bar("import", None, quiet=as_json) as advance:
         rows = import_checkpoint(source, out, layout=layout, unchecked=unchecked, progress=advance)
     if as_json:
@@ -56,4 +56,4 @@ def import_(
     for row in rows:
         if row.overflows:
             console.print(f"{row.name}: first overflow: {row.overflow}", highlight=False, soft_wrap=True, markup=False)
-    written(out)
+    print_written(out)

@@ -14,11 +14,11 @@ from ptxlab.cli.common import (
     console,
     expects,
     print_json,
+    print_written,
     progress_bar,
     refuse,
     require_counts,
     table,
-    written,
 )
 from ptxlab.io.files import require_new, sole_writer
 from ptxlab.llm.accuracy.text import tokens_of
@@ -122,7 +122,9 @@ def quantize(
     tokens: Tokens = np.empty((0, length), np.int64)
     if steps.is_calibrated:
         corpus = opened_text(text, quiet=as_json)
-        tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
+        tokens = calibrate.draw_samples(
+            tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed
+        )
     resumes = "finished layers are kept: the same command goes on behind them"
     with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json, keeps=resumes) as advance:
         errors = quantize_model(
@@ -137,7 +139,7 @@ def quantize(
     if as_json:
         return print_json({"out": str(out), "recipe": steps.to_json(), "errors": errors})
     _print_errors(errors)
-    written(out)
+    print_written(out)
 
 
 def _range(scheme: str | None, given: int | None) -> int:

@@ -20,11 +20,11 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.inputs import calls_of, into
+from ptxlab.llm.model.inputs import calls_of, output_arguments
 from ptxlab.llm.model.layer import LayerBuffers, LayerCall, layer_calls
 from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
+from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantize_head
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
@@ -33,7 +33,7 @@ from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
-from ptxlab.spec.dtypes import floats, storage, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats, storage
 from ptxlab.validate import is_one_of
 
 
@@ -53,7 +53,7 @@ class KernelRunner(Runner):
         *,
         backend: str = "gpu",
         programmatic: bool | None = None,
-        **how: Any,
+        **options: Any,
     ) -> None:
         """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
 
@@ -65,7 +65,7 @@ class KernelRunner(Runner):
         `gemm_f16`, as cuBLAS adds in an order that depends on the number of rows. All other sums are integers, as those
         of an int8 head are, or of one row.
         """
-        super().__init__(model, batch, context, **how)
+        super().__init__(model, batch, context, **options)
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
         if programmatic is not None:
@@ -79,21 +79,21 @@ class KernelRunner(Runner):
         in_strips = all(getattr(self._layers[0], name).layout == "strips" for name in config.matrices)
         self._programmatic = in_strips if programmatic is None else programmatic
         # A token's row has the layers' dtype; the head stays in float16 unless it is quantised.
-        self._embedding = self._placed(stored(floats(model.embedding), self._dtype))
+        self._embedding = self._to_backend(convert_to_dtype(floats(model.embedding), self._dtype))
         head, shared = model.embedding if model.head is None else model.head, model.head is None
         if self.head == "int8":
-            on_host = quantized_head(gpu.to_host(head) if gpu.is_device_array(head) else head)
-            weight: Any = replace(on_host, q8=self._placed(on_host.q8), scale=self._placed(on_host.scale))
+            quantized = quantize_head(gpu.to_host(head) if gpu.is_device_array(head) else head)
+            weight: Any = replace(quantized, q8=self._to_backend(quantized.q8), scale=self._to_backend(quantized.scale))
         else:
-            weight = self._embedding if shared and self._dtype == "float16" else self._placed(head)
+            weight = self._embedding if shared and self._dtype == "float16" else self._to_backend(head)
         self._head = LMHead(weight, config.vocabulary, self.batch_invariant, backend, self._programmatic)
-        self._final_norm = self._placed(model.final_norm)
-        self._angles = tuple(self._placed(table) for table in config.rope_tables(context))
+        self._final_norm = self._to_backend(model.final_norm)
+        self._angles = tuple(self._to_backend(table) for table in config.rope_tables(context))
         self._pools = [self._pool(self._embedding) for _ in layers]
-        self._steps: dict[int, _Step] = {}
+        self._decode_steps: dict[int, _Step] = {}
         self._prompt_steps: dict[int, _Step] = {}
         self._eager = False
-        self.caches = self._step(self.batch).caches
+        self.caches = self._decode_step(self.batch).caches
 
     def _place_layer(self, weights: LayerWeights) -> LayerWeights:
         """Move a layer to where its kernels run, in a layout that one of them takes."""
@@ -107,23 +107,23 @@ class KernelRunner(Runner):
         footprint = Footprint.of_model(self.model, self.batch, self.context, **options)
         if footprint.total(self.pages) > device.memory_bytes:
             rule = f"must fit the {device.memory_bytes / 1e9:.2f} GB of {device.name}"
-            raise ArgumentError("model", rule, footprint.needed(self.pages))
+            raise ArgumentError("model", rule, footprint.describe(self.pages))
 
-    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+    def decode(self, tokens: Any, sequences: Sequence[int] | None = None) -> Any:
         """See `Runner`. On a GPU `tokens` may be CuPy's, and the call only enqueues, on the caller's stream."""
-        at = self._sequences(at)
+        sequences = self._check_sequences(sequences)
         if not gpu.is_device_array(tokens):
-            tokens = self._placed(self._checked("tokens", tokens, len(at)))
-        with self._grown("decode", at, [1] * len(at)):
-            step = self._placed_step(np.array(at, np.int32), self.lengths[at] - 1)
-            counters, step.counters = step.counters, ()  # until it has run: an interrupted step leaves any numbers
-            step.tokens[: len(at)] = tokens
+            tokens = self._to_backend(self._check_tokens("tokens", tokens, len(sequences)))
+        with self._grow_sequences("decode", sequences, [1] * len(sequences)):
+            step = self._prepare_decode_step(np.array(sequences, np.int32), self.lengths[sequences] - 1)
+            expected, step.device_numbers = step.device_numbers, ()  # an interrupted step leaves any numbers
+            step.tokens[: len(sequences)] = tokens
             self._launch(step)
-            step.counters = counters
-            return self._logits(step.normed[: len(at)])
+            step.device_numbers = expected
+            return self._logits(step.normed[: len(sequences)])
 
     def _run(self, rows: Rows) -> Any:
-        step = self._placed_prompt(rows)
+        step = self._prepare_prompt_step(rows)
         self._launch(step)
         return step.normed[: len(rows.token)]
 
@@ -134,25 +134,27 @@ class KernelRunner(Runner):
         else:
             step.graph.replay(gpu.caller_stream())
 
-    def _placed_step(self, sequence: Indices, position: Indices) -> "_Step":
-        """Return the step for decoding these rows, with its numbers on the device set.
+    def _prepare_decode_step(self, sequence: Indices, position: Indices) -> "_Step":
+        """Return the decoding step for these rows, with its table, lengths, positions and slots set on the device.
 
-        The step adds `live` to its numbers. They are set anew unless the step before has left them at the right values.
-        Writes are enqueued on the caller's stream, ahead of the step.
+        The step begins by adding `increments` to lengths, positions and slots. Unless the last launch has left the
+        right ones, they are written on the caller's stream, ahead of the step.
         """
-        step = self._step(padded_rows(len(sequence), self.batch))
+        step = self._decode_step(padded_rows(len(sequence), self.batch))
         padding = (0, step.rows - len(sequence))
-        live = np.pad(np.ones_like(sequence), padding)
+        increments = np.pad(np.ones_like(sequence), padding)
         # Padding sees nothing, having length 0, and writes nothing, having no slot.
         counters = [np.pad(position + 1, padding), np.pad(position, padding)]
         counters.append(np.pad(self._slots(sequence, position), padding, constant_values=-1))
-        wanted = [np.pad(self.table[sequence], (padding, (0, 0))), live, *(counter - live for counter in counters)]
-        if not step.counters or not all(map(np.array_equal, step.counters, wanted)):
-            self._set([step.caches[0].block_table, step.live, step.lengths, step.positions, step.slots], wanted)
-        step.counters = [*wanted[:2], *counters]
+        table = np.pad(self.table[sequence], (padding, (0, 0)))
+        needed = [table, increments, *(counter - increments for counter in counters)]
+        if not step.device_numbers or not all(map(np.array_equal, step.device_numbers, needed)):
+            arrays = [step.caches[0].block_table, step.increments, step.lengths, step.positions, step.slots]
+            self._write(arrays, needed)
+        step.device_numbers = [table, increments, *counters]
         return step
 
-    def _placed_prompt(self, rows: Rows) -> "_Step":
+    def _prepare_prompt_step(self, rows: Rows) -> "_Step":
         """Return the step for rows of prompts; its numbers are enqueued on the caller's stream.
 
         Its sequences are those of the rows, in their order, followed by empty ones; or each row is a sequence.
@@ -162,34 +164,35 @@ class KernelRunner(Runner):
         starts = np.arange(count)
         if step.starts is not None:
             starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
-        stops, empty = np.append(starts[1:], count), (0, step.caches[0].batch - len(starts))
+        stops, empty = np.append(starts[1:], count), step.caches[0].batch - len(starts)
         slots = self._slots(rows.sequence, rows.position)
         numbers = {
             "tokens": (step.tokens, np.pad(rows.token, padding)),
             "positions": (step.positions, np.pad(rows.position, padding)),
             "slots": (step.slots, np.pad(slots, padding, constant_values=-1)),
-            "table": (step.caches[0].block_table, np.pad(self.table[rows.sequence[starts]], (empty, (0, 0)))),
-            "lengths": (step.lengths, np.pad(rows.position[stops - 1] + 1, empty)),
+            "table": (step.caches[0].block_table, np.pad(self.table[rows.sequence[starts]], ((0, empty), (0, 0)))),
+            "lengths": (step.lengths, np.pad(rows.position[stops - 1] + 1, (0, empty))),
         }
         if step.starts is not None:
-            numbers["starts"] = step.starts, np.pad(starts, (0, empty[1] + 1), constant_values=count)
-        self._set(*zip(*numbers.values(), strict=True))
+            numbers["starts"] = step.starts, np.pad(starts, (0, empty + 1), constant_values=count)
+        self._write(*zip(*numbers.values(), strict=True))
         return step
 
-    def _set(self, targets: Iterable[Any], numbers: Iterable[Any]) -> None:
+    def _write(self, targets: Iterable[Any], numbers: Iterable[Any]) -> None:
+        """Copy numbers into arrays of a step."""
         for target, array in zip(targets, numbers, strict=True):
-            target[...] = self._placed(array.astype(np.int32))
+            target[...] = self._to_backend(array.astype(np.int32))
 
-    def _step(self, rows: int) -> "_Step":
+    def _decode_step(self, rows: int) -> "_Step":
         """Return the decoding step of `rows` rows.
 
         On a GPU it is captured at its first use, when it writes nothing.
         """
-        if rows not in self._steps:
+        if rows not in self._decode_steps:
             caches = self._caches(rows)
-            buffers = _sharing(self._steps, self._buffers(caches[0]))
-            self._steps[rows] = self._captured(_Step.of(buffers, caches, prompts=False))
-        return self._steps[rows]
+            buffers = _share_workspace(self._decode_steps, self._buffers(caches[0]))
+            self._decode_steps[rows] = self._capture(_Step.of(buffers, caches, prompts=False))
+        return self._decode_steps[rows]
 
     def _prompt_step(self, rows: int) -> "_Step":
         """Return the step of `rows` rows of prompts.
@@ -199,8 +202,8 @@ class KernelRunner(Runner):
         if rows not in self._prompt_steps:
             in_chunks = self.cache in CHUNKED
             caches = self._caches(self.batch if in_chunks else rows)
-            buffers = _sharing(self._prompt_steps, self._buffers(caches[0], tokens=rows if in_chunks else None))
-            self._prompt_steps[rows] = self._captured(_Step.of(buffers, caches, prompts=in_chunks))
+            buffers = _share_workspace(self._prompt_steps, self._buffers(caches[0], tokens=rows if in_chunks else None))
+            self._prompt_steps[rows] = self._capture(_Step.of(buffers, caches, prompts=in_chunks))
         return self._prompt_steps[rows]
 
     def _caches(self, sequences: int) -> list[KVCache]:
@@ -215,63 +218,64 @@ class KernelRunner(Runner):
         flags["own_keys"] = tokens is not None and self.own_keys == "16-bit"
         return LayerBuffers.empty(self._layers[0], cache, tokens=tokens, **flags)
 
-    def _captured(self, step: "_Step") -> "_Step":
+    def _capture(self, step: "_Step") -> "_Step":
         if self._on_gpu:
             step.graph = gpu.capture([lambda: self._forward(step)])
         return step
 
-    def _forward(self, b: "_Step") -> None:
+    def _forward(self, step: "_Step") -> None:
         """Run every layer and the last norm for the rows of a step.
 
         On a GPU this only enqueues and allocates nothing.
         """
-        for call in self._work(b):
+        for call in self._forward_calls(step):
             call()
 
-    def _work(self, b: "_Step") -> Iterator[Callable[[], Any]]:
+    def _forward_calls(self, step: "_Step") -> Iterator[Callable[[], Any]]:
         """Yield the calls of `_forward`; a layer's arguments are checked before the first of its calls is made."""
-        yield partial(self._begin, b)
-        for layer in self._calls(b):
+        yield partial(self._begin, step)
+        for layer in self._calls(step):
             yield from layer
-        yield partial(self._end, b)
+        yield partial(self._end, step)
 
-    def _begin(self, b: "_Step") -> None:
+    def _begin(self, step: "_Step") -> None:
         """Fill the step's input and clear its residual stream before the first layer."""
-        b.begin()
-        np.take(self._embedding, b.tokens, axis=0, out=b.x)
-        b.residual.fill(0)
+        step.begin()
+        np.take(self._embedding, step.tokens, axis=0, out=step.x)
+        step.residual.fill(0)
 
-    def _end(self, b: "_Step") -> None:
+    def _end(self, step: "_Step") -> None:
         """Run the last norm. Its quantised output is not used."""
         weight = self._layers[-1].qkv
-        out: dict[str, Any] = {"normed": b.normed, **into(weight, b.buffers.qkv_in)}
-        last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
-        x = b.buffers.result(b.residual)
-        calls_of(weight).normed(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
+        out: dict[str, Any] = {"normed": step.normed, **output_arguments(weight, step.buffers.qkv_in)}
+        options: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
+        x = step.buffers.output(step.residual)
+        residual = None if x is step.residual else step.residual
+        calls_of(weight).normed(x, self._final_norm, residual=residual, **out, **options)
 
-    def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
+    def _calls(self, step: "_Step") -> Iterator[list[LayerCall]]:
         """Yield the calls of each layer."""
-        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self.backend}
-        how["query_start_loc"] = b.starts
-        x = b.x
-        for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
-            follows = self._programmatic and i > 0
-            yield layer_calls(x, b.residual, weights, cache, b.slots, index=i, programmatic=follows, **how)
-            x = b.buffers.result(b.residual)
+        options: dict[str, Any] = {"rope": (*self._angles, step.positions), "buffers": step.buffers}
+        options |= {"query_start_loc": step.starts, "backend": self.backend}
+        x = step.x
+        for i, (weights, cache) in enumerate(zip(self._layers, step.caches, strict=True)):
+            overlaps = self._programmatic and i > 0
+            yield layer_calls(x, step.residual, weights, cache, step.slots, index=i, programmatic=overlaps, **options)
+            x = step.buffers.output(step.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:
         """Return the calls of every layer in a decoding launch of `rows` rows, to be made one by one.
 
         The next launch undoes them, except for the last tokens in the cache.
         """
-        return list(self._calls(self._step(padded_rows(rows, self.batch))))
+        return list(self._calls(self._decode_step(padded_rows(rows, self.batch))))
 
     def logits(self, rows: int, head: "LMHead | None" = None) -> Any:
         """Return the logits f16 [rows, V] of the last decoding launch of `rows` rows, by a head alone.
 
         The head is by default the runner's own.
         """
-        return (head or self._head)(self._step(padded_rows(rows, self.batch)).normed[:rows])
+        return (head or self._head)(self._decode_step(padded_rows(rows, self.batch)).normed[:rows])
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -285,7 +289,7 @@ class KernelRunner(Runner):
     def _logits(self, normed: Any) -> Any:
         return self._head(normed)
 
-    def _placed(self, array: np.ndarray) -> Any:
+    def _to_backend(self, array: np.ndarray) -> Any:
         return gpu.to_device(array) if self._on_gpu else array
 
 
@@ -294,7 +298,7 @@ class LMHead:
     """The product behind the last norm.
 
     Attributes:
-        weight: f16 [V, H], or INT8 with a scale per row, padded (`quantized_head`).
+        weight: f16 [V, H], or INT8 with a scale per row, padded (`quantize_head`).
         vocabulary: V.
         batch_invariant: whether an FP16 weight is added up in one order in any batch; by cuBLAS it is not.
         backend, programmatic: of the kernels.
@@ -318,7 +322,7 @@ class LMHead:
         return np.matmul(halves, self.weight.T)
 
 
-def _sharing(steps: Mapping[int, "_Step"], buffers: LayerBuffers) -> LayerBuffers:
+def _share_workspace(steps: Mapping[int, "_Step"], buffers: LayerBuffers) -> LayerBuffers:
     """Give buffers the workspace of attention that other steps have: launches follow each other, so one is enough."""
     first = next(iter(steps.values()), None)
     return buffers if first is None else replace(buffers, attention_workspace=first.buffers.attention_workspace)
@@ -330,16 +334,17 @@ class _Step:
 
     Attributes:
         tokens, positions, slots: s32 [R].
-        live: of decoding, what each row's length, position and slot grow by first: 1, or 0 of padding.
+        increments: of decoding, what a launch adds to each row's length, position and slot first: 1, or 0 of padding.
         starts: of prompts, where the rows of each of B sequences begin, s32 [B + 1]; behind the last one is padding.
         x, residual, normed: the stream's ends, [R, H].
-        counters: of decoding, table, `live`, lengths, positions and slots as the last launch has left them.
+        device_numbers: of decoding, table, `increments`, lengths, positions, slots as the last launch has left them;
+            empty if nobody knows.
     """
 
     tokens: Any
     positions: Any
     slots: Any
-    live: Any = None
+    increments: Any = None
     starts: Any = None
     x: Any
     residual: Any
@@ -347,7 +352,7 @@ class _Step:
     buffers: LayerBuffers
     caches: Sequence[KVCache]
     graph: gpu.Graph | None = None
-    counters: Sequence[Indices] = ()
+    device_numbers: Sequence[Indices] = ()
 
     @classmethod
     def of(cls, buffers: LayerBuffers, caches: Sequence[KVCache], *, prompts: bool) -> Self:
@@ -357,7 +362,7 @@ class _Step:
         def zeros(*shape: int, of: Any = np.int32) -> Any:
             return np.zeros(shape, of, like=caches[0].pool)
 
-        counters = {"starts": zeros(caches[0].batch + 1)} if prompts else {"live": zeros(R)}
+        own_arrays = {"starts": zeros(caches[0].batch + 1)} if prompts else {"increments": zeros(R)}
         tokens, positions, slots = (zeros(R) for _ in range(3))
         slots.fill(-1)
         x, residual, normed = (zeros(R, H, of=storage(buffers.dtype)) for _ in range(3))
@@ -370,7 +375,7 @@ class _Step:
             normed=normed,
             buffers=buffers,
             caches=caches,
-            **counters,
+            **own_arrays,
         )
 
     @property
@@ -390,6 +395,6 @@ class _Step:
         """
         if self.starts is None:
             for counter in (self.lengths, self.positions, self.slots):
-                np.add(counter, self.live, out=counter)
+                np.add(counter, self.increments, out=counter)
         else:
             self.buffers.attention.fill(0)

@@ -13,15 +13,15 @@ import numpy as np
 from ptxlab.hardware.words import F32, S8, S32
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import Rows, Runner, quantized_head
+from ptxlab.llm.model.runner import Rows, Runner, quantize_head
 from ptxlab.llm.model.weights import DTYPES, LayerWeights
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.moe.specs import router_logits
-from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.kernels.quantize.gated import compute_gate, silu_mul_quantize_reference
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
 from ptxlab.lowbit.layout import PackedWeight, ReorderedWeight, unpack, write_slots
 from ptxlab.lowbit.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
-from ptxlab.spec.dtypes import as_stored, floats, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats, round_to_dtype
 
 _EXACT = 1 << 24  # up to which float32 counts
 _NEVER = int(np.iinfo(np.int32).max)
@@ -36,14 +36,14 @@ class IntegerProduct:
     """
 
     def __init__(self, weight: PackedWeight | Level1Weight, bias: F32 | None = None) -> None:
-        known = weight if isinstance(weight, Level1Weight) else unpack(weight)
-        if isinstance(known, Level1Weight):
-            integers: Any = known.q8
-            self.scale = known.scale
-        elif isinstance(known, QoQChannelWeight):
-            integers, self.scale = known.q4.astype(np.int32) - known.zero[:, None], known.scale
+        quantized = weight if isinstance(weight, Level1Weight) else unpack(weight)
+        if isinstance(quantized, Level1Weight):
+            integers: Any = quantized.q8
+            self.scale = quantized.scale
+        elif isinstance(quantized, QoQChannelWeight):
+            integers, self.scale = quantized.q4.astype(np.int32) - quantized.zero[:, None], quantized.scale
         else:
-            integers, self.scale = known.exact_level1(), known.channel_scale
+            integers, self.scale = quantized.exact_level1(), quantized.channel_scale
         N = len(integers)
         magnitude, pieces = np.abs(integers.astype(np.int32)), 1
         while 127 * magnitude.reshape(N, pieces, -1).sum(axis=2).max() > _EXACT:
@@ -51,13 +51,13 @@ class IntegerProduct:
         self.bias = bias
         self.pieces = integers.astype(np.float32).reshape(N, pieces, -1).transpose(1, 2, 0)  # [pieces, K/pieces, N]
 
-    def quantized(self, y: F32) -> QuantizedActivations:
+    def quantize(self, y: F32) -> QuantizedActivations:
         """Quantise the input y f32 [M, K] as the kernel reads it."""
         return quant.quantize_activations(y)
 
-    def gated(self, gate_up: F32, activation: int, dtype: int) -> QuantizedActivations:
+    def quantize_gated(self, gate_up: F32, activation: int, dtype: int) -> QuantizedActivations:
         """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
-        x_q, scale, token_sum = gated_and_quantized(gate_up, 1, 32, activation, dtype)
+        x_q, scale, token_sum = silu_mul_quantize_reference(gate_up, 1, 32, activation, dtype)
         return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))
 
     def accumulators(self, x_q: S8) -> S32:
@@ -83,11 +83,11 @@ class GroupProduct:
         parts = np.split(rows.q4, rows.scale4.shape[1], axis=1) + [rows.q8] * (weight.outliers > 0)
         self.groups = [np.ascontiguousarray(part.T, np.float32) for part in parts]
         self.scales = rows.scales[:, : len(parts)]
-        self.quantized, self.bias = weight.quantized, bias
+        self.quantize, self.bias = weight.quantized, bias
 
-    def gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
+    def quantize_gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
         """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
-        return self.quantized(gated(gate_up, activation, dtype)[0].astype(np.float32))
+        return self.quantize(compute_gate(gate_up, activation, dtype)[0].astype(np.float32))
 
     def __call__(self, x: AtomRows | BlockRows, dtype: str) -> F32:
         """Compute the product as the kernel stores it, f32 [M, N]."""
@@ -101,7 +101,7 @@ class GroupProduct:
         return floats(reference.rounded_to(total if self.bias is None else total + self.bias, dtype))
 
 
-def _product(weight: PackedWeight | ReorderedWeight, bias: F32 | None = None) -> Any:
+def _make_product(weight: PackedWeight | ReorderedWeight, bias: F32 | None = None) -> Any:
     kind: Any = GroupProduct if isinstance(weight, ReorderedWeight) else IntegerProduct
     return kind(weight, bias)
 
@@ -110,14 +110,14 @@ class _Layer:
     """The weights of a layer as products, and norms in float32."""
 
     def __init__(self, weights: LayerWeights) -> None:
-        self.qkv = _product(weights.qkv, weights.qkv_bias)
-        self.o = _product(weights.o)
+        self.qkv = _make_product(weights.qkv, weights.qkv_bias)
+        self.o = _make_product(weights.o)
         if weights.router is None:
-            self.gate_up, self.down = map(_product, (weights.gate_up, weights.down))
+            self.gate_up, self.down = map(_make_product, (weights.gate_up, weights.down))
         else:
             self.router, numbers = floats(weights.router), range(weights.gate_up.E)
-            of_expert = (weights.gate_up.expert, weights.down.expert)
-            self.experts = [tuple(_product(expert(e)) for expert in of_expert) for e in numbers]
+            expert_weights = (weights.gate_up.expert, weights.down.expert)
+            self.experts = [tuple(_make_product(expert(e)) for expert in expert_weights) for e in numbers]
         self.input_norm, self.post_norm = floats(weights.input_norm), floats(weights.post_norm)
 
 
@@ -130,113 +130,119 @@ class NumpyRunner(Runner):
         caches: of each layer, with the bytes that the kernels write; one block table and lengths for all of them.
     """
 
-    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, **how: Any) -> None:
+    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, **options: Any) -> None:
         """See `Runner`. Where it is `batch_invariant` a float16 head's products are added in float64, which their
         float16 results do not tell from any other order; else in float32, in BLAS's order."""
-        super().__init__(model, batch, context, **how)
+        super().__init__(model, batch, context, **options)
         config, self._dtype = self.config, model.layers[0].dtype
         self._layers = [_Layer(weights) for weights in model.layers]
         self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
         self._head: Any = self._embedding if model.head is None else floats(model.head)
         if self.head == "int8":
-            self._head = IntegerProduct(quantized_head(self._head))
+            self._head = IntegerProduct(quantize_head(self._head))
         elif self.batch_invariant:
             self._head = self._head.astype(np.float64)
         self._angles = config.rope_tables(context)
         self.caches = [self._cache(layer, self._pool(), self.table, self.lengths) for layer in model.layers]
         shape = (len(model.layers), self.pages * PAGE, config.kv_heads, config.head_dim)
         self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
-        self._lost = np.full(batch, _NEVER)  # the first position of a sequence at which something was not finite
+        self._first_nonfinite = np.full(
+            batch, _NEVER
+        )  # the first position of a sequence at which something was not finite
 
-    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+    def decode(self, tokens: Any, sequences: Sequence[int] | None = None) -> Any:
         """See `Runner`."""
-        at = self._sequences(at)
-        tokens = self._checked("tokens", tokens, len(at))
-        with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
+        sequences = self._check_sequences(sequences)
+        tokens = self._check_tokens("tokens", tokens, len(sequences))
+        with self._append_tokens("decode", {b: tokens[i : i + 1] for i, b in enumerate(sequences)}) as rows:
             return self._logits(self._run(rows, of_prompts=False))
 
     def release(self, b: int) -> None:
         """See `Runner`."""
         super().release(b)
-        self._lost[b] = _NEVER
+        self._first_nonfinite[b] = _NEVER
 
     def _logits(self, normed: Any) -> Any:
         x = floats(normed).copy()
-        lost = np.flatnonzero(np.isnan(x).any(axis=1))
-        x[lost] = 0
+        nonfinite = np.flatnonzero(np.isnan(x).any(axis=1))
+        x[nonfinite] = 0
         if self.head == "int8":
             logits: Any = self._head(quant.quantize_activations(x), "float16")[:, : self.config.vocabulary]
         else:
-            logits = as_stored(x, "float16").astype(self._head.dtype, copy=False) @ self._head.T
-        found = logits.astype(np.float16)
-        found[lost] = np.nan
-        return found
+            logits = round_to_dtype(x, "float16").astype(self._head.dtype, copy=False) @ self._head.T
+        halves = logits.astype(np.float16)
+        halves[nonfinite] = np.nan
+        return halves
 
-    @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
+    @np.errstate(over="ignore", invalid="ignore")  # of what `_clear_nonfinite` finds
     def _run(self, rows: Rows, of_prompts: bool = True) -> Any:
         config, dtype = self.config, self._dtype
         in_16_bits = of_prompts and self.own_keys == "16-bit"
-        self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # computed anew
+        self._first_nonfinite[rows.sequence[rows.position <= self._first_nonfinite[rows.sequence]]] = (
+            _NEVER  # computed anew
+        )
         angles = tuple(table[rows.position] for table in self._angles)
-        x = as_stored(self._embedding[rows.token], dtype)
+        x = round_to_dtype(self._embedding[rows.token], dtype)
         stream = np.zeros_like(x)
         for i, layer in enumerate(self._layers):
-            stream, y = self._normed(x, stream, layer.input_norm, rows)
-            heads = self._finite(layer.qkv(layer.qkv.quantized(y), dtype), rows).reshape(len(x), -1, config.head_dim)
+            stream, y = self._add_and_normalize(x, stream, layer.input_norm, rows)
+            heads = self._clear_nonfinite(layer.qkv(layer.qkv.quantize(y), dtype), rows).reshape(
+                len(x), -1, config.head_dim
+            )
             q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
             q, k = reference.rope(q, *angles), reference.rope(k, *angles)
             self._append(i, k, v, rows)
-            keys_of_chunk = (as_stored(k, dtype), v) if in_16_bits else None
-            attention = self._attend(i, as_stored(q, dtype), rows, keys_of_chunk)
-            o = layer.o(layer.o.quantized(as_stored(attention, dtype)), dtype)
-            stream, y = self._normed(o, stream, layer.post_norm, rows)
+            chunk_keys_values = (round_to_dtype(k, dtype), v) if in_16_bits else None
+            attention = self._attend(i, round_to_dtype(q, dtype), rows, chunk_keys_values)
+            o = layer.o(layer.o.quantize(round_to_dtype(attention, dtype)), dtype)
+            stream, y = self._add_and_normalize(o, stream, layer.post_norm, rows)
             if config.experts:
-                x = self._of_experts(layer, y, rows)
+                x = self._run_experts(layer, y, rows)
             else:
-                x = self._ffn(layer.gate_up, layer.down, layer.gate_up.quantized(y), rows)
-        normed = self._normalized(as_stored(x + stream, dtype), self._final_norm, rows)
-        normed[rows.position >= self._lost[rows.sequence]] = np.nan
-        return stored(normed, dtype)
+                x = self._ffn(layer.gate_up, layer.down, layer.gate_up.quantize(y), rows)
+        normed = self._normalize(round_to_dtype(x + stream, dtype), self._final_norm, rows)
+        normed[rows.position >= self._first_nonfinite[rows.sequence]] = np.nan
+        return convert_to_dtype(normed, dtype)
 
     def _ffn(self, gate_up: Any, down: Any, x: Any, rows: Rows) -> F32:
         """Compute the feed-forward part of quantised rows: f32 [R, H]."""
         activation = reference.ACTIVATIONS.index(self.config.activation)
-        both = self._finite(gate_up(x, self._dtype), rows)
-        product: F32 = down(down.gated(both, activation, DTYPES.index(self._dtype)), self._dtype)
+        gate_up_outputs = self._clear_nonfinite(gate_up(x, self._dtype), rows)
+        product: F32 = down(down.quantize_gated(gate_up_outputs, activation, DTYPES.index(self._dtype)), self._dtype)
         return product
 
-    def _of_experts(self, layer: _Layer, y: F32, rows: Rows) -> F32:
+    def _run_experts(self, layer: _Layer, y: F32, rows: Rows) -> F32:
         """Add up what the experts of each row of y [R, H] give, f32 [R, H], as the kernels of the family `moe` do."""
         x, k = quant.quantize_activations(y), self.config.chosen_experts
-        logits = router_logits(as_stored(y, self._dtype), layer.router)
+        logits = router_logits(round_to_dtype(y, self._dtype), layer.router)
         chosen, share = reference.top_experts(logits.astype(np.float64), k)
         offsets, place = reference.rows_by_expert(chosen, self.config.experts)
         token, outputs = place.reshape(-1).argsort() // k, np.empty((place.size, y.shape[1]), np.float32)
         for products, (start, stop) in zip(layer.experts, pairwise(offsets.tolist()), strict=True):
             row = token[start:stop]
-            of_expert = QuantizedActivations(x.q[row], x.scale[row], x.token_sum[row])
+            inputs = QuantizedActivations(x.q[row], x.scale[row], x.token_sum[row])
             if len(row):
                 gate_up, down = products
-                outputs[start:stop] = self._ffn(gate_up, down, of_expert, Rows(*(part[row] for part in rows)))
-        return as_stored(reference.combined(outputs, place, share.astype(np.float32)), self._dtype)
+                outputs[start:stop] = self._ffn(gate_up, down, inputs, Rows(*(part[row] for part in rows)))
+        return round_to_dtype(reference.combined(outputs, place, share.astype(np.float32)), self._dtype)
 
-    def _finite(self, x: F32, rows: Rows) -> F32:
+    def _clear_nonfinite(self, x: F32, rows: Rows) -> F32:
         """Set rows of x that are not finite to zeros.
 
         From there on their sequences have no logits; others go on.
         """
-        lost = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        np.minimum.at(self._lost, rows.sequence[lost], rows.position[lost])
-        x[lost] = 0
+        nonfinite = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        np.minimum.at(self._first_nonfinite, rows.sequence[nonfinite], rows.position[nonfinite])
+        x[nonfinite] = 0
         return x
 
-    def _normalized(self, stream: F32, gamma: F32, rows: Rows) -> F32:
-        return self._finite(normalized(stream, gamma, self.config.eps), rows)
+    def _normalize(self, stream: F32, gamma: F32, rows: Rows) -> F32:
+        return self._clear_nonfinite(normalize_rows(stream, gamma, self.config.eps), rows)
 
-    def _normed(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, F32]:
+    def _add_and_normalize(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, F32]:
         """Add x to the stream; return the stream and its RMSNorm."""
-        stream = as_stored(x + stream, self._dtype)
-        return stream, self._normalized(stream, gamma, rows)
+        stream = round_to_dtype(x + stream, self._dtype)
+        return stream, self._normalize(stream, gamma, rows)
 
     def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
         cache, slots = self.caches[i], self._slots(rows.sequence, rows.position)
@@ -244,18 +250,19 @@ class NumpyRunner(Runner):
         write_slots(cache, keys, values, slots)
         self._keys[i, slots], self._values[i, slots] = keys.dequantize(), values.dequantize()
 
-    def _attend(self, i: int, q: F32, rows: Rows, of_chunk: tuple[F32, F32] | None) -> F32:
+    def _attend(self, i: int, q: F32, rows: Rows, chunk_keys_values: tuple[F32, F32] | None) -> F32:
         """Compute attention of rotated queries [R, Hq, D] in float64, rounded once: f32 [R, Hq·D].
 
-        `of_chunk` has the rows' keys and values.
+        `chunk_keys_values` has the rows' keys and values.
         """
-        result, config, q = np.empty_like(q), self.config, self.caches[i].rotate(q)
-        how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
+        attended, config, q = np.empty_like(q), self.config, self.caches[i].rotate(q)
+        options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):
-            at = np.flatnonzero(rows.sequence == b)
-            slots = self._slots(b, np.arange(rows.position[at[-1]] + 1))
+            own_rows = np.flatnonzero(rows.sequence == b)
+            slots = self._slots(b, np.arange(rows.position[own_rows[-1]] + 1))
             keys, values = self._keys[i, slots], self._values[i, slots]
-            if of_chunk is not None:
-                keys[-len(at) :], values[-len(at) :] = self.caches[i].rotate(of_chunk[0][at]), of_chunk[1][at]
-            result[at] = reference.attention(q[at], keys, values, **how)[0]
-        return result.reshape(len(q), -1)
+            if chunk_keys_values is not None:
+                k, v = chunk_keys_values[0][own_rows], chunk_keys_values[1][own_rows]
+                keys[-len(own_rows) :], values[-len(own_rows) :] = self.caches[i].rotate(k), v
+            attended[own_rows] = reference.attention(q[own_rows], keys, values, **options)[0]
+        return attended.reshape(len(q), -1)

@@ -17,7 +17,7 @@ from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant import Rounding
 from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
-from ptxlab.spec.dtypes import floats, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats
 from ptxlab.validate import is_one_of
 
 CACHE_CONSTANTS = ("k_channel", "v_channel")  # constants of a cache by channel, by attribute of a layer
@@ -103,15 +103,15 @@ class QuantizedModel:
         quantise, layers = quantiser(scheme, rounding), []
         for i, layer in enumerate(model.layers):
             progress(f"layer {i}")
-            named = fused_parts(model.config).items()
-            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in named}
+            products = fused_parts(model.config).items()
+            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in products}
             weights = {name: quantise(w, group) for name, w in fused.items()}
-            layers.append(packed_layer(model.config, layer, weights, layout, dtype))
+            layers.append(pack_layer(model.config, layer, weights, layout, dtype))
         recipe = {"scheme": scheme, "group": group, "steps": ["round to nearest"]}
-        return cls(config=model.config, layers=layers, recipe=recipe, **stored_ends(model, dtype))
+        return cls(config=model.config, layers=layers, recipe=recipe, **convert_ends(model, dtype))
 
 
-def packed_layer(
+def pack_layer(
     config: Config,
     layer: Layer,
     weights: Mapping[str, QuantizedWeight | ReorderedWeight],
@@ -132,61 +132,61 @@ def packed_layer(
     if config.experts:
         for name in OF_EXPERTS:
             parts[name] = stack_experts([parts.pop(expert_part(name, e)) for e in range(config.experts)])
-        parts[ROUTER] = _narrowed(ROUTER, layer[ROUTER], dtype)
+        parts[ROUTER] = _to_16_bits(ROUTER, layer[ROUTER], dtype)
     if config.qkv_bias:
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
     for name in NORMS:
-        parts[name] = _narrowed(name, layer[name], dtype)
+        parts[name] = _to_16_bits(name, layer[name], dtype)
     if cache in BY_CHANNEL:
         parts |= {name: layer[name] for name in CACHE_CONSTANTS}
     return LayerWeights(config=config, cache=cache, **parts)
 
 
-def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
+def convert_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
     """Return embedding, final_norm and head of a `QuantizedModel`.
 
     The norm is in the layers' dtype.
     """
     return {
-        "embedding": _narrowed("embedding", model.embedding, "float16"),
-        "final_norm": _narrowed("final_norm", model.final_norm, dtype),
-        "head": None if model.head is None else _narrowed("head", model.head, "float16"),
+        "embedding": _to_16_bits("embedding", model.embedding, "float16"),
+        "final_norm": _to_16_bits("final_norm", model.final_norm, dtype),
+        "head": None if model.head is None else _to_16_bits("head", model.head, "float16"),
     }
 
 
-def _narrowed(name: str, x: Any, dtype: str) -> Any:
+def _to_16_bits(name: str, x: Any, dtype: str) -> Any:
     """Convert x to 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
     low, high = extremes(name, x)
-    largest, most = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
-    if dtype == "float16" and largest > most:
-        raise ArgumentError(name, f"must lie in ±{most:g} to be stored in float16", f"{largest:g}")
-    return stored(x.astype(np.float32, copy=False), dtype)
+    largest, limit = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
+    if dtype == "float16" and largest > limit:
+        raise ArgumentError(name, f"must lie in ±{limit:g} to be stored in float16", f"{largest:g}")
+    return convert_to_dtype(x.astype(np.float32, copy=False), dtype)
 
 
-def layer_floats(layer: LayerWeights) -> Layer:
+def dequantize_layer(layer: LayerWeights) -> Layer:
     """Dequantise a packed layer to float32, by the names of `decoder.decoder_layer`.
 
     W4A4 adds the orders of channels, a cache's constants by channel add `k_channel` and `v_channel`.
     """
     sizes = layer.config.separate_matrices
-    found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
+    arrays: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
     if layer.router is not None:
-        found[ROUTER] = floats(layer.router)
+        arrays[ROUTER] = floats(layer.router)
     for fused, parts in fused_parts(layer.config).items():
         ends = np.cumsum([sizes[part][0] for part in parts])[:-1].tolist()
         weight = product_weight(layer, fused)
         if isinstance(weight, ReorderedWeight):
             values, order = weight.dequantize(), weight.order
-            found |= {f"{part}_order": order for part in parts}
+            arrays |= {f"{part}_order": order for part in parts}
             if weight.scheme == "fmpq":
-                found |= {f"{part}_int8": np.asarray(weight.int8, like=order) for part in parts}
+                arrays |= {f"{part}_int8": np.asarray(weight.int8, like=order) for part in parts}
         else:
             values = unpack(weight).dequantize()
-        found |= zip(parts, np.split(values, ends), strict=True)
+        arrays |= zip(parts, np.split(values, ends), strict=True)
         if fused == "qkv" and layer.qkv_bias is not None:
-            found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
-    return found | {name: layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts}
+            arrays |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
+    return arrays | {name: layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts}
 
 
 def product_weight(layer: LayerWeights, name: str) -> Any:

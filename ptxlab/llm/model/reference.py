@@ -16,15 +16,15 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError, VerificationError
 from ptxlab.llm.model.exact_products import (
-    beside,
+    arrays_of,
+    as_view,
     gate_inputs,
-    is_read,
-    left_in,
+    is_quantized_input,
+    match_device,
     multiply,
-    on_host,
-    parts_of,
-    read,
-    shared,
+    quantize_input,
+    read_outputs,
+    to_numpy,
 )
 from ptxlab.llm.model.layer import LayerBuffers
 from ptxlab.llm.model.weights import LayerWeights
@@ -33,12 +33,12 @@ from ptxlab.lowbit.kernels.attention.sm90 import SM90
 from ptxlab.lowbit.kernels.gemm import epilogues
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
 from ptxlab.lowbit.kernels.moe import CHOOSE
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
 from ptxlab.lowbit.layout import ExpertWeights, KVCache, PackedWeight, ReorderedWeight, gather, unpack, write_slots
 from ptxlab.lowbit.quant import QuantizedActivations
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.lowbit.reference.attention import F64
-from ptxlab.spec.dtypes import floats, numbers, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats, numbers
 from ptxlab.spec.tolerance import Allowed, misses
 
 
@@ -71,93 +71,95 @@ class LayerInputs:
         if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
             got = f"{type(cache).__name__}, {type(rope).__name__}"
             raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
-        added = None if x is residual else _copied(x)
-        return cls(added, *(with_arrays(part, _copied) for part in (residual, cache, slots, rope)))
+        added = None if x is residual else _copy_array(x)
+        return cls(added, *(with_arrays(part, _copy_array) for part in (residual, cache, slots, rope)))
 
 
 def exact(
-    given: LayerInputs,
+    inputs: LayerInputs,
     weights: LayerWeights,
-    left: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, Any] | None = None,
     *,
     residual_epilogue: bool = False,
 ) -> dict[str, Step]:
     """Compute every step of a layer, by its name in `LayerBuffers`, and `pool` and `residual`.
 
-    `left` has the outputs that launches wrote, by step (`left_by`); where a step has one, the next steps continue from
-    it. With `residual_epilogue` the products that add to the residual stream write only the stream, after the last of
-    them.
+    `outputs` has the outputs that launches wrote, by step (`outputs_by_step`); where a step has one, the next steps
+    continue from it. With `residual_epilogue` the products that add to the residual stream write only the stream, after
+    the last of them.
     """
     config, dtype = weights.config, weights.dtype
     steps: dict[str, Step] = {}
 
-    def done(name: str, right: Any, allowed: Any = None) -> Any:
+    def add_step(name: str, right: Any, allowed: Any = None) -> Any:
         steps[name] = Step(right, allowed)
-        return (left or {}).get(name, right)
+        return (outputs or {}).get(name, right)
 
-    stream = given.residual if given.x is None else _added(given.x, given.residual, dtype)
-    qkv_in = done("qkv_in", read(weights.qkv, _norm(stream, weights.input_norm, config.eps)))
-    qkv = done("qkv", multiply(qkv_in, weights.qkv, dtype, weights.qkv_bias))
-    q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
-    q, pool = done("q", q), done("pool", pool)
-    attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window_of(), dtype))
+    stream = inputs.residual if inputs.x is None else _add_to_stream(inputs.x, inputs.residual, dtype)
+    qkv_in = add_step("qkv_in", quantize_input(weights.qkv, _norm(stream, weights.input_norm, config.eps)))
+    qkv = add_step("qkv", multiply(qkv_in, weights.qkv, dtype, weights.qkv_bias))
+    q, pool = _rope_and_append(qkv, inputs, config.heads, dtype)
+    q, pool = add_step("q", q), add_step("pool", pool)
+    attention = add_step("attention", *_attention(q, replace(inputs.cache, pool=pool), config.window_of(), dtype))
     if attention.dtype == np.float64:  # the right one, as nobody has left one
-        attention = stored(attention.astype(np.float32), dtype)
-    o_in = done("o_in", read(weights.o, floats(attention).reshape(len(attention), -1)))
+        attention = convert_to_dtype(attention.astype(np.float32), dtype)
+    o_in = add_step("o_in", quantize_input(weights.o, floats(attention).reshape(len(attention), -1)))
     o = multiply(o_in, weights.o, dtype)
-    stream = _added(stream, o if residual_epilogue else done("o", o), dtype)
+    stream = _add_to_stream(stream, o if residual_epilogue else add_step("o", o), dtype)
     if config.experts or not residual_epilogue:
-        stream = done("residual", stream)
+        stream = add_step("residual", stream)
     y = _norm(stream, weights.post_norm, config.eps)
-    quantised: Any = read(weights.gate_up, y)
+    quantised: Any = quantize_input(weights.gate_up, y)
     if config.experts:
-        tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
-        chosen, share, allowed = _chosen(y, weights.router, config.chosen_experts, dtype)
-        chosen, share = done("chosen", chosen), done("share", share, allowed)
-        offsets, place = map(done, ("offsets", "place"), reference.rows_by_expert(chosen, config.experts))
-        quantised = _taken(tokens, place.reshape(-1).argsort() // place.shape[1])
+        tokens, y = add_step("tokens", quantised), add_step("normed", convert_to_dtype(y, dtype))
+        chosen, share, allowed = _choose_experts(y, weights.router, config.chosen_experts, dtype)
+        chosen, share = add_step("chosen", chosen), add_step("share", share, allowed)
+        offsets, place = map(add_step, ("offsets", "place"), reference.rows_by_expert(chosen, config.experts))
+        quantised = _select_rows(tokens, place.reshape(-1).argsort() // place.shape[1])
 
     def product(x: Any, weight: Any) -> Any:
         if not isinstance(weight, ExpertWeights):
             return multiply(x, weight, dtype)
-        of_experts = [(e, slice(*map(int, pair))) for e, pair in enumerate(pairwise(offsets))]
-        taken = [(e, rows) for e, rows in of_experts if rows.start < rows.stop]
-        return np.concatenate([multiply(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
+        expert_rows = [(e, slice(*map(int, pair))) for e, pair in enumerate(pairwise(offsets))]
+        used_experts = [(e, rows) for e, rows in expert_rows if rows.start < rows.stop]
+        return np.concatenate([multiply(_select_rows(x, rows), weight.expert(e), dtype) for e, rows in used_experts])
 
-    gate_up_in = done("gate_up_in", quantised)
+    gate_up_in = add_step("gate_up_in", quantised)
     if getattr(weights.gate_up, "interleaved", False):
-        h = done("gate_up", *_ended_gated(gate_up_in, weights.gate_up, dtype))
-        h = stored(h.astype(np.float32), dtype) if h.dtype == np.float64 else h  # the right one, as of attention
-        down_in = done("down_in", quant.quantize_activations(floats(h)))
+        h = add_step("gate_up", *_silu_mul_outputs(gate_up_in, weights.gate_up, dtype))
+        h = (
+            convert_to_dtype(h.astype(np.float32), dtype) if h.dtype == np.float64 else h
+        )  # the right one, as of attention
+        down_in = add_step("down_in", quant.quantize_activations(floats(h)))
     else:
-        gate_up = done("gate_up", product(gate_up_in, weights.gate_up))
-        down_in = done("down_in", *gate_inputs(weights.down, gate_up, config.activation, dtype))
-    results = product(down_in, weights.down)
+        gate_up = add_step("gate_up", product(gate_up_in, weights.gate_up))
+        down_in = add_step("down_in", *gate_inputs(weights.down, gate_up, config.activation, dtype))
+    ffn_output = product(down_in, weights.down)
     if config.experts:
-        results = stored(reference.combined(floats(done("results", results)), place, share), dtype)
+        ffn_output = convert_to_dtype(reference.combined(floats(add_step("results", ffn_output)), place, share), dtype)
     if config.experts or not residual_epilogue:
-        done("hidden", results)
+        add_step("hidden", ffn_output)
     else:
-        done("residual", _added(stream, results, dtype))
+        add_step("residual", _add_to_stream(stream, ffn_output, dtype))
     return steps
 
 
-def left_by(buffers: LayerBuffers, weights: LayerWeights, residual: Any, cache: KVCache) -> dict[str, Any]:
+def outputs_by_step(buffers: LayerBuffers, weights: LayerWeights, residual: Any, cache: KVCache) -> dict[str, Any]:
     """Return what the launches of a layer have left, by step, as NumPy's or CuPy's arrays."""
     arrays_by_step = {name: getattr(buffers, name) for name in ("qkv", "q", "attention", "o", "gate_up", "hidden")}
-    arrays_by_step = {name: shared(array) for name, array in arrays_by_step.items()}
+    arrays_by_step = {name: as_view(array) for name, array in arrays_by_step.items()}
     for name in weights.config.matrices:
-        arrays_by_step[f"{name}_in"] = left_in(getattr(weights, name), getattr(buffers, f"{name}_in"))
+        arrays_by_step[f"{name}_in"] = read_outputs(getattr(weights, name), getattr(buffers, f"{name}_in"))
     if buffers.routing is not None:
         routing, routed = buffers.routing, buffers.routing.routed
         arrays = {"normed": routing.normed, "results": routing.results, "chosen": routed.chosen}
         arrays |= {"share": routed.share, "offsets": routed.offsets, "place": routed.place}
-        arrays_by_step |= {name: shared(array) for name, array in arrays.items()}
-        arrays_by_step["tokens"] = left_in(weights.gate_up, routing.tokens)
-    return {**arrays_by_step, "pool": shared(cache.pool), "residual": shared(residual)}
+        arrays_by_step |= {name: as_view(array) for name, array in arrays.items()}
+        arrays_by_step["tokens"] = read_outputs(weights.gate_up, routing.tokens)
+    return {**arrays_by_step, "pool": as_view(cache.pool), "residual": as_view(residual)}
 
 
-def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, residual: Any, cache: KVCache) -> str:
+def compare(inputs: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, residual: Any, cache: KVCache) -> str:
     """Hold every launch of a layer that has run against `exact`.
 
     Returns:
@@ -166,21 +168,21 @@ def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, re
     Raises:
         VerificationError: a step is not what it has to be; names the first, with the place.
     """
-    left = left_by(buffers, weights, residual, cache)
-    steps = exact(given, weights, left, residual_epilogue=buffers.residual_epilogue)
+    outputs = outputs_by_step(buffers, weights, residual, cache)
+    steps = exact(inputs, weights, outputs, residual_epilogue=buffers.residual_epilogue)
     for name, step in steps.items():
-        _compare(name, left[name], step, weights.dtype)
+        _compare_step(name, outputs[name], step, weights.dtype)
     bounded = [name for name, step in steps.items() if step.allowed is not None]
     return f"{len(steps)} steps: {', '.join(bounded)} within bounds, all others equal in every bit"
 
 
-def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
+def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     """Compute (hidden, residual) f64 [M, H] from the packed weights and the tokens as they lie in the cache.
 
     Nothing else is quantised: neither activations nor the new token's key and value. Angles are float32, as always.
     """
     config, dtype = weights.config, weights.dtype
-    x, stream = 0 if given.x is None else numbers(given.x, dtype), numbers(given.residual, dtype)
+    x, stream = 0 if inputs.x is None else numbers(inputs.x, dtype), numbers(inputs.residual, dtype)
     norms = numbers(weights.input_norm, dtype), numbers(weights.post_norm, dtype)
     M, D = len(stream), config.head_dim
 
@@ -197,12 +199,13 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     qkv = qkv if weights.qkv_bias is None else qkv + weights.qkv_bias
     heads = qkv.reshape(M, -1, D)
     q, k, v = heads[:, : config.heads], heads[:, config.heads : -config.kv_heads], heads[:, -config.kv_heads :]
-    q, k = (given.cache.rotate(reference.rope(each, *_angles(given))) for each in (q, k))
-    results = []
-    for b, (keys, values) in enumerate(zip(*gather(given.cache), strict=True)):
-        known = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in ((keys, k), (values, v))]
-        results.append(reference.attention(q[b : b + 1], *known, scale=D**-0.5, window=config.window_of())[0])
-    stream = stream + product(np.concatenate(results).reshape(M, -1), weights.o)
+    q, k = (inputs.cache.rotate(reference.rope(head, *_angles(inputs))) for head in (q, k))
+    attended = []
+    for b, (keys, values) in enumerate(zip(*gather(inputs.cache), strict=True)):
+        past_and_new = (keys, k), (values, v)
+        keys_values = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in past_and_new]
+        attended.append(reference.attention(q[b : b + 1], *keys_values, scale=D**-0.5, window=config.window_of())[0])
+    stream = stream + product(np.concatenate(attended).reshape(M, -1), weights.o)
     y = reference.rms_norm(stream, norms[1], config.eps)
     if not config.experts:
         return ffn(y, weights.gate_up, weights.down), stream
@@ -210,58 +213,58 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     chosen, shares = reference.top_experts(y @ router.T, config.chosen_experts)
     hidden = np.zeros_like(stream)
     for expert in range(config.experts):
-        of_expert = (shares * (chosen == expert)).sum(axis=1, keepdims=True)
-        hidden += of_expert * ffn(y, weights.gate_up.expert(expert), weights.down.expert(expert))
+        expert_share = (shares * (chosen == expert)).sum(axis=1, keepdims=True)
+        hidden += expert_share * ffn(y, weights.gate_up.expert(expert), weights.down.expert(expert))
     return hidden, stream
 
 
 # Steps
 
 
-def _added(x: Any, residual: Any, dtype: str) -> Any:
-    return stored(floats(x) + floats(residual), dtype)
+def _add_to_stream(x: Any, residual: Any, dtype: str) -> Any:
+    return convert_to_dtype(floats(x) + floats(residual), dtype)
 
 
 def _norm(stream: Any, gamma: Any, eps: float) -> Any:
     """Return y f32 [M, H], in the kernel's order of additions, which is written for NumPy."""
-    return beside(normalized(floats(on_host(stream)), floats(on_host(gamma)), eps), stream)
+    return match_device(normalize_rows(floats(to_numpy(stream)), floats(to_numpy(gamma)), eps), stream)
 
 
-def _chosen(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, Allowed]:
+def _choose_experts(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, Allowed]:
     """Compute chosen and share of `RoutedTokens`, and the error that the shares may have.
 
     Logits are added in the kernel's order.
     """
-    logical = {"x": floats(on_host(y)), "router": floats(on_host(router)), "k": k}
+    logical = {"x": floats(to_numpy(y)), "router": floats(to_numpy(router)), "k": k}
     config = {"IN": DTYPES.index(dtype)}
     right = CHOOSE.expected(logical, config)
     chosen, share = (
-        beside(right[name].astype(kind), y) for name, kind in (("chosen", np.int32), ("share", np.float32))
+        match_device(right[name].astype(kind), y) for name, kind in (("chosen", np.int32), ("share", np.float32))
     )
     return chosen, share, CHOOSE.allowed(logical, config)["share"]
 
 
-def _taken(x: QuantizedActivations, rows: Any) -> QuantizedActivations:
-    return QuantizedActivations(*(array[rows] for array in parts_of(x).values()))
+def _select_rows(x: QuantizedActivations, rows: Any) -> QuantizedActivations:
+    return QuantizedActivations(*(array[rows] for array in arrays_of(x).values()))
 
 
-def _angles(given: LayerInputs) -> tuple[Any, Any]:
+def _angles(inputs: LayerInputs) -> tuple[Any, Any]:
     """Return (cos, sin) f32 [M, D/2] of the tokens."""
-    cos, sin, *positions = given.rope
-    at = positions[0] if positions else slice(len(given.residual))
-    return cos[at], sin[at]
+    cos, sin, *positions = inputs.rope
+    rows = positions[0] if positions else slice(len(inputs.residual))
+    return cos[rows], sin[rows]
 
 
-def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> tuple[Any, Any]:
+def _rope_and_append(qkv: Any, inputs: LayerInputs, Hq: int, dtype: str) -> tuple[Any, Any]:
     """Rotate queries and append the new tokens; return queries [M, Hq, D] and the pool."""
-    cache = replace(given.cache, pool=given.cache.pool.copy())
+    cache = replace(inputs.cache, pool=inputs.cache.pool.copy())
     heads = floats(qkv).reshape(len(qkv), -1, cache.head_dim)
-    Hkv, angles = cache.num_kv_heads, _angles(given)
+    Hkv, angles = cache.num_kv_heads, _angles(inputs)
     q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
-    here = given.slots >= 0
-    keys, values = cache.quantize_keys(reference.rope(k, *angles)[here]), cache.quantize_values(v[here])
-    write_slots(cache, keys, values, given.slots[here])
-    return stored(reference.rope(q, *angles), dtype), cache.pool
+    has_slot = inputs.slots >= 0
+    keys, values = cache.quantize_keys(reference.rope(k, *angles)[has_slot]), cache.quantize_values(v[has_slot])
+    write_slots(cache, keys, values, inputs.slots[has_slot])
+    return convert_to_dtype(reference.rope(q, *angles), dtype), cache.pool
 
 
 def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[Any, Allowed]:
@@ -270,37 +273,38 @@ def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[
     logical["softmax_scale"] = cache.head_dim**-0.5
     config = {"BF16": int(dtype == "bfloat16")}
     right, allowed = SM90.expected(logical, config)["out"][:, 0], SM90.allowed(logical, config)["out"]
-    return right, Allowed(allowed.each[:, 0], None if allowed.rms is None else allowed.rms[:, 0])
+    return right, Allowed(allowed.per_element[:, 0], None if allowed.rms is None else allowed.rms[:, 0])
 
 
-def _ended_gated(x: QuantizedActivations, weight: PackedWeight, dtype: str) -> tuple[Any, Allowed]:
+def _silu_mul_outputs(x: QuantizedActivations, weight: PackedWeight, dtype: str) -> tuple[Any, Allowed]:
     """Compute SiLU(gate) · up [M, F] in float64, rounded to the dtype, and the error that the epilogue may have."""
-    gate_up, OUT = on_host(multiply(x, weight, "float32")), DTYPES.index(dtype)
-    return beside(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
+    gate_up, OUT = to_numpy(multiply(x, weight, "float32")), DTYPES.index(dtype)
+    return match_device(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
 
 
-def _compare(name: str, found: Any, step: Step, dtype: str) -> None:
+def _compare_step(name: str, output: Any, step: Step, dtype: str) -> None:
     """Raise VerificationError where a step is not what it has to be."""
-    parts = list(parts_of(found)) if is_read(found) else [""]
+    parts = list(arrays_of(output)) if is_quantized_input(output) else [""]
     bounds = step.allowed if isinstance(step.allowed, tuple) else (step.allowed,) * len(parts)
     for part, allowed in zip(parts, bounds, strict=True):
-        got, right = (on_host(getattr(x, part) if part else x) for x in (found, step.right))
+        got, right = (to_numpy(getattr(x, part) if part else x) for x in (output, step.right))
         if allowed is None:
             wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
         else:
-            allowed = Allowed(on_host(allowed.each), None if allowed.rms is None else on_host(allowed.rms))
+            allowed = Allowed(to_numpy(allowed.per_element), None if allowed.rms is None else to_numpy(allowed.rms))
             got = numbers(got, dtype) if right.dtype == np.float64 and not part else got
             wrong, rows = misses(got, right, allowed)
             wrong = wrong | rows.reshape(*rows.shape, *(1,) * (wrong.ndim - rows.ndim))
         if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
             label, count = f"{name}.{part}" if part else name, f"{int(wrong.sum())} of {wrong.size} elements"
             raise VerificationError(
-                f"{label}: {count} differ from the reference, first at {list(at)}: {got[at]} instead of {right[at]}"
+                f"{label}: {count} differ from the reference, first at {list(index)}: "
+                f"{got[index]} instead of {right[index]}"
             )
-    if isinstance(found, QuantizedActivations) and (found.q.sum(axis=1) != found.token_sum).any():
+    if isinstance(output, QuantizedActivations) and (output.q.sum(axis=1) != output.token_sum).any():
         raise VerificationError(f"{name}.token_sum: is not the sum of what was written")
 
 
-def _copied(array: Any) -> Any:
-    return shared(array).copy()
+def _copy_array(array: Any) -> Any:
+    return as_view(array).copy()

@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config, require_config
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.operation import dtype_of
-from ptxlab.lowbit.kernels.transfer import copied_to_device
+from ptxlab.lowbit.kernels.transfer import copy_to_device
 from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts, unpack
 from ptxlab.lowbit.layout import packed_weight as w4a8
 from ptxlab.lowbit.layout import reordered as w4a4
@@ -19,7 +19,7 @@ from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
@@ -35,14 +35,14 @@ def quantiser(
     `rounding` is of LQQ's scales, `protective_range` of level 1, which qoq_channel has not got. Raises ArgumentError
     for an unknown scheme.
     """
-    known: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
+    quantisers: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
         "lqq": lambda w, group: quant.quantize_lqq(w, group, protective_range, rounding),
         "qoq": lambda w, group: quant.quantize_qoq(w, group, protective_range),
         "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
     }
-    if not is_one_of(scheme, known):
-        raise ArgumentError("scheme", f"must be one of {', '.join(known)}", scheme)
-    return known[scheme]
+    if not is_one_of(scheme, quantisers):
+        raise ArgumentError("scheme", f"must be one of {', '.join(quantisers)}", scheme)
+    return quantisers[scheme]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,11 +86,11 @@ class LayerWeights:
         require_config("config", config)
         for name, (N, K) in config.matrices.items():
             weight, experts = getattr(self, name), config.experts if name in ("gate_up", "down") else 0
-            whole = ReorderedWeight if isinstance(self.qkv, ReorderedWeight) else PackedWeight
-            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (whole, "")
+            dense_kind = ReorderedWeight if isinstance(self.qkv, ReorderedWeight) else PackedWeight
+            kind, suffix = (ExpertWeights, f" of {experts} experts") if experts else (dense_kind, "")
             got = (weight.N, weight.K, getattr(weight, "E", 0)) if isinstance(weight, kind) else type(weight).__name__
             if got != (N, K, experts):
-                raise ArgumentError(name, f"must be {kind.__name__} [{N}, {K}]{of_all}", got)
+                raise ArgumentError(name, f"must be {kind.__name__} [{N}, {K}]{suffix}", got)
         shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
         shapes["qkv_bias"] = (config.qkv_width,) if config.qkv_bias else ()
         shapes["router"] = (config.experts, config.hidden) if config.experts else ()
@@ -102,7 +102,9 @@ class LayerWeights:
         for name, shape in shapes.items():
             array = getattr(self, name)
             if shape_of(array) != shape or (not shape and array is not None):
-                raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+                raise ArgumentError(
+                    name, f"must be an array {list(shape)}" if shape else "must be None", _describe(array)
+                )
         for name in ("k_channel", "v_channel") if constants else ():
             if dtype_of(getattr(self, name)) != "float32":
                 raise ArgumentError(name, "must be float32", dtype_of(getattr(self, name)))
@@ -163,19 +165,19 @@ class LayerWeights:
             return pack(tiled(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
 
         def norm() -> Any:
-            return place(stored(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
+            return place(convert_to_dtype(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
 
         weights: dict[str, Any] = {}
         for name, size in config.matrices.items():
-            many = config.experts if name in ("gate_up", "down") else 0
+            experts = config.experts if name in ("gate_up", "down") else 0
             turns = interleaved and name == "gate_up"
-            matrices = [random_matrix(*size, turns) for _ in range(many or 1)]
-            weights[name] = stack_experts(matrices) if many else matrices[0]
+            matrices = [random_matrix(*size, turns) for _ in range(experts or 1)]
+            weights[name] = stack_experts(matrices) if experts else matrices[0]
         if config.qkv_bias:
             weights["qkv_bias"] = place(rng.standard_normal(config.qkv_width, dtype=np.float32))
         if config.experts:
             router = rng.standard_normal((config.experts, config.hidden), dtype=np.float32)
-            weights["router"] = place(stored((router / np.sqrt(config.hidden)).astype(np.float32), dtype))
+            weights["router"] = place(convert_to_dtype((router / np.sqrt(config.hidden)).astype(np.float32), dtype))
         return cls(config=config, input_norm=norm(), post_norm=norm(), **weights)
 
     @property
@@ -191,8 +193,9 @@ class LayerWeights:
     @property
     def parts(self) -> dict[str, Any]:
         """Weights and constants that the layer has, by attribute."""
-        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "cache")}
-        return {name: part for name, part in named.items() if part is not None}
+        names = [attribute.name for attribute in fields(self) if attribute.name not in ("config", "cache")]
+        attributes = {name: getattr(self, name) for name in names}
+        return {name: part for name, part in attributes.items() if part is not None}
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +217,7 @@ class LayerWeights:
     def to_device(self) -> "LayerWeights":
         """Copy NumPy arrays to the GPU. Raises UnavailableError if there is none."""
         gpu.device_info()  # or the reason why there is none
-        moved: LayerWeights = with_arrays(self, copied_to_device)
+        moved: LayerWeights = with_arrays(self, copy_to_device)
         return moved
 
 
@@ -237,5 +240,5 @@ def _random_reordered(
     return w4a4.pack_reordered(repeated, rng.permutation(K), layout, int8=int8, clip=quant.atom.ACTIVATION_CLIP)
 
 
-def _said(array: Any) -> str:
+def _describe(array: Any) -> str:
     return f"shape {list(shape_of(array))}" if hasattr(array, "shape") else type(array).__name__

@@ -40,8 +40,8 @@ from ptxlab.lowbit.kernels.attention.prefill_api import chunk_memory
 from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
 from ptxlab.lowbit.kernels.operation import Scratch
-from ptxlab.lowbit.kernels.quantize.gated import gated_and_quantized
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.kernels.quantize.gated import silu_mul_quantize_reference
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
 from ptxlab.lowbit.layout import (
     ExpertWeights,
     KVCache,
@@ -54,7 +54,7 @@ from ptxlab.lowbit.layout import (
 from ptxlab.lowbit.layout.pages import require_array
 from ptxlab.lowbit.quant import Level1Weight, QuantizedActivations
 from ptxlab.lowbit.quant.inputs import extremes
-from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats, name_of, round_to_dtype
 
 Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token_sum s32 [M]
 
@@ -71,17 +71,19 @@ def define(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fa
     name = schema.partition("(")[0]
     _library.define(schema)
     arguments = getattr(torch.ops.ptxlab, name).default._schema.arguments
-    written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in arguments}
+    written = {
+        argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
+    }
     repeats = ON_CUDA[name] = Repeats(cuda, fake, written)
     ALLOCATING[schema] = fake
 
-    def on_its_device(x: Tensor, *others: Any, **how: Any) -> Any:
+    def run_on_device(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.get_device() == torch.cuda.current_device():
-            return repeats(x, *others, **how)
+            return repeats(x, *args, **kwargs)
         with torch.cuda.device(x.device):
-            return repeats(x, *others, **how)
+            return repeats(x, *args, **kwargs)
 
-    _library.impl(name, on_its_device, "CUDA")
+    _library.impl(name, run_on_device, "CUDA")
     _library.impl(name, cpu, "CPU")
     torch.library.register_fake(f"ptxlab::{name}", fake, lib=_library)
 
@@ -95,22 +97,22 @@ def array_of(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int
     Raises ArgumentError unless it has one of the dtypes and the shape.
     """
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
-    found = name_of(tensor.dtype)
-    require_array(name, tensor, found if found in dtypes else " or ".join(dtypes), shape)
+    dtype = name_of(tensor.dtype)
+    require_array(name, tensor, dtype if dtype in dtypes else " or ".join(dtypes), shape)
     if tensor.device.type != "cpu":
         raise ArgumentError(name, "must be on the CPU as the first argument is", tensor.device)
     tensor = tensor.detach()
-    return (tensor.view(torch.uint16) if found == "bfloat16" else tensor).numpy()
+    return (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
 
 
 def tensor_of(array: Any, dtype: torch.dtype) -> Tensor:
     """View an array's memory as a tensor; bfloat16 are its bits."""
-    made = torch.from_numpy(array)
-    return made.view(torch.bfloat16) if dtype == torch.bfloat16 else made
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
 
 
-def _quantized(of: QuantizedActivations) -> Quantized:
-    return torch.from_numpy(of.q), torch.from_numpy(of.scale), torch.from_numpy(of.token_sum)
+def _to_tensors(activations: QuantizedActivations) -> Quantized:
+    return torch.from_numpy(activations.q), torch.from_numpy(activations.scale), torch.from_numpy(activations.token_sum)
 
 
 def _empty_quantized(x: Tensor, K: Any) -> Quantized:
@@ -125,7 +127,7 @@ def _quantize_on_cpu(x: Tensor) -> Quantized:
     array = array_of("quantize_activations: x", x, ("float16", "bfloat16", "float32"), "M", "K")
     _check_width("quantize_activations: x", x.shape[1])
     with naming("quantize_activations"):
-        return _quantized(quant.quantize_activations(floats(array)))
+        return _to_tensors(quant.quantize_activations(floats(array)))
 
 
 @contextmanager
@@ -142,13 +144,13 @@ def norm_rows(
     )
     extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
     if stream is not None:
-        v = as_stored(v + floats(stream), dtype)
+        v = round_to_dtype(v + floats(stream), dtype)
         extremes(f"{name}: x + residual", v)
-    y = normalized(v, weight, eps)
+    y = normalize_rows(v, weight, eps)
     yield y
     for array, values in ((stream, v), (normed_array, y)):
         if array is not None:
-            array[...] = stored(values, dtype)
+            array[...] = convert_to_dtype(values, dtype)
 
 
 def _rmsnorm_on_cpu(
@@ -159,7 +161,7 @@ def _rmsnorm_on_cpu(
     _check_width(f"{name}: x", x.shape[1])
     with norm_rows(name, x, gamma, residual, eps, normed) as y, naming(name):
         quantised = quant.quantize_activations(y)
-    return _quantized(quantised)
+    return _to_tensors(quantised)
 
 
 def _silu_mul_on_cpu(gate_up: Tensor, activation: str = "silu") -> Quantized:
@@ -170,8 +172,8 @@ def _silu_mul_on_cpu(gate_up: Tensor, activation: str = "silu") -> Quantized:
         raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
     extremes(f"{name}: gate_up", floats(array))
     kinds = reference.ACTIVATIONS.index(activation), DTYPES.index(name_of(gate_up.dtype))
-    x_q, scale, token_sum = gated_and_quantized(floats(array), 1, 32, *kinds)
-    return _quantized(QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32)))
+    x_q, scale, token_sum = silu_mul_quantize_reference(floats(array), 1, 32, *kinds)
+    return _to_tensors(QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32)))
 
 
 def _check_width(name: str, width: int, step: int = 32) -> None:
@@ -179,29 +181,29 @@ def _check_width(name: str, width: int, step: int = 32) -> None:
         raise ArgumentError(name, f"width % {step} == 0", width)
 
 
-def _on_cuda(quantiser: Callable[..., Any], x: Tensor, K: int, *given: Any, **how: Any) -> Quantized:
+def _quantize_on_cuda(quantiser: Callable[..., Any], x: Tensor, K: int, *operands: Any, **options: Any) -> Quantized:
     """Run a quantiser on x into new tensors [M, K] and return them."""
     x_q, scale, token_sum = _empty_quantized(x, K)
-    of_rows = {"layout": "row_major", "rows": 1, "M": x.shape[0], "K": K}
-    out = PackedActivations(**of_rows, x_q=x_q, scale=scale, token_sum=token_sum)
-    quantiser(x, *given, out=out, **how)
+    sizes = {"layout": "row_major", "rows": 1, "M": x.shape[0], "K": K}
+    out = PackedActivations(**sizes, x_q=x_q, scale=scale, token_sum=token_sum)
+    quantiser(x, *operands, out=out, **options)
     return x_q, scale, token_sum
 
 
 def _rmsnorm_on_cuda(
     x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
 ) -> Quantized:
-    how = {"residual": residual, "eps": eps, "normed": normed}
-    return _on_cuda(quantize.rmsnorm_quantize, x, x.shape[-1], gamma, **how)
+    options = {"residual": residual, "eps": eps, "normed": normed}
+    return _quantize_on_cuda(quantize.rmsnorm_quantize, x, x.shape[-1], gamma, **options)
 
 
 def _silu_mul_on_cuda(gate_up: Tensor, activation: str = "silu") -> Quantized:
-    return _on_cuda(quantize.silu_mul_quantize, gate_up, gate_up.shape[-1] // 2, activation=activation)
+    return _quantize_on_cuda(quantize.silu_mul_quantize, gate_up, gate_up.shape[-1] // 2, activation=activation)
 
 
 define(
     "quantize_activations(Tensor x) -> (Tensor x_q, Tensor scale, Tensor token_sum)",
-    cuda=lambda x: _on_cuda(quantize.quantize_activations, x, x.shape[-1]),
+    cuda=lambda x: _quantize_on_cuda(quantize.quantize_activations, x, x.shape[-1]),
     cpu=_quantize_on_cpu,
     fake=lambda x: _empty_quantized(x, x.shape[1]),
 )
@@ -210,7 +212,7 @@ define(
     " -> (Tensor x_q, Tensor scale, Tensor token_sum)",
     cuda=_rmsnorm_on_cuda,
     cpu=_rmsnorm_on_cpu,
-    fake=lambda x, *given, **how: _empty_quantized(x, x.shape[1]),
+    fake=lambda x, *args, **kwargs: _empty_quantized(x, x.shape[1]),
 )
 define(
     'silu_mul_quantize(Tensor gate_up, str activation="silu") -> (Tensor x_q, Tensor scale, Tensor token_sum)',
@@ -226,14 +228,14 @@ define(
 W = TypeVar("W", PackedWeight, ExpertWeights)
 
 
-def _of_tensors(kind: type[W], **fields: Any) -> W:
-    """Make a weight whose buffers `_buffers` has checked, because its own checks take no tensors."""
+def _unchecked_weight(kind: type[W], **fields: Any) -> W:
+    """Make a weight whose buffers `_weight_fields` has checked, because its own checks take no tensors."""
     weight = object.__new__(kind)
     vars(weight).update(fields)
     return weight
 
 
-def _buffers(
+def _weight_fields(
     name: str, tensors: Sequence[Tensor], layout: str, scheme: str, K: int, group: int, experts: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """Return the fields of a PackedWeight, or of ExpertWeights, with these buffers.
@@ -245,11 +247,11 @@ def _buffers(
     N, group = tensors[-1].shape[-1], K if scheme == "qoq_channel" else group  # the last one is per channel
     shapes = _buffer_shapes(layout, scheme, N, K, group)
     if len(tensors) != len(shapes):
-        raise ArgumentError(name, f"must be {', '.join(each for each, *_ in shapes)}", f"{len(tensors)} tensors")
-    for (each, dtype, shape), tensor in zip(shapes, tensors, strict=True):
+        raise ArgumentError(name, f"must be {', '.join(buffer for buffer, *_ in shapes)}", f"{len(tensors)} tensors")
+    for (buffer, dtype, shape), tensor in zip(shapes, tensors, strict=True):
         if name_of(tensor.dtype) != dtype or tuple(tensor.shape) != (*experts, *shape):
             got = f"{name_of(tensor.dtype)} {list(tensor.shape)}"
-            raise ArgumentError(f"{name}: {each}", f"must be {dtype} {[*experts, *shape]}", got)
+            raise ArgumentError(f"{name}: {buffer}", f"must be {dtype} {[*experts, *shape]}", got)
     return {
         "layout": layout,
         "scheme": scheme,
@@ -257,7 +259,7 @@ def _buffers(
         "K": K,
         "group": group,
         "protective_range": 0 if scheme == "qoq_channel" else quant.PROTECTIVE_RANGE,  # no product looks at it
-        "buffers": {each: tensor for (each, *_), tensor in zip(shapes, tensors, strict=True)},
+        "buffers": {buffer: tensor for (buffer, *_), tensor in zip(shapes, tensors, strict=True)},
     }
 
 
@@ -279,26 +281,30 @@ class _Unpacked(NamedTuple):
 _unpacked = WeakIdKeyDictionary()  # by the first buffer
 
 
-def _product(fields: dict[str, Any]) -> IntegerProduct:
+def _unpack_product(fields: dict[str, Any]) -> IntegerProduct:
     """Return the weight on the CPU for exact integer products.
 
     It is unpacked once as long as its buffers exist.
     """
     tensors = tuple(fields["buffers"].values())
-    counted = not any(tensor.is_inference() for tensor in tensors)  # else nobody knows whether they were written
-    versions = tuple(tensor._version for tensor in tensors) if counted else ()
-    known = _unpacked.get(tensors[0]) if counted else None
-    if known and known.versions == versions and all(a() is b for a, b in zip(known.tensors, tensors[1:], strict=True)):
-        found: IntegerProduct = known.product
-        return found
-    arrays = {each: tensor.detach().numpy().copy() for each, tensor in fields["buffers"].items()}
+    is_tracked = not any(tensor.is_inference() for tensor in tensors)  # else nobody knows whether they were written
+    versions = tuple(tensor._version for tensor in tensors) if is_tracked else ()
+    cached = _unpacked.get(tensors[0]) if is_tracked else None
+    if (
+        cached
+        and cached.versions == versions
+        and all(a() is b for a, b in zip(cached.tensors, tensors[1:], strict=True))
+    ):
+        cached_product: IntegerProduct = cached.product
+        return cached_product
+    arrays = {buffer: tensor.detach().numpy().copy() for buffer, tensor in fields["buffers"].items()}
     product = IntegerProduct(PackedWeight(**{**fields, "buffers": arrays}))
-    if counted:
+    if is_tracked:
         _unpacked[tensors[0]] = _Unpacked(tuple(weakref.ref(tensor) for tensor in tensors[1:]), versions, product)
     return product
 
 
-def _multiplied(product: IntegerProduct, x_q: Any, x_scale: Any, bias: Any, out_dtype: torch.dtype) -> Any:
+def _multiply(product: IntegerProduct, x_q: Any, x_scale: Any, bias: Any, out_dtype: torch.dtype) -> Any:
     clipped = np.maximum(x_q, -127)  # of quantised activations everything; -128 is beyond what `product` counts exactly
     accumulators = product.accumulators(clipped) if len(x_q) else np.zeros((0, product.pieces.shape[2]), np.int32)
     if (clipped != x_q).any():
@@ -312,7 +318,7 @@ def _operands(name: str, x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, out
         raise ArgumentError(f"{name}: out_dtype", f"must be one of {', '.join(DTYPES)}", name_of(out_dtype))
     x, M = array_of(f"{name}: x_q", x_q, "int8", "M", "K"), len(x_q)
     if x_sum is not None:
-        gemm.common.sums_agree(name, {"x": x, "x_sum": array_of(f"{name}: x_sum", x_sum, "int32", M)})
+        gemm.common.check_sums(name, {"x": x, "x_sum": array_of(f"{name}: x_sum", x_sum, "int32", M)})
     return x, array_of(f"{name}: x_scale", x_scale, "float32", M)
 
 
@@ -322,16 +328,18 @@ def _gemm_on_cpu(
 ) -> Tensor:  # fmt: skip
     name = "gemm_w4a8"
     x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
-    fields = _buffers(f"{name}: weight", weight, layout, scheme, x.shape[1], group)
-    added = None if bias is None else array_of(f"{name}: bias", bias, "float32", fields["N"])
-    return tensor_of(_multiplied(_product(fields), x, scale, added, out_dtype), out_dtype)
+    fields = _weight_fields(f"{name}: weight", weight, layout, scheme, x.shape[1], group)
+    bias_array = None if bias is None else array_of(f"{name}: bias", bias, "float32", fields["N"])
+    return tensor_of(_multiply(_unpack_product(fields), x, scale, bias_array, out_dtype), out_dtype)
 
 
 def _gemm_on_cuda(
     x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
     *, layout: str, scheme: str, group: int = 0, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    packed = _of_tensors(PackedWeight, **_buffers("gemm_w4a8: weight", weight, layout, scheme, x_q.shape[-1], group))
+    packed = _unchecked_weight(
+        PackedWeight, **_weight_fields("gemm_w4a8: weight", weight, layout, scheme, x_q.shape[-1], group)
+    )
     out = x_q.new_empty((x_q.shape[0], packed.N), dtype=out_dtype)
     return gemm.gemm_w4a8(x_q, x_scale, packed, x_sum=x_sum, bias=bias, out=out)
 
@@ -341,10 +349,10 @@ def _w8a8_on_cpu(
 ) -> Tensor:
     x, scale = _operands("gemm_w8a8", x_q, x_scale, x_sum, out_dtype)
     rows = array_of("gemm_w8a8: weight", weight, "int8", "N", x.shape[1])
-    of_rows = array_of("gemm_w8a8: weight_scale", weight_scale, "float32", len(rows))
+    row_scales = array_of("gemm_w8a8: weight_scale", weight_scale, "float32", len(rows))
     sums = x.astype(np.float64) @ rows.astype(np.float64).T  # exact: integers below 2^53
     return tensor_of(
-        reference.gemm_epilogue(sums.astype(np.int32), scale, of_rows, None, name_of(out_dtype)), out_dtype
+        reference.gemm_epilogue(sums.astype(np.int32), scale, row_scales, None, name_of(out_dtype)), out_dtype
     )
 
 
@@ -363,18 +371,18 @@ def _grouped_on_cpu(
 ) -> Tensor:  # fmt: skip
     name, E = "gemm_w4a8_grouped", len(offsets) - 1
     x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
-    fields = _buffers(f"{name}: weights", weights, "strips", scheme, x.shape[1], group, (E,))
-    begin = array_of(f"{name}: offsets", offsets, "int32", E + 1)
-    added = None if bias is None else array_of(f"{name}: bias", bias, "float32", E, fields["N"])
-    if begin[0] != 0 or begin[-1] != len(x) or (begin[1:] < begin[:-1]).any():
-        raise ArgumentError(f"{name}: offsets", f"must rise from 0 to {len(x)}", begin.tolist())
-    arrays = {each: tensor.detach().numpy() for each, tensor in fields["buffers"].items()}
-    of_experts = []
-    for e, (start, stop) in enumerate(pairwise(begin.tolist())):
-        expert = PackedWeight(**{**fields, "buffers": {each: array[e] for each, array in arrays.items()}})
-        rows, of_expert = slice(start, stop), None if added is None else added[e]
-        of_experts.append(_multiplied(IntegerProduct(expert), x[rows], scale[rows], of_expert, out_dtype))
-    return tensor_of(np.concatenate(of_experts), out_dtype)
+    fields = _weight_fields(f"{name}: weights", weights, "strips", scheme, x.shape[1], group, (E,))
+    starts = array_of(f"{name}: offsets", offsets, "int32", E + 1)
+    bias_array = None if bias is None else array_of(f"{name}: bias", bias, "float32", E, fields["N"])
+    if starts[0] != 0 or starts[-1] != len(x) or (starts[1:] < starts[:-1]).any():
+        raise ArgumentError(f"{name}: offsets", f"must rise from 0 to {len(x)}", starts.tolist())
+    arrays = {buffer: tensor.detach().numpy() for buffer, tensor in fields["buffers"].items()}
+    outputs = []
+    for e, (start, stop) in enumerate(pairwise(starts.tolist())):
+        expert = PackedWeight(**{**fields, "buffers": {buffer: array[e] for buffer, array in arrays.items()}})
+        rows, expert_bias = slice(start, stop), None if bias_array is None else bias_array[e]
+        outputs.append(_multiply(IntegerProduct(expert), x[rows], scale[rows], expert_bias, out_dtype))
+    return tensor_of(np.concatenate(outputs), out_dtype)
 
 
 def _grouped_on_cuda(
@@ -382,8 +390,8 @@ def _grouped_on_cuda(
     bias: Tensor | None = None, *, scheme: str, group: int = 0, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     E = len(offsets) - 1
-    fields = _buffers("gemm_w4a8_grouped: weights", weights, "strips", scheme, x_q.shape[-1], group, (E,))
-    experts = _of_tensors(ExpertWeights, E=E, **fields)
+    fields = _weight_fields("gemm_w4a8_grouped: weights", weights, "strips", scheme, x_q.shape[-1], group, (E,))
+    experts = _unchecked_weight(ExpertWeights, E=E, **fields)
     out = x_q.new_empty((x_q.shape[0], experts.N), dtype=out_dtype)
     return gemm.gemm_w4a8_grouped(x_q, x_scale, experts, offsets, x_sum=x_sum, bias=bias, out=out)
 
@@ -424,7 +432,7 @@ _NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and 
 
 
 def _cache_fields(
-    tensors: tuple[Any, Any, Any], how: tuple[int, int, str, bool], channel: Sequence[Any] | None
+    tensors: tuple[Any, Any, Any], settings: tuple[int, int, str, bool], channel: Sequence[Any] | None
 ) -> dict[str, Any]:
     """Return the fields of a KVCache.
 
@@ -433,25 +441,25 @@ def _cache_fields(
     if channel and len(channel) != 4:
         raise ArgumentError("channel", "must be k scale, k zero, v scale, v zero, or empty", f"{len(channel)} tensors")
     names = "pool", "block_table", "lengths", "page_size", "head_dim", "scheme", "rotated"
-    fields = zip(names, (*tensors, *how), strict=True)
+    fields = zip(names, (*tensors, *settings), strict=True)
     k_channel, v_channel = (tuple(channel[:2]), tuple(channel[2:])) if channel else (None, None)
     return {**dict(fields), "k_channel": k_channel, "v_channel": v_channel}
 
 
 def _cache_on_cuda(
-    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str, bool], channel: _Channel
+    name: str, tensors: tuple[Tensor, Any, Any], settings: tuple[int, int, str, bool], channel: _Channel
 ) -> KVCache:
     with naming(name):
-        return KVCache(**_cache_fields(tensors, how, channel))
+        return KVCache(**_cache_fields(tensors, settings, channel))
 
 
 def _cache_on_cpu(
-    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str, bool], channel: _Channel
+    name: str, tensors: tuple[Tensor, Any, Any], settings: tuple[int, int, str, bool], channel: _Channel
 ) -> KVCache:
     pool = array_of(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
     constants = [array_of(f"{name}: channel", constant, "float32", "Hkv", "D") for constant in channel or ()]
     with naming(name):
-        return KVCache(**_cache_fields((pool, *tensors[1:]), how, constants))
+        return KVCache(**_cache_fields((pool, *tensors[1:]), settings, constants))
 
 
 def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> tuple[Tensor, ...] | None:
@@ -459,7 +467,9 @@ def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor |
     if cos is not None and sin is not None:
         return (cos, sin) if positions is None else (cos, sin, positions)
     if cos is not None or sin is not None or positions is not None:
-        passed = [of for of, tensor in (("cos", cos), ("sin", sin), ("positions", positions)) if tensor is not None]
+        passed = [
+            label for label, tensor in (("cos", cos), ("sin", sin), ("positions", positions)) if tensor is not None
+        ]
         raise ArgumentError(f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(passed))
     return None
 
@@ -471,28 +481,29 @@ def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCac
         return None, None
     T, half, positions = len(slots), cache.head_dim // 2, rope[2:]
     cos, sin = (
-        array_of(f"{name}: {of}", table, "float32", "R", half) for of, table in zip(("cos", "sin"), rope, strict=False)
+        array_of(f"{name}: {label}", table, "float32", "R", half)
+        for label, table in zip(("cos", "sin"), rope, strict=False)
     )
     if len(cos) != len(sin) or len(cos) < (1 if positions else T):
         raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [len(cos), len(sin)])
-    at = array_of(f"{name}: positions", positions[0], slots.dtype.name, T) if positions else np.arange(T)
-    check_places(name, cache, slots, at, rows=len(cos))
-    at = table_rows(at, len(cos))
-    return cos[at], sin[at]
+    token_positions = array_of(f"{name}: positions", positions[0], slots.dtype.name, T) if positions else np.arange(T)
+    check_places(name, cache, slots, token_positions, rows=len(cos))
+    token_positions = table_rows(token_positions, len(cos))
+    return cos[token_positions], sin[token_positions]
 
 
-def _write(
+def _rotate_and_write(
     name: str, cache: KVCache, k: Any, v: Any, slots: Tensor, rope: tuple[Tensor, ...] | None
 ) -> tuple[Any, Any]:
     """Rotate keys f32 [T, Hkv, D], and write them and values into the cache; the tokens' (cos, sin), or Nones."""
-    at = array_of(f"{name}: slots", slots, ("int32", "int64"), len(k))
-    here, angles = at >= 0, _angles(name, rope, at, cache)
+    slot_array = array_of(f"{name}: slots", slots, ("int32", "int64"), len(k))
+    has_slot, angles = slot_array >= 0, _angles(name, rope, slot_array, cache)
     k = k if angles[0] is None else reference.rope(k, *angles)
     with naming(f"{name}: k"):
-        keys = cache.quantize_keys(k[here])
+        keys = cache.quantize_keys(k[has_slot])
     with naming(f"{name}: v"):
-        values = cache.quantize_values(v[here])
-    write_slots(cache, keys, values, at[here])
+        values = cache.quantize_values(v[has_slot])
+    write_slots(cache, keys, values, slot_array[has_slot])
     return angles
 
 
@@ -505,7 +516,7 @@ def _append_on_cpu(
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme, rotated), channel)
     keys = array_of(f"{name}: k", k.contiguous(), _HALVES, "T", cache.num_kv_heads, D)
     values = array_of(f"{name}: v", v.contiguous(), name_of(k.dtype), len(k), H, D)
-    _write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
+    _rotate_and_write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
 
 
 def _rope_append_on_cpu(
@@ -514,13 +525,13 @@ def _rope_append_on_cpu(
 ) -> Tensor:  # fmt: skip
     name = "rope_append_kv4"
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme, rotated), channel)
-    array, of_kv = array_of(f"{name}: qkv", qkv.contiguous(), _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
-    if array.shape[1] % (of_kv * head_dim) or array.shape[1] < 3 * of_kv * head_dim:
-        rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
+    array, kv_heads = array_of(f"{name}: qkv", qkv.contiguous(), _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
+    if array.shape[1] % (kv_heads * head_dim) or array.shape[1] < 3 * kv_heads * head_dim:
+        rule = f"must be [T, (Hq + {2 * kv_heads})·{head_dim}], Hq a multiple of {kv_heads}"
         raise ArgumentError(f"{name}: qkv", rule, [*array.shape])
-    q, k, v = np.split(floats(array).reshape(len(array), -1, head_dim), [-2 * of_kv, -of_kv], axis=1)
-    angles = _write(name, cache, k, v, slots, _rope(name, cos, sin, positions))
-    return tensor_of(stored(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
+    q, k, v = np.split(floats(array).reshape(len(array), -1, head_dim), [-2 * kv_heads, -kv_heads], axis=1)
+    angles = _rotate_and_write(name, cache, k, v, slots, _rope(name, cos, sin, positions))
+    return tensor_of(convert_to_dtype(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
 
 
 def _attend_on_cpu(
@@ -532,38 +543,38 @@ def _attend_on_cpu(
     shape = ("B", "Hq", "D") if q.ndim == 3 or starts is not None else ("B", "T", "Hq", "D")
     queries = floats(array_of(f"{name}: q", q, _HALVES, *shape))
     table = array_of(f"{name}: block_table", block_table, "int32", B, "pages")
-    of_rows = array_of(f"{name}: lengths", lengths, "int32", B)
-    cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme, rotated), channel)
+    row_lengths = array_of(f"{name}: lengths", lengths, "int32", B)
+    cache = _cache_on_cpu(name, (pool, table, row_lengths), (page_size, D, scheme, rotated), channel)
     check_cache(name, cache)
     if Hq % cache.num_kv_heads:
         raise ArgumentError(f"{name}: q", f"Hq must be a multiple of the cache's {cache.num_kv_heads}", f"Hq={Hq}")
     outputs, lse = np.empty_like(queries), np.empty(queries.shape[:-1], np.float32)
-    tables, which = np.unique(table, axis=0, return_inverse=True)  # rows of a prompt share theirs
+    tables, table_index = np.unique(table, axis=0, return_inverse=True)  # rows of a prompt share theirs
     longest = np.zeros(len(tables), np.int32)
-    np.maximum.at(longest, which, of_rows)
-    known = [[each.dequantize() for each in pair] for pair in zip(
+    np.maximum.at(longest, table_index, row_lengths)
+    keys_and_values = [[tokens.dequantize() for tokens in pair] for pair in zip(
         *gather(replace(cache, block_table=tables, lengths=longest)), strict=True)]  # fmt: skip
-    parts: list[Any] = [*range(B)] if starts is None else _chunks(name, starts, of_rows, len(q))
-    for b, (part, L) in enumerate(zip(parts, of_rows, strict=True)):
-        keys, values = (each[:L] for each in known[which[b]])
-        of_row = cache.rotate(queries[part].reshape(-1, Hq, D))
-        how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
-        attended, lse_of_row = reference.attention(of_row, keys, values, **how)
+    parts: list[Any] = [*range(B)] if starts is None else _chunks(name, starts, row_lengths, len(q))
+    for b, (part, L) in enumerate(zip(parts, row_lengths, strict=True)):
+        keys, values = (tokens[:L] for tokens in keys_and_values[table_index[b]])
+        row_queries = cache.rotate(queries[part].reshape(-1, Hq, D))
+        options: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
+        attended, lse_of_row = reference.attention(row_queries, keys, values, **options)
         outputs[part], lse[part] = attended.reshape(outputs[part].shape), lse_of_row.reshape(lse[part].shape)
     return outputs, lse
 
 
 def _chunks(name: str, starts: Tensor, lengths: Any, N: int) -> list[slice]:
     """Return the rows of each sequence's queries; ArgumentError for starts that do not fit the lengths and N rows."""
-    begin = array_of(f"{name}: query_start_loc", starts, "int32", len(lengths) + 1)
-    queries = np.diff(begin)
-    if begin[0] != 0 or begin[-1] != N or (queries < 0).any():
-        raise ArgumentError(f"{name}: query_start_loc", f"must rise from 0 to the {N} queries", begin.tolist())
+    first_rows = array_of(f"{name}: query_start_loc", starts, "int32", len(lengths) + 1)
+    queries = np.diff(first_rows)
+    if first_rows[0] != 0 or first_rows[-1] != N or (queries < 0).any():
+        raise ArgumentError(f"{name}: query_start_loc", f"must rise from 0 to the {N} queries", first_rows.tolist())
     if (queries > lengths).any():
         b = int((queries > lengths).argmax())
         got = f"{int(lengths[b])} tokens, {int(queries[b])} queries in sequence {b}"
         raise ArgumentError(f"{name}: lengths", "a sequence's length must include its queries", got)
-    return [slice(start, stop) for start, stop in pairwise(begin.tolist())]
+    return [slice(start, stop) for start, stop in pairwise(first_rows.tolist())]
 
 
 def _attention_on_cpu(
@@ -573,7 +584,7 @@ def _attention_on_cpu(
 ) -> Tensor:  # fmt: skip
     options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
-    return tensor_of(stored(outputs, name_of(q.dtype)), q.dtype)
+    return tensor_of(convert_to_dtype(outputs, name_of(q.dtype)), q.dtype)
 
 
 def _attention_out_on_cpu(
@@ -587,7 +598,7 @@ def _attention_out_on_cpu(
     lse_array = None if lse is None else array_of(f"{name}: lse", lse, "float32", *q.shape[:-1])
     options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, logarithms = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
-    out_array[...] = stored(outputs, name_of(q.dtype))
+    out_array[...] = convert_to_dtype(outputs, name_of(q.dtype))
     if lse_array is not None:
         lse_array[...] = logarithms
 
@@ -606,8 +617,8 @@ def _rope_append_on_cuda(
     *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
 ) -> Tensor:  # fmt: skip
     cache = _cache_on_cuda("rope_append_kv4", (pool, *_NO_ROWS), (page_size, head_dim, scheme, rotated), channel)
-    how = {"rope": _rope("rope_append_kv4", cos, sin, positions), "out": _empty_queries(qkv, pool, head_dim)}
-    return attention.rope_append_kv4(qkv, cache, slots, **how)
+    options = {"rope": _rope("rope_append_kv4", cos, sin, positions), "out": _empty_queries(qkv, pool, head_dim)}
+    return attention.rope_append_kv4(qkv, cache, slots, **options)
 
 
 def _empty_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
@@ -637,12 +648,12 @@ def _attention_out_on_cuda(
     cache = _cache_on_cuda(
         "attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme, rotated), channel
     )
-    of_chunks = query_start_loc is not None
-    space = None if workspace is None else _carved(workspace, q.shape[-1], of_chunks=of_chunks)
+    is_chunked = query_start_loc is not None
+    arrays = None if workspace is None else _carve_workspace(workspace, q.shape[-1], is_chunked=is_chunked)
     out_arrays = out if lse is None else (out, lse)
-    how: dict[str, Any] = {"scale": scale, "window": window, "return_lse": lse is not None}
-    how["batch_invariant"] = batch_invariant
-    attention.attention_kv4(q, cache, query_start_loc=query_start_loc, out=out_arrays, workspace=space, **how)
+    options: dict[str, Any] = {"scale": scale, "window": window, "return_lse": lse is not None}
+    options["batch_invariant"] = batch_invariant
+    attention.attention_kv4(q, cache, query_start_loc=query_start_loc, out=out_arrays, workspace=arrays, **options)
 
 
 define(
@@ -650,14 +661,14 @@ define(
     ' Tensor? positions=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False) -> ()',
     cuda=_append_on_cuda,
     cpu=_append_on_cpu,
-    fake=lambda *given, **how: None,
+    fake=lambda *args, **kwargs: None,
 )
 define(
     "rope_append_kv4(Tensor qkv, Tensor(a!) pool, Tensor slots, Tensor cos, Tensor sin, Tensor? positions=None, *,"
     ' int head_dim, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False) -> Tensor',
     cuda=_rope_append_on_cuda,
     cpu=_rope_append_on_cpu,
-    fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **how: _empty_queries(qkv, pool, head_dim),
+    fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **kwargs: _empty_queries(qkv, pool, head_dim),
 )
 define(
     "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"
@@ -665,7 +676,7 @@ define(
     " Tensor? query_start_loc=None, Tensor(a!)? workspace=None, bool batch_invariant=False) -> Tensor",
     cuda=_attention_on_cuda,
     cpu=_attention_on_cpu,
-    fake=lambda q, *given, **how: torch.empty_like(q),
+    fake=lambda q, *args, **kwargs: torch.empty_like(q),
 )
 define(
     "attention_kv4_out(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor(a!) out,"
@@ -685,7 +696,7 @@ class _Memory(NamedTuple):
     """Memory of one kernel: name, offset in the tensor, (shape, dtype) and owner of every array."""
 
     kernel: str
-    items: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]
+    arrays: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]
 
 
 class _Memories(NamedTuple):
@@ -719,23 +730,23 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
 def _memory(head_dim: int, device: int) -> _Memories:
     """Lay out the memory of the kernels that run on this device, the current one."""
     sms, step = gpu.device_info().sms, choose(AttentionOptions(backend="gpu"))
-    decode, end = _place(step.spec.name, step.most_memory(head_dim, sms), 0)
+    decode, end = _place_arrays(step.spec.name, step.max_memory(head_dim, sms), 0)
     if gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
         return _Memories(decode, None, end)
-    chunks, end = _place(PREFILL.name, chunk_memory(head_dim, sms), end)
+    chunks, end = _place_arrays(PREFILL.name, chunk_memory(head_dim, sms), end)
     return _Memories(decode, chunks, end)
 
 
-def _place(kernel: str, needed: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:
+def _place_arrays(kernel: str, scratches: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:
     """Place a kernel's arrays from an offset on, and tell where they end."""
-    items = []
-    for item in needed:
-        items.append((item.name, offset, (item.shape, item.dtype.name), _Owner(item.nbytes)))
-        offset += ceil_div(item.nbytes, 256) * 256
-    return _Memory(kernel, tuple(items)), offset
+    arrays = []
+    for scratch in scratches:
+        arrays.append((scratch.name, offset, (scratch.shape, scratch.dtype.name), _Owner(scratch.nbytes)))
+        offset += ceil_div(scratch.nbytes, 256) * 256
+    return _Memory(kernel, tuple(arrays)), offset
 
 
-def _carved(workspace: Tensor, head_dim: int, *, of_chunks: bool) -> attention.AttentionWorkspace | None:
+def _carve_workspace(workspace: Tensor, head_dim: int, *, is_chunked: bool) -> attention.AttentionWorkspace | None:
     """Return the parts of a workspace that a call needs, by their names.
 
     Return None for a kernel that needs none.
@@ -745,8 +756,8 @@ def _carved(workspace: Tensor, head_dim: int, *, of_chunks: bool) -> attention.A
     if dtype != "uint8" or workspace.numel() < memories.nbytes:
         rule = f"must be attention_workspace({head_dim}), uint8 of {memories.nbytes} bytes"
         raise ArgumentError("attention_kv4: workspace", rule, f"{dtype} of {workspace.nbytes} bytes")
-    memory = memories.chunks if of_chunks else memories.decode
+    memory = memories.chunks if is_chunked else memories.decode
     if memory is None:
         return None
-    views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.items}
+    views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.arrays}
     return attention.AttentionWorkspace(kernel=memory.kernel, views=views)

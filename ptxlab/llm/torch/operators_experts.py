@@ -16,7 +16,7 @@ from ptxlab.lowbit.kernels import moe
 from ptxlab.lowbit.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, router_logits
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.quant.inputs import extremes
-from ptxlab.spec.dtypes import floats, name_of, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats, name_of
 from ptxlab.validate import is_integer
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -26,15 +26,15 @@ _HALVES = ("float16", "bfloat16")
 
 def _empty_routes(x_q: Tensor, x_scale: Tensor, x_sum: Tensor, normed: Tensor, router: Tensor, k: int) -> Routed:
     (M, H), E = x_q.shape, router.shape[0]
-    whole, single = torch.int32, torch.float32
+    s32, f32 = torch.int32, torch.float32
     shapes = (
         ((M * k, H), torch.int8),
-        ((M * k,), single),
-        ((M * k,), whole),
-        ((E + 1,), whole),
-        ((M, k), whole),
-        ((M, k), single),
-        ((M, k), whole),
+        ((M * k,), f32),
+        ((M * k,), s32),
+        ((E + 1,), s32),
+        ((M, k), s32),
+        ((M, k), f32),
+        ((M, k), s32),
     )
     return tuple(x_q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
@@ -54,14 +54,14 @@ def _route_on_cpu(x_q: Tensor, x_scale: Tensor, x_sum: Tensor, normed: Tensor, r
     scale = array_of(f"{name}: x_scale", x_scale, "float32", M)
     sums = array_of(f"{name}: x_sum", x_sum, "int32", M)
     y = floats(array_of(f"{name}: normed", normed, _HALVES, M, H))
-    rows_of_router = floats(array_of(f"{name}: router", router, name_of(normed.dtype), "E", H))
-    E = len(rows_of_router)
+    router_rows = floats(array_of(f"{name}: router", router, name_of(normed.dtype), "E", H))
+    E = len(router_rows)
     if not 1 <= E <= MOST_EXPERTS:
         raise ArgumentError(f"{name}: router", f"must have 1 to {MOST_EXPERTS} experts", E)
     if not is_integer(k) or not 1 <= k <= min(E, MOST_CHOSEN):
         raise ArgumentError(f"{name}: k", f"must be an integer in 1..{min(E, MOST_CHOSEN)}", k)
-    extremes(f"{name}: normed", y), extremes(f"{name}: router", rows_of_router)  # refuse what is not finite
-    chosen, share = reference.top_experts(router_logits(y, rows_of_router).astype(np.float64), k)
+    extremes(f"{name}: normed", y), extremes(f"{name}: router", router_rows)  # refuse what is not finite
+    chosen, share = reference.top_experts(router_logits(y, router_rows).astype(np.float64), k)
     offsets, place = reference.rows_by_expert(chosen, E)
     token = place.reshape(-1).argsort() // k
     arrays = x[token], scale[token], sums[token], offsets, place, share.astype(np.float32), chosen.astype(np.int32)
@@ -78,12 +78,12 @@ def _combine_on_cuda(outputs: Tensor, place: Tensor, share: Tensor) -> Tensor:
 
 def _combine_on_cpu(outputs: Tensor, place: Tensor, share: Tensor) -> Tensor:
     name, dtype = "combine_experts", name_of(outputs.dtype)
-    at = array_of(f"{name}: place", place, "int32", "M", "k")
-    shares = array_of(f"{name}: share", share, "float32", *at.shape)
-    rows = floats(array_of(f"{name}: results", outputs, _HALVES, at.size, "H"))
-    if at.size and not 0 <= at.min() <= at.max() < len(rows):
-        raise ArgumentError(f"{name}: place", f"must be rows in 0..{len(rows) - 1}", f"{at.min()}..{at.max()}")
-    return tensor_of(stored(reference.combined(rows, at, shares), dtype), outputs.dtype)
+    places = array_of(f"{name}: place", place, "int32", "M", "k")
+    shares = array_of(f"{name}: share", share, "float32", *places.shape)
+    rows = floats(array_of(f"{name}: results", outputs, _HALVES, places.size, "H"))
+    if places.size and not 0 <= places.min() <= places.max() < len(rows):
+        raise ArgumentError(f"{name}: place", f"must be rows in 0..{len(rows) - 1}", f"{places.min()}..{places.max()}")
+    return tensor_of(convert_to_dtype(reference.combined(rows, places, shares), dtype), outputs.dtype)
 
 
 define(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ptxlab import gpu
-from ptxlab.lowbit.kernels.operation import launches_within, remember
+from ptxlab.lowbit.kernels.operation import record_launches, remember
 from ptxlab.runtime.plan import Plan
 
 _Place = tuple[int, int]  # the number of a tensor, of arguments and then results; bytes from its beginning
@@ -28,20 +28,20 @@ class _Launch(NamedTuple):
     mapped: tuple[int, ...]
 
 
-class _Apart(NamedTuple):
+class _Clearance(NamedTuple):
     """Two arguments, the first of which is written, and the bytes that the other must keep clear of it on each side."""
 
     written: int
-    other: int
-    before: int
-    behind: int
+    neighbour: int
+    below: int
+    above: int
 
 
-class _Again(NamedTuple):
+class _RecordedCall(NamedTuple):
     """Launches of a kind of call, and the arguments that must not share memory."""
 
     launches: tuple[_Launch, ...]
-    apart: tuple[_Apart, ...]
+    clearances: tuple[_Clearance, ...]
 
 
 class Repeats:
@@ -55,91 +55,97 @@ class Repeats:
 
     def __init__(self, call: Callable[..., Any], make: Callable[..., Any], arguments: Mapping[str, bool]) -> None:
         self.call, self.make, self.arguments = call, make, arguments
-        self._known: dict[tuple[Any, ...], _Again] = {}
+        self._recorded: dict[tuple[Any, ...], _RecordedCall] = {}
 
-    def __call__(self, *args: Any, **how: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Launch a known kind of call again, otherwise make the public call; return what that returns."""
-        kind, tensors, addresses = _taken_apart(args, how)
-        again = self._known.get(kind)
-        if again is None:
-            return self._first(kind, tensors, args, how)
-        for written, other, before, behind in again.apart:
-            if -before < addresses[other] - addresses[written] < behind:  # the public call has its own opinion of that
-                return self.call(*args, **how)
-        results = self.make(*args, **how)
-        for each in _tensors(results):
-            tensors.append(each)
-            addresses.append(each.data_ptr())
+        kind, tensors, addresses = _classify_arguments(args, keywords)
+        recorded = self._recorded.get(kind)
+        if recorded is None:
+            return self._record_first(kind, tensors, args, keywords)
+        for written, neighbour, below, above in recorded.clearances:
+            distance = addresses[neighbour] - addresses[written]
+            if -below < distance < above:  # the public call has its own opinion of that
+                return self.call(*args, **keywords)
+        outputs = self.make(*args, **keywords)
+        for tensor in _tensors(outputs):
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
         addresses.append(0)
         stream = gpu.stream_handle()
-        for plan, places, mapped in again.launches:
-            plan.at(stream, [addresses[i] + offset for i, offset in places], [tensors[i] for i in mapped])
-        return results
+        for plan, places, mapped in recorded.launches:
+            plan.launch_at(stream, [addresses[i] + offset for i, offset in places], [tensors[i] for i in mapped])
+        return outputs
 
-    def _first(self, kind: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+    def _record_first(
+        self, kind: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """Make the public call for the first time with this kind of arguments.
 
         Its launches are noted if all their memory belongs to arguments and results, and nothing overlaps what they
         write.
         """
-        with launches_within() as launched:
-            results = self.call(*args, **how)
-        spans = [(each.data_ptr(), _extent(each)) for each in (*tensors, *_tensors(results))]
-        is_written = [written for written, _ in self._written(args, how)] + [True] * len(_tensors(results))
+        with record_launches() as launched:
+            outputs = self.call(*args, **keywords)
+        spans = [(tensor.data_ptr(), _extent(tensor)) for tensor in (*tensors, *_tensors(outputs))]
+        is_written = [written for written, _ in self._tensor_arguments(args, keywords)]
+        is_written += [True] * len(_tensors(outputs))
         if any(
             _overlap(spans[i], spans[j])
             for i, j in combinations(range(len(spans)), 2)
             if is_written[i] or is_written[j]
         ):
-            return results
+            return outputs
         launches = [_launch(plan, views, spans) for plans, views in launched for plan in plans]
-        known = tuple(each for each in launches if each)
-        if len(known) == len(launches):
-            remember(self._known, kind, _Again(known, tuple(self._apart(args, how))))
-        return results
+        complete_launches = tuple(launch for launch in launches if launch)
+        if len(complete_launches) == len(launches):
+            remember(self._recorded, kind, _RecordedCall(complete_launches, tuple(self._clearances(args, keywords))))
+        return outputs
 
-    def _written(self, args: tuple[Any, ...], how: dict[str, Any]) -> list[tuple[bool, int]]:
+    def _tensor_arguments(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[tuple[bool, int]]:
         """Tell of every tensor among the arguments whether the operator writes it, and its extent."""
-        given = {**dict(zip(self.arguments, args, strict=False)), **how}
-        return [(self.arguments[name], _extent(each)) for name in given for each in _tensors(given[name])]
+        arguments = {**dict(zip(self.arguments, args, strict=False)), **keywords}
+        return [(self.arguments[name], _extent(tensor)) for name in arguments for tensor in _tensors(arguments[name])]
 
-    def _apart(self, args: tuple[Any, ...], how: dict[str, Any]) -> Iterator[_Apart]:
-        tensors = self._written(args, how)
+    def _clearances(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[_Clearance]:
+        tensors = self._tensor_arguments(args, keywords)
         for i, (is_written, nbytes) in enumerate(tensors):
-            for j, (_, others) in enumerate(tensors):
+            for j, (_, other_nbytes) in enumerate(tensors):
                 if is_written and i != j:
-                    yield _Apart(i, j, others, nbytes)
+                    yield _Clearance(i, j, other_nbytes, nbytes)
 
 
-def _taken_apart(args: tuple[Any, ...], how: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
+def _classify_arguments(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
     """Return the key of a call's kind, every tensor of it, those of lists too, and the tensors' addresses."""
-    kind: list[Any] = [*how]
+    kind: list[Any] = [*keywords]
     tensors: list[Tensor] = []
-    for given in (*args, *how.values()):
-        if isinstance(given, Tensor):
-            tensors.append(given)
-            kind += given.dtype, given.shape, given.is_contiguous() or given.stride(), given.get_device()
-        elif isinstance(given, list):
-            kind.append(len(given))
-            for each in given:
-                tensors.append(each)
-                kind += each.dtype, each.shape, each.is_contiguous() or each.stride(), each.get_device()
+    for argument in (*args, *keywords.values()):
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+            kind += argument.dtype, argument.shape, argument.is_contiguous() or argument.stride(), argument.get_device()
+        elif isinstance(argument, list):
+            kind.append(len(argument))
+            for tensor in argument:
+                tensors.append(tensor)
+                kind += tensor.dtype, tensor.shape, tensor.is_contiguous() or tensor.stride(), tensor.get_device()
         else:
-            kind.append(given)
+            kind.append(argument)
     addresses, low_bits = [], 0
-    for each in tensors:
-        address = each.data_ptr()
+    for tensor in tensors:
+        address = tensor.data_ptr()
         addresses.append(address)
         low_bits |= address
     kind.append(low_bits % gpu.ALIGNMENT)  # the public call takes no other than 0
     return tuple(kind), tensors, addresses
 
 
-def _tensors(given: Any) -> Sequence[Tensor]:
+def _tensors(arguments: Any) -> Sequence[Tensor]:
     """Return the tensors among an operator's arguments or results."""
-    if isinstance(given, Tensor):
-        return (given,)
-    return given if isinstance(given, tuple | list) else ()
+    if isinstance(arguments, Tensor):
+        return (arguments,)
+    return arguments if isinstance(arguments, tuple | list) else ()
 
 
 def _extent(tensor: Tensor) -> int:
@@ -150,8 +156,8 @@ def _extent(tensor: Tensor) -> int:
     return int((last + 1) * tensor.itemsize)
 
 
-def _overlap(one: _Span, other: _Span) -> bool:
-    return max(one[0], other[0]) < min(sum(one), sum(other))
+def _overlap(first: _Span, second: _Span) -> bool:
+    return max(first[0], second[0]) < min(sum(first), sum(second))
 
 
 def _launch(plan: Plan, views: Mapping[str, gpu.View], spans: Sequence[_Span]) -> _Launch | None:
@@ -165,10 +171,11 @@ def _launch(plan: Plan, views: Mapping[str, gpu.View], spans: Sequence[_Span]) -
         if name not in views:
             places.append(_NOWHERE)
             continue
-        at = views[name].address
-        place = [(i, 0) for i, (start, nbytes) in enumerate(spans) if nbytes and start == at]
+        address = views[name].address
+        place = [(i, 0) for i, (start, nbytes) in enumerate(spans) if nbytes and start == address]
         if not place:
-            place = [(i, at - start) for i, (start, nbytes) in enumerate(spans) if start <= at < start + nbytes]
+            inside = ((i, address - start, nbytes) for i, (start, nbytes) in enumerate(spans))
+            place = [(i, offset) for i, offset, nbytes in inside if 0 <= offset < nbytes]
         if len(place) != 1:
             return None
         places += place

@@ -11,7 +11,7 @@ from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.kernels.dequant import SPECS
-from ptxlab.runtime.launching import poisoned
+from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sass import harness
 from ptxlab.sources import Source, of_kernel
@@ -61,7 +61,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
     for _ in range(copies_beyond_l2(nbytes)):
         arrays = {n: gpu.to_device(a) for n, a in packed.items()}
         for arg in spec.outputs:
-            arrays[arg.name] = poisoned(arg.resolve(sizes), arg.dtype)
+            arrays[arg.name] = allocate_poisoned(arg.resolve(sizes), arg.dtype)
             outputs.append(arrays[arg.name])
         args = spec.arguments(arrays, sizes)
         calls.append(gpu.prepare(kernel, args, spec.launch(sizes)))
@@ -89,7 +89,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
 def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> Row:
     """Measure the marked word in a loop over registers, beside the limit of the pipes for its machine code."""
     info = gpu.device_info()
-    loop = harness.looping(source)
+    loop = harness.looping_harness(source)
     word = harness.word_of(source)
     if loop is None or word is None:
         raise BenchmarkError(f"{source.label}: no word is marked (`// @begin word`)")

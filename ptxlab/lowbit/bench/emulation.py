@@ -24,7 +24,7 @@ from ptxlab.runtime.timing import Measured
 from ptxlab.runtime.verify import compare
 from ptxlab.sources import in_checkout, of_kernel, results_dir
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import dtype_in, stored
+from ptxlab.spec.dtypes import convert_to_dtype, dtype_in
 
 LANES = (4096, 65536)
 WANTED = 20e6  # lane-instructions per second and core that make the tests of whole kernels bearable
@@ -91,7 +91,10 @@ def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: in
     """Measure any kernel at these sizes; compare every result with the reference."""
     source, logical = of_kernel(spec.name)[0], spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
-    inputs = {name: stored(array, dtype_in(spec.arg(name).dtype, config)) for name, array in spec.pack(logical).items()}
+    inputs = {
+        name: convert_to_dtype(array, dtype_in(spec.arg(name).dtype, config))
+        for name, array in spec.pack(logical).items()
+    }
 
     def call() -> Outcome:
         return run_spec(

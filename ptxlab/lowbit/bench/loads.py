@@ -19,7 +19,7 @@ from ptxlab.io.files import save_arrays
 from ptxlab.lowbit.kernels.load import SPECS, TILE
 from ptxlab.profile import nsight
 from ptxlab.runtime import run_spec
-from ptxlab.runtime.launching import poisoned
+from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import Measured, copies_beyond_l2, measure
 from ptxlab.sass import dataflow, harness
 from ptxlab.sources import Source, of_kernel
@@ -29,7 +29,7 @@ TILES = 1 << 17  # 268 MB of u4, 537 MB of s8
 STAGES = 1 << 17  # 2.1 GB
 _DISTINCT = 128  # tiles or stages made once and repeated
 _BLOCKS_PER_SM = {"ring": 3, "resident": 8}
-_REPEATS = 4001  # odd: see harness.repeating
+_REPEATS = 4001  # odd: see harness.repeating_harness
 _SHARED_BYTES_PER_CLOCK = 128
 BANK_TILES = 24  # tiles over which wavefronts are counted
 _COUNTERS = {
@@ -92,7 +92,7 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
 def resident(spec: KernelSpec, source: Source) -> Row:
     """Measure the fragment's loads alone, again and again from the same tile in shared memory."""
     info = gpu.device_info()
-    repeated = harness.repeating(source)
+    repeated = harness.repeating_harness(source)
     if repeated is None:
         raise BenchmarkError(f"{source.label}: no fragment is marked (`// @begin fragment`)")
     image = toolchain.assemble(source, info.arch)
@@ -172,7 +172,7 @@ def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: di
         gpu.copy_bytes(large[first : first + len(small)], small)
     calls, outputs = [], []
     for _ in range(copies_beyond_l2(spec.bytes_moved(sizes))):
-        outputs.append(out := poisoned(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype))
+        outputs.append(out := allocate_poisoned(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype))
         scalars = [spec.scalar(a, sizes) for a in spec.args if not a.shape]
         calls.append(gpu.prepare(gpu.load(source, spec.name), [large, out, *scalars], spec.launch(sizes)))
     measured = measure(calls)

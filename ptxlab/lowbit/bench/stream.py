@@ -12,7 +12,7 @@ from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
 from ptxlab.hardware import sheets
 from ptxlab.hardware.words import U32
-from ptxlab.runtime.launching import poisoned
+from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
@@ -67,7 +67,7 @@ def _timed(words: U32, copies: list[Any], most: int) -> float:
     kernel = gpu.load(source(), "stream_bulk")
     calls, digests = [], []
     for data in copies:
-        digests.append(poisoned((blocks, 32), np.uint32))
+        digests.append(allocate_poisoned((blocks, 32), np.uint32))
         args = [data, digests[-1], np.uint32(words.nbytes), np.uint32(chunk)]
         calls.append(gpu.prepare(kernel, args, geometry(blocks)))
     us = measure(calls, replays=_REPLAYS).us

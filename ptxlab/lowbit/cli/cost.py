@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from ptxlab.cli.common import PICTURES, AsJson, Plot, console, expects, print_json, refuse, require_file, table, written
+from ptxlab.cli.common import (
+    PICTURES,
+    AsJson,
+    Plot,
+    console,
+    expects,
+    print_json,
+    print_written,
+    refuse,
+    require_file,
+    table,
+)
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import cost as model
 from ptxlab.lowbit.bench import counts
@@ -130,4 +141,4 @@ def schedule(
         tiles = grid(tokens, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4, spread=spread), k_first=False)
         save(schedule_figure({f"{name}, {N} x {K}": (tiles, sms, costs)}, SCHEDULES), plot)
         if not as_json:
-            written(plot)
+            print_written(plot)

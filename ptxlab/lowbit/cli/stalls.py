@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ptxlab.cli.common import AsJson, console, print_json, progress_bar, require_file, table, written
+from ptxlab.cli.common import AsJson, console, print_json, print_written, progress_bar, require_file, table
 from ptxlab.lowbit.bench import stalls as measurements
 
 PANEL = "Measure"
@@ -30,4 +30,4 @@ def stalls(
         return print_json([asdict(row) for row in record.rows])
     head, *rows = measurements.table(record.rows)
     console.print(table("Share of all stalls: subtraction, of all dequantisation", head, rows))
-    written(path, keep)
+    print_written(path, keep)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ptxlab.jupyter.widgets import linked, require_ipywidgets, slider
+from ptxlab.jupyter.widgets import link_controls, require_ipywidgets, slider
 from ptxlab.lowbit.jupyter import maps
 from ptxlab.lowbit.jupyter.drawing import HolderView
 from ptxlab.lowbit.jupyter.identities import LANES, identities
@@ -29,7 +29,7 @@ def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: 
         return identities(lanes, values["s1"], values["min"])._repr_html_()
 
     columns = ui.HBox([ui.VBox(weights[::-1]), ui.VBox([scale, least])])
-    return linked(columns, [*weights, scale, least], show)
+    return link_controls(columns, [*weights, scale, least], show)
 
 
 def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
@@ -48,4 +48,4 @@ def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
         lane_slider.max = maps.find(values["map"]).lanes - 1
         return HolderView(maps.find(values["map"]), min(values["lane"], lane_slider.max))._repr_html_()
 
-    return linked(ui.HBox([choice, lane_slider]), [choice, lane_slider], show)
+    return link_controls(ui.HBox([choice, lane_slider]), [choice, lane_slider], show)

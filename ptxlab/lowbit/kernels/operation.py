@@ -6,7 +6,7 @@ on the host. What stays between calls is kept here: prepared kernels, calls that
 memory of every stream.
 
 A call skips the first three where one like it has been launched: with equal options, and arrays of the same dtypes,
-shapes and devices. Checks look at nothing else, so they would say the same. Whatever differs goes the whole way.
+shapes and devices. Checks look at nothing else, so they would say the same. Any other call takes every step.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io.dynamo import break_graph
-from ptxlab.lowbit.kernels.options import MOST, Options
+from ptxlab.lowbit.kernels.options import MAX_ENTRIES, Options
 from ptxlab.runtime.plan import Plan
 from ptxlab.spec import Arg, Sizes
 from ptxlab.spec.dtypes import name_of, storage
@@ -116,19 +116,23 @@ class DeviceMemory:
         return sum(int(view.owner.nbytes) for view in self.views.values())
 
     @classmethod
-    def of(cls, kernel: str, items: Iterable[Scratch], *, zeros: bool, **more: Any) -> Self:
+    def of(cls, kernel: str, buffers: Iterable[Scratch], *, zeros: bool, **fields: Any) -> Self:
         """Allocate new memory on the current device; zeros are there when this returns."""
-        make = gpu.zeros if zeros else gpu.empty
-        return cls(kernel, {item.name: gpu.view("workspace", make(item.shape, item.dtype)) for item in items}, **more)
+        allocate = gpu.zeros if zeros else gpu.empty
+        return cls(
+            kernel,
+            {buffer.name: gpu.view("workspace", allocate(buffer.shape, buffer.dtype)) for buffer in buffers},
+            **fields,
+        )
 
-    def too_small(self, items: Iterable[Scratch]) -> str:
+    def first_too_small(self, buffers: Iterable[Scratch]) -> str:
         """Return the name of a buffer that is missing or too small; empty if there is none."""
-        for name, _, _, nbytes in items:
+        for name, _, _, nbytes in buffers:
             if name not in self.views or self.views[name].owner.nbytes < nbytes:
                 return name
         return ""
 
-    def said_of(self, name: str) -> str:
+    def describe_buffer(self, name: str) -> str:
         """Describe a buffer that is too small, for messages."""
         return f"{self.views[name].owner.nbytes if name in self.views else 0} bytes for {name}"
 
@@ -151,9 +155,9 @@ class Prepared:
     """Launches of a call at one shape: plans, made when first asked for, which compiles and loads.
 
     Attributes:
-        kernel: the name of the last one.
-        memory: what the kernels need; enough of it for other shapes too, if they shall share it.
-        kept: names of that which every call finds and leaves at 0. Such memory is of one kernel alone.
+        kernel: the name of the last kernel that is launched.
+        memory: buffers that the kernels need, large enough for the other shapes that are to share them.
+        zero_buffers: names of the buffers that every call finds and leaves at 0. Only calls of one kernel share them.
         workspace_rules: for errors; None where the kernels need no memory.
     """
 
@@ -163,11 +167,11 @@ class Prepared:
         make: Callable[[], tuple[Plan, ...]],
         *,
         memory: Iterable[Scratch] = (),
-        kept: Iterable[str] = (),
+        zero_buffers: Iterable[str] = (),
         workspace_rules: WorkspaceRules | None = None,
     ) -> None:
         self.kernel, self._make = kernel, make
-        self.memory, self.kept = tuple(memory), tuple(kept)
+        self.memory, self.zero_buffers = tuple(memory), tuple(zero_buffers)
         self.workspace_rules = workspace_rules or WorkspaceRules("", "", "")
 
     @cached_property
@@ -188,24 +192,27 @@ class Ready(NamedTuple):
 
     prepared: Prepared
     memory: tuple[Scratch, ...]
-    results: tuple[CallArray, ...]
+    outputs: tuple[CallArray, ...]
 
 
 _prepared: dict[Hashable, Prepared] = {}
 _ready: dict[Hashable, Ready] = {}
-_memory: dict[tuple[int, int, str], DeviceMemory] = {}  # by device, stream and kernel
-_noted: ContextVar[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] | None] = ContextVar("noted", default=None)
+# By device, stream and kernel: calls on one stream follow each other, so they can share memory; those on two cannot.
+_memory: dict[tuple[int, int, str], DeviceMemory] = {}
+_recorded_launches: ContextVar[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] | None] = ContextVar(
+    "recorded_launches", default=None
+)
 
 
 @contextmanager
-def launches_within() -> Iterator[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]]]:
+def record_launches() -> Iterator[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]]]:
     """Record the launches of operations in the block, in order: plans, and their memory by its pointers' names."""
-    noted: list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] = []
-    before = _noted.set(noted)
+    launches: list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] = []
+    reset_token = _recorded_launches.set(launches)
     try:
-        yield noted
+        yield launches
     finally:
-        _noted.reset(before)
+        _recorded_launches.reset(reset_token)
 
 
 @break_graph
@@ -215,9 +222,9 @@ def release_memory() -> int:
     It goes back to CuPy's pool in the order of its stream, so what still runs may finish. Workspaces are their owners'.
     A later call works as the first one of its stream did: it makes its memory anew.
     """
-    released = sum(held.nbytes for held in _memory.values())
+    released_bytes = sum(memory.nbytes for memory in _memory.values())
     _memory.clear()
-    return released
+    return released_bytes
 
 
 C = TypeVar("C", bound=Call)
@@ -233,18 +240,19 @@ class Operation(Generic[C]):
             ArgumentError for what does not fit together.
         prepare: chooses kernels for a call on the current device; raises what that raises.
         on_host: the call on host arrays, checked there.
-        look: raises ArgumentError for numbers on the device that `check` finds wrong; takes the kernels' memory too.
-        apart: arrays of which no two may share memory, as some are written while others are read: by name, what
+        check_values: raises ArgumentError for numbers on the device that no kernel may be given, if the option `check`
+            is set; takes the kernels' memory too.
+        disjoint: arrays of which no two may share memory, as some are written while others are read: by name, what
             messages call them.
-        written: those of `apart` that are written; empty for all. Two that are only read may share memory.
+        written: those of `disjoint` that are written; empty for all. Two that are only read may share memory.
     """
 
     name: str
     check: Callable[..., C]
     prepare: Callable[[C], Prepared]
     on_host: Callable[[C], Results]
-    look: Callable[[C, Prepared, DeviceMemory | None], None] | None = None
-    apart: Mapping[str, str] = field(default_factory=dict)
+    check_values: Callable[[C, Prepared, DeviceMemory | None], None] | None = None
+    disjoint: Mapping[str, str] = field(default_factory=dict)
     written: tuple[str, ...] = ()
 
     def __call__(
@@ -268,79 +276,82 @@ class Operation(Generic[C]):
         example = next(iter(arrays.values()))
         if not gpu.is_device_array(example):
             call = self._check_call(options, arrays, operands)
-            self._require_apart({name: _host_view(name, arrays[name]) for name in self.apart if name in arrays})
+            self._require_disjoint({name: _host_view(name, arrays[name]) for name in self.disjoint if name in arrays})
             return self.on_host(call)
         device, stream = gpu.current_device(), gpu.stream_handle()
         views: dict[str, gpu.View] = {}
-        kinds: list[Any] = [self.name, device, gpu.target(), options, description]
+        key_parts: list[Any] = [self.name, device, gpu.target(), options, description]
         addresses, key, ready = 0, None, None
         try:
             for name, array in arrays.items():
                 if array is not None:
                     views[name] = view = gpu.view(name, array)
-                    address, shape, dtype, place, _ = view  # quicker than attributes and slices
-                    addresses |= address
-                    kinds.append((shape, dtype, place))
-            key = *kinds, *views
+                    address, shape, dtype, array_device, _ = view  # quicker than attributes and slices
+                    addresses |= address  # one test for all: an array that is not aligned leaves a low bit set
+                    key_parts.append((shape, dtype, array_device))
+            key = *key_parts, *views  # the names tell which of the optional arrays are given
             ready = _ready.get(key) if addresses % gpu.ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
             key = None
-        if self.apart:
-            self._require_apart(views)
+        if self.disjoint:
+            self._require_disjoint(views)
         if ready is not None:
-            lacks = ready.results or (ready.memory and workspace is None)
-            if not (lacks and gpu.is_capturing(stream)):
-                used = self._take(ready, (device, stream), workspace, views) if ready.memory else None
-                return _launch(ready, stream, views, used, example)
+            must_allocate = ready.outputs or (ready.memory and workspace is None)
+            if not (must_allocate and gpu.is_capturing(stream)):  # otherwise refused below, with the rule
+                memory = self._provide_memory(ready, (device, stream), workspace, views) if ready.memory else None
+                return _launch(ready, stream, views, memory, example)
         call = self._check_call(options, arrays, operands)
         return self._launch_first(
             call, (device, stream), workspace, example, None if addresses % gpu.ALIGNMENT else key
         )
 
     def _check_call(self, options: Options, arrays: Mapping[str, Any], operands: tuple[Any, ...]) -> C:
-        """Build the call; raise ArgumentError for operands that it must not be given."""
+        """Check options and operands, and build the call; raise ArgumentError for what does not fit."""
         options.require_valid(self.name)
         return self.check(options, arrays, *operands)
 
-    def _require_apart(self, views: Mapping[str, gpu.View]) -> None:
-        """Raise ArgumentError for the first two of `apart` that have memory in common, if either is written."""
+    def _require_disjoint(self, views: Mapping[str, gpu.View]) -> None:
+        """Raise ArgumentError for the first two of `disjoint` that have memory in common, if either is written."""
         spans: list[tuple[str, int, int]] = []
-        for name in self.apart:
+        for name in self.disjoint:
             if name in views:
                 start, shape, dtype, *_ = views[name]
                 stop = start + prod(shape) * _itemsize(dtype)
-                for other, begin, end in spans:
-                    is_read = self.written and not {name, other} & {*self.written}
-                    if not is_read and max(begin, start) < min(end, stop):
-                        rule = f"must not share memory with {self.apart[other]}"
-                        raise ArgumentError(f"{self.name}: {self.apart[name]}", rule, "some of it")
+                for earlier_name, earlier_start, earlier_stop in spans:
+                    both_are_read = self.written and not {name, earlier_name} & {*self.written}
+                    if not both_are_read and max(earlier_start, start) < min(earlier_stop, stop):
+                        rule = f"must not share memory with {self.disjoint[earlier_name]}"
+                        raise ArgumentError(f"{self.name}: {self.disjoint[name]}", rule, "some of it")
                 spans.append((name, start, stop))
 
     def _launch_first(
-        self, call: C, place: tuple[int, int], workspace: DeviceMemory | None, example: Any, key: Hashable
+        self, call: C, device_and_stream: tuple[int, int], workspace: DeviceMemory | None, example: Any, key: Hashable
     ) -> Results:
         """Choose, prepare, compile and launch at the first call with a key, and remember the launches."""
         if call.options.backend == "emulator":
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
-        device, stream = place
-        slot = self.name, device, gpu.target(), call.options.kernel_key, call.key
-        prepared = _prepared.get(slot) or self.prepare(call)
+        device, stream = device_and_stream
+        # Not `key`: layouts of arrays, and options that select no kernel, need no kernels of their own.
+        prepared_key = self.name, device, gpu.target(), call.options.kernel_key, call.key
+        prepared = _prepared.get(prepared_key) or self.prepare(call)
         views = {operand.name: operand.view(device) for operand in call.operands if operand.array is not None}
-        results = tuple(operand for operand in call.operands if operand.array is None)
+        outputs = tuple(operand for operand in call.operands if operand.array is None)
         if call.is_empty:
-            return _handed({each.name: gpu.new(example, each.shape, each.dtype) for each in results}, results, example)
-        ready = Ready(prepared, tuple(item for item in prepared.memory if item.name not in views), results)
+            return _convert_outputs(
+                {output.name: gpu.new(example, output.shape, output.dtype) for output in outputs}, outputs, example
+            )
+        ready = Ready(prepared, tuple(buffer for buffer in prepared.memory if buffer.name not in views), outputs)
         if gpu.is_capturing(stream):
             self._refuse_in_capture(call, ready, workspace)
         _ = prepared.plans  # or the reason why there are none, before anything is allocated
-        remember(_prepared, slot, prepared)
-        used = self._take(ready, place, workspace, views) if ready.memory else None
-        if call.options.check and self.look:
-            self.look(call, prepared, used)
-        made = _launch(ready, stream, views, used, example)
-        if key is not None and not call.options.check:
+        remember(_prepared, prepared_key, prepared)
+        memory = self._provide_memory(ready, device_and_stream, workspace, views) if ready.memory else None
+        if call.options.check and self.check_values:
+            self.check_values(call, prepared, memory)
+        results = _launch(ready, stream, views, memory, example)
+        if key is not None and not call.options.check:  # with `check` every call has its numbers checked
             remember(_ready, key, ready)
-        return made
+        return results
 
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
         """Raise if something must be waited for, allocated or loaded in a CUDA graph capture; say what to do before."""
@@ -349,58 +360,66 @@ class Operation(Generic[C]):
             raise ArgumentError(f"{self.name}: check", rule, True)
         if ready.memory and workspace is None:
             raise ArgumentError(f"{self.name}: workspace", ready.prepared.workspace_rules.in_capture, "nothing")
-        if ready.results:
-            raise ready.results[0].missing_in_capture
+        if ready.outputs:
+            raise ready.outputs[0].missing_in_capture
         if not ready.prepared.is_loaded:
             rule = "the first call of a shape loads its kernel: make it before the capture"
             raise ArgumentError(self.name, rule, ", ".join(f"{name}={size}" for name, size in call.sizes.items()))
 
-    def _take(
-        self, ready: Ready, place: tuple[int, int], workspace: DeviceMemory | None, views: dict[str, gpu.View]
+    def _provide_memory(
+        self,
+        ready: Ready,
+        device_and_stream: tuple[int, int],
+        workspace: DeviceMemory | None,
+        views: dict[str, gpu.View],
     ) -> DeviceMemory:
-        """Add to `views` what the kernels need of the caller's workspace, or of what all calls on this stream share."""
+        """Add the buffers that the kernels need to `views`: from the workspace, or from this stream's shared memory."""
         prepared = ready.prepared
         if workspace is None:
-            used = _memory.get((*place, prepared.kernel))
-            if used is None or used.too_small(ready.memory):
-                used = DeviceMemory.of(prepared.kernel, ready.memory, zeros=bool(prepared.kept))
-                _memory[*place, prepared.kernel] = used
+            memory = _memory.get((*device_and_stream, prepared.kernel))
+            if memory is None or memory.first_too_small(ready.memory):
+                memory = DeviceMemory.of(prepared.kernel, ready.memory, zeros=bool(prepared.zero_buffers))
+                _memory[*device_and_stream, prepared.kernel] = memory
         else:
-            used = workspace
-            if prepared.kept and used.kernel != prepared.kernel:
+            memory = workspace
+            if prepared.zero_buffers and memory.kernel != prepared.kernel:
                 rule = prepared.workspace_rules.kernel
-                raise ArgumentError(f"{self.name}: workspace", rule, f"that of {used.kernel}")
-            if name := used.too_small(ready.memory):
-                raise ArgumentError(f"{self.name}: workspace", prepared.workspace_rules.size, used.said_of(name))
-        for item in ready.memory:
-            view = views[item.name] = used.views[item.name]
-            if view.device != place[0]:
-                rule = f"on the current device {place[0]}"
+                raise ArgumentError(f"{self.name}: workspace", rule, f"that of {memory.kernel}")
+            if name := memory.first_too_small(ready.memory):
+                raise ArgumentError(
+                    f"{self.name}: workspace", prepared.workspace_rules.size, memory.describe_buffer(name)
+                )
+        for buffer in ready.memory:
+            view = views[buffer.name] = memory.views[buffer.name]
+            if view.device != device_and_stream[0]:
+                rule = f"on the current device {device_and_stream[0]}"
                 raise ArgumentError(f"{self.name}: workspace", rule, f"device {view.device}")
-        return used
+        return memory
 
 
-def _launch(ready: Ready, stream: int, views: dict[str, gpu.View], used: DeviceMemory | None, example: Any) -> Results:
+def _launch(
+    ready: Ready, stream: int, views: dict[str, gpu.View], memory: DeviceMemory | None, example: Any
+) -> Results:
     """Make the results, and enqueue the kernels."""
-    made = {}
-    for result in ready.results:
-        array = made[result.name] = gpu.new(example, result.shape, result.dtype)
-        views[result.name] = gpu.view(result.label, array)
+    arrays = {}
+    for output in ready.outputs:
+        array = arrays[output.name] = gpu.new(example, output.shape, output.dtype)
+        views[output.name] = gpu.view(output.label, array)
     try:
         for plan in ready.prepared.plans:
             plan(stream, views)
-        if (noted := _noted.get()) is not None:
-            noted.append((ready.prepared.plans, views))
+        if (launches := _recorded_launches.get()) is not None:
+            launches.append((ready.prepared.plans, views))
     except BaseException:
-        if used is not None and ready.prepared.kept:  # nobody knows what is in it now
-            used.views.clear()
+        if memory is not None and ready.prepared.zero_buffers:  # nobody knows what is in it now
+            memory.views.clear()
         raise
-    return _handed(made, ready.results, example) if made else made
+    return _convert_outputs(arrays, ready.outputs, example) if arrays else arrays
 
 
-def _handed(made: dict[str, Any], results: Iterable[CallArray], example: Any) -> Results:
+def _convert_outputs(arrays: dict[str, Any], outputs: Iterable[CallArray], example: Any) -> Results:
     """Convert the results to arrays of the caller's library."""
-    return {result.name: gpu.handed(made[result.name], example, result.dtype) for result in results}
+    return {output.name: gpu.hand_to_caller(arrays[output.name], example, output.dtype) for output in outputs}
 
 
 @cache
@@ -429,28 +448,28 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-def remember(known: dict[K, T], key: K, value: T) -> None:
-    """Keep `value` under `key` for the next call.
+def remember(entries: dict[K, T], key: K, entry: T) -> None:
+    """Keep `entry` under `key` for the next call.
 
     A decoder has few shapes; where there are many, all are forgotten now and then.
     """
-    if key not in known and len(known) >= MOST:
-        known.clear()
-    known[key] = value
+    if key not in entries and len(entries) >= MAX_ENTRIES:
+        entries.clear()
+    entries[key] = entry
 
 
 def dtype_of(array: Any) -> str:
     """Return the name of an array's dtype in any library; uint16 are bits of bfloat16."""
-    return _named(getattr(array, "dtype", type(array).__name__))
+    return _dtype_name(getattr(array, "dtype", type(array).__name__))
 
 
 @cache
-def _named(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     name = name_of(dtype)
     return "bfloat16" if name == "uint16" else name
 
 
-def copied(name: str, array: Any) -> Any:
+def copy_to_host(name: str, array: Any) -> Any:
     """Copy a device array's numbers to the host, or return None for None; `name` is for messages."""
     shared = None if array is None else gpu.as_array(name, array)
     return shared if shared is None or isinstance(shared, np.ndarray) else gpu.to_host(shared)

@@ -41,37 +41,37 @@ def launches(
     Raises:
         UnavailableError: no ncu, no permission to count, other launches than those, or a metric that ncu does not know.
     """
-    options = ["--csv", "--page", "raw", "--print-units", "base", *_wanted(kernels, metrics, sections)]
-    done = _ncu(options, command)
-    rows = launched(done.stdout)
+    options = ["--csv", "--page", "raw", "--print-units", "base", *_selection_options(kernels, metrics, sections)]
+    process = _ncu(options, command)
+    rows = parse_launches(process.stdout)
     names = [row["Kernel Name"].partition("(")[0] for row in rows]
     if names != list(kernels):
-        raise _other_launches(names, done)
+        raise _other_launches(names, process)
     if unknown := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
         raise unknown_metric(unknown[0])
-    return [numbers(row) for row in rows]
+    return [parse_numbers(row) for row in rows]
 
 
 def marked_launches(command: Sequence[str], metrics: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
-    """Run a command under ncu and read metrics of every launch between its `gpu.profiled()`, whoever launches.
+    """Run a command under ncu and read metrics of every launch between its `gpu.profiling()`, whoever launches.
 
     Returns name and numbers of each, in order. Raises UnavailableError: no ncu, no permission to count, no launch, or a
     metric that ncu does not know.
     """
     options = ["--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
-    done = _ncu([*options, "--metrics", ",".join(metrics)], command)
-    rows = launched(done.stdout)
+    process = _ncu([*options, "--metrics", ",".join(metrics)], command)
+    rows = parse_launches(process.stdout)
     if not rows:
-        raise _other_launches([], done)
+        raise _other_launches([], process)
     if unknown := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
         raise unknown_metric(unknown[0])
-    return [(row["Kernel Name"].partition("(")[0], numbers(row)) for row in rows]
+    return [(row["Kernel Name"].partition("(")[0], parse_numbers(row)) for row in rows]
 
 
 def collect(
-    command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], out: Path, *, chosen: str = "quick"
+    command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], out: Path, *, metric_set: str = "quick"
 ) -> None:
-    """Run a command under ncu and write a report of the launches between its `gpu.profiled()`.
+    """Run a command under ncu and write a report of the launches between its `gpu.profiling()`.
 
     Caches are emptied before every pass, and the sources that the line tables name go into the report.
 
@@ -80,20 +80,20 @@ def collect(
         kernels: entry symbols.
         metrics: ncu's names.
         out: the `.ncu-rep` to write.
-        chosen: `quick` for these metrics and the samples of stalled warps; `full` for everything that ncu has besides.
+        metric_set: `quick` for these metrics and the samples of stalled warps; `full` for all that ncu has besides.
 
     Raises:
         ArgumentError: no such set.
         UnavailableError: no ncu, no permission to count, no launch, or a metric that ncu does not know.
     """
-    if chosen not in SETS:
-        raise ArgumentError("--set", f"one of {', '.join(SETS)}", chosen)
-    sections = ["SourceCounters", "LaunchStats", "Occupancy"] if chosen == "quick" else []
+    if metric_set not in SETS:
+        raise ArgumentError("--set", f"one of {', '.join(SETS)}", metric_set)
+    sections = ["SourceCounters", "LaunchStats", "Occupancy"] if metric_set == "quick" else []
     options = ["--profile-from-start", "off", "--import-source", "yes", "--force-overwrite", "--export", str(out)]
-    options += ["--warp-sampling-interval", _SAMPLING, *(["--set", "full"] if chosen == "full" else [])]
-    done = _ncu([*options, *_wanted(kernels, metrics, sections)], command)
+    options += ["--warp-sampling-interval", _SAMPLING, *(["--set", "full"] if metric_set == "full" else [])]
+    process = _ncu([*options, *_selection_options(kernels, metrics, sections)], command)
     if not out.is_file():
-        raise _other_launches([], done)
+        raise _other_launches([], process)
 
 
 def unknown_metric(name: str) -> UnavailableError:
@@ -105,11 +105,11 @@ def version() -> str:
     """Return the version of the ncu on the PATH, `2025.3.1.0`; empty if there is none."""
     ncu = shutil.which("ncu")
     printed = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout if ncu else ""
-    found = re.search(r"Version (\S+)", printed)
-    return found[1] if found else ""
+    match = re.search(r"Version (\S+)", printed)
+    return match[1] if match else ""
 
 
-def _wanted(kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[str]) -> list[str]:
+def _selection_options(kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[str]) -> list[str]:
     options = ["--kernel-name", f"regex:^({'|'.join(sorted(set(kernels)))})$", "--metrics", ",".join(metrics)]
     return options + [option for section in sections for option in ("--section", section)]
 
@@ -119,40 +119,42 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
     ncu = shutil.which("ncu")
     if ncu is None:
         raise UnavailableError(f"ncu (Nsight Compute): not on the PATH; {INSTALL}")
-    done = subprocess.run([ncu, "--clock-control", "none", *options, *command], capture_output=True, text=True)
-    printed = done.stdout + done.stderr
+    process = subprocess.run([ncu, "--clock-control", "none", *options, *command], capture_output=True, text=True)
+    printed = process.stdout + process.stderr
     if "ERR_NVGPUCTRPERM" in printed:
         raise UnavailableError(f"ncu: no permission to read the GPU's counters (ERR_NVGPUCTRPERM); {_MAY_NOT}")
     if unknown := _UNKNOWN.search(printed):
         raise unknown_metric(unknown[1])
     if reason := re.search(rf"^{FAILED}(.*)$", printed, re.MULTILINE):
         raise UnavailableError(reason[1])
-    return done
+    return process
 
 
-def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]) -> UnavailableError:
+def _other_launches(names: Sequence[str], process: subprocess.CompletedProcess[str]) -> UnavailableError:
     """Return the error for launches other than those that were asked for.
 
     It has ncu's first error, then the last line that the command printed.
     """
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    said = [line for line in lines if line.startswith("==ERROR==")][:1]
-    own = [line for line in lines if line.strip() and not line.startswith(("==", '"'))][-1:]
-    return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join([*said, *own])}")
+    lines = (process.stdout + process.stderr).strip().splitlines()
+    error_lines = [line for line in lines if line.startswith("==ERROR==")][:1]
+    last_line = [line for line in lines if line.strip() and not line.startswith(("==", '"'))][-1:]
+    return UnavailableError(
+        f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join([*error_lines, *last_line])}"
+    )
 
 
-def launched(printed: str) -> list[dict[str, str]]:
+def parse_launches(printed: str) -> list[dict[str, str]]:
     """Parse the launches in ncu's CSV, by column; its second line has units and no launch."""
     table = [line for line in printed.splitlines() if line.startswith('"')]
     return [row for row in csv.DictReader(io.StringIO("\n".join(table))) if row["ID"]]
 
 
-def numbers(row: dict[str, str]) -> dict[str, float]:
+def parse_numbers(row: dict[str, str]) -> dict[str, float]:
     """Return the columns that hold a number."""
-    found = {}
-    for name, value in row.items():
+    by_column = {}
+    for name, cell in row.items():
         try:
-            found[name] = float(str(value).replace(",", ""))
+            by_column[name] = float(str(cell).replace(",", ""))
         except ValueError:
             continue
-    return found
+    return by_column

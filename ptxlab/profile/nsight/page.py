@@ -13,7 +13,7 @@ from ptxlab.io.files import read_record, write_text
 from ptxlab.profile.nsight.report import ISSUING, ProfiledLaunch
 
 SCHEMA = 1
-MOST_CARRIERS = 10
+MAX_CARRIERS = 10
 WEIGHTS = "weights"  # beside ncu's metrics: 4-bit (or 8-bit) elements that the launch works on, where they are known
 
 
@@ -26,14 +26,14 @@ class Figure:
         label: for people.
         unit: `µs`, `%` (of what the unit could do) ...
         metrics: of ncu (or `WEIGHTS`) that it is made of.
-        of: their values -> the figure; NaN where they make none, which a profile leaves out.
+        compute: their values -> the figure; NaN where they make none, which a profile leaves out.
     """
 
     name: str
     label: str
     unit: str
     metrics: tuple[str, ...]
-    of: Callable[..., float] = lambda value: value
+    compute: Callable[..., float] = lambda value: value
 
 
 _PEAK = "avg.pct_of_peak_sustained_active"
@@ -147,7 +147,7 @@ class Profile:
 
 
 def profile_of(
-    launched: ProfiledLaunch,
+    launch: ProfiledLaunch,
     *,
     sizes: Mapping[str, Any] | None = None,
     weights: int | None = None,
@@ -156,7 +156,7 @@ def profile_of(
     """Make the page of a launch.
 
     Args:
-        launched: of a report that has `METRICS`.
+        launch: of a report that has `METRICS`.
         sizes: of the problem.
         weights: how many elements the figures per weight count.
         origin: commit, date, versions.
@@ -167,45 +167,45 @@ def profile_of(
     figures = {}
     for figure in FIGURES:
         if WEIGHTS not in figure.metrics or weights:
-            values = (float(weights or 0) if name == WEIGHTS else launched.number(name) for name in figure.metrics)
-            figures[figure.name] = figure.of(*values)
-    figures = {name: value for name, value in figures.items() if not math.isnan(value)}
+            values = (float(weights or 0) if name == WEIGHTS else launch.number(name) for name in figure.metrics)
+            figures[figure.name] = figure.compute(*values)
+    figures = {name: number for name, number in figures.items() if not math.isnan(number)}
     reasons = Counter[str]()
-    for instruction in launched.instructions:
+    for instruction in launch.instructions:
         reasons.update(instruction.samples)
     samples, issuing = reasons.total(), reasons.pop(ISSUING, 0)
     return Profile(
-        kernel=launched.kernel,
+        kernel=launch.kernel,
         sizes=dict(sizes or {}),
         figures=figures,
         stalls=_shares(reasons, reasons.total()),
         issuing=issuing / max(1, samples),
         samples=samples,
-        carriers=carriers(launched),
-        device=launched.names.get("device__attribute_display_name", ""),
+        carriers=carriers(launch),
+        device=launch.names.get("device__attribute_display_name", ""),
         origin=dict(origin or {}),
     )
 
 
-def carriers(launched: ProfiledLaunch) -> tuple[Carrier, ...]:
+def carriers(launch: ProfiledLaunch) -> tuple[Carrier, ...]:
     """Return the source lines at which most stalls were sampled.
 
     Where there is no line table these are instructions.
     """
     waiting: dict[tuple[str, int], Counter[str]] = {}
     hottest: dict[tuple[str, int], str] = {}
-    most = Counter[tuple[str, int]]()
-    for one in launched.instructions:
-        place = (one.file, one.line) if one.file else ("", one.offset)
-        waiting.setdefault(place, Counter()).update({r: n for r, n in one.samples.items() if r != ISSUING})
-        if one.stalled >= most[place]:
-            most[place], hottest[place] = one.stalled, one.sass
+    most_stalled = Counter[tuple[str, int]]()
+    for instruction in launch.instructions:
+        place = (instruction.file, instruction.line) if instruction.file else ("", instruction.offset)
+        waiting.setdefault(place, Counter()).update({r: n for r, n in instruction.samples.items() if r != ISSUING})
+        if instruction.stalled >= most_stalled[place]:
+            most_stalled[place], hottest[place] = instruction.stalled, instruction.sass
     stalls = sum(counts.total() for counts in waiting.values())
-    ranked = sorted(waiting, key=lambda place: -waiting[place].total())[:MOST_CARRIERS]
+    ranked = sorted(waiting, key=lambda place: -waiting[place].total())[:MAX_CARRIERS]
     return tuple(
         Carrier(
             where=f"{file}:{line}" if file else f"+{line:#x}",
-            text=launched.text_of(file, line),
+            text=launch.text_of(file, line),
             sass=hottest[file, line],
             share=waiting[file, line].total() / stalls,
             reasons=_shares(waiting[file, line], stalls),
@@ -222,9 +222,9 @@ def save(profile: Profile, path: Path) -> None:
 
 def load(path: Path) -> Profile:
     """Read a profile that was written as JSON; `FileError` says in one line why a file is none."""
-    found = read_record(path, "a profile", SCHEMA)
+    record = read_record(path, "a profile", SCHEMA)
     try:
-        return Profile(**{**found, "carriers": tuple(Carrier(**one) for one in found["carriers"])})
+        return Profile(**{**record, "carriers": tuple(Carrier(**carrier) for carrier in record["carriers"])})
     except KeyError as error:
         raise FileError(f"{path}: not a profile: it has no {error}") from None
     except TypeError as error:

@@ -15,7 +15,7 @@ _NO_ISSUE = "_not_issued"  # the same, counted only when the scheduler issued no
 _EXECUTED = "inst_executed"
 _TARGET = re.compile(r"0x[0-9a-f]{9,}")  # of a branch: an address, which changes from run to run
 _STEP = 16  # bytes of an instruction
-_MOST = 1 << 16  # instructions of a kernel, at most
+_MAX_INSTRUCTIONS = 1 << 16  # instructions of a kernel, at most
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ def read(path: Path) -> list[ProfiledLaunch]:
     except Exception as error:  # the package's own errors derive from nothing narrower
         raise FileError(f"{path}: not a report that ncu-report can read: {str(error).splitlines()[0]}") from None
     ranges = [context.range_by_idx(i) for i in range(context.num_ranges())]
-    found = [_launched(part.action_by_idx(i)) for part in ranges for i in range(part.num_actions())]
-    if not found:
+    launches = [_read_launch(part.action_by_idx(i)) for part in ranges for i in range(part.num_actions())]
+    if not launches:
         raise FileError(f"{path}: holds no launch of a kernel")
-    return found
+    return launches
 
 
-def _launched(action: Any) -> ProfiledLaunch:
+def _read_launch(action: Any) -> ProfiledLaunch:
     numbers, names = {}, {}
     for name in action.metric_names():
-        value = action.metric_by_name(name).value()
-        if isinstance(value, int | float):
-            numbers[name] = float(value)
-        elif isinstance(value, str):
-            names[name] = value
+        metric = action.metric_by_name(name).value()
+        if isinstance(metric, int | float):
+            numbers[name] = float(metric)
+        elif isinstance(metric, str):
+            names[name] = metric
     files = {PurePosixPath(path).name: text for path, text in action.source_files().items()}
     return ProfiledLaunch(action.name(), numbers, names, tuple(_instructions(action)), files)
 
@@ -120,19 +120,19 @@ def _instructions(action: Any) -> Iterator[SampledInstruction]:
     reasons = [name for name in action.metric_names() if name.startswith(SAMPLES) and not name.endswith(_NO_ISSUE)]
     counts = {name.removeprefix(SAMPLES): _by_address(action, name) for name in reasons}
     executed = _by_address(action, _EXECUTED)
-    start = min((address for at in (executed, *counts.values()) for address in at), default=None)
+    start = min((address for by_address in (executed, *counts.values()) for address in by_address), default=None)
     if start is None:
         return
     while action.sass_by_pc(start - _STEP):
         start -= _STEP
-    for address in range(start, start + _MOST * _STEP, _STEP):
+    for address in range(start, start + _MAX_INSTRUCTIONS * _STEP, _STEP):
         sass = action.sass_by_pc(address)
         if not sass:
             return
         place = action.source_info(address)
         file, line = (PurePosixPath(place.file_name()).name, place.line()) if place else ("", 0)
-        text = _TARGET.sub(lambda found: f"{int(found[0], 16) - start:#x}", " ".join(sass.split()).strip(" ;"))
-        samples = {reason: at[address] for reason, at in counts.items() if at.get(address)}
+        text = _TARGET.sub(lambda match: f"{int(match[0], 16) - start:#x}", " ".join(sass.split()).strip(" ;"))
+        samples = {reason: by_address[address] for reason, by_address in counts.items() if by_address.get(address)}
         yield SampledInstruction(address - start, text, file, line, samples, executed.get(address, 0))
 
 

@@ -65,11 +65,11 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
     chains = registry.entries("chains")
     verified = [name for name in kernels if name not in chains]
     if verified:
-        together = _run(tool, verified, sizes)
-        if together.problems and len(verified) > 1:
+        verdict = _run(tool, verified, sizes)
+        if verdict.problems and len(verified) > 1:
             yield from (_run(tool, [name], sizes) for name in verified)
         else:
-            yield together
+            yield verdict
     yield from (_run(tool, [name], None) for name in kernels if name in chains)
 
 
@@ -82,15 +82,17 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResul
     verify = [_CHILD, "verify", *kernels, "--backend", "gpu", *(["--shape", sizes] if sizes else [])]
     child = [_CHAIN, *kernels] if kernels[0] in registry.entries("chains") else verify
     started = time.monotonic()
-    done = subprocess.run([sanitizer, *options, sys.executable, "-c", *child], capture_output=True, text=True)
-    printed = done.stdout + done.stderr
+    process = subprocess.run([sanitizer, *options, sys.executable, "-c", *child], capture_output=True, text=True)
+    printed = process.stdout + process.stderr
     summary = _SUMMARY.search(printed)
     if summary is None:
         last = [line for line in printed.splitlines() if line.strip()][-1:]
         raise UnavailableError(f"compute-sanitizer --tool {tool}: {' '.join(last) or 'printed nothing'}")
     problems = int(summary[2])
-    if done.returncode and not problems:
-        raise VerificationError(f"{', '.join(kernels)} under {tool}: {' '.join(done.stdout.strip().splitlines()[-1:])}")
+    if process.returncode and not problems:
+        raise VerificationError(
+            f"{', '.join(kernels)} under {tool}: {' '.join(process.stdout.strip().splitlines()[-1:])}"
+        )
     first = first_report(printed) if problems else ""
     return SanitizerResult(tool, tuple(kernels), problems, summary[1], first, time.monotonic() - started)
 

@@ -24,7 +24,7 @@ PHASES = (
 VARIABLE, TRACKS, STAMPS, HEADER = "ptxlab_timeline", 256, 4096, 6  # as there
 SWITCH = "TIMELINE"  # the macro: of how many SMs
 SCHEMA = 1
-_WHAT = "a timeline as `ptxlab timeline --out` writes it,"  # what --trace writes is for Perfetto
+_DESCRIPTION = "a timeline as `ptxlab timeline --out` writes it,"  # what --trace writes is for Perfetto
 
 _LOOP = ("issue", "multiply", "scores")  # once per repetition of a main loop
 _REPETITIONS = 14
@@ -84,7 +84,7 @@ class Track:
     @property
     def role(self) -> str:
         """Role of the warp group, derived from its phases."""
-        does = {PHASES[phase] for _, phase, _ in self.stamps}
+        phases = {PHASES[phase] for _, phase, _ in self.stamps}
         names = {
             "dequantise": "dequantise",
             "issue": "wgmma",
@@ -93,8 +93,8 @@ class Track:
             "load": "load",
             "epilogue": "store",
         }
-        found = [name for phase, name in names.items() if phase in does]
-        return " + ".join(found[:2] if "dequantise" in found else found[:1]) or "prepare"
+        roles = [name for phase, name in names.items() if phase in phases]
+        return " + ".join(roles[:2] if "dequantise" in roles else roles[:1]) or "prepare"
 
 
 @dataclass(frozen=True)
@@ -143,15 +143,15 @@ class Timeline:
     @cached_property
     def products(self) -> tuple[tuple[WgmmaGroup, ...], ...]:
         """The groups of wgmmas of every track; those of an SM share its tensor cores."""
-        found: list[list[WgmmaGroup]] = [[] for _ in self.tracks]
+        groups: list[list[WgmmaGroup]] = [[] for _ in self.tracks]
         for sm in self.sms:
-            issued = sorted((p, i) for i, t in enumerate(self.tracks) if t.sm == sm for p in _issued(t.stamps))
+            issued = sorted((p, i) for i, t in enumerate(self.tracks) if t.sm == sm for p in _issued_groups(t.stamps))
             free = 0
             for (begin, end, clocks), i in issued:
                 start = max(begin, free)
                 free = min(start + clocks, end)
-                found[i].append(WgmmaGroup(begin, end, min(start, free), free))
-        return tuple(map(tuple, found))
+                groups[i].append(WgmmaGroup(begin, end, min(start, free), free))
+        return tuple(map(tuple, groups))
 
     def busy(self, window: Window | None = None) -> float:
         """Compute the share of the time that one SM's tensor cores multiply by `wgmma`.
@@ -186,22 +186,22 @@ class Timeline:
         return {**asdict(self), "phases": list(PHASES), "tracks": [asdict(track) for track in self.tracks]}
 
 
-def _issued(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
+def _issued_groups(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
     """Yield (issued at, known to have ended at, clocks that it takes) of groups of wgmmas, in their order."""
-    flying: list[tuple[int, int]] = []
-    left = last = 0
+    in_flight: list[tuple[int, int]] = []
+    may_remain = last = 0
     waiting = False
     for time, phase, argument in stamps:
         if waiting:  # what ends here is the wait for all but `left`
-            for begin, clocks in flying[: len(flying) - left]:
+            for begin, clocks in in_flight[: len(in_flight) - may_remain]:
                 yield begin, time, clocks
-            flying = flying[len(flying) - left :] if left else []
+            in_flight = in_flight[len(in_flight) - may_remain :] if may_remain else []
         waiting = PHASES[phase] == "wait_mma"
-        left = argument if waiting else left
+        may_remain = argument if waiting else may_remain
         if PHASES[phase] == "issue":
-            flying.append((time, argument))
+            in_flight.append((time, argument))
         last = time
-    yield from ((begin, last, clocks) for begin, clocks in flying)
+    yield from ((begin, last, clocks) for begin, clocks in in_flight)
 
 
 def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
@@ -219,13 +219,13 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
     rates = (clock_end - clock)[ns_end > ns] / (ns_end - ns)[ns_end > ns]
     rate = float(np.median(rates)) if len(rates) else 1.0
     origin = {number: int(clock[sm == number].min()) for number in np.unique(sm).tolist()}
-    ahead = {number: (int(ns[sm == number].min()) - int(ns.min())) * rate for number in origin}
+    clock_offset = {number: (int(ns[sm == number].min()) - int(ns.min())) * rate for number in origin}
     tracks = []
-    for row, number, of_block, warp, first in zip(rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock,
-                                                  strict=True):  # fmt: skip
+    columns = rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock
+    for row, number, of_block, warp, first_clock in zip(*columns, strict=True):
         low, high = (row[HEADER:] & 0xFFFFFFFF).astype(np.int64), (row[HEADER:] >> np.uint64(32)).astype(np.int64)
         count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high)
-        times = first + ((low - first) & 0xFFFFFFFF) - origin[number] + round(ahead[number])
+        times = first_clock + ((low - first_clock) & 0xFFFFFFFF) - origin[number] + round(clock_offset[number])
         stamps = zip(times[:count].tolist(), (high & 0xFF)[:count].tolist(), (high >> 8)[:count].tolist(), strict=True)
         tracks.append(Track(number, of_block, warp, tuple(stamps)))
     tracks.sort(key=lambda track: (track.sm, track.stamps[0][0] if not track.block else track.block, track.warp))
@@ -250,15 +250,15 @@ def save(timeline: Timeline, path: Path) -> None:
 
 def load(path: Path) -> Timeline:
     """Read a timeline; `FileError` says in one line why a file is none."""
-    found = read_record(path, _WHAT, SCHEMA)
-    if found.get("phases") != list(PHASES):
-        raise FileError(f"{path}: not {_WHAT} of schema {SCHEMA}")
+    record = read_record(path, _DESCRIPTION, SCHEMA)
+    if record.get("phases") != list(PHASES):
+        raise FileError(f"{path}: not {_DESCRIPTION} of schema {SCHEMA}")
     try:
         tracks = [
-            Track(**{**track, "stamps": tuple((t, p, a) for t, p, a in track["stamps"])}) for track in found["tracks"]
+            Track(**{**track, "stamps": tuple((t, p, a) for t, p, a in track["stamps"])}) for track in record["tracks"]
         ]
         names = {f.name for f in fields(Timeline)}
-        return Timeline(**{**{n: v for n, v in found.items() if n in names}, "tracks": tuple(tracks)})
+        return Timeline(**{**{n: v for n, v in record.items() if n in names}, "tracks": tuple(tracks)})
     except (TypeError, KeyError, ValueError) as error:
         raise FileError(f"{path}: not a timeline: {error}") from None
 
@@ -272,25 +272,25 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     scale = 1 / timeline.mhz if timeline.mhz else 1.0
     events: list[dict[str, Any]] = []
 
-    def add(sm: int, thread: int, name: str, begin: int, end: int, **more: Any) -> None:
+    def add_span(sm: int, thread: int, name: str, begin: int, end: int, **arguments: Any) -> None:
         span = {"ph": "X", "pid": sm, "tid": thread, "name": name, "ts": begin * scale, "dur": (end - begin) * scale}
-        events.append({**span, **({"args": more} if more else {})})
+        events.append({**span, **({"args": arguments} if arguments else {})})
 
-    def call(sm: int, thread: int | None, name: str) -> None:
-        what = "process_name" if thread is None else "thread_name"
-        events.append({"ph": "M", "pid": sm, "tid": thread or 0, "name": what, "args": {"name": name}})
+    def add_name(sm: int, thread: int | None, name: str) -> None:
+        event_name = "process_name" if thread is None else "thread_name"
+        events.append({"ph": "M", "pid": sm, "tid": thread or 0, "name": event_name, "args": {"name": name}})
 
     for sm in timeline.sms:
-        call(sm, None, f"SM {sm}")
+        add_name(sm, None, f"SM {sm}")
     for number, track in enumerate(timeline.tracks):
         thread = 4 * number  # and, as two groups of wgmmas may be in flight, two more
-        call(track.sm, thread, f"block {track.block} warp {track.warp}: {track.role}")
+        add_name(track.sm, thread, f"block {track.block} warp {track.warp}: {track.role}")
         for span in track.spans:
-            add(track.sm, thread, span.phase, span.begin, span.end)
+            add_span(track.sm, thread, span.phase, span.begin, span.end)
         for i, group in enumerate(timeline.products[number]):
             lane = thread + 1 + i % 2
             if i < 2:
-                call(track.sm, lane, f"block {track.block} warp {track.warp}: wgmma in flight, {'ab'[i]}")
-            add(track.sm, lane, "wgmma", group.begin, group.end, at_peak=[group.start * scale, group.stop * scale])
-    about = {"kernel": timeline.kernel, "sizes": dict(timeline.sizes), "unit": timeline.unit}
-    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
+                add_name(track.sm, lane, f"block {track.block} warp {track.warp}: wgmma in flight, {'ab'[i]}")
+            add_span(track.sm, lane, "wgmma", group.begin, group.end, at_peak=[group.start * scale, group.stop * scale])
+    metadata = {"kernel": timeline.kernel, "sizes": dict(timeline.sizes), "unit": timeline.unit}
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": metadata}

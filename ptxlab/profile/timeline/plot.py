@@ -45,7 +45,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
     sizes = ", ".join(
         f"{n}={size:.4g}" if isinstance(size, float) else f"{n}={size}" for n, size in timeline.sizes.items()
     )
-    figure.suptitle(f"{timeline.kernel}  {took(timeline)}\n{sizes}", x=0.01, ha="left", fontsize=10)
+    figure.suptitle(f"{timeline.kernel}  {describe_duration(timeline)}\n{sizes}", x=0.01, ha="left", fontsize=10)
     panels[-1].set_xlabel(_unit(shown))
     _legend(figure, [shown], parts[:1])
     return figure
@@ -58,7 +58,10 @@ def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], widt
     """
     shown = [timeline.of_sm(timeline.sms[0]) for timeline in timelines]
     windows = [timeline.steady(width) for timeline in shown]
-    rows = [sum(map(bool, _active(one, window))) + 1 for one, window in zip(shown, windows, strict=True)]
+    rows = [
+        sum(map(bool, _active(shown_timeline, window))) + 1
+        for shown_timeline, window in zip(shown, windows, strict=True)
+    ]
     figure = Figure(figsize=(13, 1.2 + 0.5 * len(rows) + 0.34 * sum(rows)), layout="constrained")
     panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=[count + 0.6 for count in rows])[:, 0]
     for axes, timeline, window, title in zip(panels, shown, windows, titles, strict=True):
@@ -73,7 +76,7 @@ def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], widt
     return figure
 
 
-def took(timeline: Timeline) -> str:
+def describe_duration(timeline: Timeline) -> str:
     """Describe in words how long the launch took."""
     if not timeline.time_us:
         return f"{timeline.duration:,} steps of the emulator"
@@ -94,7 +97,7 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
     begin, end = window
     active = _active(timeline, window)
     names = []
-    tracks = [track for track, here in zip(timeline.tracks, active, strict=True) if here]
+    tracks = [track for track, is_active in zip(timeline.tracks, active, strict=True) if is_active]
     several = len({track.block for track in tracks}) > 1
     for row, track in enumerate(tracks):
         block = f"block {track.block}, " if several else ""
@@ -102,7 +105,7 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
         for phase, (_, colour) in STYLES.items():
             spans = [(s.begin, s.end) for s in track.spans if s.phase == phase]
             axes.broken_barh(_within(spans, window), (row - 0.4, 0.8), linewidth=0, color=colour)
-    issuers = [p for p, here in zip(timeline.products, active, strict=True) if p and here]
+    issuers = [p for p, is_active in zip(timeline.products, active, strict=True) if p and is_active]
     for number, products in enumerate(issuers):
         places = _within([(p.start, p.stop) for p in products], window)
         axes.broken_barh(places, (len(tracks) - 0.4, 0.8), linewidth=0, color=_TENSOR[number % len(_TENSOR)])
@@ -123,17 +126,19 @@ def _within(spans: Sequence[tuple[float, float]], window: Window) -> list[tuple[
 
 
 def _legend(figure: Figure, shown: Sequence[Timeline], windows: Sequence[Window]) -> None:
-    spans = [(s, window) for one, window in zip(shown, windows, strict=True) for t in one.tracks for s in t.spans]
+    spans = [
+        (s, window) for timeline, window in zip(shown, windows, strict=True) for t in timeline.tracks for s in t.spans
+    ]
     used = {span.phase for span, (begin, end) in spans if span.begin < end and span.end > begin}
     handles = [Patch(label=label, color=colour) for phase, (label, colour) in STYLES.items() if phase in used]
-    issuers = max(sum(map(bool, one.products)) for one in shown) if "issue" in used else 0
+    issuers = max(sum(map(bool, timeline.products)) for timeline in shown) if "issue" in used else 0
     for number, colour in enumerate(_TENSOR[: min(issuers, len(_TENSOR))], 1):
         handles.append(Patch(color=colour, label=f"tensor cores: wgmma of issuing warp group {number}, at peak rate"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
 
 
 def _unit(*shown: Timeline) -> str:
-    rates = sorted(one.mhz for one in shown)
+    rates = sorted(timeline.mhz for timeline in shown)
     if not rates[0]:
         return shown[0].unit
     per_us = " to ".join(dict.fromkeys(f"{rate:,.0f}" for rate in (rates[0], rates[-1])))

@@ -14,7 +14,7 @@ from ptxlab.profile.timeline import SWITCH, VARIABLE, Timeline
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.problems import problems_of
-from ptxlab.runtime.timing import copies_beyond_l2, in_turn, measure
+from ptxlab.runtime.timing import combine_calls, copies_beyond_l2, measure
 from ptxlab.sources import Source, commit
 from ptxlab.spec import Arrays, KernelSpec
 
@@ -43,31 +43,38 @@ def record(
     """
     if "timeline.cuh" not in source.text:
         raise ArgumentError("kernel", "must stamp its phases (timeline.cuh)", source.label)
-    asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
+    requested_backend, backend = (
+        backend,
+        backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu"),
+    )
     shape = launch_target.sizes_of(spec, sizes or {}, backend)
     problems = problems_of(spec)
     sizes = problems.spec_sizes(spec, shape, backend)
     config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
-    everything = {**sizes, **config}
-    geometry = spec.launch(everything)
+    sizes_and_constants = {**sizes, **config}
+    geometry = spec.launch(sizes_and_constants)
     kernel = Kernel.of(spec, source, config)
-    choose_backend(asked, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
-    arrays = launch_target.arrays_of(spec, problems.example(spec, np.random.default_rng(0), shape, sizes), everything)
-    about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
+    choose_backend(requested_backend, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
+    arrays = launch_target.arrays_of(
+        spec, problems.example(spec, np.random.default_rng(0), shape, sizes), sizes_and_constants
+    )
+    empty_timeline = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
-        return _on_gpu(about, spec, kernel, arrays, everything)
+        return _on_gpu(empty_timeline, spec, kernel, arrays, sizes_and_constants)
     stamping = replace(kernel, defines={**config, SWITCH: 1 << 30})
-    result = stamping.launch(spec.arguments(arrays, everything), geometry, backend="emulator", step_clock=True)
-    assert result is not None
-    tracks, _ = timeline.read_tracks(np.frombuffer(result.variables[VARIABLE], np.uint8))
-    return replace(about, tracks=tracks)
+    emulation = stamping.launch(
+        spec.arguments(arrays, sizes_and_constants), geometry, backend="emulator", step_clock=True
+    )
+    assert emulation is not None
+    tracks, _ = timeline.read_tracks(np.frombuffer(emulation.variables[VARIABLE], np.uint8))
+    return replace(empty_timeline, tracks=tracks)
 
 
 def _on_gpu(
-    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any]
+    empty_timeline: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, sizes_and_constants: Mapping[str, Any]
 ) -> Timeline:
     """Time launches with and without stamps over rotating inputs, then launch once more and keep the stamps."""
-    geometry = spec.launch(everything)
+    geometry = spec.launch(sizes_and_constants)
     plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
     stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: _SMS})
     inputs = {arg.name for arg in spec.inputs if arg.role != "inout"}
@@ -80,26 +87,28 @@ def _on_gpu(
     def restart() -> None:
         gpu.fill_bytes(buffer[:_COUNTER], 0)
 
-    def launches(of: gpu.GpuKernel) -> list[Callable[[], None]]:
-        return [gpu.prepare(of, spec.arguments(copy, everything), geometry) for copy in rotating]
+    def launches(gpu_kernel: gpu.GpuKernel) -> list[Callable[[], None]]:
+        return [gpu.prepare(gpu_kernel, spec.arguments(copy, sizes_and_constants), geometry) for copy in rotating]
 
-    def restarted(calls: list[Callable[[], None]]) -> list[Callable[[], None]]:
-        return [in_turn([restart, call]) for call in calls]
+    def with_restart(calls: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        return [combine_calls([restart, call]) for call in calls]
 
-    alone, without, stamped = map(measure, (launches(plain), restarted(launches(plain)), restarted(launches(stamping))))
-    for call in restarted(launches(stamping)):  # the last one's stamps are those that are read
+    plain_times, restart_times, stamped_times = map(
+        measure, (launches(plain), with_restart(launches(plain)), with_restart(launches(stamping)))
+    )
+    for call in with_restart(launches(stamping)):  # the last one's stamps are those that are read
         call()
     tracks, _ = timeline.read_tracks(gpu.to_host(buffer))
     if not tracks:
         raise UnavailableError(f"{spec.name}: no block ran on an SM below {_SMS}")
     device = gpu.device_info()
     return replace(
-        about,
+        empty_timeline,
         unit="clocks",
         tracks=tracks,
-        mhz=round(stamped.sm_mhz),
-        time_us=round(alone.us, 2),
-        recording_us=round(alone.us + stamped.us - without.us, 2),
+        mhz=round(stamped_times.sm_mhz),
+        time_us=round(plain_times.us, 2),
+        recording_us=round(plain_times.us + stamped_times.us - restart_times.us, 2),
         device={"name": device.name, "slug": device.slug, "driver": device.driver},
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,7 +8,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator.checks import load_taint
 from ptxlab.errors import MemoryFault
-from tests.support.emulated import STORE, cuda_to_ptx, kernel_text, line_of, run_text
+from tests.support.small_kernels import STORE, cuda_to_ptx, kernel_text, line_of, run_text
 
 # Thread 0 makes `total`, its warp uses it. NVRTC has all three warps load it, and hoists loads out of loops.
 GUARDED = {

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import STORE, kernel_text, line_of, run_text
+from tests.support.small_kernels import STORE, kernel_text, line_of, run_text
 
 # Block 0 writes a word and sets a flag, block 1 waits for the flag and reads the word.
 HAND_OVER = """ld.param.u64 %x1, [a]; mov.u32 %r0, %ctaid.x; mov.u32 %s, 0; setp.ne.u32 %p, %r0, 0;
@@ -72,7 +72,9 @@ def test_a_wider_fence_holds_beside_a_narrower_one():
     release = "fence.acq_rel.gpu;\nfence.acq_rel.cta;\nst.relaxed.gpu.global.u32 [%x1+4], 1;"
     body = HAND_OVER.replace("RELEASE", release).replace("ACQUIRE", "ld.acquire.gpu.global.u32 %r1, [%x1+4];")
     text = kernel_text(body.replace("BEHIND", "") + STORE, ".param .u64 out, .param .u64 a")
-    assert not run_text(text, np.zeros(2, np.uint32), np.zeros(2, np.uint32), threads=1, blocks=2, checks=["race"]).findings
+    assert not run_text(
+        text, np.zeros(2, np.uint32), np.zeros(2, np.uint32), threads=1, blocks=2, checks=["race"]
+    ).findings
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.emulated import STORE, kernel_text, line_of, run_text
+from tests.support.small_kernels import STORE, kernel_text, line_of, run_text
 
 PARAMS = ".param .u64 out, .param .u64 a"
 OUTSIDE = ".shared .align 128 .b8 buf[2048];"

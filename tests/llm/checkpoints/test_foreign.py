@@ -12,7 +12,7 @@ from ptxlab.errors import FileError
 from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint, qserve_rows, unpack_qserve, unpack_words
 from ptxlab.lowbit.quant import AffineWeight, LQQWeight
 from tests.support import foreign_files
-from tests.support.foreign_files import FORMATS, OF_AWQ, STRAIGHT, of_format, refused_mutants, write_torch
+from tests.support.foreign_files import FORMATS, OF_AWQ, STRAIGHT, quantize_as, refused_mutants, write_torch
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((64, 128)) / 10).astype(np.float32)
@@ -45,8 +45,8 @@ def test_orders() -> None:
     assert (qserve_rows(foreign_files.qserve_constants(constants)) == constants).all()
     assert foreign_files.qserve_constants(np.arange(64)[:, None])[0, :6].tolist() == [0, 8, 16, 24, 1, 9]
     for order in (STRAIGHT, OF_AWQ):
-        assert (unpack_words(foreign_files.words(Q4, order), 1, tuple(order)) == Q4).all()
-    assert (unpack_words(np.ascontiguousarray(foreign_files.words(Q4.T, STRAIGHT).T), 0) == Q4).all()
+        assert (unpack_words(foreign_files.pack_words(Q4, order), 1, tuple(order)) == Q4).all()
+    assert (unpack_words(np.ascontiguousarray(foreign_files.pack_words(Q4.T, STRAIGHT).T), 0) == Q4).all()
     assert unpack_words(np.array([[0x76543210]], np.int32), 1, tuple(OF_AWQ)).tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
 
 
@@ -54,7 +54,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize("container", ["safetensors", "torch"])
 def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> None:
     """PostScale's zeros are no multiples of the scales: w = (q4·s2 + zero)·s1."""
-    q4, s1, s2, zeros = foreign_files.two_level(W, group)
+    q4, s1, s2, zeros = foreign_files.quantize_two_levels(W, group)
     assert (zeros % s2).any()
     arrays = foreign_files.qserve(q4, s1, s2, zeros)
     path = saved(tmp_path, arrays)
@@ -104,8 +104,8 @@ def test_qserve_per_channel_with_zeros_between(tmp_path: Path) -> None:
 )
 def test_compressed_tensors(symmetric: bool, group: int, N: int, tmp_path: Path) -> None:
     """Zero points of eight rows are a word, whose end is padding where N is no multiple of 8."""
-    q4, scale, zero = foreign_files.affine(W[:N], group, symmetric=symmetric)
-    weight = opened(tmp_path, foreign_files.compressed(q4, scale, None if symmetric else zero))
+    q4, scale, zero = foreign_files.quantize_affine(W[:N], group, symmetric=symmetric)
+    weight = opened(tmp_path, foreign_files.compressed_tensors(q4, scale, None if symmetric else zero))
     check(weight, q4, scale, zero, group)
     assert (weight.per_channel() is not None) == (group == 128)
     if symmetric:
@@ -123,7 +123,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 
 def test_both_versions_of_gptq(tmp_path: Path) -> None:
     """The first stores the zero point less 1: 0 as 15."""
-    q4, scale, zero = foreign_files.affine(W, 64)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64)
     zero[:3, 0] = 0
     check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
     second = foreign_files.gptq(q4, scale, zero, stored=0)
@@ -133,7 +133,7 @@ def test_both_versions_of_gptq(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", [{"meta": {"quantizer": ["gptqmodel:2.0.0"]}}, {"provider": "auto-round"}])
 def test_zeros_that_borrow_from_the_next(writer: dict[str, Any], tmp_path: Path) -> None:
     """Read zero points of writers that subtract 1 from all of a word at once."""
-    q4, scale, zero = foreign_files.affine(W, 64)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64)
     zero[:3, 0], zero[15, 1] = 0, 0
     arrays = foreign_files.gptq(q4, scale, zero, stored=0)
     arrays["qzeros"] = (arrays["qzeros"].view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
@@ -147,7 +147,7 @@ def test_the_version_of_a_symmetric_file_is_that_of_its_zeros(
     label: str | None, sym: bool | None, stored: int, tmp_path: Path
 ) -> None:
     """Zeros that are all 7, or all 8, are the middle of one version, whatever the config calls it."""
-    q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64, symmetric=True)
     arrays = foreign_files.gptq(q4, scale, zero, stored=stored)
     check(opened(tmp_path, arrays, **GPTQ, sym=sym, checkpoint_format=label), q4, scale, zero, 64)
 
@@ -166,7 +166,7 @@ CONTRADICTIONS = {  # format, config, change of its arrays' q4, scale and zero, 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_zeros_that_contradict_the_config(case: str, tmp_path: Path) -> None:
     format, config, change, message = CONTRADICTIONS[case]
-    q4, scale, zero = foreign_files.affine(W, 64)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64)
     if change:
         zero[:] = change.get("zeros", 8)
         zero[5, 1] = change.get("one_zero", zero[5, 1])
@@ -178,7 +178,7 @@ def test_zeros_that_contradict_the_config(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("desc_act", [True, False, None])
 def test_gptq_in_order_of_activation(desc_act: bool | None, tmp_path: Path) -> None:
     """The file's own order counts, even if the config denies one, as in files with act_group_aware."""
-    q4, scale, zero = foreign_files.affine(W, 64)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64)
     order = RNG.permutation(np.arange(128) // 64)
     weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order), **GPTQ, desc_act=desc_act)
     np.testing.assert_array_equal(weight.dequantize(), (q4 - zero[:, order].astype(np.float32)) * scale[:, order])
@@ -188,7 +188,7 @@ def test_gptq_in_order_of_activation(desc_act: bool | None, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("format", ["gptq", "w4a16"])
 def test_an_order_that_the_file_lacks(format: str, tmp_path: Path) -> None:
-    arrays, config = dict(of_format(format, W)), {**GPTQ, "desc_act": True}
+    arrays, config = dict(quantize_as(format, W)), {**GPTQ, "desc_act": True}
     arrays.pop("g_idx", None)
     if format == "w4a16":
         config = packed_config(64, actorder="group")
@@ -198,8 +198,8 @@ def test_an_order_that_the_file_lacks(format: str, tmp_path: Path) -> None:
 
 def test_indices_of_groups_that_no_writer_set(tmp_path: Path) -> None:
     """compressed-tensors begins with -1 throughout. All 0 would put every column into one group."""
-    q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
-    arrays = foreign_files.compressed(q4, scale) | {"weight_g_idx": np.full(128, -1, np.int32)}
+    q4, scale, zero = foreign_files.quantize_affine(W, 64, symmetric=True)
+    arrays = foreign_files.compressed_tensors(q4, scale) | {"weight_g_idx": np.full(128, -1, np.int32)}
     check(opened(tmp_path, arrays), q4, scale, zero, 64)
     with pytest.raises(FileError, match=r"weight_g_idx: must give a group 64 columns \(got 128 in group 0\)"):
         opened(tmp_path, arrays | {"weight_g_idx": np.zeros(128, np.int32)})
@@ -226,7 +226,7 @@ def test_a_last_group_that_is_shorter(format: str, K: int, group: int, tmp_path:
         case "awq":
             arrays, config = foreign_files.awq(q4, scale, zero), {**GPTQ, "quant_method": "awq", "group_size": group}
         case "w4a16":
-            arrays = foreign_files.compressed(q4, scale)
+            arrays = foreign_files.compressed_tensors(q4, scale)
         case _:
             arrays = foreign_files.compressed_integers(q4, scale)
     weight = opened(tmp_path, arrays, **config)
@@ -234,7 +234,7 @@ def test_a_last_group_that_is_shorter(format: str, K: int, group: int, tmp_path:
 
 
 def test_scales_that_are_negative_or_0(tmp_path: Path) -> None:
-    q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64, symmetric=True)
     scale[::2] *= -1
     scale[5, 1] = 0
     check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
@@ -242,26 +242,26 @@ def test_scales_that_are_negative_or_0(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bias", "is_zero"), [([0.0] * 64, True), ([0.0] * 63 + [1.0], False), (None, False)])
 def test_biases_of_zero_are_told_from_others(bias: list[float] | None, is_zero: bool, tmp_path: Path) -> None:
-    arrays = foreign_files.gptq(*foreign_files.affine(W, 64))
+    arrays = foreign_files.gptq(*foreign_files.quantize_affine(W, 64))
     if bias:
         arrays["bias"] = np.array(bias, np.float16)
     assert ForeignCheckpoint(saved(tmp_path, arrays)).zero_biases() == ({"q.bias"} if is_zero else set())
 
 
 def test_awq(tmp_path: Path) -> None:
-    q4, scale, zero = foreign_files.affine(W, 32)
+    q4, scale, zero = foreign_files.quantize_affine(W, 32)
     check(opened(tmp_path, foreign_files.awq(q4, scale, zero), bits=4, group_size=32), q4, scale, zero, 32)
 
 
 def test_a_square_matrix_of_8_columns_is_told_by_its_scales(tmp_path: Path) -> None:
     """GPTQ and AWQ have the same names."""
-    q4, scale, zero = foreign_files.affine(W[:, :64], 64)
+    q4, scale, zero = foreign_files.quantize_affine(W[:, :64], 64)
     for form in (foreign_files.gptq, foreign_files.awq):
         check(opened(tmp_path, form(q4, scale, zero)), q4, scale, zero, 64)
 
 
 def test_the_rest_is_as_the_file_has_it(tmp_path: Path) -> None:
-    file = ForeignCheckpoint(saved(tmp_path, of_format("gptq", W)))
+    file = ForeignCheckpoint(saved(tmp_path, quantize_as("gptq", W)))
     assert {*file.tensors} == {"q.weight", "norm.weight"} and {*file.matrices} == {"q.weight"}
     assert file.tensors["q.weight"].shape == (64, 128) and file.read("norm.weight").tolist() == [1] * 8
     assert np.abs(file.read("q.weight") - W).max() < 0.03
@@ -324,7 +324,7 @@ BAD = {  # format, change, message
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_refused(case: str, tmp_path: Path) -> None:
     format, change, message = BAD[case]
-    arrays = {part: array.copy() for part, array in of_format(format, W).items()}
+    arrays = {part: array.copy() for part, array in quantize_as(format, W).items()}
     change(arrays)
     with pytest.raises(FileError, match=message) as error:
         opened(tmp_path, arrays)
@@ -357,7 +357,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 )
 def test_a_config_that_contradicts(format: str, stated: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=message):
-        opened(tmp_path, of_format(format, W), **stated)
+        opened(tmp_path, quantize_as(format, W), **stated)
 
 
 def of_groups(*weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -383,14 +383,14 @@ def test_several_groups_of_a_config(symmetric: bool, group: int, K: int, tmp_pat
     if not symmetric:
         asymmetric = [{**group["weights"], "symmetric": False} for group in config["config_groups"].values()]
         config = of_groups(*({}, *asymmetric))
-    arrays = foreign_files.compressed(q4, scale, None if symmetric else zero)
+    arrays = foreign_files.compressed_tensors(q4, scale, None if symmetric else zero)
     weight = opened(tmp_path, arrays, **config)
     expected = (q4 - zero[:, order].astype(np.float32)) * scale[:, order]
     np.testing.assert_array_equal(weight.dequantize(), expected)
 
 
 def test_groups_of_a_config_that_do_not_tell_their_size(tmp_path: Path) -> None:
-    arrays = foreign_files.compressed(*foreign_files.affine(W[:, :96], 48, symmetric=True)[:2])
+    arrays = foreign_files.compressed_tensors(*foreign_files.quantize_affine(W[:, :96], 48, symmetric=True)[:2])
     rule = r"q\.weight: config_groups: must tell the size of 2 groups of K=96 \(got 64 or 80\)"
     with pytest.raises(FileError, match=rule):
         opened(tmp_path, arrays, **of_groups({}, {"group_size": 80}))
@@ -411,7 +411,7 @@ def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_mutated_files_are_read_or_refused(format: str, tmp_path: Path) -> None:
     """The 500 mutants of each file have changed bytes of the header or the tensors, or are cut off."""
-    path = saved(tmp_path, of_format(format, W[:32, :64], 32))
+    path = saved(tmp_path, quantize_as(format, W[:32, :64], 32))
 
     def read() -> None:
         file = ForeignCheckpoint(path)

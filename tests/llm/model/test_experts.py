@@ -16,12 +16,12 @@ from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner,
 from ptxlab.llm.model.decoder import route
 from ptxlab.llm.model.reference import exact
 from ptxlab.lowbit import reference
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
-from ptxlab.spec.dtypes import floats, stored
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
+from ptxlab.spec.dtypes import convert_to_dtype, floats
 from tests.golden.record_decoders import by_transformers
 from tests.support.layers import TINY_MODEL
-from tests.support.small_models import some_tokens, write_folder, write_gguf
-from tests.support.small_prompts import SMALL, relative, some_prompts
+from tests.support.small_models import random_tokens, write_folder, write_gguf
+from tests.support.small_prompts import SMALL, random_prompts, relative_error
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1]]
 MIXTRAL = replace(TINY_MODEL, experts=4, chosen_experts=2, tied_head=False)
@@ -31,7 +31,7 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
     model, _ = open_model(write_folder(tmp_path, "mixtral", sliding_window=7))
-    tokens = some_tokens(2, 40)
+    tokens = random_tokens(2, 40)
     _, right = by_transformers(tmp_path, tokens)
     assert perplexity(model, tokens) == pytest.approx(right, rel=2e-5)
 
@@ -88,9 +88,9 @@ def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> Non
     runner, tokens = NumpyRunner(small, 3, 80), np.array([3, 17, 40])
     runner.prefill([*PROMPTS, [200, 5]])
     caches = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
-    with runner._appended("decode", {b: tokens[b : b + 1] for b in range(3)}) as rows:
+    with runner._append_tokens("decode", {b: tokens[b : b + 1] for b in range(3)}) as rows:
         normed = runner._run(rows)
-    x = stored(floats(small.embedding)[tokens], dtype)
+    x = convert_to_dtype(floats(small.embedding)[tokens], dtype)
     residual, rope = np.zeros_like(x), (*small.config.rope_tables(80), runner.lengths - 1)
     for i, weights in enumerate(small.layers):
         slots = np.array([caches[i].slots(b)[-1] for b in range(3)], np.int32)
@@ -98,15 +98,17 @@ def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> Non
         x, residual = steps["hidden"].right, steps["residual"].right
         assert np.array_equal(runner.caches[i].pool, steps["pool"].right)
         assert len(np.unique(steps["chosen"].right)) > 2
-    stream = floats(stored(floats(x) + floats(residual), dtype))
-    assert np.array_equal(normed, stored(normalized(stream, floats(small.final_norm), MIXTRAL.eps), dtype))
+    stream = floats(convert_to_dtype(floats(x) + floats(residual), dtype))
+    assert np.array_equal(
+        normed, convert_to_dtype(normalize_rows(stream, floats(small.final_norm), MIXTRAL.eps), dtype)
+    )
 
 
 def test_a_runner_computes_what_the_dequantised_model_does(packed_model: QuantizedModel) -> None:
     """The two differ by INT8 activations and the cache."""
     of_floats = dequantized(packed_model)
     right = [of_floats.logits(of_floats.states([np.array([prompt])])[0])[0, -1] for prompt in PROMPTS]
-    assert relative(NumpyRunner(packed_model, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
+    assert relative_error(NumpyRunner(packed_model, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
 
 
 def test_chunks_and_batches_do_not_matter(packed_model: QuantizedModel) -> None:
@@ -127,7 +129,7 @@ def test_kernels_give_the_same(packed_model: QuantizedModel) -> None:
     kernels, numpy = KernelRunner(packed_model, **how, backend="emulator"), NumpyRunner(packed_model, **how)
     for run in (lambda runner: runner.prefill([[1, 2, 3], [4, 5]]), lambda runner: runner.decode([5, 6])):
         logits, right = run(kernels), run(numpy)
-        assert relative(logits, right) < 0.03
+        assert relative_error(logits, right) < 0.03
     assert np.array_equal(kernels.caches[0].pool, numpy.caches[0].pool) and numpy.caches[0].pool.any()
 
 
@@ -165,11 +167,11 @@ def test_a_runner_on_a_gpu_is_that_of_numpy(batch: int) -> None:
     """
     config = replace(SMALL, layers=2, experts=8, chosen_experts=2, ffn=512)
     model = QuantizedModel.rounded(FloatModel.random(config))
-    prompts = some_prompts(tuple(range(3, 3 + 20 * batch, 20)))
+    prompts = random_prompts(tuple(range(3, 3 + 20 * batch, 20)))
     kernels, numpy = (kind(model, batch, 120, chunk=32, head="int8") for kind in (KernelRunner, NumpyRunner))
     logits, right = gpu.to_host(kernels.prefill(prompts)), numpy.prefill(prompts)
     for step in range(5):
-        errors = [relative(logits[b : b + 1], right[b : b + 1]) for b in range(batch)]
+        errors = [relative_error(logits[b : b + 1], right[b : b + 1]) for b in range(batch)]
         assert np.median(errors) < 0.15, (step, errors)
         tokens = right.argmax(axis=1)
         logits, right = gpu.to_host(kernels.decode(tokens)), numpy.decode(tokens)

@@ -16,10 +16,10 @@ from ptxlab.llm.model.runner import OWN_KEYS
 from ptxlab.llm.model.sampling import Sampling
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import gather, pack, unpack
-from ptxlab.spec.dtypes import floats, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats
 from tests.support.kernel_attention import KernelAttentionRunner
 from tests.support.layers import TINY_MODEL
-from tests.support.small_prompts import quantized
+from tests.support.small_prompts import quantized_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1], list(range(70, 140))]  # the last one begins a second page
 # Root mean square of what logits differ by, by that of the logits: attention is rounded differently once in a while,
@@ -29,7 +29,7 @@ OF_ATTENTION = 0.03
 
 @pytest.fixture(scope="module")
 def model() -> QuantizedModel:
-    return quantized()
+    return quantized_model()
 
 
 def bits(array: Any) -> Any:
@@ -50,7 +50,7 @@ def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
 
     These are the pools, and the stream behind each layer, which all other bits decide.
     """
-    model = quantized(**how)
+    model = quantized_model(**how)
     runner = NumpyRunner(model, len(PROMPTS), 80)
     runner.prefill(PROMPTS)
     before = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
@@ -61,7 +61,7 @@ def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
     runner.decode(tokens)
 
     dtype, positions = model.layers[0].dtype, runner.lengths - 1
-    x = stored(floats(model.embedding)[tokens], dtype)
+    x = convert_to_dtype(floats(model.embedding)[tokens], dtype)
     residual, rope = np.zeros_like(x), (*model.config.rope_tables(80), positions)
     for i, weights in enumerate(model.layers):
         slots = np.array([before[i].slots(b)[-1] for b in range(len(PROMPTS))], np.int32)
@@ -76,7 +76,7 @@ def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
             expected = reference.gemm_accumulators(right.q, known.exact_level1())
         assert np.array_equal(accumulators, expected)
         x, residual = steps["hidden"].right, steps["residual"].right
-        assert np.array_equal(bits(stored(hidden, dtype)), bits(x))
+        assert np.array_equal(bits(convert_to_dtype(hidden, dtype)), bits(x))
         assert np.array_equal(runner.caches[i].pool, steps["pool"].right)
 
 
@@ -94,7 +94,7 @@ def recording(product: IntegerProduct, seen: list[Any]) -> Any:
 def test_numpy_adds_up_a_head_exactly_where_batches_may_not_matter() -> None:
     """Logits of large weights that cancel, of which float32 would keep other small ones in each order."""
     rng = np.random.default_rng(0)
-    model = quantized(tied_head=False)
+    model = quantized_model(tied_head=False)
     V, H = model.head.shape
     head = np.full((V, H), 2.0**-11, np.float16)
     for row in head:
@@ -107,7 +107,7 @@ def test_numpy_adds_up_a_head_exactly_where_batches_may_not_matter() -> None:
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_a_head_whose_batch_may_not_matter_is_a_kernel_of_ours(batch_invariant: bool) -> None:
     """cuBLAS adds in an order that depends on the number of rows."""
-    model, names = quantized(tied_head=False), list[str]()
+    model, names = quantized_model(tied_head=False), list[str]()
     runner = KernelRunner(model, 2, 80, backend="emulator", batch_invariant=batch_invariant)
     x = np.ones((2, model.config.hidden), np.float16)
     with emulator.watched(lambda machine: names.append(machine.launch.entry.name) or []):
@@ -142,10 +142,10 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
 
     The 260 rows are padded to 264 and cut off again.
     """
-    model = quantized(dtype=dtype, tied_head=False)
+    model = quantized_model(dtype=dtype, tied_head=False)
     kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
     twin = NumpyRunner(model, 3, 80, head="int8")
-    normed = stored(np.random.default_rng(0).standard_normal((3, 64), np.float32), dtype)
+    normed = convert_to_dtype(np.random.default_rng(0).standard_normal((3, 64), np.float32), dtype)
     found = twin._logits(normed)
     assert found.dtype == np.float16 and found.shape == (3, 260)
     assert np.array_equal(kernels._logits(normed), found)
@@ -238,7 +238,7 @@ def test_each_layer_has_its_own_window(backend: str) -> None:
     caches, logits = {}, {}
     for name, windows in {"all": None, "first": (0,), "second": (1,), "none": ()}.items():
         given = {"window": 3, "window_layers": windows} if windows != () else {}
-        model, how = quantized(**given), {"batch": 1, "context": 16}
+        model, how = quantized_model(**given), {"batch": 1, "context": 16}
         runner = NumpyRunner(model, **how) if backend == "numpy" else KernelRunner(model, **how, backend=backend)
         logits[name] = runner.prefill([[1, 2, 3, 4, 5, 6, 7]]).copy()
         caches[name] = runner.caches[1].pool.copy()

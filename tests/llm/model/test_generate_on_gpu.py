@@ -17,10 +17,10 @@ from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import compare
 from ptxlab.llm.model.runner import OWN_KEYS
 from ptxlab.lowbit.quant import quantize_activations
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support.kernel_attention import KernelAttentionRunner
 from tests.support.small_models import write_folder
-from tests.support.small_prompts import SMALL, relative, some_prompts
+from tests.support.small_prompts import SMALL, random_prompts, relative_error
 
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
 pytestmark = [pytest.mark.gpu, HOPPER]
@@ -66,13 +66,13 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, vocabulary=1003, tied_head=False)), dtype=dtype)
     how: dict[str, Any] = {"context": 64, "chunk": 16}
     numbers = np.random.default_rng(0).standard_normal((40, SMALL.hidden), np.float32)
-    normed = stored(numbers, dtype)
+    normed = convert_to_dtype(numbers, dtype)
     on_gpu = gpu.to_device(normed)
     eight = KernelRunner(model, 40, head="int8", **how)._logits(on_gpu)
     assert np.array_equal(gpu.to_host(eight), NumpyRunner(model, 40, head="int8", **how)._logits(normed))
     ordered, plain = (KernelRunner(model, 40, batch_invariant=each, **how) for each in (True, False))
     found = gpu.to_host(ordered._logits(on_gpu))
-    assert relative(found, gpu.to_host(plain._logits(on_gpu))) < 1e-3
+    assert relative_error(found, gpu.to_host(plain._logits(on_gpu))) < 1e-3
     for row in (0, 7, 39):
         alone = gpu.to_host(ordered._logits(on_gpu[row : row + 1].copy()))
         assert np.array_equal(alone[0].view(np.uint16), found[row].view(np.uint16))
@@ -88,11 +88,11 @@ def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -
     """Prompts of up to 150 tokens run in chunks that cut them, then twenty steps of the graph."""
     how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
-    prompts = some_prompts(tuple(np.random.default_rng(batch).integers(1, 151, batch).tolist()))
+    prompts = random_prompts(tuple(np.random.default_rng(batch).integers(1, 151, batch).tolist()))
     near, kernels = (kind(model, batch, 200, chunk=64, own_keys=own_keys) for kind in (NumpyRunner, KernelRunner))
     right, found = near.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
     for _ in range(20):
-        assert relative(found, right) < OF_ROUNDING
+        assert relative_error(found, right) < OF_ROUNDING
         tokens = right.argmax(axis=1)
         right, found = near.decode(tokens), gpu.to_host(kernels.decode(tokens))
     # Nothing of attention or gates comes before the keys and values of the first layer.
@@ -115,17 +115,17 @@ def test_steps_are_those_of_the_oracle(changes: dict[str, Any], batch: int) -> N
     assert np.array_equal(pools[0], same.caches[0].pool)
     # One attention, and one gate that may be a step off in a few of a million elements, comes before the second's.
     other = float((pools[1] != same.caches[1].pool).sum() / np.count_nonzero(pools[1]))
-    print(f"other bytes in the second layer's cache: {other:.5f}; logits: {relative(found, others):.5f}")
-    assert other < 0.02 and relative(found, others) < OF_ROUNDING
+    print(f"other bytes in the second layer's cache: {other:.5f}; logits: {relative_error(found, others):.5f}")
+    assert other < 0.02 and relative_error(found, others) < OF_ROUNDING
 
 
 def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
     """A batch's step is compared launch by launch; a launch takes the results of the one before."""
     runner = KernelRunner(model, 5, 200, chunk=64)
-    runner.prefill(some_prompts((1, 30, 64, 65, 150)))
+    runner.prefill(random_prompts((1, 30, 64, 65, 150)))
     everyone = list(range(5))
-    with runner._grown("decode", everyone, [1] * 5):
-        b = runner._placed_step(np.array(everyone, np.int32), runner.lengths - 1)
+    with runner._grow_sequences("decode", everyone, [1] * 5):
+        b = runner._prepare_decode_step(np.array(everyone, np.int32), runner.lengths - 1)
     rope = (*runner._angles, b.positions)
     b.tokens[...] = gpu.to_device(np.array([1, 2, 3, 4, 5], np.int32))
     for counter in (b.lengths, b.positions, b.slots):
@@ -140,7 +140,7 @@ def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
 
 def test_a_token_does_not_depend_on_chunks(model: QuantizedModel) -> None:
     """The first layer's cache has the same bits whatever the chunk, and after a second prefill."""
-    prompts = some_prompts((97, 3, 130))
+    prompts = random_prompts((97, 3, 130))
     right = NumpyRunner(model, 3, 200)
     runners = [right, *(KernelRunner(model, 3, 200, chunk=chunk) for chunk in (16, 64, 230))]
     for runner in runners:
@@ -156,7 +156,7 @@ def test_a_step_is_one_graph_and_waits_for_nothing(model: QuantizedModel, monkey
     import cupy
 
     runner = KernelRunner(model, 4, 200)
-    runner.prefill(some_prompts((5, 6, 7, 8)))
+    runner.prefill(random_prompts((5, 6, 7, 8)))
     tokens = runner.decode([1, 2, 3, 4]).argmax(axis=1)
     runner.decode(tokens).argmax(axis=1)  # everything is loaded and allocated
     launches: list[Any] = []
@@ -176,7 +176,7 @@ def test_a_step_is_one_graph_and_waits_for_nothing(model: QuantizedModel, monkey
 
 def test_generate_reads_tokens_behind_the_next_step(model: QuantizedModel) -> None:
     """Greedy tokens are those of plain calls; drawn ones follow the seed."""
-    prompts = some_prompts((5, 9))
+    prompts = random_prompts((5, 9))
     runner = KernelRunner(model, 2, 60)
     found = np.array(list(generate(runner, prompts, 20)))
     logits, right = runner.prefill(prompts), []
@@ -229,7 +229,7 @@ def test_the_trained_model_writes_the_same_text() -> None:
     for position in range(TOKENS):
         tokens, others = right.argmax(axis=1), found.argmax(axis=1)
         for prompt, row, other_row, token, other in zip(PROMPTS, right, found, tokens, others, strict=True):
-            assert relative(other_row[None], row[None]) < OF_ROUNDING_TRAINED, (prompt, position)
+            assert relative_error(other_row[None], row[None]) < OF_ROUNDING_TRAINED, (prompt, position)
             margin, error = float(row[token] - row[other]), float(np.abs(other_row - row).max())
             assert margin <= 2 * error, (prompt, position)
             if token != other:

@@ -16,7 +16,7 @@ from ptxlab.llm.model.reference import compare, exact, in_float64
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.spec.dtypes import numbers
-from tests.support.attention_problems import moved
+from tests.support.attention_problems import map_arrays
 from tests.support.dispatching_array import DispatchingArray
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 from tests.support.layers import TINY, LayerProblem, another_layer, layer_problem
@@ -215,7 +215,7 @@ def test_a_wait_that_one_kernel_leaves_out_is_found(
     def parsed(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
 
-    monkeypatch.setattr(runtime, "_parsed", parsed)
+    monkeypatch.setattr(runtime, "_parse_cached", parsed)
     problem = layer_problem(config, **ends)
     given = problem.inputs
     with emulator.chain({"race"}, begin="late") as made:
@@ -299,7 +299,7 @@ def test_twins_take_device_arrays(config: Config, how: dict[str, Any]) -> None:
     given, weights = problem.inputs, problem.weights
     moved_weights = replace(weights, **{name: there(part) for name, part in weights.parts.items()})
     x, residual, slots, *rope = map(there, (given.x, given.residual, given.slots, *given.rope))
-    moved_inputs = LayerInputs(x, residual, moved(given.cache, DispatchingArray), slots, tuple(rope))
+    moved_inputs = LayerInputs(x, residual, map_arrays(given.cache, DispatchingArray), slots, tuple(rope))
     steps = exact(given, weights)
     for name, step in exact(moved_inputs, moved_weights).items():
         found, known = (vars(each.right) if name.endswith("_in") or name == "tokens" else {"": each.right}

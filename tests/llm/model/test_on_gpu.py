@@ -10,7 +10,7 @@ import ptxlab
 from ptxlab import gpu
 from ptxlab.llm.model import Config, LayerBuffers, LayerInputs, LayerWeights
 from ptxlab.llm.model.reference import compare
-from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.dtypes import convert_to_dtype, numbers
 from tests.support import soak
 from tests.support.layers import LayerProblem, layer_problem
 
@@ -64,7 +64,7 @@ def test_a_residual_epilogue_has_the_bits_of_the_chain_without(interleaved: bool
     hidden, returned = results
     assert returned is fused.residual
     stream, added = (numbers(gpu.to_host(array), dtype) for array in (plain.residual, hidden))
-    right = stored((stream + added).astype(np.float32), dtype)
+    right = convert_to_dtype((stream + added).astype(np.float32), dtype)
     assert (gpu.to_host(returned).view(np.uint16) == right.view(np.uint16)).all()
 
 
@@ -87,7 +87,7 @@ def test_layers_in_a_graph_are_plain_launches_one_after_the_other(config: Config
 
     layers(replace(first.buffers, programmatic=False), overlapping=False)
     cupy.cuda.Device().synchronize()
-    left = first.buffers.result(first.residual), first.residual, first.cache.pool
+    left = first.buffers.output(first.residual), first.residual, first.cache.pool
     right = [array.copy() for array in left]
     graph = gpu.capture([lambda: layers(first.buffers, overlapping=True)])
     for _ in range(20):

@@ -21,7 +21,7 @@ from tests.support.torch_calls import (
     every_call,
     expert_calls,
     four_bit_calls,
-    normal,
+    gaussian,
     products,
     weight,
 )
@@ -41,9 +41,11 @@ class TensorGpu(FakeGpu):
         for name in ("_prepared", "_ready", "_memory"):  # of earlier calls
             monkeypatch.setattr(operation, name, {})
         for operator in operators.ON_CUDA.values():
-            monkeypatch.setattr(operator, "_known", {})
+            monkeypatch.setattr(operator, "_recorded", {})
         tensors_of = repeats._tensors  # of arguments and of results, which a repeated call does not look at by views
-        monkeypatch.setattr(repeats, "_tensors", lambda given: [self.seen(each) for each in tensors_of(given)])
+        monkeypatch.setattr(
+            repeats, "_tensors", lambda arguments: [self.seen(tensor) for tensor in tensors_of(arguments)]
+        )
         monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
@@ -194,8 +196,8 @@ def test_on_ampere_a_workspace_is_that_of_decoding(fake: TensorGpu) -> None:
     memories = operators._memory(64, 0)
     assert memories.chunks is None
     workspace = torch.zeros(memories.nbytes, dtype=torch.uint8)
-    assert operators._carved(workspace, 64, of_chunks=True) is None
-    assert operators._carved(workspace, 64, of_chunks=False).kernel == "attention_kv4_mma_sm80"
+    assert operators._carve_workspace(workspace, 64, is_chunked=True) is None
+    assert operators._carve_workspace(workspace, 64, is_chunked=False).kernel == "attention_kv4_mma_sm80"
 
 
 def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
@@ -240,20 +242,20 @@ def test_what_the_public_call_has_to_look_at_is_not_repeated(fake: TensorGpu) ->
     from ptxlab.llm.torch import operators
 
     normed, rng = operators.ON_CUDA["rmsnorm_quantize"], np.random.default_rng(0)
-    x, residual, gamma = normal(rng, M, K), normal(rng, M, K), normal(rng, K)
+    x, residual, gamma = gaussian(rng, M, K), gaussian(rng, M, K), gaussian(rng, K)
     normed(x, gamma, residual)
     assert len(normed._known) == 1
-    both = normal(rng, 2 * M, K)
+    both = gaussian(rng, 2 * M, K)
     with pytest.raises(ArgumentError, match="rmsnorm_quantize: residual: must not share memory with x"):
         normed(both[:M], gamma, both[1 : M + 1])
     with pytest.raises(ArgumentError, match="rmsnorm_quantize: x: aligned to 16 bytes"):
-        normed(normal(rng, M * K + 1)[1:].view(M, K), gamma, residual)
+        normed(gaussian(rng, M * K + 1)[1:].view(M, K), gamma, residual)
     with pytest.raises(ArgumentError, match="rmsnorm_quantize: gamma: dtype float16"):
         normed(x, gamma.float(), residual)
     normed(x[:1].clone(), gamma, residual[:1].clone())
     normed(x, gamma, residual, 1e-6)
     assert len(normed._known) == 3, "batches and options are told apart"
-    append, k = operators.ON_CUDA["append_kv4"], normal(rng, M, Hkv, D)
+    append, k = operators.ON_CUDA["append_kv4"], gaussian(rng, M, Hkv, D)
     pool, slots = caches(rng)["pool"], torch.tensor([0, 1, -1])
     append(k, k, pool, slots)
     assert not append._known, "which of two equal addresses is the keys'?"

@@ -8,14 +8,14 @@ import pytest
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.profile import nsight
 from ptxlab.profile.nsight import ncu as module
-from tests.support.fake_ncu import ncu, printed
+from tests.support.fake_ncu import ncu, raw_page_csv
 from tests.support.reports import GEMM
 
 __all__ = ["ncu"]
 
 
 def test_counters_of_one_launch(ncu: SimpleNamespace) -> None:
-    ncu.output = printed(["k"], ["a.sum", "b.sum"])
+    ncu.output = raw_page_csv(["k"], ["a.sum", "b.sum"])
     found = nsight.counters(["python", "-c", "0"], "k", ["a.sum", "b.sum"])
     assert found["a.sum"] == found["b.sum"] == 1000.5
     assert ncu.command[-3:] == ["python", "-c", "0"]
@@ -32,8 +32,8 @@ def test_counters_of_one_launch(ncu: SimpleNamespace) -> None:
             "Traceback:\nNo module named 'k'\n\n==ERROR== error code (1).",
             r": ==ERROR== error code \(1\). No module named 'k'$",
         ),
-        (printed(["k", "k"], ["a.sum"]), "saw launches of k, k"),
-        (printed(["k"], ["b.sum"]), "does not know the metric a.sum"),
+        (raw_page_csv(["k", "k"], ["a.sum"]), "saw launches of k, k"),
+        (raw_page_csv(["k"], ["b.sum"]), "does not know the metric a.sum"),
         ("==ERROR== Failed to find metric a.sum", "does not know the metric a.sum$"),
         (f"{nsight.FAILED}k: shape (got 3)\n==WARNING== none", r"^k: shape \(got 3\)$"),
     ],
@@ -55,13 +55,13 @@ def test_a_report_is_of_the_stretch_that_is_profiled(ncu: SimpleNamespace, tmp_p
     assert options["--clock-control"] == "none" and options["--profile-from-start"] == "off"
     assert options["--kernel-name"] == "regex:^(j|k)$" and "--set" not in options
     assert ncu.command.count("--section") == 3
-    nsight.collect(["python", "-c", "0"], ["k"], ["a.sum"], tmp_path / "k.ncu-rep", chosen="full")
+    nsight.collect(["python", "-c", "0"], ["k"], ["a.sum"], tmp_path / "k.ncu-rep", metric_set="full")
     assert ncu.command[ncu.command.index("--set") + 1] == "full" and "--section" not in ncu.command
 
 
 def test_only_two_sets_are_known(ncu: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"--set: one of quick, full \(got all\)"):
-        nsight.collect(["python"], ["k"], ["a.sum"], tmp_path / "k.ncu-rep", chosen="all")
+        nsight.collect(["python"], ["k"], ["a.sum"], tmp_path / "k.ncu-rep", metric_set="all")
 
 
 def test_without_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import launching
-from ptxlab.runtime.timing import Measured, chained, measure
+from ptxlab.runtime.timing import Measured, chain_calls, measure
 from ptxlab.sources import of_kernel
 
 MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
@@ -183,7 +183,7 @@ def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Attention
 
     def together(programmatic: bool) -> tuple[Measured, AttentionLaunches]:
         then = launches(step, of, programmatic=programmatic)
-        return measure(chained(appending.calls(programmatic), then.calls)), then
+        return measure(chain_calls(appending.calls(programmatic), then.calls)), then
 
     appending = append.Appending(of)
     plain, _ = together(False)

@@ -20,7 +20,7 @@ from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.lowbit.kernels.attention.append import APPEND, ROTATED
 from ptxlab.lowbit.layout import KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
-from ptxlab.runtime.launching import Call, poisoned, prepared
+from ptxlab.runtime.launching import Call, allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 
 MEASURE = "append"
@@ -89,7 +89,7 @@ def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceiling
         for copy in range(copies)
     )
     config = APPEND.config_for(sizes)
-    _, calls = prepared(APPEND, sizes, config, ({**shared, **arrays} for arrays in own))
+    _, calls = prepare_launches(APPEND, sizes, config, ({**shared, **arrays} for arrays in own))
     measured = measure(calls)
     right = _expected(k, v, scheme, channel, tables, gpu.to_device(slots))
     if not bool((pool.reshape(copies, *right.shape) == right).all()):
@@ -130,7 +130,7 @@ class Appending:
         }
         arrays = ({**given, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
         spec = ROTATED[0] if self._of.caches[0].rotated else APPEND
-        return prepared(spec, sizes, spec.config_for(sizes), arrays, programmatic=programmatic)[1]
+        return prepare_launches(spec, sizes, spec.config_for(sizes), arrays, programmatic=programmatic)[1]
 
     def check(self) -> None:
         """Raise BenchmarkError unless every copy has the new tokens as the quantiser makes them, and nothing else."""
@@ -165,7 +165,7 @@ def _angles(rng: np.random.Generator, positions: int) -> tuple[Any, Any]:
 
 
 def _pages(count: int, heads: int, scheme: str) -> Any:
-    return poisoned((count, 2, heads, page_bytes(scheme, PAGE, HEAD_DIM)), "uint8")
+    return allocate_poisoned((count, 2, heads, page_bytes(scheme, PAGE, HEAD_DIM)), "uint8")
 
 
 def _expected(k: Any, v: Any, scheme: str, channel: Any, tables: list[Any], slots: Any) -> Any:

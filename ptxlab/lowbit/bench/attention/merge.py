@@ -11,8 +11,8 @@ from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch, even
 from ptxlab.lowbit.kernels.attention import sm80
 from ptxlab.lowbit.kernels.attention.merge import MERGE
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep
-from ptxlab.runtime.launching import Call, prepared
-from ptxlab.runtime.timing import chained, measure
+from ptxlab.runtime.launching import Call, prepare_launches
+from ptxlab.runtime.timing import chain_calls, measure
 
 MEASURE = "merge"
 BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
@@ -34,9 +34,9 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     alone.check(of)
     parts = launches(AttentionStep(sm80.MMA, fused.blocks), of)
     assert parts.logged is not None
-    two = measure(chained(parts.calls, _merges(parts, out=parts.outputs)))
+    two = measure(chain_calls(parts.calls, _merges(parts, out=parts.outputs)))
     merges = _merges(parts, out=parts.logged.outputs, lse=parts.logged.lse)
-    logged = replace(parts.logged, calls=chained(parts.logged.calls, merges))
+    logged = replace(parts.logged, calls=chain_calls(parts.logged.calls, merges))
     checked, worst = replace(parts, logged=logged).check(of)
     nbytes = batch.kv_bytes()
     return row_of(
@@ -62,4 +62,4 @@ def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
     MERGE.check_sizes(sizes)
     each = ({name: array[i] for name, array in written.items()} for i in range(len(parts.calls)))
     arrays = ({**parts.scratch, **ours} for ours in each)
-    return prepared(MERGE, sizes, MERGE.config_for(sizes), arrays, programmatic=True)[1]
+    return prepare_launches(MERGE, sizes, MERGE.config_for(sizes), arrays, programmatic=True)[1]

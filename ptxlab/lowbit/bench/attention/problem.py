@@ -11,12 +11,12 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.bench.attention import kvdata
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE, Batch
 from ptxlab.lowbit.kernels.attention import exact
-from ptxlab.lowbit.kernels.attention.common import arrays_of
+from ptxlab.lowbit.kernels.attention.common import cache_arrays
 from ptxlab.lowbit.kernels.attention.sm90 import SM90
 from ptxlab.lowbit.kernels.attention.steps import AttentionStep
 from ptxlab.lowbit.layout import KVCache, page_bytes
 from ptxlab.lowbit.quant import KV_SCHEMES
-from ptxlab.runtime.launching import Call, Launches, poisoned, prepared
+from ptxlab.runtime.launching import Call, Launches, allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.spec import Arrays
 from ptxlab.spec.tolerance import Allowed, within
@@ -247,14 +247,14 @@ def launches(
     def ready(**written: Any) -> tuple[gpu.GpuKernel, list[Call]]:
         each = ({name: array[i] for name, array in written.items()} for i in range(copies))
         arrays = (
-            {"q": of.q, **arrays_of(cache), **scratch, **ours} for cache, ours in zip(of.caches, each, strict=True)
+            {"q": of.q, **cache_arrays(cache), **scratch, **ours} for cache, ours in zip(of.caches, each, strict=True)
         )
-        return prepared(spec, sizes, config, arrays, programmatic=programmatic)
+        return prepare_launches(spec, sizes, config, arrays, programmatic=programmatic)
 
-    outputs, logged = poisoned((copies, *of.q.shape), np.float16, _NAN), None
+    outputs, logged = allocate_poisoned((copies, *of.q.shape), np.float16, _NAN), None
     if "lse" in {arg.name for arg in spec.args}:
-        again = poisoned((copies, *of.q.shape), np.float16, _NAN)
-        lse = poisoned((copies, *of.q.shape[:2]), np.float32, _NAN)
+        again = allocate_poisoned((copies, *of.q.shape), np.float16, _NAN)
+        lse = allocate_poisoned((copies, *of.q.shape[:2]), np.float32, _NAN)
         logged = Logged(ready(out=again, lse=lse)[1], again, lse)
     kernel, calls = ready(out=outputs)
     return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, logged)

@@ -21,7 +21,7 @@ from ptxlab.lowbit.bench.shapes import GROUP, Layer
 from ptxlab.lowbit.bench.stream import measure_stream
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
 from ptxlab.runtime import launching
-from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
+from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, chain_calls, copies_beyond_l2, measure
 from ptxlab.spec import Arrays, evaluate
 
 StreamTime = Callable[[int], float]  # bytes -> microseconds, measured once in a run
@@ -104,7 +104,7 @@ def in_turn_on(
         launches(*link, inputs, copies=copies, programmatic=programmatic)
         for link, inputs in zip(links, logical, strict=True)
     ]
-    return measure(chained(*(link.calls for link in ready)), replays=GEMM_REPLAYS), ready
+    return measure(chain_calls(*(link.calls for link in ready)), replays=GEMM_REPLAYS), ready
 
 
 def in_turn_row(

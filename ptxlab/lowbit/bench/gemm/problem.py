@@ -13,7 +13,7 @@ from ptxlab.lowbit.kernels.gemm.common import F16, GemmStep
 from ptxlab.lowbit.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.lowbit.kernels.gemm.strips_tiles import SMS
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
-from ptxlab.runtime.launching import Launches, poisoned, prepared
+from ptxlab.runtime.launching import Launches, allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
@@ -147,10 +147,10 @@ def launches(
 
     def given() -> Iterator[Arrays]:
         for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
-            outputs.append(poisoned((sizes["M"], sizes["N"]), np.float16))
+            outputs.append(allocate_poisoned((sizes["M"], sizes["N"]), np.float16))
             yield {**arrays, **scratch, "y": outputs[-1]}
 
-    kernel, calls = prepared(spec, sizes, constants, given(), programmatic=programmatic)
+    kernel, calls = prepare_launches(spec, sizes, constants, given(), programmatic=programmatic)
     return GemmLaunches(spec, sizes, constants, kernel, calls, outputs)
 
 
@@ -159,7 +159,7 @@ def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
 
     Activations are shared: in a model the previous kernel has just written them.
     """
-    with gpu.Marked(f"pack {spec.name}"):
+    with gpu.NamedRange(f"pack {spec.name}"):
         packed = spec.pack(logical)
     own = [name for name in packed if not _of_tokens(spec, name)]
     return [packed, *({**packed, **{name: packed[name].copy() for name in own}} for _ in range(copies - 1))]

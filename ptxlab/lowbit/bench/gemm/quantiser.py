@@ -15,7 +15,7 @@ from ptxlab.lowbit.bench.shapes import LLAMA
 from ptxlab.lowbit.kernels.quantize import QUANTIZE
 from ptxlab.lowbit.kernels.quantize.specs import DTYPES
 from ptxlab.lowbit.layout.packed_activations import ORDERS, tile_of
-from ptxlab.runtime.launching import poisoned, prepared
+from ptxlab.runtime.launching import allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import GEMM_REPLAYS, measure
 
 MEASURE = "quantise"
@@ -43,8 +43,8 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
     tokens, span = tile_of(order, TILE if order == "tiles" else None)
     sizes = {"M": M, "K": K, "rows": tokens, "span": span}
     config = {**QUANTIZE.config_for(sizes), "IN": DTYPES.index("float16")}
-    out = {arg.name: poisoned(arg.resolve(sizes), str(arg.dtype)) for arg in QUANTIZE.outputs}
-    _, calls = prepared(QUANTIZE, sizes, config, [{"x": x, **out}])
+    out = {arg.name: allocate_poisoned(arg.resolve(sizes), str(arg.dtype)) for arg in QUANTIZE.outputs}
+    _, calls = prepare_launches(QUANTIZE, sizes, config, [{"x": x, **out}])
     measured = measure(calls, replays=GEMM_REPLAYS)
     packed = layout.pack_activations(quant.quantize_activations(x), order, tokens)
     right = packed.x_q.reshape(out["x_q"].shape), packed.scale, packed.token_sum

@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.attention.common import FORM, ROTATED_CONSTANTS
 from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, round_to_dtype
 
 DTYPES = ("float16", "bfloat16")  # of k and v, by BF16
 INDICES = ("int32", "int64")  # of slots and positions, by INDEX
@@ -72,8 +72,8 @@ def _geometry(s: Sizes) -> tuple[int, int, int]:
     lanes, rows = _lanes(s), s["ROWS"]
     groups = ceil_div(s["H"] * lanes, _MOST_THREADS)
     threads = ceil_div(s["H"], groups) * lanes
-    unit = max(32, 1 if s["channel"] else rows * lanes)
-    threads = ceil_div(threads, unit) * unit
+    multiple = max(32, 1 if s["channel"] else rows * lanes)
+    threads = ceil_div(threads, multiple) * multiple
     return ceil_div(s["T"], rows), ceil_div(s["H"] * lanes, threads), threads
 
 
@@ -146,7 +146,7 @@ def rows_with_gaps(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return rows
 
 
-def appended(
+def append_reference(
     k: np.ndarray,
     v: np.ndarray,
     slots: np.ndarray,
@@ -167,7 +167,7 @@ def appended(
 
     `BF16` sets the dtype in which k and v are stored first.
     """
-    (_, H, D), here = k.shape, slots >= 0
+    (_, H, D), is_token = k.shape, slots >= 0
     pool = np.zeros((pages, 2, H, page_bytes(scheme, page_size, D)), np.uint8)
     cache = KVCache(
         pool=pool,
@@ -180,15 +180,15 @@ def appended(
         v_channel=v_channel,
         rotated=rotated,
     )
-    k, v = (as_stored(x, DTYPES[BF16])[here] for x in (k, v))
+    k, v = (round_to_dtype(x, DTYPES[BF16])[is_token] for x in (k, v))
     if cos is not None and sin is not None:
-        at = (np.arange(len(slots)) if positions is None else positions)[here]
-        k = reference.rope(k, cos[at], sin[at])
-    write_slots(cache, cache.quantize_keys(k), cache.quantize_values(v), slots[here])
+        table_row = (np.arange(len(slots)) if positions is None else positions)[is_token]
+        k = reference.rope(k, cos[table_row], sin[table_row])
+    write_slots(cache, cache.quantize_keys(k), cache.quantize_values(v), slots[is_token])
     return pool
 
 
-def rope_appended(
+def rope_append_reference(
     qkv: np.ndarray,
     slots: np.ndarray,
     heads: int,
@@ -201,18 +201,21 @@ def rope_appended(
     kept: int = 0,
     BF16: int = 0,
     pitch: int = 0,
-    **more: Any,
+    **cache_options: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compute the reference from qkv f32 [T, (Hq + 2 H)·D]: (q, keys, pool).
 
     q is rotated and rounded once. The keys are too, or there are none. The pool is that of `appended`.
     """
     (T, R), D = (len(qkv), len(cos)), 2 * cos.shape[1]
-    split = qkv.reshape(T, -1, D)
-    q, k, v = split[:, : -2 * heads], split[:, -2 * heads : -heads], split[:, -heads:]
-    at = table_rows(positions, R)
-    pool = appended(k, v, slots, page_size, pages, scheme, cos, sin, positions, BF16=BF16, **more)
-    q, k = (stored(reference.rope(as_stored(x, DTYPES[BF16]), cos[at], sin[at]), DTYPES[BF16]) for x in (q, k))
+    heads_of_token = qkv.reshape(T, -1, D)
+    q, k, v = heads_of_token[:, : -2 * heads], heads_of_token[:, -2 * heads : -heads], heads_of_token[:, -heads:]
+    table_row = table_rows(positions, R)
+    pool = append_reference(k, v, slots, page_size, pages, scheme, cos, sin, positions, BF16=BF16, **cache_options)
+    q, k = (
+        convert_to_dtype(reference.rope(round_to_dtype(x, DTYPES[BF16]), cos[table_row], sin[table_row]), DTYPES[BF16])
+        for x in (q, k)
+    )
     return q, k[: kept * T], pool
 
 
@@ -232,7 +235,7 @@ _CACHE_RULES = (
 )
 
 
-def rows_apart(pitch: str, width: str) -> tuple[str, ...]:
+def pitch_rules(pitch: str, width: str) -> tuple[str, ...]:
     """State the rules of rows that begin `pitch` elements apart: whole vectors of 16 bytes, none in two rows."""
     return f"{width} <= {pitch} < 2**31", f"{pitch} % 8 == 0"
 
@@ -268,11 +271,11 @@ APPEND = KernelSpec(
     ),
     launch=_launch,
     choose=lambda s: {**_choose(s), "ROPE": int(s["R"] > 0)},
-    rules=(*_CACHE_RULES, "0 <= R < 2**31", *rows_apart("k_pitch", "H*D"), *rows_apart("v_pitch", "H*D")),
+    rules=(*_CACHE_RULES, "0 <= R < 2**31", *pitch_rules("k_pitch", "H*D"), *pitch_rules("v_pitch", "H*D")),
     value_rules=("slots < pages*size",),
     example=_example,
     pack=_pack,
-    reference=appended,
+    reference=append_reference,
     arch="sm_80",
     tolerance_reason="every operation is IEEE's: each byte is compared for equality",
     example_sizes=sizes_rows(
@@ -305,10 +308,10 @@ ROPE_APPEND = replace(
         "1 <= R < 2**31",
         "1 <= ratio <= 4096",
         "kept in (0, 1)",
-        *rows_apart("pitch", "(ratio + 2)*H*D"),
+        *pitch_rules("pitch", "(ratio + 2)*H*D"),
     ),
     example=_example_fused,
-    reference=rope_appended,
+    reference=rope_append_reference,
     example_sizes=sizes_rows(
         "T H ratio D pages size bits channel R kept pitch",
         (65, 2, 1, 128, 1, 64, 4, 0, 90, 1, 768),

@@ -85,21 +85,21 @@ def cache_of(
     return cache
 
 
-def draw_lengths(rng: np.random.Generator, B: int, most: int, pages: int, page_size: int) -> np.ndarray:
-    """Draw ragged lengths of 0 to `most` tokens that fit `pages`: one is full, one empty, one of a single token."""
-    lengths = rng.integers(0, most + 1, B)
-    lengths[: min(B, 3)] = (most, 1, 0)[: min(B, 3)]
+def draw_lengths(rng: np.random.Generator, B: int, max_length: int, pages: int, page_size: int) -> np.ndarray:
+    """Draw ragged lengths of 0 to `max_length` tokens that fit `pages`: one is full, one empty, one of a single token."""
+    lengths = rng.integers(0, max_length + 1, B)
+    lengths[: min(B, 3)] = (max_length, 1, 0)[: min(B, 3)]
     while (ceil_div(lengths, page_size)).sum() > pages:
         lengths[lengths.argmax()] //= 2
     return rng.permutation(lengths)
 
 
-def arrays_of(cache: KVCache) -> Arrays:
+def cache_arrays(cache: KVCache) -> Arrays:
     """Return the arguments that every kernel takes of a cache."""
     return {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths}
 
 
-def channels_of(cache: KVCache) -> Arrays:
+def channel_constants(cache: KVCache) -> Arrays:
     """Return scale and zero of keys and values if the scheme has them by channel, otherwise nothing."""
     if cache.k_channel is None or cache.v_channel is None:
         return {}
@@ -107,37 +107,37 @@ def channels_of(cache: KVCache) -> Arrays:
     return {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
 
 
-def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, own: Pair | None = None) -> Pair:
+def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, own_kv: Pair | None = None) -> Pair:
     """Compute the reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none.
 
-    For a rotated cache queries, and `own` keys, are rotated in float32; the contract includes that, as it includes RoPE
-    in float32. `own` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
+    For a rotated cache queries, and `own_kv` keys, are rotated in float32; the contract includes that, as it includes RoPE
+    in float32. `own_kv` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
     """
     pairs = [
-        reference.attention(x, *_numbers(cache, k, v, own), scale=softmax_scale, window=window or None)
+        reference.attention(x, *_dequantize(cache, k, v, own_kv), scale=softmax_scale, window=window or None)
         for x, k, v in zip(cache.rotate(q), *gather(cache), strict=True)
     ]
     return np.stack([out for out, _ in pairs]), np.stack([lse for _, lse in pairs])
 
 
-def _numbers(cache: KVCache, k: quant.QuantizedKV, v: quant.QuantizedKV, own: Pair | None) -> Pair:
+def _dequantize(cache: KVCache, k: quant.QuantizedKV, v: quant.QuantizedKV, own_kv: Pair | None) -> Pair:
     """Dequantise the keys and values of a sequence, and put own ones in place of the last."""
-    if own is None:
+    if own_kv is None:
         return k.dequantize(), v.dequantize()
-    k_own, v_own = (x[max(0, len(x) - len(k.values)) :] for x in own)
-    old = len(k.values) - len(k_own)
-    keys, values = (x.dequantize()[:old] for x in (k, v))
+    k_own, v_own = (x[max(0, len(x) - len(k.values)) :] for x in own_kv)
+    cached = len(k.values) - len(k_own)
+    keys, values = (x.dequantize()[:cached] for x in (k, v))
     return np.concatenate([keys, cache.rotate(k_own)]), np.concatenate([values, v_own])
 
 
-def error_of(
+def bound_error(
     q: np.ndarray,
     cache: KVCache,
     softmax_scale: float,
     roundings: Roundings,
     window: int = 0,
     stored: float = HALF,
-    own: Pair | None = None,
+    own_kv: Pair | None = None,
 ) -> tuple[Allowed, Allowed]:
     """Bound the error that `attention` may have (`bound.allowed_error`)."""
     bounds = []
@@ -145,10 +145,12 @@ def error_of(
         T, L = len(x), len(k.values)
         token, key = np.arange(L - T, L)[:, None], np.arange(L)
         visible = (key <= token) & (key > token - window if window else True)
-        keys, values = (Operand.of_numbers(n, cache.scheme) for n in _numbers(cache, k, v, own)) if own else (k, v)
+        keys, values = (
+            (Operand.of_numbers(n, cache.scheme) for n in _dequantize(cache, k, v, own_kv)) if own_kv else (k, v)
+        )
         bounds.append(allowed_error(x, keys, values, visible, scale=softmax_scale, roundings=roundings, stored=stored))
     outs, lses = zip(*bounds, strict=True)
-    return stacked(outs), stacked(lses)
+    return stack_bounds(outs), stack_bounds(lses)
 
 
 def rotated_form(spec: KernelSpec) -> KernelSpec:
@@ -168,6 +170,6 @@ def rotated_form(spec: KernelSpec) -> KernelSpec:
     )
 
 
-def stacked(bounds: Sequence[Allowed]) -> Allowed:
+def stack_bounds(bounds: Sequence[Allowed]) -> Allowed:
     """Stack the bounds of sequences."""
-    return Allowed(np.stack([bound.each for bound in bounds]), np.stack([bound.rms for bound in bounds]))
+    return Allowed(np.stack([bound.per_element for bound in bounds]), np.stack([bound.rms for bound in bounds]))

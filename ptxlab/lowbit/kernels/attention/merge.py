@@ -7,7 +7,7 @@ from ptxlab.lowbit.kernels.attention.common import Pair
 from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, numbers, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, numbers
 
 _BFLOAT16 = 2.0**-8
 
@@ -33,23 +33,23 @@ def _example(
         block += count - 1
     first = segments[:, 1].argmax()
     stats[first, 1, 0, 0], partial[first, 1, 0], stats[first, 1, 0, 1] = -1e30, 0, 0  # a part in which nothing is seen
-    before = rng.standard_normal((B, T, Hq, D), dtype=np.float32)
+    initial_out = rng.standard_normal((B, T, Hq, D), dtype=np.float32)
     return {
         "partial": partial,
         "stats": stats,
         "segments": segments,
-        "out": before,
-        "lse": before[..., 0].copy(),
+        "out": initial_out,
+        "lse": initial_out[..., 0].copy(),
         "Hkv": Hkv,
         "tile": tile,
     }
 
 
-def _merged(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
+def _merge(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
     """Compute ((out, lse), their bounds) in float64."""
-    out = numbers(stored(logical["out"], DTYPES[BF16]), DTYPES[BF16])
+    out = numbers(convert_to_dtype(logical["out"], DTYPES[BF16]), DTYPES[BF16])
     lse = logical["lse"].astype(np.float64)
-    off = np.zeros_like(out), np.zeros_like(lse)
+    bounds = np.zeros_like(out), np.zeros_like(lse)
     partial, stats = logical["partial"].astype(np.float64), logical["stats"].astype(np.float64)
     T, Hq, tile = out.shape[1], out.shape[2], logical["tile"]
     group = Hq // logical["Hkv"]
@@ -61,24 +61,24 @@ def _merged(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
         sequence, head, split = unit // splits // logical["Hkv"], unit // splits % logical["Hkv"], unit % splits
         for c in range(min(tile, group * T - split * tile)):
             t, h = divmod(split * tile + c, group)
-            at = sequence, t, head * group + h
+            row = sequence, t, head * group + h
             largest, sums = (np.array([stats[part][c, i] for part in parts]) for i in (0, 1))
             weight = np.exp2(largest - largest.max())
             values, total = np.array([partial[part][c] for part in parts]), weight @ sums
-            out[at], lse[at] = weight @ values / total, (largest.max() + np.log2(total)) * np.log(2)
-            wrong = (32 + 2 * count) * SINGLE  # 2^x of x down to -60 is off by its rounding; sums; rescaling
-            size = weight @ np.abs(values) / total
-            off[0][at] = 2 * wrong * size + (_BFLOAT16 if BF16 else HALF) * np.abs(out[at]) + 2.0**-25
-            off[1][at] = wrong + 2.0**-22 * (1 + abs(lse[at]))
-    return (out, lse), off
+            out[row], lse[row] = weight @ values / total, (largest.max() + np.log2(total)) * np.log(2)
+            weight_error = (32 + 2 * count) * SINGLE  # 2^x of x down to -60 is off by its rounding; sums; rescaling
+            magnitude = weight @ np.abs(values) / total
+            bounds[0][row] = 2 * weight_error * magnitude + (_BFLOAT16 if BF16 else HALF) * np.abs(out[row]) + 2.0**-25
+            bounds[1][row] = weight_error + 2.0**-22 * (1 + abs(lse[row]))
+    return (out, lse), bounds
 
 
 def _reference(BF16: int = 0, **logical: np.ndarray) -> Pair:
-    return _merged(logical, BF16)[0]
+    return _merge(logical, BF16)[0]
 
 
 def _bound(BF16: int = 0, **logical: np.ndarray) -> Pair:
-    return _merged(logical, BF16)[1]
+    return _merge(logical, BF16)[1]
 
 
 def _launch(s: Sizes) -> Launch:

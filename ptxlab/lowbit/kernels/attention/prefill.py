@@ -12,7 +12,7 @@ import numpy as np
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention import common
-from ptxlab.lowbit.kernels.attention.append import pad_rows, rows_apart
+from ptxlab.lowbit.kernels.attention.append import pad_rows, pitch_rules
 from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
 from ptxlab.lowbit.kernels.attention.common import Pair
 from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE, Roundings
@@ -20,7 +20,7 @@ from ptxlab.lowbit.kernels.attention.sm80 import BFLOAT16, DTYPES
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import PageView, page_bytes
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored
+from ptxlab.spec.dtypes import ByVariant, round_to_dtype
 
 ROWS, WARP_GROUP = 128, 128  # of a tile; threads
 STAGES = 2  # blocks of keys, and of values, that are restored
@@ -33,7 +33,7 @@ ITEMS = 4  # work items per block of the launch, at most, where tiles are cut in
 _BEGIN, _MERGE = 2.0, 0.4  # what a work item costs besides its blocks, and a part where all are added up, in blocks
 
 
-def keys_of(head_dim: int) -> int:
+def keys_per_block(head_dim: int) -> int:
     """Return the tokens of a block of keys: as many as leave room for two of keys and two of values."""
     return 64 if head_dim == 256 else 128
 
@@ -48,28 +48,28 @@ def tiles_of(s: Sizes) -> int:
     return int((ceil_div(s["N"] * (s["Hq"] // s["Hkv"]), ROWS) + max(0, min(s["B"], s["N"]) - 1)) * s["Hkv"])
 
 
-def choose_parts(s: Sizes, *, own: bool = False) -> int:
+def choose_parts(s: Sizes, *, has_own_kv: bool = False) -> int:
     """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
 
     A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of
-    less than 64 tokens tiles stay whole, and so they do beside `own` keys with heads of 128 and more: registers would
+    less than 64 tokens tiles stay whole, and so they do beside `has_own_kv` keys with heads of 128 and more: registers would
     spill.
     """
-    if (own and s["D"] > 64) or (s["D"] == 256 and s["page"] < 64):
+    if (has_own_kv and s["D"] > 64) or (s["D"] == 256 and s["page"] < 64):
         return 1
-    tiles, keys = tiles_of(s), keys_of(s["D"])
+    tiles, keys = tiles_of(s), keys_per_block(s["D"])
     seen = s["P"] * s["page"]
     if s["window"]:
         seen = min(seen, s["window"] + ROWS // (s["Hq"] // s["Hkv"]) + keys)
     blocks_of_keys = ceil_div(seen, keys)
-    most = min(MOST_PARTS, blocks_of_keys // PART_BLOCKS, ITEMS * s["blocks"] // max(tiles, 1))
+    max_parts = min(MOST_PARTS, blocks_of_keys // PART_BLOCKS, ITEMS * s["blocks"] // max(tiles, 1))
 
     def cost(parts: int) -> float:
         rounds = ceil_div(tiles * parts, s["blocks"])
         merge = _MERGE * parts if parts > 1 else 0.0
         return float(rounds * (blocks_of_keys / parts + _BEGIN) + merge)
 
-    return min(range(1, max(1, most) + 1), key=cost)
+    return min(range(1, max(1, max_parts) + 1), key=cost)
 
 
 def shared_bytes(s: Sizes) -> int:
@@ -81,7 +81,7 @@ def shared_bytes(s: Sizes) -> int:
 
 def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
-    ring = {"KEYS": keys_of(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
+    ring = {"KEYS": keys_per_block(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
     split = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
     return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM, **split}
 
@@ -126,7 +126,12 @@ def _example(
 
 def _pack(logical: Arrays) -> Arrays:
     arrivals = _no_arrivals(logical["blocks"], logical["parts"])
-    return {"q": logical["q"], **common.arrays_of(logical["cache"]), "starts": logical["starts"], "arrivals": arrivals}
+    return {
+        "q": logical["q"],
+        **common.cache_arrays(logical["cache"]),
+        "starts": logical["starts"],
+        "arrivals": arrivals,
+    }
 
 
 def _no_arrivals(blocks: int, parts: int) -> np.ndarray:
@@ -158,17 +163,17 @@ def attend(
     k and v [N, Hkv, D] are the queries' own keys and values; without them these are the cache's.
     """
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
-    for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        pair = common.attention(queries, sequence, softmax_scale, window, _own_of(rows, k, v, BF16))
+    for rows, queries, sequence in _chunks(round_to_dtype(q, DTYPES[BF16]), cache, starts):
+        pair = common.attention(queries, sequence, softmax_scale, window, _own_kv_of(rows, k, v, BF16))
         out[rows], lse[rows] = (of_all[0] for of_all in pair)
     return out, lse
 
 
-def _own_of(rows: slice, k: np.ndarray | None, v: np.ndarray | None, BF16: int) -> Pair | None:
+def _own_kv_of(rows: slice, k: np.ndarray | None, v: np.ndarray | None, BF16: int) -> Pair | None:
     """Return a chunk's own keys and values as the variant stores them; None if these are the cache's."""
     if k is None or v is None:
         return None
-    return as_stored(k[rows], DTYPES[BF16]), as_stored(v[rows], DTYPES[BF16])
+    return round_to_dtype(k[rows], DTYPES[BF16]), round_to_dtype(v[rows], DTYPES[BF16])
 
 
 def _reference(blocks: int, parts: int, **logical: Any) -> tuple[np.ndarray, ...]:
@@ -204,10 +209,10 @@ def bound_chunks(
     """Return the error that `attend` may have of each element, by `roundings_of`."""
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
     stored_to, roundings = BFLOAT16 if BF16 else HALF, roundings_of(cache.head_dim, cache.rotated)
-    for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        own = _own_of(rows, k, v, BF16)
-        errors = common.error_of(queries, sequence, softmax_scale, roundings, window, stored_to, own)
-        out[rows], lse[rows] = (error.each[0] for error in errors)
+    for rows, queries, sequence in _chunks(round_to_dtype(q, DTYPES[BF16]), cache, starts):
+        own_kv = _own_kv_of(rows, k, v, BF16)
+        errors = common.bound_error(queries, sequence, softmax_scale, roundings, window, stored_to, own_kv)
+        out[rows], lse[rows] = (error.per_element[0] for error in errors)
     return out, lse
 
 
@@ -281,20 +286,20 @@ def own_form(spec: KernelSpec, *rules: str) -> KernelSpec:
         return {**logical, "cache": cache, "k": k, "v": v, "k_pitch": k_pitch, "v_pitch": v_pitch}
 
     def pack(logical: Arrays) -> Arrays:
-        own = {name: pad_rows(logical[name], logical[f"{name}_pitch"]) for name in "kv"}
-        return {**spec.pack(logical), **own}
+        own_rows = {name: pad_rows(logical[name], logical[f"{name}_pitch"]) for name in "kv"}
+        return {**spec.pack(logical), **own_rows}
 
     names = [arg.name for arg in spec.args]
-    after, dtype = names.index("starts") + 1, ByVariant("BF16", DTYPES)
-    own = (Arg("k", dtype, ("N", "k_pitch")), Arg("v", dtype, ("N", "v_pitch")))
+    position, dtype = names.index("starts") + 1, ByVariant("BF16", DTYPES)
+    own_args = (Arg("k", dtype, ("N", "k_pitch")), Arg("v", dtype, ("N", "v_pitch")))
     pitches = (Arg("k_pitch", "int32", role="scalar"), Arg("v_pitch", "int32", role="scalar"))
     return replace(
         spec,
         form=OWN_FORM,
         summary=f"{spec.summary}; keys and values of the queries' own tokens in 16 bits",
-        args=(*spec.args[:after], *own, *spec.args[after:], *pitches),
+        args=(*spec.args[:position], *own_args, *spec.args[position:], *pitches),
         choose=lambda s: {**spec.config_for(s), **OWN_CONSTANTS},
-        rules=(*spec.rules, *rows_apart("k_pitch", "Hkv*D"), *rows_apart("v_pitch", "Hkv*D"), *rules),
+        rules=(*spec.rules, *pitch_rules("k_pitch", "Hkv*D"), *pitch_rules("v_pitch", "Hkv*D"), *rules),
         example=example,
         pack=pack,
         after_wait=(*spec.after_wait, "k", "v"),

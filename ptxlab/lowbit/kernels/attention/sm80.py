@@ -17,7 +17,7 @@ from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE, Roundings
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored
+from ptxlab.spec.dtypes import ByVariant, round_to_dtype
 from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
@@ -35,7 +35,7 @@ class AttentionTileSm80(NamedTuple):
     STAGES: int
 
 
-def _tile(s: Sizes) -> AttentionTileSm80:
+def _choose_tile(s: Sizes) -> AttentionTileSm80:
     """Choose the tile by bytes of a row: an SM of an A100 holds two blocks, an SM with 99 KiB one."""
     row = s["D"] * s["bits"] // 8
     columns = 16 if s["D"] < 256 and s["Hq"] // s["Hkv"] * s["T"] > 8 else 8
@@ -52,7 +52,7 @@ def _choose(s: Sizes) -> dict[str, int]:
         "FUSED": 0,
         "TOKENS": TOKENS,
         "SUM_PAD": SUM_PAD,
-        **_tile(s)._asdict(),
+        **_choose_tile(s)._asdict(),
     }
 
 
@@ -102,11 +102,11 @@ def _example(
 
 def _pack(logical: Arrays) -> Arrays:
     cache = logical["cache"]
-    return {"q": logical["q"], **common.arrays_of(cache), **common.channels_of(cache)}
+    return {"q": logical["q"], **common.cache_arrays(cache), **common.channel_constants(cache)}
 
 
 def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, BF16: int = 0) -> Pair:
-    return common.attention(as_stored(q, DTYPES[BF16]), cache, softmax_scale, window)
+    return common.attention(round_to_dtype(q, DTYPES[BF16]), cache, softmax_scale, window)
 
 
 _REASON = (
@@ -142,9 +142,11 @@ def _bound(
     BF16: int = 0,
     roundings: Callable[[int, bool, bool], Roundings] = roundings_of,
 ) -> tuple[Allowed, Allowed]:
-    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, cache.rotated)
+    kernel_roundings = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, cache.rotated)
     stored_to = BFLOAT16 if BF16 else HALF
-    return common.error_of(as_stored(q, DTYPES[BF16]), cache, softmax_scale, known, window, stored_to)
+    return common.bound_error(
+        round_to_dtype(q, DTYPES[BF16]), cache, softmax_scale, kernel_roundings, window, stored_to
+    )
 
 
 _COLUMNS = "min(16, Hq//Hkv*T)"

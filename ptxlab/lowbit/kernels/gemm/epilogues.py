@@ -16,7 +16,7 @@ from ptxlab.lowbit.kernels.gemm.common import DTYPES, F16
 from ptxlab.lowbit.layout.packed_weight import interleave
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.spec import Arg, Arrays, KernelSpec
-from ptxlab.spec.dtypes import ByVariant, floats, numbers, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, floats, numbers
 
 OUTPUTS = DTYPES[:2]
 _OUT, _F32 = ByVariant("OUT", OUTPUTS), DTYPES.index("float32")
@@ -34,19 +34,19 @@ def _variant(spec: KernelSpec, form: str, FUSED: int, y: Arg, **fields: Any) -> 
     )
 
 
-def _rounded(values: np.ndarray, OUT: int) -> np.ndarray:
+def _round_to_output(values: np.ndarray, OUT: int) -> np.ndarray:
     with np.errstate(over="ignore"):  # beyond 65504 float16 is infinite, as on the GPU
-        return stored(values.astype(np.float32), OUTPUTS[OUT])
+        return convert_to_dtype(values.astype(np.float32), OUTPUTS[OUT])
 
 
-def _numbers(values: np.ndarray, OUT: int) -> np.ndarray:
+def _round_to_f64(values: np.ndarray, OUT: int) -> np.ndarray:
     """Round values to the output dtype and return them as f64."""
-    return numbers(_rounded(values, OUT), OUTPUTS[OUT])
+    return numbers(_round_to_output(values, OUT), OUTPUTS[OUT])
 
 
 def silu_mul(gate_up: np.ndarray, OUT: int) -> np.ndarray:
     """Compute SiLU(gate) · up of f32 [M, 2·F], gate beside up, rounded to the output dtype, as f64 [M, F]."""
-    return _numbers(reference.gated(gate_up), OUT)
+    return _round_to_f64(reference.gated(gate_up), OUT)
 
 
 def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
@@ -55,9 +55,9 @@ def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
     The bound is one step where the exact result is as near to a tie as the error that SiLU may have; otherwise it is 0.
     """
     h = reference.gated(gate_up)
-    turns = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
-    off = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(turns, 0) + 2.0**-23) + 2.0**-100
-    low, high = _numbers(h - off, OUT), _numbers(h + off, OUT)
+    exponents = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
+    error = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(exponents, 0) + 2.0**-23) + 2.0**-100
+    low, high = _round_to_f64(h - error, OUT), _round_to_f64(h + error, OUT)
     with np.errstate(invalid="ignore"):  # an infinity less itself
         return np.where(low == high, 0, high - low)
 
@@ -107,7 +107,7 @@ def _residual(spec: KernelSpec) -> KernelSpec:
 
     def added(residual: np.ndarray, OUT: int = F16, **logical: Any) -> np.ndarray:
         product = floats(spec.reference(**logical, OUT=OUT))
-        return _rounded(product + floats(_rounded(residual, OUT)), OUT)
+        return _round_to_output(product + floats(_round_to_output(residual, OUT)), OUT)
 
     return _variant(
         spec,
@@ -123,15 +123,15 @@ def _residual(spec: KernelSpec) -> KernelSpec:
 
 
 EPILOGUES: dict[str, Callable[[KernelSpec], KernelSpec]] = {"silu_mul": _silu_mul, "residual": _residual}
-_FED = {
-    name: tuple(fed._replace(with_groups=of(fed.with_groups), channel=of(fed.channel)) for fed in strips.FED)
+_KERNELS = {
+    name: tuple(fed._replace(with_groups=of(fed.with_groups), channel=of(fed.channel)) for fed in strips.STRIP_KERNELS)
     for name, of in EPILOGUES.items()
 }
-STEPS = {name: strips.steps(fed) for name, fed in _FED.items()}
+STEPS = {name: strips.build_steps(fed) for name, fed in _KERNELS.items()}
 # `NAME:FORM`: those on row-major activations, with groups and per channel.
 FORMS = tuple(
     spec
-    for fed in _FED.values()
+    for fed in _KERNELS.values()
     for each in fed
     if each.order == "row_major"
     for spec in (each.with_groups, each.channel)

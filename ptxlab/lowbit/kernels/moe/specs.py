@@ -6,9 +6,9 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit import reference
-from ptxlab.lowbit.kernels.quantize.rmsnorm import by_halves, in_turn
+from ptxlab.lowbit.kernels.quantize.rmsnorm import sum_by_halves, sum_in_order
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, round_to_dtype
 
 DTYPES = ("float16", "bfloat16")  # by IN
 MOST_EXPERTS, MOST_CHOSEN, MOST_WIDTH = 64, 4, 32768
@@ -35,37 +35,37 @@ def router_logits(x: F32, router: F32) -> F32:
     for e in range(E):
         products[:, :H] = x * router[e]
         of_lanes = products.reshape(M, -1, 2, 32, 16).swapaxes(2, 3).reshape(M, -1, 32, 32)
-        logits[:, e] = in_turn(by_halves(in_turn(of_lanes, axis=3)), axis=1)
+        logits[:, e] = sum_in_order(sum_by_halves(sum_in_order(of_lanes, axis=3)), axis=1)
     return logits
 
 
-def _choosing(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _choose_reference(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Compute the reference of x f32 [M, H] and router f32 [E, H] as IN stores them.
 
     Returns chosen s32 [M, k] and share f64 [M, k].
     """
-    logits = router_logits(*(as_stored(each, DTYPES[IN]) for each in (x, router)))
+    logits = router_logits(*(round_to_dtype(matrix, DTYPES[IN]) for matrix in (x, router)))
     chosen, share = reference.top_experts(logits.astype(np.float64), k)
     return chosen.astype(np.int32), share
 
 
-def _choosing_error(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _choose_error(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Bound the error: 0 for choices, for shares that of `ex2.approx` and of the rounding of its argument."""
-    _, share = _choosing(x, router, k, IN)
-    turns = np.log2(share[:, :1] / np.maximum(share, 2.0**-126))
-    relative = 2.0**-21 + 2.0**-22 * turns
-    off = share * (relative + (share * relative).sum(axis=1, keepdims=True)) + 2.0**-120
-    return np.zeros(share.shape, np.int32), off
+    _, share = _choose_reference(x, router, k, IN)
+    exponents = np.log2(share[:, :1] / np.maximum(share, 2.0**-126))
+    relative = 2.0**-21 + 2.0**-22 * exponents
+    error = share * (relative + (share * relative).sum(axis=1, keepdims=True)) + 2.0**-120
+    return np.zeros(share.shape, np.int32), error
 
 
-def _choosing_example(rng: np.random.Generator, *, M: int, H: int, E: int, k: int) -> Arrays:
+def _choose_example(rng: np.random.Generator, *, M: int, H: int, E: int, k: int) -> Arrays:
     """Draw logits of some size, and a token of zeros, whose logits are all the same."""
     x = rng.standard_normal((M, H), dtype=np.float32)
     x[M // 2] = 0
     return {"x": x, "router": 2 * rng.standard_normal((E, H), dtype=np.float32) / np.float32(H**0.5), "k": k}
 
 
-def _choosing_variant(sizes: Sizes) -> dict[str, int]:
+def _choose_variant(sizes: Sizes) -> dict[str, int]:
     return {"IN": 0, "EXPERTS": sizes["E"], "CHOSEN": sizes["k"], "PARTS": ceil_div(sizes["H"], _PART)}
 
 
@@ -81,14 +81,14 @@ CHOOSE = KernelSpec(
         Arg("H", "int32", role="scalar"),
     ),
     launch=lambda s: Launch((max(1, min(s["M"], _ROUTING_BLOCKS)), 1, 1), (32 * min(s["E"] * s["PARTS"], 32), 1, 1)),
-    choose=_choosing_variant,
+    choose=_choose_variant,
     rules=(*_width_rules("H"), *_EXPERT_RULES),
     operations="2*M*E*H",
-    example=_choosing_example,
+    example=_choose_example,
     pack=lambda logical: {name: logical[name] for name in ("x", "router")},
-    reference=_choosing,
+    reference=_choose_reference,
     arch="sm_80",
-    bound=_choosing_error,
+    bound=_choose_error,
     tolerance_reason="logits are added in the reference's order, so choices are equal; exp2 is approximate: shares "
     "have a relative error of 2^-21 and 2^-22 per unit of its argument",
     example_sizes=sizes_rows(
@@ -98,7 +98,7 @@ CHOOSE = KernelSpec(
 )
 
 
-def _gathering(
+def _gather_reference(
     x_q: np.ndarray, scale: np.ndarray, token_sum: np.ndarray, chosen: np.ndarray, E: int
 ) -> tuple[np.ndarray, ...]:
     """Compute the reference: offsets, place, and the rows."""
@@ -107,7 +107,7 @@ def _gathering(
     return offsets, place, x_q[token], scale[token], token_sum[token]
 
 
-def _gathering_example(rng: np.random.Generator, *, M: int, K: int, E: int, k: int) -> Arrays:
+def _gather_example(rng: np.random.Generator, *, M: int, K: int, E: int, k: int) -> Arrays:
     experts = rng.permuted(np.tile(np.arange(E, dtype=np.int32), (M, 1)), axis=1)
     return {
         "x_q": rng.integers(-127, 128, (M, K), np.int8),
@@ -118,7 +118,7 @@ def _gathering_example(rng: np.random.Generator, *, M: int, K: int, E: int, k: i
     }
 
 
-def _gathering_variant(sizes: Sizes) -> dict[str, int]:
+def _gather_variant(sizes: Sizes) -> dict[str, int]:
     """Choose a vector of 16 bytes per thread, up to 512 threads, and a warp per expert, up to eight."""
     vectors = sizes["K"] // 16
     threads = 32 * max(ceil_div(min(vectors, 512), 32), min(sizes["E"], 8))
@@ -149,12 +149,12 @@ GATHER = KernelSpec(
         Arg("K", "int32", role="scalar"),
     ),
     launch=lambda sizes: Launch((max(1, min(sizes["M"], _GATHERING_BLOCKS)), 1, 1), (sizes["THREADS"], 1, 1)),
-    choose=_gathering_variant,
+    choose=_gather_variant,
     rules=(*_width_rules("K"), *_EXPERT_RULES),
     value_rules=("chosen >= 0", "chosen < E"),
-    example=_gathering_example,
+    example=_gather_example,
     pack=lambda logical: {name: logical[name] for name in ("x_q", "scale", "token_sum", "chosen")},
-    reference=_gathering,
+    reference=_gather_reference,
     arch="sm_80",
     example_sizes=sizes_rows(
         "M K E k", (1, 32, 1, 1), (3, 1056, 8, 2), (70, 64, 64, 4), (2, 16416, 3, 2), (513, 32, 5, 3)
@@ -165,12 +165,12 @@ GATHER = KernelSpec(
 )
 
 
-def _combining(results: np.ndarray, place: np.ndarray, share: np.ndarray, IN: int = 0) -> np.ndarray:
+def _combine_reference(results: np.ndarray, place: np.ndarray, share: np.ndarray, IN: int = 0) -> np.ndarray:
     """Compute the reference of results f32 [rows, H] as IN stores them: hidden as IN stores it."""
-    return stored(reference.combined(as_stored(results, DTYPES[IN]), place, share), DTYPES[IN])
+    return convert_to_dtype(reference.combined(round_to_dtype(results, DTYPES[IN]), place, share), DTYPES[IN])
 
 
-def _combining_example(rng: np.random.Generator, *, M: int, H: int, k: int, rows: int) -> Arrays:
+def _combine_example(rng: np.random.Generator, *, M: int, H: int, k: int, rows: int) -> Arrays:
     share = rng.random((M, k), dtype=np.float32) + np.float32(0.01)
     return {
         "results": rng.standard_normal((rows, H), dtype=np.float32),
@@ -195,9 +195,9 @@ COMBINE = KernelSpec(
     rules=(*_width_rules("H"), f"1 <= k <= {MOST_CHOSEN}", "rows >= 0", "0 <= M < 2**28"),
     value_rules=("place >= 0", "place < rows"),
     operations="2*M*k*H",
-    example=_combining_example,
+    example=_combine_example,
     pack=dict,
-    reference=_combining,
+    reference=_combine_reference,
     arch="sm_80",
     tolerance_reason="every operation is IEEE's, and the reference adds in the kernel's order",
     example_sizes=sizes_rows("M H k rows", (1, 32, 1, 1), (5, 1056, 2, 10), (2, 4096, 4, 8), (3, 96, 3, 9)),

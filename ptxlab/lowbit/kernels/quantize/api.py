@@ -13,11 +13,11 @@ from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.quantize.call import Fitted, Quantizer, matrix_shape
 from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL, SILU_MUL_BLOCK
 from ptxlab.lowbit.kernels.quantize.options import GateOptions, NormOptions, QuantizeOptions
-from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, RMSNORM_BLOCK, normalized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, RMSNORM_BLOCK, normalize_rows
 from ptxlab.lowbit.kernels.quantize.specs import QUANTIZE
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.quant.inputs import extremes, row_scales
-from ptxlab.spec.dtypes import as_stored
+from ptxlab.spec.dtypes import round_to_dtype
 
 
 @break_graph
@@ -144,9 +144,11 @@ def fit_plain(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
 def fit_normed(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
     """Return the sizes of an RMSNorm of these arrays; raises ArgumentError for x that is no matrix."""
     shape = matrix_shape(name, "x", arrays["x"])
-    shapes = {each: shape for each in ("x", "residual", "normed") if each in arrays} | {"gamma": shape[1:]}
-    kept = {"added": int("residual" in arrays), "kept": int("normed" in arrays)}
-    return Fitted(*shape, shapes, {**kept, "eps": float(options.eps)})
+    shapes = {array_name: shape for array_name in ("x", "residual", "normed") if array_name in arrays} | {
+        "gamma": shape[1:]
+    }
+    flags = {"added": int("residual" in arrays), "kept": int("normed" in arrays)}
+    return Fitted(*shape, shapes, {**flags, "eps": float(options.eps)})
 
 
 def fit_gated(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
@@ -158,7 +160,7 @@ def fit_gated(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
     return Fitted(M, width // 2, {"gate_up": (M, width)}, {"activation": activation})
 
 
-def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+def _check_values(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
     quant.token_scales(numbers["x"])
 
 
@@ -170,12 +172,12 @@ def normed_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> 
     v = numbers["x"]
     if "residual" in numbers:
         with np.errstate(over="ignore"):  # what is not finite is refused by name
-            v = as_stored(v + numbers["residual"], sizes["dtype"])
+            v = round_to_dtype(v + numbers["residual"], sizes["dtype"])
         extremes("x + residual", v)
-    return normalized(v, numbers["gamma"], sizes["eps"])
+    return normalize_rows(v, numbers["gamma"], sizes["eps"])
 
 
-def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+def _check_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
     row_scales("y", np.abs(normed_numbers(numbers, sizes)).max(axis=1), 127)
 
 
@@ -186,12 +188,12 @@ def gated_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F
     return h
 
 
-def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+def _check_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
     row_scales("h", np.abs(gated_numbers(numbers, sizes)).max(axis=1), 127)
 
 
-_QUANTIZE = Quantizer("quantize_activations", (QUANTIZE,), fit_plain, _look)
+_QUANTIZE = Quantizer("quantize_activations", (QUANTIZE,), fit_plain, _check_values)
 _RMSNORM = Quantizer(
-    "rmsnorm_quantize", (RMSNORM, RMSNORM_BLOCK), fit_normed, _look_at_normed, apart=("x", "residual", "normed")
+    "rmsnorm_quantize", (RMSNORM, RMSNORM_BLOCK), fit_normed, _check_normed, disjoint=("x", "residual", "normed")
 )
-_SILU_MUL = Quantizer("silu_mul_quantize", (SILU_MUL, SILU_MUL_BLOCK), fit_gated, _look_at_gated, parts=2)
+_SILU_MUL = Quantizer("silu_mul_quantize", (SILU_MUL, SILU_MUL_BLOCK), fit_gated, _check_gated, parts=2)

@@ -11,13 +11,13 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit import layout, quant
-from ptxlab.lowbit.kernels.quantize.gated import gated
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
-from ptxlab.lowbit.kernels.quantize.specs import DTYPES, activations, in_one_block, row_geometry
+from ptxlab.lowbit.kernels.quantize.gated import compute_gate
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
+from ptxlab.lowbit.kernels.quantize.specs import DTYPES, draw_activations, one_block_form, row_geometry
 from ptxlab.lowbit.quant.atom import ATOM_CODE, ATOM_GROUPS, ATOM_OUTLIERS, ATOM_PAPER
 from ptxlab.lowbit.quant.groups import group_scales
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, round_to_dtype
 
 RULES = (ATOM_PAPER, ATOM_CODE)  # by `code`; then COMET's
 COMET = len(RULES)
@@ -81,12 +81,12 @@ def check_place(name: str, arrays: Mapping[str, Any]) -> None:
         raise ArgumentError(f"{name}: place", f"must be a permutation of 0..{place.size - 1}", f"no {missing}")
 
 
-def _example(rng: np.random.Generator, *, M: int, K: int, outliers: int, **how: Any) -> Arrays:
+def _example(rng: np.random.Generator, *, M: int, K: int, outliers: int, **options: Any) -> Arrays:
     """Draw channels in any order, of which the outliers are large, and a token of zeros."""
     order = rng.permutation(K + outliers)
-    x = activations(rng, M, K + outliers)
+    x = draw_activations(rng, M, K + outliers)
     x[:, order[K:]] *= 30
-    return {"x": x, "place": quant.channel_places(order), "outliers": outliers, **how}
+    return {"x": x, "place": quant.channel_places(order), "outliers": outliers, **options}
 
 
 def ordered_rows(
@@ -99,7 +99,7 @@ def ordered_rows(
     return quant.quantize_atom_activations(ordered, g, outliers, clip=clip, rules=RULES[code])
 
 
-def _written(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.ndarray, ...]:
+def _kernel_outputs(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.ndarray, ...]:
     """Return x_q, x8 and x_scale as the kernels write them."""
     packed: Any
     if isinstance(rows, quant.BlockRows):
@@ -109,48 +109,54 @@ def _written(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.nda
     return packed.x, np.empty((packed.M, 0), np.int8) if packed.x8 is None else packed.x8, packed.scale
 
 
-def reordered(
+def reorder_reference(
     x: np.ndarray, place: np.ndarray, outliers: int, g: int, pairs: int, code: int, clip: float, IN: int = 0, **_: int
 ) -> tuple[np.ndarray, ...]:
     """Compute the reference: `quant`'s integers of x f32 [M, K + outliers] as IN stores it, in order."""
-    return _written(ordered_rows(as_stored(x, DTYPES[IN]), place, outliers, g, code, clip), pairs)
+    return _kernel_outputs(ordered_rows(round_to_dtype(x, DTYPES[IN]), place, outliers, g, code, clip), pairs)
 
 
 def _normed_example(rng: np.random.Generator, *, added: int, kept: int, eps: float, **sizes: Any) -> Arrays:
-    made = _example(rng, **sizes)
-    x = made["x"]
+    arrays = _example(rng, **sizes)
+    x = arrays["x"]
     return {
-        **made,
-        "residual": activations(rng, *x.shape)[: added * len(x)],
+        **arrays,
+        "residual": draw_activations(rng, *x.shape)[: added * len(x)],
         "gamma": rng.uniform(0.5, 2, x.shape[1]).astype(np.float32),
         "kept": kept,
         "eps": eps,
     }
 
 
-def normed(x: F32, residual: F32, gamma: F32, kept: int, eps: float, IN: int = 0, **how: Any) -> tuple[np.ndarray, ...]:
+def rmsnorm_reorder_reference(
+    x: F32, residual: F32, gamma: F32, kept: int, eps: float, IN: int = 0, **reorder_options: Any
+) -> tuple[np.ndarray, ...]:
     """Compute the reference of f32 [M, K + outliers] as IN stores them.
 
     Returns residual and y as IN stores them, or nothing, then x_q, x8 and x_scale of y.
     """
     dtype = DTYPES[IN]
-    v = as_stored(x, dtype)
+    v = round_to_dtype(x, dtype)
     if len(residual):
-        v = residual = as_stored(v + as_stored(residual, dtype), dtype)
-    y = normalized(v, as_stored(gamma, dtype), eps)
-    return stored(residual, dtype), stored(y[: kept * len(y)], dtype), *reordered(y, **how, IN=2)
+        v = residual = round_to_dtype(v + round_to_dtype(residual, dtype), dtype)
+    y = normalize_rows(v, round_to_dtype(gamma, dtype), eps)
+    return (
+        convert_to_dtype(residual, dtype),
+        convert_to_dtype(y[: kept * len(y)], dtype),
+        *reorder_reference(y, **reorder_options, IN=2),
+    )
 
 
 def _gated_example(rng: np.random.Generator, *, activation: int, **sizes: Any) -> Arrays:
-    made = _example(rng, **sizes)
-    up = made.pop("x")
+    arrays = _example(rng, **sizes)
+    up = arrays.pop("x")
     gate = rng.standard_normal(up.shape, dtype=np.float32)
-    return {"gate_up": np.concatenate([gate, up], axis=1), "activation": activation, **made}
+    return {"gate_up": np.concatenate([gate, up], axis=1), "activation": activation, **arrays}
 
 
-def gated_and_reordered(gate_up: np.ndarray, activation: int, IN: int = 0, **how: Any) -> Any:
+def gate_reorder_reference(gate_up: np.ndarray, activation: int, IN: int = 0, **reorder_options: Any) -> Any:
     """Compute the reference of h in f64, rounded to f32."""
-    return reordered(gated(gate_up, activation, IN)[0].astype(np.float32), **how, IN=2)
+    return reorder_reference(compute_gate(gate_up, activation, IN)[0].astype(np.float32), **reorder_options, IN=2)
 
 
 def gate_error(
@@ -171,9 +177,9 @@ def gate_error(
     what the ends of h and of the scale make of them. A byte of two INT4, or one without a sign, may be off by anything,
     if it may be off at all.
     """
-    h, relative = gated(gate_up, activation, IN)
+    h, relative = compute_gate(gate_up, activation, IN)
     order = np.argsort(place)
-    size, off = np.abs(h)[:, order], (np.abs(h) * (relative + 2.0**-22))[:, order]
+    size, error = np.abs(h)[:, order], (np.abs(h) * (relative + 2.0**-22))[:, order]
     M, K = len(h), h.shape[1] - outliers
     rules = ATOM_CODE if code == COMET else RULES[code]
     integers, scales = [], []
@@ -183,14 +189,16 @@ def gate_error(
             integers.append(np.zeros((M, 0)))
             continue
         steps, clipped = rules.steps(bits), clip if bits == 4 else 1.0
-        low, high = ((size + sign * off)[:, part].reshape(M, -1, group) for sign in (-1, 1))
+        low, high = ((size + sign * error)[:, part].reshape(M, -1, group) for sign in (-1, 1))
         largest = [end.max(axis=2) for end in (low, high)]
-        least, most = (group_scales(end.astype(np.float32), steps, clipped).astype(np.float64) for end in largest)
-        scales.append(most - least)
+        min_scales, max_scales = (
+            group_scales(end.astype(np.float32), steps, clipped).astype(np.float64) for end in largest
+        )
+        scales.append(max_scales - min_scales)
         if rules.reciprocal and code != COMET:  # multiplied by the reciprocal of what FP16 has not rounded yet
-            least, most = (np.maximum(end * clipped / steps, 2.0**-24) for end in largest)
+            min_scales, max_scales = (np.maximum(end * clipped / steps, 2.0**-24) for end in largest)
         down, up = (1 - 2.0**-20), (1 + 2.0**-20)
-        ends = (low * down / most[..., None], high * up / least[..., None])
+        ends = (low * down / max_scales[..., None], high * up / min_scales[..., None])
         between = np.floor(ends[1] + 0.5) - np.ceil(ends[0] - 0.5)
         integers.append(between.reshape(M, -1))
     scale = np.concatenate(scales, axis=1)
@@ -226,7 +234,7 @@ REORDER = _spec(
     (Arg("x", ByVariant("IN", DTYPES), ("M", "K + outliers")), _PLACE),
     example=_example,
     pack=lambda logical: {name: logical[name] for name in ("x", "place")},
-    reference=reordered,
+    reference=reorder_reference,
     example_sizes=sizes_rows(  # all orders, all rules; a warp, a block, clusters of 2 and 4; half a block at the end
         _SIZES,
         (1, 64, 0, 64, 0, 0, 1.0),
@@ -256,7 +264,7 @@ RMSNORM_REORDER = _spec(
     rules=("added in (0, 1)", "kept in (0, 1)", "1e-30 <= eps <= 1"),
     example=_normed_example,
     pack=lambda logical: {name: logical[name] for name in ("x", "residual", "gamma", "place")},
-    reference=normed,
+    reference=rmsnorm_reorder_reference,
     example_sizes=sizes_rows(
         f"{_SIZES} added kept eps",
         (1, 64, 0, 64, 0, 0, 1.0, 0, 0, 1e-5),
@@ -276,7 +284,7 @@ SILU_MUL_REORDER = _spec(
     rules=("activation in (0, 1)",),
     example=_gated_example,
     pack=lambda logical: {name: logical[name] for name in ("gate_up", "place")},
-    reference=gated_and_reordered,
+    reference=gate_reorder_reference,
     bound=gate_error,
     tolerance_reason="exp and reciprocal are approximate (silu_mul_quantize): an integer may change by a step, and a "
     "scale by FP16's last bit, where the exact value is as near to a tie",
@@ -296,7 +304,7 @@ SPECS = (REORDER, RMSNORM_REORDER, SILU_MUL_REORDER)
 
 def _in_one_block(spec: KernelSpec) -> KernelSpec:
     """Build the form in which each row is one block's: without clusters, up to 48 KiB of the block's shared memory."""
-    return in_one_block(
+    return one_block_form(
         spec,
         lambda sizes: {"THREADS": ceil_div(_blocks(sizes) * 8, 32) * 32, "CLUSTER": 1},
         rules=(*spec.rules, f"ceil_div(K, 128)*128 + ceil_div(outliers, 128)*128 <= {_MOST_OF_A_BLOCK}"),

@@ -9,18 +9,18 @@ from ptxlab.lowbit.kernels.quantize.specs import (
     DTYPES,
     FUSED_RULES,
     PACKED,
-    activations,
     block_geometry,
-    in_one_block,
+    draw_activations,
     layout_of,
-    packed,
+    one_block_form,
+    pack_results,
     row_geometry,
     row_launch,
 )
 from ptxlab.lowbit.quant import QuantizedActivations
 from ptxlab.lowbit.reference.attention import F64
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored
+from ptxlab.spec.dtypes import ByVariant, round_to_dtype
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
@@ -29,46 +29,46 @@ def _choose(sizes: Sizes) -> dict[str, int]:
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, activation: int) -> Arrays:
-    gate_up = activations(rng, M, 2 * K)
+    gate_up = draw_activations(rng, M, 2 * K)
     return {"gate_up": gate_up, "rows": rows, "span": span, "activation": activation}
 
 
-def gated_and_quantized(
+def silu_mul_quantize_reference(
     gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0
 ) -> tuple[np.ndarray, ...]:
     """Compute the reference, in f64, of gate_up f32 [M, 2 K] as IN stores it: x_q, scale, token_sum."""
     quotient, scale, _ = _quotients(gate_up, activation, IN)
-    return _packed(np.rint(quotient), scale, rows, span)
+    return _pack_results(np.rint(quotient), scale, rows, span)
 
 
-def error(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0) -> tuple[np.ndarray, ...]:
+def error_bound(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0) -> tuple[np.ndarray, ...]:
     """Bound the error of the results: x_q one step where the quotient is as near to a tie as its own error, else 0."""
     quotient, scale, relative = _quotients(gate_up, activation, IN)
     of_scale = (np.abs(quotient) * relative).max(axis=1) / 127 + 2.0**-23
-    off = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23) + 2.0**-100
-    near_tie = np.abs(np.abs(quotient) % 1 - 0.5) <= off
-    return _packed(near_tie, scale * of_scale, rows, span)
+    quotient_error = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23) + 2.0**-100
+    near_tie = np.abs(np.abs(quotient) % 1 - 0.5) <= quotient_error
+    return _pack_results(near_tie, scale * of_scale, rows, span)
 
 
-def _packed(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray, ...]:
+def _pack_results(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray, ...]:
     """Pack q, or its errors, in the order of `span`, with a scale f64, and their sums."""
-    return packed(QuantizedActivations(q.astype(np.int8), scale, q.sum(axis=1)), rows, span)
+    return pack_results(QuantizedActivations(q.astype(np.int8), scale, q.sum(axis=1)), rows, span)
 
 
 def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
     """Compute h / scale [M, K], scale [M], and the relative error [M, K] that h may have, all f64."""
-    h, relative = gated(gate_up, activation, IN)
+    h, relative = compute_gate(gate_up, activation, IN)
     extent = np.abs(h).max(axis=1)
     scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
     return h / scale[:, None], scale, relative
 
 
-def gated(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
+def compute_gate(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
     """Compute h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
-    name, x = reference.ACTIVATIONS[activation], as_stored(gate_up, DTYPES[IN])
+    name, x = reference.ACTIVATIONS[activation], round_to_dtype(gate_up, DTYPES[IN])
     h = reference.gated(x, name)
-    turns = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
-    return h, 2.0**-20 + 2.0**-22 * np.maximum(turns, 0)
+    exponents = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
+    return h, 2.0**-20 + 2.0**-22 * np.maximum(exponents, 0)
 
 
 SILU_MUL = KernelSpec(
@@ -80,9 +80,9 @@ SILU_MUL = KernelSpec(
     rules=(*FUSED_RULES, "activation in (0, 1)"),
     example=_example,
     pack=lambda logical: {"gate_up": logical["gate_up"]},
-    reference=gated_and_quantized,
+    reference=silu_mul_quantize_reference,
     arch="sm_90",
-    bound=error,
+    bound=error_bound,
     tolerance_reason="exp and reciprocal are approximate: h has a relative error of 2^-20 and 2^-22 per unit of a "
     "positive exponent, which may change x_q by one step near a tie alone",
     example_sizes=sizes_rows(
@@ -96,4 +96,4 @@ SILU_MUL = KernelSpec(
     ),
     after_wait=("gate_up",),
 )
-SILU_MUL_BLOCK = in_one_block(SILU_MUL, block_geometry)
+SILU_MUL_BLOCK = one_block_form(SILU_MUL, block_geometry)

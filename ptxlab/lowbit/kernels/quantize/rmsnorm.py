@@ -9,28 +9,28 @@ from ptxlab.lowbit.kernels.quantize.specs import (
     DTYPES,
     FUSED_RULES,
     PACKED,
-    activations,
     block_geometry,
-    in_one_block,
+    draw_activations,
     layout_of,
-    packed,
+    one_block_form,
+    pack_results,
     row_geometry,
     row_launch,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored, stored
+from ptxlab.spec.dtypes import ByVariant, convert_to_dtype, round_to_dtype
 
 _FLOAT = ByVariant("IN", DTYPES[:2])
 
 
-def normalized(v: F32, gamma: F32, eps: float) -> F32:
+def normalize_rows(v: F32, gamma: F32, eps: float) -> F32:
     """Compute v · gamma / sqrt(mean(v²) + eps) of every row of v f32 [M, K], in the kernel's order: its bits.
 
     v and gamma f32 [K] are what f16 or bf16 hold: products of two are exact then, but for those of bf16 below 2^-126.
     A thread adds its 16 squares one after the other, a warp by halves; words of warps likewise, 32 apart at first.
     """
-    share = np.float32(1) / np.float32(v.shape[1])
-    factor = np.float32(1) / np.sqrt(_squares(v) * share + np.float32(eps))
+    inverse_width = np.float32(1) / np.float32(v.shape[1])
+    factor = np.float32(1) / np.sqrt(_squares(v) * inverse_width + np.float32(eps))
     y: F32 = (v * gamma) * factor[:, None]
     return y
 
@@ -41,14 +41,14 @@ def _squares(v: F32) -> F32:
     threads = geometry["THREADS"] * geometry["CLUSTER"]
     squares = np.zeros((M, 16 * threads), np.float32)
     squares[:, :K] = v * v
-    of_threads = in_turn(squares.reshape(M, threads, 16), axis=2)
-    of_warps = by_halves(of_threads.reshape(M, threads // 32, 32))
+    of_threads = sum_in_order(squares.reshape(M, threads, 16), axis=2)
+    of_warps = sum_by_halves(of_threads.reshape(M, threads // 32, 32))
     words = np.zeros((M, ceil_div(threads, 1024), 32), np.float32)
     words.reshape(M, -1)[:, : threads // 32] = of_warps
-    return by_halves(in_turn(words, axis=1))
+    return sum_by_halves(sum_in_order(words, axis=1))
 
 
-def in_turn(x: F32, axis: int) -> F32:
+def sum_in_order(x: F32, axis: int) -> F32:
     """Sum along an axis, from its first element on."""
     total: F32 = np.zeros_like(x.take(0, axis))
     for i in range(x.shape[axis]):
@@ -56,7 +56,7 @@ def in_turn(x: F32, axis: int) -> F32:
     return total
 
 
-def by_halves(x: F32) -> F32:
+def sum_by_halves(x: F32) -> F32:
     """Sum the last axis of 32 as lanes add by shuffles: the upper half to the lower one, and so on."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
@@ -73,10 +73,10 @@ def _example(
     rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, added: int, kept: int, eps: float
 ) -> Arrays:
     """Draw activations with outlier channels, and a token of zeros, also where a residual is added."""
-    residual = activations(rng, M, K)[: added * M]
+    residual = draw_activations(rng, M, K)[: added * M]
     gamma = rng.uniform(0.5, 2, K).astype(np.float32)
     return {
-        "x": activations(rng, M, K),
+        "x": draw_activations(rng, M, K),
         "residual": residual,
         "gamma": gamma,
         "eps": eps,
@@ -86,7 +86,7 @@ def _example(
     }
 
 
-def normed_and_quantized(
+def rmsnorm_quantize_reference(
     x: F32, residual: F32, gamma: F32, eps: float, rows: int, span: int, kept: int, IN: int = 0
 ) -> tuple[np.ndarray, ...]:
     """Compute the reference of f32 [M, K] as IN stores them.
@@ -94,12 +94,12 @@ def normed_and_quantized(
     Returns residual and y as IN stores them, or nothing, then x_q, scale and token_sum of y.
     """
     dtype = DTYPES[IN]
-    v = as_stored(x, dtype)
+    v = round_to_dtype(x, dtype)
     if len(residual):
-        v = residual = as_stored(v + as_stored(residual, dtype), dtype)
-    y = normalized(v, as_stored(gamma, dtype), eps)
-    quantized = packed(quant.quantize_activations(y), rows, span)
-    return stored(residual, dtype), stored(y[: kept * len(y)], dtype), *quantized
+        v = residual = round_to_dtype(v + round_to_dtype(residual, dtype), dtype)
+    y = normalize_rows(v, round_to_dtype(gamma, dtype), eps)
+    quantized = pack_results(quant.quantize_activations(y), rows, span)
+    return convert_to_dtype(residual, dtype), convert_to_dtype(y[: kept * len(y)], dtype), *quantized
 
 
 RMSNORM = KernelSpec(
@@ -118,7 +118,7 @@ RMSNORM = KernelSpec(
     rules=(*FUSED_RULES, "added in (0, 1)", "kept in (0, 1)", "1e-30 <= eps <= 1"),
     example=_example,
     pack=lambda logical: {name: logical[name] for name in ("x", "residual", "gamma")},
-    reference=normed_and_quantized,
+    reference=rmsnorm_quantize_reference,
     arch="sm_90",
     tolerance_reason="every operation is IEEE's, and the reference adds in the kernel's order",
     example_sizes=sizes_rows(  # every order and choice; rows of one thread, one warp, a block, clusters of 2 and 4
@@ -134,4 +134,4 @@ RMSNORM = KernelSpec(
     after_wait=("x", "residual"),
     batch_sizes={"M": 64, "K": 8224, "rows": 1, "span": 32, "added": 1, "kept": 1, "eps": 1e-5},
 )
-RMSNORM_BLOCK = in_one_block(RMSNORM, block_geometry)
+RMSNORM_BLOCK = one_block_form(RMSNORM, block_geometry)

@@ -10,7 +10,7 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant, as_stored
+from ptxlab.spec.dtypes import ByVariant, round_to_dtype
 
 DTYPES = ("float16", "bfloat16", "float32")  # by IN
 MOST_THREADS = 512
@@ -62,7 +62,7 @@ def block_geometry(sizes: Sizes) -> dict[str, int]:
     return {"THREADS": ceil_div(chunks, 32 * chunks_per_thread) * 32, "CLUSTER": 1, "CHUNKS": chunks_per_thread}
 
 
-def in_one_block(spec: KernelSpec, geometry: Callable[[Sizes], dict[str, int]], **fields: Any) -> KernelSpec:
+def one_block_form(spec: KernelSpec, geometry: Callable[[Sizes], dict[str, int]], **fields: Any) -> KernelSpec:
     """Build the form of a kernel in which each row is one block's: it needs no clusters and so runs from sm_80 on."""
     choose: Any = spec.choose
     return replace(
@@ -81,15 +81,17 @@ def row_launch(sizes: Mapping[str, int]) -> Launch:
     return Launch((tokens * blocks, 1, 1), (sizes["THREADS"], 1, 1), cluster=(blocks, 1, 1))
 
 
-def packed(quantized: quant.QuantizedActivations, rows: int, span: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pack_results(
+    quantized: quant.QuantizedActivations, rows: int, span: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return x_q in the order of `span`, padded to whole tiles, scale and token_sum, as the kernels write them."""
-    made = layout.pack_activations(quantized, _ORDER_OF_SPAN[span], rows)
+    packed_activations = layout.pack_activations(quantized, _ORDER_OF_SPAN[span], rows)
     (M, K), (tokens, channels) = quantized.shape, (rows, span)
-    padded = made.x_q.reshape(ceil_div(M, tokens) * tokens, ceil_div(K, channels) * channels)
-    return padded, made.scale, made.token_sum
+    padded = packed_activations.x_q.reshape(ceil_div(M, tokens) * tokens, ceil_div(K, channels) * channels)
+    return padded, packed_activations.scale, packed_activations.token_sum
 
 
-def activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:
+def draw_activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:
     """Draw f32 [M, K] with outlier channels, and a token of zeros."""
     x = rng.standard_normal((M, K), dtype=np.float32)
     x[:, rng.integers(0, K, size=max(1, K // 64))] *= 20
@@ -100,18 +102,18 @@ def activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:
 def _choose(sizes: Sizes) -> dict[str, int]:
     """Choose as many threads as there are chunks of 16, or a half, a third ... if a block cannot have so many."""
     chunks = ceil_div(sizes["K"], sizes["span"]) * sizes["span"] // 16
-    each = ceil_div(chunks, MOST_THREADS)
-    threads = ceil_div(chunks, 32 * each) * 32
-    return {"IN": 0, **layout_of(sizes), "THREADS": threads, "CHUNKS": min(each, MOST_CHUNKS)}
+    chunks_per_thread = ceil_div(chunks, MOST_THREADS)
+    threads = ceil_div(chunks, 32 * chunks_per_thread) * 32
+    return {"IN": 0, **layout_of(sizes), "THREADS": threads, "CHUNKS": min(chunks_per_thread, MOST_CHUNKS)}
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int) -> Arrays:
-    return {"x": activations(rng, M, K), "rows": rows, "span": span}
+    return {"x": draw_activations(rng, M, K), "rows": rows, "span": span}
 
 
-def quantized(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize_reference(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compute the reference: `quant.quantize_activations` of x f32 [M, K] as IN stores it, in the order of `span`."""
-    return packed(quant.quantize_activations(as_stored(x, DTYPES[IN])), rows, span)
+    return pack_results(quant.quantize_activations(round_to_dtype(x, DTYPES[IN])), rows, span)
 
 
 QUANTIZE = KernelSpec(
@@ -123,7 +125,7 @@ QUANTIZE = KernelSpec(
     rules=("K % 32 == 0", "1 <= K < 131072", *ORDER_RULES, "M < 2**31 - 256"),
     example=_example,
     pack=lambda logical: {"x": logical["x"]},
-    reference=quantized,
+    reference=quantize_reference,
     arch="sm_80",
     tolerance_reason="every operation is IEEE's, so scales too are compared for equality",
     example_sizes=sizes_rows(

@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
-from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.dtypes import convert_to_dtype, numbers
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
 from tests.support.attention_calls import (
@@ -26,12 +26,12 @@ from tests.support.attention_calls import (
     SM90,
     TEACHING,
     Q,
-    changed,
-    hold,
+    assert_within_bound,
+    copy_with,
     on_device,
-    sent,
+    to_device_array,
 )
-from tests.support.attention_problems import moved
+from tests.support.attention_problems import map_arrays
 from tests.support.fake_gpu import FakeGpu
 
 
@@ -42,13 +42,13 @@ def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: d
     window, dtype = case["window"], case["dtype"]
     sizes = {name: size for name, size in case.items() if name not in ("window", "dtype")}
     q, cache = problems.problem(1, LENGTHS, **sizes)
-    q = stored(q, dtype)
+    q = convert_to_dtype(q, dtype)
     how: dict[str, Any] = {"window": window or None, "return_lse": True, "kernel": kernel}
     out, lse = ptxlab.attention_kv4(q, cache, backend="emulator", **how)
-    hold(q, cache, out, lse, window=window)
+    assert_within_bound(q, cache, out, lse, window=window)
     assert out.dtype == q.dtype and lse.dtype == np.float32
-    out, lse = ptxlab.attention_kv4(sent(q), on_device(cache), **how)
-    hold(q, cache, out.host, lse.host, window=window)
+    out, lse = ptxlab.attention_kv4(to_device_array(q), on_device(cache), **how)
+    assert_within_bound(q, cache, out.host, lse.host, window=window)
     assert fake.launched == [(kernel, 7)]
 
 
@@ -66,7 +66,7 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
         assert within({"out": got.reshape(wanted["out"].shape)}, wanted, allowed) is None
     workspace = ptxlab.attention_workspace(on_device(cache), kernel=kernel)
     assert workspace.nbytes == 0 and fake.allocations == 0
-    out = ptxlab.attention_kv4(sent(q), on_device(cache), kernel=kernel, workspace=workspace)
+    out = ptxlab.attention_kv4(to_device_array(q), on_device(cache), kernel=kernel, workspace=workspace)
     assert np.array_equal(out.host[:, 0], got) and fake.launched == [(kernel, 7)]
 
 
@@ -79,7 +79,7 @@ def forget() -> None:
 @pytest.mark.full
 def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     assert steps.choose(AttentionOptions(backend="emulator")).spec.name == SM90
-    q, cache = sent(Q), on_device(CACHE)
+    q, cache = to_device_array(Q), on_device(CACHE)
     ptxlab.attention_kv4(q, cache)
     forget()
     fake.arch = 80
@@ -93,7 +93,7 @@ def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     fake.arch = 75
     with pytest.raises(UnavailableError, match=r"attention_kv4_sm90: it runs on .* sm_75; pass backend=\"emulator\""):
         ptxlab.attention_kv4(q, cache)
-    hold(Q, CACHE, ptxlab.attention_kv4(Q, CACHE, backend="emulator"))
+    assert_within_bound(Q, CACHE, ptxlab.attention_kv4(Q, CACHE, backend="emulator"))
 
 
 @pytest.mark.full
@@ -101,15 +101,15 @@ def test_one_query_needs_no_axis(fake: FakeGpu) -> None:
     out, lse = ptxlab.attention_kv4(Q, CACHE, return_lse=True, backend="emulator")
     flat, flat_lse = ptxlab.attention_kv4(Q[:, 0], CACHE, return_lse=True, backend="emulator")
     assert np.array_equal(flat, out[:, 0]) and np.array_equal(flat_lse, lse[:, 0])
-    flat, flat_lse = ptxlab.attention_kv4(sent(Q[:, 0]), on_device(CACHE), return_lse=True)
+    flat, flat_lse = ptxlab.attention_kv4(to_device_array(Q[:, 0]), on_device(CACHE), return_lse=True)
     assert flat.shape == (4, 4, 128) and flat_lse.shape == (4, 4)
-    hold(Q, CACHE, flat.host[:, None], flat_lse.host[:, None])
+    assert_within_bound(Q, CACHE, flat.host[:, None], flat_lse.host[:, None])
 
 
 @pytest.mark.full
 def test_scale_and_windows_wider_than_the_cache() -> None:
     out = ptxlab.attention_kv4(Q, CACHE, scale=0.5, backend="emulator")
-    hold(Q, CACHE, out, scale=0.5)
+    assert_within_bound(Q, CACHE, out, scale=0.5)
     assert not np.array_equal(out, ptxlab.attention_kv4(Q, CACHE, backend="emulator"))
     for window in (CACHE.max_pages * 32, 2**31, np.int64(2**40)):
         assert np.array_equal(ptxlab.attention_kv4(Q, CACHE, scale=0.5, window=window, backend="emulator"), out)
@@ -118,7 +118,7 @@ def test_scale_and_windows_wider_than_the_cache() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("on_host", [True, False])
 def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool) -> None:
-    to, cache = (np.array, CACHE) if on_host else (sent, on_device(CACHE))
+    to, cache = (np.array, CACHE) if on_host else (to_device_array, on_device(CACHE))
     backend = "emulator" if on_host else None
     wanted, wanted_lse = ptxlab.attention_kv4(to(Q), cache, return_lse=True, backend=backend)
     out, lse = to(np.zeros_like(Q)), to(np.zeros(Q.shape[:-1], np.float32))
@@ -140,7 +140,9 @@ def test_torch_on_the_cpu(dtype: str) -> None:
     cache = replace(CACHE, pool=pool, block_table=table, lengths=lengths)
     out, lse = ptxlab.attention_kv4(q, cache, return_lse=True, backend="emulator")
     assert out.dtype == q.dtype and lse.dtype == torch.float32
-    wanted = ptxlab.attention_kv4(stored(q.float().numpy(), dtype), CACHE, return_lse=True, backend="emulator")
+    wanted = ptxlab.attention_kv4(
+        convert_to_dtype(q.float().numpy(), dtype), CACHE, return_lse=True, backend="emulator"
+    )
     assert np.array_equal(out.float().numpy(), numbers(wanted[0], dtype)) and np.array_equal(lse.numpy(), wanted[1])
 
 
@@ -148,15 +150,15 @@ def test_no_sequences_launch_nothing(fake: FakeGpu) -> None:
     empty = replace(CACHE, block_table=CACHE.block_table[:0], lengths=CACHE.lengths[:0])
     out, lse = ptxlab.attention_kv4(Q[:0], empty, return_lse=True, backend="emulator")
     assert (out.shape, out.dtype, lse.shape) == ((0, 1, 4, 128), np.float16, (0, 1, 4))
-    out, lse = ptxlab.attention_kv4(sent(Q[:0]), on_device(empty), return_lse=True)
+    out, lse = ptxlab.attention_kv4(to_device_array(Q[:0]), on_device(empty), return_lse=True)
     assert (out.shape, lse.shape) == ((0, 1, 4, 128), (0, 1, 4)) and fake.launched == [] and fake.loads == 0
 
 
 @pytest.mark.full
 def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
-    q, cache = sent(Q), on_device(CACHE)
+    q, cache = to_device_array(Q), on_device(CACHE)
     for programmatic in (False, True, False, True):
-        hold(Q, CACHE, ptxlab.attention_kv4(q, cache, programmatic=programmatic).host)
+        assert_within_bound(Q, CACHE, ptxlab.attention_kv4(q, cache, programmatic=programmatic).host)
     assert [geometry.programmatic for geometry in fake.geometries] == [False, True, False, True] and fake.loads == 2
     for kernel in (SM80, TEACHING[0]):
         with pytest.raises(ArgumentError, match=rf"programmatic: only for kernels that wait .*{SM90}\) \(got {kernel}"):
@@ -171,8 +173,8 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
     The zeros that every call has to find are there.
     """
     fake.sms = 5
-    cache, q = on_device(CACHE), sent(Q)
-    out, lse = sent(np.zeros_like(Q)), sent(np.zeros(Q.shape[:-1], np.float32))
+    cache, q = on_device(CACHE), to_device_array(Q)
+    out, lse = to_device_array(np.zeros_like(Q)), to_device_array(np.zeros(Q.shape[:-1], np.float32))
     workspace = ptxlab.attention_workspace(cache, kernel=kernel)
     options: dict[str, Any] = {"out": (out, lse), "return_lse": True, "workspace": workspace, "kernel": kernel}
     ptxlab.attention_kv4(q, cache, **options)
@@ -184,10 +186,10 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
         parts = workspace.views["partial"].owner.host
         parts[...] = 0  # SM80 leaves them
         ptxlab.attention_kv4(q, cache, **options)
-        hold(Q, here, out.host, lse.host)
+        assert_within_bound(Q, here, out.host, lse.host)
         if kernel == SM80:
             assert parts.any() == (max(lengths) > 64)
-        kept = steps.choose(AttentionOptions(kernel=kernel)).kept
+        kept = steps.choose(AttentionOptions(kernel=kernel)).zero_buffers
         assert kept and not any(workspace.views[name].owner.host.any() for name in kept)
     assert fake.loads == 1 and fake.allocations == allocations
 
@@ -203,7 +205,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: p
     q = q.astype(np.float16)
     how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
     whole = ptxlab.attention_kv4(q, cache, backend="emulator", **how)
-    hold(q, cache, *whole)
+    assert_within_bound(q, cache, *whole)
     for some in ([3], [2, 0]):
         table = np.pad(cache.block_table[some], [(0, 0), (0, 40)])
         here = replace(cache, block_table=table, lengths=cache.lengths[some])
@@ -212,15 +214,15 @@ def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: p
     for sms in (1, 3):
         fake.sms = sms
         forget()
-        for found, right in zip(ptxlab.attention_kv4(sent(q), on_device(cache), **how), whole, strict=True):
+        for found, right in zip(ptxlab.attention_kv4(to_device_array(q), on_device(cache), **how), whole, strict=True):
             assert np.array_equal(found.host, right)
 
 
 @pytest.mark.full
 def test_the_invariant_variant_has_a_plan_and_more_memory_of_its_own(fake: FakeGpu) -> None:
-    q, cache, out = sent(Q), on_device(CACHE), sent(np.zeros_like(Q))
+    q, cache, out = to_device_array(Q), on_device(CACHE), to_device_array(np.zeros_like(Q))
     for invariant in (False, True, False, True):
-        hold(Q, CACHE, ptxlab.attention_kv4(q, cache, batch_invariant=invariant).host)
+        assert_within_bound(Q, CACHE, ptxlab.attention_kv4(q, cache, batch_invariant=invariant).host)
     assert fake.loads == 2
     workspace = ptxlab.attention_workspace(cache, batch_invariant=True)
     small = ptxlab.attention_workspace(cache)
@@ -253,7 +255,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_on_the_gpu(cupy: Any, Hq: int
     pages = np.flatnonzero(np.bincount(small.block_table[0, : 16384 // 64], minlength=len(small.pool)))
     tables = rng.choice(pages, (len(lengths), 40_000 // 64)).astype(np.int32)  # sequences share pages, which are read
     q = cupy.asarray(rng.standard_normal((len(lengths), 1, Hq, 128)).astype(np.float16))
-    cache = moved(replace(small, block_table=tables, lengths=lengths), cupy.asarray)
+    cache = map_arrays(replace(small, block_table=tables, lengths=lengths), cupy.asarray)
     how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
     whole = [array.get() for array in ptxlab.attention_kv4(q, cache, **how)]
     for some in ([0], [1], [3], [6, 0], [5, 1, 2, 4], rng.permutation(len(lengths))[:33].tolist()):
@@ -265,21 +267,21 @@ def test_a_sequence_has_the_same_bits_in_any_batch_on_the_gpu(cupy: Any, Hq: int
 
 @pytest.mark.full
 def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
-    cache, q, out = on_device(CACHE), sent(Q), sent(np.zeros_like(Q))
+    cache, q, out = on_device(CACHE), to_device_array(Q), to_device_array(np.zeros_like(Q))
     for _ in range(3):
         ptxlab.attention_kv4(q, cache, out=out)
     assert fake.allocations == 2 and fake.loads == 1  # partial, stats
     fake.stream = 8
     ptxlab.attention_kv4(q, cache, out=out)
     assert fake.allocations == 4 and fake.launched == [(SM90, 7)] * 3 + [(SM90, 8)]
-    hold(Q, CACHE, out.host)
+    assert_within_bound(Q, CACHE, out.host)
 
 
 def test_a_workspace_does_for_any_queries() -> None:
     """It suffices for any choice of blocks and columns."""
     for step in (*steps.STEPS[-2:], *steps.INVARIANT_STEPS):
         for D in (64, 128, 256):
-            room = {item.name: item.nbytes for item in step.most_memory(D, 132)}
+            room = {item.name: item.nbytes for item in step.max_memory(D, 132)}
             for bits, B, T, ratio, tokens in np.ndindex(2, 3, 3, 3, 3):
                 sizes = {"D": D, "bits": 4 << bits, "B": 4**B * 8, "T": (1, 3, 8)[T], "Hkv": 8, "P": 8**tokens}
                 sizes |= {"Hq": (8, 40, 128)[ratio], "page": 64, "pages": 1, "channel": 0, "window": 0}
@@ -290,7 +292,7 @@ def test_a_workspace_does_for_any_queries() -> None:
 
 
 def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
-    q, cache = sent(Q), on_device(CACHE)
+    q, cache = to_device_array(Q), on_device(CACHE)
     with pytest.raises(ArgumentError, match=r"attention_workspace: cache: must be a KVCache \(got ndarray\)"):
         ptxlab.attention_workspace(Q)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"attention_kv4: workspace: must come from attention_workspace \(got dict"):
@@ -314,7 +316,7 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
 @pytest.mark.default_cases("True")
 @pytest.mark.parametrize("own", [True, False])
 def test_a_call_that_fails_leaves_nothing_behind(fake: FakeGpu, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cache = sent(Q), on_device(CACHE)
+    q, cache = to_device_array(Q), on_device(CACHE)
     workspace = ptxlab.attention_workspace(cache) if own else None
     ptxlab.attention_kv4(q, cache, workspace=workspace)
     wild = on_device(CACHE)
@@ -325,13 +327,13 @@ def test_a_call_that_fails_leaves_nothing_behind(fake: FakeGpu, own: bool, monke
         with pytest.raises(ArgumentError, match=r"workspace: must be .* used by no call that failed \(got 0 bytes for"):
             ptxlab.attention_kv4(q, cache, workspace=workspace)
     else:
-        hold(Q, CACHE, ptxlab.attention_kv4(q, cache).host)
+        assert_within_bound(Q, CACHE, ptxlab.attention_kv4(q, cache).host)
 
 
 def test_what_a_call_has_left_is_found_if_asked_for(fake: FakeGpu) -> None:
-    q, cache = sent(Q), on_device(CACHE)
+    q, cache = to_device_array(Q), on_device(CACHE)
     workspace = ptxlab.attention_workspace(cache)
-    hold(Q, CACHE, ptxlab.attention_kv4(q, cache, workspace=workspace, check=True).host)
+    assert_within_bound(Q, CACHE, ptxlab.attention_kv4(q, cache, workspace=workspace, check=True).host)
     workspace.views["stats"].owner.host[0, 0, 1] = 1
     message = r"workspace: must be all zeros between calls: .* \(got 1 words that are not\)"
     with pytest.raises(ArgumentError, match=message):
@@ -341,7 +343,7 @@ def test_what_a_call_has_left_is_found_if_asked_for(fake: FakeGpu) -> None:
 
 
 def test_a_capture_is_told_what_to_do_before_it(fake: FakeGpu) -> None:
-    q, cache, out = sent(Q), on_device(CACHE), sent(np.zeros_like(Q))
+    q, cache, out = to_device_array(Q), on_device(CACHE), to_device_array(np.zeros_like(Q))
     workspace, fake.capturing = ptxlab.attention_workspace(cache), True
     for options, message in (
         ({"out": out}, r"workspace: must be given in a capture: make attention_workspace\(cache\) before"),
@@ -362,16 +364,16 @@ CHANNEL = problems.problem(0, (3, 0, 1, 2), Hq=4, Hkv=2, scheme="kv4_channel", p
 ROOM = CACHE.max_pages * 32
 VALUES: list[tuple[KVCache, str]] = [
     (
-        replace(CACHE, lengths=changed(CACHE.lengths, 2, ROOM + 1)),
+        replace(CACHE, lengths=copy_with(CACHE.lengths, 2, ROOM + 1)),
         rf"attention_kv4: cache.lengths: must lie in 0..{ROOM} \(got lengths\[2\] is {ROOM + 1}\)",
     ),
-    (replace(CACHE, lengths=changed(CACHE.lengths, 0, -1)), r"cache.lengths: must .* \(got lengths\[0\] is -1\)"),
+    (replace(CACHE, lengths=copy_with(CACHE.lengths, 0, -1)), r"cache.lengths: must .* \(got lengths\[0\] is -1\)"),
     (
-        replace(CACHE, block_table=changed(CACHE.block_table, (3, 9), CACHE.pages)),
+        replace(CACHE, block_table=copy_with(CACHE.block_table, (3, 9), CACHE.pages)),
         rf"cache.block_table: pages in use must lie in 0..{CACHE.pages - 1} \(got block_table\[3, 9\] is {CACHE.pages}",
     ),
     (
-        replace(CHANNEL, k_channel=(changed(CHANNEL.k_channel[0], (1, 5), np.nan), CHANNEL.k_channel[1])),
+        replace(CHANNEL, k_channel=(copy_with(CHANNEL.k_channel[0], (1, 5), np.nan), CHANNEL.k_channel[1])),
         r"attention_kv4: cache.k_channel",
     ),
 ]
@@ -437,7 +439,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, A
 def test_what_is_not_a_teaching_steps_is_refused(options: dict[str, Any], message: str) -> None:
     sizes = {name: options.pop(name) for name in ("T", "D", "scheme") if name in options}
     q, cache = problems.problem(0, (70, 1), **{"Hq": 2, "Hkv": 2, "scheme": "kv4", **sizes})
-    q = stored(q, options.pop("dtype", "float16"))
+    q = convert_to_dtype(q, options.pop("dtype", "float16"))
     with pytest.raises(ArgumentError, match=f"attention_kv4: {message}"):
         ptxlab.attention_kv4(q, cache, kernel="attention_kv4_naive", backend="emulator", **options)
 
@@ -446,7 +448,7 @@ def test_what_is_not_a_teaching_steps_is_refused(options: dict[str, Any], messag
 @pytest.mark.parametrize(("cache", "message"), VALUES, ids=[str(i) for i in range(len(VALUES))])
 def test_numbers_on_a_device_are_looked_at_if_asked_for(fake: FakeGpu, cache: KVCache, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        ptxlab.attention_kv4(sent(Q), on_device(cache), check=True)
+        ptxlab.attention_kv4(to_device_array(Q), on_device(cache), check=True)
     assert fake.launched == []
 
 
@@ -456,9 +458,9 @@ def test_arrays_in_different_places_are_refused(fake: FakeGpu) -> None:
     elsewhere = on_device(CACHE)
     elsewhere.pool.device = 1
     with pytest.raises(ArgumentError, match=r"attention_kv4: cache.pool: on the current device 0 \(got device 1\)"):
-        ptxlab.attention_kv4(sent(Q), elsewhere)
+        ptxlab.attention_kv4(to_device_array(Q), elsewhere)
     with pytest.raises(ArgumentError, match=r"backend: arrays on the CPU \(NumPy\) for the emulator"):
-        ptxlab.attention_kv4(sent(Q), on_device(CACHE), backend="emulator")
+        ptxlab.attention_kv4(to_device_array(Q), on_device(CACHE), backend="emulator")
     assert fake.launched == []
 
 
@@ -481,15 +483,15 @@ def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
     to = module.asarray if library == "cupy" else lambda array: module.from_numpy(array.copy()).cuda()
     sizes = {name: size for name, size in case.items() if name not in ("window", "dtype")}
     host, cache = problems.problem(1, (*LENGTHS, 5000), **sizes)
-    host = stored(host, case["dtype"])
+    host = convert_to_dtype(host, case["dtype"])
     q = to(host)
     if library == "torch" and case["dtype"] == "bfloat16":
         q = q.view(module.bfloat16)
     how: dict[str, Any] = {"window": case["window"] or None, "return_lse": True, "kernel": kernel, "check": True}
-    out, lse = ptxlab.attention_kv4(q, moved(cache, to), **how)
-    again, _ = ptxlab.attention_kv4(q, moved(cache, to), **how)
+    out, lse = ptxlab.attention_kv4(q, map_arrays(cache, to), **how)
+    again, _ = ptxlab.attention_kv4(q, map_arrays(cache, to), **how)
     assert out.dtype == q.dtype and type(out) is type(q)
-    hold(host, cache, read(out), read(lse), window=case["window"])
+    assert_within_bound(host, cache, read(out), read(lse), window=case["window"])
     assert np.array_equal(read(out), read(again))
 
 
@@ -502,7 +504,7 @@ def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -
     if programmatic and kernel == SM80:
         pytest.skip("it does not wait by itself")
     cupy = pytest.importorskip("cupy")
-    source, q, cache = cupy.asarray(Q), cupy.zeros_like(cupy.asarray(Q)), moved(CACHE, cupy.asarray)
+    source, q, cache = cupy.asarray(Q), cupy.zeros_like(cupy.asarray(Q)), map_arrays(CACHE, cupy.asarray)
     out, lse = cupy.zeros_like(q), cupy.zeros(q.shape[:-1], cupy.float32)
     workspace = ptxlab.attention_workspace(cache, kernel=kernel)
 
@@ -522,9 +524,10 @@ def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        hold(queries, replace(CACHE, lengths=np.array(lengths, np.int32)), out.get(), lse.get())
+        assert_within_bound(queries, replace(CACHE, lengths=np.array(lengths, np.int32)), out.get(), lse.get())
         assert not any(
-            workspace.views[name].owner.any() for name in choose(AttentionOptions(kernel=kernel, backend="gpu")).kept
+            workspace.views[name].owner.any()
+            for name in choose(AttentionOptions(kernel=kernel, backend="gpu")).zero_buffers
         )
 
 
@@ -534,7 +537,7 @@ def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -
 @pytest.mark.parametrize("kernel", HERE)
 def test_a_call_goes_to_the_callers_stream_and_does_not_wait(cupy: Any, kernel: str) -> None:
     """Nothing is allocated after the first call; with the stream busy, the call is back before the stream is done."""
-    q, cache = cupy.asarray(Q), moved(CACHE, cupy.asarray)
+    q, cache = cupy.asarray(Q), map_arrays(CACHE, cupy.asarray)
     out, workspace = cupy.zeros_like(q), ptxlab.attention_workspace(cache, kernel=kernel)
     ptxlab.attention_kv4(q, cache, out=out, workspace=workspace, kernel=kernel)
     big = cupy.zeros(1 << 30, cupy.uint8)
@@ -550,7 +553,7 @@ def test_a_call_goes_to_the_callers_stream_and_does_not_wait(cupy: Any, kernel: 
         ptxlab.attention_kv4(q, cache, out=out, workspace=workspace, kernel=kernel)
         assert not stream.done
     stream.synchronize()
-    hold(-Q, CACHE, out.get())
+    assert_within_bound(-Q, CACHE, out.get())
     assert (pool.used_bytes(), pool.total_bytes()) == before
 
 
@@ -562,7 +565,7 @@ def test_torch_captures_and_replays() -> None:
     def to(array: np.ndarray) -> Any:
         return torch.from_numpy(array.copy()).cuda()
 
-    q, cache = to(Q), moved(CACHE, to)
+    q, cache = to(Q), map_arrays(CACHE, to)
     out, workspace = torch.empty_like(q), ptxlab.attention_workspace(cache)
     ptxlab.attention_kv4(q, cache, out=out, workspace=workspace)
     torch.cuda.synchronize()
@@ -573,7 +576,7 @@ def test_torch_captures_and_replays() -> None:
     cache.lengths.copy_(to(lengths))
     graph.replay()
     torch.cuda.synchronize()
-    hold(Q, replace(CACHE, lengths=lengths), read(out))
+    assert_within_bound(Q, replace(CACHE, lengths=lengths), read(out))
 
 
 @pytest.mark.gpu
@@ -585,7 +588,7 @@ def test_the_bound_is_worked_out_on_the_device_too(scheme: str) -> None:
     q, sizes = q.astype(np.float16), {"softmax_scale": 0.1, "blocks": 1}
     assert sm90.SM90.bound is not None
     on_host = sm90.SM90.bound(q, cache, **sizes)
-    on_device = sm90.SM90.bound(gpu.to_device(q), moved(cache, gpu.to_device), **sizes)
+    on_device = sm90.SM90.bound(gpu.to_device(q), map_arrays(cache, gpu.to_device), **sizes)
     for here, there in zip(on_host[:2], on_device[:2], strict=True):
-        np.testing.assert_allclose(read(there.each), here.each, rtol=1e-6)
+        np.testing.assert_allclose(read(there.per_element), here.per_element, rtol=1e-6)
         np.testing.assert_allclose(read(there.rms), here.rms, rtol=1e-6)

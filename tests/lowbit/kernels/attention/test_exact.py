@@ -24,11 +24,11 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.verify import compare
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support import attention_problems as problems
 from tests.support import tensor_cores
-from tests.support.attention_problems import moved
-from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
+from tests.support.attention_problems import map_arrays
+from tests.support.attention_variants import HOPPER, Variant, parametrize_variants, problem_strategies
 from tests.support.dispatching_array import DispatchingArray
 from tests.support.result_bits import difference
 
@@ -51,7 +51,7 @@ def by_oracle(
 
 
 def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **more: int) -> None:
-    right = variant.run(logical, arrays, mode=mode, more=more).outputs
+    right = variant.run(logical, arrays, mode=mode, constants=more).outputs
     found = by_oracle(logical, arrays, {**variant.config, **more})
     assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
@@ -60,14 +60,14 @@ def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str 
 @pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
 def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
-    arrays = {**SM90.pack(logical), "q": stored(logical["q"], "float16")}
+    arrays = {**SM90.pack(logical), "q": convert_to_dtype(logical["q"], "float16")}
     told = {name: sizes[name] for name in ("page", "bits", "channel", "window", "blocks", "softmax_scale")}
     right = by_kernel(arrays, told, config, "emulator")
     assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
 @pytest.mark.full
-@of_each(*HOPPER)
+@parametrize_variants(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
     """Ragged lengths, whole pages and tiles among them, are cut into more blocks than work items."""
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
@@ -84,7 +84,7 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
     """
     config = {**variant.config, "PART": 1 + blocks % 2, "MOST_PARTS": sm90.MOST_PARTS}
     logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
-    arrays = {**INVARIANT.pack(logical), "q": stored(logical["q"], variant.dtype)}
+    arrays = {**INVARIANT.pack(logical), "q": convert_to_dtype(logical["q"], variant.dtype)}
     sizes = variant.sizes(logical["window"], blocks)
     found = run_spec(INVARIANT, variant.source, arrays, sizes=sizes, config=config, backend="emulator", checks=CHECKS)
     right = by_oracle(logical, arrays, config)
@@ -135,10 +135,10 @@ def test_equal_where_sums_are_promoted_now_and_then() -> None:
     emulated_alike(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
 
 
-@of_each(HOPPER[0], HOPPER[5])
+@parametrize_variants(HOPPER[0], HOPPER[5])
 def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operands that an MMA gets matter now, not only the numbers that they stand for."""
-    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    tensor_cores.patch_emulator(hopper_mma, monkeypatch)
     logical, arrays = variant.problem(0, (300, 65), blocks=2)
     right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
     assert difference(by_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
@@ -155,12 +155,12 @@ def test_equal_where_a_query_is_no_number() -> None:
     logical, arrays = PLAIN.problem(1, (75, 130), Hkv=2, blocks=2)
     q = logical["q"].copy()
     q[0, 0, 0, 3], q[1, 0, 1, 5] = np.nan, np.inf
-    emulated_alike(PLAIN, logical, {**arrays, "q": stored(q, "float16")})
+    emulated_alike(PLAIN, logical, {**arrays, "q": convert_to_dtype(q, "float16")})
 
 
 @pytest.mark.full
 @settings(max_examples=8)
-@given(**drawn(300, 4, variant=st.sampled_from(HOPPER)))
+@given(**problem_strategies(300, 4, variant=st.sampled_from(HOPPER)))
 def test_equal_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
     emulated_alike(variant, *variant.problem(seed, **how), mode)
 
@@ -262,7 +262,7 @@ def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
     "subnormal results-sm90-64-64-8-1-2-2-0",
     "ragged-sm90-256-16-4-0-1-8-1",
 )
-@of_each(*HOPPER)
+@parametrize_variants(*HOPPER)
 @pytest.mark.parametrize(
     ("lengths", "change", "window", "blocks"),
     [((300, 0, 65), problems.nothing, 100, 9), ((176,), problems.one_dominant_score, 0, 132)],
@@ -282,7 +282,7 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
     names = ("reciprocal", "exact_reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
     scalars = {name: there(getattr(exact.EMULATED, name)) for name in names}
     logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
-    device = {**logical, "cache": moved(logical["cache"], DispatchingArray)}
+    device = {**logical, "cache": map_arrays(logical["cache"], DispatchingArray)}
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
     found = by_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
     right = by_oracle(logical, arrays, variant.config, exact.TRUNCATING)
@@ -294,13 +294,13 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
 
 @pytest.mark.gpu
 @ON_HOPPER
-@of_each(*HOPPER)
+@parametrize_variants(*HOPPER)
 @settings(max_examples=8)
-@given(**drawn(3000, 20, gpu=True))
+@given(**problem_strategies(3000, 20, gpu=True))
 @example(lengths=(176,), Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
 def test_equal_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
     logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
-    logical = {**logical, "cache": moved(logical["cache"], gpu.to_device)}
+    logical = {**logical, "cache": map_arrays(logical["cache"], gpu.to_device)}
     arrays = {name: gpu.to_device(array) for name, array in arrays.items()}
     right = by_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")
     assert difference(by_oracle(logical, arrays, variant.config), right, bool(variant.BF16)) == ""

@@ -16,9 +16,9 @@ from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support import tensor_cores
-from tests.support.attention_problems import moved
+from tests.support.attention_problems import map_arrays
 from tests.support.dispatching_array import DispatchingArray
 from tests.support.prefill_problems import SHAPES, chunks_of, on_every_kernel, run
 from tests.support.result_bits import difference
@@ -34,7 +34,7 @@ def by_oracle(
     logical, sizes = problem
     config = {**spec.config_for(sizes), "BF16": BF16, "ROTATED": int(logical["cache"].rotated)}
     options = {"softmax_scale": logical["softmax_scale"], "window": logical["window"], "parts": logical["parts"]}
-    q = stored(logical["q"], DTYPES[BF16]) if isinstance(logical["q"], np.ndarray) else logical["q"]
+    q = convert_to_dtype(logical["q"], DTYPES[BF16]) if isinstance(logical["q"], np.ndarray) else logical["q"]
     return exact.prefill(q, logical["cache"], logical["starts"], config=config, arithmetic=arithmetic, **options)
 
 
@@ -113,7 +113,7 @@ def test_equal_where_a_query_sees_nothing(spec: KernelSpec) -> None:
 @pytest.mark.full
 def test_equal_where_tensor_cores_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The terms of one product matter now, not only their sum. Only mma.sync is modelled."""
-    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    tensor_cores.patch_emulator(hopper_mma, monkeypatch)
     problem = chunks_of((30,), (120,), D=64)
     right = by_kernel(problem, spec=PREFILL_SM80)
     assert difference(by_oracle(problem, spec=PREFILL_SM80, arithmetic=exact.TRUNCATING), right) == ""
@@ -199,8 +199,11 @@ def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) ->
     scalars = {f.name: there(getattr(exact.EMULATED, f.name)) for f in fields(exact.Arithmetic) if f.name != "mma"}
     parts = 2 if "parts" in spec.symbols else 1
     logical, sizes = chunks_of((20, 3), (1030, 7), parts=parts, window=1040)
-    device = {**logical, "cache": moved(logical["cache"], DispatchingArray)}
-    device |= {"q": DispatchingArray(stored(logical["q"], DTYPES[BF16])), "starts": DispatchingArray(logical["starts"])}
+    device = {**logical, "cache": map_arrays(logical["cache"], DispatchingArray)}
+    device |= {
+        "q": DispatchingArray(convert_to_dtype(logical["q"], DTYPES[BF16])),
+        "starts": DispatchingArray(logical["starts"]),
+    }
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
     outputs = by_oracle((device, sizes), BF16, spec, arithmetic)
     right = by_oracle((logical, sizes), BF16, spec, exact.TRUNCATING)
@@ -218,6 +221,9 @@ def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) ->
 def test_equal_on_the_gpu(spec: KernelSpec, BF16: int, shape: str) -> None:
     logical, sizes = chunks_of(**{**SHAPES[shape], "parts": parts_of(spec, shape)})
     right = by_kernel((logical, sizes), BF16, spec, "gpu")
-    device = {**logical, "cache": moved(logical["cache"], gpu.to_device)}
-    device |= {"q": gpu.to_device(stored(logical["q"], DTYPES[BF16])), "starts": gpu.to_device(logical["starts"])}
+    device = {**logical, "cache": map_arrays(logical["cache"], gpu.to_device)}
+    device |= {
+        "q": gpu.to_device(convert_to_dtype(logical["q"], DTYPES[BF16])),
+        "starts": gpu.to_device(logical["starts"]),
+    }
     assert difference(by_oracle((device, sizes), BF16, spec), right, bool(BF16)) == ""

@@ -13,9 +13,9 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention import exact, prefill, prefill_sm80
 from ptxlab.runtime.verify import compare
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support.axes import on_every_backend
-from tests.support.prefill_problems import SHAPES, chunks_of, run, source_of, with_own
+from tests.support.prefill_problems import SHAPES, chunks_of, run, source_of, with_own_kv
 from tests.support.result_bits import difference
 
 FORMS = {
@@ -33,14 +33,14 @@ def problem_of(spec: KernelSpec, shape: dict[str, Any]) -> tuple[Arrays, dict[st
         shape = {**shape, "parts": 1}
     if shape.get("parts", 1) > 1:
         shape = {**shape, "D": 64}  # wider heads stay whole
-    logical, sizes = with_own(chunks_of(**shape))
+    logical, sizes = with_own_kv(chunks_of(**shape))
     rotated = spec in (prefill.OWN_ROTATED, prefill_sm80.OWN_ROTATED)
     return {**logical, "cache": replace(logical["cache"], rotated=rotated)}, sizes
 
 
 def by_oracle(spec: KernelSpec, logical: Arrays, sizes: dict[str, Any], BF16: int) -> tuple[Any, Any]:
     """Return (out, lse) by the oracle in the kernel's order."""
-    q, k, v = (stored(logical[name], DTYPES[BF16]) for name in "qkv")
+    q, k, v = (convert_to_dtype(logical[name], DTYPES[BF16]) for name in "qkv")
     options = {name: logical[name] for name in ("softmax_scale", "window", "parts")}
     config = {**spec.config_for(sizes), "BF16": BF16}
     return exact.prefill(q, logical["cache"], logical["starts"], config=config, own=(k, v), **options)
@@ -95,11 +95,11 @@ def test_no_register_is_spilt(form: str, D: int, page: int, parts: int, BF16: in
 
 def test_parts_of_wide_heads_are_refused_and_never_chosen() -> None:
     """Their registers would spill."""
-    logical, sizes = with_own(chunks_of((1,), (2000,), D=128, parts=2))
+    logical, sizes = with_own_kv(chunks_of((1,), (2000,), D=128, parts=2))
     with pytest.raises(ArgumentError, match=r"parts == 1 or D == 64"):
         run(logical, sizes, spec=prefill.OWN)
     many = {**sizes, "blocks": 132}
-    assert prefill.choose_parts(many, own=True) == 1 < prefill.choose_parts(many)
+    assert prefill.choose_parts(many, has_own_kv=True) == 1 < prefill.choose_parts(many)
 
 
 CHANGES = {
@@ -145,7 +145,7 @@ def test_a_changed_kernel_is_noticed(kernel: str, change: str) -> None:
     assert outcome.findings
 
 
-LOGICAL, SIZES = with_own(chunks_of((40, 0, 3), (30, 7, 60), D=128, Hkv=2))
+LOGICAL, SIZES = with_own_kv(chunks_of((40, 0, 3), (30, 7, 60), D=128, Hkv=2))
 Q, K, V = (LOGICAL[name].astype(np.float16) for name in "qkv")
 CALL: dict[str, Any] = {"cache": LOGICAL["cache"], "query_start_loc": LOGICAL["starts"], "backend": "emulator"}
 

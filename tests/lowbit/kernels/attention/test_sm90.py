@@ -16,10 +16,10 @@ from ptxlab.lowbit.kernels.attention import sm90
 from ptxlab.lowbit.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.verify import compare
-from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.dtypes import convert_to_dtype, numbers
 from tests.support import attention_problems as problems
-from tests.support import waits
-from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
+from tests.support import sync_mutants
+from tests.support.attention_variants import HOPPER, Variant, parametrize_variants, problem_strategies
 from tests.support.axes import both_modes, on_every_backend
 
 SOURCE = registry.find(SM90.name)[1][0]
@@ -27,7 +27,7 @@ SOURCE = registry.find(SM90.name)[1][0]
 
 @pytest.mark.full
 @on_every_backend
-@of_each(HOPPER[0], HOPPER[5])
+@parametrize_variants(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
 def test_scores_that_rise_from_tile_to_tile(
     variant: Variant, promote: int, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -40,7 +40,7 @@ def test_scores_that_rise_from_tile_to_tile(
 
 @pytest.mark.full
 @on_every_backend
-@of_each(HOPPER[0], HOPPER[5])
+@parametrize_variants(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
 def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
     """The first query's window begins with the last token of a tile, or with the first of the next one."""
@@ -51,7 +51,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
 
 @pytest.mark.full
 @on_every_backend
-@of_each(HOPPER[0], HOPPER[2])
+@parametrize_variants(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
     """A NaN or an infinity shows though queries become integers, none of which stands for it."""
@@ -59,7 +59,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
     right = variant.check(logical, arrays, backend)
     q = logical["q"].copy()
     q[1, -1, 0, 3] = wrong
-    arrays = {**arrays, "q": stored(q, variant.dtype)}
+    arrays = {**arrays, "q": convert_to_dtype(q, variant.dtype)}
     found = variant.run(logical, arrays, backend).outputs
     assert np.isnan(numbers(found["out"][1, -1, 0], variant.dtype)).all()
     assert np.isnan(found["lse"][1, -1, 0])
@@ -113,7 +113,7 @@ def test_memory_is_what_the_constants_need() -> None:
     variant = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
     logical, arrays = variant.problem(0, (75, 130), blocks=2)
     for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
-        compare(SM90, variant.run(logical, arrays, more=more).outputs, logical, variant.config)
+        compare(SM90, variant.run(logical, arrays, constants=more).outputs, logical, variant.config)
 
 
 @pytest.mark.full
@@ -139,8 +139,8 @@ def test_more_than_a_warp_has_lanes(
 
 @pytest.mark.long(90)
 @pytest.mark.gpu
-@of_each(*HOPPER)
-@given(**drawn(3000, 40, gpu=True))
+@parametrize_variants(*HOPPER)
+@given(**problem_strategies(3000, 40, gpu=True))
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
     """The chosen tile is near too; and two runs give the same bits."""
@@ -192,7 +192,7 @@ def test_a_part_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     logical, arrays = variant.problem(0, lengths, blocks=blocks)
     right = variant.check(logical, arrays)
     monkeypatch.setattr("ptxlab.emulator.launch.WAVE_LANES", 1)
-    found = variant.run(logical, arrays, more={"PATIENCE": 3}).outputs
+    found = variant.run(logical, arrays, constants={"PATIENCE": 3}).outputs
     assert np.isnan(found["lse"][0]).all() and np.isnan(found["out"][0]).all()
     assert all(np.array_equal(found[name][1], right[name][1]) for name in ("out", "lse"))
     assert found["partial"].any() and found["stats"].any()
@@ -254,17 +254,19 @@ def mutated_kernel() -> Kernel:
 def mutants() -> Iterator[tuple[str, emulator.Module]]:
     """Yield each change with the kernel that has it."""
     kernel = mutated_kernel()
-    for (opcode, place), copies in waits.places(kernel).items():
+    for (opcode, place), copies in sync_mutants.statements_by_place(kernel).items():
         line = next(line for path, line in place if path == SOURCE.path)
         text = SOURCE.text.splitlines()[line - 1].strip()
-        for change in (waits.without, waits.not_expecting) if ".expect_tx" in opcode else (waits.without,):
-            yield f"{line}: {text} {change.__name__} {opcode}", waits.changed(kernel, copies, change)
+        for change in (
+            (sync_mutants.remove, sync_mutants.expect_no_bytes) if ".expect_tx" in opcode else (sync_mutants.remove,)
+        ):
+            yield f"{line}: {text} {change.__name__} {opcode}", sync_mutants.apply_change(kernel, copies, change)
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> str:
     """Check a mutated kernel on ragged sequences, and return the error; empty if there is none."""
     problem = MUTATED.problem(0, (130, 1, 300, 200, 40), Hkv=3, blocks=2)
-    return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
+    return sync_mutants.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 
 
 @pytest.mark.full
@@ -285,8 +287,8 @@ def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPat
 def test_lanes_that_do_not_wait_for_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warp that takes a part over looks until all of its lanes have seen all: some clear what others look at."""
     kernel = mutated_kernel()
-    votes = waits.places(kernel, re.compile(r"vote\.sync\.any"))
+    votes = sync_mutants.statements_by_place(kernel, re.compile(r"vote\.sync\.any"))
     copies = [i for (_, place), them in votes.items() if place[0][0].endswith("parts.cuh") for i in them]
-    hasty, seeds = waits.changed(kernel, copies, waits.alone), (1, 8)
+    hasty, seeds = sync_mutants.apply_change(kernel, copies, sync_mutants.count_own_vote), (1, 8)
     assert copies and any(diagnosis(hasty, "late", monkeypatch, seed) for seed in seeds)
     assert not any(diagnosis(kernel.module, "late", monkeypatch, seed) for seed in seeds)

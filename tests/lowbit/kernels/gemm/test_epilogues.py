@@ -18,12 +18,12 @@ from ptxlab.lowbit.layout import PackedWeight, pack, stack_experts, unpack
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.runtime import verify
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import floats, numbers, storage, stored
+from ptxlab.spec.dtypes import convert_to_dtype, floats, numbers, storage
 from tests.support import gemm_checks as checks
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
-from tests.support.gemm_calls import BIAS, SCHEMES, STRIPS, WEIGHTS, X_SCALE, K, M, X, expected
-from tests.support.quantized import assert_equal
+from tests.support.gemm_calls import BIAS, SCHEMES, STRIPS, WEIGHTS, X_SCALE, K, M, X, expected_product
+from tests.support.random_weights import assert_equal
 
 # One MMA column and several, and an odd number; two MMAs of a warp group; warp groups along K; clusters of 2 and 4,
 # whose blocks own some columns each.
@@ -71,8 +71,8 @@ def ran(
     if config["SIGNED"]:
         del inputs["x_sum"]
     if "y" in inputs:
-        inputs["y"] = stored(inputs["y"], epilogues.OUTPUTS[config["OUT"]])
-    y = checks.output(spec, inputs, backend, sizes=sizes, config=config, **options)
+        inputs["y"] = convert_to_dtype(inputs["y"], epilogues.OUTPUTS[config["OUT"]])
+    y = checks.run_checked(spec, inputs, backend, sizes=sizes, config=config, **options)
     verify.compare(spec, {"y": y}, logical, config)
 
 
@@ -119,7 +119,7 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma() -> None:
     spec, tile, split = FORMS["gemm_w4a8_sm90:silu_mul"], StripTile(128, 2, 1, 2, 128), 1
     sizes = {"M": tile.BM, "N": 4096, "K": 4096, "g": 128}
     choice = StripChoice(tile, tile.strips, strips_tiles._stages(tile, tile.strips, split, 128), split)
-    checks.built_as_meant(spec, {**spec.config_for(sizes), **choice.constants, "SIGNED": 0}, sizes)
+    checks.compile_checked(spec, {**spec.config_for(sizes), **choice.constants, "SIGNED": 0}, sizes)
 
 
 # --- the packing -----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Compute the expected output and the allowed error, f64; the error is 0 unless a tie lies within it."""
     spec = FORMS["gemm_w4a8_sm90:channel_silu_mul" if scheme == "qoq_channel" else "gemm_w4a8_sm90:silu_mul"]
     logical, config = {"weight": GATE_UP[scheme], "x": X, "x_scale": X_SCALE}, {"OUT": epilogues.OUTPUTS.index(dtype)}
-    return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
+    return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].per_element
 
 
 @pytest.mark.full
@@ -197,8 +197,10 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
 @pytest.mark.full
 @each_scheme
 def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype: str) -> None:
-    before = stored(np.random.default_rng(1).standard_normal(expected(scheme).shape, dtype=np.float32), dtype)
-    product = floats(expected(scheme, dtype, BIAS))
+    before = convert_to_dtype(
+        np.random.default_rng(1).standard_normal(expected_product(scheme).shape, dtype=np.float32), dtype
+    )
+    product = floats(expected_product(scheme, dtype, BIAS))
     for order in ("row_major", "tiles", "fragment"):
         rows = {"rows": 8} if order == "tiles" else {}
         x = layout.pack_activations(
@@ -206,7 +208,7 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
         )
         residual = before.copy()
         assert ptxlab.gemm_w4a8(x, weight=STRIPS[scheme], bias=BIAS, residual=residual, backend="emulator") is residual
-        assert np.array_equal(residual, stored(product + floats(before), dtype)), order
+        assert np.array_equal(residual, convert_to_dtype(product + floats(before), dtype)), order
 
 
 @pytest.mark.smoke
@@ -242,7 +244,7 @@ def test_the_residual_is_added_to_behind_the_wait(mode: str, kernel: str) -> Non
         for _ in range(2):
             ptxlab.gemm_w4a8(X, X_SCALE, STRIPS["lqq"], **how)
     assert made.findings == [] and len(made.launches) == 2
-    once = expected("lqq")
+    once = expected_product("lqq")
     assert np.array_equal(residual, once + once)
 
 
@@ -303,9 +305,9 @@ def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
     x, x_scale, y = DeviceArray(X), DeviceArray(X_SCALE), DeviceArray(np.zeros((M, 40), np.float16))
     for _ in range(2):
         assert ptxlab.gemm_w4a8(x, x_scale, on_device(STRIPS["lqq"]), out=y) is y
-        assert np.array_equal(y.host, expected("lqq"))
+        assert np.array_equal(y.host, expected_product("lqq"))
         assert ptxlab.gemm_w4a8(x, x_scale, on_device(STRIPS["lqq"]), residual=y) is y
-        assert np.array_equal(y.host, expected("lqq") + expected("lqq"))
+        assert np.array_equal(y.host, expected_product("lqq") + expected_product("lqq"))
     h = ptxlab.gemm_w4a8(x, x_scale, on_device(INTERLEAVED["lqq"]), epilogue="silu_mul")
     exact, allowed = silu_mul("lqq", "float16")
     assert h.shape == (M, F) and (np.abs(h.host - exact) <= allowed).all()
@@ -317,7 +319,7 @@ def test_calls_in_a_graph(dtype: str) -> None:
     """Replays add again and again, beside SiLU·mul."""
     x, x_scale = gpu.to_device(X), gpu.to_device(X_SCALE)
     weight, gate_up = ptxlab.to_device(STRIPS["lqq"]), ptxlab.to_device(INTERLEAVED["lqq"])
-    residual = gpu.to_device(stored(np.zeros(expected("lqq").shape, np.float32), dtype))
+    residual = gpu.to_device(convert_to_dtype(np.zeros(expected_product("lqq").shape, np.float32), dtype))
     h = gpu.to_device(np.zeros((M, F), storage(dtype)))
 
     def call() -> None:
@@ -330,9 +332,9 @@ def test_calls_in_a_graph(dtype: str) -> None:
     for _ in range(3):
         graph.replay()
     graph.synchronize()
-    right = stored(np.zeros(residual.shape, np.float32), dtype)
+    right = convert_to_dtype(np.zeros(residual.shape, np.float32), dtype)
     for _ in range(5):  # by itself, as `capture` calls what it captures once before, and three times again
-        right = stored(floats(expected("lqq", dtype)) + floats(right), dtype)
+        right = convert_to_dtype(floats(expected_product("lqq", dtype)) + floats(right), dtype)
     assert np.array_equal(gpu.to_host(residual), right)
     exact, allowed = silu_mul("lqq", dtype)
     assert (np.abs(numbers(gpu.to_host(h), dtype) - exact) <= allowed).all()

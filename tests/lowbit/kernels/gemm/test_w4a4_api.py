@@ -11,7 +11,7 @@ import ptxlab
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.kernels.gemm.w4a4 import gemm_atom
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 
@@ -28,7 +28,7 @@ every = pytest.mark.parametrize("name", WEIGHTS)
 
 def expected(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarray:
     total = gemm_atom(W, X)
-    return stored(total if bias is None else total + bias, dtype)
+    return convert_to_dtype(total if bias is None else total + bias, dtype)
 
 
 @pytest.mark.full

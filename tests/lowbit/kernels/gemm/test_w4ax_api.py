@@ -11,7 +11,7 @@ import ptxlab
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.kernels.gemm.w4ax import gemm_blocks
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 
@@ -31,7 +31,7 @@ def operands(name: str, int8: int = 1) -> dict[str, Any]:
 
 
 def expected(dtype: str, int8: int = 1) -> np.ndarray:
-    return stored(gemm_blocks(W, quant.quantize_blocks(FLOATS, int8)) + BIAS, dtype)
+    return convert_to_dtype(gemm_blocks(W, quant.quantize_blocks(FLOATS, int8)) + BIAS, dtype)
 
 
 @pytest.mark.default_cases("float16-0-emulator-strips", "float32-3-emulator-rows")

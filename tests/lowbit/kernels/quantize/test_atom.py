@@ -23,15 +23,15 @@ from ptxlab.lowbit.kernels.quantize.atom import (
     RMSNORM_REORDER,
     RULES,
     SILU_MUL_REORDER,
-    reordered,
+    reorder_reference,
 )
-from ptxlab.lowbit.kernels.quantize.gated import gated
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.kernels.quantize.gated import compute_gate
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
 from ptxlab.lowbit.layout import AtomActivations, BlockActivations
 from ptxlab.runtime import Kernel, by_name, run_spec
 from ptxlab.runtime.verify import Job, verify
-from ptxlab.spec.dtypes import stored
-from tests.support import chains, waits
+from ptxlab.spec.dtypes import convert_to_dtype
+from tests.support import chains, sync_mutants
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 from tests.support.strategies import floats
@@ -115,7 +115,7 @@ def check_norm(backend: str, x: np.ndarray, residual: np.ndarray | None, place: 
     found = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **more, **how)
     v = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)
     assert kept is None or np.array_equal(kept.view(np.uint16), v.view(np.uint16))
-    y = normalized(wide(v), wide(gamma), EPS)
+    y = normalize_rows(wide(v), wide(gamma), EPS)
     assert np.array_equal(written.view(np.uint16), y.astype(x.dtype).view(np.uint16))
     assert same(found, rows_of(y, place, **how))
 
@@ -187,7 +187,7 @@ def test_a_gate_may_be_off_only_near_ties() -> None:
     sizes = {"M": 8, "K": 3968, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9, "activation": 0}
     logical = SILU_MUL_REORDER.example(np.random.default_rng(0), **sizes)
     allowed = SILU_MUL_REORDER.allowed(logical)
-    integers, scales = allowed["x_q"].each, allowed["x_scale"].each
+    integers, scales = allowed["x_q"].per_element, allowed["x_scale"].per_element
     assert integers.min() == 0 and integers.max() <= 2 and (integers > 0).mean() < 1e-2
     scale = SILU_MUL_REORDER.expected(logical)["x_scale"].astype(np.float64)
     assert (scales <= 2.0**-10 * scale).all() and (scales > 0).mean() < 0.05
@@ -202,7 +202,7 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
     rng, groups, clip = np.random.default_rng(code), 256, 1.0 if code == COMET else 0.9
     steps = RULES[min(code, 1)].steps(4)
     pairs = rng.uniform(0.5, 3, (1 << 20, 2)).astype(np.float16)
-    sizes = gated(wide(pairs), 0, 0)[0][:, 0]
+    sizes = compute_gate(wide(pairs), 0, 0)[0][:, 0]
     ascending = np.argsort(sizes)
     largest = ascending[rng.integers(len(ascending) // 2, len(ascending), groups)]
     scale = sizes[largest, None] * clip / steps  # by which the second rules do not divide once it is rounded
@@ -214,13 +214,15 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
     how = {"place": np.arange(128, dtype=np.int16), "outliers": 0, "g": 128, "pairs": 1, "code": code, "clip": clip}
     logical = {"gate_up": gate_up, "activation": 0, **how}
     right, allowed = SILU_MUL_REORDER.expected(logical), SILU_MUL_REORDER.allowed(logical)
-    h, relative = gated(gate_up, 0, 0)
+    h, relative = compute_gate(gate_up, 0, 0)
     changed = 0
     for _ in range(4):
         moved = h * (1 + relative * rng.choice((-1, 1), h.shape))
-        for name, got in zip(("x_q", "x8", "x_scale"), reordered(moved.astype(np.float32), **how, IN=2), strict=True):
+        for name, got in zip(
+            ("x_q", "x8", "x_scale"), reorder_reference(moved.astype(np.float32), **how, IN=2), strict=True
+        ):
             differs = got != right[name]
-            assert not (differs & (allowed[name].each == 0)).any(), name
+            assert not (differs & (allowed[name].per_element == 0)).any(), name
             changed += int(differs.sum())
     assert changed > 20
 
@@ -383,7 +385,7 @@ def test_normed_and_gated_blocks(blocks: int, int8: int, order: str, backend: st
     x, gamma = normal(2, blocks * 128), normal(blocks * 128)
     how: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}
     found = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, eps=EPS, **how)
-    assert same_blocks(found, normalized(wide(x), wide(gamma), EPS), place, int8)
+    assert same_blocks(found, normalize_rows(wide(x), wide(gamma), EPS), place, int8)
     gate = (20 + np.abs(wide(x))).astype(np.float16)
     up = normal(*x.shape)
     found = ptxlab.silu_mul_reorder_quantize(np.concatenate([gate, up], axis=1), place, **how)
@@ -606,7 +608,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
     (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
-    arrays = {name: stored(array, "float16") for name, array in spec.pack(logical).items()}
+    arrays = {name: convert_to_dtype(array, "float16") for name, array in spec.pack(logical).items()}
     kernel = Kernel.of(spec, source, config)
 
     def check_all() -> None:
@@ -619,9 +621,11 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
             ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check_all()
-    for (opcode, place), copies in waits.places(kernel).items():
+    for (opcode, place), copies in sync_mutants.statements_by_place(kernel).items():
         with monkeypatch.context() as patch:
-            assert waits.diagnosis(waits.changed(kernel, copies), check_all, patch), f"{opcode} of {place}"
+            assert sync_mutants.diagnosis(sync_mutants.apply_change(kernel, copies), check_all, patch), (
+                f"{opcode} of {place}"
+            )
 
 
 @pytest.mark.full
@@ -667,4 +671,4 @@ def test_a_programmatic_chain_is_the_plain_chain(int8: int | None, M: int, K: in
             ptxlab.reorder_quantize(written, place, **how)
 
     written = (residual, first, second, out.x, out.scale, gated.x, gated.scale)
-    chains.same_bits_as_plain(chain, written)
+    chains.assert_same_bits_as_plain(chain, written)
