@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ptxlab.mangled import readable
+from ptxlab.mangled import demangle_message
 
 _MAX_SHOWN = 400  # characters of a value in a message
 _BETWEEN_NAMES = re.compile(r"(?:, (?:or )?| or | and )(?![^(<]*[)>])")  # not between the parameters of one
@@ -38,7 +38,7 @@ class PtxlabError(Exception):
     """Root of every error that ptxlab raises on purpose; mangled names in its message are shown as written in C++."""
 
     def __str__(self) -> str:
-        return readable(super().__str__())
+        return demangle_message(super().__str__())
 
 
 class ArgumentError(PtxlabError, ValueError):

@@ -80,7 +80,7 @@ def normalise(name: str) -> str:
     return re.sub(r"(?<=\d)[uUlL]+\b", "", name)
 
 
-def readable(text: str) -> str:
+def demangle_message(text: str) -> str:
     """Replace every mangled symbol in a message by its name."""
     return _SYMBOL.sub(lambda match: name_of(match[1]) + (match[2] or ""), text) if "_Z" in text else text
 

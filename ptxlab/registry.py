@@ -119,14 +119,14 @@ def entries(kind: str) -> dict[str, Registration]:
     Raises ArgumentError for a name that two packages register.
     """
     registered = {name: Registration(name, place) for name, place in _ROOMS[kind].items()}
-    for point in _of_other_packages(kind):
+    for point in _entry_points_of_others(kind):
         if point.name in registered:
             raise ArgumentError(f"entry point of {PACKAGE}.{kind}", "a name that nobody else registers", point.name)
         registered[point.name] = Registration(point.name, point.value, point.dist.name if point.dist else point.value)
     return registered
 
 
-def _of_other_packages(kind: str) -> list[EntryPoint]:
+def _entry_points_of_others(kind: str) -> list[EntryPoint]:
     points = entry_points(group=f"{PACKAGE}.{kind}")
     return [point for point in points if point.dist is None or point.dist.name != PACKAGE]
 
@@ -175,7 +175,7 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
     label, _, form = name.partition(":")
     stem, _, language = label.partition(".")
     if stem not in specs():
-        if written := sources.of_kernel(stem):
+        if written := sources.sources_of_kernel(stem):
             family = sources.family_of(stem)
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
@@ -183,7 +183,7 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
             raise ArgumentError("kernel", "a kernel's name or a file", f"the folder {name}")
         names = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])
         raise UnknownKernel(name, difflib.get_close_matches(stem, names, n=3))
-    all_sources = sources.of_kernel(stem)
+    all_sources = sources.sources_of_kernel(stem)
     chosen = tuple(s for s in all_sources if language in ("", s.language))
     if not chosen:
         raise ArgumentError("kernel", f"{stem} comes as {', '.join(s.label for s in all_sources)}", name)

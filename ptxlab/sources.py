@@ -23,7 +23,7 @@ _PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Build:
-    """The options that compile a CUDA C++ source, beside its constants (`defines`) and the architecture.
+    """The options that compile a CUDA C++ source, besides its constants (`defines`) and the architecture.
 
     Attributes:
         include: further folders for `#include`, behind the source's own.
@@ -206,7 +206,7 @@ def family_of(name: str) -> str:
     return path.relative_to(ptx_dir() if path.suffix == ".ptx" else cuda_dir()).parts[0]
 
 
-def of_kernel(name: str) -> tuple[Source, ...]:
+def sources_of_kernel(name: str) -> tuple[Source, ...]:
     """Read all sources of a kernel, the `.ptx` before the `.cu`; return none for an unknown name."""
     return tuple(Source.read(path) for path in _paths().get(name, ()))
 

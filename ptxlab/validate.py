@@ -14,13 +14,13 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def require_integer(name: str, value: Any, minimum: int = 0) -> None:
-    """Raise ArgumentError unless that is an integer, so large or larger."""
+    """Raise ArgumentError unless the value is an integer of at least `minimum`."""
     if not is_integer(value) or value < minimum:
         raise ArgumentError(name, f"must be an integer, {minimum} or more", repr(value))
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:
-    """Raise ArgumentError unless that is a number in low..high."""
+    """Raise ArgumentError unless the value is a number in low..high."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ArgumentError(name, f"must be a number in {low:g}..{high:g}", repr(value))
 

@@ -56,7 +56,7 @@ class Case(NamedTuple):
 def cases(pattern: str = "") -> Iterator[Case]:
     """Yield the compilations of kernels with `pattern` in their label: for the lowest architecture and for Hopper."""
     for spec in (*registry.specs().values(), *gemm.FORMS, *attention.FORMS, *quantize.FORMS):
-        for source in sources.of_kernel(spec.name):
+        for source in sources.sources_of_kernel(spec.name):
             by_sizes = {PLAIN: {}} if source.language == "ptx" else dict(_constants(spec))
             for arch in dict.fromkeys((spec.arch, "sm_90a")):
                 label = f"{source.label}{spec.suffix} {arch}"

@@ -208,7 +208,7 @@ def test_every_source_has_a_spec_and_every_spec_a_source() -> None:
 
 @pytest.mark.parametrize("name", sources.names())
 def test_entry_symbol_is_the_name(name: str) -> None:
-    for source in sources.of_kernel(name):
+    for source in sources.sources_of_kernel(name):
         pattern = r"\.visible \.entry (\w+)" if source.language == "ptx" else r"__launch_bounds__\([^)]*\)\s+(\w+)\("
         assert re.findall(pattern, source.text) == [name]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptxlab.mangled import demangle, find_symbols, name_of, normalise, parameters_of, readable
+from ptxlab.mangled import demangle, demangle_message, find_symbols, name_of, normalise, parameters_of
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_types_of_parameters() -> None:
 
 
 def test_messages() -> None:
-    assert readable("call _ZN2ns3addIfLi3EEEvPT_j, (_Z5scalePfi)") == "call ns::add<float, 3>, (scale)"
-    assert readable("my_Z5scalePfi") == "my_Z5scalePfi"
+    assert demangle_message("call _ZN2ns3addIfLi3EEEvPT_j, (_Z5scalePfi)") == "call ns::add<float, 3>, (scale)"
+    assert demangle_message("my_Z5scalePfi") == "my_Z5scalePfi"
 
 
 def test_one_name_has_many_spellings() -> None:

@@ -50,7 +50,7 @@ def test_the_family_is_the_first_folder() -> None:
     """Also of a teaching step, which lies one folder below."""
     for name in sources.names():
         assert sources.family_of(name) in ("dequant", "load", "gemm", "attention", "quantize", "moe")
-    (step,) = sources.of_kernel("gemm_w4a8_lqq_sm90")
+    (step,) = sources.sources_of_kernel("gemm_w4a8_lqq_sm90")
     assert Path(step.path).parent.name == "steps" and sources.family_of(step.name) == "gemm"
 
 
@@ -81,7 +81,7 @@ def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
     """A family's page names its kernels, and what `-D` may set of them."""
     page = (sources.ptx_dir().parent / "notebooks" / "guide" / f"kernels_{family}.md").read_text()
     named = set(re.findall(r"`(\w+)(?:\.ptx)?`", page))
-    found = [source for name in sources.names() for source in sources.of_kernel(name)]
+    found = [source for name in sources.names() for source in sources.sources_of_kernel(name)]
     for source in (source for source in found if sources.family_of(source.name) == family):
         constants = re.search(r"^#ifndef.*?^#endif", source.text, re.DOTALL | re.MULTILINE)
         names = re.findall(r"^#define (\w+)", constants[0], re.MULTILINE) if constants else []

@@ -316,7 +316,7 @@ def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
         with torch.cuda.stream(stream):
             graph.replay()
 
-    return gpu.adopt(replay, stream.cuda_stream, len(calls))
+    return gpu.wrap_graph(replay, stream.cuda_stream, len(calls))
 
 
 PUBLIC = Peers(cublas=cublas, cublas_chain=cublas_chain, humming=humming, attention=sdpa)

@@ -31,7 +31,7 @@ from ptxlab.lowbit.kernels.attention.prefill import PREFILL, roundings_of
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import REPLAYS, copies_beyond_l2, measure
-from ptxlab.spec.tolerance import Allowed, within
+from ptxlab.spec.tolerance import Allowed, describe_mismatch
 
 MEASURE, ROOFLINE, DRAM = "prefill", "roofline", "DRAM bytes"
 ROOFLINE_WIDTH = 8192  # of the square FP16 GEMM
@@ -232,7 +232,7 @@ def check_ours(ours: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
         raise BenchmarkError(f"{PREFILL.name}: {chunk}: launches on copies of one cache differ")
     for sample in samples:
         output = ours.outputs[:1, sample.query : sample.query + 1, sample.heads]
-        if problem := within({"out": output}, {"out": sample.out}, {"out": sample.allowed}):
+        if problem := describe_mismatch({"out": output}, {"out": sample.out}, {"out": sample.allowed}):
             raise BenchmarkError(f"{PREFILL.name}: {chunk}: wrong results for query {sample.query}: {problem}")
     equal = f"{len(ours.calls)} launches gave equal results"
     return f"{equal}; {len(samples)} queries within the spec's bound of float64"

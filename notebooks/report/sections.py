@@ -218,7 +218,7 @@ def load_table() -> str:
     lines = []
     for spec in (s for s in registry.specs().values() if s.family == "load"):
         accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
-        fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
+        fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "min_wavefronts"))
         resident = measured.get((spec.name, "ptx", "resident"))
         streaming = measured.get((spec.name, "ptx", "streaming"))
         split = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []

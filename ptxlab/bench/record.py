@@ -142,7 +142,7 @@ class Slower:
         return self.old.fraction / self.row.fraction
 
     @property
-    def apart(self) -> bool:
+    def is_slower_throughout(self) -> bool:
         """True if every replay is slower than every one of the older record."""
         return self.row.fastest_us > self.old.slowest_us
 
@@ -182,7 +182,7 @@ def row_of(
     amount, unit = rate or (nbytes / measured.us / 1e3, "GB/s")
     floor_us, limit = floor
     return Row(
-        source=(source or sources.of_kernel(spec.name)[0]).language,
+        source=(source or sources.sources_of_kernel(spec.name)[0]).language,
         measure=measure,
         sizes=sizes,
         time_us=measured.us,
@@ -261,7 +261,7 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     return [
         pair
         for pair in matched
-        if pair.apart and min(pair.loss, 1 - 1 / pair.cycles, 1 - 1 / pair.of_floor) > tolerance
+        if pair.is_slower_throughout and min(pair.loss, 1 - 1 / pair.cycles, 1 - 1 / pair.of_floor) > tolerance
     ]
 
 

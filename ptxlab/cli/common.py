@@ -109,7 +109,7 @@ _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
 class Progress:
-    """The state of a long run: shown by a bar, or else said in a line a minute where it `says` so.
+    """Progress of a long run: a bar, or without a terminal a line a minute if it `says` so.
 
     Attributes:
         title: of the run.
@@ -139,8 +139,8 @@ class Progress:
         if self._display is not None:
             self._display.update(self._task, completed=self.done, total=self.total, description=escape(label))
 
-    def beat(self, ended: Event) -> None:
-        """Say every minute where a run is whose step takes longer, until it has ended."""
+    def report_while_running(self, ended: Event) -> None:
+        """Print a line a minute during steps that take longer, until the run has ended."""
         while self._says and not ended.wait(LINE_SECONDS):
             if monotonic() - self._said >= LINE_SECONDS:
                 self._print_line(f": {self.label}" if self.label else "")
@@ -177,7 +177,7 @@ def progress_bar(
     with display if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
         ended = Event()
-        Thread(target=progress.beat, args=(ended,), daemon=True).start()
+        Thread(target=progress.report_while_running, args=(ended,), daemon=True).start()
         try:
             with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
                 yield progress
@@ -247,12 +247,12 @@ def sizes_text(sizes: Mapping[str, Any]) -> str:
 
 
 def print_written(*paths: Path | None) -> None:
-    """Say which files a command wrote."""
+    """Print which files a command wrote."""
     for path in filter(None, paths):
         console.print(f"written: {escape(str(path))}", soft_wrap=True, highlight=False)
 
 
-def dims(name: str, text: str) -> tuple[int, ...]:
+def parse_dimensions(name: str, text: str) -> tuple[int, ...]:
     """Parse a grid or a block: one to three integers between commas."""
     try:
         return tuple(int(part) for part in text.split(","))
@@ -284,7 +284,7 @@ def require_counts(**options: int) -> None:
 
 
 def require_file(option: str, path: Path | None, *suffixes: str) -> None:
-    """Raise at once for a file that could not be written in the end."""
+    """Raise, before a long task, for an output file that could not be written."""
     if path is not None:
         if path.suffix not in suffixes:
             raise expects(option, f"a {' or '.join(suffixes)} file", path)

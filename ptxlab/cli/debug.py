@@ -87,7 +87,7 @@ def debug(
     try:
         terminal = Terminal(session)
         if as_json:
-            print_json([_row(terminal, line) for line in execute or ()])
+            print_json([_answer_row(terminal, line) for line in execute or ()])
         else:
             terminal.show("where")
             terminal.loop() if execute is None else terminal.carry_out(execute)
@@ -97,7 +97,7 @@ def debug(
         raise typer.Exit(BAD_INPUT if terminal.refused else FAILED)
 
 
-def _row(terminal: "Terminal", line: str) -> dict[str, Any]:
+def _answer_row(terminal: "Terminal", line: str) -> dict[str, Any]:
     """Run a command in the debugger; return it with its output, whether it was refused, and the line reached.
 
     There is no line at the end of the launch.

@@ -26,7 +26,7 @@ class Component:
     remedy: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the item as JSON-ready values."""
+        """Return the component as JSON-ready values."""
         return asdict(self)
 
 
@@ -50,7 +50,7 @@ def _gpu() -> Component:
     reason = gpu.why_not(None)
     if reason is None:
         return Component("backend gpu", True, str(gpu.device_info()))
-    return Component("backend gpu", False, reason, gpu.remedy())
+    return Component("backend gpu", False, reason, gpu.install_hint())
 
 
 def _tool(tool: str) -> Component:

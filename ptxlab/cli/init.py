@@ -133,7 +133,7 @@ def init(
         line = f"ptxlab[asm] @ {Path(line).resolve().as_uri()}"
     elif "@" not in line and "://" not in line and (os.sep in line or line.endswith(".whl")):
         raise expects("--requirement", "a requirement, or a wheel or checkout that is there", line)
-    texts = files(name, line)
+    texts = project_files(name, line)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as scratch:
             unfinished = Path(scratch) / name
@@ -187,7 +187,7 @@ def installed_folder() -> str | None:
     return str(folder) if folder and (folder / "pyproject.toml").is_file() else None
 
 
-def files(name: str, requirement: str) -> dict[str, str]:
+def project_files(name: str, requirement: str) -> dict[str, str]:
     """Return the project's files: path -> text."""
     templates = {
         f"{name}.cu": KERNEL,

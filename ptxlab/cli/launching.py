@@ -10,15 +10,15 @@ import numpy as np
 import typer
 
 from ptxlab import runtime
-from ptxlab.cli.common import dims, refuse
+from ptxlab.cli.common import parse_dimensions, refuse
 from ptxlab.emulator import EmulatorOptions, checks_of
 from ptxlab.emulator.options import KINDS
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays
-from ptxlab.runtime.arguments import order_arguments, output_variant, parse_defines, place_in_order
+from ptxlab.runtime.arguments import name_in_order, order_arguments, output_variant, parse_defines
 from ptxlab.runtime.inputs import CommandArgument, parse_argument, place_arguments, uninitialised_names
 from ptxlab.runtime.results import compare, split_expected
-from ptxlab.runtime.schedules import CHECK, CHECKED, Difference, Schedule, first_differences
+from ptxlab.runtime.schedules import CHECK, CHECKED_SCHEDULES, Difference, Schedule, first_differences
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 from ptxlab.testing.annotations import Annotation, of_finding, of_note, relative
@@ -78,7 +78,7 @@ def run_options(
     words = [word.strip() for word in check.split(",")]
     all_schedules = CHECK in words or ("all" in words and not late)
     options = emulator_options(check, late, max_steps, count_banks=count_banks, caller_checks=(CHECK,))
-    return options, CHECKED if all_schedules else ()
+    return options, CHECKED_SCHEDULES if all_schedules else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,13 +224,17 @@ def solve(
         placed = place_arguments(f"{spec.name}: --arg", names, typed_arguments, arrays)
         return _solve_spec(spec, source, {name: np.asarray(array) for name, array in placed.items()}, unchecked)
     kernel = load_file(source, entry, options)
-    geometry = dims("grid", options.grid or "1"), dims("block", options.block or "32"), options.shared or 0
+    geometry = (
+        parse_dimensions("grid", options.grid or "1"),
+        parse_dimensions("block", options.block or "32"),
+        options.shared or 0,
+    )
     names = [*kernel.parameters]
     arrays = {kernel.parameter(name): array for name, array in arrays.items()}
     typed_arguments = [replace(typed, name=kernel.parameter(typed.name)) for typed in typed_arguments]
     if typed_arguments:
         label = f"{kernel.name}: --arg"
-        arrays = dict(place_in_order(names, arrays))
+        arrays = dict(name_in_order(names, arrays))
         placed = place_arguments(label, names, typed_arguments, arrays)
         unset = uninitialised_names(names, typed_arguments, [*arrays])
     else:

@@ -23,8 +23,8 @@ from ptxlab.cli.common import (
     Shared,
     Std,
     console,
-    dims,
     expects,
+    parse_dimensions,
     print_json,
     print_written,
     progress_bar,
@@ -100,7 +100,7 @@ def profile(
         refuse({"--shape": shape}, "is for kernels with a spec; a file takes --in, --grid and --block")
         if inputs is None:
             raise expects("--in", "an .npz with the arguments of the kernel by name", "nothing")
-        geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
+        geometry = parse_dimensions("grid", grid or "1"), parse_dimensions("block", block or "32"), shared or 0
         folders = tuple(map(str, include or ()))
         return LaunchTarget(named, {}, str(inputs), *geometry, arch, parse_defines("-D", define or []), folders, std)
 

@@ -19,8 +19,8 @@ from ptxlab.cli.common import (
     Include,
     Std,
     console,
-    dims,
     notes,
+    parse_dimensions,
     print_json,
     print_written,
     progress_bar,
@@ -112,7 +112,9 @@ def prove(
                     std=std,
                 )
                 compared_kernel = _kernel(equals) if equals else None
-                launch_geometry = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
+                launch_geometry = geometry(
+                    parse_dimensions("grid", grid or "1"), parse_dimensions("block", block or "1"), 0, 1
+                )
                 title = f"follow {Path(kernel.source.path).name}"
                 with (
                     progress_bar(title, None, quiet=as_json) as advance,

@@ -21,7 +21,7 @@ from ptxlab.cli.common import (
     Include,
     Std,
     console,
-    dims,
+    parse_dimensions,
     print_json,
     print_written,
     progress_bar,
@@ -90,7 +90,7 @@ def sass(
         refuse({"--shared": shared}, "needs --block")
     if not listing:
         refuse({"--ptx": ptx or None}, "needs --listing")
-    threads = prod(geometry(1, dims("block", block)).block) if block is not None else 0
+    threads = prod(geometry(1, parse_dimensions("block", block)).block) if block is not None else 0
 
     def occupancy_of(report: Report) -> Occupancy:
         return occupancy(arch, threads, report.registers, report.shared + (shared or 0))
@@ -149,7 +149,7 @@ def sass(
 
 
 def _file_kernel(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
-    """Label, source, symbol and constants of a kernel of a file, found by its C++ name.
+    """Return label, source, symbol and constants of a kernel of a file, found by its C++ name.
 
     The label is what names the kernel on the command line: `file.cu:ns::add<float, 3>`.
     """

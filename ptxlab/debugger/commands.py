@@ -151,7 +151,7 @@ class Commands:
         if moment.error is not None:
             lines.append(f"error: {moment.error}")
         if stop.ended:
-            count = len(moment.machine.launch.findings.found)
+            count = len(moment.machine.launch.findings.by_key)
             state = f"{count} finding{'s' * (count != 1)}" if count else "no findings"
             return [*lines, f"the launch has ended after {moment.position} dispatches, {state}"]
         instruction, machine = moment.instruction, moment.machine
@@ -278,7 +278,7 @@ class Commands:
     @command("findings")
     def _findings(self, rest: str) -> list[str]:
         """List the findings that the checks have reported so far."""
-        found = self.session.now.moment.machine.launch.findings.found
+        found = self.session.now.moment.machine.launch.findings.by_key
         return [str(finding) for finding in found.values()] or ["no findings"]
 
     # What is there

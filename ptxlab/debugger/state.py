@@ -20,7 +20,7 @@ from ptxlab.emulator.launch import array_of
 from ptxlab.hardware.descriptors import SPANS, swizzle
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime import Kernel
-from ptxlab.runtime.signature import of_declaration
+from ptxlab.runtime.signature import parse_declaration
 
 _NAME = re.compile(r"(?P<name>[^\s\[\]]+|\[[^\]]+\])(?:\[(?P<index>[^\]]*)\])?")
 _SPECIAL = re.compile(r"%[a-z]\w*(\.[xyz])?")
@@ -297,7 +297,7 @@ def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:
     """
     text = kernel.source.text
     found = re.search(rf"\b((?:unsigned\s+)?\w+)\s+{name}\s*[=;,(\[]", text)
-    number = of_declaration(text, name, f"{found[1]} {name}", kernel.defines).number if found else None
+    number = parse_declaration(text, name, f"{found[1]} {name}", kernel.defines).number if found else None
     if number is None or number.kind == "raw":
         return lambda register: True
     bits, is_float = 8 * number.nbytes, number.kind == "f" and number.nbytes > 2

@@ -8,7 +8,7 @@ from math import prod
 
 from ptxlab import mangled
 from ptxlab.runtime import Kernel
-from ptxlab.runtime.signature import of_declaration
+from ptxlab.runtime.signature import parse_declaration
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -35,7 +35,7 @@ def declared_type(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int,
     if declaration is None:
         return None
     typed = re.sub(r"\b\w+\b", lambda word: instance.get(word[0], word[0]), declaration[1])
-    number = of_declaration(text, name, re.sub(r"^.*\balignas\([^)]*\)", "", typed), kernel.defines).number
+    number = parse_declaration(text, name, re.sub(r"^.*\balignas\([^)]*\)", "", typed), kernel.defines).number
     if number is None or number.kind == "raw":
         return None
     kind = {"i": "u" if number.signed is False else "s"}.get(number.kind, number.kind)

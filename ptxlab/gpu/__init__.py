@@ -25,9 +25,9 @@ from ptxlab.gpu.arrays import (
     without_pool,
     zeros,
 )
-from ptxlab.gpu.device import DeviceInfo, available, card_id, device_info, remedy, unused_gpu, why_not
+from ptxlab.gpu.device import DeviceInfo, available, card_id, device_info, install_hint, unused_gpu_hint, why_not
 from ptxlab.gpu.floats import float_instruction
-from ptxlab.gpu.graph import Graph, Timing, adopt, call_times, capture, time_calls
+from ptxlab.gpu.graph import Graph, Timing, call_times, capture, time_calls, wrap_graph
 from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.marks import NamedRange, profiling
 from ptxlab.gpu.module import GpuKernel, load, load_image
@@ -42,7 +42,6 @@ __all__ = [
     "NamedRange",
     "Timing",
     "View",
-    "adopt",
     "allocating_elsewhere",
     "as_array",
     "available",
@@ -65,6 +64,7 @@ __all__ = [
     "free_pool",
     "gumbel",
     "hand_to_caller",
+    "install_hint",
     "is_capturing",
     "is_device_array",
     "launch",
@@ -74,17 +74,17 @@ __all__ = [
     "new",
     "prepare",
     "profiling",
-    "remedy",
     "stream_handle",
     "synchronize",
     "target",
     "time_calls",
     "to_device",
     "to_host",
-    "unused_gpu",
+    "unused_gpu_hint",
     "view",
     "why_not",
     "why_not_compiled",
     "without_pool",
+    "wrap_graph",
     "zeros",
 ]

@@ -33,7 +33,7 @@ def compiling_for(arch: str | None) -> Iterator[None]:
 
 
 def capability(arch: str) -> tuple[int, int]:
-    """Compute capability of an architecture's name: (8, 0) of `sm_80`."""
+    """Return the compute capability of an architecture: (8, 0) for `sm_80`."""
     major, minor = divmod(int(re.sub(r"\D", "", arch)), 10)
     return major, minor
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.io.dlpack import Bits, is_bfloat16, on_host, plain
+from ptxlab.io.dlpack import Bits, is_bfloat16, to_numpy, without_subclass
 
 _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
 ALIGNMENT = 16  # bytes: the widest load or store of one thread
@@ -31,7 +31,7 @@ def free_pool() -> None:
 
 @contextmanager
 def allocating_elsewhere(nbytes: int) -> Iterator[None]:
-    """Let arrays that are made inside lie elsewhere in memory: `nbytes` are taken first.
+    """Allocate the arrays that are made inside at other addresses: `nbytes` are taken first.
 
     CuPy's pool has nothing to reuse. What the driver hands out is its own affair: as a rule other memory than for the
     arrays before.
@@ -78,10 +78,10 @@ def as_array(name: str, array: Any) -> Any:
             becomes an array of its bits, uint16.
     """
     if isinstance(array, np.ndarray):
-        return plain(name, array.view(np.uint16) if is_bfloat16(array) else array)
+        return without_subclass(name, array.view(np.uint16) if is_bfloat16(array) else array)
     if not is_device_array(array):
         if hasattr(array, "__dlpack__") and not isinstance(array, np.generic):
-            return on_host(name, array)
+            return to_numpy(name, array)
         raise ArgumentError(name, "an array: NumPy, CuPy, DLPack or __cuda_array_interface__", type(array).__name__)
     import cupy
 

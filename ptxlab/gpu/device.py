@@ -94,7 +94,7 @@ def device_info() -> DeviceInfo:
     """Describe the current device. Raises `UnavailableError`, which says why there is none."""
     reason = _why_no_gpu()
     if reason is not None:
-        raise UnavailableError(f"no GPU backend here: {reason}" + (f"; {remedy()}" if remedy() else ""))
+        raise UnavailableError(f"no GPU backend here: {reason}" + (f"; {install_hint()}" if install_hint() else ""))
     import cupy
 
     return _info(cupy.cuda.Device().id)
@@ -109,7 +109,7 @@ def card_id() -> str:
     return f"GPU-{UUID(bytes=uuid.bytes)}" if error == driver.CUresult.CUDA_SUCCESS else ""
 
 
-def remedy() -> str:
+def install_hint() -> str:
     """Return the command that would bring the GPU backend to this machine.
 
     It is empty where the backend works, or where nothing would bring it.
@@ -120,9 +120,9 @@ def remedy() -> str:
     return f"python -m pip install 'ptxlab[cu{13 if cuda >= 13000 else 12}]'"
 
 
-def unused_gpu() -> str | None:
+def unused_gpu_hint() -> str | None:
     """Return a hint for people who have a GPU that ptxlab cannot use yet; None if there is nothing to say."""
-    return f"There is a GPU here, but {_why_no_gpu()}: {remedy()}" if remedy() else None
+    return f"There is a GPU here, but {_why_no_gpu()}: {install_hint()}" if install_hint() else None
 
 
 @cache

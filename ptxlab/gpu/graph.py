@@ -107,7 +107,7 @@ def capture(calls: Iterable[Callable[[], None]]) -> Graph:
     return Graph(graph, stream, len(calls))
 
 
-def adopt(launch: Callable[[], None], stream: int, calls: int) -> Graph:
+def wrap_graph(launch: Callable[[], None], stream: int, calls: int) -> Graph:
     """Wrap a graph that another library captured, so that it is timed like our own.
 
     Args:

@@ -41,7 +41,7 @@ def profiling() -> Iterator[None]:
 
 @cache
 def _nvtx() -> tuple[Callable[[str], object], Callable[[], object]]:
-    """Begin and end of a range."""
+    """Return the functions that begin and end a range."""
     try:
         from cupy.cuda import nvtx
     except ImportError:

@@ -151,7 +151,7 @@ def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
 
 
 def _load_error(source: Source, entry: str, path: Path, error: RuntimeError) -> CompileError | ArgumentError:
-    """Ask the driver again, this time for its log."""
+    """Return the error of a module that failed to load; it is loaded once more for the driver's log."""
     if "NOT_FOUND" in str(error):
         return ArgumentError(f"{source.label}: entry", "an entry of that source", entry)
     from cuda.bindings import driver

@@ -92,7 +92,7 @@ def collisions(
     """List each bank of one warp's access, [32], that has more than one word to move; arguments as for `bank_use`."""
     return [
         Collision(phase, bank, words)
-        for (phase, bank), words in sorted(_users(addresses, width, active, store).items())
+        for (phase, bank), words in sorted(_words_by_bank(addresses, width, active, store).items())
         if len(words) > 1
     ]
 
@@ -105,13 +105,13 @@ def wavefronts(
     Arguments are as for `bank_use`.
     """
     fronts: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
-    for (phase, bank), words in sorted(_users(addresses, width, active, store).items()):
+    for (phase, bank), words in sorted(_words_by_bank(addresses, width, active, store).items()):
         for position, lanes in enumerate(words.values()):
             fronts.setdefault((phase, position), {})[bank] = lanes
     return [front for _, front in sorted(fronts.items())]
 
 
-def _users(
+def _words_by_bank(
     addresses: npt.ArrayLike, width: int, active: npt.ArrayLike, store: bool
 ) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
     """Map each (phase, bank) of one warp's access to the words that the bank has to move.

@@ -63,7 +63,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSheet(Device):
-    """A GPU as it was measured: what streams and multiplies under a kernel, and its ceilings beside.
+    """A GPU as it was measured: the rates that kernels reach, and its ceilings.
 
     Clock: the median of the suite `gemm` up to 256 tokens. Memory: weights into shared memory by bulk copies, beyond
     `start_us`, which such a launch takes in a graph before and after its bytes. FP16 and FP8: the best that cuBLAS

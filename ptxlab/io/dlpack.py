@@ -21,7 +21,7 @@ def is_bfloat16(array: Any) -> bool:
     return str(getattr(array, "dtype", "")).endswith("bfloat16")
 
 
-def plain(name: str, array: np.ndarray) -> np.ndarray:
+def without_subclass(name: str, array: np.ndarray) -> np.ndarray:
     """Return a NumPy array without what a subclass adds, such as np.matrix's fixed two axes.
 
     Raises ArgumentError if that is a mask.
@@ -31,7 +31,7 @@ def plain(name: str, array: np.ndarray) -> np.ndarray:
     return np.asarray(array)
 
 
-def on_host(name: str, array: Any) -> np.ndarray:
+def to_numpy(name: str, array: Any) -> np.ndarray:
     """Convert an array in host memory to NumPy's, bfloat16 as its bits.
 
     Raises ArgumentError if DLPack does not share it.

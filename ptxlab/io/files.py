@@ -137,7 +137,7 @@ def require_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Keep other processes from writing `path`, a file or folder, meanwhile: FileError for the second one.
+    """Lock `path`, a file or folder, so that one process writes it at a time: FileError for a second one.
 
     The lock is a file beside it, which is gone afterwards. Of a process that was killed the file stays, without effect.
     """

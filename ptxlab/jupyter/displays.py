@@ -9,7 +9,7 @@ from ptxlab.emulator import Finding
 from ptxlab.jupyter import page
 from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
-from ptxlab.jupyter.registers import RegisterRow, words
+from ptxlab.jupyter.registers import RegisterRow, word_table
 from ptxlab.runtime import Kernel, Outcome
 from ptxlab.sass import Report
 from ptxlab.sources import Source
@@ -18,7 +18,7 @@ from ptxlab.spec import Arg, KernelSpec
 _SHORT = 60  # lines of a source that is shown unfolded
 
 
-def of_kernel(kernel: Kernel) -> str:
+def render_kernel(kernel: Kernel) -> str:
     """Render a kernel: its call, and its source."""
     signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
     arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
@@ -26,11 +26,11 @@ def of_kernel(kernel: Kernel) -> str:
     chips += [chip(f"{name}={macro}") for name, macro in kernel.defines.items()]
     chips += [chip("checks ", ", ".join(sorted(kernel.checks)))] if kernel.checks else []
     spec = registry.specs().get(kernel.entry)
-    summary = [element("div", spec.summary)] if spec and kernel.source in sources.of_kernel(spec.name) else []
+    summary = [element("div", spec.summary)] if spec and kernel.source in sources.sources_of_kernel(spec.name) else []
     return page.page(title_line(element("code", signature), *chips), *summary, _source(kernel.source))
 
 
-def of_spec(spec: KernelSpec) -> str:
+def render_spec(spec: KernelSpec) -> str:
     """Render a spec: its summary, arguments, rules and sources."""
     chips = [chip(lowest_arch(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
@@ -38,7 +38,7 @@ def of_spec(spec: KernelSpec) -> str:
     exact = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
     properties = [("rules", join(rules, "<br>")), ("compared", exact)]
     properties += [("wrong", spec.wrong.why)] if spec.wrong else []
-    kernel_sources = sources.of_kernel(spec.name)
+    kernel_sources = sources.sources_of_kernel(spec.name)
     return page.page(
         title_line(spec.name, *chips),
         element("div", spec.summary),
@@ -48,12 +48,12 @@ def of_spec(spec: KernelSpec) -> str:
     )
 
 
-def of_finding(finding: Finding) -> str:
+def render_finding(finding: Finding) -> str:
     """Render a finding: its place, the lines around it, and for packed lanes the operands in binary."""
-    return page.page(finding_body(finding))
+    return page.page(render_finding_body(finding))
 
 
-def finding_body(finding: Finding) -> Html:
+def render_finding_body(finding: Finding) -> Html:
     """Render a finding without the style."""
     block, thread = ("({}, {}, {})".format(*index) for index in (finding.block, finding.thread))
     times = f"{finding.count} times" if finding.count > 1 else "once"
@@ -76,10 +76,10 @@ def _operands(finding: Finding) -> Html:
     rows.append(RegisterRow("exact", stored.type, exact, over, "each lane computed by itself"))
     differs = {lane for lane, number in enumerate(exact) if stored.lanes[lane] != number}
     rows.append(RegisterRow("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
-    return words(rows, finding.lane)
+    return word_table(rows, finding.lane)
 
 
-def of_outcome(outcome: Outcome) -> str:
+def render_outcome(outcome: Outcome) -> str:
     """Render a launch: where it ran, what it wrote, what was found."""
     chips = [chip(outcome.backend)]
     finding_count = len(outcome.findings)
@@ -88,8 +88,8 @@ def of_outcome(outcome: Outcome) -> str:
         chips.append(chip(verdict, kind="bad" if finding_count else ""))
         chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
     arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
-    unfolded = [finding_body(finding) for finding in outcome.findings[:1]]
-    folded = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
+    unfolded = [render_finding_body(finding) for finding in outcome.findings[:1]]
+    folded = [details(_summary(finding), render_finding_body(finding)) for finding in outcome.findings[1:]]
     return page.page(title_line("launch", *chips), element("div", *arrays), *unfolded, *folded)
 
 
@@ -98,7 +98,7 @@ def _summary(finding: Finding) -> str:
     return f"{finding.kind}: {page.place(finding.path, finding.line)}: {finding.message}{repetitions}"
 
 
-def of_cell(cell: Cell) -> str:
+def render_cell(cell: Cell) -> str:
     """Render a cell of PTX or CUDA C++: the assembler's reports, and what changed."""
     parts: list[object] = [element("div", cell.note)] if cell.note else []
     for name, report in cell.reports.items():
@@ -187,11 +187,11 @@ def _shape(arg: Arg) -> str:
 
 
 PAGES: dict[type, Callable[[Any], str]] = {
-    Cell: of_cell,
-    Finding: of_finding,
-    Kernel: of_kernel,
-    KernelSpec: of_spec,
-    Outcome: of_outcome,
+    Cell: render_cell,
+    Finding: render_finding,
+    Kernel: render_kernel,
+    KernelSpec: render_spec,
+    Outcome: render_outcome,
 }
 
 

@@ -25,7 +25,7 @@ def excerpt(error: PtxlabError) -> list[str]:
     return [f"{'---->' if number == error_line else '     '} {number:>3} {lines[number - 1]}" for number in around]
 
 
-def in_short(error: PtxlabError) -> PtxlabError:
+def without_traceback(error: PtxlabError) -> PtxlabError:
     """Make IPython show the error without a traceback, and return it.
 
     The magic raised it, and not the user's code.

@@ -10,7 +10,7 @@ from ptxlab import gpu, registry, sass
 from ptxlab.emulator import checks_of
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
-from ptxlab.jupyter.errors import in_short
+from ptxlab.jupyter.errors import without_traceback
 from ptxlab.runtime.arguments import parse_integers
 from ptxlab.runtime.verify import Job, Verdict, verify
 from ptxlab.sources import Language
@@ -77,7 +77,7 @@ class PtxlabMagics(Magics):
             if options.verify:
                 cell = replace(cell, verdicts=self._verify(cell, options.verify))
         except PtxlabError as error:
-            raise in_short(error) from None
+            raise without_traceback(error) from None
         self.reports |= cell.reports
         self.shell.push(dict(cell.kernels))
         return None if options.quiet else cell

@@ -28,10 +28,10 @@ class RegisterRow:
     note: object = ""
 
 
-def words(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
+def word_table(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
     """Build a table of words of equally many lanes, with `lane` marked; a plain number for all lanes stands once.
 
-    Rows that are `Html`, made by `section`, stand between them.
+    Rows that are `Html`, made by `section_row`, stand between them.
     """
     rows = list(rows)
     count = max(len(row.lanes) for row in rows if isinstance(row, RegisterRow))
@@ -39,23 +39,23 @@ def words(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
     return table(["", "type", *lanes, ""], (_row(row, count) if isinstance(row, RegisterRow) else row for row in rows))
 
 
-def section(*content: object) -> Html:
+def section_row(*content: object) -> Html:
     """Build a heading row of such a table."""
     return element("tr", element("td", *content, colspan=99), cls="section")
 
 
 def _row(row: RegisterRow, count: int) -> list[Html]:
     lanes = [
-        element("td", bits(row.lanes[lane], row.type), cls="bits bad" if lane in row.wrong else "bits")
+        element("td", format_bits(row.lanes[lane], row.type), cls="bits bad" if lane in row.wrong else "bits")
         for lane in reversed(range(len(row.lanes)))
     ]
     if len(lanes) < count:
-        lanes = [element("td", bits(row.lanes[0], row.type), cls="bits", colspan=count)]
+        lanes = [element("td", format_bits(row.lanes[0], row.type), cls="bits", colspan=count)]
     label, kind = element("td", element("code", row.label)), element("td", str(row.type), cls="dim")
     return [label, kind, *lanes, element("td", row.note)]
 
 
-def bits(number: int, lane_type: LaneType) -> Html:
+def format_bits(number: int, lane_type: LaneType) -> Html:
     """Format a value as `225 = 1110 0001`.
 
     The bits of a value that is too wide stand out, of a negative one as far as the sign goes.

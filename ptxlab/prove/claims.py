@@ -89,7 +89,7 @@ def register(maker: Maker) -> Maker:
 
 
 def registered_claims() -> list[Claim]:
-    """Return every registered claim: of modules that rooms and other packages register, and of others."""
+    """Return every registered claim: of the registry's modules, of this project and others, and of the caller's own."""
     for _ in registry.load_all("claims"):
         pass  # a module enters its claims when it is imported
     return [claim for maker in _MAKERS for claim in maker()]

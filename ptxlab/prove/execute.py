@@ -74,7 +74,7 @@ class Buffer:
 
 @dataclass
 class LoopIterations:
-    """Turns of a loop whose number an input decides: the guard of each lane's last one, and what deciding them took."""
+    """Iterations of a loop, as many as an input decides: each lane's last guard, and the seconds spent on deciding."""
 
     count: int = 0
     seconds: float = 0.0
@@ -122,7 +122,7 @@ def execute(
 
 
 class SymbolicExecution:
-    """A run of some threads; `execute` says of what."""
+    """Symbolic run of some threads of a launch; `execute` explains the arguments."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class SymbolicExecution:
                 raise ValueError("a floating-point constant of another width")
             return z3.BoolVal(operand.bits != 0) if bits == 1 else constant(operand.bits, bits)
         if isinstance(operand, ir.Special):
-            return constant(self.special(operand.name, lane), bits)
+            return constant(self.special_register(operand.name, lane), bits)
         if isinstance(operand, ir.Symbol):
             return constant(self.symbol_address(operand), bits)
         raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
@@ -346,7 +346,7 @@ class SymbolicExecution:
             guard = z3.simplify(z3.Or(guard, self.defined[lane][key]))
         self.registers[lane][key], self.defined[lane][key] = z3.simplify(word), guard
 
-    def special(self, name: str, lane: int) -> int:
+    def special_register(self, name: str, lane: int) -> int:
         """Return the value of a special register such as `%tid.x` for one lane."""
         base, _, axis = name[1:].partition(".")
         block, thread = self.threads[lane]

@@ -227,7 +227,7 @@ def _step_query(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Qu
 
 def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
     parts = split_fields(bits, lane_type.bits) if lane_type.count else [bits]
-    return [Integer.signed(part) if lane_type.signed else Integer.unsigned(part) for part in parts]
+    return [Integer.from_signed(part) if lane_type.signed else Integer.from_unsigned(part) for part in parts]
 
 
 def _within(x: Integer, lane_type: LaneType) -> Any:

@@ -1,4 +1,4 @@
-"""One step of a loop, from any registers and any memory: what `main_loops` claims about.
+"""One step of a loop, from unknown registers and memory: what the claims of `main_loops` are about.
 
 The body is executed once, for one thread that stands for all. Registers, special registers and whatever is loaded are
 anything, and so is what an instruction gives that is not modelled. An integer matrix instruction or a dp4a adds an
@@ -111,12 +111,12 @@ def steps_of(entry: Entry) -> list[Body]:
 
 
 def execute_body(entry: Entry, loop: range) -> Body:
-    """Execute the body of a loop once, from anything."""
-    return OneStep(entry, loop).body()
+    """Execute the body of a loop once, from unknown registers and memory."""
+    return LoopStepExecution(entry, loop).body()
 
 
-class OneStep(SymbolicExecution):
-    """A thread that executes some instructions once, in order; registers and operands hold anything at first."""
+class LoopStepExecution(SymbolicExecution):
+    """Symbolic run of some instructions, once and in order, from unknown registers and memory."""
 
     def __init__(self, entry: Entry, loop: range) -> None:
         arguments = [z3.FreshConst(z3.BitVecSort(8 * p.size), p.name) for p in entry.params]
@@ -145,7 +145,7 @@ class OneStep(SymbolicExecution):
                 guard = TRUE
             if pc in inner_loops:  # whatever its steps have done, registers that it writes hold something
                 for instruction in self.code[pc : inner_loops[pc] + 1]:
-                    self.forget(instruction, TRUE)
+                    self.set_unknown(instruction, TRUE)
                 self.carry = [z3.FreshConst(z3.BoolSort(), "carry")]
             for target, guards in self.step(pc, {0: guard}):
                 if target == head:
@@ -179,7 +179,7 @@ class OneStep(SymbolicExecution):
             return extend(symbol, bits_of(type_name), False)
         return super().read(lane, operand, type_name)
 
-    def forget(self, instruction: Instruction, guard: Any) -> None:
+    def set_unknown(self, instruction: Instruction, guard: Any) -> None:
         """Set an instruction's destinations to unknown values."""
         for target in instruction.destinations:
             width = bits_of(target.type)
@@ -198,9 +198,9 @@ class OneStep(SymbolicExecution):
         elif dot:
             self.multiply(instruction, guard, 4, (f"{dot[1]}8", f"{dot[2]}8"))
         elif instruction.head in ("ld", "ldu"):
-            self.load_anything(instruction, guard)
+            self.load_unknown(instruction, guard)
         elif instruction.head in ("st", "bar", "barrier", "shfl"):
-            self.forget(instruction, guard)
+            self.set_unknown(instruction, guard)
         else:
             if instruction.head in ("mma", "wgmma", "dp2a") and {"s32", "u32"} & {*instruction.opcode.split(".")}:
                 raise ValueError("integer products of another form")
@@ -209,9 +209,9 @@ class OneStep(SymbolicExecution):
             try:
                 super().perform(instruction, guards)
             except (ValueError, UnknownOpcode, NotModelled):
-                self.forget(instruction, guard)
+                self.set_unknown(instruction, guard)
 
-    def load_anything(self, instruction: Instruction, guard: Any) -> None:
+    def load_unknown(self, instruction: Instruction, guard: Any) -> None:
         """Set a load's destinations to unknown values."""
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
         for register in target.elements if isinstance(target, ir.Vector) else (target,):

@@ -174,11 +174,11 @@ def _extreme(op: Opcode) -> Compute:
     relu, t = op.flag("relu"), op.type()
     extreme = _extreme_of(op.name == "min", is_signed(t))
 
-    def one(a: Bits, b: Bits) -> Bits:
+    def clamp_extreme(a: Bits, b: Bits) -> Bits:
         selected = extreme(a, b)
         return z3.If(selected < 0, constant(0, selected.size()), selected) if relu else selected
 
-    return _by_halves(one) if t.endswith("x2") else one
+    return _by_halves(clamp_extreme) if t.endswith("x2") else clamp_extreme
 
 
 @_operation("abs", "neg", floating=False)
@@ -435,7 +435,7 @@ _VIDEO: dict[str, Compute] = {
 }
 
 
-def _of_lanes(function: str, wide: int) -> Compute:
+def _lane_function(function: str, wide: int) -> Compute:
     """Return a function of `_VIDEO`, or a comparison that returns 1 or 0."""
     if function in _VIDEO:
         return _VIDEO[function]
@@ -446,12 +446,12 @@ def _of_lanes(function: str, wide: int) -> Compute:
 @_operation(*SIMD_NAMES, floating=False)
 def _simd(op: Opcode) -> Compute:
     form, wide = SimdForm.of(op), 34
-    bits, function = 32 // form.count, _of_lanes(form.function, wide)
+    bits, function = 32 // form.count, _lane_function(form.function, wide)
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if form.signed else (0, (1 << bits) - 1)
 
     def simd(a: Bits, b: Bits, c: Bits) -> Bits:
         pool, lanes, total = split_fields(a, bits) + split_fields(b, bits), split_fields(c, bits), c
-        for lane in (lane for lane in range(form.count) if form.kept[lane]):
+        for lane in (lane for lane in range(form.count) if form.is_computed[lane]):
             x, y = (
                 extend(pool[picks[lane]], wide, signed)
                 for picks, signed in zip(form.picks, form.sources_signed, strict=True)
@@ -473,7 +473,7 @@ def _scalar(op: Opcode) -> Compute:
         if form.function in ("vshl", "vshr"):
             count = b & 31 if form.wrap else z3.If(b < 32, b, constant(32, wide))
             return a << count if form.function == "vshl" else a >> count
-        return _of_lanes(form.function, wide)(a, b)
+        return _lane_function(form.function, wide)(a, b)
 
     def scalar(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
         x, y = (
@@ -507,20 +507,20 @@ _MODES: dict[str, Any] = {"rn": z3.RNE, "rz": z3.RTZ, "rm": z3.RTN, "rp": z3.RTP
 _INTEGRAL = {"rni": z3.RNE, "rzi": z3.RTZ, "rmi": z3.RTN, "rpi": z3.RTP}
 
 
-def _of_floats(type_name: str, compute: Compute) -> Compute:
+def _on_floats(type_name: str, compute: Compute) -> Compute:
     element = type_name.removesuffix("x2")
 
-    def one(*sources: Bits) -> Bits:
+    def compute_bits(*sources: Bits) -> Bits:
         return float_bits(compute(*(as_float(s, element) for s in sources)), element)
 
-    return _by_halves(one) if type_name.endswith("x2") else one
+    return _by_halves(compute_bits) if type_name.endswith("x2") else compute_bits
 
 
 @_operation("add", "sub", "mul", "fma", floating=True)
 def _arithmetic(op: Opcode) -> Compute:
     mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type(*SORTS, "f16x2", "bf16x2")
     function = {"add": z3.fpAdd, "sub": z3.fpSub, "mul": z3.fpMul, "fma": z3.fpFMA}[op.name]
-    return _of_floats(t, lambda *numbers: function(mode, *numbers))
+    return _on_floats(t, lambda *numbers: function(mode, *numbers))
 
 
 @_operation("abs", "neg", floating=True)
@@ -536,7 +536,7 @@ def _extreme_of_floats(op: Opcode) -> Compute:
     strict, t = op.flag("NaN"), op.type(*SORTS, "f16x2", "bf16x2")
     element = t.removesuffix("x2")
 
-    def one(a: Bits, b: Bits) -> Bits:
+    def extreme_bits(a: Bits, b: Bits) -> Bits:
         x, y = as_float(a, element), as_float(b, element)
         below = z3.Or(z3.fpLT(x, y), z3.And(z3.fpEQ(x, y), a < 0))  # -0 is below +0
         x_is_none, y_is_none = z3.fpIsNaN(x), z3.fpIsNaN(y)
@@ -544,7 +544,7 @@ def _extreme_of_floats(op: Opcode) -> Compute:
         extreme = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(below == (op.name == "min"), a, b)))
         return z3.If((z3.Or if strict else z3.And)(x_is_none, y_is_none), nan, extreme)
 
-    return _by_halves(one) if t.endswith("x2") else lambda *numbers: reduce(one, numbers)
+    return _by_halves(extreme_bits) if t.endswith("x2") else lambda *numbers: reduce(extreme_bits, numbers)
 
 
 @_operation("copysign", floating=True)

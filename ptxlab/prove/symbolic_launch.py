@@ -32,7 +32,7 @@ _LETTERS = {"u": "u", "i": "s", "f": "f"}
 
 
 @dataclass(frozen=True)
-class Logical:
+class LogicalInput:
     """A logical input: its elements are symbols of so many bits."""
 
     name: str
@@ -80,7 +80,7 @@ class Layout:
     over all bits of all logical inputs; 0 is a constant.
     """
 
-    logical: tuple[Logical, ...]
+    logical: tuple[LogicalInput, ...]
     origin: Mapping[str, np.ndarray]
     base: Mapping[str, np.ndarray]
 
@@ -120,7 +120,7 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
     for input_name, x in example.items():
         if not isinstance(x, np.ndarray):
             raise NotModelled(f"{name}: its input {input_name} is {type(x).__name__}; arrays are followed")
-    logical = tuple(_logical(pack, example, argument) for argument in example)
+    logical = tuple(_logical_input(pack, example, argument) for argument in example)
     counts = [a.count * a.bits for a in logical]
     numbers = np.split(np.arange(1, sum(counts) + 1), np.cumsum(counts)[:-1])
 
@@ -147,7 +147,7 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
     return Layout(logical, origin, base)
 
 
-def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
+def _logical_input(pack: Pack, example: Arrays, name: str) -> LogicalInput:
     """Return the logical input with the number of bits that `pack` takes of it."""
     array = example[name]
     dtype_range = (0, 0) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
@@ -158,7 +158,7 @@ def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
         except ArgumentError:
             continue
         bits = 8 * array.dtype.itemsize if (low, high) == dtype_range else (high - low).bit_length()
-        return Logical(name, array.shape, array.dtype, bits)
+        return LogicalInput(name, array.shape, array.dtype, bits)
     raise NotModelled(f"{name}: its values are neither those of its dtype nor four bits")
 
 

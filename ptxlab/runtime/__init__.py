@@ -14,7 +14,14 @@ from ptxlab.emulator import EmulatorOptions, OptionKeywords
 from ptxlab.errors import ArgumentError, UnavailableError, UnnamedKernel
 from ptxlab.io.dynamo import break_graph
 from ptxlab.runtime import arguments, signature
-from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
+from ptxlab.runtime.arguments import (
+    accept,
+    accept_for_parameter,
+    check_variant,
+    is_on_device,
+    positions,
+    variant_constants,
+)
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.signature import Parameter
 from ptxlab.sources import Source, cuda_entries, split_target
@@ -119,17 +126,17 @@ class Kernel:
     def signature(self) -> tuple[Parameter, ...]:
         """Type of each parameter as the source declares it; where the source does not, as its PTX does."""
         if any(parameter.is_pointer is None for parameter in self._declared_parameters):
-            return signature.with_sizes(self._declared_parameters, self.module.entries[self.entry])
+            return signature.add_struct_sizes(self._declared_parameters, self.module.entries[self.entry])
         return self._declared_parameters
 
     @cached_property
     def _declared_parameters(self) -> tuple[Parameter, ...]:
         if self.source.language == "ptx":
-            return signature.of_ptx(self.module.entries[self.entry])
+            return signature.ptx_parameters(self.module.entries[self.entry])
         if mangled.parameters_of(self.entry) is not None:
             declared = declared_kernels(self.source, self.compiled_arch, self.defines)
-            return signature.of_mangled(self.entry, declared)
-        return signature.of_cuda(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
+            return signature.mangled_parameters(self.entry, declared)
+        return signature.cuda_parameters(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
 
     def _names_of_extern_c(self) -> tuple[str, ...]:
         written = cuda_entries(self.source.text)
@@ -155,7 +162,9 @@ class Kernel:
         names = self.parameters
         if len(args) != len(names):
             raise ArgumentError(f"{self.name}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
-        return [accept_for(f"{self.name}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
+        return [
+            accept_for_parameter(f"{self.name}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)
+        ]
 
     @break_graph
     def launch(
@@ -240,7 +249,7 @@ class Kernel:
         waits = positions(f"{self.name}: after_wait", after_wait, names)
         unset = positions(f"{self.name}: uninitialised", uninitialised, names)
         geometry = arguments.geometry(grid, block, shared_bytes, cluster)
-        any_on_device = any(map(on_device, launch_arguments))
+        any_on_device = any(map(is_on_device, launch_arguments))
         backend = choose_backend(backend, self, geometry, on_device=any_on_device, checks=options.checks)
         emulation = self.launch(
             launch_arguments, geometry, backend=backend, after_wait=waits, uninitialised=unset, options=options
@@ -370,7 +379,7 @@ class SpecLaunch:
         """Choose the backend, allocate the outputs that were left out, and launch (`run_spec`)."""
         spec, kernel, arrays = self.spec, self.kernel, dict(self.arrays)
         options = EmulatorOptions.combine(options, {})
-        any_on_device = any(map(on_device, arrays.values()))
+        any_on_device = any(map(is_on_device, arrays.values()))
         backend = choose_backend(backend, kernel, self.geometry, on_device=any_on_device, checks=options.checks)
         for arg in spec.args:
             if arg.role in ("out", "scratch") and arg.name not in arrays:
@@ -422,9 +431,9 @@ def solve_launch(
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in callers.items()}
     all_sizes = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
-    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
+    if not unchecked and not any(is_on_device(arrays[n]) for n in inputs):
         spec.check_values({n: arrays[n] for n in inputs}, all_sizes)
-    kernel = Kernel.of(spec, source, config or variant(spec, all_sizes, arrays, overrides or {}))
+    kernel = Kernel.of(spec, source, config or variant_constants(spec, all_sizes, arrays, overrides or {}))
     check_variant(spec, kernel.defines, arrays)
     geometry = spec.launch({**all_sizes, **kernel.defines})
     return SpecLaunch(spec, kernel, geometry, all_sizes, inputs, out, arrays)

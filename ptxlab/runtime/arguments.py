@@ -34,7 +34,9 @@ def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
     return array
 
 
-def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], overrides: Mapping[str, int]) -> dict[str, int]:
+def variant_constants(
+    spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], overrides: Mapping[str, int]
+) -> dict[str, int]:
     """Return the constants of the variant to run.
 
     The spec chooses them by the sizes. Those of `overrides` replace them. Constants of dtypes and of arrays left
@@ -100,7 +102,7 @@ def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *
     return array
 
 
-def accept_for(name: str, parameter: Parameter, arg: Any) -> Any:
+def accept_for_parameter(name: str, parameter: Parameter, arg: Any) -> Any:
     """Convert an argument of a kernel without a spec to what its parameter takes.
 
     Arrays are converted as in `accept`, also in a tensor map; numbers become scalars.
@@ -141,7 +143,7 @@ def order_arguments(name: str, signature: Sequence[Parameter], arrays: Mapping[s
     They go by name, or `arr_0`, `arr_1` ... in order.
     """
     parameters = [parameter.name for parameter in signature]
-    arrays = place_in_order(parameters, arrays)
+    arrays = name_in_order(parameters, arrays)
     for parameter in parameters:
         if parameter not in arrays:
             raise ArgumentError(f"{name}: {parameter}", "must be given", ", ".join(arrays) or "no arguments")
@@ -151,15 +153,15 @@ def order_arguments(name: str, signature: Sequence[Parameter], arrays: Mapping[s
     return [arrays[parameter] for parameter in parameters]
 
 
-def place_in_order(parameters: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+def name_in_order(parameters: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     """Name a file's arrays by parameter.
 
     Arrays without a name, which `np.savez` calls `arr_0`, `arr_1` ..., take the parameters in order.
     """
     if set(arrays) & set(parameters) or not all(re.fullmatch(r"arr_\d+", key) for key in arrays):
         return arrays
-    in_place = {f"arr_{i}": name for i, name in enumerate(parameters)}
-    return {in_place.get(key, key): array for key, array in arrays.items()}
+    name_by_number = {f"arr_{i}": name for i, name in enumerate(parameters)}
+    return {name_by_number.get(key, key): array for key, array in arrays.items()}
 
 
 def source_of(source: str | Path | Source) -> Source:
@@ -213,7 +215,7 @@ def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> 
     return Launch(grid, block, int(shared_bytes), emulator.size_of("cluster", cluster))
 
 
-def on_device(arg: Any) -> bool:
+def is_on_device(arg: Any) -> bool:
     """Check whether an argument is an array in GPU memory, or a tensor map over one."""
     return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptxlab import gpu, toolchain
-from ptxlab.sources import Source, of_kernel
+from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 
 Call = Callable[[], None]
@@ -64,7 +64,7 @@ def prepare_launches(
     `programmatic`: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
     """
     sizes_and_constants = {**sizes, **constants}
-    kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=constants)
+    kernel = gpu.load(sources_of_kernel(spec.name)[0], spec.name, defines=constants)
     geometry = replace(spec.launch(sizes_and_constants), programmatic=programmatic and bool(spec.after_wait))
     return kernel, [
         gpu.prepare(kernel, spec.arguments(launch_arrays, sizes_and_constants), geometry) for launch_arrays in arrays

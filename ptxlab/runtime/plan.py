@@ -13,7 +13,7 @@ from typing import Any
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.spec import Arg, KernelSpec
 
 _MAX_MAPS = 256  # tensor maps that a plan remembers
@@ -49,7 +49,7 @@ class Plan:
         self, config: Mapping[str, int], sizes: Mapping[str, int], programmatic: bool, named: Mapping[str, str]
     ) -> None:
         spec = self.spec
-        kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
+        kernel = gpu.load(sources_of_kernel(spec.name)[0], spec.name, defines=config)
         scalars = {arg.name: spec.scalar(arg, sizes).tobytes() for arg in spec.args if not arg.shape}
         pointer_bytes = {arg.name: TENSOR_MAP_BYTES if arg.role == "tma" else 8 for arg in spec.args}
         parameter_bytes = tuple({**pointer_bytes, **{name: len(scalar) for name, scalar in scalars.items()}}.values())

@@ -31,7 +31,7 @@ class Schedule:
 
 
 CHECK = "schedules"  # the check's name on a command line; `all` includes it
-CHECKED = Schedule(), Schedule("late", 0), Schedule("late", 1), Schedule("late", 2)
+CHECKED_SCHEDULES = Schedule(), Schedule("late", 0), Schedule("late", 1), Schedule("late", 2)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class Parameter:
         return True
 
 
-def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
+def ptx_parameters(entry: Entry) -> tuple[Parameter, ...]:
     """Return the parameters of a kernel of PTX; `_Z3addPf_param_0` of a C++ kernel is `param_0`."""
     accesses = accesses_of(entry)
     parameters = [_parameter_of_variable(variable, accesses.get(variable.name)) for variable in entry.params]
@@ -239,7 +239,7 @@ def origin_of(ptx: str) -> str:
     return match[1] if match and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
 
 
-def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
+def cuda_parameters(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
     """Return the parameters of an `extern "C"` kernel by its signature; `macros` are names that `-D` defines."""
     text = _COMMENT.sub(" ", text)
     parameter_lists = {tuple(split_list(list_)) for list_ in _parameter_lists(text, entry)}
@@ -247,22 +247,23 @@ def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[st
         return tuple(map(Parameter, names))
     (declarations,) = parameter_lists
     return tuple(
-        of_declaration(text, name, declaration, macros) for name, declaration in zip(names, declarations, strict=True)
+        parse_declaration(text, name, declaration, macros)
+        for name, declaration in zip(names, declarations, strict=True)
     )
 
 
-def of_mangled(symbol: str, declared: Sequence[KernelDeclaration]) -> tuple[Parameter, ...]:
+def mangled_parameters(symbol: str, declared: Sequence[KernelDeclaration]) -> tuple[Parameter, ...]:
     """Return the parameters of a C++ kernel: types come from its symbol, names from the declarations `declared`."""
     types = parameters_of(symbol) or ()
     names = _parameter_names(symbol, types, declared)
-    return tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
+    return tuple(parse_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
 
 
-def with_sizes(parameters: Sequence[Parameter], entry: Entry) -> tuple[Parameter, ...]:
+def add_struct_sizes(parameters: Sequence[Parameter], entry: Entry) -> tuple[Parameter, ...]:
     """Return the parameters with the bytes of structs as PTX declares them."""
     if len(parameters) != len(entry.params):
         return tuple(parameters)
-    return tuple(map(_with_size, parameters, entry.params))
+    return tuple(map(_as_struct, parameters, entry.params))
 
 
 def _parameter_names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:
@@ -277,12 +278,12 @@ def _parameter_names(symbol: str, types: Sequence[str], declared: Sequence[Kerne
         return tuple(f"arg{position}" for position in range(len(types)))
 
     def likeness(kernel: KernelDeclaration) -> int:
-        return sum(_bare(a) == _bare(b) for a, b in zip(kernel.types, types, strict=True))
+        return sum(_normalise_type(a) == _normalise_type(b) for a, b in zip(kernel.types, types, strict=True))
 
     return max(candidates, key=likeness).parameter_names
 
 
-def _bare(type_: str) -> str:
+def _normalise_type(type_: str) -> str:
     """Normalise a type: without qualifiers and namespaces, its words in order.
 
     `const float *` and `float const*` become one.
@@ -290,7 +291,7 @@ def _bare(type_: str) -> str:
     return "".join(sorted(re.findall(r"\w+|\*", re.sub(r"\w+\s*::", "", _QUALIFIER.sub(" ", type_)))))
 
 
-def _with_size(parameter: Parameter, variable: Variable) -> Parameter:
+def _as_struct(parameter: Parameter, variable: Variable) -> Parameter:
     """Return a parameter of an unknown type as a struct, where PTX has its bytes."""
     if parameter.is_pointer is None and variable.type == "b8":
         return replace(parameter, is_pointer=False, struct_bytes=variable.size)
@@ -311,7 +312,7 @@ def _parameter_lists(text: str, entry: str) -> list[str]:
     return lists
 
 
-def of_declaration(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
+def parse_declaration(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
     """Parse a declaration without its attributes, such as `const float* x`.
 
     `text` may give its words other meanings.

@@ -15,7 +15,7 @@ from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.dtypes import convert_to_dtype, dtype_in, numbers, storage
-from ptxlab.spec.tolerance import Allowed, misses, within
+from ptxlab.spec.tolerance import Allowed, describe_mismatch, misses
 from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
@@ -278,7 +278,7 @@ def compare(
     if spec.bound is not None:
         constants = {**dict.fromkeys(spec.by_variant, 0), **(config or {})}
         got = {name: numbers(outputs[name], dtype_in(spec.arg(name).dtype, constants)) for name in expected}
-        if problem := within(got, expected, spec.allowed(logical, config)):
+        if problem := describe_mismatch(got, expected, spec.allowed(logical, config)):
             raise VerificationError(problem)
     else:
         for name, exact in expected.items():

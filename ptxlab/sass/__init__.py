@@ -210,7 +210,7 @@ def report(
     image, entry = _build_entry(source, arch, entry, defines)
     instructions = parse(toolchain.disassemble(image))[entry]
     resources = image.resources[entry]
-    word = per_8(source, arch)
+    word = count_per_8_weights(source, arch)
     return Report(
         name=source.label,
         entry=entry,
@@ -254,7 +254,7 @@ def _build_entry(
     return image, entry
 
 
-def per_8(source: Source, arch: str) -> dict[str, float] | None:
+def count_per_8_weights(source: Source, arch: str) -> dict[str, float] | None:
     """Count the arithmetic instructions that one word (8 weights) costs, by opcode.
 
     The count is the difference between treating 16 and 8 words, divided by 8: constants, addresses and the entry's

@@ -35,7 +35,7 @@ def fragment_cost(instructions: Sequence[SassInstruction]) -> FragmentCost:
         address |= _backward_slice(instructions[:n], set(_registers(instructions[n].operands[-1:])))
     for n in stores:
         unpack |= _backward_slice(
-            instructions[:n], set(_register_range(instructions[n].operands[-1], _words(instructions[n])))
+            instructions[:n], set(_register_range(instructions[n].operands[-1], _register_count(instructions[n])))
         )
     return FragmentCost(len(loads), len(address), len(unpack))
 
@@ -57,10 +57,10 @@ def written_registers(instruction: SassInstruction) -> set[str]:
     """Return the registers that an instruction writes: its first operand, as wide as its modifiers say."""
     if instruction.section in ("store", "control"):
         return set()
-    return set(_register_range(instruction.operands[0], _words(instruction)))
+    return set(_register_range(instruction.operands[0], _register_count(instruction)))
 
 
-def _words(instruction: SassInstruction) -> int:
+def _register_count(instruction: SassInstruction) -> int:
     """Count the 32-bit registers of the value that an instruction moves or makes."""
     modifiers = instruction.modifiers
     if "128" in modifiers or (instruction.opcode == "LDSM" and "4" in modifiers):

@@ -95,20 +95,20 @@ def _instructions(blocks: Blocks, chosen: frozenset[int]) -> list[SassInstructio
 
 def basic_blocks(instructions: Sequence[SassInstruction]) -> Blocks:
     """Cut where branches go and after every instruction that may not fall through."""
-    starts = {target for i in instructions if (target := _target(i)) is not None}
+    starts = {target for i in instructions if (target := _branch_target(i)) is not None}
     blocks: Blocks = [[]]
     for instruction in instructions:
-        if blocks[-1] and (instruction.address in starts or _ends(blocks[-1][-1])):
+        if blocks[-1] and (instruction.address in starts or _ends_block(blocks[-1][-1])):
             blocks.append([])
         blocks[-1].append(instruction)
     return blocks
 
 
-def _ends(instruction: SassInstruction) -> bool:
+def _ends_block(instruction: SassInstruction) -> bool:
     return instruction.opcode in ("BRA", "EXIT", "RET")
 
 
-def _target(instruction: SassInstruction) -> int | None:
+def _branch_target(instruction: SassInstruction) -> int | None:
     return int(instruction.operands[-1], 16) if instruction.opcode == "BRA" else None
 
 
@@ -117,9 +117,9 @@ def _successors(blocks: Blocks) -> list[list[int]]:
     successors = []
     for index, block in enumerate(blocks):
         last = block[-1]
-        target = _target(last)
+        target = _branch_target(last)
         # BRA.DIV and its like branch on a condition that is no guard.
-        always_leaves = _ends(last) and not last.guard and len(last.operands) < 2 and not last.modifiers
+        always_leaves = _ends_block(last) and not last.guard and len(last.operands) < 2 and not last.modifiers
         next_blocks = [] if always_leaves or index + 1 == len(blocks) else [index + 1]
         successors.append(next_blocks + ([index_by_address[target]] if target in index_by_address else []))
     return successors
@@ -142,7 +142,7 @@ def natural_loops(blocks: Blocks) -> list[Loop]:
         for header in next_blocks:
             if header in dominators[index]:
                 latches.setdefault(header, []).append(index)
-    bodies = {header: _body(header, ends, successors) for header, ends in latches.items()}
+    bodies = {header: _loop_body(header, ends, successors) for header, ends in latches.items()}
     loops = []
     for header, body in bodies.items():
         inner_blocks = frozenset().union(*(b for h, b in bodies.items() if h != header and h in body and b < body))
@@ -173,7 +173,7 @@ def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
     return dominators
 
 
-def _body(header: int, latches: list[int], successors: list[list[int]]) -> frozenset[int]:
+def _loop_body(header: int, latches: list[int], successors: list[list[int]]) -> frozenset[int]:
     body, pending = {header}, list(latches)
     while pending:
         index = pending.pop()

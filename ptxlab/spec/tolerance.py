@@ -1,4 +1,4 @@
-"""How far floating results may be from the right ones, and the one place where they are judged by it."""
+"""Error that floating results may have, and the comparison that judges them by it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Allowed:
     rms: Any = None
 
 
-def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> str | None:
+def describe_mismatch(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> str | None:
     """Describe what is wrong with results, in one line; None if all are as near as they have to be.
 
     Of an infinity only itself is near, and nothing of a NaN.
@@ -62,5 +62,5 @@ def misses(got: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
 
 
 def _first(wrong: Any) -> tuple[int, ...]:
-    """Return the place of the first that is true."""
+    """Return the index of the first true element."""
     return tuple(int(axis[0]) for axis in wrong.nonzero())

@@ -120,7 +120,7 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
 
 
 def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
-    """Digest of what the compiler reads of a source; one that does not tell gives a new one each time."""
+    """Digest what the compiler reads of a source; each time anew where the compiler does not tell what it reads."""
     if source.build.compiler == "nvcc":
         return cache.key_of(nvcc.preprocess(find("nvcc"), source, _cuda_options(source, arch, output, defines)))
     return includes.digest(source, _cuda_options(source, arch, output, defines)) or secrets.token_hex()
@@ -154,7 +154,7 @@ def front_end_text(source: Source, arch: str, defines: Defines = NO_DEFINES) -> 
     options = _cuda_options(source, arch, "ptx", defines)
     if source.build.compiler == "nvcc":
         return nvcc.preprocess(find("nvcc"), source, options)
-    return nvrtc.front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
+    return nvrtc.run_front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
 
 
 def assemble(source: Source, arch: str) -> Image:
@@ -259,7 +259,7 @@ def check_arch(arch: str) -> str:
 
 @functools.cache
 def cuda_headers() -> list[str]:
-    """Include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
+    """List the include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
     folders: list[str] = []
     try:
         from cuda.pathfinder import find_nvidia_header_directory

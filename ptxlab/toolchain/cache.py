@@ -24,7 +24,7 @@ _LOCK_SECONDS = 300.0
 
 
 def key_of(*parts: object) -> str:
-    """Digest of everything that an entry depends on, in order."""
+    """Digest everything that an entry depends on, in order."""
     sha = hashlib.sha256()
     for part in parts:
         text = str(part).encode()

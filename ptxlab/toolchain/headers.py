@@ -61,12 +61,12 @@ _STANDARD = {"std", "FLT_MAX", "FLT_MIN", "INT_MAX", "UINT_MAX", "INT_MIN"} | {
 }
 
 
-def lacks(log: str) -> bool:
+def lacks_standard_header(log: str) -> bool:
     """Check whether a compilation failed because a standard header was missing."""
     return any(name in BY_NAME for name in _MISSING.findall(log))
 
 
-def lacks_beforehand(log: str) -> set[str]:
+def missing_beforehand(log: str) -> set[str]:
     """Return the headers of `BEFOREHAND` whose lack made a compilation fail."""
     standard, whole_cub, *_ = BEFOREHAND
     matches = _UNDEFINED.findall(log)

@@ -24,28 +24,28 @@ class _Inputs:
     headers: dict[str, bytes]
     absent: frozenset[str]
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Check whether every input is as it was."""
         same = all(_content_digest(path) == digest for path, digest in self.headers.items())
         return same and not any(map(os.path.exists, self.absent))
 
 
 def digest(source: Source, options: Sequence[str]) -> str | None:
-    """Digest of the preprocessed source, by these options of NVRTC; None where NVRTC cannot preprocess alone.
+    """Digest the preprocessed source, by these options of NVRTC; None where NVRTC cannot preprocess alone.
 
     Raises:
         UnavailableError: NVRTC is not installed.
     """
     from_outside = [os.environ.get(f"NVRTC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]
     key = (source.text, source.path, os.getcwd(), *from_outside, *options)
-    if (cached := _digests.get(key)) and cached[1].hold():
+    if (cached := _digests.get(key)) and cached[1].are_unchanged():
         return cached[0]
     inputs = _inputs(source, options)
-    text = nvrtc.front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
+    text = nvrtc.run_front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
     if not text:
         return None
     text_digest = cache.key_of(text, *from_outside)
-    if inputs is not None and inputs.hold():  # else something changed meanwhile
+    if inputs is not None and inputs.are_unchanged():  # else something changed meanwhile
         _digests[key] = text_digest, inputs
     return text_digest
 
@@ -55,7 +55,7 @@ def _inputs(source: Source, options: Sequence[str]) -> _Inputs | None:
 
     Return None if they cannot be listed: nobody says what `__has_include` looked for.
     """
-    rules = nvrtc.front_end(source, "--dependencies", options).decode(errors="surrogateescape").splitlines()
+    rules = nvrtc.run_front_end(source, "--dependencies", options).decode(errors="surrogateescape").splitlines()
     source_paths = {source.path, os.path.abspath(source.path)}
     read = [path for rule in rules if (path := rule.partition(": ")[2]) not in source_paths and os.path.isfile(path)]
     texts = [source.text.encode(), *(_content(path) for path in read), " ".join(options).encode()]

@@ -73,18 +73,18 @@ def preprocess(nvcc: str | None, source: Source, options: Sequence[str]) -> str:
     """
     global _preprocessed
     key = (nvcc, source, os.getcwd(), *options)
-    if _preprocessed and _preprocessed[0] == key and _stamps(_preprocessed[1]) == _preprocessed[2]:
+    if _preprocessed and _preprocessed[0] == key and _file_stamps(_preprocessed[1]) == _preprocessed[2]:
         return _preprocessed[1]
     started = time.time_ns()
     text = run(nvcc, source, "text", options)[0].decode("latin-1")
-    stamps = _stamps(text)
+    stamps = _file_stamps(text)
     if all(stamp and stamp[0] < started for stamp in stamps.values()):  # else one may have changed meanwhile
         _preprocessed = key, text, stamps
     return text
 
 
-def _stamps(preprocessed: str) -> dict[str, tuple[int, int] | None]:
-    """Time of change and size of each file that a preprocessed text names; None for one that is not there."""
+def _file_stamps(preprocessed: str) -> dict[str, tuple[int, int] | None]:
+    """Return time of change and size of each file that a preprocessed text names; None for one that is not there."""
     stamps: dict[str, tuple[int, int] | None] = {}
     for path in dict.fromkeys(marker[1] for marker in LINE_MARKER.finditer(preprocessed)):
         if path.startswith("<"):  # <built-in>, or the label of a text without a file

@@ -75,7 +75,7 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
 
 
-def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
+def run_front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     """Run only the front end on a source; return its text (`--preprocess`), or what it read (`--dependencies`).
 
     NVRTC reports a failure even where there is none, since no code comes out: a source that is wrong is for `run` to
@@ -119,12 +119,14 @@ def _compilation(
             (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             tried = added
-            if not added.standard and headers.lacks(log):
+            if not added.standard and headers.lacks_standard_header(log):
                 added = replace(added, standard=True)
             elif int(status) and is_whole:
-                needed = headers.lacks_beforehand(log).union(added.beforehand)
+                needed = headers.missing_beforehand(log).union(added.beforehand)
                 beforehand = tuple(header for header in headers.BEFOREHAND if header in needed)
-                added = _Additions(_for_device(source, added.text, log), added.standard or bool(needed), beforehand)
+                added = _Additions(
+                    _without_host_code(source, added.text, log), added.standard or bool(needed), beforehand
+                )
             if added == tried:
                 yield program, status, log
                 return
@@ -135,8 +137,7 @@ def _compilation(
 
 @dataclass(frozen=True)
 class _Additions:
-    """Additions that a source is compiled with: its text without host functions, standard headers, what nvcc includes
-    beforehand."""
+    """Changes that a source is compiled with: text without host functions, standard headers, what nvcc includes first."""
 
     text: str
     standard: bool = False
@@ -146,7 +147,7 @@ class _Additions:
 _known_additions: dict[tuple[Any, ...], _Additions] = {}  # so that it is found out once in a process
 
 
-def _for_device(source: Source, text: str, log: str) -> str:
+def _without_host_code(source: Source, text: str, log: str) -> str:
     """Remove the host functions and variables that the log is about."""
     host: list[tuple[int, int]] = []
     wrong: list[tuple[int, int]] = []
@@ -200,7 +201,7 @@ def _library() -> Any:
 
 
 def _call(function: Callable[..., Any], *args: object) -> Any:
-    """Call NVRTC; for all but the compilation itself a failure means that the code here is wrong."""
+    """Call an NVRTC function; raise RuntimeError if it fails, which only a bug here can cause."""
     status, *values = function(*args)
     if int(status):
         raise RuntimeError(f"{function.__name__}: {status}")

@@ -17,7 +17,7 @@ CEILINGS = Ceilings(4.6, 4.2)
 
 @pytest.fixture
 def sums(tmp_path: Path) -> SpecWithSources:
-    texts = init.files("sums", "")
+    texts = init.project_files("sums", "")
     for name in ("sums.cu", "sums.py"):
         (tmp_path / name).write_text(texts[name])
     (found,) = specs_in(tmp_path / "sums.py")

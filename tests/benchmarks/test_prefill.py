@@ -36,7 +36,7 @@ def test_pairs_are_those_of_causal_attention() -> None:
 
 
 def test_parts_are_those_of_the_words() -> None:
-    assert part([]) == chunks.WantedChunks(GRID, peers=True)
+    assert part([]) == chunks.ChunkSelection(GRID, peers=True)
     assert {chunk.heads for chunk in part(["64/8", "32/32"]).chunks} == {(64, 8), (32, 32)}
     assert {(chunk.queries, chunk.D) for chunk in part(["T=512", "D=64"]).chunks} == {(512, 64)}
     short = part(["short", "alone"])
@@ -51,17 +51,17 @@ def test_words_that_name_no_chunk(words: list[str]) -> None:
 
 @pytest.mark.full
 def test_results_are_held_against_float64(problem: prefill.ChunkProblem) -> None:
-    ready = prefill.our_launches(problem)
-    for call in ready.calls:
+    ours = prefill.our_launches(problem)
+    for call in ours.calls:
         call()
     samples = prefill.sampled_queries(problem)
-    assert "within the spec's bound" in prefill.check_ours(ready, samples, SMALL)
-    ready.outputs[0, 0, 0, 0] += np.float16(0.5)
+    assert "within the spec's bound" in prefill.check_ours(ours, samples, SMALL)
+    ours.outputs[0, 0, 0, 0] += np.float16(0.5)
     with pytest.raises(BenchmarkError, match="differ"):
-        prefill.check_ours(ready, samples, SMALL)
-    ready.outputs[1] = ready.outputs[0]
+        prefill.check_ours(ours, samples, SMALL)
+    ours.outputs[1] = ours.outputs[0]
     with pytest.raises(BenchmarkError, match="wrong results for query 0"):
-        prefill.check_ours(ready, samples, SMALL)
+        prefill.check_ours(ours, samples, SMALL)
 
 
 def test_tokens_are_found_in_their_pages() -> None:
@@ -86,9 +86,9 @@ def test_a_peer_that_is_missing_is_named(problem: prefill.ChunkProblem, monkeypa
 def test_bytes_are_split_by_side() -> None:
     metrics = dict.fromkeys(prefill_bytes.METRICS, 3.0)
     ours, theirs = [("attention_kv4_prefill_sm90", metrics)], [("prepare", metrics), ("device_kernel", metrics)]
-    sides = prefill_bytes.by_side((ours + theirs) * len(prefill_bytes.CHUNKS))
+    sides = prefill_bytes.split_by_side((ours + theirs) * len(prefill_bytes.CHUNKS))
     assert [(len(a), len(b)) for a, b in sides] == [(1, 2)] * len(prefill_bytes.CHUNKS)
     row = prefill_bytes._row(prefill_bytes.CHUNKS[0], *sides[0], SimpleNamespace(read_tbps=4.0))  # type: ignore[arg-type]
     assert row.more["over_fa3"] == 6 / 12
     with pytest.raises(UnavailableError, match="attention_kv4_prefill_sm90"):
-        prefill_bytes.by_side(ours)
+        prefill_bytes.split_by_side(ours)

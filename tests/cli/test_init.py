@@ -19,7 +19,7 @@ REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write the files of `ptxlab init sums`, and make their folder the current one."""
-    for path, text in init.files("sums", REQUIREMENT).items():
+    for path, text in init.project_files("sums", REQUIREMENT).items():
         (tmp_path / "sums" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sums" / path).write_text(text)
     monkeypatch.chdir(tmp_path / "sums")
@@ -31,7 +31,7 @@ def test_what_its_workflow_runs_passes(cli: Any, pytester: pytest.Pytester, monk
     code, out, _ = cli("init", "sums", "--requirement", REQUIREMENT)
     assert code == 0 and "Next: cd sums && " in out
     monkeypatch.chdir(project := pytester.path / "sums")
-    assert {str(path.relative_to(project)) for path in project.rglob("*.*")} >= {*init.files("sums", "")}
+    assert {str(path.relative_to(project)) for path in project.rglob("*.*")} >= {*init.project_files("sums", "")}
     assert (project / "requirements.txt").read_text() == f"{REQUIREMENT}\npytest>=8\n"
     commands = re.findall(r"- run: (.*)", (project / ".github/workflows/kernels.yml").read_text())
     assert commands == ["python -m pip install -r requirements.txt", "ptxlab verify sums.py", "python -m pytest"]
@@ -104,7 +104,11 @@ def test_a_wheel_is_named_by_its_whole_path(cli: Any, tmp_path: Path, monkeypatc
     Path("ptxlab-1.whl").touch()
     code, out, _ = cli("init", "sums", "--requirement", "ptxlab-1.whl", "--json")
     line = f"ptxlab[asm] @ {tmp_path.as_uri()}/ptxlab-1.whl"
-    assert code == 0 and json.loads(out) == {"folder": "sums", "files": [*init.files("sums", "")], "requirement": line}
+    assert code == 0 and json.loads(out) == {
+        "folder": "sums",
+        "files": [*init.project_files("sums", "")],
+        "requirement": line,
+    }
     assert Path("sums/requirements.txt").read_text().startswith(f"{line}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ptxlab-1.whl", "sums"]
 

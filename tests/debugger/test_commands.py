@@ -15,8 +15,8 @@ from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
 from ptxlab.hardware import fragments
 from ptxlab.hardware.descriptors import swizzle
-from tests.support.debugged import COUNT, SCALE, scaled, session
-from tests.support.emulated import HEADER, line_of
+from tests.support.debug_sessions import COUNT, SCALE, start_scale_session, start_session
+from tests.support.small_kernels import HEADER, line_of
 
 Run = Callable[[str], str]
 FENCES = Path(__file__).parents[1] / "outside" / "fences"
@@ -25,7 +25,7 @@ FENCES = Path(__file__).parents[1] / "outside" / "fences"
 @pytest.fixture
 def run() -> Iterator[Run]:
     """Stop `scale` at the load behind its barrier."""
-    with scaled() as made:
+    with start_scale_session() as made:
         commands = Commands(made)
         commands.run("break ld.shared")
         commands.run("continue")
@@ -101,7 +101,7 @@ def test_a_swizzled_tile(span: int) -> None:
     text = SCALE.replace("row[128]", "row[512]").replace("[%at], %v", "[%turned], %v")
     where = swizzle(1024 + 4 * np.arange(len(x)), span)
     text = text.replace("bar.sync 0;", "").replace("mad.lo.u32 %at, %t, 4, %at;", "ld.global.b32 %turned, [%y];")
-    with session(text, x, where.astype(np.uint32), np.float32(0), block=len(x), checks="") as made:
+    with start_session(text, x, where.astype(np.uint32), np.float32(0), block=len(x), checks="") as made:
         run = Commands(made).run
         run("break xor"), run("continue")
         tile = State(made).find("row").tile(16, span // 4, span)
@@ -116,7 +116,7 @@ def test_registers_of_the_thread_that_is_looked_at(run: Run) -> None:
 
 
 def test_steps_and_their_repetition(run: Run) -> None:
-    with scaled() as made:
+    with start_scale_session() as made:
         commands = Commands(made)
         assert "mov.u32 %t" in commands.run("step 3")
         assert "add.u64 %y" in commands.run("")
@@ -143,7 +143,9 @@ def test_help_names_every_command(run: Run) -> None:
 
 def test_a_name_of_cpp_says_that_debug_information_is_not_read() -> None:
     """`nvcc -G` names locals in a section of the PTX."""
-    with session(f"{SCALE}\n.section .debug_info\n{{\n.b8 0\n}}\n", *[np.zeros(128, np.float32)] * 2, 1.0) as stopped:
+    with start_session(
+        f"{SCALE}\n.section .debug_info\n{{\n.b8 0\n}}\n", *[np.zeros(128, np.float32)] * 2, 1.0
+    ) as stopped:
         hint = r"\(debug information of `nvcc -G` is not read\), which `line` shows by source line"
         for command in ("print i", "break 8 if i == 2"):
             with pytest.raises(DebuggerError, match=f"'i'; C\\+\\+ locals are in registers {hint}$"):
@@ -232,7 +234,7 @@ def test_fragments_of_mma(form: str) -> None:
     {loads}
     mma.sync.aligned.{form} {{{names[2]}}}, {{{names[0]}}}, {{{names[1]}}}, {{{names[2]}}};
     ret;"""
-    with session(f"{HEADER}.visible .entry k(.param .u64 in) {{\n{body}\n}}", dealt, checks="") as made:
+    with start_session(f"{HEADER}.visible .entry k(.param .u64 in) {{\n{body}\n}}", dealt, checks="") as made:
         commands = Commands(made)
         commands.run("break mma")
         commands.run("continue")
@@ -326,7 +328,7 @@ WAIT:
 
 
 def test_copies_mbarriers_and_barriers() -> None:
-    with session(COPY, np.arange(16, dtype=np.uint32), block=1, mode="late") as made:
+    with start_session(COPY, np.arange(16, dtype=np.uint32), block=1, mode="late") as made:
         run = Commands(made).run
         run("break mbarrier.try_wait"), run("continue")
         copy = f"bulk copy of 64 bytes, k.ptx:{line_of(COPY, 'cp.async.bulk')}, by block (0,0,0) thread (0,0,0)"
@@ -347,7 +349,7 @@ def test_copies_mbarriers_and_barriers() -> None:
 
 def test_phases_count_on() -> None:
     """A copy that is done early is shown as done; the end of the launch keeps its state."""
-    with session(COPY.replace("bar.sync 1, 64;", ""), np.arange(16, dtype=np.uint32), block=1) as made:
+    with start_session(COPY.replace("bar.sync 1, 64;", ""), np.arange(16, dtype=np.uint32), block=1) as made:
         run = Commands(made).run
         run("break mbarrier.try_wait"), run("continue")
         assert (
@@ -366,14 +368,14 @@ def test_phases_count_on() -> None:
 def test_what_is_found_at_the_very_end() -> None:
     """Bytes that never come are no instruction's finding: the end says it."""
     text = COPY.replace("64, [%bar];", "32, [%bar];").partition("WAIT")[0] + "    ret;\n}\n"
-    with session(text, np.arange(16, dtype=np.uint32), block=1) as made:
+    with start_session(text, np.arange(16, dtype=np.uint32), block=1) as made:
         said = Commands(made).run("continue").splitlines()
         assert said[0].startswith(f"async: k.ptx:{line_of(COPY, 'expect_tx')}: `mbarrier.arrive.expect_tx")
         assert said[1:] == ["the launch has ended after 8 dispatches, 1 finding"] and made.found
 
 
 def test_an_interrupted_run_stops_and_goes_on() -> None:
-    with session(COUNT, np.zeros(1, np.uint32), 100, checks="") as made:
+    with start_session(COUNT, np.zeros(1, np.uint32), 100, checks="") as made:
         made._run.interrupted = True  # as a KeyboardInterrupt leaves it
         assert made.go_on().reason == "interrupted" and made.now.moment.position == 1
         assert made.go_on().ended
@@ -407,7 +409,7 @@ LINES = st.one_of(
 @given(st.lists(LINES, max_size=25))
 @settings(max_examples=12)
 def test_any_line_is_carried_out_or_refused_in_one(typed: list[str]) -> None:
-    with scaled() as made:
+    with start_scale_session() as made:
         commands = Commands(made)
         commands.run("break ld.shared"), commands.run("continue")
         for line in typed:

@@ -78,7 +78,7 @@ def test_works_without_packages_of_the_gpu(program: str) -> None:
 def test_no_driver(machine) -> None:
     machine(None)
     assert gpu.why_not("sm_80") == "no NVIDIA driver found" and not gpu.available()
-    assert gpu.remedy() == "" and gpu.unused_gpu() is None
+    assert gpu.install_hint() == "" and gpu.unused_gpu_hint() is None
     with pytest.raises(UnavailableError, match=r"^no GPU backend here: no NVIDIA driver found$"):
         gpu.device_info()
 
@@ -87,8 +87,8 @@ def test_no_driver(machine) -> None:
 def test_gpu_without_cupy(machine, driver: int, extra: str) -> None:
     machine(driver, cupy=None)  # None in sys.modules: importing it fails as if it were not installed
     assert gpu.why_not(None) is not None and "CuPy" in gpu.why_not(None)
-    assert gpu.remedy() == f"python -m pip install 'ptxlab[{extra}]'"
-    assert gpu.unused_gpu() is not None and gpu.remedy() in gpu.unused_gpu()
+    assert gpu.install_hint() == f"python -m pip install 'ptxlab[{extra}]'"
+    assert gpu.unused_gpu_hint() is not None and gpu.install_hint() in gpu.unused_gpu_hint()
     with pytest.raises(UnavailableError, match=rf"CuPy.*ptxlab\[{extra}\]"):
         gpu.device_info()
 
@@ -96,7 +96,7 @@ def test_gpu_without_cupy(machine, driver: int, extra: str) -> None:
 def test_old_driver(machine) -> None:
     machine(11080)
     assert gpu.why_not(None) == "the driver supports CUDA 11.8, and 12.0 is needed"
-    assert gpu.remedy() == ""
+    assert gpu.install_hint() == ""
 
 
 def test_both_cupys(machine) -> None:

@@ -9,7 +9,7 @@ import pytest
 import ptxlab
 from ptxlab import registry, sources
 from ptxlab.errors import ArgumentError, MemoryFault
-from ptxlab.runtime.signature import Parameter, of_cuda
+from ptxlab.runtime.signature import Parameter, cuda_parameters
 from ptxlab.spec.dtypes import storage
 
 AXPY = """extern "C" __global__ void axpy(const float* __restrict__ x, float* y, float a, int n) {
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(32) k(%s) {}
     ],
 )  # fmt: skip
 def test_arrays_for_a_pointer_of_c(declaration: str, taken: str, refused: str) -> None:
-    (parameter,) = of_cuda(SIGNATURE % declaration, "k", ["x"], ["MACRO"])
+    (parameter,) = cuda_parameters(SIGNATURE % declaration, "k", ["x"], ["MACRO"])
 
     def refuses(dtype: str) -> bool:
         try:
@@ -170,19 +170,19 @@ def test_arrays_for_a_pointer_of_c(declaration: str, taken: str, refused: str) -
     ],
 )
 def test_numbers_for_a_parameter_of_c(declaration: str, number: Any, scalar: np.generic) -> None:
-    (parameter,) = of_cuda(SIGNATURE % declaration, "k", ["n"], [])
+    (parameter,) = cuda_parameters(SIGNATURE % declaration, "k", ["n"], [])
     assert parameter.accept("n", number, "").tobytes() == scalar.tobytes()
     assert parameter.accept("n", scalar, "") is scalar
 
 
 def test_a_number_for_what_is_not_known_needs_its_width() -> None:
     with pytest.raises(ArgumentError, match=r"^n: a NumPy scalar, whose dtype says how wide .* \(got 3\)$"):
-        of_cuda(SIGNATURE % "real n", "k", ["n"], [])[0].accept("n", 3, "")
+        cuda_parameters(SIGNATURE % "real n", "k", ["n"], [])[0].accept("n", 3, "")
 
 
 def test_signatures_that_the_preprocessor_chooses_are_not_compared() -> None:
     text = '#ifdef A\nextern "C" __global__ void k(float* x) {}\n#else\nextern "C" __global__ void k(int* x) {}\n#endif'
-    assert of_cuda(text, "k", ["x"], []) == (Parameter("x"),)
+    assert cuda_parameters(text, "k", ["x"], []) == (Parameter("x"),)
 
 
 def test_numbers_in_a_file_have_no_width_of_their_own(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_numbers_in_a_file_have_no_width_of_their_own(tmp_path: Path) -> None:
 )
 def test_names_of_other_libraries_that_a_source_declares_itself_are_not_compared(declared: str, name: str) -> None:
     text = f'{declared.format(name)} extern "C" __global__ void k({name}* x, {name} y, float* z) {{}}'
-    x, y, z = of_cuda(text, "k", ["x", "y", "z"], [])
+    x, y, z = cuda_parameters(text, "k", ["x", "y", "z"], [])
     assert (x.number, x.is_pointer, y.number, y.is_pointer) == (None, True, None, None)
     assert z.number is not None
 
@@ -224,7 +224,7 @@ def test_names_of_other_libraries_that_a_source_declares_itself_are_not_compared
 @pytest.mark.parametrize("type_", ["float2", "__half2", "nv_bfloat162", "cuComplex", "int4"])
 def test_a_number_for_a_vector_needs_its_width(type_: str) -> None:
     """A single number would be passed for several."""
-    (parameter,) = of_cuda(SIGNATURE % f"{type_} x", "k", ["x"], [])
+    (parameter,) = cuda_parameters(SIGNATURE % f"{type_} x", "k", ["x"], [])
     with pytest.raises(ArgumentError, match=r"^x: a NumPy scalar, whose dtype says how wide"):
         parameter.accept("x", 2, "")
     pair = np.zeros(1, [("x", "f4"), ("y", "f4")])[0]
@@ -235,8 +235,8 @@ def test_the_projects_kernels_take_by_signature_what_their_specs_say() -> None:
     compared, refused = 0, []
     for name, spec in registry.specs().items():
         names = [arg.name for arg in spec.args]
-        for source in (source for source in sources.of_kernel(name) if source.language == "cu"):
-            for arg, parameter in zip(spec.args, of_cuda(source.text, name, names, []), strict=True):
+        for source in (source for source in sources.sources_of_kernel(name) if source.language == "cu"):
+            for arg, parameter in zip(spec.args, cuda_parameters(source.text, name, names, []), strict=True):
                 for dtype in (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes:
                     array = np.zeros(1, storage(dtype))
                     try:

@@ -57,7 +57,7 @@ OPCODES = {
     "dequant_comet": {"LOP3.LUT": 2, "IMAD.SHL.U32": 1},
     "dequant_u4_f16_subnormal": {"LOP3.LUT": 4, "SHF.R.U32.HI": 3},
 }
-ALL = [source for name in sources.names() if name.startswith("dequant_") for source in sources.of_kernel(name)]
+ALL = [source for name in sources.names() if name.startswith("dequant_") for source in sources.sources_of_kernel(name)]
 
 
 def test_parse() -> None:
@@ -140,7 +140,7 @@ def test_instructions_per_8_weights(source: Source) -> None:
 
 
 def test_report_is_json_ready_and_complete() -> None:
-    report = sass.report(sources.of_kernel("dequant_lqq")[0], "sm_90a").to_json()
+    report = sass.report(sources.sources_of_kernel("dequant_lqq")[0], "sm_90a").to_json()
     assert report["name"] == "dequant_lqq.ptx" and report["entry"] == "dequant_lqq" and report["arch"] == "sm_90a"
     assert report["tools"] == (f"ptxas {toolchain.version('ptxas')}", f"nvdisasm {toolchain.version('nvdisasm')}")
     assert sum(report["opcodes"].values()) == sum(report["pipes"].values()) == sum(report["sections"].values())
@@ -151,9 +151,9 @@ def test_report_is_json_ready_and_complete() -> None:
 @pytest.mark.full
 def test_saturation_is_dearer_still() -> None:
     """`.sat` on top of the signed spelling: 8 conversions more, as `h200.md` counts them."""
-    (source,) = sources.of_kernel("dequant_qoq_vadd4_s32")
+    (source,) = sources.sources_of_kernel("dequant_qoq_vadd4_s32")
     saturating = Source.from_text(source.text.replace("vadd4.s32.s32.s32", "vadd4.s32.s32.s32.sat"), "<sat>")
-    per_8 = sass.per_8(saturating, "sm_90a")
+    per_8 = sass.count_per_8_weights(saturating, "sm_90a")
     assert per_8 is not None
     assert sum(per_8.values()) > 64 and sum(v for name, v in per_8.items() if name.startswith("I2I")) == 8
 
@@ -176,7 +176,7 @@ def test_file_without_a_marked_word() -> None:
     [("in:%q0", "in:%q0,%q1"), ("out:%d0,%d1", "out:"), ("in:%q0", "in:q0"), ("    // @end word\n", "")],
 )
 def test_marker_that_cannot_be_read(right: str, wrong: str) -> None:
-    source = sources.of_kernel("dequant_lqq")[0]
+    source = sources.sources_of_kernel("dequant_lqq")[0]
     text = source.text.replace(right, wrong)
     assert text != source.text
     line = text[: text.index("@begin")].count("\n") + 1
@@ -185,7 +185,7 @@ def test_marker_that_cannot_be_read(right: str, wrong: str) -> None:
 
 
 def test_word_is_what_the_kernel_runs() -> None:
-    word = harness.word_of(sources.of_kernel("dequant_lqq")[0])
+    word = harness.word_of(sources.sources_of_kernel("dequant_lqq")[0])
     assert word is not None
     assert (word.input_register, word.result_registers, word.shared) == ("%q0", ("%d0", "%d1"), ("%scale", "%offset"))
     assert len(word.body.splitlines()) == 7 and "mad.lo.u32" in word.body

@@ -192,6 +192,6 @@ def test_a_kernel_waits_for_the_one_before_it_if_its_spec_says_so(name: str) -> 
     """And the spec names inputs: another name would be looked for in vain."""
     spec = registry.specs()[name]
     assert set(spec.after_wait) <= {arg.name for arg in spec.inputs}
-    for source in sources.of_kernel(name):
+    for source in sources.sources_of_kernel(name):
         waits = "griddepcontrol.wait" in source.text or "wait_for_predecessors()" in source.text
         assert waits == bool(spec.after_wait)

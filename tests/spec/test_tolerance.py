@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ptxlab.spec.tolerance import Allowed, misses, within
+from ptxlab.spec.tolerance import Allowed, describe_mismatch, misses
 
 RIGHT = {"out": np.arange(12.0).reshape(3, 4), "lse": np.array([1.0, -np.inf, 3.0])}
 ALLOWED = {"out": Allowed(np.full((3, 4), 0.1), np.full(3, 0.05)), "lse": Allowed(np.full(3, 0.01))}
@@ -13,7 +13,7 @@ def judged(**changes: tuple[tuple[int, ...], float]) -> str | None:
     got = {name: array.copy() for name, array in RIGHT.items()}
     for name, (place, error) in changes.items():
         got[name][place] += error
-    return within(got, RIGHT, ALLOWED)
+    return describe_mismatch(got, RIGHT, ALLOWED)
 
 
 def test_what_is_near_passes() -> None:
@@ -28,9 +28,9 @@ def test_an_element_that_is_off_is_named(error: float) -> None:
 
 
 def test_of_an_infinity_only_itself_is_near() -> None:
-    assert within({"lse": np.array([1, np.inf, 3])}, RIGHT, ALLOWED) is not None
-    assert within({"lse": np.array([1, -1e38, 3])}, RIGHT, ALLOWED) is not None
-    found = within({"lse": np.array([-np.inf, -np.inf, 3])}, RIGHT, ALLOWED)
+    assert describe_mismatch({"lse": np.array([1, np.inf, 3])}, RIGHT, ALLOWED) is not None
+    assert describe_mismatch({"lse": np.array([1, -1e38, 3])}, RIGHT, ALLOWED) is not None
+    found = describe_mismatch({"lse": np.array([-np.inf, -np.inf, 3])}, RIGHT, ALLOWED)
     assert found == "1 of 3 elements differ from the reference, first at [0]: -inf instead of 1.0"
 
 
@@ -42,11 +42,11 @@ def test_a_little_off_in_all_of_a_row_is_too_much() -> None:
 
 def test_repeated_launches_are_each_held_against_the_same() -> None:
     launches = np.stack([RIGHT["out"]] * 5)
-    assert within({"out": launches}, RIGHT, ALLOWED) is None
-    assert "instead of 0.0" in str(within({"out": launches + 1}, {"out": RIGHT["out"][None]}, ALLOWED))
+    assert describe_mismatch({"out": launches}, RIGHT, ALLOWED) is None
+    assert "instead of 0.0" in str(describe_mismatch({"out": launches + 1}, {"out": RIGHT["out"][None]}, ALLOWED))
     launches[3, 1] -= 0.07
     launches[4, 0, 0] += 1
-    found = within({"out": launches}, RIGHT, ALLOWED)
+    found = describe_mismatch({"out": launches}, RIGHT, ALLOWED)
     assert found is not None and "1 of 60 elements" in found and "[4, 0, 0]: 1.0 instead of 0.0" in found
     elements, rows = misses(launches, RIGHT["out"], ALLOWED["out"])
     assert np.argwhere(rows).tolist() == [[3, 1], [4, 0]] and elements.sum() == 1

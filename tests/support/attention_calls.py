@@ -8,7 +8,7 @@ from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
 from ptxlab.lowbit.kernels.attention.sm80 import MMA
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.spec.dtypes import numbers
-from ptxlab.spec.tolerance import within
+from ptxlab.spec.tolerance import describe_mismatch
 from tests.support import attention_problems as problems
 from tests.support.fake_gpu import DeviceArray
 
@@ -19,34 +19,39 @@ Q, CACHE = problems.problem(0, LENGTHS, Hq=4, Hkv=2, scheme="kv4", page_size=32)
 Q = Q.astype(np.float16)
 
 
-def hold(q: np.ndarray, cache: KVCache, out: Any, lse: Any = None, *, window: int = 0, scale: float = 0.0) -> None:
+def assert_within_bound(
+    q: np.ndarray, cache: KVCache, out: Any, lse: Any = None, *, window: int = 0, scale: float = 0.0
+) -> None:
     """Assert that results of host queries [B, T, Hq, D] are within the spec's bound of the reference.
 
     Where the reference has zeros and -inf, the results do too.
     """
     BF16 = int(q.dtype == np.uint16)
     x, scale = numbers(q, sm80.DTYPES[BF16]).astype(np.float32), scale or cache.head_dim**-0.5
-    right = MMA.expected({"q": x, "cache": cache, "softmax_scale": scale, "window": window}, {"BF16": BF16})
+    expected = MMA.expected({"q": x, "cache": cache, "softmax_scale": scale, "window": window}, {"BF16": BF16})
     assert MMA.bound is not None
     got = {"out": numbers(out, sm80.DTYPES[BF16])} | ({} if lse is None else {"lse": lse})
-    assert all(got[name].shape == right[name].shape for name in got)
-    bounds = (MMA.bound(x, cache, scale, window, BF16, roundings=of) for of in (sm80.roundings_of, sm90.roundings_of))
-    found = [within(got, right, dict(zip(right, bound, strict=True))) for bound in bounds]
-    assert None in found, found  # whichever kernel was chosen
+    assert all(got[name].shape == expected[name].shape for name in got)
+    bounds = (
+        MMA.bound(x, cache, scale, window, BF16, roundings=roundings)
+        for roundings in (sm80.roundings_of, sm90.roundings_of)
+    )
+    failures = [describe_mismatch(got, expected, dict(zip(expected, bound, strict=True))) for bound in bounds]
+    assert None in failures, failures  # whichever kernel was chosen
 
 
-def sent(array: Any) -> Any:
+def to_device_array(array: Any) -> Any:
     return DeviceArray(array)
 
 
 def on_device(cache: KVCache) -> KVCache:
     """Copy a cache to the device, so that the original stays as it is."""
-    return problems.moved(cache, lambda array: sent(np.array(array)))
+    return problems.map_arrays(cache, lambda array: to_device_array(np.array(array)))
 
 
-def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:
+def copy_with(array: np.ndarray, index: Any, element: Any) -> np.ndarray:
     array = array.copy()
-    array[at] = value
+    array[index] = element
     return array
 
 

@@ -124,7 +124,7 @@ def _of_matrix(w: np.ndarray, kind: str, scheme: Quantization, rng: np.random.Ge
         group_of = rng.permutation(group_of)
     columns = np.argsort(group_of, kind="stable")  # group by group
     padded = np.pad(w[:, columns], ((0, 0), (0, groups * scheme.group - K)))
-    ordered, scale, zero = foreign_files.affine(padded, scheme.group, symmetric=scheme.symmetric)
+    ordered, scale, zero = foreign_files.quantize_affine(padded, scheme.group, symmetric=scheme.symmetric)
     q4 = np.empty(w.shape, np.uint8)
     q4[:, columns] = ordered[:, :K]
     mirrored = rng.random(scale.shape) < scheme.negative
@@ -144,7 +144,7 @@ def _parts(
     if kind == "compressed-tensors":
         if scheme.integers:
             return foreign_files.compressed_integers(q4, scale)
-        parts = foreign_files.compressed(q4, scale, None if scheme.symmetric else zero)
+        parts = foreign_files.compressed_tensors(q4, scale, None if scheme.symmetric else zero)
         return parts | ({"weight_g_idx": group_of} if scheme.act_order else {})
     parts = foreign_files.gptq(q4, scale, zero, group_of, 0 if scheme.second else -1)
     if kind == "auto-round":

@@ -16,7 +16,7 @@ OUTPUTS = [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int
 every_output = pytest.mark.parametrize(("variant", "dtype"), OUTPUTS)
 
 
-def output(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **options: Any) -> np.ndarray:
+def run_checked(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **options: Any) -> np.ndarray:
     """Run a GEMM under the emulator's checks, and return Y."""
     checks = ("race", "init", "async") if backend == "emulator" else ()
     source = registry.find(spec.name)[1][0]
@@ -26,7 +26,7 @@ def output(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **options:
     return y
 
 
-def exact_twice(run: Callable[[], np.ndarray], expected: np.ndarray) -> None:
+def assert_exact_twice(run: Callable[[], np.ndarray], expected: np.ndarray) -> None:
     first = run()
     assert np.array_equal(first, expected)
     assert np.array_equal(first, run()), "two runs, the same bits"
@@ -38,7 +38,7 @@ def with_zeros(logical: dict[str, Any], with_bias: bool) -> dict[str, Any]:
     Without a bias the kernel is given a null pointer.
     """
     logical["x"][3], logical["x_scale"][3] = 0, -1
-    return logical if with_bias else {name: value for name, value in logical.items() if name != "bias"}
+    return logical if with_bias else {name: operand for name, operand in logical.items() if name != "bias"}
 
 
 def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any, w_scale: Any, bias: Any) -> None:
@@ -52,7 +52,7 @@ def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any
     assert np.array_equal(y.view(bits), (exact if dtype is np.int32 else scaled.astype(dtype)).view(bits))
 
 
-def built_as_meant(spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> toolchain.Image:
+def compile_checked(spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> toolchain.Image:
     """Compile a kernel and assert that it is built as intended; return the image.
 
     It has no local memory, no more registers than there are, no wgmma whose operands change under it, and no notes. Of

@@ -17,14 +17,14 @@ from ptxlab.lowbit.bench.shapes import (
     UNTUNED_TOKENS,
     Layer,
 )
-from tests.support import ladder_record, made_up
+from tests.support import fake_rows, ladder_record
 
 SLOWDOWN = 1.125  # time over the floor, of all that is ours
 
 
 def row(measure: str, sizes: dict[str, int], nbytes: int, operations: int, slowdown: float, **fields: Any) -> Row:
     fields = {"kernel": "gemm_w4a8_sm90", "measure": measure, "sizes": sizes, **fields}
-    return made_up.gemm(nbytes, operations, slowdown, **fields)
+    return fake_rows.gemm(nbytes, operations, slowdown, **fields)
 
 
 def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **fields: Any) -> Row:
@@ -33,7 +33,7 @@ def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **f
     return row(measure, sizes, layer.N * layer.K * 33 // 64, 2 * M * layer.N * layer.K, slowdown, **fields)
 
 
-def point(layer: Layer, M: int) -> Iterator[Row]:
+def point_rows(layer: Layer, M: int) -> Iterator[Row]:
     """Make up a point's rows: row-major activations with sums from the quantiser, fragments, and no sums.
 
     Fragments are a little faster, no sums slower.
@@ -48,9 +48,9 @@ def point(layer: Layer, M: int) -> Iterator[Row]:
 def rows(with_grouped: bool = True) -> Iterator[Row]:
     for layer in LLAMA:
         for M in ALL_TOKENS:
-            yield from point(layer, M)
-            eight = of_layer("w8a8", layer, M, kernel="gemm_w8a8_sm90")
-            yield replace(eight, time_us=eight.time_us / 1.04)
+            yield from point_rows(layer, M)
+            w8a8 = of_layer("w8a8", layer, M, kernel="gemm_w8a8_sm90")
+            yield replace(w8a8, time_us=w8a8.time_us / 1.04)
     for layers in CHAINS:
         for M in FEW_TOKENS:
             weights = sum(layer.N * layer.K for layer in layers)
@@ -60,17 +60,17 @@ def rows(with_grouped: bool = True) -> Iterator[Row]:
             yield from (link, replace(link, sizes={"hidden": layers[0].K, "M": M}))  # in groups and per channel
     for layer in MIXTRAL:
         for tokens in ROUTED_TOKENS:
-            yield from routed(layer, tokens, with_grouped)
+            yield from routed_rows(layer, tokens, with_grouped)
     for layer in UNTUNED:
         for M in UNTUNED_TOKENS:
-            beside = {"peers": {"cublas_fp8": 10_000.0}, "face": "gemm_w4a8"}
-            yield of_layer("untuned", layer, M, SLOWDOWN * 1.1, **beside)
+            fields = {"peers": {"cublas_fp8": 10_000.0}, "face": "gemm_w4a8"}
+            yield of_layer("untuned", layer, M, SLOWDOWN * 1.1, **fields)
     for order, factor in (("row_major", 1.0), ("fragment", 1.02), ("tiles", 1.04)):
         for M in ALL_TOKENS:
             yield row("quantise", {"M": M, "K": 4096}, 3 * M * 4096, 1, 2 * factor, activations=order, peers={})
 
 
-def routed(layer: Layer, tokens: int, with_grouped: bool) -> Iterator[Row]:
+def routed_rows(layer: Layer, tokens: int, with_grouped: bool) -> Iterator[Row]:
     offsets = grouped.routed(tokens)
     active = int((offsets[1:] > offsets[:-1]).sum())
     sizes = {"tokens": tokens, "N": layer.N, "K": layer.K, "g": 128}

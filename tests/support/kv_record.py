@@ -10,7 +10,7 @@ from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention.problem import scheme_of
 from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, evened, ragged
 from ptxlab.lowbit.kernels.attention.steps import STEPS
-from tests.support import made_up
+from tests.support import fake_rows
 
 SLOWDOWN = 1.04  # time over the floor, of all that is ours
 EARLY = 1.02  # the same, launched before the launch before has ended
@@ -19,36 +19,38 @@ READ, COPY = 4.6, 4.2  # TB/s
 
 def row(measure: str, sizes: dict[str, int], nbytes: int, slowdown: float, tbps: float = READ, **fields: Any) -> Row:
     fields = {"kernel": "attention_kv4_sm90", "limit": "read", **fields}
-    return made_up.row(nbytes / tbps / 1e6, slowdown, nbytes, measure=measure, sizes=sizes, **fields)
+    return fake_rows.row(nbytes / tbps / 1e6, slowdown, nbytes, measure=measure, sizes=sizes, **fields)
 
 
-def of(measure: str, batch: Batch, slowdown: float = SLOWDOWN, scheme: str = "kv4", **fields: Any) -> Row:
+def batch_row(measure: str, batch: Batch, slowdown: float = SLOWDOWN, scheme: str = "kv4", **fields: Any) -> Row:
     return row(measure, batch.sizes, batch.kv_bytes(scheme), slowdown, **fields)
 
 
-def point(batch: Batch) -> Iterator[Row]:
+def batch_rows(batch: Batch) -> Iterator[Row]:
     """Make up a batch's rows.
 
     PyTorch took 2% longer than when the other peers were stored, and 10% longer at 128 sequences.
     """
     slower = 1.1 if len(batch.lengths) == 128 else 1.02
-    here = {"sdpa_flash_f16": slower * stored_attention().get(batch.place, {}).get("sdpa_flash_f16", 1e4)}
-    early = {attention.PROGRAMMATIC: of("", batch).floor_us * EARLY}
-    yield of("attention", batch, peers=here, more=early, face="attention_kv4")
-    yield of(attention.WITH_APPEND, batch, 1.1, more={"plain_us": 1.0}, face="attention_kv4")
+    peers = {"sdpa_flash_f16": slower * stored_attention().get(batch.place, {}).get("sdpa_flash_f16", 1e4)}
+    early = {attention.PROGRAMMATIC: batch_row("", batch).floor_us * EARLY}
+    yield batch_row("attention", batch, peers=peers, more=early, face="attention_kv4")
+    yield batch_row(attention.WITH_APPEND, batch, 1.1, more={"plain_us": 1.0}, face="attention_kv4")
 
 
 def rows() -> Iterator[Row]:
     for pair in HEADS:
         for batch in batches(pair):
-            yield from point(batch)
+            yield from batch_rows(batch)
         uneven = ragged(pair)
-        yield of(attention.RAGGED, uneven, 1.2, face="attention_kv4")
-        yield of(attention.EVEN, evened(uneven), 1.1, face="attention_kv4")
+        yield batch_row(attention.RAGGED, uneven, 1.2, face="attention_kv4")
+        yield batch_row(attention.EVEN, evened(uneven), 1.1, face="attention_kv4")
     for place, step in enumerate(STEPS):
-        yield of(attention.LADDER, attention.ABLATION, 8 - place, scheme_of(step), kernel=step.spec.name)
+        yield batch_row(attention.LADDER, attention.ABLATION, 8 - place, scheme_of(step), kernel=step.spec.name)
     for batch in merge.BATCHES:
-        yield of(merge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0})
+        yield batch_row(
+            merge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0}
+        )
     for heads in append.HEADS:
         for tokens, _ in append.POINTS:
             for rotated in (True, False):

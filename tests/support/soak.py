@@ -17,7 +17,7 @@ from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.runtime import Kernel, verify
 from ptxlab.runtime.launching import allocate_poisoned
-from ptxlab.sources import Source, of_kernel
+from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec import KernelSpec, Launch
 from ptxlab.spec.dtypes import convert_to_dtype, dtype_in, storage
 
@@ -71,7 +71,7 @@ class SpecLaunch:
         The bits of a first call, which are verified, are the expected result.
         """
         config, logical = spec.config_for(sizes), spec.example(rng, **sizes)
-        kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
+        kernel = gpu.load(sources_of_kernel(spec.name)[0], spec.name, defines=config)
         dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
         read = [arg.name for arg in spec.inputs if arg.role != "inout"]
         inputs = {n: gpu.to_device(convert_to_dtype(x, dtypes[n])) for n, x in spec.pack(logical).items() if n in read}

@@ -87,7 +87,7 @@ def test_code_is_what_reaches_the_compiler(text: str, code: str) -> None:
 
 def test_every_source_of_the_project_has_a_digest() -> None:
     found = gpu_tests.digests()
-    files = [source.path for name in sources.names() for source in sources.of_kernel(name)]
+    files = [source.path for name in sources.names() for source in sources.sources_of_kernel(name)]
     headers = [str(path) for path in sources.include_dir().glob("*.cuh")]
     root = sources.ptx_dir().parent
     assert set(found) == {Path(path).relative_to(root).as_posix() for path in files + headers}

@@ -152,7 +152,7 @@ def test_without_a_front_end_nothing_is_taken_from_the_cache(
     tmp_path: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The options that ask it are not documented; an NVRTC without them compiles every time, and is right."""
-    monkeypatch.setattr(nvrtc, "front_end", lambda *_: b"")
+    monkeypatch.setattr(nvrtc, "run_front_end", lambda *_: b"")
     source = written(tmp_path / "k.cu", '#include "h.h"' + BODY)
     for number in (1, 2):
         (tmp_path / "h.h").write_text(f"#define VALUE {number}\n")

@@ -126,7 +126,7 @@ class WgmmaProducts(Effect):
 
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, of_b: bool) -> Array:
         """Read a matrix in shared memory as numbers [rows, depth]."""
-        type_name, transposed = (self.decoded.a_type, self.decoded.b_type)[of_b], self.decoded.mn_major[of_b]
+        type_name, transposed = (self.decoded.a_type, self.decoded.b_type)[of_b], self.decoded.transposed[of_b]
         places = (pieces(descriptor, rows, transposed) + base) // _PIECE
         raw: Array = memory.arena.reshape(-1, _PIECE)[places].view(_TYPES[type_name])
         return numbers((raw.swapaxes(1, 2) if transposed else raw).reshape(rows, -1), type_name)
@@ -281,9 +281,9 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     d_registers = elements(d, n * bits_of(types[0]) // 64)
     a_registers = elements(a, 4) if isinstance(a, ir.Vector) else ()
     has_layouts = types[1] in ("f16", "bf16")
-    signs, mn_major = 1.0, (False, False)
+    signs, transposed = 1.0, (False, False)
     if is_float:
-        signs, mn_major = _signs_and_layouts(constants, bool(a_registers), has_layouts)
+        signs, transposed = _signs_and_layouts(constants, bool(a_registers), has_layouts)
     if constants and not is_float:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
     decoded = DecodedWgmma(
@@ -298,7 +298,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         a_registers=a_registers,
         d_registers=d_registers,
         signs=signs,
-        mn_major=mn_major,
+        transposed=transposed,
     )
     read_a = None if a_registers else machine.reader(a, "u64")
     read_b, read_scale = machine.reader(b, "u64"), machine.reader(scale, "pred")

@@ -8,7 +8,7 @@ import numpy as np
 from ptxlab.emulator.front.ir import Instruction, called_from
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.options import KINDS
-from ptxlab.mangled import readable
+from ptxlab.mangled import demangle_message
 
 _KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
 
@@ -65,17 +65,17 @@ class Finding:
     fault: LaneFault | None = field(default=None, repr=False)  # of packed lanes: registers and results in full
 
     def __str__(self) -> str:
-        more = f"; {self.count - 1} more" if self.count > 1 else ""
+        repeats = f"; {self.count - 1} more" if self.count > 1 else ""
         block, thread = ("({},{},{})".format(*index) for index in (self.block, self.thread))
-        where = f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
-        return f"{self.kind}: {where}: {self.message} in block {block} thread {thread}{more}"
+        place = f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
+        return f"{self.kind}: {place}: {self.message} in block {block} thread {thread}{repeats}"
 
 
 @dataclass
 class Findings:
     """Findings so far, one per kind, line and packed lane."""
 
-    found: dict[tuple[Any, ...], Finding] = field(default_factory=dict)
+    by_key: dict[tuple[Any, ...], Finding] = field(default_factory=dict)
 
     def add(
         self,
@@ -90,13 +90,13 @@ class Findings:
         if kind not in _KINDS:
             raise ValueError(f"{kind}: not among the kinds of findings (emulator/options.py)")
         packed, operands = (fault.lane, fault.operands) if fault else (None, {})
-        code = instruction.path, instruction.line, readable(instruction.text)
-        message = readable(message)
+        code = instruction.path, instruction.line, demangle_message(instruction.text)
+        message = demangle_message(message)
         key = (kind, *code[:2], instruction.callers, packed)
-        if known := self.found.get(key):
-            self.found[key] = replace(known, count=known.count + count)
+        if earlier := self.by_key.get(key):
+            self.by_key[key] = replace(earlier, count=earlier.count + count)
             return
-        self.found[key] = Finding(kind, *code, *place, packed, operands, message, count, instruction.callers, fault)
+        self.by_key[key] = Finding(kind, *code, *place, packed, operands, message, count, instruction.callers, fault)
 
 
 @dataclass(frozen=True)

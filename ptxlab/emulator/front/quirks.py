@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ptxlab.emulator.front.ir import Entry, Immediate, Instruction, Register, called_from, labels, registers, remembered
 from ptxlab.hardware import quirks
-from ptxlab.mangled import readable
+from ptxlab.mangled import demangle_message
 
 Makers = Mapping[tuple[int, int], Instruction]  # width and index of a register that one instruction alone writes
 _ENDS = ("wgmma.fence", "wgmma.wait_group")  # up to here ptxas takes one wgmma for another
@@ -45,7 +45,7 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
         for quirk, form in by_opcode[instruction.opcode]:
             if _has(form, instruction, makers) and (not form.again or i in repetitions):
                 message = quirk.effect[0].lower() + quirk.effect[1:].rstrip(".")
-                text = readable(instruction.text)
+                text = demangle_message(instruction.text)
                 note = Note(quirk.name, instruction.path, instruction.line, text, message, instruction.callers)
                 notes.setdefault((note.quirk, note.path, note.line, note.callers), note)
     return tuple(notes.values())

@@ -17,9 +17,9 @@ from ptxlab.emulator.ops.rounding import (
     directed_sum,
     element,
     flush,
-    fused,
+    fused_multiply_add,
     pack,
-    rest_sign,
+    remainder_sign,
     round_and_flush,
     round_to,
     unpack,
@@ -46,11 +46,11 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
-def apply_bounds(result: Array, type_name: str, sat: bool, relu: bool) -> Array:
+def apply_bounds(raw: Array, type_name: str, sat: bool, relu: bool) -> Array:
     """Register values, bounded as .sat or .relu says."""
     if not (sat or relu):
-        return result
-    wide = widen(result, type_name)
+        return raw
+    wide = widen(raw, type_name)
     wide = saturate(wide) if sat else wide
     return round_to(np.where(wide <= 0, 0.0, wide) if relu else wide, 0.0, type_name)
 
@@ -64,10 +64,12 @@ def wide_operation(
         inputs = [widen(x, type_name) for x in raw]
         if ftz:
             inputs = [flush(x, type_name) for x in inputs]
-        found = exact(*inputs)
         finish = round_and_flush if ftz else round_to
-        result: Array = finish(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
-        return apply_bounds(result, type_name, sat, relu)
+        values = exact(*inputs)
+        if isinstance(values, tuple):
+            hi, lo = values
+            values = finish(hi, lo, type_name, mode)
+        return apply_bounds(values, type_name, sat, relu)
 
     return AluOperation((type_name,), (type_name,) * arity, compute)
 
@@ -96,14 +98,14 @@ def _arithmetic(op: Opcode) -> AluOperation:
             return flush(widened, t) if ftz else widened
 
         def compute(a: Array, b: Array) -> Array:
-            result = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
-            result = flush(result, t) if ftz else result
-            result = saturate(result) if sat else canonical(result, kind)
-            return pack(result, t) if t.endswith("x2") else result
+            rounded = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
+            rounded = flush(rounded, t) if ftz else rounded
+            rounded = saturate(rounded) if sat else canonical(rounded, kind)
+            return pack(rounded, t) if t.endswith("x2") else rounded
 
         return AluOperation((t,), (t, t), compute)
     if op.name == "mul":
-        return wide_operation(t, 2, lambda a, b: _fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
+        return wide_operation(t, 2, lambda a, b: _multiply_add(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
     return wide_operation(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
@@ -111,7 +113,7 @@ def _arithmetic(op: Opcode) -> AluOperation:
 def _fma(op: Opcode) -> AluOperation:
     outside = op.name == "fma" and op.flag("oob")
     t, mode, ftz, sat = modifiers(op, *FLOATS, *["f32x2"] * (op.name == "fma"))
-    fma = wide_operation(t, 3, lambda a, b, c: _fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+    fma = wide_operation(t, 3, lambda a, b, c: _multiply_add(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
     if not outside:
         return fma
     if element(t) not in ("f16", "bf16") or ftz:
@@ -119,17 +121,17 @@ def _fma(op: Opcode) -> AluOperation:
     return replace(fma, compute=lambda a, b, c: _clear_outside(fma.compute(a, b, c), a, b, t))
 
 
-def _clear_outside(result: Array, a: Array, b: Array, type_name: str) -> Array:
+def _clear_outside(raw: Array, a: Array, b: Array, type_name: str) -> Array:
     """Clear the result of fma.oob where a or b is the NaN, of either sign, that tensor copies fill in outside."""
-    halves, *factors = (np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1) for x in (result, a, b))
+    halves, *factors = (np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1) for x in (raw, a, b))
     is_outside = [x & np.uint16(0x7FFF) == OUTSIDE_NAN for x in factors]
     cleared = np.where(is_outside[0] | is_outside[1], np.uint16(0), halves)
     return np.ascontiguousarray(cleared).view(DTYPES[type_name])[:, 0]
 
 
-def _fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array | tuple[Array, Array]:
+def _multiply_add(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array | tuple[Array, Array]:
     """Compute a * b + c: of f64 rounded, of narrower types, whose products are exact, as hi + lo."""
-    return fused(a, b, c, mode) if type_name == "f64" else directed_sum(a * b, c, mode)
+    return fused_multiply_add(a, b, c, mode) if type_name == "f64" else directed_sum(a * b, c, mode)
 
 
 @operation("div", floating=True)
@@ -139,14 +141,14 @@ def _div(op: Opcode) -> AluOperation:
 
     def divide(a: Array, b: Array) -> tuple[Array, Array]:
         q = a / b
-        return q, rest_sign(a, q, b, t) * np.copysign(TINIEST, b)
+        return q, remainder_sign(a, q, b, t) * np.copysign(TINIEST, b)
 
     if mode == "rn":
 
         def direct(a: Array, b: Array) -> Array:
             a, b = (flush(a, t), flush(b, t)) if ftz else (a, b)
-            result = canonical(a / b, t)
-            return flush(result, t) if ftz else result
+            quotient = canonical(a / b, t)
+            return flush(quotient, t) if ftz else quotient
 
         return AluOperation((t,), (t, t), direct)
     return wide_operation(t, 2, divide, mode, ftz, sat)
@@ -172,8 +174,8 @@ def _function(op: Opcode) -> AluOperation:
         if mode == "rn" or approximate:
             return y, np.zeros_like(y)
         if op.name == "rcp":
-            return y, rest_sign(np.ones_like(x), y, x, t) * np.copysign(TINIEST, x)
-        return y, rest_sign(x, y, y, t) * TINIEST
+            return y, remainder_sign(np.ones_like(x), y, x, t) * np.copysign(TINIEST, x)
+        return y, remainder_sign(x, y, y, t) * TINIEST
 
     return wide_operation(t, 1, exact, mode, ftz, sat=False)
 
@@ -197,8 +199,8 @@ def _sign(op: Opcode) -> AluOperation:
 
     def change(x: Array) -> Array:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])
-        result: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
-        return result
+        changed: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
+        return changed
 
     return AluOperation((t,), (t,), change)
 
@@ -260,10 +262,10 @@ def _compare(op: Opcode) -> AluOperation:
         if name in ("num", "nan"):
             return unordered if name == "nan" else np.logical_not(unordered)
         if name in ordered:
-            found: Array = ordered[name](x, y) & ~unordered
+            holds: Array = ordered[name](x, y) & ~unordered
         else:
-            found = ordered[name[:-1]](x, y) | unordered
-        return found
+            holds = ordered[name[:-1]](x, y) | unordered
+        return holds
 
     return compare_operation(op, op.type(*set_results(t)) if op.name == "set" else "", t, compare)
 
@@ -275,10 +277,10 @@ def _test(op: Opcode) -> AluOperation:
 
     def test(x: Array) -> Array:
         small = (np.abs(x) < TINY[element(t)]) & (x != 0)
-        result: Array = {
+        is_of_kind: Array = {
             "finite": np.isfinite(x), "infinite": np.isinf(x), "number": ~np.isnan(x), "notanumber": np.isnan(x),
             "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
         }[kind]  # fmt: skip
-        return result
+        return is_of_kind
 
     return AluOperation(("pred",), (t,), test)

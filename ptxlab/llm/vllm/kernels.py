@@ -18,7 +18,7 @@ from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
 from ptxlab.lowbit.layout import PackedWeight, buffer_shapes
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
 from ptxlab.runtime.launching import compile_all
-from ptxlab.sources import Source, of_kernel
+from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec.dtypes import name_of
 
 _STEP = 64  # between numbers of tokens beyond the captured ones, which have few tiles to choose from
@@ -65,7 +65,7 @@ def product_variants(
         for M in counts:
             step = ladder.choose(weight, "row_major", M, GemmOptions())
             sizes = step.sizes(M, matrix.N, matrix.K, matrix.group)
-            yield of_kernel(step.spec.name)[0], step.config(sizes, out, True)
+            yield sources_of_kernel(step.spec.name)[0], step.config(sizes, out, True)
 
 
 def head_variants(
@@ -75,7 +75,7 @@ def head_variants(
     counts, out = tuple(tokens), {"OUT": DTYPES.index(dtype)}
     for N, K in heads:
         for M in counts:
-            yield of_kernel(W8A8.name)[0], {**W8A8.config_for({"M": M, "N": N, "K": K}), **out}
+            yield sources_of_kernel(W8A8.name)[0], {**W8A8.config_for({"M": M, "N": N, "K": K}), **out}
 
 
 class ProductKernels:

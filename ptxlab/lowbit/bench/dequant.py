@@ -14,7 +14,7 @@ from ptxlab.lowbit.kernels.dequant import SPECS
 from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sass import harness
-from ptxlab.sources import Source, of_kernel
+from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Launch, evaluate
 
 SIZES = {"R": 16384, "K": 16384, "g": 128}
@@ -40,7 +40,7 @@ def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], 
     rng = np.random.default_rng(0)
     sizes = {name: SIZES[name] for name in spec.example_sizes[0]}
     logical = spec.example(rng, **{**sizes, "R": _DISTINCT_ROWS})
-    for source in of_kernel(spec.name):
+    for source in sources_of_kernel(spec.name):
         progress(f"{source.label}: streaming")
         yield streaming(spec, source, sizes, logical, ceilings)
         if source.language == "ptx":
@@ -109,7 +109,7 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
     geometry = Launch((threads // _THREADS, 1, 1), (_THREADS, 1, 1))
     measured = measure([gpu.prepare(kernel, [*arrays, np.uint32(iterations)], geometry)])
     weights = 8 * words.size * iterations
-    counts = sass.per_8(source, info.arch) or {}
+    counts = sass.count_per_8_weights(source, info.arch) or {}
     return row_of(
         spec,
         "registers",

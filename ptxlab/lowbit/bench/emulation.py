@@ -22,7 +22,7 @@ from ptxlab.registry import specs
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.runtime.timing import Measured
 from ptxlab.runtime.verify import compare
-from ptxlab.sources import in_checkout, of_kernel, results_dir
+from ptxlab.sources import in_checkout, results_dir, sources_of_kernel
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import convert_to_dtype, dtype_in
 
@@ -89,7 +89,7 @@ def measure(spec: KernelSpec, lanes: int, checks: Checks) -> Row:
 
 def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: int) -> Row:
     """Measure any kernel at these sizes; compare every result with the reference."""
-    source, logical = of_kernel(spec.name)[0], spec.example(np.random.default_rng(0), **sizes)
+    source, logical = sources_of_kernel(spec.name)[0], spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     inputs = {
         name: convert_to_dtype(array, dtype_in(spec.arg(name).dtype, config))

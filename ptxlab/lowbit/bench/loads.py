@@ -22,7 +22,7 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.launching import allocate_poisoned
 from ptxlab.runtime.timing import Measured, copies_beyond_l2, measure
 from ptxlab.sass import dataflow, harness
-from ptxlab.sources import Source, of_kernel
+from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec import Arrays, KernelSpec
 
 TILES = 1 << 17  # 268 MB of u4, 537 MB of s8
@@ -62,7 +62,7 @@ def rows(
 
 def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Measure one kernel in its ring, or from device memory and from shared memory."""
-    source = of_kernel(spec.name)[0]
+    source = sources_of_kernel(spec.name)[0]
     progress(f"{spec.name}: streaming")
     if "B" in spec.example_sizes[0]:
         yield ring(spec, source, ceilings)

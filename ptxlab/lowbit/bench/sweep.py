@@ -11,7 +11,7 @@ from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
 from ptxlab.lowbit.kernels.gemm.ladder import step_of as gemm_step
 from ptxlab.runtime.problems import SizedProblem, problems_of
 from ptxlab.runtime.timing import Measured, measure
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.spec import KernelSpec
 
 _REPLAYS = 5
@@ -97,7 +97,7 @@ def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]
 
     Returns the compile error of each, or an empty text.
     """
-    arch, source = gpu.device_info().arch, of_kernel(spec.name)[0]
+    arch, source = gpu.device_info().arch, sources_of_kernel(spec.name)[0]
 
     def compiled(variant: dict[str, int]) -> str:
         try:

@@ -30,7 +30,7 @@ from ptxlab.prove.bitvectors import (
     split_fields,
 )
 from ptxlab.prove.execute import FALSE, TRUE
-from ptxlab.prove.loops import OneStep
+from ptxlab.prove.loops import LoopStepExecution
 from ptxlab.prove.semantics import computation
 from ptxlab.prove.solve import Query, contradict, symbols_of
 from ptxlab.spec import Arg, KernelSpec
@@ -54,7 +54,7 @@ class Access:
     bits: Bits
 
 
-class Thread(OneStep):
+class Thread(LoopStepExecution):
     """Symbolic run of one thread, of unknown number, from the kernel's first instruction to its last.
 
     `loads` and `stores` are in order. `maxima` is all that is known of what `redux.max` and `max.NaN` gave.
@@ -74,7 +74,7 @@ class Thread(OneStep):
         if (function := _UNINTERPRETED.get(instruction.opcode)) is not None:
             self.write(0, guard, operands[0], function(*(self.read(0, o, "f32") for o in operands[1:])))
         elif instruction.head == "st":
-            items = operands[1].items if isinstance(operands[1], ir.Vector) else operands[1:]
+            items = operands[1].elements if isinstance(operands[1], ir.Vector) else operands[1:]
             word = f"u{bits_of(instruction.opcode.split('.')[-1])}"
             self.stores.append(
                 self.access(instruction, guard, concatenate_fields([self.read(0, item, word) for item in items]))
@@ -91,9 +91,9 @@ class Thread(OneStep):
         else:
             super().perform(instruction, guards)
 
-    def load_anything(self, instruction: Instruction, guard: Any) -> None:
+    def load_unknown(self, instruction: Instruction, guard: Any) -> None:
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
-        items = target.items if isinstance(target, ir.Vector) else (target,)
+        items = target.elements if isinstance(target, ir.Vector) else (target,)
         whole = self.parameter(instruction) if ".param" in instruction.opcode else None
         if whole is None:
             whole = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(items)), "loaded")

@@ -77,5 +77,5 @@ def _what_next(picture: Path) -> None:
     console.print(
         f"Picture: {escape(str(picture))}\n\nNext:  " + "\n       ".join(lines), highlight=False, soft_wrap=True
     )
-    if hint := gpu.unused_gpu():
+    if hint := gpu.unused_gpu_hint():
         console.print(f"[yellow]{escape(hint)}[/]", soft_wrap=True)

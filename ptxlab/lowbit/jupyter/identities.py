@@ -12,7 +12,7 @@ from ptxlab.emulator import Finding, LaneType
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import as_words, replicate
 from ptxlab.jupyter.page import Html, chip, element, join, page
-from ptxlab.jupyter.registers import RegisterRow, section, words
+from ptxlab.jupyter.registers import RegisterRow, section_row, word_table
 from ptxlab.runtime import Kernel, load
 
 LANES = 4
@@ -125,7 +125,7 @@ class Identities:
             RegisterRow("a = 128 + min", UNSIGNED, (self.minimum + 128,) * LANES),
             RegisterRow("q4·s1 + min", SIGNED, self.exact, _outside(self.exact), "what it should be"),
         ]
-        return page(words([*given, *(row for trace in self.traces for row in self._section(trace))]))
+        return page(word_table([*given, *(row for trace in self.traces for row in self._section(trace))]))
 
     def _section(self, trace: Trace) -> list[RegisterRow | Html]:
         wrong = self.wrong(trace)
@@ -137,7 +137,7 @@ class Identities:
             for i, step in enumerate(trace.identity.steps)
         ]
         rows[-1] = replace(rows[-1], wrong=wrong)
-        return [section(trace.identity.name, " ", verdict), *rows]
+        return [section_row(trace.identity.name, " ", verdict), *rows]
 
 
 def identities(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int = -104) -> Identities:

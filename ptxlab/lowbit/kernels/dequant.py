@@ -55,7 +55,7 @@ def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
     for every group that the quantiser can leave at a protective range, and not at the next one.
     """
     predicate = "q4[i]*scale[i//g] + offset[i//g] <= 255"
-    found = [KernelClaim("by the rules", holds, _LQQ_RULES), KernelClaim("by the predicate", holds, (predicate,))]
+    claims = [KernelClaim("by the rules", holds, _LQQ_RULES), KernelClaim("by the predicate", holds, (predicate,))]
     cases: tuple[tuple[str, int, str, Literal["proved", "refuted"]], ...] = (
         ("nearest", 119, "", "proved"), ("nearest", 120, "", "proved"), ("nearest", 121, "", "refuted"),
         ("ceiling", 119, "", "proved"), ("ceiling", 120, "", "refuted"),
@@ -67,8 +67,8 @@ def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
         unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
         weights = [text.replace("rounds(", "rounds_even(" if ties else "rounds(") for text in _LQQ_WEIGHTS]
         name = f"quantised at {limit}, {rounding}{ties}"
-        found.append(KernelClaim(name, holds, (scale, *weights), unknowns, expect, alone=True))
-    return tuple(found)
+        claims.append(KernelClaim(name, holds, (scale, *weights), unknowns, expect, alone=True))
+    return tuple(claims)
 
 
 def _qoq_claims() -> tuple[KernelClaim, ...]:
@@ -76,15 +76,15 @@ def _qoq_claims() -> tuple[KernelClaim, ...]:
     wraps = "(out[i] - q4[i]*scale[i//g] - offset[i//g]) % 256 == 0"
     exact = "out[i] == (q4[i] - zero[i//g])*scale[i//g]"
 
-    def quantised(limit: int, expect: Literal["proved", "refuted"]) -> KernelClaim:
+    def claim_at_limit(limit: int, expect: Literal["proved", "refuted"]) -> KernelClaim:
         unknowns = {**dict.fromkeys(("low", "high", "q8", "step"), (-limit, limit)), "zero": (0, 15)}
         return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect, alone=True)
 
     return (
         KernelClaim("scale to 17", wraps, ("scale <= 17",)),
         KernelClaim("scale 18", wraps, ("scale <= 18",), expect="refuted"),
-        quantised(119, "proved"),
-        quantised(120, "refuted"),
+        claim_at_limit(119, "proved"),
+        claim_at_limit(120, "refuted"),
     )
 
 
@@ -148,7 +148,7 @@ def _pack_int4(logical: Arrays) -> Arrays:
     return {"qweight": pack_s4(logical["q4"]), "scale": logical["scale"]}
 
 
-def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> KernelSpec:
+def _grouped_spec(name: str, summary: str, out: str, second: str, **fields: Any) -> KernelSpec:
     """Build the spec of a kernel with a level-2 scale and a second constant per group; 16 weights per thread."""
     return KernelSpec(
         name=name,
@@ -169,7 +169,7 @@ def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> K
     )
 
 
-def _plain(name: str, summary: str, out: str, **fields: Any) -> KernelSpec:
+def _plain_spec(name: str, summary: str, out: str, **fields: Any) -> KernelSpec:
     """Build the spec of a kernel that takes only words: 16 weights per thread, 8 where the output is FP16."""
     per_thread = 8 if out == "float16" else 16
     return KernelSpec(
@@ -189,7 +189,7 @@ def _plain(name: str, summary: str, out: str, **fields: Any) -> KernelSpec:
 
 
 SPECS = (
-    _grouped(
+    _grouped_spec(
         "dequant_lqq",
         "LiquidQuant: unpack + IMAD + XOR (LiquidGEMM §4)",
         "int8",
@@ -199,7 +199,7 @@ SPECS = (
         value_rules=_LQQ_RULES,
         claims=_lqq_claims("out[i] == q4[i]*scale[i//g] + offset[i//g] - 128"),
     ),
-    _grouped(
+    _grouped_spec(
         "dequant_lqq_unsigned",
         "LiquidQuant without the XOR: weight + 128 as u8, cancelled by the token sum",
         "uint8",
@@ -212,7 +212,7 @@ SPECS = (
             KernelClaim("equals LQQ xor 0x80", "out[i] - 128 == other.out[i]", equals="dequant_lqq"),
         ),
     ),
-    _grouped(
+    _grouped_spec(
         "dequant_qoq_vadd4",
         "QoQ: subtraction after multiplication with vadd4.u32 (QServe §5.2.3)",
         "int8",
@@ -221,7 +221,7 @@ SPECS = (
         reference=reference.dequant_qoq_vadd4,
         claims=_qoq_claims(),
     ),
-    _grouped(
+    _grouped_spec(
         "dequant_qoq_vadd4_s32",
         "QoQ with vadd4.s32: the spelling to avoid (QServe §5.2.3)",
         "int8",
@@ -233,7 +233,7 @@ SPECS = (
             KernelClaim("equals vadd4.u32", "out == other.out", equals="dequant_qoq_vadd4"),
         ),
     ),
-    _grouped(
+    _grouped_spec(
         "dequant_qoq_saturating",
         "QoQ with a saturating subtraction: what the protective range avoids (QServe §4.1)",
         "int8",
@@ -246,7 +246,7 @@ SPECS = (
             KernelClaim("scale 18", _CLAMPED, ("scale <= 18", "zero <= 15"), expect="refuted"),
         ),
     ),
-    _grouped(
+    _grouped_spec(
         "dequant_qoq_presub",
         "QoQ with subtraction before multiplication: borrows spoil the neighbours (QServe §5.2.3)",
         "int8",
@@ -274,21 +274,21 @@ SPECS = (
             why="a byte whose q4 is below the zero point borrows from its upper neighbour",
         ),
     ),
-    _plain(
+    _plain_spec(
         "dequant_qoq_channel",
         "QoQ per channel: three logic instructions, zero point left to the epilogue (QServe §5.2.2)",
         "uint8",
         reference=reference.dequant_qoq_channel,
         claims=(KernelClaim("exact", "out[i] == q4[i]"),),
     ),
-    _plain(
+    _plain_spec(
         "dequant_int4_naive",
         "signed nibbles, shifted and sign-extended one by one (what COMET §4.3 counts against)",
         "int8",
         reference=reference.dequant_int4_naive,
         claims=(KernelClaim("exact", "out[i] == q4[i] - 16*(q4[i]//8)"),),
     ),
-    _plain(
+    _plain_spec(
         "dequant_comet",
         "location switch and zero extension: 16 times the signed nibble (COMET §4.3)",
         "int8",
@@ -297,7 +297,7 @@ SPECS = (
         pack=_pack_comet,
         claims=(KernelClaim("exact", "out[i] == 16*q4[i]"),),
     ),
-    _plain(
+    _plain_spec(
         "dequant_u4_f16",
         "FP16 through the magic number 0x6400, bias subtracted (QServe §5.3)",
         "float16",
@@ -305,7 +305,7 @@ SPECS = (
         tolerance_reason="every result is exactly representable, so FP16 too is compared for equality",
         claims=(KernelClaim("exact", "out[i] == f16(q4[i])"),),
     ),
-    _plain(
+    _plain_spec(
         "dequant_u4_f16_subnormal",
         "AND only: the nibble as an FP16 subnormal, v·2^-24",
         "float16",

@@ -66,9 +66,9 @@ def misses_u4(q4: np.ndarray) -> np.ndarray:
             step, a = divmod(register, 4)
             row, upper = 16 * warp + g + 8 * (a % 2), a // 2
             for byte in range(4):
-                got = q4[:, row, 32 * step + 8 * t + 4 * upper + byte]
+                arriving = q4[:, row, 32 * step + 8 * t + 4 * upper + byte]
                 needed = q4[:, row, 32 * step + 16 * upper + 4 * t + byte]
-                wrong[:, thread, 4 * register + byte] = got != needed
+                wrong[:, thread, 4 * register + byte] = arriving != needed
     return wrong
 
 
@@ -112,7 +112,7 @@ def _tile_kernel(name: str, summary: str, tiles: Arg, out: str, **fields: Any) -
     )
 
 
-def _packed(name: str) -> Callable[[Arrays], Arrays]:
+def _packer(name: str) -> Callable[[Arrays], Arrays]:
     """Return a function that packs the tiles, stacked to a matrix of 64 columns, as u32 [T, 128, 4].
 
     The packing keeps the tiles apart.
@@ -195,7 +195,7 @@ SPECS = (
         _THREAD_ORDER,
         "uint8",
         example=_nibbles,
-        pack=_packed("qserve"),
+        pack=_packer("qserve"),
         reference=lambda q4: operand_a_qserve(q4),
     ),
     _tile_kernel(
@@ -204,7 +204,7 @@ SPECS = (
         _THREAD_ORDER,
         "uint8",
         example=_nibbles,
-        pack=_packed("dual_mma"),
+        pack=_packer("dual_mma"),
         reference=lambda q4: operand_a(q4),
     ),
     _tile_kernel(
@@ -213,7 +213,7 @@ SPECS = (
         _THREAD_ORDER,
         "int8",
         example=_signed_nibbles,
-        pack=_packed("comet"),
+        pack=_packer("comet"),
         reference=lambda q4: operand_a(q4 << np.int8(4)),
     ),
     _ring_kernel("load_cp_async", "a ring of four stages fed by cp.async", arch="sm_80"),

@@ -348,10 +348,10 @@ class Operation(Generic[C]):
         memory = self._provide_memory(ready, device_and_stream, workspace, views) if ready.memory else None
         if call.options.check and self.check_values:
             self.check_values(call, prepared, memory)
-        results = _launch(ready, stream, views, memory, example)
+        arrays = _launch(ready, stream, views, memory, example)
         if key is not None and not call.options.check:  # with `check` every call has its numbers checked
             remember(_ready, key, ready)
-        return results
+        return arrays
 
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
         """Raise if something must be waited for, allocated or loaded in a CUDA graph capture; say what to do before."""

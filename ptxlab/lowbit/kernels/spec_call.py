@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.options import Options
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import storage
 
@@ -31,15 +31,15 @@ def choose_spec(specs: Sequence[KernelSpec], sizes: Mapping[str, Any], backend: 
 
     Where none does, the first that takes the sizes, or of all, whose own refusal says why.
     """
-    taking = [spec for spec in specs if _takes(spec, sizes)] or specs[:1]
-    on_gpu = [spec for spec in taking if backend != "emulator" and why_not(spec, "gpu") is None]
-    emulated = [spec for spec in taking if backend != "gpu" and why_not(spec, "emulator") is None]
+    accepting = [spec for spec in specs if _accepts_sizes(spec, sizes)] or specs[:1]
+    on_gpu = [spec for spec in accepting if backend != "emulator" and why_not(spec, "gpu") is None]
+    emulated = [spec for spec in accepting if backend != "gpu" and why_not(spec, "emulator") is None]
     if not on_gpu and backend != "emulator" and gpu.why_not(None) is None:
-        return taking[-1]  # an older GPU is told the least that it would have to be
-    return (on_gpu or emulated or taking)[0]
+        return accepting[-1]  # an older GPU is told the least that it would have to be
+    return (on_gpu or emulated or accepting)[0]
 
 
-def _takes(spec: KernelSpec, sizes: Mapping[str, Any]) -> bool:
+def _accepts_sizes(spec: KernelSpec, sizes: Mapping[str, Any]) -> bool:
     try:
         spec.check_sizes(sizes)
     except ArgumentError:
@@ -58,9 +58,9 @@ class SpecCall:
         sizes: the sizes of all specs.
         dtype: dtype of the floats, selected by the specs' constants (IN, OUT).
         options: the caller's; a `programmatic` launch of a kernel that does not wait follows the one before it.
-        look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
+        check_values: raises ArgumentError for values of host arrays (by name, NumPy) that the call must not be given.
         memory: what the kernels need on a GPU besides operands and results.
-        kept: names of that which every call finds and leaves at 0.
+        zero_buffers: names of the buffers that every call finds and leaves at 0.
         workspace_rules: for errors; None where the kernels need no memory.
 
     Raises ArgumentError for sizes that a spec does not take.
@@ -72,9 +72,9 @@ class SpecCall:
     sizes: dict[str, Any]
     dtype: str
     options: Options
-    look: Callable[[dict[str, np.ndarray]], None] | None = None
+    check_values: Callable[[dict[str, np.ndarray]], None] | None = None
     memory: tuple[Scratch, ...] = ()
-    kept: tuple[str, ...] = ()
+    zero_buffers: tuple[str, ...] = ()
     workspace_rules: WorkspaceRules | None = None
 
     def __post_init__(self) -> None:
@@ -83,9 +83,9 @@ class SpecCall:
                 spec.check_sizes(self.sizes)
             except ArgumentError as error:
                 raise ArgumentError(self.name, error.rule, error.value) from None
-        for each in self.operands:
-            if each.array is None and each.name not in self.written:
-                raise ArgumentError(each.label, f"an array {list(each.shape)} of {each.dtype}", "NoneType")
+        for operand in self.operands:
+            if operand.array is None and operand.name not in self.written:
+                raise ArgumentError(operand.label, f"an array {list(operand.shape)} of {operand.dtype}", "NoneType")
 
     @cached_property
     def written(self) -> set[str]:
@@ -104,7 +104,7 @@ class SpecCall:
 
     def config(self, spec: KernelSpec) -> dict[str, int]:
         """Return the constants of the variant of a spec."""
-        floats = {name: of.index(self.dtype) for name, of in spec.by_variant.items() if self.dtype in of}
+        floats = {name: dtypes.index(self.dtype) for name, dtypes in spec.by_variant.items() if self.dtype in dtypes}
         return {**spec.config_for(self.sizes), **floats}
 
     def prepare(self) -> Prepared:
@@ -123,21 +123,29 @@ class SpecCall:
             )
 
         return Prepared(
-            self.specs[-1].name, plans, memory=self.memory, kept=self.kept, workspace_rules=self.workspace_rules
+            self.specs[-1].name,
+            plans,
+            memory=self.memory,
+            zero_buffers=self.zero_buffers,
+            workspace_rules=self.workspace_rules,
         )
 
     def on_host(self) -> Results:
         """Run on host arrays (NumPy, or PyTorch on the CPU): in the emulator, or copied to the GPU and back."""
-        arrays, numbers = {}, {}
-        for each in self.operands:
-            if each.array is not None:
-                numbers[each.name] = self._host_array(each)
-                arrays[each.name] = numbers[each.name] if each.name in self.written else each.array
-        if self.look and not self.is_empty:
-            self.look(numbers)
+        arrays, host_arrays = {}, {}
+        for operand in self.operands:
+            if operand.array is not None:
+                host_arrays[operand.name] = self._host_array(operand)
+                arrays[operand.name] = host_arrays[operand.name] if operand.name in self.written else operand.array
+        if self.check_values and not self.is_empty:
+            self.check_values(host_arrays)
         for spec in self.specs:
             arrays |= self._run(spec, arrays)
-        return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
+        return {
+            operand.name: arrays[operand.name].reshape(operand.shape)
+            for operand in self.operands
+            if operand.array is None
+        }
 
     def _host_array(self, operand: CallArray) -> Any:
         """Return the operand's array; raise ArgumentError unless it is on the host with its dtype and shape."""
@@ -154,13 +162,13 @@ class SpecCall:
             shape = arg.resolve(self.sizes)
             if arg.name in arrays:
                 out[arg.name] = arrays[arg.name].reshape(shape)  # contiguous, so the same memory
-            elif arg.name in self.kept:
+            elif arg.name in self.zero_buffers:
                 out[arg.name] = np.zeros(shape, storage(str(arg.dtype)))
             elif arg.role == "inout":  # an inout array that is left out has no rows
                 out[arg.name] = np.empty(shape, storage(self.dtype))
         return run_spec(
             spec,
-            of_kernel(spec.name)[0],
+            sources_of_kernel(spec.name)[0],
             {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in arrays},
             sizes={name: size for name, size in self.sizes.items() if name in spec.symbols},
             out=out,

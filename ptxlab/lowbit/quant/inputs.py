@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
-from ptxlab.io.dlpack import on_host, plain
+from ptxlab.io.dlpack import to_numpy, without_subclass
 from ptxlab.lowbit import reference
 from ptxlab.validate import is_one_of
 
@@ -42,9 +42,9 @@ def as_floats(argument: str, x: Any) -> npt.NDArray[Any]:
     if is_foreign:
         if x.__dlpack_device__()[0] != _HOST:
             raise ArgumentError(argument, "must be on the host (.cpu()), or a CuPy array (cupy.from_dlpack)", "a GPU's")
-        shared = on_host(argument, x)
+        shared = to_numpy(argument, x)
         return reference.from_bfloat16_bits(shared) if name == "bfloat16" else shared
-    floats: npt.NDArray[Any] = plain(argument, x) if isinstance(x, np.ndarray) else x
+    floats: npt.NDArray[Any] = without_subclass(argument, x) if isinstance(x, np.ndarray) else x
     return floats
 
 

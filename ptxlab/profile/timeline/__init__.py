@@ -73,8 +73,8 @@ class Track:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The phases, one after another."""
-        following = zip(self.stamps, self.stamps[1:], strict=False)
-        return tuple(Span(PHASES[phase], begin, end) for (begin, phase, _), (end, _, _) in following if end > begin)
+        stamp_pairs = zip(self.stamps, self.stamps[1:], strict=False)
+        return tuple(Span(PHASES[phase], begin, end) for (begin, phase, _), (end, _, _) in stamp_pairs if end > begin)
 
     @property
     def complete(self) -> bool:

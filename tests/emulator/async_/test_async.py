@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
 from tests.support.axes import both_modes
-from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
+from tests.support.small_kernels import COPY_PROLOGUE, STORE, kernel_text, line_of, run_text
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 
 
 def module(body: str) -> str:
-    return kernel(COPY_PROLOGUE + body + STORE, TWO, SHARED)
+    return kernel_text(COPY_PROLOGUE + body + STORE, TWO, SHARED)
 
 
 def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str = "late", **more):
     """Run a body; return what each thread has in %s, and the findings, as (kind, line in the body)."""
     out, a = np.zeros(threads, np.uint32), np.arange(1, 1025, dtype=np.uint32) if a is None else a
     text = module(body)
-    result = run(text, out, a, threads=threads, mode=mode, checks=emulator.CHECKS, **more)
+    result = run_text(text, out, a, threads=threads, mode=mode, checks=emulator.CHECKS, **more)
     first = line_of(text, "ld.param.u64 %x3, [a];")
     return out, sorted({(f.kind, f.line - first) for f in result.findings})
 
@@ -219,7 +219,7 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
     for wait in ("try_wait", "test_wait"):
         text = module(body.replace("WAIT", wait))
         with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as caught:
-            run(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
+            run_text(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
         assert f"k.ptx:{line_of(text, 'W: ')}: " in str(caught.value) and "and 1 more" in str(caught.value)
 
 
@@ -558,7 +558,7 @@ def test_what_nothing_orders_happens_in_an_order_drawn_from_the_seed(name):
 
     def result(mode: str, seed: int) -> int:
         out, a = np.zeros(threads, np.uint32), np.arange(1, 1025, dtype=np.uint32)
-        run(text, out, a, threads=threads, mode=mode, seed=seed)
+        run_text(text, out, a, threads=threads, mode=mode, seed=seed)
         return int(a[16] if name == "at the end" else out[0])
 
     late = [result("late", seed) for seed in range(12)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.emulated import STORE, kernel_text, run_text
+from tests.support.small_kernels import STORE, kernel_text, run_text
 
 ARRAYS = ".shared .align 4 .b8 a[256]; .shared .align 4 .b8 b[256]; .shared .align 16 .b8 c[256];\n"
 START = "mov.u32 %r7, a; mov.u32 %r8, b; mov.u32 %r9, c;\n"

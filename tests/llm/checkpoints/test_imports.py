@@ -19,7 +19,7 @@ from ptxlab.lowbit.audit import audit_file
 from ptxlab.lowbit.layout.checkpoint import Checkpoint
 from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, quantize_lqq
 from tests.support import foreign_files, small_models
-from tests.support.foreign_files import FORMATS, add_tensors, of_format, write_model
+from tests.support.foreign_files import FORMATS, add_tensors, quantize_as, write_model
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((64, 128)) / 10).astype(np.float32)
@@ -36,7 +36,7 @@ def saved(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("packing", ["strips", "qserve"])
 def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
-    source, out = saved(tmp_path / "in.safetensors", of_format(format, W)), tmp_path / "out.safetensors"
+    source, out = saved(tmp_path / "in.safetensors", quantize_as(format, W)), tmp_path / "out.safetensors"
     (row,) = import_checkpoint(source, out, layout=packing)
     theirs = ForeignCheckpoint(source).weight("a.q.weight")
     ours = layout.unpack(layout.load(out))
@@ -59,14 +59,14 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
 def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
     """The groups are the file's where kernels take them, otherwise the largest that divide them."""
     wide = np.concatenate([W, W[::-1], W, W], axis=1)
-    source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", wide, group))
+    source = saved(tmp_path / "in.safetensors", quantize_as("w4a16_asymmetric", wide, group))
     (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
     assert row.group == ours and 0.002 < row.relative_error < 0.1
     assert row.requantised == (row.groups if group == 16 else 0)
 
 
 def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> None:
-    q4, scale, zero = foreign_files.affine(W, 64)
+    q4, scale, zero = foreign_files.quantize_affine(W, 64)
     arrays = foreign_files.gptq(q4, scale, zero, RNG.permutation(np.arange(128) // 64))
     source, out = saved(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors"
     (row,) = import_checkpoint(source, out)
@@ -185,7 +185,7 @@ def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
 
 def overflowing(path: Path) -> Path:
     """Write 128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
-    q4, s1, s2, zeros = foreign_files.two_level(np.concatenate([W, W]), 64)
+    q4, s1, s2, zeros = foreign_files.quantize_two_levels(np.concatenate([W, W]), 64)
     q4[9, 64], s2[9, 1], zeros[9, 1] = 15, 16, -100
     q4[70, :64], s2[70, 0], zeros[70, 0] = 3, 40, 10
     q4[70, 1:64] = 0
@@ -227,7 +227,7 @@ def test_a_model_that_overflows_names_the_matrix_of_the_file(tmp_path: Path, mon
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    source, out = saved(tmp_path / "in.safetensors", of_format("gptq", W)), tmp_path / "out.safetensors"
+    source, out = saved(tmp_path / "in.safetensors", quantize_as("gptq", W)), tmp_path / "out.safetensors"
     with pytest.raises(ArgumentError, match=r"layout: must be one of .*got tiles"):
         import_checkpoint(source, out, layout="tiles")
     save_file(OTHERS, tmp_path / "plain.safetensors")
@@ -240,10 +240,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         import_checkpoint(source, source)
     with pytest.raises(FileError, match="is no folder"):
         import_checkpoint(source, tmp_path / "none" / "out")
-    wide = saved(tmp_path / "wide.safetensors", of_format("qserve", W.repeat(2, axis=1), 256))
+    wide = saved(tmp_path / "wide.safetensors", quantize_as("qserve", W.repeat(2, axis=1), 256))
     with pytest.raises(ArgumentError, match=r"a\.q\.weight: group: must be one of 32, 64, 128 \(got 256\)"):
         import_checkpoint(wide, out)
-    arrays = of_format("gptq", W)
+    arrays = quantize_as("gptq", W)
     arrays["scales"][1, 3] = np.inf
     with pytest.raises(FileError, match=r"a\.q\.weight: scales: must be finite .*scales\[1, 3\] is inf"):
         import_checkpoint(saved(source, arrays), out)
@@ -268,7 +268,7 @@ def test_a_model_with_a_matrix_that_is_not_quantised(tmp_path: Path) -> None:
 
 def test_exactness_is_of_the_integers_that_their_kernel_computes(tmp_path: Path) -> None:
     """The packed weight gives (q4·s2 + zero)·s1 as NumPy's wide integers do."""
-    q4, s1, s2, zeros = foreign_files.two_level(W, 64)
+    q4, s1, s2, zeros = foreign_files.quantize_two_levels(W, 64)
     source = saved(tmp_path / "in.safetensors", foreign_files.qserve(q4, s1, s2, zeros))
     import_checkpoint(source, tmp_path / "out.safetensors")
     integers = q4.astype(np.int32) * np.repeat(s2, 64, axis=1) + np.repeat(zeros, 64, axis=1)

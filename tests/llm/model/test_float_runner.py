@@ -10,7 +10,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model import FloatModel, FloatRunner, NumpyRunner, generate
 from ptxlab.llm.server import Server
 from tests.support.layers import TINY_MODEL
-from tests.support.small_prompts import quantized
+from tests.support.small_prompts import quantized_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1], list(range(70, 140))]
 CHANGES: list[dict[str, Any]] = [
@@ -59,6 +59,6 @@ def test_what_is_not_finite_is_an_error() -> None:
 
 def test_models_go_to_the_runners_of_their_kind() -> None:
     with pytest.raises(ArgumentError, match=r"^model: must be a FloatModel \(got QuantizedModel\)$"):
-        FloatRunner(quantized())  # type: ignore[arg-type]
+        FloatRunner(quantized_model())  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^model: must be a QuantizedModel \(got FloatModel\)$"):
         NumpyRunner(FloatModel.random(TINY_MODEL))  # type: ignore[arg-type]

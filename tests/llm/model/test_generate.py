@@ -87,7 +87,7 @@ def recording(product: IntegerProduct, seen: list[Any]) -> Any:
         seen.append((x, product.accumulators(x.q), product(x, dtype)))
         return seen[-1][-1]
 
-    call.gated = product.gated  # type: ignore[attr-defined]
+    call.quantize_gated = product.quantize_gated  # type: ignore[attr-defined]
     return call
 
 

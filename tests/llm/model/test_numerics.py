@@ -18,9 +18,9 @@ def test_8_bits_and_the_cache_are_the_quantisers() -> None:
     right = quant.quantize_activations(X.reshape(6, 40)).dequantize().reshape(X.shape)
     np.testing.assert_array_equal(numerics.input(X), right, strict=True)
     keys = X.reshape(2, 3, 5, 8)
-    for found, given in zip(numerics.cached(keys, -keys, {}), (keys, -keys), strict=True):
+    for found, given in zip(numerics.round_to_cache(keys, -keys, {}), (keys, -keys), strict=True):
         np.testing.assert_array_equal(found, quant.quantize_kv(given, "kv4").dequantize(), strict=True)
-    assert FakeQuantized(acts=None).input(X) is X and FakeQuantized(kv=None).cached(X, X, {}) == (X, X)
+    assert FakeQuantized(acts=None).input(X) is X and FakeQuantized(kv=None).round_to_cache(X, X, {}) == (X, X)
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -66,7 +66,7 @@ def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
     grid = GRIDS[name](w, clip)
     expected = solved(w, H, grid, 0.01)
     found = recipe.gptq(w, H, grid)
-    plain = recipe.rounded(w, H, grid)
+    plain = recipe.round_to_nearest(w, H, grid)
     kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
     assert not kept.all()
     np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
@@ -77,7 +77,7 @@ def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
     """The inputs are not alike, so that levels that follow the errors cost more than compensation gains."""
     w, H = problem(32, 96, alike=0)
     grid = LQQGrid(w, 32)
-    expected, plain, found = solved(w, H, grid, 0.01), recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)
+    expected, plain, found = solved(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
     kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
     assert kept.any() and not kept.all()
     np.testing.assert_array_equal(found.values[kept], plain.values[kept])
@@ -89,7 +89,7 @@ def test_blocks_change_nothing(name: str) -> None:
     """Groups of more columns than a block are rounded as one by one."""
     w, H = problem(4, BLOCK + 32)
     grid = GRIDS[name](w)
-    expected, plain = solved(w, H, grid, 0.01), recipe.rounded(w, H, grid).values
+    expected, plain = solved(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid).values
     better = recipe.objective(w, expected, H) < recipe.objective(w, plain, H)
     assert better.all()
     np.testing.assert_allclose(recipe.gptq(w, H, grid).values, expected, atol=1e-12)
@@ -101,15 +101,17 @@ def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str,
     for dtype in (np.float32, np.float64):
         w, H = problem(16, 96, dtype)
         grid = GRIDS[name](w, clip)
-        plain, found = recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)
+        plain, found = recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
         assert found.values.dtype == dtype
         before, after = (recipe.objective(w, each.values, H) for each in (plain, found))
         assert (after <= before).all() and after.sum() < 0.9 * before.sum()
     grid = GRIDS[name](w, True)
-    of_output, of_weights = (recipe.objective(w, recipe.rounded(w, h, grid).values, H).sum() for h in (H, None))
+    of_output, of_weights = (
+        recipe.objective(w, recipe.round_to_nearest(w, h, grid).values, H).sum() for h in (H, None)
+    )
     assert of_output < of_weights or name == "int8"  # whose levels need no clipping
-    error = ((recipe.rounded(w, None, grid).values - w) ** 2).sum()
-    assert error <= ((recipe.rounded(w, None, GRIDS[name](w)).values - w) ** 2).sum()
+    error = ((recipe.round_to_nearest(w, None, grid).values - w) ** 2).sum()
+    assert error <= ((recipe.round_to_nearest(w, None, GRIDS[name](w)).values - w) ** 2).sum()
 
 
 @pytest.mark.parametrize("name", ["lqq", "qoq", "channel"])
@@ -125,7 +127,7 @@ def test_the_format_holds_the_values_and_fits_s8(name: str) -> None:
     w[3] = 0
     for clip in (False, True):
         grid = GRIDS[name](w, clip)
-        for found in (recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)):
+        for found in (recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)):
             weight = grid.weight(found.q, found.constants)
             np.testing.assert_array_equal(weight.dequantize(), found.values)
             assert found.q.min() >= 0 and found.q.max() <= 15
@@ -138,7 +140,7 @@ def test_plain_rounding_has_the_librarys_constants(name: str) -> None:
     w, _ = problem(16, 96, np.float32)
     quantise = {"lqq": quant.quantize_lqq, "qoq": quant.quantize_qoq, "channel": None}[name]
     grid = GRIDS[name](w)
-    found = recipe.rounded(w, None, grid)
+    found = recipe.round_to_nearest(w, None, grid)
     weight: Any = grid.weight(found.q, found.constants)
     expected: Any = quantise(w, 32) if quantise else quant.quantize_qoq_channel(w)
     for field in ("group_scale", "minimum", "zero", "channel_scale", "scale"):
@@ -162,7 +164,7 @@ def test_inputs_that_were_never_seen_are_damped() -> None:
     H[:, 5] = H[5] = 0
     assert np.isfinite(recipe.gptq(w, H, LQQGrid(w, 32)).values).all()
     found = recipe.gptq(w, np.zeros_like(H), LQQGrid(w, 32))
-    np.testing.assert_array_equal(found.values, recipe.rounded(w, None, LQQGrid(w, 32)).values)
+    np.testing.assert_array_equal(found.values, recipe.round_to_nearest(w, None, LQQGrid(w, 32)).values)
 
 
 @pytest.mark.parametrize(("lacking", "damping"), [(0.005, 0.01), (0.05, 0.1), (0.5, 1), (5, 10)])
@@ -215,7 +217,7 @@ def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
     w = np.linspace(low, low + 195, 32, dtype=np.float32)[None]
     w[0, np.abs(w[0]).argmax()] = 127 * np.sign(w[0, np.abs(w[0]).argmax()])
     grid = QoQGrid(w, 32, protective_range=127)
-    found = recipe.rounded(w, None, grid)
+    found = recipe.round_to_nearest(w, None, grid)
     weight = grid.weight(found.q, found.constants)
     assert weight.group_scale.tolist() == [[13]] and not weight.overflows().any()
 
@@ -232,7 +234,7 @@ def test_clipping_cuts_off_an_outlier_at_either_end(name: str, end: int) -> None
     errors = []
     for clip in (False, True):
         grid = ChannelGrid(w, clip=clip) if name == "channel" else grids[name](w, 128, clip=clip)
-        errors.append(np.abs(recipe.rounded(w, None, grid).values - w)[0, -128:])
+        errors.append(np.abs(recipe.round_to_nearest(w, None, grid).values - w)[0, -128:])
     before, after = errors
     assert (after**2).sum() < 0.5 * (before**2).sum() and after[72] > 1 > before[72]
 
@@ -241,5 +243,5 @@ def test_a_wider_scale_than_the_nearest_is_tried_too() -> None:
     """A group that spans 21 of LQQ's integers: a scale of 21/15 rounds to 1, which loses 6 at the top; 2 loses 1."""
     w = np.zeros((1, 64), np.float32)
     w[0, 0], w[0, 32:] = 119, np.arange(32) % 22
-    plain, found = (recipe.rounded(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
+    plain, found = (recipe.round_to_nearest(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
     assert np.abs(plain[0, 32:]).max() == 6 and np.abs(found[0, 32:]).max() == 1

@@ -94,7 +94,7 @@ def test_zeros_that_are_no_integers_are_refused(configured: Configured, tmp_path
 def test_matrices_of_different_formats_are_refused(configured: Configured, tmp_path: Path) -> None:
     folder = foreign_files.write_model(tmp_path / "theirs", "qserve")
     weight = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
-    parts = foreign_files.of_format("qserve", weight, 32)
+    parts = foreign_files.quantize_as("qserve", weight, 32)
     foreign_files.add_tensors(
         folder, {f"model.layers.0.self_attn.o_proj.{part}": array for part, array in parts.items()}
     )

@@ -24,7 +24,7 @@ from ptxlab.lowbit.kernels.attention.steps import STEPS, choose
 from ptxlab.lowbit.layout import gather
 from ptxlab.registry import specs
 from ptxlab.runtime.timing import Measured
-from tests.support.bench_rows import slowed
+from tests.support.bench_rows import slow_down
 
 CEILINGS = Ceilings(4.6, 4.2)
 SMALL = Batch(4, 2, (70, 70))
@@ -289,7 +289,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
-    slow = replace(record, rows=tuple(slowed(row, 0.5) for row in rows))
+    slow = replace(record, rows=tuple(slow_down(row, 0.5) for row in rows))
     assert len(bench.compare(slow, record)) == len(rows) and bench.compare(record, record) == []
 
 

@@ -34,7 +34,7 @@ from ptxlab.lowbit.bench.shapes import (
 )
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.layout.packed_activations import ORDERS
-from tests.support.bench_rows import slowed
+from tests.support.bench_rows import slow_down
 
 SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
 FP8 = {"cublas_fp8": 8.0}
@@ -358,7 +358,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
-    slow = replace(record, rows=tuple(slowed(row, 0.5) for row in rows))
+    slow = replace(record, rows=tuple(slow_down(row, 0.5) for row in rows))
     assert bench.compare(record, record) == [] and len(bench.compare(slow, record)) == len(rows)
 
 

@@ -9,7 +9,7 @@ from ptxlab.lowbit.bench import loads as suite
 from ptxlab.profile.nsight import ncu
 from ptxlab.runtime import load
 from ptxlab.sass import dataflow, harness
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 
 TILES = [name for name, spec in registry.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
 
@@ -41,7 +41,7 @@ def test_an_even_number_cancels() -> None:
 
 
 def test_a_kernel_without_a_marked_fragment_has_no_harness() -> None:
-    assert harness.repeating_harness(of_kernel("load_bulk_sm90")[0]) is None
+    assert harness.repeating_harness(sources_of_kernel("load_bulk_sm90")[0]) is None
 
 
 @pytest.mark.full
@@ -57,7 +57,7 @@ def test_a_kernel_without_a_marked_fragment_has_no_harness() -> None:
     ],
 )
 def test_instructions_of_a_fragment(name: str, loads: int, unpack: int) -> None:
-    (source, *_) = of_kernel(name)
+    (source, *_) = sources_of_kernel(name)
     image = toolchain.assemble(source, "sm_90a")
     cost = dataflow.fragment_cost(sass.parse(toolchain.disassemble(image))[name])
     assert (cost.loads, cost.unpack) == (loads, unpack)
@@ -69,12 +69,12 @@ def test_instructions_of_a_fragment(name: str, loads: int, unpack: int) -> None:
 @pytest.mark.parametrize("name", TILES)
 def test_every_repeat_is_a_load_in_machine_code(name: str) -> None:
     """ptxas must not load once and reuse it: the loop holds as many loads as the fragment needs, or a multiple."""
-    repeated = harness.repeating_harness(of_kernel(name)[0])
+    repeated = harness.repeating_harness(sources_of_kernel(name)[0])
     assert repeated is not None
     instructions = sass.parse(toolchain.disassemble(toolchain.assemble(repeated, "sm_90a")))[name]
     body = sass.loop_of(instructions)
     once = dataflow.fragment_cost(
-        sass.parse(toolchain.disassemble(toolchain.assemble(of_kernel(name)[0], "sm_90a")))[name]
+        sass.parse(toolchain.disassemble(toolchain.assemble(sources_of_kernel(name)[0], "sm_90a")))[name]
     )
     loads = sum(i.opcode in ("LDS", "LDSM") for i in body)
     assert loads and loads % once.loads == 0

@@ -25,13 +25,16 @@ LINE = re.compile(
     re.MULTILINE,
 )
 STAMPED = {
-    s.name: inline_skeletons(s) for name in sources.names() for s in sources.of_kernel(name) if "timeline.cuh" in s.text
+    s.name: inline_skeletons(s)
+    for name in sources.names()
+    for s in sources.sources_of_kernel(name)
+    if "timeline.cuh" in s.text
 }
 EXCP, IMFP = "gemm_w4a8_lqq_excp_sm90", "gemm_w4a8_lqq_imfp_sm90"
 
 
 def source_of(name: str) -> Source:
-    return next(s for s in sources.of_kernel(name) if s.language == "cu")
+    return next(s for s in sources.sources_of_kernel(name) if s.language == "cu")
 
 
 def record(name: str, **sizes: int) -> Timeline:

@@ -29,7 +29,7 @@ from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, choose, 
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import launching
 from ptxlab.runtime.timing import Measured, chain_calls, measure
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 
 MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
 RAGGED, EVEN = "ragged", "even"
@@ -229,7 +229,7 @@ def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool)
         for scheme in (TABLE1_CACHES if batch in TABLE1 and step.blocks else (scheme_of(step),))
     ]
     variants += [(APPEND, config) for config in append.variants() if appending]
-    launching.compile_all((of_kernel(spec.name)[0], config) for spec, config in variants)
+    launching.compile_all((sources_of_kernel(spec.name)[0], config) for spec, config in variants)
 
 
 def _batches() -> list[Batch]:

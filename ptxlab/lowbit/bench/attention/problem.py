@@ -19,7 +19,7 @@ from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime.launching import Call, Launches, allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.spec import Arrays
-from ptxlab.spec.tolerance import Allowed, within
+from ptxlab.spec.tolerance import Allowed, describe_mismatch
 
 SCALE = HEAD_DIM**-0.5
 _RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them
@@ -203,7 +203,7 @@ class AttentionLaunches(Launches):
             written["lse"] = self.logged.lse
         for b, (right, allowed) in enumerate(expected.sequences):
             got = {name: array[:, b].reshape(-1, *right[name].shape) for name, array in written.items()}
-            if problem := within(got, right, allowed):
+            if problem := describe_mismatch(got, right, allowed):
                 raise self._wrong(of, f"wrong results for sequence {b}: {problem},")
             worst = {name: max(worst[name], float(np.abs(x - right[name]).max())) for name, x in got.items()}
         said = [f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"]

@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.gemm.strips_tiles import SMS
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.launching import Launches, allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import copies_beyond_l2
-from ptxlab.sources import Source, of_kernel
+from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in
 
@@ -31,7 +31,7 @@ def steps_of(names: Sequence[str]) -> list[GemmStep]:
 
 def source_of(step: GemmStep) -> Source:
     """Return the source that is measured: the one that a bare name means."""
-    return of_kernel(step.spec.name)[0]
+    return sources_of_kernel(step.spec.name)[0]
 
 
 def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
@@ -114,7 +114,7 @@ class GemmLaunches(Launches):
             BenchmarkError: a bit is wrong.
         """
         if not all(bool((output.view(np.uint16) == right).all()) for output in self.outputs):
-            where = f"{of_kernel(self.spec.name)[0].label} with {self.variant}"
+            where = f"{sources_of_kernel(self.spec.name)[0].label} with {self.variant}"
             raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
         return f"all {right.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
 

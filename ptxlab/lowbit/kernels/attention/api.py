@@ -13,13 +13,13 @@ from ptxlab.lowbit.kernels.attention.call import (
     NAME,
     AttentionCall,
     cache_on_host,
+    check_cache_values,
     check_call,
-    check_numbers,
     check_zeros,
-    results,
+    split_outputs,
     workspace_rules,
 )
-from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
+from ptxlab.lowbit.kernels.attention.common import cache_arrays, channel_constants
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.lowbit.kernels.attention.prefill_api import attend_chunks, chunk_memory
@@ -30,7 +30,7 @@ from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.validate import shape_of
 
 
@@ -110,16 +110,16 @@ def attention_kv4(
         raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
     if workspace is not None and not isinstance(workspace, AttentionWorkspace):
         raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
-    out, lse = results(out, return_lse)
+    out, lse = split_outputs(out, return_lse)
     if query_start_loc is not None:
         return attend_chunks(options, q, cache, query_start_loc, (k, v), out, lse, workspace)
-    for name, own in (("k", k), ("v", v)):
-        if own is not None:
-            raise ArgumentError(f"{NAME}: {name}", "only with query_start_loc", f"shape {list(shape_of(own))}")
-    arrays = {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse}
-    made = _ATTENTION(options, cache.description, arrays, cache, workspace=workspace)
-    out = made["out"] if out is None else out
-    return (out, made["lse"] if lse is None else lse) if return_lse else out
+    for name, array in (("k", k), ("v", v)):
+        if array is not None:
+            raise ArgumentError(f"{NAME}: {name}", "only with query_start_loc", f"shape {list(shape_of(array))}")
+    arrays = {"q": q, **cache_arrays(cache), **channel_constants(cache), "out": out, "lse": lse}
+    outputs = _ATTENTION(options, cache.description, arrays, cache, workspace=workspace)
+    out = outputs["out"] if out is None else out
+    return (out, outputs["lse"] if lse is None else lse) if return_lse else out
 
 
 @break_graph
@@ -143,7 +143,7 @@ def attention_workspace(
     if kernel == PREFILL.name:
         return AttentionWorkspace.of(kernel, chunk_memory(cache.head_dim, sms), zeros=True)
     step = choose(options)
-    memory = step.most_memory(cache.head_dim, sms)
+    memory = step.max_memory(cache.head_dim, sms)
     return AttentionWorkspace.of(step.spec.name, memory, zeros=True)
 
 
@@ -157,17 +157,17 @@ def _prepare(call: AttentionCall) -> Prepared:
     return Prepared(
         step.spec.name,
         lambda: (Plan(step.spec, config, sizes, programmatic=options.programmatic),),
-        memory=step.most_memory(call.cache.head_dim, sms),
-        kept=step.kept,
+        memory=step.max_memory(call.cache.head_dim, sms),
+        zero_buffers=step.zero_buffers,
         workspace_rules=workspace_rules(arguments),
     )
 
 
-def _look(call: AttentionCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+def _check_values(call: AttentionCall, prepared: Prepared, memory: DeviceMemory | None) -> None:
     """Raise ArgumentError for numbers on the device that no call may be given."""
-    check_numbers(call, cache_on_host(call))
-    if used is not None:
-        check_zeros(used, prepared.kept)
+    check_cache_values(call, cache_on_host(call))
+    if memory is not None:
+        check_zeros(memory, prepared.zero_buffers)
 
 
 def _on_host(call: AttentionCall) -> Results:
@@ -180,19 +180,26 @@ def _on_host(call: AttentionCall) -> Results:
     for name, *operand in (operand[:5] for operand in call.operands if operand.array is not None):
         shared = require_on_host(*operand, written=name in ("out", "lse"))
         arrays[name] = shared.reshape(step.spec.arg(name).resolve(sizes))
-    check_numbers(call, arrays)
-    kept = {item.name: np.zeros(item.shape, item.dtype) for item in step.memory(sizes) if item.name in step.kept}
+    check_cache_values(call, arrays)
+    zero_arrays = {
+        buffer.name: np.zeros(buffer.shape, buffer.dtype)
+        for buffer in step.memory(sizes)
+        if buffer.name in step.zero_buffers
+    }
     out: dict[str, Any] = {name: arrays.pop(name) for name in ("out", "lse") if name in arrays}
-    inputs = arrays | kept
+    inputs = arrays | zero_arrays
     if call.shape[0] == 0:
-        made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
+        outputs = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
     else:
-        source = of_kernel(step.spec.name)[0]
+        source = sources_of_kernel(step.spec.name)[0]
         config = step.config(sizes, call.dtype, rotated=call.cache.rotated)
         run = partial(run_spec, step.spec, source, inputs, sizes=sizes, out=out, config=config)
-        made = run(backend=options.backend, programmatic=options.programmatic).outputs
-    wanted = [operand for operand in call.operands if operand.array is None]
-    return {each.name: gpu.like(made[each.name].reshape(each.shape), call.q, each.dtype) for each in wanted}
+        outputs = run(backend=options.backend, programmatic=options.programmatic).outputs
+    new_operands = [operand for operand in call.operands if operand.array is None]
+    return {
+        operand.name: gpu.like(outputs[operand.name].reshape(operand.shape), call.q, operand.dtype)
+        for operand in new_operands
+    }
 
 
-_ATTENTION = Operation(NAME, check_call, _prepare, _on_host, _look)
+_ATTENTION = Operation(NAME, check_call, _prepare, _on_host, _check_values)

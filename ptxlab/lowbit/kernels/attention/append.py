@@ -120,13 +120,13 @@ def _example(
 
 def _pack(logical: Arrays) -> Arrays:
     constants = [*logical.get("k_channel", ()), *logical.get("v_channel", ())]
-    named = dict(zip(_CHANNELS, constants, strict=True)) if constants else {}
+    constant_arrays = dict(zip(_CHANNELS, constants, strict=True)) if constants else {}
     if KV_SCHEMES[logical["scheme"]].bits == 8:  # symmetric
-        named = {name: array for name, array in named.items() if name.endswith("scale")}
+        constant_arrays = {name: array for name, array in constant_arrays.items() if name.endswith("scale")}
     pitches = {"k": "k_pitch", "v": "v_pitch", "qkv": "pitch"}
     rows = {name: pad_rows(logical[name], logical[of]) for name, of in pitches.items() if name in logical}
     names = ("slots", "cos", "sin", "positions")
-    return rows | {name: logical[name] for name in names if name in logical} | named
+    return rows | {name: logical[name] for name in names if name in logical} | constant_arrays
 
 
 def pad_rows(x: np.ndarray, pitch: int) -> np.ndarray:

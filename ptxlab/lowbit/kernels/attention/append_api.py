@@ -11,16 +11,24 @@ from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, rows_with_gaps, table_rows
-from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS, channels_of
+from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS, channel_constants
 from ptxlab.lowbit.kernels.attention.options import AppendOptions, RopeAppendOptions
-from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, copied, dtype_of
+from ptxlab.lowbit.kernels.operation import (
+    CallArray,
+    DeviceMemory,
+    Operation,
+    Prepared,
+    Results,
+    copy_to_host,
+    dtype_of,
+)
 from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import dtype_in, floats, storage
 from ptxlab.validate import shape_of
@@ -69,7 +77,7 @@ def append_kv4(
     v, v_pitch = gpu.flat_rows(f"{APPEND.name}: v", v)
     arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables}
     if cache.k_channel is not None:  # a decoder makes this call in every layer: no call for nothing
-        arrays |= channels_of(cache)
+        arrays |= channel_constants(cache)
     pitches = {"k_pitch": k_pitch, "v_pitch": v_pitch}
     _APPEND(options, (*cache.description, k_pitch, v_pitch), arrays, cache, tokens, pitches)
 
@@ -119,11 +127,11 @@ def rope_append_kv4(
     tables = _tables(ROPE_APPEND, cache, rope)
     tokens = {"qkv": qkv}
     qkv, pitch = gpu.flat_rows(f"{ROPE_APPEND.name}: qkv", qkv)
-    arrays = {"qkv": qkv, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache), "q": out}
+    arrays = {"qkv": qkv, "pool": cache.pool, "slots": slots, **tables, **channel_constants(cache), "q": out}
     if keys is not None:
         arrays["keys"] = keys
-    made = _ROPE_APPEND(options, (*cache.description, pitch), arrays, cache, tokens, {"pitch": pitch})
-    return made["q"] if out is None else out
+    outputs = _ROPE_APPEND(options, (*cache.description, pitch), arrays, cache, tokens, {"pitch": pitch})
+    return outputs["q"] if out is None else out
 
 
 def _tables(spec: KernelSpec, cache: Any, rope: Any) -> dict[str, Any]:
@@ -183,7 +191,7 @@ class _AppendCall(NamedTuple):
     def operands(self) -> Iterator[CallArray]:
         """Operands of the call: all given arrays, and q; the pool is written in place."""
         labels = {"pool": "cache.pool", "q": "out", "cos": "rope cos", "sin": "rope sin", "positions": "rope positions"}
-        labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channels_of(self.cache)}
+        labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channel_constants(self.cache)}
         constants = self.constants
         for name, array in self.arrays.items():
             arg = self.spec.arg(name)
@@ -257,9 +265,9 @@ def _check(
 def _rows(name: str, arrays: Mapping[str, Any], T: int) -> int:
     """Return the number of rows of the tables; raise ArgumentError if there are too few."""
     rows = tuple(getattr(arrays["cos"], "shape", ()))[:1]
-    least = 1 if "positions" in arrays else T
-    if rows < (least,):
-        rule = f"must have {least} rows or more" + ("" if "positions" in arrays else ", one for each token")
+    min_rows = 1 if "positions" in arrays else T
+    if rows < (min_rows,):
+        rule = f"must have {min_rows} rows or more" + ("" if "positions" in arrays else ", one for each token")
         raise ArgumentError(f"{name}: rope cos", rule, *rows or ("no array",))
     return int(rows[0])
 
@@ -271,9 +279,9 @@ def _prepare(call: _AppendCall) -> Prepared:
     return Prepared(spec.name, lambda: (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic),))
 
 
-def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+def _check_values(call: _AppendCall, prepared: Prepared, memory: DeviceMemory | None) -> None:
     """Raise ArgumentError for slots and positions on the device that the kernel must not be given."""
-    slots, positions = (copied(call.name, call.arrays.get(name)) for name in ("slots", "positions"))
+    slots, positions = (copy_to_host(call.name, call.arrays.get(name)) for name in ("slots", "positions"))
     check_places(call.name, call.cache, slots, positions, rows=call.sizes["R"])
 
 
@@ -290,17 +298,17 @@ def _on_host(call: _AppendCall) -> Results:
             arrays[operand.name] = (
                 rows_with_gaps(array, call.spec.arg(operand.name).resolve(call.sizes)) if is_new else array
             )
-    results = [operand for operand in call.operands if operand.array is None]
+    new_operands = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
-        made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
+        outputs = {operand.name: np.empty(operand.shape, storage(operand.dtype)) for operand in new_operands}
     else:
         call.spec.check_sizes(call.sizes)
         check_places(call.name, call.cache, arrays["slots"], arrays.get("positions"), rows=call.sizes["R"])
         _check_tokens(call, arrays)
         out: dict[str, Any] = {name: arrays.pop(name) for name in _WRITTEN if name in arrays}
-        made = run_spec(
+        outputs = run_spec(
             call.spec,
-            of_kernel(call.name)[0],
+            sources_of_kernel(call.name)[0],
             arrays,
             sizes=call.sizes,
             out=out,
@@ -308,21 +316,23 @@ def _on_host(call: _AppendCall) -> Results:
             config=call.config,
             programmatic=call.options.programmatic,
         ).outputs
-    return {each.name: gpu.like(made[each.name], call.arrays["qkv"], each.dtype) for each in results}
+    return {
+        operand.name: gpu.like(outputs[operand.name], call.arrays["qkv"], operand.dtype) for operand in new_operands
+    }
 
 
 def check_places(
     name: str, cache: KVCache, slots: np.ndarray, positions: np.ndarray | None = None, *, rows: int
 ) -> None:
     """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a table's row."""
-    room, here = cache.pages * cache.page_size, slots >= 0
-    _refuse(f"{name}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
+    pool_tokens, is_token = cache.pages * cache.page_size, slots >= 0
+    _refuse(f"{name}: slots", f"must be below {pool_tokens}, the pages' tokens", slots, slots >= pool_tokens)
     _, first = np.unique(slots, return_index=True)
-    again = here.copy()
-    again[first] = False
-    _refuse(f"{name}: slots", "must be distinct", slots, again)
+    is_repeated = is_token.copy()
+    is_repeated[first] = False
+    _refuse(f"{name}: slots", "must be distinct", slots, is_repeated)
     if positions is not None:
-        outside = here & ((positions < 0) | (positions >= rows))
+        outside = is_token & ((positions < 0) | (positions >= rows))
         _refuse(f"{name}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
 
 
@@ -334,18 +344,18 @@ def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> N
 
 def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     """Raise ArgumentError for what `quantize_kv` refuses."""
-    here, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
+    is_token, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
     if "qkv" in arrays:
         width = call.shapes["qkv"][1]
-        heads = arrays["qkv"][:, :width].reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
+        heads = arrays["qkv"][:, :width].reshape(len(is_token), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
         tokens = np.split(heads, 2, axis=1)
     else:
         width = cache.num_kv_heads * cache.head_dim
         tokens = [arrays[name][:, :width].reshape(call.shapes[name]) for name in "kv"]
-    k, v = (np.where(here, floats(x), np.float32(0)) for x in tokens)
+    k, v = (np.where(is_token, floats(x), np.float32(0)) for x in tokens)
     if "cos" in arrays:
-        at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
-        k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])
+        table_row = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
+        k = reference.rope(k, arrays["cos"][table_row], arrays["sin"][table_row])
     k_channel, v_channel = (
         channel and tuple(gpu.as_array(f"{call.name}: {name}", array) for array in channel)
         for name, channel in (("k", cache.k_channel), ("v", cache.v_channel))
@@ -360,7 +370,12 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             ) from None
 
 
-_APPEND = Operation(APPEND.name, _check_pair, _prepare, _on_host, _look)
+_APPEND = Operation(APPEND.name, _check_pair, _prepare, _on_host, _check_values)
 _ROPE_APPEND = Operation(
-    ROPE_APPEND.name, _check_rows, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out", "keys": "keys"}
+    ROPE_APPEND.name,
+    _check_rows,
+    _prepare,
+    _on_host,
+    _check_values,
+    disjoint={"qkv": "qkv", "q": "out", "keys": "keys"},
 )

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
+from ptxlab.lowbit.kernels.attention.common import cache_arrays, channel_constants
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
-from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, WorkspaceRules, copied, dtype_of
+from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, WorkspaceRules, copy_to_host, dtype_of
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
@@ -40,7 +40,7 @@ class AttentionCall(NamedTuple):
     @property
     def sizes(self) -> dict[str, Any]:
         """Sizes of the problem, by the specs' names."""
-        cache, known = self.cache, KV_SCHEMES[self.cache.scheme]
+        cache, scheme = self.cache, KV_SCHEMES[self.cache.scheme]
         return {
             "B": self.shape[0],
             "T": self.queries,
@@ -50,8 +50,8 @@ class AttentionCall(NamedTuple):
             "P": cache.max_pages,
             "pages": cache.pages,
             "page": cache.page_size,
-            "bits": known.bits,
-            "channel": int(known.by_channel),
+            "bits": scheme.bits,
+            "channel": int(scheme.by_channel),
             "rotated": cache.rotated,
             "window": self.options.window or 0,
             "softmax_scale": self.options.scale,
@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
             "table", f"{NAME}: cache.block_table", cache.block_table, "int32", (cache.batch, cache.max_pages)
         )
         yield CallArray("lengths", f"{NAME}: cache.lengths", cache.lengths, "int32", (cache.batch,))
-        for name, array in channels_of(cache).items():
+        for name, array in channel_constants(cache).items():
             label = f"{NAME}: cache.{name[0]}_channel {name[2:]}"
             yield CallArray(name, label, array, "float32", (cache.num_kv_heads, cache.head_dim))
         yield CallArray("out", f"{NAME}: out", self.out, self.dtype, self.shape)
@@ -88,7 +88,7 @@ class AttentionCall(NamedTuple):
             yield CallArray("lse", f"{NAME}: out", None, "float32", lse, rule, "one array")
 
 
-def results(out: Any, return_lse: Any) -> tuple[Any, Any]:
+def split_outputs(out: Any, return_lse: Any) -> tuple[Any, Any]:
     """Return the arrays to write into, out and lse, or None; raise ArgumentError for others than are asked for."""
     if not isinstance(out, tuple):
         return out, None
@@ -130,7 +130,7 @@ def _window(window: int | None, cache: KVCache) -> int | None:
     return None if window is None or window >= cache.max_pages * cache.page_size else int(window)
 
 
-def check_numbers(call: AttentionCall, arrays: Arrays) -> None:
+def check_cache_values(call: AttentionCall, arrays: Arrays) -> None:
     """Raise ArgumentError, as the cache does, for lengths, block table and constants, given on the host."""
     constants = {x: (arrays[f"{x}_scale"], arrays[f"{x}_zero"]) if f"{x}_scale" in arrays else None for x in "kv"}
     cache = replace(
@@ -153,17 +153,17 @@ def check_cache(name: str, cache: KVCache) -> None:
 
 def cache_on_host(call: AttentionCall) -> Arrays:
     """Copy the cache's arrays except the pool from the device."""
-    cache = {**arrays_of(call.cache), **channels_of(call.cache)}
-    return {name: copied(NAME, array) for name, array in cache.items() if name != "pool"}
+    cache = {**cache_arrays(call.cache), **channel_constants(call.cache)}
+    return {name: copy_to_host(NAME, array) for name, array in cache.items() if name != "pool"}
 
 
-def check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
+def check_zeros(workspace: DeviceMemory, zero_buffers: Iterable[str]) -> None:
     """Raise ArgumentError if a call has left words of the workspace that are not 0: later calls would be wrong."""
-    left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
-    if left:
+    nonzero_words = sum(int((copy_to_host(NAME, workspace.views[name].owner) != 0).sum()) for name in zero_buffers)
+    if nonzero_words:
         workspace.views.clear()
         rule = "must be all zeros between calls: lengths changed under one, or two ran at a time; make another"
-        raise ArgumentError(f"{NAME}: workspace", rule, f"{left} words that are not")
+        raise ArgumentError(f"{NAME}: workspace", rule, f"{nonzero_words} words that are not")
 
 
 def workspace_rules(arguments: str = "") -> WorkspaceRules:

@@ -86,7 +86,7 @@ def cache_of(
 
 
 def draw_lengths(rng: np.random.Generator, B: int, max_length: int, pages: int, page_size: int) -> np.ndarray:
-    """Draw ragged lengths of 0 to `max_length` tokens that fit `pages`: one is full, one empty, one of a single token."""
+    """Draw ragged lengths of 0 to `max_length` tokens that fit `pages`: one full, one empty, one of a single token."""
     lengths = rng.integers(0, max_length + 1, B)
     lengths[: min(B, 3)] = (max_length, 1, 0)[: min(B, 3)]
     while (ceil_div(lengths, page_size)).sum() > pages:
@@ -110,8 +110,8 @@ def channel_constants(cache: KVCache) -> Arrays:
 def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, own_kv: Pair | None = None) -> Pair:
     """Compute the reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none.
 
-    For a rotated cache queries, and `own_kv` keys, are rotated in float32; the contract includes that, as it includes RoPE
-    in float32. `own_kv` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
+    For a rotated cache queries and keys of `own_kv` are rotated in float32; the contract includes that, as it includes
+    RoPE in float32. `own_kv` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
     """
     pairs = [
         reference.attention(x, *_dequantize(cache, k, v, own_kv), scale=softmax_scale, window=window or None)

@@ -49,11 +49,11 @@ def tiles_of(s: Sizes) -> int:
 
 
 def choose_parts(s: Sizes, *, has_own_kv: bool = False) -> int:
-    """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
+    """Choose into how many parts a tile is cut, so that `blocks` blocks are busy: the fewest of those that cost least.
 
-    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of
-    less than 64 tokens tiles stay whole, and so they do beside `has_own_kv` keys with heads of 128 and more: registers would
-    spill.
+    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. Tiles stay whole with heads
+    of 256 in pages of less than 64 tokens, and with heads of 128 and more where queries have their own keys and values
+    (`has_own_kv`): registers would spill.
     """
     if (has_own_kv and s["D"] > 64) or (s["D"] == 256 and s["page"] < 64):
         return 1

@@ -128,7 +128,7 @@ def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
         serial=1,
         rescaled=2 * SINGLE,
         floor=2.0**-25,
-        apart=True,
+        zero_at_end=True,
         aligned=_ALIGNED,
         warps=2,
     )

@@ -24,7 +24,7 @@ SLOTS = 2  # units whose sums are in shared memory; twice as many are in flight
 PROMOTE = 256  # tokens of a warp after which what its MMAs have added up, truncating, is added to FP32 sums
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
-_FEW, _LITTLE = 256, 4096  # tiles altogether
+_FEW_TILES, _LITTLE_WORK = 256, 4096  # tiles altogether
 _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
 # `-D` constants that are the same in every variant: what is counted with here as well is written here alone.
 FIXED = {
@@ -51,7 +51,7 @@ def columns_of(s: Sizes) -> int:
     return min(COLUMNS, int(s["Hq"] // s["Hkv"] * s["T"]))
 
 
-def room_for(columns: int) -> int:
+def compiled_columns(columns: int) -> int:
     """Return the number of columns of a unit that the kernel is compiled for."""
     return 4 if columns <= 4 else COLUMNS
 
@@ -59,7 +59,7 @@ def room_for(columns: int) -> int:
 def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
     """Count a block's dynamic shared memory: the ring, queries of the units in flight, the warps' sums."""
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
-    query = s.get("COLUMNS", room_for(columns_of(s))) * (s["D"] * 2 + 8)
+    query = s.get("COLUMNS", compiled_columns(columns_of(s))) * (s["D"] * 2 + 8)
     sums, slots = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + SUM_PAD)), s.get("SLOTS", SLOTS)
     return int(tile.STAGES * stage + 2 * slots * query + slots * sums)
 
@@ -85,12 +85,19 @@ def choose_tile(s: Sizes) -> AttentionTileSm90:
     units = s["B"] * s["Hkv"] * ceil_div(ceil_div(s["Hq"], s["Hkv"]) * s["T"], COLUMNS)
     tiles = units * ceil_div(s["P"] * s["page"], TILE)
     columns = columns_of(s)
-    light = tiles if columns == 1 else 512 if columns <= 4 else 0  # units of light tiles, however many these are
-    long = _LITTLE < tiles <= 2 * _LITTLE and tiles >= 16 * units
-    shapes = [(16, 8, 1, 2)] * (tiles <= _FEW)  # tokens, warps, blocks per SM, rounds of all groups in the ring at most
-    shapes += [(32, 8, 1, 3) if columns <= 4 else (64, 8, 1, 2)] * long
-    shapes += [(64, 4, 2, 2)] * (units >= 256 and (tiles < 50_000 or units <= light))
-    shapes += [(64, 8, 1, 2)] * (tiles > _LITTLE) + [(32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)]
+    # Up to so many units whose tiles are light, small blocks pay however many tiles there are.
+    light_units = tiles if columns == 1 else 512 if columns <= 4 else 0
+    has_long_units = _LITTLE_WORK < tiles <= 2 * _LITTLE_WORK and tiles >= 16 * units
+    shapes = []  # by preference: tokens, warps, blocks per SM, rounds of all groups in the ring at most
+    if tiles <= _FEW_TILES:
+        shapes.append((16, 8, 1, 2))
+    if has_long_units:
+        shapes.append((32, 8, 1, 3) if columns <= 4 else (64, 8, 1, 2))
+    if units >= 256 and (tiles < 50_000 or units <= light_units):
+        shapes.append((64, 4, 2, 2))
+    if tiles > _LITTLE_WORK:
+        shapes.append((64, 8, 1, 2))
+    shapes += [(32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)]  # for little work, or where wider ones do not fit
     return _first_that_fits(shapes, s)
 
 
@@ -107,11 +114,11 @@ def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> Atten
 
     A shape is (tokens, warps, blocks per SM, rounds of all groups in the ring at most).
     """
-    for tokens, warps, resident, most in shapes:
+    for tokens, warps, resident, max_rounds in shapes:
         tile = AttentionTileSm90(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
         stage = shared_bytes(tile._replace(STAGES=1), s) - shared_bytes(tile, s)
-        rounds = min(most, (room - shared_bytes(tile, s)) // stage // tile.groups)
+        rounds = min(max_rounds, (room - shared_bytes(tile, s)) // stage // tile.groups)
         if rounds > 0:
             break
     return tile._replace(STAGES=rounds * tile.groups)
@@ -131,7 +138,7 @@ def _choose_invariant(s: Sizes) -> dict[str, int]:
 
 def _constants(s: Sizes, tile: AttentionTileSm90) -> dict[str, int]:
     contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
-    return {**contract, **FIXED, "COLUMNS": room_for(columns_of(s)), **tile._asdict()}
+    return {**contract, **FIXED, "COLUMNS": compiled_columns(columns_of(s)), **tile._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -139,7 +146,7 @@ def _launch(s: Sizes) -> Launch:
     return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 2), 1, 1), shared_bytes(tile, s))
 
 
-def _places(q: np.ndarray, cache: KVCache, blocks: int) -> Pair:
+def _exchange_buffers(q: np.ndarray, cache: KVCache, blocks: int) -> Pair:
     """Build the zeros in which blocks hand over parts; they are 0 before a launch, and after it."""
     _, T, Hq, D = q.shape
     columns = columns_of({"T": T, "Hq": Hq, "Hkv": cache.num_kv_heads})
@@ -151,17 +158,17 @@ def _example(rng: np.random.Generator, **sizes: Any) -> Arrays:
 
 
 def _pack(logical: Arrays, *, parts: int = 1) -> Arrays:
-    sums, stats = _places(logical["q"], logical["cache"], logical["blocks"] * parts)
+    sums, stats = _exchange_buffers(logical["q"], logical["cache"], logical["blocks"] * parts)
     return {**MMA.pack(logical), "partial": sums, "stats": stats}
 
 
-def _reference(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **more: Any) -> tuple[np.ndarray, ...]:
-    return (*MMA.reference(q, cache, **more), *_places(q, cache, blocks * parts))
+def _reference(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **options: Any) -> tuple[np.ndarray, ...]:
+    return (*MMA.reference(q, cache, **options), *_exchange_buffers(q, cache, blocks * parts))
 
 
-def _bound(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **more: Any) -> tuple[Any, ...]:
+def _bound(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **options: Any) -> tuple[Any, ...]:
     assert MMA.bound is not None
-    return (*MMA.bound(q, cache, **more, roundings=roundings_of), *_places(q, cache, blocks * parts))
+    return (*MMA.bound(q, cache, **options, roundings=roundings_of), *_exchange_buffers(q, cache, blocks * parts))
 
 
 def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
@@ -214,7 +221,7 @@ _SM90 = replace(
 )
 
 
-def _wider(arg: Arg) -> Arg:
+def _enlarge(arg: Arg) -> Arg:
     """Widen the memory in which blocks hand over parts, to as many parts as a unit has."""
     return replace(arg, shape=(f"{MOST_PARTS}*blocks", *arg.shape[1:])) if arg.name in _HANDED_OVER else arg
 
@@ -226,7 +233,7 @@ INVARIANT = replace(
     _SM90,
     form="batch_invariant",
     summary="the same kernel, units cut by their own length: the same bits for a sequence whatever is in the batch",
-    args=tuple(map(_wider, _SM90.args)),
+    args=tuple(map(_enlarge, _SM90.args)),
     choose=_choose_invariant,
     pack=partial(_pack, parts=MOST_PARTS),
     reference=partial(_reference, parts=MOST_PARTS),

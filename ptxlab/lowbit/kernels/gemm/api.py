@@ -12,7 +12,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.gemm import ladder
-from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, check_sums
 from ptxlab.lowbit.kernels.gemm.epilogues import OUTPUTS
 from ptxlab.lowbit.kernels.gemm.options import GemmOptions, require_scale, resolve_dtype
 from ptxlab.lowbit.kernels.operation import (
@@ -32,7 +32,7 @@ from ptxlab.lowbit.layout.packed_activations import stored_shape, unpack_activat
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.validate import shape_of
 
 NAME = "gemm_w4a8"
@@ -47,7 +47,7 @@ class Workspace(DeviceMemory):
 
     M: int
 
-    def said_of(self, name: str) -> str:
+    def describe_buffer(self, name: str) -> str:
         """Describe a workspace with too small a buffer, for messages."""
         return f"one for M={self.M}"
 
@@ -112,8 +112,8 @@ def gemm_w4a8(
     y = out if residual is None else residual
     description = weight.description, order, rows, shape, residual is None, out is None
     arrays = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "bias": bias, "y": y, **weight.buffers}
-    results = _GEMM(options, description, arrays, weight, order, rows, shape, residual, out, workspace=workspace)
-    return results["y"] if y is None else y
+    outputs = _GEMM(options, description, arrays, weight, order, rows, shape, residual, out, workspace=workspace)
+    return outputs["y"] if y is None else y
 
 
 def _check(
@@ -135,7 +135,7 @@ def _check(
         raise ArgumentError(f"{NAME}: x_q", rule, dtype_of(arrays["x"]))
     if M_K[1] != weight.K:
         raise ArgumentError(f"{NAME}: x_q", f"K must be {weight.K} as the weight's", f"shape {M_K}")
-    epilogue = _epilogue(weight, options.epilogue, residual, arrays["bias"], out)
+    epilogue = _resolve_epilogue(weight, options.epilogue, residual, arrays["bias"], out)
     dtype = resolve_dtype(NAME, options, arrays["y"])
     require_scale(NAME, arrays["x_scale"], dtype)
     if epilogue and dtype not in OUTPUTS:
@@ -143,7 +143,7 @@ def _check(
     return _GemmCall(arrays, weight, order, rows, M_K[0], replace(options, epilogue=epilogue, out_dtype=dtype))
 
 
-def _epilogue(weight: PackedWeight, epilogue: str | None, residual: Any, bias: Any, out: Any) -> str | None:
+def _resolve_epilogue(weight: PackedWeight, epilogue: str | None, residual: Any, bias: Any, out: Any) -> str | None:
     """Return the epilogue that is asked for or follows from a residual; raise ArgumentError if it does not fit."""
     if weight.interleaved and epilogue is None:
         raise ArgumentError(f"{NAME}: epilogue", "must be silu_mul for a weight packed with interleaved=True", epilogue)
@@ -175,14 +175,14 @@ def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -
     step = ladder.choose(weight, "row_major", M, GemmOptions(kernel=kernel, backend="gpu"))
     sizes = step.sizes(M, weight.N, weight.K, weight.group, 1)
     step.spec.check_sizes(sizes)
-    return Workspace.of(step.spec.name, _scratch(step, sizes), zeros=False, M=int(M))
+    return Workspace.of(step.spec.name, _scratch_buffers(step, sizes), zeros=False, M=int(M))
 
 
-def _scratch(step: GemmStep, sizes: dict[str, int]) -> tuple[Scratch, ...]:
+def _scratch_buffers(step: GemmStep, sizes: dict[str, int]) -> tuple[Scratch, ...]:
     """List the spec's scratch arguments, and the token sums if the step needs them; callers may give sums instead."""
-    known = {**sizes, **step.spec.config_for(sizes)}
+    sizes_and_constants = {**sizes, **step.spec.config_for(sizes)}
     needed = [arg for arg in step.spec.args if arg.role == "scratch" or (arg.name == "x_sum" and step.needs_sum)]
-    return tuple(Scratch.of(arg, known) for arg in needed)
+    return tuple(Scratch.of(arg, sizes_and_constants) for arg in needed)
 
 
 def unpack_operand(name: str, x_q: Any, x_scale: Any, x_sum: Any) -> tuple[Any, Any, Any, str, int, Any]:
@@ -240,7 +240,7 @@ class _GemmCall:
         return sizes
 
     @property
-    def beside_the_weight(self) -> Iterator[CallArray]:
+    def activations_and_output(self) -> Iterator[CallArray]:
         """Activations and output."""
         M, N, options = self.M, self.weight.N, self.options
         shapes = {
@@ -260,7 +260,7 @@ class _GemmCall:
     @property
     def operands(self) -> Iterator[CallArray]:
         """Activations, output and weight; dtypes and shapes of the weight are the PackedWeight's own concern."""
-        yield from self.beside_the_weight
+        yield from self.activations_and_output
         for buffer, array in self.weight.buffers.items():
             yield CallArray(buffer, f"{NAME}: weight", array)
 
@@ -271,8 +271,8 @@ def _prepare(call: _GemmCall) -> Prepared:
 
     def plans() -> tuple[Plan, ...]:
         config = step.config(sizes, DTYPES.index(call.options.out_dtype), call.has_sum)
-        named = dict(step.buffers)
-        product = Plan(step.spec, config, sizes, programmatic=call.options.programmatic, named=named)
+        buffer_names = dict(step.buffers)
+        product = Plan(step.spec, config, sizes, programmatic=call.options.programmatic, named=buffer_names)
         if not needs_sum:
             return (product,)
         names = {"x_q": "x", "token_sum": "x_sum"}
@@ -284,14 +284,14 @@ def _prepare(call: _GemmCall) -> Prepared:
         kernel=f"must be gemm_workspace(weight, {call.M})",
         size=f"must be gemm_workspace(weight, {call.M}) or larger",
     )
-    return Prepared(step.spec.name, plans, memory=_scratch(step, sizes), workspace_rules=rules)
+    return Prepared(step.spec.name, plans, memory=_scratch_buffers(step, sizes), workspace_rules=rules)
 
 
 def _on_host(call: _GemmCall) -> Results:
     """Run on NumPy arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
     step, weight, sizes = call.step, call.weight, call.kernel_sizes
     inputs = {}
-    for operand in call.beside_the_weight:
+    for operand in call.activations_and_output:
         if operand.array is None:
             continue
         require_on_host(*operand[1:5], written=operand.name == "y")
@@ -306,7 +306,7 @@ def _on_host(call: _GemmCall) -> Results:
         inputs["x_sum"] = gpu.as_array("x_q", call.arrays["x"]).sum(axis=1, dtype=np.int32)
     return run_spec(
         step.spec,
-        of_kernel(step.spec.name)[0],
+        sources_of_kernel(step.spec.name)[0],
         inputs,
         sizes=sizes,
         out=out,
@@ -325,7 +325,7 @@ def _check_sums(call: _GemmCall) -> None:
     packed = PackedActivations(
         layout=call.order, M=call.M, K=call.weight.K, rows=call.rows, x_q=x_q, scale=sums, token_sum=sums
     )
-    sums_agree(NAME, {"x": unpack_activations(packed).q if call.M else x_q, "x_sum": sums})
+    check_sums(NAME, {"x": unpack_activations(packed).q if call.M else x_q, "x_sum": sums})
 
 
 _GEMM = Operation(NAME, _check, _prepare, _on_host)

@@ -72,10 +72,10 @@ def _silu_mul(spec: KernelSpec) -> KernelSpec:
         by_row = {name: logical[name] for name in ("weight", "bias") if name in logical}
         return spec.pack({**logical, **{name: with_arrays(part, interleave) for name, part in by_row.items()}})
 
-    def gated(OUT: int = F16, **logical: Any) -> np.ndarray:
+    def compute_silu_mul(OUT: int = F16, **logical: Any) -> np.ndarray:
         return silu_mul(spec.reference(**logical, OUT=_F32), OUT)
 
-    def error(OUT: int = F16, **logical: Any) -> np.ndarray:
+    def bound_error(OUT: int = F16, **logical: Any) -> np.ndarray:
         return silu_mul_error(spec.reference(**logical, OUT=_F32), OUT)
 
     return _variant(
@@ -86,8 +86,8 @@ def _silu_mul(spec: KernelSpec) -> KernelSpec:
         summary=f"{spec.name} of gate and up in turns of eight rows: SiLU of the gate times up, half the output",
         rules=(*spec.rules, "N % 16 == 0"),
         pack=pack,
-        reference=gated,
-        bound=error,
+        reference=compute_silu_mul,
+        bound=bound_error,
         tolerance_reason="exp and reciprocal are approximate: before it is rounded a result has a relative error of "
         "2^-20 and 2^-22 per unit of a positive exponent, which may change it by one step near a tie alone",
         example_sizes=tuple({**sizes, "N": ceil_div(sizes["N"], 16) * 16} for sizes in spec.example_sizes),
@@ -105,7 +105,7 @@ def _residual(spec: KernelSpec) -> KernelSpec:
         residual = rng.standard_normal((sizes["M"], sizes["N"]), dtype=np.float32)
         return {**spec.example(rng, **sizes), "residual": residual * np.float32(4)}
 
-    def added(residual: np.ndarray, OUT: int = F16, **logical: Any) -> np.ndarray:
+    def add_residual(residual: np.ndarray, OUT: int = F16, **logical: Any) -> np.ndarray:
         product = floats(spec.reference(**logical, OUT=OUT))
         return _round_to_output(product + floats(_round_to_output(residual, OUT)), OUT)
 
@@ -117,22 +117,25 @@ def _residual(spec: KernelSpec) -> KernelSpec:
         summary=f"{spec.name} added to a residual stream, in place",
         example=example,
         pack=lambda logical: {**spec.pack(logical), "y": logical["residual"]},
-        reference=added,
+        reference=add_residual,
         after_wait=(*spec.after_wait, "y"),
     )
 
 
 EPILOGUES: dict[str, Callable[[KernelSpec], KernelSpec]] = {"silu_mul": _silu_mul, "residual": _residual}
 _KERNELS = {
-    name: tuple(fed._replace(with_groups=of(fed.with_groups), channel=of(fed.channel)) for fed in strips.STRIP_KERNELS)
-    for name, of in EPILOGUES.items()
+    name: tuple(
+        kernel._replace(with_groups=add_epilogue(kernel.with_groups), channel=add_epilogue(kernel.channel))
+        for kernel in strips.STRIP_KERNELS
+    )
+    for name, add_epilogue in EPILOGUES.items()
 }
-STEPS = {name: strips.build_steps(fed) for name, fed in _KERNELS.items()}
+STEPS = {name: strips.build_steps(kernels) for name, kernels in _KERNELS.items()}
 # `NAME:FORM`: those on row-major activations, with groups and per channel.
 FORMS = tuple(
     spec
-    for fed in _KERNELS.values()
-    for each in fed
-    if each.order == "row_major"
-    for spec in (each.with_groups, each.channel)
+    for kernels in _KERNELS.values()
+    for kernel in kernels
+    if kernel.order == "row_major"
+    for spec in (kernel.with_groups, kernel.channel)
 )

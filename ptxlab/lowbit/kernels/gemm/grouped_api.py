@@ -10,7 +10,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.gemm.api import unpack_operand
-from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, check_sums
 from ptxlab.lowbit.kernels.gemm.grouped import STEPS
 from ptxlab.lowbit.kernels.gemm.options import GroupedOptions, require_scale, resolve_dtype
 from ptxlab.lowbit.kernels.gemm.strips import LAYOUT
@@ -20,7 +20,7 @@ from ptxlab.lowbit.layout import ExpertWeights
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.validate import shape_of
 
 NAME = "gemm_w4a8_grouped"
@@ -74,8 +74,8 @@ def gemm_w4a8_grouped(
     x_q, x_scale, x_sum, order, _, shape = unpack_operand(NAME, x_q, x_scale, x_sum)
     activations = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "offsets": offsets, "bias": bias, "y": out}
     arrays = {**activations, **weights.buffers}
-    results = _GROUPED(options, (weights.description, order, shape), arrays, weights, order, shape)
-    return results["y"] if out is None else out
+    outputs = _GROUPED(options, (weights.description, order, shape), arrays, weights, order, shape)
+    return outputs["y"] if out is None else out
 
 
 def _check(
@@ -138,7 +138,7 @@ class _GroupedCall:
         return self.M == 0
 
     @property
-    def beside_the_weights(self) -> Iterator[CallArray]:
+    def activations_and_output(self) -> Iterator[CallArray]:
         """Activations, where each expert's begin, and output."""
         M, N, K, E = self.M, self.weights.N, self.weights.K, self.weights.E
         shapes = (
@@ -156,7 +156,7 @@ class _GroupedCall:
     @property
     def operands(self) -> Iterator[CallArray]:
         """Activations, offsets, output and weights; dtypes and shapes of the weights are their own concern."""
-        yield from self.beside_the_weights
+        yield from self.activations_and_output
         for _, buffer in self.step.buffers:
             yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
 
@@ -168,12 +168,12 @@ def _check_weights(weights: ExpertWeights) -> None:
 
 
 def _prepare(call: _GroupedCall) -> Prepared:
-    spec, named = call.step.spec, dict(call.step.buffers)
+    spec, buffer_names = call.step.spec, dict(call.step.buffers)
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         raise UnavailableError(f"{NAME}: {spec.name}: {reason}")
 
     def plans() -> tuple[Plan, ...]:
-        return (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic, named=named),)
+        return (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic, named=buffer_names),)
 
     return Prepared(spec.name, plans)
 
@@ -181,10 +181,10 @@ def _prepare(call: _GroupedCall) -> Prepared:
 def _on_host(call: _GroupedCall) -> Results:
     """Run on NumPy arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
-    for operand in call.beside_the_weights:
+    for operand in call.activations_and_output:
         if operand.array is not None:
             arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name == "y")
-    sums_agree(NAME, arrays)
+    check_sums(NAME, arrays)
     if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
         raise ArgumentError(f"{NAME}: weights", "must be on the host, as x_q is", "ones on the GPU")
     inputs = {name: call.arrays[name] for name in arrays if name != "y"}
@@ -194,7 +194,7 @@ def _on_host(call: _GroupedCall) -> Results:
     spec = call.step.spec
     return run_spec(
         spec,
-        of_kernel(spec.name)[0],
+        sources_of_kernel(spec.name)[0],
         inputs,
         sizes=call.sizes,
         out=out,

@@ -16,7 +16,7 @@ from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec.dtypes import convert_to_dtype, numbers
-from ptxlab.spec.tolerance import within
+from ptxlab.spec.tolerance import describe_mismatch
 from tests.support import attention_problems as problems
 from tests.support.attention_calls import (
     CACHE,
@@ -63,7 +63,7 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     for queries in (q, q[:, 0]):
         got = ptxlab.attention_kv4(queries, cache, kernel=kernel, backend="emulator")
         assert got.shape == queries.shape
-        assert within({"out": got.reshape(wanted["out"].shape)}, wanted, allowed) is None
+        assert describe_mismatch({"out": got.reshape(wanted["out"].shape)}, wanted, allowed) is None
     workspace = ptxlab.attention_workspace(on_device(cache), kernel=kernel)
     assert workspace.nbytes == 0 and fake.allocations == 0
     out = ptxlab.attention_kv4(to_device_array(q), on_device(cache), kernel=kernel, workspace=workspace)

@@ -19,13 +19,13 @@ from ptxlab.lowbit.kernels.attention.sm90 import PROMOTE, SM90, AttentionTileSm9
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import quantize_kv
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
-from ptxlab.sources import of_kernel
-from ptxlab.spec.tolerance import Allowed, within
+from ptxlab.sources import sources_of_kernel
+from ptxlab.spec.tolerance import Allowed, describe_mismatch
 from tests.support import attention_faults as faults
 from tests.support import attention_problems as problems
 from tests.support import tensor_cores
-from tests.support.attention_faults import every_data, refused
-from tests.support.attention_variants import AMPERE, HOPPER, Variant, of_each
+from tests.support.attention_faults import every_data, misses_bound
+from tests.support.attention_variants import AMPERE, HOPPER, Variant, parametrize_variants
 from tests.support.tensor_cores import ampere_mma
 
 LENGTHS = (300, 4096, 32768)
@@ -47,16 +47,18 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
     of = faults.problem(data, HEADS, length)
     exact, rng = faults.Expected(of), np.random.default_rng(0)
     with_error = {
-        name: Allowed(1.5 * allowed.each, 1.5 * allowed.rms)
+        name: Allowed(1.5 * allowed.per_element, 1.5 * allowed.rms)
         for name, allowed in allowed_of(of).items()
         if allowed.rms is not None
     }
-    right = exact(of.right(1))
-    assert not any(refused(one, one, allowed).any() for one, allowed in zip(right, with_error.values(), strict=True))
+    right = exact(of.unchanged(1))
+    assert not any(
+        misses_bound(one, one, allowed).any() for one, allowed in zip(right, with_error.values(), strict=True)
+    )
     for fault in faults.FAULTS:
-        wanted = exact(of.with_other_lasts()) if fault is faults.last_token_lost else right
+        wanted = exact(of.with_other_last_tokens()) if fault is faults.last_token_lost else right
         for got, one, (name, allowed) in zip(exact(fault(of, rng)), wanted, with_error.items(), strict=True):
-            found = refused(got, one, allowed)
+            found = misses_bound(got, one, allowed)
             assert found.all(), f"{fault.__name__}: {found.sum()} of {len(found)} refused by {name}"
 
 
@@ -77,7 +79,7 @@ def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int
     for seed in range(max(1, 2048 // length)):
         of = faults.problem(data, HEADS, length, spare=1, seed=seed)
         right = dict(zip(("out", "lse"), common.attention(of.q, of.cache, SCALE), strict=True))
-        assert within(rounded(of.q, of.cache, warps), right, allowed_of(of)) is None
+        assert describe_mismatch(rounded(of.q, of.cache, warps), right, allowed_of(of)) is None
 
 
 @pytest.mark.default_cases("equal_scores", "nothing", "one_dominant_score")
@@ -91,7 +93,7 @@ def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> Non
     q = q.astype(np.float16)
     right = dict(zip(("out", "lse"), common.attention(q, cache, SCALE), strict=True))
     logical = {"q": q, "cache": cache, "softmax_scale": SCALE, "window": 0, "blocks": 1}
-    assert within(rounded(q, cache, 1), right, SM90.allowed(logical)) is None
+    assert describe_mismatch(rounded(q, cache, 1), right, SM90.allowed(logical)) is None
 
 
 @pytest.mark.full
@@ -103,8 +105,8 @@ def test_zeros_are_no_attention_however_many_tokens_there_are() -> None:
     seen = np.ones((1, 32768), bool)
     out, _ = bound.allowed_error(q, k, v, seen, scale=SCALE, roundings=roundings_of(D, False), stored=HALF)
     right = reference.attention(q, k.dequantize(), v.dequantize(), scale=SCALE)[0]
-    assert within({"out": right}, {"out": right}, {"out": out}) is None
-    assert within({"out": np.zeros_like(right)}, {"out": right}, {"out": out}) is not None
+    assert describe_mismatch({"out": right}, {"out": right}, {"out": out}) is None
+    assert describe_mismatch({"out": np.zeros_like(right)}, {"out": right}, {"out": out}) is not None
 
 
 SPECS = (SM90, sm80.MMA, ladder.SPECS[0], ladder.SPECS[-1])
@@ -125,8 +127,8 @@ def test_no_bound_is_looser_than_the_certain_one(
     both = spec.allowed(logical)
     monkeypatch.setattr(bound, "_MANY", 1 << 30)
     for name, certain in spec.allowed(logical).items():
-        assert (both[name].each <= certain.each).all()
-        assert (both[name].each[:2] == certain.each[:2]).all(), "of few tokens it is certain"
+        assert (both[name].per_element <= certain.per_element).all()
+        assert (both[name].per_element[:2] == certain.per_element[:2]).all(), "of few tokens it is certain"
         if certain.rms is not None:
             assert (both[name].rms <= certain.rms).all() and (both[name].rms > 0).all()
 
@@ -143,7 +145,7 @@ def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -
     visible = np.arange(L)[None] >= L - seen
     of_8 = roundings(8, False)
     found = bound.allowed_error(np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=HALF)
-    assert all((each.each < 0.1).all() and (each.rms < 0.1).all() for each in found)
+    assert all((each.per_element < 0.1).all() and (each.rms < 0.1).all() for each in found)
 
 
 LENGTH = 131072
@@ -160,7 +162,7 @@ def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
     sizes["blocks"] = sm90.blocks_for(sizes, gpu.device_info().sms)
     config = SM90.config_for(sizes)
     sizes |= config
-    kernel = gpu.load(of_kernel(SM90.name)[0], SM90.name, defines=config)
+    kernel = gpu.load(sources_of_kernel(SM90.name)[0], SM90.name, defines=config)
     geometry = SM90.launch(sizes)
     handed_over = {
         name: gpu.zeros(SM90.arg(name).resolve(sizes), str(SM90.arg(name).dtype)) for name in ("partial", "stats")
@@ -202,10 +204,10 @@ def test_every_fault_is_refused_at_131072_tokens(
     def expected(draws: faults.Draws) -> dict[str, Any]:
         return dict(zip(allowed, exact(draws), strict=True))
 
-    right, others = expected(of.right(1)), expected(of.with_other_lasts())
-    for draws, wanted in ((of.right(3), right), (of.with_other_lasts(), others)):
+    right, others = expected(of.unchanged(1)), expected(of.with_other_last_tokens())
+    for draws, wanted in ((of.unchanged(3), right), (of.with_other_last_tokens(), others)):
         found = launch(draws)
-        problem = within(found, wanted, allowed)
+        problem = describe_mismatch(found, wanted, allowed)
         assert problem is None, problem
     for name, error in allowed.items():
         off = np.abs(found[name] - others[name])
@@ -214,7 +216,7 @@ def test_every_fault_is_refused_at_131072_tokens(
         measured = {
             "max": float(off.max()),
             "rms": float(rms.max()),
-            "of allowed": float((off / error.each).max()),
+            "of allowed": float((off / error.per_element).max()),
             "rms of allowed": float((rms / error.rms).max()),
         }
         for what, value in measured.items():
@@ -224,7 +226,7 @@ def test_every_fault_is_refused_at_131072_tokens(
     for fault in faults.FAULTS:
         wanted, found = others if fault is faults.last_token_lost else right, launch(fault(of, rng))
         for name in allowed:
-            by_name = refused(found[name], wanted[name], allowed[name])
+            by_name = misses_bound(found[name], wanted[name], allowed[name])
             assert bool(by_name.all()), f"{fault.__name__}: {int(by_name.sum())} of {len(by_name)} refused by {name}"
 
 
@@ -234,7 +236,7 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     This very number came out on an H200. Sums that are rounded only once are far nearer.
     """
-    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    tensor_cores.patch_emulator(hopper_mma, monkeypatch)
     variant, at = HOPPER[3], (0, 6, 3, 25)
     logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, Hkv=3)
     out = variant.check(logical, arrays)["out"]
@@ -249,12 +251,12 @@ CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_sma
 
 @pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@of_each(*AMPERE, *HOPPER)
+@parametrize_variants(*AMPERE, *HOPPER)
 def test_tensor_cores_stay_within_the_bound(
     variant: Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few tokens of several heads, and tiles of one head, in turns: each with every variant and every change."""
-    tensor_cores.in_the_emulator(hopper_mma if variant.tile else ampere_mma, monkeypatch)
+    tensor_cores.patch_emulator(hopper_mma if variant.tile else ampere_mma, monkeypatch)
     turn = ((*AMPERE, *HOPPER).index(variant) + CHANGES.index(change)) % 2
     lengths, Hkv = (((5,), 3), ((75, 0, 1), 1))[turn]
     variant.check(*variant.problem(1, lengths, change, Hkv))

@@ -22,7 +22,7 @@ from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.verify import compare
-from ptxlab.sources import of_kernel
+from ptxlab.sources import sources_of_kernel
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support import attention_problems as problems
@@ -38,7 +38,7 @@ PLAIN, OF_SMALL_PAGES = HOPPER[:2]
 
 def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
     """Run the kernel, and return (out, lse) as it writes them."""
-    found = run_spec(SM90, of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend).outputs
+    found = run_spec(SM90, sources_of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend).outputs
     return found["out"], found["lse"]
 
 

@@ -15,10 +15,10 @@ from ptxlab.lowbit.kernels.attention.sm80 import MMA
 from ptxlab.runtime import Kernel, verify
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import numbers
-from ptxlab.spec.tolerance import within
+from ptxlab.spec.tolerance import describe_mismatch
 from tests.support import attention_problems as problems
-from tests.support import waits
-from tests.support.attention_variants import AMPERE, Variant, drawn, of_each
+from tests.support import sync_mutants
+from tests.support.attention_variants import AMPERE, Variant, parametrize_variants, problem_strategies
 from tests.support.axes import both_modes, on_every_backend
 
 SOURCE = registry.find(MMA.name)[1][0]
@@ -67,11 +67,13 @@ def in_parts(
 
 def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) -> None:
     config = {"BF16": variant.BF16}
-    assert within({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
+    assert (
+        describe_mismatch({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
+    )
 
 
 @pytest.mark.full
-@of_each(*AMPERE)
+@parametrize_variants(*AMPERE)
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
 def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
@@ -103,8 +105,8 @@ def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
 
 
 @pytest.mark.gpu
-@of_each(*AMPERE)
-@given(**drawn(2000, 8, gpu=True, fused=st.integers(0, 1)))
+@parametrize_variants(*AMPERE)
+@given(**problem_strategies(2000, 8, gpu=True, fused=st.integers(0, 1)))
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused: int, **how: Any) -> None:
     logical, arrays = variant.problem(seed, **how)
@@ -114,7 +116,7 @@ def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused
 
 
 @pytest.mark.full
-@of_each(*AMPERE)
+@parametrize_variants(*AMPERE)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) -> None:
     config = variant.config
@@ -125,7 +127,7 @@ def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) 
 
 
 @pytest.mark.default_cases("sm80-128-64-4-0-1-1-0")
-@of_each(*AMPERE)
+@parametrize_variants(*AMPERE)
 def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
     """Loads of keys, values and their constants have no conflicts; accesses made once for a work item may have some."""
     logical, arrays = variant.problem(0, (200,))
@@ -154,7 +156,7 @@ def mutated_kernel() -> Kernel:
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Check a mutated kernel on a problem of several work items that goes around each warp's ring; return the error."""
     problem = MUTATED.problem(0, (600, 40))
-    return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode), monkeypatch)
+    return sync_mutants.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode), monkeypatch)
 
 
 @both_modes
@@ -167,4 +169,4 @@ def test_every_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def notices(module: emulator.Module) -> bool:
         return any(diagnosis(module, mode, monkeypatch) for mode in emulator.MODES)
 
-    assert waits.unnoticed(mutated_kernel(), notices) == []
+    assert sync_mutants.unnoticed_removals(mutated_kernel(), notices) == []

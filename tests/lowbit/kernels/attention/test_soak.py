@@ -11,7 +11,7 @@ from ptxlab import gpu, registry
 from ptxlab.lowbit.kernels.attention.sm80 import scheme_of
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, why_not
 from ptxlab.lowbit.layout import KVCache
-from ptxlab.spec.tolerance import within
+from ptxlab.spec.tolerance import describe_mismatch
 from tests.support import attention_problems as problems
 from tests.support import soak
 
@@ -71,7 +71,7 @@ def draw_case(step: AttentionStep, rng: np.random.Generator) -> Case:
     if "partial" in {arg.name for arg in oracle.outputs}:  # 0 afterwards, for as many blocks
         logical["blocks"] = 1
     got = {"out": gpu.to_host(first).view(np.float16)}
-    assert within(got, oracle.expected(logical), oracle.allowed(logical)) is None, str(case)
+    assert describe_mismatch(got, oracle.expected(logical), oracle.allowed(logical)) is None, str(case)
     return Case(spec.name, on_device, cache, window, first, case.wrong)
 
 

@@ -16,7 +16,7 @@ from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
-from tests.support.quantized import weight_of
+from tests.support.random_weights import weight_of
 
 QOQ, (SOURCE, *_) = registry.find("gemm_w4a8_qoq_sm80")
 LQQ, CHANNEL = (registry.specs()[f"gemm_w4a8_{scheme}_sm80"] for scheme in ("lqq", "qoq_channel"))
@@ -30,7 +30,7 @@ def sizes_of(spec: KernelSpec, **sizes: int) -> dict[str, int]:
 
 
 def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **options: Any) -> np.ndarray:
-    return checks.output(spec, spec.pack(logical), backend, **options)
+    return checks.run_checked(spec, spec.pack(logical), backend, **options)
 
 
 @pytest.mark.full
@@ -47,7 +47,7 @@ def test_accumulators_are_exact_in_the_emulator(name: str, data: st.DataObject, 
 @given(data=st.data())
 def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> None:
     spec, logical = registry.specs()[name], data.draw(PROBLEMS[name](tokens=300, rows=320, groups=12))
-    checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
+    checks.assert_exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
 @pytest.mark.default_cases("72-9-gemm_w4a8_qoq_channel_sm80-emulator")

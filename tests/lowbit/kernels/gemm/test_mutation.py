@@ -26,7 +26,7 @@ from ptxlab.runtime import Kernel, run_spec
 from ptxlab.sources import Source
 from tests.support.axes import both_modes
 from tests.support.skeletons import inline_skeletons
-from tests.support.waits import Place, changed, end_at_first_finding, not_expecting, places
+from tests.support.sync_mutants import Place, apply_change, end_at_first_finding, expect_no_bytes, statements_by_place
 
 LADDER_NAMES = dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major")
 NAMES = (*LADDER_NAMES, W8A8.name, GROUPED.name, *(spec.name for spec in (*w4a4.SPECS, *w4ax.SPECS)))
@@ -198,14 +198,14 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
     """Yield one mutant for every synchronising statement, and one more for every arrival that expects bytes."""
     kernel = kernel_of(variant)
     code = kernel.module.entries[kernel.entry].instructions
-    known = places(kernel_of(variant.plain)) if variant.plain else {}
-    for (opcode, place), copies in places(kernel).items():
+    known = statements_by_place(kernel_of(variant.plain)) if variant.plain else {}
+    for (opcode, place), copies in statements_by_place(kernel).items():
         if (opcode, place) in known:
             continue
         text = re.sub(r"%\w+", "%", code[copies[0]].text)
-        yield Mutant(variant, text, place, changed(kernel, copies))
+        yield Mutant(variant, text, place, apply_change(kernel, copies))
         if ".expect_tx" in opcode:
-            yield Mutant(variant, f"expect_tx of {text}", place, changed(kernel, copies, not_expecting))
+            yield Mutant(variant, f"expect_tx of {text}", place, apply_change(kernel, copies, expect_no_bytes))
 
 
 def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:

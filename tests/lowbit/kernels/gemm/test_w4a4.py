@@ -41,7 +41,7 @@ def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any 
     """Run a W4A4 kernel under the emulator's checks and return Y; `config` overrides chosen constants."""
     sizes = sizes_of(spec, **logical)
     config = {**spec.config_for(sizes), **(config or {})}
-    return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
+    return checks.run_checked(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
 
 
 def sizes_of(spec: KernelSpec, x: Any, w: Any, **_: Any) -> dict[str, int]:
@@ -54,7 +54,10 @@ def sizes_of(spec: KernelSpec, x: Any, w: Any, **_: Any) -> dict[str, int]:
 @st.composite
 def rows(draw: st.DrawFn, R: int, K: int, outliers: int, group: int) -> AtomRows:
     """Draw rows with integers at their limits and scales at FP16's."""
-    q4, q8 = draw(strategies.filled(np.int8, (R, K), Q4)), draw(strategies.filled(np.int8, (R, outliers), Q8))
+    q4, q8 = (
+        draw(strategies.mostly_constant(np.int8, (R, K), Q4)),
+        draw(strategies.mostly_constant(np.int8, (R, outliers), Q8)),
+    )
     scale = draw(hnp.arrays(np.float16, (R, K // group + 1), elements=SCALES, fill=SCALES))
     return AtomRows(q4, scale[:, 1:], q8, scale[:, 0].copy() if outliers else np.ones(R, np.float16))
 
@@ -64,7 +67,7 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
     M, N = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows_of_w // 8))
     if spec is S4:
         K = 32 * draw(st.integers(1, 4 * groups))
-        x, w = (draw(strategies.filled(np.int8, (R, K), Q4)) for R in (M, N))
+        x, w = (draw(strategies.mostly_constant(np.int8, (R, K), Q4)) for R in (M, N))
         return {"x": x, "w": w}
     group, outliers = draw(st.sampled_from((64, 128))), draw(st.sampled_from(quant.ATOM_OUTLIERS))
     K = group * (2 * draw(st.integers(0, groups)) + 1 if group == 64 else draw(st.integers(1, groups)))
@@ -91,7 +94,7 @@ def test_any_problem_is_exact_in_the_emulator(spec: KernelSpec, data: st.DataObj
 @given(data=st.data())
 def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) -> None:
     logical = data.draw(problems(spec, tokens=300, rows_of_w=320, groups=8))
-    checks.exact_twice(lambda: output(spec, logical, "gpu"), spec.reference(**logical))
+    checks.assert_exact_twice(lambda: output(spec, logical, "gpu"), spec.reference(**logical))
 
 
 @pytest.mark.default_cases("16-gemm_w4a4_s4_sm80-emulator")
@@ -255,7 +258,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile, g: int) -> None:
     sizes = {"M": 128, "N": 4096, "K": 3968, "outliers": 128, "g": g}
     config = {**choose(W4A4._replace(costs={tile: W4A4.costs[tile]}), sizes, 4096), "GROUP": g, "OUT": 0}
-    assert checks.built_as_meant(SM90, config, sizes).warnings == ()
+    assert checks.compile_checked(SM90, config, sizes).warnings == ()
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
 
