@@ -14,7 +14,7 @@ OTHER_DIMS = {64: (32, 8), 256: (16, 8)}  # heads
 OTHER_POINTS = ((512, 8192), (2048, 0), (2048, 8192), (2048, 32768))  # queries, context
 SHORT, ALONE, BYTES = "short", "alone", "bytes"
 SHORT_CONTEXTS = (0, 8192, 32768)
-FEW, FAR = 128, (32768, 131072)  # queries and contexts whose bytes from DRAM have a target
+FEW_QUERIES, FAR_CONTEXTS = 128, (32768, 131072)  # queries and contexts whose bytes from DRAM have a target
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ GRID = (
 
 
 @dataclass(frozen=True)
-class WantedChunks:
+class ChunkSelection:
     """Chunks that are measured, and whether peers are measured beside them."""
 
     chunks: tuple[Chunk, ...] = GRID
     peers: bool = True
 
 
-def part(words: Sequence[str]) -> WantedChunks:
+def part(words: Sequence[str]) -> ChunkSelection:
     """Parse the words of `--only`: heads, `D=64`, `T=512`, `C=8192`, `short`, `alone`.
 
     All of a kind is measured if no word names one of it. `short` are the rows that have targets, at heads 32/8. Raises
@@ -85,25 +85,27 @@ def part(words: Sequence[str]) -> WantedChunks:
         {f"C={C}": chunks_of(context=C) for C in CONTEXTS},
         {SHORT: _short()},
     )
-    words_known = [*(word for kind in kinds for word in kind), ALONE, BYTES]
+    known_words = [*(word for kind in kinds for word in kind), ALONE, BYTES]
     for word in words:
-        if word not in words_known:
-            raise ArgumentError("only", f"one of {', '.join(words_known)}", word)
-    wanted = set(GRID)
+        if word not in known_words:
+            raise ArgumentError("only", f"one of {', '.join(known_words)}", word)
+    selected = set(GRID)
     for kind in kinds:
         if chosen := [kind[word] for word in words if word in kind]:
-            wanted &= set().union(*chosen)
-    if not wanted:
+            selected &= set().union(*chosen)
+    if not selected:
         raise ArgumentError("only", "words that some chunk of the grid fits", ", ".join(words))
-    return WantedChunks(tuple(chunk for chunk in GRID if chunk in wanted), peers=ALONE not in words)
+    return ChunkSelection(tuple(chunk for chunk in GRID if chunk in selected), peers=ALONE not in words)
 
 
 def chunks_of(**fields: object) -> set[Chunk]:
     """Find the chunks of the grid whose fields have these values."""
-    return {chunk for chunk in GRID if all(getattr(chunk, name) == value for name, value in fields.items())}
+    return {
+        chunk for chunk in GRID if all(getattr(chunk, name) == wanted_value for name, wanted_value in fields.items())
+    }
 
 
 def _short() -> set[Chunk]:
     """Return the chunks whose rate or bytes have a target, at the first heads."""
     rates = {Chunk(T, C, HEADS[0]) for T, C in product(QUERIES[1:], SHORT_CONTEXTS)}
-    return rates | {Chunk(FEW, C, HEADS[0]) for C in FAR}
+    return rates | {Chunk(FEW_QUERIES, C, HEADS[0]) for C in FAR_CONTEXTS}

@@ -31,13 +31,13 @@ class Format(NamedTuple):
 
     Attributes:
         dtype: of the floats between the GEMMs, by name.
-        quantise: what a GEMM is given: floats, FP8 by token or by one scale that is known before, or INT8 by token.
+        scheme: what a GEMM is given: floats, FP8 by token or by one scale that is known before, or INT8 by token.
         weight_bytes: of a weight.
         tolerance: how far off the FP16 mix's results its own may be, rms; what is wired wrongly is about 1.4 off.
     """
 
     dtype: str
-    quantise: str
+    scheme: str
     weight_bytes: float
     tolerance: float
 
@@ -64,49 +64,49 @@ class MixTime(NamedTuple):
 # --- what lies between the GEMMs -------------------------------------------------------------------------------------
 
 
-def quantised(y: Any, how: str, dtype: Any) -> tuple[Any, Any]:
+def quantize(y: Any, scheme: str, dtype: Any) -> tuple[Any, Any]:
     """Quantise f32 [M, K] for a GEMM: operand [M, K], and scales f32 [M, 1], or None if the format has none."""
     import torch
 
-    if how == "none":
+    if scheme == "none":
         return y.to(dtype), None
-    if how == "fp8_static":
+    if scheme == "fp8_static":
         return (y * (1 / STATIC)).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn), None
-    most = y.abs().amax(1, keepdim=True).clamp(min=1e-12)
-    if how == "int8":
-        scale = most * (1 / 127)
+    magnitude = y.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    if scheme == "int8":
+        scale = magnitude * (1 / 127)
         return (y / scale).round().to(torch.int8), scale
-    scale = most * (1 / FP8_MOST)
+    scale = magnitude * (1 / FP8_MOST)
     return (y / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn), scale
 
 
-def norm(x: Any, residual: Any, gamma: Any, how: str, keep: bool = False) -> tuple[Any, Any, Any]:
+def norm(x: Any, residual: Any, gamma: Any, scheme: str, keep_floats: bool = False) -> tuple[Any, Any, Any]:
     """Add x to residual in place, and return the sum's RMSNorm.
 
-    It is (operand, scales, floats of x's dtype if `keep`), all [M, H].
+    It is (operand, scales, floats of x's dtype if `keep_floats`), all [M, H].
     """
     import torch
 
     residual.add_(x)
     floats = residual.float()
     y = floats * torch.rsqrt(floats.square().mean(1, keepdim=True) + EPS) * gamma.float()
-    return *quantised(y, how, x.dtype), y.to(x.dtype) if keep else None
+    return *quantize(y, scheme, x.dtype), y.to(x.dtype) if keep_floats else None
 
 
-def gated(gate_up: Any, how: str) -> tuple[Any, Any]:
+def silu_mul(gate_up: Any, scheme: str) -> tuple[Any, Any]:
     """Compute silu(gate) * up of [M, 2·F], gate in the first half of the columns, as (operand, scales)."""
     import torch
 
     gate, up = gate_up.chunk(2, 1)
-    return quantised(torch.nn.functional.silu(gate.float()) * up.float(), how, gate_up.dtype)
+    return quantize(torch.nn.functional.silu(gate.float()) * up.float(), scheme, gate_up.dtype)
 
 
-def requantised(x: Any, how: str) -> tuple[Any, Any]:
+def requantize(x: Any, scheme: str) -> tuple[Any, Any]:
     """Quantise the output of attention [M, Hq·D] as (operand, scales)."""
-    return quantised(x.float(), how, x.dtype)
+    return quantize(x.float(), scheme, x.dtype)
 
 
-def rotated(x: Any, cos: Any, sin: Any) -> Any:
+def rotate(x: Any, cos: Any, sin: Any) -> Any:
     """Apply RoPE on halves, in a form that compiles to one kernel.
 
     x [.., T, H, D], cos and sin f32 [T, 1, D] (`_tables`).
@@ -121,9 +121,9 @@ def append(qkv: Any, tables: Any, positions: Any, keys: Any, values: Any, kv_hea
     heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
     cos, sin = tables[positions].split(1, 1)
     rows = torch.arange(qkv.shape[0], device=qkv.device)
-    keys[rows, :, positions] = rotated(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
+    keys[rows, :, positions] = rotate(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
     values[rows, :, positions] = heads[:, -kv_heads:].to(values.dtype)
-    return rotated(heads[:, : -2 * kv_heads], cos, sin)
+    return rotate(heads[:, : -2 * kv_heads], cos, sin)
 
 
 def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, values: Any, kv_heads: int) -> Any:
@@ -133,9 +133,9 @@ def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, v
     heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
     cos, sin = tables[positions].split(1, 1)
     pages, offsets = torch.gather(table, 1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE
-    keys[pages, offsets] = rotated(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
+    keys[pages, offsets] = rotate(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
     values[pages, offsets] = heads[:, -kv_heads:].to(values.dtype)
-    return rotated(heads[:, : -2 * kv_heads], cos, sin)
+    return rotate(heads[:, : -2 * kv_heads], cos, sin)
 
 
 def append_prompts(qkv: Any, tables: Any, keys: Any, values: Any, kv_heads: int) -> Any:
@@ -145,15 +145,15 @@ def append_prompts(qkv: Any, tables: Any, keys: Any, values: Any, kv_heads: int)
     """
     prompts, _, length, _ = keys.shape
     heads, (cos, sin) = qkv.view(prompts, length, -1, HEAD_DIM), tables.split(1, 1)
-    keys.copy_(rotated(heads[:, :, -2 * kv_heads : -kv_heads], cos, sin).transpose(1, 2))
+    keys.copy_(rotate(heads[:, :, -2 * kv_heads : -kv_heads], cos, sin).transpose(1, 2))
     values.copy_(heads[:, :, -kv_heads:].transpose(1, 2))
-    return rotated(heads[:, :, : -2 * kv_heads], cos, sin).transpose(1, 2)
+    return rotate(heads[:, :, : -2 * kv_heads], cos, sin).transpose(1, 2)
 
 
 _OF_TOKENS = {
     norm: (0, 1),
-    gated: (0,),
-    requantised: (0,),
+    silu_mul: (0,),
+    requantize: (0,),
     append: (0, 2, 3, 4),
     append_paged: (0, 2, 3, 4, 5),
     append_prompts: (),
@@ -164,24 +164,24 @@ _WITHOUT_CACHES = {"fx_graph_cache": False, "autotune_local_cache": False}
 
 
 @cache
-def compiled(function: Callable[..., Any], *key: str | int, anew: bool = False) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], *key: str | int, fresh: bool = False) -> Callable[..., Any]:
     """Compile one of the functions above by `torch.compile`, for one format and width and any number of tokens.
 
     `append_prompts` is compiled for each number of prompts. A name of its own keeps PyTorch from making widths dynamic;
     the first axis of arguments in `_OF_TOKENS` is dynamic, but for a single token, which PyTorch always compiles for
     itself. The function is tuned to the tokens of the first call. PyTorch's caches on disk do not tell these numbers
-    apart, so that call may have been another process's, unless `anew`.
+    apart, so that call may have been another process's, unless `fresh`.
     """
     import torch
 
     name = "_".join((function.__name__, *map(str, key))).replace(".", "_")
     code = function.__code__.replace(co_name=name, co_qualname=name)
-    own = FunctionType(code, function.__globals__, name, function.__defaults__)
-    optimised = torch.compile(own, options=_WITHOUT_CACHES if anew else None)
+    renamed = FunctionType(code, function.__globals__, name, function.__defaults__)
+    optimised = torch.compile(renamed, options=_WITHOUT_CACHES if fresh else None)
 
     def call(*args: Any) -> Any:
-        for place in _OF_TOKENS[function]:
-            torch._dynamo.maybe_mark_dynamic(args[place], 0)
+        for index in _OF_TOKENS[function]:
+            torch._dynamo.maybe_mark_dynamic(args[index], 0)
         return optimised(*args)
 
     return call
@@ -197,16 +197,19 @@ def _product(name: str, weight: Any) -> Callable[[Any, Any], Any]:
     if name == "fp16":
         return lambda x, _: torch.matmul(x, weight.t())
     if name == "fp8_row":
-        q, scale = quantised(weight.float(), "fp8", None)
-        by_row = scale.t().contiguous()
+        q, scale = quantize(weight.float(), "fp8", None)
+        row_scales = scale.t().contiguous()
         return lambda x, s: torch._scaled_mm(
-            x, q.t(), scale_a=s, scale_b=by_row, out_dtype=torch.bfloat16, use_fast_accum=True
+            x, q.t(), scale_a=s, scale_b=row_scales, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     _require_mix(name, "fp8_tensor")
-    most = weight.float().abs().max() / FP8_MOST
-    q, known = (weight.float() / most).to(torch.float8_e4m3fn), torch.full((), STATIC, device=weight.device)
+    tensor_scale = weight.float().abs().max() / FP8_MOST
+    q, static_scale = (
+        (weight.float() / tensor_scale).to(torch.float8_e4m3fn),
+        torch.full((), STATIC, device=weight.device),
+    )
     return lambda x, _: torch._scaled_mm(
-        x, q.t(), scale_a=known, scale_b=most, out_dtype=torch.float16, use_fast_accum=True
+        x, q.t(), scale_a=static_scale, scale_b=tensor_scale, out_dtype=torch.float16, use_fast_accum=True
     )
 
 
@@ -216,7 +219,7 @@ def _require_mix(name: str, mix: str) -> None:
         raise ValueError(f"{name}: a mix of MIXES needs a product of its own")
 
 
-def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
+def _grouped_product(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
     """Quantise all experts' weights bf16 [E, N, K] and return their GEMM: (rows sorted by expert, scales, ends)."""
     import torch
 
@@ -224,10 +227,10 @@ def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
         return lambda x, _, ends: torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
     _require_mix(name, "fp8_row")
     E, N, K = weights.shape
-    q, scale = quantised(weights.reshape(E * N, K).float(), "fp8", None)
-    q, by_row = q.view(E, N, K), scale.view(E, N)
+    q, scale = quantize(weights.reshape(E * N, K).float(), "fp8", None)
+    q, row_scales = q.view(E, N, K), scale.view(E, N)
     return lambda x, s, ends: torch._scaled_grouped_mm(
-        x, q.transpose(1, 2), s.view(-1), by_row, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+        x, q.transpose(1, 2), s.view(-1), row_scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
@@ -245,14 +248,14 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
         size = (experts, N, K) if experts else (N, K)
         deviation = K**-0.5 * (0.1 if matrix in ("o", "down") else 1)  # layers add little each, so that none overflows
         weight = torch.randn(size, dtype=torch.float16, device=peers.DEVICE, generator=generator) * deviation
-        made: list[Any]
+        gemms: list[Any]
         if experts:
-            made = [_grouped(name, weight.to(torch.bfloat16)) for _ in layers]
+            gemms = [_grouped_product(name, weight.to(torch.bfloat16)) for _ in layers]
         elif name in HUMMING:
-            made = _humming(weight, HUMMING[name], copies, tokens)
+            gemms = _humming(weight, HUMMING[name], copies, tokens)
         else:
-            made = [_product(name, weight.to(_dtype(name, config), copy=True)) for _ in layers]
-        for layer, gemm in zip(layers, made, strict=True):
+            gemms = [_product(name, weight.to(_dtype(name, config), copy=True)) for _ in layers]
+        for layer, gemm in zip(layers, gemms, strict=True):
             layer[matrix] = gemm
     if config.experts:
         router = torch.randn(
@@ -307,13 +310,13 @@ class _Attention:
         keys, values = (
             torch.randn(size, dtype=torch.float16, device=peers.DEVICE, generator=generator).to(dtype) for _ in "kv"
         )
-        self.caches = [self.stored(keys, values) for _ in range(copies)]
+        self.caches = [self.store(keys, values) for _ in range(copies)]
         self.tables = _tables(self.length)
         self.positions = torch.full((B,), self.length - 1, device=peers.DEVICE)
 
-    def attend(self, q: Any, place: int) -> Any:
+    def attend(self, q: Any, layer: int) -> Any:
         """Compute the attention of a layer, [B, Hq·D]."""
-        return self.call(q, place)
+        return self.call(q, layer)
 
     @cached_property
     def call(self) -> Callable[[Any, int], Any]:
@@ -321,59 +324,59 @@ class _Attention:
         q = self.caches[0][0].new_empty((self.B, self.config.heads, HEAD_DIM), dtype=self.dtype).normal_()
         return self.fastest(q)
 
-    def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
+    def store(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Copy keys and values [B, Hkv, L, D] into a cache."""
         return keys.clone(), values.clone()
 
-    def append(self, qkv: Any, place: int) -> Any:
+    def append(self, qkv: Any, layer: int) -> Any:
         """Write the new tokens of a layer; q [B, Hq, D]."""
-        put = compiled(append, str(self.dtype), self.config.heads, self.config.kv_heads)
-        return put(qkv, self.tables, self.positions, *self.caches[place], self.config.kv_heads)
+        append_tokens = compile_function(append, str(self.dtype), self.config.heads, self.config.kv_heads)
+        return append_tokens(qkv, self.tables, self.positions, *self.caches[layer], self.config.kv_heads)
 
     def fastest(self, q: Any) -> Callable[[Any, int], Any]:
         """Check and time the backends that run here, and return the faster one.
 
         On caches of a known shape, the backend that was faster before is taken.
         """
-        place = self.config.heads, self.config.kv_heads, self.B, self.length, self.dtype, len(self.caches)
-        known, times = self.fastest_at.get(place), dict[str, float]()
-        for name in (known,) if known else ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+        key = self.config.heads, self.config.kv_heads, self.B, self.length, self.dtype, len(self.caches)
+        cached_name, times = self.fastest_at.get(key), dict[str, float]()
+        for name in (cached_name,) if cached_name else ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             calls = [partial(self.sdpa, name, q, copy) for copy in range(len(self.caches))]
             try:
-                got = calls[0]()
+                output = calls[0]()
             except RuntimeError:  # no such backend, or not for such heads
                 continue
-            self.check(name, q, got)
-            times[name] = 0.0 if known else measure(calls, replays=3, capture=peers.capture).us
+            self.check(name, q, output)
+            times[name] = 0.0 if cached_name else measure(calls, replays=3, capture=peers.capture).us
         if not times:
             raise BenchmarkError(f"PyTorch has no decode attention for {batch_of(self.config, self.B)}")
-        self.fastest_at[place] = min(times, key=times.__getitem__)
-        return partial(self.sdpa, self.fastest_at[place])
+        self.fastest_at[key] = min(times, key=times.__getitem__)
+        return partial(self.sdpa, self.fastest_at[key])
 
-    def sdpa(self, backend: str, q: Any, place: int) -> Any:
+    def sdpa(self, backend: str, q: Any, layer: int) -> Any:
         """Compute PyTorch's attention [B, Hq·D] of q [B, Hq, D]."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        keys, values = self.caches[place]
+        keys, values = self.caches[layer]
         is_grouped = self.config.heads > self.config.kv_heads
         attention = torch.nn.functional.scaled_dot_product_attention
-        on = sdpa_kernel(getattr(SDPBackend, backend)) if keys.is_cuda else nullcontext()
-        with on:
+        backend_context = sdpa_kernel(getattr(SDPBackend, backend)) if keys.is_cuda else nullcontext()
+        with backend_context:
             if backend == "FLASH_ATTENTION":
                 out = attention(q.view(self.B, self.config.kv_heads, -1, HEAD_DIM), keys, values)
             else:
                 out = attention(q.unsqueeze(2), keys, values, enable_gqa=is_grouped)
         return out.reshape(self.B, -1)
 
-    def check(self, name: str, q: Any, got: Any) -> None:
+    def check(self, name: str, q: Any, output: Any) -> None:
         """Compare the first sequence's results with float64."""
         import torch
 
         keys, values = (x[0].double().cpu() for x in self.floats())
-        mine = q[0].view(self.config.kv_heads, -1, HEAD_DIM).double().cpu()
-        weights = torch.softmax(mine @ keys.transpose(1, 2) * HEAD_DIM**-0.5, 2)
-        peers.check_close(name, got[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
+        query = q[0].view(self.config.kv_heads, -1, HEAD_DIM).double().cpu()
+        weights = torch.softmax(query @ keys.transpose(1, 2) * HEAD_DIM**-0.5, 2)
+        peers.check_close(name, output[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
 
     def floats(self) -> tuple[Any, Any]:
         """Return keys and values of the first layer's first sequence, [1, Hkv, L, D]."""
@@ -396,35 +399,39 @@ class _Paged(_Attention):
         self.lengths = torch.full((self.B,), self.length, dtype=torch.int32, device=peers.DEVICE)
         self.workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=peers.DEVICE)
 
-    def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
+    def store(self, keys: Any, values: Any) -> tuple[Any, Any]:
         import torch
 
-        def paged(x: Any) -> Any:
+        def to_pages(x: Any) -> Any:
             pages = x.view(self.B, self.config.kv_heads, self.length // PAGE, PAGE, HEAD_DIM).permute(0, 2, 3, 1, 4)
             return pages.reshape(-1, PAGE, self.config.kv_heads, HEAD_DIM).to(torch.float8_e4m3fn)
 
-        return paged(keys), paged(values)
+        return to_pages(keys), to_pages(values)
 
-    def append(self, qkv: Any, place: int) -> Any:
-        put = compiled(append_paged, str(self.dtype), self.config.heads, self.config.kv_heads)
-        return put(qkv, self.tables, self.positions, self.table.long(), *self.caches[place], self.config.kv_heads)
+    def append(self, qkv: Any, layer: int) -> Any:
+        append_tokens = compile_function(append_paged, str(self.dtype), self.config.heads, self.config.kv_heads)
+        return append_tokens(
+            qkv, self.tables, self.positions, self.table.long(), *self.caches[layer], self.config.kv_heads
+        )
 
     def fastest(self, q: Any) -> Callable[[Any, int], Any]:
         self.check(self.name, q, self.xqa(q, 0))
         return self.xqa
 
-    def xqa(self, q: Any, place: int) -> Any:
+    def xqa(self, q: Any, layer: int) -> Any:
         """Compute FlashInfer's XQA attention [B, Hq·D] of q [B, Hq, D]."""
         from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
         out = xqa_batch_decode_with_kv_cache(
-            q, self.caches[place], self.workspace, self.table, self.lengths, self.length, bmm1_scale=HEAD_DIM**-0.5
+            q, self.caches[layer], self.workspace, self.table, self.lengths, self.length, bmm1_scale=HEAD_DIM**-0.5
         )
         return out.reshape(self.B, -1)
 
     def floats(self) -> tuple[Any, Any]:
-        first = (x[: self.length // PAGE].float() for x in self.caches[0])
-        keys, values = (x.reshape(1, self.length, self.config.kv_heads, HEAD_DIM).transpose(1, 2) for x in first)
+        first_sequence = (x[: self.length // PAGE].float() for x in self.caches[0])
+        keys, values = (
+            x.reshape(1, self.length, self.config.kv_heads, HEAD_DIM).transpose(1, 2) for x in first_sequence
+        )
         return keys, values
 
 
@@ -437,18 +444,18 @@ class _Prompts(_Attention):
     def __init__(self, config: Config, B: int, copies: int, dtype: Any, length: int = 0) -> None:
         super().__init__(config, B // (length or LENGTH), copies, dtype, length)
 
-    def append(self, qkv: Any, place: int) -> Any:
+    def append(self, qkv: Any, layer: int) -> Any:
         """Append the prompts to the cache of a layer, and return q [prompts, Hq, L, D]."""
-        put = compiled(append_prompts, str(self.dtype), self.config.heads, self.config.kv_heads)
-        return put(qkv, self.tables, *self.caches[place], self.config.kv_heads)
+        append_tokens = compile_function(append_prompts, str(self.dtype), self.config.heads, self.config.kv_heads)
+        return append_tokens(qkv, self.tables, *self.caches[layer], self.config.kv_heads)
 
-    def attend(self, q: Any, place: int) -> Any:
+    def attend(self, q: Any, layer: int) -> Any:
         """Compute causal attention [prompts·L, Hq·D] by the backend that PyTorch chooses."""
         import torch
 
-        grouped = self.config.heads > self.config.kv_heads
+        is_grouped = self.config.heads > self.config.kv_heads
         attention = torch.nn.functional.scaled_dot_product_attention
-        out = attention(q, *self.caches[place], is_causal=True, enable_gqa=grouped)
+        out = attention(q, *self.caches[layer], is_causal=True, enable_gqa=is_grouped)
         return out.transpose(1, 2).reshape(self.B * self.length, -1)
 
 
@@ -478,11 +485,11 @@ class _Decoder:
     Attributes:
         name: of the mix.
         weights: GEMMs by name, of each layer.
-        x: input of the first layer, [B, H]; `flowing` is the output of the last one that ran.
+        x: input of the first layer, [B, H]; `output` is the output of the last one that ran.
         residual: [B, H], written in place.
         gamma: of every norm, [H].
         attention: with a cache for each layer.
-        given: the inputs that each GEMM had last, by name.
+        last_inputs: the inputs that each GEMM had last, by name.
     """
 
     name: str
@@ -494,79 +501,84 @@ class _Decoder:
     attention: _Attention
 
     def __post_init__(self) -> None:
-        self.how = MIXES[self.name].quantise
-        self.given: dict[str, tuple[Any, ...]] = {}
-        self.flowing = self.x
+        self.scheme = MIXES[self.name].scheme
+        self.last_inputs: dict[str, tuple[Any, ...]] = {}
+        self.output = self.x
 
-    def calls(self, attended: Any = None) -> list[Callable[[], None]]:
+    def calls(self, attention_output: Any = None) -> list[Callable[[], None]]:
         """Return one call per layer.
 
-        `attended` [B, Hq·D], if given, replaces the output of attention, which then does not run.
+        `attention_output` [B, Hq·D], if given, replaces the output of attention, which then does not run.
         """
-        return [partial(self.layer, place, attended) for place in range(len(self.weights))]
+        return [partial(self.layer, index, attention_output) for index in range(len(self.weights))]
 
-    def layer(self, place: int, attended: Any = None) -> None:
-        """Run layer `place` on the output of the layer before; the first one runs on x."""
-        weights = self.weights[place]
-        x = self.x if place == 0 else self.flowing
+    def layer(self, index: int, attention_output: Any = None) -> None:
+        """Run layer `index` on the output of the layer before; the first one runs on x."""
+        weights = self.weights[index]
+        x = self.x if index == 0 else self.output
         q, scale, _ = self.norm(x, False)
         qkv = self.gemm(weights, "qkv", q, scale)
-        query = self.attention.append(qkv, place)
-        out = self.attention.attend(query, place) if attended is None else attended
-        if self.how != "none":
-            q, scale = self.between(requantised, out.shape[1])(out, self.how)
+        query = self.attention.append(qkv, index)
+        out = self.attention.attend(query, index) if attention_output is None else attention_output
+        if self.scheme != "none":
+            q, scale = self.between(requantize, out.shape[1])(out, self.scheme)
         else:
             q, scale = out, None
         o = self.gemm(weights, "o", q, scale)
-        q, scale, y = self.norm(o, bool(self.config.experts))
+        q, scale, normed = self.norm(o, bool(self.config.experts))
         if self.config.experts:
-            self.flowing = self.experts(weights, q, scale, y)
+            self.output = self.experts(weights, q, scale, normed)
             return
         gate_up = self.gemm(weights, "gate_up", q, scale)
-        self.flowing = self.gemm(weights, "down", *self.gated(gate_up))
+        self.output = self.gemm(weights, "down", *self.gate(gate_up))
 
     def between(self, function: Callable[..., Any], width: int) -> Callable[..., Any]:
         """Compile a function between the GEMMs for its width; prompts and steps are compiled apart."""
-        return compiled(function, self.how, str(self.x.dtype), width, anew=isinstance(self.attention, _Prompts))
+        return compile_function(
+            function, self.scheme, str(self.x.dtype), width, fresh=isinstance(self.attention, _Prompts)
+        )
 
-    def norm(self, x: Any, keep: bool) -> tuple[Any, Any, Any]:
+    def norm(self, x: Any, keep_floats: bool) -> tuple[Any, Any, Any]:
         function = self.between(norm, self.config.hidden)
-        q, scale, y = function(x, self.residual, self.gamma, self.how, keep)
-        return q, scale, y
+        q, scale, normed = function(x, self.residual, self.gamma, self.scheme, keep_floats)
+        return q, scale, normed
 
-    def gated(self, gate_up: Any) -> tuple[Any, Any]:
-        q, scale = self.between(gated, self.config.ffn)(gate_up, self.how)
+    def gate(self, gate_up: Any) -> tuple[Any, Any]:
+        q, scale = self.between(silu_mul, self.config.ffn)(gate_up, self.scheme)
         return q, scale
 
-    def gemm(self, weights: dict[str, Any], matrix: str, *given: Any) -> Any:
-        self.given[matrix] = given
-        return weights[matrix](*given)
+    def gemm(self, weights: dict[str, Any], matrix: str, *inputs: Any) -> Any:
+        self.last_inputs[matrix] = inputs
+        return weights[matrix](*inputs)
 
-    def experts(self, weights: dict[str, Any], q: Any, scale: Any, y: Any) -> Any:
+    def experts(self, weights: dict[str, Any], q: Any, scale: Any, normed: Any) -> Any:
         """Compute the chosen experts of every token, weighted by their softmax, with one grouped GEMM for all."""
         import torch
 
-        logits = (y @ weights["router"].t()).float()
-        chosen, which = logits.topk(self.config.chosen_experts, 1)
-        order = which.flatten().argsort(stable=True)
+        logits = (normed @ weights["router"].t()).float()
+        chosen_logits, expert_indices = logits.topk(self.config.chosen_experts, 1)
+        order = expert_indices.flatten().argsort(stable=True)
         tokens = order // self.config.chosen_experts
-        every = torch.arange(self.config.experts, device=which.device)
-        ends = (which.flatten()[:, None] == every).sum(0).cumsum(0).to(torch.int32)
+        all_experts = torch.arange(self.config.experts, device=expert_indices.device)
+        ends = (expert_indices.flatten()[:, None] == all_experts).sum(0).cumsum(0).to(torch.int32)
         gate_up = self.gemm(weights, "gate_up", q[tokens], None if scale is None else scale[tokens], ends)
-        down = self.gemm(weights, "down", *self.gated(gate_up), ends)
-        share = torch.softmax(chosen, 1).flatten()[order].unsqueeze(1)
+        down = self.gemm(weights, "down", *self.gate(gate_up), ends)
+        share = torch.softmax(chosen_logits, 1).flatten()[order].unsqueeze(1)
         out = torch.zeros_like(self.x, dtype=torch.float32).index_add_(0, tokens, down.float() * share)
         return out.to(self.x.dtype)
 
     def gemms(self) -> list[Callable[[], None]]:
         """Return calls that run the GEMMs of every layer one after the other, on their last inputs."""
-        given = {matrix: tuple(x if x is None else x.clone() for x in each) for matrix, each in self.given.items()}
+        inputs = {
+            matrix: tuple(x if x is None else x.clone() for x in operands)
+            for matrix, operands in self.last_inputs.items()
+        }
 
-        def alone(weights: dict[str, Any]) -> None:
-            for matrix, each in given.items():
-                weights[matrix](*each)
+        def run_gemms(weights: dict[str, Any]) -> None:
+            for matrix, operands in inputs.items():
+                weights[matrix](*operands)
 
-        return [partial(alone, weights) for weights in self.weights]
+        return [partial(run_gemms, weights) for weights in self.weights]
 
 
 def mixes(
@@ -575,42 +587,42 @@ def mixes(
     names: Sequence[str],
     progress: Callable[[str], None],
     length: int = 0,
-    further: Mapping[str, Collection[int]] | None = None,
+    extra_batches: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[tuple[int, dict[str, MixTime]]]:
     """Time a layer of each `MIX/ATTENTION`, batch by batch; a mix that fails here is left out with a warning.
 
-    Sequences have `length` tokens, a multiple of a page (`LENGTH`). `further` are batches of one `MIX/ATTENTION` alone.
-    The largest batch comes first: functions are tuned to it. Meanwhile the weights of all mixes are in memory, those of
-    a layer or of as many as exceed the L2.
+    Sequences have `length` tokens, a multiple of a page (`LENGTH`). `extra_batches` are batches of one `MIX/ATTENTION`
+    alone. The largest batch comes first: functions are tuned to it. Meanwhile the weights of all mixes are in memory,
+    those of a layer or of as many as exceed the L2.
     """
-    further = further or {}
-    every = sorted({*batches, *(B for more in further.values() for B in more)}, reverse=True)
+    extra_batches = extra_batches or {}
+    all_batches = sorted({*batches, *(B for extra in extra_batches.values() for B in extra)}, reverse=True)
     _Attention.fastest_at.clear()
     if not peers.importable():
-        yield from ((B, {}) for B in every)
+        yield from ((B, {}) for B in all_batches)
         return
     import torch
 
-    wanted = {
-        name: {kind: {*batches, *further.get(f"{name}/{kind.name}", ())} for kind in _attentions(name)}
-        for name in _possible(config, names)
+    batches_by_kind = {
+        name: {kind: {*batches, *extra_batches.get(f"{name}/{kind.name}", ())} for kind in _attentions(name)}
+        for name in _supported_mixes(config, names)
     }
     weights: dict[str, list[dict[str, Any]]] = {}
-    for name, kinds in wanted.items():
+    for name, kinds in batches_by_kind.items():
         progress(f"{config.name}: {name}")
-        tokens = tuple(B for B in every if any(B in of for of in kinds.values()))
-        with peers.left_out(f"{name}, {config.name}"):
-            weights[name] = _weights(name, config, max(_copies(name, config, B) for B in every), tokens)
-    right: dict[int, Any] = {}  # of the FP16 mix, by batch
-    for B in every:
+        tokens = tuple(B for B in all_batches if any(B in kind_batches for kind_batches in kinds.values()))
+        with peers.skip_with_warning(f"{name}, {config.name}"):
+            weights[name] = _weights(name, config, max(_copies_beyond_l2(name, config, B) for B in all_batches), tokens)
+    fp16_outputs: dict[int, Any] = {}  # of the FP16 mix, by batch
+    for B in all_batches:
         progress(f"{config.name}, batch {B}: mixes")
         times: dict[str, MixTime] = {}
         for name in weights:
-            copies = _copies(name, config, B)
-            for attention in (kind for kind, of in wanted[name].items() if B in of):
-                what = f"{name}/{attention.name}"
-                with peers.left_out(f"{what}, {config.name}, batch {B}"):
-                    times[what] = _timed(name, config, B, weights[name][:copies], attention, right, length)
+            copies = _copies_beyond_l2(name, config, B)
+            for attention in (kind for kind, kind_batches in batches_by_kind[name].items() if B in kind_batches):
+                label = f"{name}/{attention.name}"
+                with peers.skip_with_warning(f"{label}, {config.name}, batch {B}"):
+                    times[label] = _time_mix(name, config, B, weights[name][:copies], attention, fp16_outputs, length)
             torch.cuda.empty_cache()
         yield B, times
     weights.clear()
@@ -626,21 +638,21 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
         return {}
     import torch
 
-    found: dict[str, MixTime] = {}
-    right: dict[int, Any] = {}  # of the FP16 mix
+    times_by_mix: dict[str, MixTime] = {}
+    fp16_outputs: dict[int, Any] = {}  # of the FP16 mix
     T = PROMPTS_AT_ONCE * length
-    for name in _possible(config, names):
+    for name in _supported_mixes(config, names):
         progress(f"{config.name}: prompts of {name}")
-        with peers.left_out(f"prompts of {name}, {config.name}"):
+        with peers.skip_with_warning(f"prompts of {name}, {config.name}"):
             layers = _weights(name, config, 1, (T,))
-            times = _timed(name, config, T, layers, _Prompts, right, length)
-            found[name] = MixTime(*(us / PROMPTS_AT_ONCE for us in times))
+            times = _time_mix(name, config, T, layers, _Prompts, fp16_outputs, length)
+            times_by_mix[name] = MixTime(*(us / PROMPTS_AT_ONCE for us in times))
             layers.clear()
         torch.cuda.empty_cache()
-    return found
+    return times_by_mix
 
 
-def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
+def trace_kernels(run: Callable[[], None]) -> list[tuple[str, float, float]]:
     """Run a function, and list all kernels that run meanwhile: name, begin and end in microseconds.
 
     CUPTI records them through PyTorch, also those of other code, and of a graph that is captured inside. Empty without
@@ -655,15 +667,15 @@ def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    found = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    spans = [(event.name, event.time_range.start, event.time_range.end) for event in found]
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
     return sorted((s for s in spans if not s[0].startswith(("Memcpy", "Memset"))), key=lambda span: span[1])
 
 
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-def jobs(
+def compile_jobs(
     configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], prompts: Sequence[int] = ()
 ) -> list[Job]:
     """List the jobs that fill PyTorch's and humming's caches on disk with the functions that `mixes` compiles.
@@ -674,22 +686,22 @@ def jobs(
         return []
     matrices = {size for config in configs if _takes_humming(config) for size in config.matrices.values()}
     groups = [HUMMING[name] for name in names if name in HUMMING and find_spec("humming") is not None]
-    found: list[Job] = [
+    jobs: list[Job] = [
         (_warm_humming, (N, K, group, (*batches, *prompts)))
         for N, K in sorted(matrices, reverse=True)
         for group in groups
     ]
     formats = {MIXES[name][:2]: name for name in names}  # mixes of one format share what lies between
-    found += [(_warm_between, (name, config, max(batches))) for name in formats.values() for config in configs]
-    return found
+    jobs += [(_warm_between, (name, config, max(batches))) for name in formats.values() for config in configs]
+    return jobs
 
 
 def names_of(config: Config, names: Sequence[str]) -> list[str]:
     """List the `MIX/ATTENTION` names that `mixes` can measure for a model here."""
-    return [f"{name}/{kind.name}" for name in _possible(config, names) for kind in _attentions(name)]
+    return [f"{name}/{kind.name}" for name in _supported_mixes(config, names) for kind in _attentions(name)]
 
 
-def _possible(config: Config, names: Sequence[str]) -> list[str]:
+def _supported_mixes(config: Config, names: Sequence[str]) -> list[str]:
     """Select the mixes that exist for a model."""
     if config.experts:
         return [name for name in names if name in OF_EXPERTS]
@@ -710,7 +722,7 @@ def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
     weight = peers.operand("fp16", N, K, seed=0)
     product = _humming(weight, group, 1, tokens)[0]
     for M in tokens:
-        q, scale = quantised(peers.operand("fp16", M, K, seed=M).float(), "int8", None)
+        q, scale = quantize(peers.operand("fp16", M, K, seed=M).float(), "int8", None)
         product(q, scale)
     torch.cuda.synchronize()
 
@@ -734,10 +746,10 @@ def _warm_between(name: str, config: Config, largest: int) -> None:
     torch.cuda.synchronize()
 
 
-_FUSED = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activations": requantised}
+_FUSED = {"rmsnorm_quantize": norm, "silu_mul_quantize": silu_mul, "quantize_activations": requantize}
 
 
-def fused(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
+def time_public_versions(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
     """Time the public versions of a fused kernel over `copies` inputs, in microseconds; empty without PyTorch.
 
     `torch_compile`: to INT8 by token. `rmsnorm_quantize` of [M, K] with a residual, `silu_mul_quantize` of [M, 2·K],
@@ -745,12 +757,15 @@ def fused(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
     """
     if not peers.importable():
         return {}
-    found: dict[str, float] = {}
-    for name, calls_of, there in (("torch_compile", _fused_calls, True), ("liger_f16", _liger_calls, has_liger())):
-        with peers.left_out(f"{name}, {kernel}, {M} x {K}"):
-            if there and (calls := calls_of(kernel, M, K, copies)):
-                found[name] = measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
-    return found
+    times: dict[str, float] = {}
+    for name, calls_of, is_available in (
+        ("torch_compile", _fused_calls, True),
+        ("liger_f16", _liger_calls, has_liger()),
+    ):
+        with peers.skip_with_warning(f"{name}, {kernel}, {M} x {K}"):
+            if is_available and (calls := calls_of(kernel, M, K, copies)):
+                times[name] = measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
+    return times
 
 
 def has_liger() -> bool:
@@ -774,16 +789,16 @@ def _liger_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], 
     if kernel == "rmsnorm_quantize":
         gamma = torch.randn(K, dtype=torch.float16, device=peers.DEVICE)
         calls = [partial(fused_add_rms_norm_forward, *pair, gamma, EPS, 0.0, "llama") for pair in inputs]
-        got, total = calls[0]()[:2]
+        output, total = calls[0]()[:2]
         floats = (a + b).double()
         expected = floats * torch.rsqrt(floats.square().mean(1, keepdim=True) + EPS) * gamma.double()
         peers.check_close("liger_f16, residual", total.double(), floats, 0)
     elif kernel == "silu_mul_quantize":
         calls = [partial(swiglu_forward, *pair) for pair in inputs]
-        got, expected = calls[0]()[2], torch.nn.functional.silu(a.double()) * b.double()
+        output, expected = calls[0]()[2], torch.nn.functional.silu(a.double()) * b.double()
     else:
         return []
-    peers.check_close(f"liger_f16, {kernel}", got.double(), expected, 1e-2)
+    peers.check_close(f"liger_f16, {kernel}", output.double(), expected, 1e-2)
     return calls
 
 
@@ -791,8 +806,8 @@ def _fused_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], 
     import torch
 
     function = _FUSED[kernel]
-    optimised = compiled(function, "int8", "torch.float16", K, anew=True)
-    columns = 2 * K if function is gated else K
+    optimised = compile_function(function, "int8", "torch.float16", K, fresh=True)
+    columns = 2 * K if function is silu_mul else K
     inputs = torch.randn((copies, 2, M, columns), dtype=torch.float16, device=peers.DEVICE)
     if function is not norm:
         return [partial(optimised, x, "int8") for x, _ in inputs]
@@ -806,40 +821,40 @@ def _attentions(name: str) -> Iterator[type[_Attention]]:
         yield _Paged
 
 
-def _copies(name: str, config: Config, B: int) -> int:
+def _copies_beyond_l2(name: str, config: Config, B: int) -> int:
     """Return how many layers together exceed the L2; caches count one byte per element."""
-    each = {name: N * K for name, (N, K) in config.matrices.items()}
-    weights = sum(each.values()) + max(0, config.experts - 1) * (each["gate_up"] + each["down"])
+    elements = {name: N * K for name, (N, K) in config.matrices.items()}
+    weights = sum(elements.values()) + max(0, config.experts - 1) * (elements["gate_up"] + elements["down"])
     cache = batch_of(config, B).tokens * config.kv_heads * 2 * HEAD_DIM
     return copies_beyond_l2(int(weights * MIXES[name].weight_bytes) + cache)
 
 
-def _timed(
+def _time_mix(
     name: str,
     config: Config,
     B: int,
     layers: list[dict[str, Any]],
     kind: type[_Attention],
-    right: dict[int, Any],
+    fp16_outputs: dict[int, Any],
     length: int = 0,
 ) -> MixTime:
     """Time one mix at one batch, and compare its first layer's results with the FP16 mix's."""
     decoder = _decoder(name, config, B, layers, kind, length)
     decoder.layer(0)
-    result = decoder.flowing.double()
+    output = decoder.output.double()
     if name == "fp16":
-        right[B] = result
-    elif B in right:
-        error = float((result - right[B]).square().mean().sqrt() / right[B].square().mean().sqrt())
+        fp16_outputs[B] = output
+    elif B in fp16_outputs:
+        error = float((output - fp16_outputs[B]).square().mean().sqrt() / fp16_outputs[B].square().mean().sqrt())
         if not error <= (MIXES[name].tolerance if not config.experts else 1.2):  # a token may take another expert
             raise BenchmarkError(f"{name}/{kind.name}, {config.name}: {error:.2g} off the FP16 mix (rms)")
-    attended = decoder.x.new_empty((B, config.heads * HEAD_DIM)).normal_(std=0.05)
+    attention_output = decoder.x.new_empty((B, config.heads * HEAD_DIM)).normal_(std=0.05)
 
-    def us(calls: Sequence[Callable[[], None]]) -> float:
+    def time_us(calls: Sequence[Callable[[], None]]) -> float:
         return measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
 
     try:
-        return MixTime(us(decoder.calls()), us(decoder.calls(attended)), us(decoder.gemms()))
+        return MixTime(time_us(decoder.calls()), time_us(decoder.calls(attention_output)), time_us(decoder.gemms()))
     finally:
         decoder.attention.caches.clear()  # gigabytes, which something that refers to itself would keep
 

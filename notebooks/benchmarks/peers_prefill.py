@@ -40,11 +40,11 @@ class FloatCache:
     copies: int
 
     @classmethod
-    def of(cls, chunk: Chunk, q: Any, of: Problem, *, once: bool) -> "FloatCache":
+    def of(cls, chunk: Chunk, q: Any, problem: Problem, *, once: bool) -> "FloatCache":
         """Dequantise the problem's cache to FP16; one copy if `once`, otherwise enough to exceed the L2."""
         import torch
 
-        k, v = (torch.from_dlpack(each[0].dequantize().astype("float16")) for each in gather(of.caches[0]))
+        k, v = (torch.from_dlpack(gathered[0].dequantize().astype("float16")) for gathered in gather(problem.caches[0]))
         nbytes = k.nbytes + v.nbytes + chunk.query_bytes
         return cls(chunk, torch.from_dlpack(q), k, v, 1 if once else copies_beyond_l2(nbytes))
 
@@ -105,9 +105,9 @@ def launches(name: str, cache: FloatCache) -> PeerLaunches:
     return {FA3: _fa3, FA3_FP8: _fa3_fp8, SDPA: _sdpa, INT4: _int4}[name](cache)
 
 
-def measure_peer(ready: PeerLaunches, replays: int) -> Measured:
+def measure_peer(peer: PeerLaunches, replays: int) -> Measured:
     """Time a peer's calls as `timing.measure` does ours."""
-    return measure(ready.calls, replays=replays, capture=peers.capture)
+    return measure(peer.calls, replays=replays, capture=peers.capture)
 
 
 def _outputs(cache: FloatCache, dtype: Any) -> Any:
@@ -124,10 +124,10 @@ def _fa3(cache: FloatCache, dtype: Any = None) -> PeerLaunches:
     import torch
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    eight = dtype is not None
-    q, k, v = (x.to(dtype) if eight else x for x in (cache.q, cache.pages(cache.k), cache.pages(cache.v)))
-    outputs = _outputs(cache, torch.bfloat16 if eight else torch.float16)
-    one = torch.ones((1, cache.chunk.heads[1]), device=q.device) if eight else None
+    is_fp8 = dtype is not None
+    q, k, v = (x.to(dtype) if is_fp8 else x for x in (cache.q, cache.pages(cache.k), cache.pages(cache.v)))
+    outputs = _outputs(cache, torch.bfloat16 if is_fp8 else torch.float16)
+    unit_scales = torch.ones((1, cache.chunk.heads[1]), device=q.device) if is_fp8 else None
     attend = partial(
         flash_attn_varlen_func,
         q,
@@ -138,9 +138,9 @@ def _fa3(cache: FloatCache, dtype: Any = None) -> PeerLaunches:
         max_seqlen_k=cache.length,
         seqused_k=cache.integers(cache.length),
         causal=True,
-        q_descale=one,
-        k_descale=one,
-        v_descale=one,
+        q_descale=unit_scales,
+        k_descale=unit_scales,
+        v_descale=unit_scales,
         fa_version=3,
     )
     tables = zip(cache.tables(), outputs, strict=True)
@@ -184,8 +184,8 @@ def _int4(cache: FloatCache) -> PeerLaunches:
 
     order, pages = cache.tables(), -(-cache.length // PAGE)
     shape = (pages * cache.copies, PAGE, cache.chunk.heads[1])
-    bytes_of = {"dtype": torch.uint8, "device": cache.q.device}
-    k, v = (torch.zeros((*shape, cache.chunk.D // 2), **bytes_of) for _ in range(2))
+    byte_options = {"dtype": torch.uint8, "device": cache.q.device}
+    k, v = (torch.zeros((*shape, cache.chunk.D // 2), **byte_options) for _ in range(2))
     scales = {name: torch.zeros(shape, device=cache.q.device) for name in ("k_scale_cache", "v_scale_cache")}
     token = torch.arange(cache.length, device=cache.q.device)
     for table in order:

@@ -21,10 +21,10 @@ from ptxlab.llm.torch.operators import ALLOCATING
 
 STEP, OURS = "generate", "W4A8KV4"
 MODEL, BATCHES = "LLaMA-2-7B", (1, 16, 64)
-PROMPT, FEW, MANY, RUNS = 32, 8, 72, 3  # tokens; a step is the difference of two runs of `generate`
-LONGEST = PROMPT + MANY
+PROMPT, SHORT_RUN, LONG_RUN, RUNS = 32, 8, 72, 3  # tokens; a step is the difference of two runs of `generate`
+LONGEST = PROMPT + LONG_RUN
 _ROUNDED = 0.15  # rms of what rounding does to logits, in standard deviations of theirs; unlike ones are 1.4 apart
-_CALLS, _BETWEEN = 2000, 100  # every so many calls the device is waited for, so that the queue stays short
+_CALLS, _CALLS_PER_WAIT = 2000, 100  # every so many calls the device is waited for, so that the queue stays short
 
 
 def rows(
@@ -49,8 +49,8 @@ def host_times() -> Iterator[Row]:
     """
     for name, (call, floor) in operator_calls().items():
         us, fastest, slowest = _host_us(call)
-        least = _host_us(floor)[0], "PyTorch"
-        yield _row(name, "host time", {}, (us, fastest, slowest), (1e3 / us, "calls/ms"), least, "")
+        floor_us = _host_us(floor)[0], "PyTorch"
+        yield _row(name, "host time", {}, (us, fastest, slowest), (1e3 / us, "calls/ms"), floor_us, "")
 
 
 def operator_calls(
@@ -58,7 +58,7 @@ def operator_calls(
 ) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Make two calls per operator at a decoder's sizes: the operator, and one that only allocates its results."""
     ops, D, Hq, Hkv, tokens = torch.ops.ptxlab, 128, width // 128, max(1, width // 512), 64
-    like = torch.empty(0, device=device)
+    empty = torch.empty(0, device=device)
 
     def halves(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).half()
@@ -67,21 +67,21 @@ def operator_calls(
     x, gamma, gate_up, q = halves(rows, width), halves(width), halves(rows, 2 * width), halves(rows, Hq, D)
     qkv, k, v = halves(rows, (Hq + 2 * Hkv) * D), halves(rows, Hkv, D), halves(rows, Hkv, D)
     weight = [getattr(linear, name) for name in linear.names]
-    stored = {"scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
-    experts = [torch.stack([each] * 2) for each in weight]
-    of_rows = torch.ones(width, width, dtype=torch.int8, device=device)
+    weight_format = {"scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
+    experts = [torch.stack([tensor] * 2) for tensor in weight]
+    int8_weight = torch.ones(width, width, dtype=torch.int8, device=device)
     offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device=device)
     table = torch.arange(rows, dtype=torch.int32, device=device).view(rows, 1)
     pool = torch.zeros(rows, 2, Hkv, tokens * (D // 2 + 4), dtype=torch.uint8, device=device)
     lengths = torch.full((rows,), tokens - 1, dtype=torch.int32, device=device)
     slots, (cos, sin) = table.view(-1) * tokens + tokens - 1, torch.ones(2, rows, D // 2, device=device)
-    space = attention_workspace(D, like.device) if like.is_cuda else None
+    space = attention_workspace(D, empty.device) if empty.is_cuda else None
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "quantize_activations": ((x,), {}),
-        "gemm_w4a8": ((*ops.quantize_activations(x), weight), {"layout": linear.layout, **stored}),
-        "gemm_w4a8_grouped": ((*ops.quantize_activations(x), experts, offsets), stored),
+        "gemm_w4a8": ((*ops.quantize_activations(x), weight), {"layout": linear.layout, **weight_format}),
+        "gemm_w4a8_grouped": ((*ops.quantize_activations(x), experts, offsets), weight_format),
         "gemm_w8a8": (
-            (*ops.quantize_activations(x), of_rows, torch.ones(width, device=device)),
+            (*ops.quantize_activations(x), int8_weight, torch.ones(width, device=device)),
             {"out_dtype": torch.float16},
         ),
         "rmsnorm_quantize": ((x, gamma), {}),
@@ -93,8 +93,11 @@ def operator_calls(
     }
     _define_allocating()
     return {
-        name: (partial(getattr(ops, name), *args, **how), partial(getattr(torch.ops.ptxlab_bench, name), *args, **how))
-        for name, (args, how) in calls.items()
+        name: (
+            partial(getattr(ops, name), *args, **keywords),
+            partial(getattr(torch.ops.ptxlab_bench, name), *args, **keywords),
+        )
+        for name, (args, keywords) in calls.items()
     }
 
 
@@ -114,14 +117,14 @@ def _define_allocating() -> torch.library.Library:
 
 def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
     """Time many calls on the host: median, minimum and maximum in microseconds."""
-    taken = []
+    times_us = []
     for i in range(_CALLS + 50):
-        if i % _BETWEEN == 0:
+        if i % _CALLS_PER_WAIT == 0:
             torch.cuda.synchronize()
         start = time.perf_counter_ns()
         call()
-        taken.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(taken[50:]), min(taken[50:]), max(taken[50:])
+        times_us.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(times_us[50:]), min(times_us[50:]), max(times_us[50:])
 
 
 # Generating
@@ -132,26 +135,26 @@ def steps(ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Ro
 
     Rows in `done` are not measured again.
     """
-    known = {(row.kernel, row.sizes["B"]): row for row in done if row.measure == STEP}
+    recorded_rows = {(row.kernel, row.sizes["B"]): row for row in done if row.measure == STEP}
     peers: dict[int, dict[str, float]] = {B: {} for B in BATCHES}
     for way, prepare in _WAYS.items():
         model: Any = None
         for B in BATCHES:
             name = MODEL if way == OURS else f"{MODEL} in {way}"
-            row = known.get((name, B))
+            row = recorded_rows.get((name, B))
             if row is None:
                 progress(f"generate, {way}, batch {B}")
                 model = model or prepare()
-                static = partial(StaticCache, config=model.config, max_cache_len=LONGEST)
-                cache: Any = KV4Cache(model, B, LONGEST) if way == OURS else static()
+                make_static_cache = partial(StaticCache, config=model.config, max_cache_len=LONGEST)
+                cache: Any = KV4Cache(model, B, LONGEST) if way == OURS else make_static_cache()
                 measured = step_us(model, B, cache)
-                said = _same_as_eager(model, B, cache) if way == OURS else ""
-                read = [model.lm_head.weight, *model.model.layers.parameters(), *model.model.layers.buffers()]
-                nbytes = sum(int(each.nbytes) for each in read)
+                checked = _compare_with_eager(model, B, cache) if way == OURS else ""
+                read_tensors = [model.lm_head.weight, *model.model.layers.parameters(), *model.model.layers.buffers()]
+                nbytes = sum(int(tensor.nbytes) for tensor in read_tensors)
                 floor = nbytes / ceilings.read_tbps / 1e6, "weights"
                 rate = B / measured[0] * 1e6, "tokens/s"
                 sizes = {"B": B, "prompt": PROMPT}
-                row = _row(name, STEP, sizes, measured, rate, floor, said, bytes=nbytes, peers=peers[B])
+                row = _row(name, STEP, sizes, measured, rate, floor, checked, bytes=nbytes, peers=peers[B])
             if way != OURS:
                 peers[B] = {**peers[B], way: row.time_us}
             yield row
@@ -160,20 +163,20 @@ def steps(ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Ro
 
 
 _WAYS: dict[str, Callable[[], Any]] = {
-    "fp16": lambda: _random(LlamaConfig()),
-    "fp8": lambda: in_fp8(_random(LlamaConfig())),
-    OURS: lambda: quantize_model(_random(LlamaConfig()), random_model(Config.named(MODEL))),
+    "fp16": lambda: _random_llama(LlamaConfig()),
+    "fp8": lambda: in_fp8(_random_llama(LlamaConfig())),
+    OURS: lambda: quantize_model(_random_llama(LlamaConfig()), random_model(Config.named(MODEL))),
 }
 
 
-def _random(config: LlamaConfig) -> LlamaForCausalLM:
-    before = torch.get_default_dtype()
+def _random_llama(config: LlamaConfig) -> LlamaForCausalLM:
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("cuda"):
             return LlamaForCausalLM(config).eval()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
 
 
 class Fp8Linear(nn.Module):
@@ -190,8 +193,8 @@ class Fp8Linear(nn.Module):
         """Compute the linear layer: [.., N] of x [.., K]."""
         flat = x.reshape(-1, x.shape[-1])
         scale = (flat.abs().max() / 448).float()
-        given = (flat / scale).to(torch.float8_e4m3fn), self.w.t()
-        y = torch._scaled_mm(*given, scale_a=scale, scale_b=self.w_scale, out_dtype=x.dtype)
+        operands = (flat / scale).to(torch.float8_e4m3fn), self.w.t()
+        y = torch._scaled_mm(*operands, scale_a=scale, scale_b=self.w_scale, out_dtype=x.dtype)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -204,11 +207,11 @@ def in_fp8(model: nn.Module) -> nn.Module:
     return model
 
 
-def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Any:
+def _generate(model: Any, B: int, cache: Any, tokens: int, **overrides: Any) -> Any:
     cache.reset()
     prompt = torch.arange(B * PROMPT, device=model.device).view(B, PROMPT) % 31999 + 1
-    given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache, "do_sample": False, **how}
-    return model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **given)
+    options = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache, "do_sample": False, **overrides}
+    return model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **options)
 
 
 def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
@@ -220,37 +223,43 @@ def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
     def seconds(tokens: int) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        _generated(model, B, cache, tokens)
+        _generate(model, B, cache, tokens)
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
     for _ in range(2):
-        seconds(FEW)
-    taken = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) * 1e6 for _ in range(RUNS)]
-    if min(taken) <= 0:
-        raise BenchmarkError(f"generate, batch {B}: {MANY} tokens took less time than {FEW}; leave the host idle")
-    return statistics.median(taken), min(taken), max(taken)
+        seconds(SHORT_RUN)
+    times_us = [(seconds(LONG_RUN) - seconds(SHORT_RUN)) / (LONG_RUN - SHORT_RUN) * 1e6 for _ in range(RUNS)]
+    if min(times_us) <= 0:
+        raise BenchmarkError(
+            f"generate, batch {B}: {LONG_RUN} tokens took less time than {SHORT_RUN}; leave the host idle"
+        )
+    return statistics.median(times_us), min(times_us), max(times_us)
 
 
-def _same_as_eager(model: Any, B: int, cache: Any) -> str:
+def _compare_with_eager(model: Any, B: int, cache: Any) -> str:
     """Check that the compiled model's tokens are the eager one's up to where rounding parts them; return that claim.
 
     Inductor rounds where eager PyTorch does not, and the head's sums may be of another order. Either can move an INT8
     activation to the next step, and so put a token first that is nearly as likely. Raises BenchmarkError if logits of
     the same tokens differ by more than that explains.
     """
-    how = {"return_dict_in_generate": True, "output_logits": True}
-    compiled, eager = (_generated(model, B, cache, FEW, disable_compile=off, **how) for off in (False, True))
-    parted = (compiled.sequences != eager.sequences)[:, PROMPT:].cumsum(dim=1) > 0
-    alike = torch.cat([torch.ones_like(parted[:, :1]), ~parted[:, :-1]], dim=1)  # same tokens before
-    got, right = (torch.stack(of.logits, dim=1)[alike].float() for of in (compiled, eager))
-    apart = float((got - right).square().mean().sqrt() / right.std())
-    if not apart <= _ROUNDED:
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    compiled, eager = (_generate(model, B, cache, SHORT_RUN, disable_compile=off, **options) for off in (False, True))
+    has_diverged = (compiled.sequences != eager.sequences)[:, PROMPT:].cumsum(dim=1) > 0
+    same_prefix = torch.cat([torch.ones_like(has_diverged[:, :1]), ~has_diverged[:, :-1]], dim=1)  # same tokens before
+    compiled_logits, eager_logits = (torch.stack(of.logits, dim=1)[same_prefix].float() for of in (compiled, eager))
+    deviation = float((compiled_logits - eager_logits).square().mean().sqrt() / eager_logits.std())
+    if not deviation <= _ROUNDED:
         rule = f"generate, batch {B}: logits of the compiled model and of the eager one"
-        raise BenchmarkError(f"{rule} are {apart:.2f} standard deviations apart (rms), at most {_ROUNDED} by rounding")
-    few = int(parted[:, -1].sum())
-    but = f" but for {few}, which part where logits of the same tokens are {apart:.3f} deviations apart (rms)"
-    return f"{FEW} tokens of each sequence equal to the eager model's{',' + but if few else ''}"
+        raise BenchmarkError(
+            f"{rule} are {deviation:.2f} standard deviations apart (rms), at most {_ROUNDED} by rounding"
+        )
+    diverged = int(has_diverged[:, -1].sum())
+    exception = (
+        f" but for {diverged}, which part where logits of the same tokens are {deviation:.3f} deviations apart (rms)"
+    )
+    return f"{SHORT_RUN} tokens of each sequence equal to the eager model's{',' + exception if diverged else ''}"
 
 
 def _row(
@@ -261,7 +270,7 @@ def _row(
     rate: tuple[float, str],
     floor: tuple[float, str],
     checked: str,
-    **more: Any,
+    **fields: Any,
 ) -> Row:
     return Row(
         kernel=kernel,
@@ -279,7 +288,7 @@ def _row(
         limit=floor[1],
         sm_mhz=0.0,
         checked=checked,
-        **{"bytes": 0, **more},
+        **{"bytes": 0, **fields},
     )
 
 

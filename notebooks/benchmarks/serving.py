@@ -56,7 +56,9 @@ def rows(
     make_rows: Callable[..., Iterator[Row]] = arrival_rows if measures_arrivals else rows_of
     recorded = {row.kernel for row in done if (row.measure == ARRIVALS) == measures_arrivals}
     for model in dict.fromkeys(model for model, _ in chosen):
-        variants = [name for of, name in chosen if of == model and _kernel(model, name) not in recorded]
+        variants = [
+            name for chosen_model, name in chosen if chosen_model == model and _kernel(model, name) not in recorded
+        ]
         if not variants:
             continue
         gpu.free_pool()
@@ -84,10 +86,10 @@ def arrival_rows(
     numbers = 2 * config.layers * config.kv_heads * config.head_dim * tokens_read
     us = (1e6 / reading.requests_per_s,)
     sizes = {"requests": REQUESTS, "limit_ms": int(LIMIT_MS)}
-    peers, about = {"fp8": 1e6 / base.requests_per_s}, {"p99_ms": reading.p99_ms}
-    about["over_fp8"] = reading.requests_per_s / base.requests_per_s
+    peers, figures = {"fp8": 1e6 / base.requests_per_s}, {"p99_ms": reading.p99_ms}
+    figures["over_fp8"] = reading.requests_per_s / base.requests_per_s
     rate, nbytes = (reading.requests_per_s, "requests/s"), int(numbers * VARIANTS[name].cache_bits / 8)
-    yield _row(model, name, ARRIVALS, sizes, us, rate, nbytes, ceilings, peers, about)
+    yield _row(model, name, ARRIVALS, sizes, us, rate, nbytes, ceilings, peers, figures)
 
 
 def require_steady(model: str, reading: Reading, done: Sequence[Row]) -> None:
@@ -103,16 +105,16 @@ def require_steady(model: str, reading: Reading, done: Sequence[Row]) -> None:
 def rows_of(model: str, name: str, reading: Reading, base: Reading, ceilings: Ceilings) -> Iterator[Row]:
     """Make the rows of a reading, beside those of FP8 in the same call."""
     rule = RULES.get(model, Rule())
-    about = {"cache_tokens": float(reading.cache_tokens), "load_seconds": reading.load_seconds}
+    figures = {"cache_tokens": float(reading.cache_tokens), "load_seconds": reading.load_seconds}
     if base.cache_tokens:
-        about["cache_over_fp8"] = reading.cache_tokens / base.cache_tokens
+        figures["cache_over_fp8"] = reading.cache_tokens / base.cache_tokens
     step = _bytes_of_step(model, name, rule.prompts, rule.tokens + rule.new // 2)
     sizes = {"prompts": rule.prompts, "tokens": rule.tokens, "new": rule.new}
-    best, of_base = min(reading.seconds), min(base.seconds)
-    rate = rule.prompts * rule.new / best, "tokens/s"
+    best_seconds, base_seconds = min(reading.seconds), min(base.seconds)
+    rate = rule.prompts * rule.new / best_seconds, "tokens/s"
     us = tuple(1e6 * seconds for seconds in reading.seconds)
-    about["over_fp8"] = of_base / best
-    yield _row(model, name, "serving", sizes, us, rate, rule.new * step, ceilings, {"fp8": 1e6 * of_base}, about)
+    figures["over_fp8"] = base_seconds / best_seconds
+    yield _row(model, name, "serving", sizes, us, rate, rule.new * step, ceilings, {"fp8": 1e6 * base_seconds}, figures)
     for batch, steps in reading.step_ms.items():
         us, nbytes = tuple(1e3 * ms for ms in steps), _bytes_of_step(model, name, batch, _mean_context(rule))
         peers = {"fp8": 1e3 * min(base.step_ms[batch])} if batch in base.step_ms else {}

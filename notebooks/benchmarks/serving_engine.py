@@ -100,12 +100,12 @@ def run_process(module: str, model: str, name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module, model, name, folder]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS + 60, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS + 60, check=False)
         except subprocess.TimeoutExpired:
             raise BenchmarkError(f"vllm, {MODELS[model]}, {name}: took more than {SECONDS + 60} s") from None
         path = Path(folder) / "reading.json"
-        if ended.returncode or not path.is_file():
-            reason = failure_of(ended.stdout.splitlines() + ended.stderr.splitlines())
+        if process.returncode or not path.is_file():
+            reason = failure_of(process.stdout.splitlines() + process.stderr.splitlines())
             raise BenchmarkError(f"vllm, {MODELS[model]}, {name}: {reason[:300]}")
         return path.read_text()
 
@@ -115,13 +115,13 @@ def failure_of(lines: Sequence[str]) -> str:
 
     An engine runs in a process of its own, whose log has the cause; the process that asked says only that it failed.
     """
-    spoken = [line for line in lines if line.strip()]
-    of_engine = [line for line in spoken if "ERROR" in line and "Error: " in line]
-    return [*of_engine[:1], *spoken[::-1], "no word"][0]
+    nonblank = [line for line in lines if line.strip()]
+    engine_errors = [line for line in nonblank if "ERROR" in line and "Error: " in line]
+    return [*engine_errors[:1], *nonblank[::-1], "no word"][0]
 
 
 def read_engine(
-    took: Callable[[int, int], float],
+    time_run: Callable[[int, int], float],
     rule: Rule,
     *,
     cache_tokens: int,
@@ -131,26 +131,26 @@ def read_engine(
     """Measure an engine.
 
     Args:
-        took: runs so many prompts with so many new tokens each, and returns the seconds.
+        time_run: runs so many prompts with so many new tokens each, and returns the seconds.
         rule: what is asked.
         cache_tokens: that the cache holds; a batch that needs more is left out.
         is_late: whether too little time is left to begin another run.
         load_seconds: until the engine was ready.
     """
-    took(8, 16)  # the first calls of a shape
-    took(min(64, rule.prompts), 16)
-    seconds, steps = [took(rule.prompts, rule.new)], dict[int, tuple[float, ...]]()
+    time_run(8, 16)  # the first calls of a shape
+    time_run(min(64, rule.prompts), 16)
+    seconds, steps = [time_run(rule.prompts, rule.new)], dict[int, tuple[float, ...]]()
     for batch in rule.batches:
         if batch * (rule.tokens + rule.long) > cache_tokens:
             continue
         pairs: list[float] = []
         while len(pairs) < 2 and not is_late():
-            short, long = took(batch, rule.short), took(batch, rule.long)
+            short, long = time_run(batch, rule.short), time_run(batch, rule.long)
             pairs.append(1e3 * (long - short) / (rule.long - rule.short))
         if pairs:
             steps[batch] = tuple(pairs)
     if not is_late():
-        seconds.append(took(rule.prompts, rule.new))
+        seconds.append(time_run(rule.prompts, rule.new))
     return Reading(tuple(seconds), steps, cache_tokens, load_seconds)
 
 
@@ -191,7 +191,7 @@ def serve(model: str, name: str, folder: Path) -> None:
     cache = llm.llm_engine.vllm_config.cache_config
     draw = random.Random(0)
 
-    def took(prompts: int, new: int) -> float:
+    def time_run(prompts: int, new: int) -> float:
         vocabulary = Config.named(MODELS[model]).vocabulary
         requests = [{"prompt_token_ids": draw.choices(range(3, vocabulary), k=rule.tokens)} for _ in range(prompts)]
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new, detokenize=False)
@@ -204,7 +204,7 @@ def serve(model: str, name: str, folder: Path) -> None:
         return seconds
 
     reading = read_engine(
-        took,
+        time_run,
         rule,
         cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
         is_late=lambda: time.time() - begin > SECONDS - _LAST_RUN,

@@ -28,9 +28,9 @@ def first_token_times(
     shared_us, new_us = [], []
     for _ in range(1 + repeats):
         new = rng.integers(0, runner.config.vocabulary, tokens)
-        rest = rng.integers(0, runner.config.vocabulary, tokens - pages * PAGE)
+        suffix = rng.integers(0, runner.config.vocabulary, tokens - pages * PAGE)
         new_us.append(_first_token_us(server, new.tolist(), pages=0))
-        shared_us.append(_first_token_us(server, [*new[: pages * PAGE].tolist(), *rest.tolist()], pages))
+        shared_us.append(_first_token_us(server, [*new[: pages * PAGE].tolist(), *suffix.tolist()], pages))
     return shared_us[1:], new_us[1:]
 
 

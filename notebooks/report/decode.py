@@ -18,16 +18,16 @@ from benchmarks.decode import (
     FOUR_BIT_BATCHES,
     FOUR_BITS,
     GENERATE,
-    MADE,
     MEASURE,
     MIX,
     MODELS,
     NEW,
+    NEW_TOKENS,
     PROMPT,
     STATIC_CACHE,
     WITHOUT,
     config_of,
-    room_for,
+    largest_mix_batch,
 )
 from benchmarks.layer_shapes import TOPS, rows_of
 from benchmarks.shared_prefix import SHARED_PAGES, TOKENS
@@ -84,7 +84,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
             if row.measure != measure or config is None:
                 continue
             flat = {**row.more, **vars(row), **row.sizes, "model": config.name}
-            flat["decode rate"] = row.sizes["B"] * (MADE - 1) / row.more.get("decode_us", math.nan) * 1e6
+            flat["decode rate"] = row.sizes["B"] * (NEW_TOKENS - 1) / row.more.get("decode_us", math.nan) * 1e6
             for kind, start in {**KINDS, "qoq_sm80": WITHOUT}.items():
                 name = fastest(row.peers, start)
                 flat[f"over {kind}"] = row.peers[name] / row.time_us if name else math.nan
@@ -113,7 +113,7 @@ def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, flo
         for B, row in sorted(beside.items()):
             head = steps[min(steps, key=lambda known: abs(known - B))].more["head_us"]
             for name, us in row.peers.items():
-                if name.startswith(start) and room_for(config, gb, name) >= B:
+                if name.startswith(start) and largest_mix_batch(config, gb, name) >= B:
                     by_mix.setdefault(name, {})[B] = 1e6 * B / (us + head)
         if by_mix:
             found[kind] = max(by_mix.values(), key=lambda by_batch: max(by_batch.values()))

@@ -9,8 +9,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.layer import BATCHES, CONFIGS, D64, EPILOGUES, FUSED, MEASURE, NARROW, TIMELINE, config_of
-from benchmarks.layer import DRAWN as TRACED_AT
+from benchmarks.layer import (
+    BATCHES,
+    CONFIGS,
+    D64,
+    EPILOGUES,
+    FUSED,
+    MEASURE,
+    NARROW,
+    TIMELINE,
+    TIMELINE_LAYERS,
+    config_of,
+)
 from benchmarks.layer.ends import ALL as ENDS
 from benchmarks.layer.ends import Ends
 from ptxlab.bench.record import Record, Row
@@ -28,7 +38,7 @@ KINDS = {  # of mixes -> the mixes by the beginning of their names
 }
 PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED}
 DRAWN = ("LLaMA-2-7B", "LLaMA-2-70B")  # beside a mix
-TRACED = tuple(model for model, _ in TRACED_AT)
+TRACED = tuple(model for model, _ in TIMELINE_LAYERS)
 BESIDE = "FP8"  # the mix that is drawn
 _ATTENTION = {
     "sdpa": "PyTorch's over an FP16 cache, in the mix's own graph",

@@ -31,7 +31,7 @@ REORDERING = ("reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_
 
 
 @pytest.fixture
-def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Send public calls on NumPy arrays to the emulator, with sequences of 70 tokens."""
     emulated_gpu.setattr(gpu, "why_not", lambda *_, **__: "a GPU made of the emulator")
     for module in (shapes, layer_chain):
@@ -45,9 +45,9 @@ def weights() -> list[LayerWeights]:
 
 
 @pytest.mark.full
-def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
-    made = weights()[:1]
-    row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0}, True)
+def test_a_layer_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyPatch) -> None:
+    layers = weights()[:1]
+    row = decoder.row(TINY, 2, layers, decoder.copies_of(layers[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0}, True)
     assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and row.checked.endswith("bit for bit")
     assert row.checked.startswith("10 steps: attention, down_in within bounds, all others equal in every bit; ")
     operations = {
@@ -61,48 +61,50 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     assert row.more["invariant_attention_us"] == 10.0
     floors = [us for name, us in row.more.items() if name.startswith("floor ")]
     assert row.floor_us == pytest.approx(sum(floors)) and len(floors) == 5
-    nbytes = sum(getattr(made[0], name).nbytes for name in TINY.matrices)
+    nbytes = sum(getattr(layers[0], name).nbytes for name in TINY.matrices)
     assert row.bytes == nbytes + 2 * 70 * 2 * 68 and row.floor_us == pytest.approx(row.bytes / 4.6e6)
 
 
 @pytest.mark.full
-def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_experts_is_taken_apart_too(tiny_gpu: pytest.MonkeyPatch) -> None:
     """Its floor is that of the experts that have tokens: of one token, one of two."""
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")
-    made = [LayerWeights.random(config, on_device=True)]
-    row = decoder.row(config, 1, made, decoder.copies_of(made[0]), CEILINGS, {}, {}, compared=True)
+    layers = [LayerWeights.random(config, on_device=True)]
+    row = decoder.row(config, 1, layers, decoder.copies_of(layers[0]), CEILINGS, {}, {}, compare_twin=True)
     assert row.checked.startswith("19 steps: attention, share, down_in within bounds, all others equal in every bit; ")
     assert {"route_tokens gate_up_in", "combine_experts hidden", "gemm gate_up", "gemm down"} <= set(row.more)
     read = [row.more[f"floor gemm {name}"] * 4.6e6 for name in ("gate_up", "down", "qkv")]
-    assert read == pytest.approx([made[0].gate_up.nbytes / 2, made[0].down.nbytes / 2, made[0].qkv.nbytes])
+    assert read == pytest.approx([layers[0].gate_up.nbytes / 2, layers[0].down.nbytes / 2, layers[0].qkv.nbytes])
 
 
 @pytest.mark.full
-def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    here.setattr(layer_chain, "_WATCHED", (1,))
-    here.setattr(layer_chain, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
-    with emulator.chain(()) as made:
+def test_chains_for_the_sanitizers_are_checked(
+    tiny_gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_gpu.setattr(layer_chain, "_WATCHED", (1,))
+    tiny_gpu.setattr(layer_chain, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
+    with emulator.chain(()) as chain:
         layer_chain.check_chains()
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" steps")[0] for line in said] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" steps")[0] for line in lines] == [
         "dense, batch 1: 12",
         "dense with epilogues, batch 1: 10",
         "experts, batch 1: 19",
     ]
-    assert len(made.launches) == 2 * 10 + 2 * 10 + 2 * 13
+    assert len(chain.launches) == 2 * 10 + 2 * 10 + 2 * 13
 
 
 @pytest.mark.full
-def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyPatch) -> None:
-    made = {turns: layer_chain.layers_of(TINY, interleaved=turns)[:1] for turns in (False, True)}
+def test_layers_with_all_ends_are_timed_in_turn_and_checked(tiny_gpu: pytest.MonkeyPatch) -> None:
+    layers = {interleaved: layer_chain.layers_of(TINY, interleaved=interleaved)[:1] for interleaved in (False, True)}
     times = iter((10.0, 11.0, 12.0, 13.0, 14.0, 9.0, 15.0, 16.0))  # in turn, twice
 
-    def timed(calls: list[Callable[[], None]], **_: int) -> tuple[Measured, list[Callable[[], None]]]:
+    def time_calls(calls: list[Callable[[], None]], **_: int) -> tuple[Measured, list[Callable[[], None]]]:
         return Measured(next(times), 1.0, 20.0, 1900.0), calls
 
-    here.setattr(ends, "measure_graph", timed)
-    here.setattr(Decoder, "check", lambda self, graph: f"{len(graph)} layers bit for bit")
-    rows = ends.rows_at(TINY, 2, made, CEILINGS, compared=True)
+    tiny_gpu.setattr(ends, "measure_graph", time_calls)
+    tiny_gpu.setattr(Decoder, "check", lambda self, graph: f"{len(graph)} layers bit for bit")
+    rows = ends.rows_at(TINY, 2, layers, CEILINGS, compare_twin=True)
     assert [(row.sizes["residual"], row.sizes["silu_mul"], row.time_us) for row in rows] == [
         (0, 0, 10.0),
         (1, 0, 9.0),
@@ -117,27 +119,27 @@ def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyP
 
 def test_what_ends_should_bring() -> None:
     seven = Config.named("LLaMA-2-7B")
-    few, many = (ends.predicted_us(seven, B, ends.Ends(True, False)) for B in (16, 256))
-    assert many == pytest.approx(16 * few) == pytest.approx(-8 * 256 * 4096 / 12e6)
+    small_batch, large_batch = (ends.predicted_us(seven, B, ends.Ends(True, False)) for B in (16, 256))
+    assert large_batch == pytest.approx(16 * small_batch) == pytest.approx(-8 * 256 * 4096 / 12e6)
     assert ends.predicted_us(seven, 256, ends.Ends(False, False)) == 0.0
-    apart = [ends.predicted_us(seven, 64, each) for each in ends.ALL]
-    assert apart[2] > 0 and apart[3] == pytest.approx(apart[1] + apart[2])
+    predictions = [ends.predicted_us(seven, 64, choice) for choice in ends.ALL]
+    assert predictions[2] > 0 and predictions[3] == pytest.approx(predictions[1] + predictions[2])
 
 
 @pytest.mark.full
-def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
-    made = Decoder(TINY, 1, weights())
-    assert len(made.calls()) == 2, "two layers, one after the other"
-    _, graph = decoder.measure_graph(made.calls())
+def test_another_bit_of_the_timed_graph_is_found(tiny_gpu: pytest.MonkeyPatch) -> None:
+    chain = Decoder(TINY, 1, weights())
+    assert len(chain.calls()) == 2, "two layers, one after the other"
+    _, graph = decoder.measure_graph(chain.calls())
     replay = graph.replay
 
     def wrong() -> None:
         replay()
-        made.residual.view(np.uint16)[0, 7] ^= 1
+        chain.residual.view(np.uint16)[0, 7] ^= 1
 
     graph.replay = wrong
     with pytest.raises(BenchmarkError, match="tiny, batch 1: other bits than its calls one by one"):
-        made.check(graph)
+        chain.check(graph)
 
 
 def test_products_set_the_floor_of_large_batches() -> None:
@@ -150,29 +152,31 @@ def test_products_set_the_floor_of_large_batches() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fused.normed(3, 96),
-        lambda: fused.gated(3, 96),
-        lambda: fused.quantised(3, 96),
-        lambda: fused.appended(3, 2, 1, 64),
-        *(lambda i=i: list(fused.reordering(3, 256, 64, 64))[i] for i in range(3)),
+        lambda: fused.rmsnorm_kernel(3, 96),
+        lambda: fused.silu_mul_kernel(3, 96),
+        lambda: fused.quantize_kernel(3, 96),
+        lambda: fused.rope_append_kernel(3, 2, 1, 64),
+        *(lambda i=i: list(fused.reordering_kernels(3, 256, 64, 64))[i] for i in range(3)),
     ],
     ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4", *REORDERING],
 )
 def test_a_fused_kernel_is_timed_beside_copies_and_checked(
-    make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
+    make: Callable[[], fused.Fused], tiny_gpu: pytest.MonkeyPatch
 ) -> None:
-    here.setattr(fused, "copy_us", lambda nbytes, copies: 3.0 + copies)
-    here.setattr(peers_layer, "fused", lambda *given: {"torch_compile": 7.0} if given[-1] == 2 else {})
-    of = make()
-    row = fused.timed(of, CEILINGS)
-    assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
+    tiny_gpu.setattr(fused, "copy_us", lambda nbytes, copies: 3.0 + copies)
+    tiny_gpu.setattr(
+        peers_layer, "time_public_versions", lambda *arguments: {"torch_compile": 7.0} if arguments[-1] == 2 else {}
+    )
+    kernel = make()
+    row = fused.measure_kernel(kernel, CEILINGS)
+    assert (row.kernel, row.sizes, row.time_us) == (kernel.kernel, kernel.sizes, 10.0)
     assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
-    assert row.peers == ({"torch_compile": 7.0} if of.public else {})
-    assert (of.public is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
-    assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
-    arrays = of.make()
-    with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):
-        of.check(arrays)  # nothing was launched on these
+    assert row.peers == ({"torch_compile": 7.0} if kernel.public else {})
+    assert (kernel.public is None) == (kernel.kernel in ("rope_append_kv4", *REORDERING))
+    assert row.floor_us == pytest.approx(kernel.nbytes / 4.2e6)
+    arrays = kernel.make()
+    with pytest.raises(BenchmarkError, match=f"{kernel.kernel.removesuffix('_s8')}: (wrong|pages)"):
+        kernel.check(arrays)  # nothing was launched on these
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, 16384, 40016])
@@ -199,33 +203,35 @@ def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> Non
 def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that fails is left to fail where it is measured."""
     monkeypatch.setattr(layer, "_WORKERS", 1)
-    layer.side_by_side([(os.mkdir, (tmp_path / "a",)), (os.rmdir, (tmp_path / "none",)), (os.mkdir, (tmp_path / "b",))])
+    layer.run_in_processes(
+        [(os.mkdir, (tmp_path / "a",)), (os.rmdir, (tmp_path / "none",)), (os.mkdir, (tmp_path / "b",))]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-    layer.side_by_side([])
+    layer.run_in_processes([])
 
 
 @pytest.mark.full
-def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_what_is_measured(tiny_gpu: pytest.MonkeyPatch) -> None:
     between = {"rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8"}
-    with emulator.chain(()) as made:
+    with emulator.chain(()) as chain:
         decoder.warm(TINY, (1,))
-    assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
-    here.setattr(fused, "WIDTHS", (256, 384))
-    here.setattr(fused, "_REORDERED", ((256,), (64,)))
-    here.setattr(fused, "HEADS", ((2, 1, 128),))
+    assert {*chain.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
+    tiny_gpu.setattr(fused, "WIDTHS", (256, 384))
+    tiny_gpu.setattr(fused, "_REORDERED", ((256,), (64,)))
+    tiny_gpu.setattr(fused, "HEADS", ((2, 1, 128),))
     for width, launched in ((256, between | {"rope_append_kv4", *REORDERING}), (384, between)):
-        with emulator.chain(()) as made:
+        with emulator.chain(()) as chain:
             fused.warm(width)
-        assert {*made.launches} == launched
+        assert {*chain.launches} == launched
 
 
 @pytest.mark.full
-def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_heads_of_64_is_measured_without_mixes(tiny_gpu: pytest.MonkeyPatch) -> None:
     narrow = replace(TINY, heads=2, head_dim=64, name="narrow")
-    here.setattr(layer, "NARROW", narrow)
-    here.setattr(layer, "side_by_side", lambda jobs: None)
-    here.setattr(peers, "importable", lambda: False)
-    here.setattr(layer_chain, "layers_of", lambda config: [LayerWeights.random(config, on_device=True)])
+    tiny_gpu.setattr(layer, "NARROW", narrow)
+    tiny_gpu.setattr(layer, "run_in_processes", lambda jobs: None)
+    tiny_gpu.setattr(peers, "importable", lambda: False)
+    tiny_gpu.setattr(layer_chain, "layers_of", lambda config: [LayerWeights.random(config, on_device=True)])
     with pytest.warns(UserWarning, match="no mixes beside the layers"):
         (row,) = layer.rows([], CEILINGS, lambda _: None, only=["d64", "B=1"])
     assert (row.measure, row.sizes, row.peers) == (layer.D64, {**shapes.sizes_of(narrow, 1), "D": 64}, {})
@@ -237,12 +243,18 @@ def test_parts_of_the_suite_by_words() -> None:
     everything = layer.part([])
     assert everything.fused and everything.timeline and everything.d64 and everything.configs == layer.CONFIGS
     assert not everything.epilogues, "which has been decided"
-    some = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
-    assert [config.name for config in some.configs] == ["LLaMA-2-7B"] and some.batches == (1, 64)
-    assert some.mixes == ("fp8_row",) and not some.fused and not some.timeline
-    apart = layer.part(["epilogues", "B=1"])
-    assert apart.epilogues and apart.configs == () and apart.batches == (1,) and not apart.fused and not some.epilogues
-    assert not apart.d64 and layer.part(["d64"]) == layer.Selection(fused=False, timeline=False, configs=())
+    selection = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
+    assert [config.name for config in selection.configs] == ["LLaMA-2-7B"] and selection.batches == (1, 64)
+    assert selection.mixes == ("fp8_row",) and not selection.fused and not selection.timeline
+    epilogues = layer.part(["epilogues", "B=1"])
+    assert (
+        epilogues.epilogues
+        and epilogues.configs == ()
+        and epilogues.batches == (1,)
+        and not epilogues.fused
+        and not selection.epilogues
+    )
+    assert not epilogues.d64 and layer.part(["d64"]) == layer.Selection(fused=False, timeline=False, configs=())
     assert layer.part(["fused"]).configs == () and layer.part(["alone"]).mixes == ()
     assert layer.part(["B=4"]).configs == layer.CONFIGS
     with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):
@@ -251,7 +263,7 @@ def test_parts_of_the_suite_by_words() -> None:
 
 def test_a_stopped_run_goes_on_with_the_layer_it_was_at() -> None:
     """A layer is measured whole; before the first has a row, the fused kernels may not be complete."""
-    first, second, *others = layer.CONFIGS
+    first, second, *later_configs = layer.CONFIGS
     whole = layer.part([])
 
     def rows_at(measure: str, config: Config, batches: tuple[int, ...]) -> list[Row]:
@@ -261,12 +273,26 @@ def test_a_stopped_run_goes_on_with_the_layer_it_was_at() -> None:
 
     fused_rows, narrow = rows_at(layer.FUSED, first, (1, 4)), rows_at(layer.D64, layer.NARROW, whole.batches)
     assert layer.remaining(whole, ()) == layer.remaining(whole, fused_rows) == (whole, [])
-    one, some = rows_at(layer.MEASURE, first, whole.batches), rows_at(layer.MEASURE, second, whole.batches[:3])
-    left, kept = layer.remaining(whole, [*fused_rows, *one, *some])
-    assert not left.fused and left.configs == (second, *others) and left.d64 and kept == [*fused_rows, *one]
-    every = [row for config in layer.CONFIGS for row in rows_at(layer.MEASURE, config, whole.batches)]
-    left, kept = layer.remaining(whole, [*fused_rows, *every, *narrow, *rows_at(layer.TIMELINE, first, (1,))])
-    assert left == layer.Selection(fused=False, configs=(), d64=False) and kept == [*fused_rows, *every, *narrow]
+    first_rows, second_rows = (
+        rows_at(layer.MEASURE, first, whole.batches),
+        rows_at(layer.MEASURE, second, whole.batches[:3]),
+    )
+    unmeasured, kept_rows = layer.remaining(whole, [*fused_rows, *first_rows, *second_rows])
+    assert (
+        not unmeasured.fused
+        and unmeasured.configs == (second, *later_configs)
+        and unmeasured.d64
+        and kept_rows == [*fused_rows, *first_rows]
+    )
+    all_rows = [row for config in layer.CONFIGS for row in rows_at(layer.MEASURE, config, whole.batches)]
+    unmeasured, kept_rows = layer.remaining(
+        whole, [*fused_rows, *all_rows, *narrow, *rows_at(layer.TIMELINE, first, (1,))]
+    )
+    assert unmeasured == layer.Selection(fused=False, configs=(), d64=False) and kept_rows == [
+        *fused_rows,
+        *all_rows,
+        *narrow,
+    ]
 
 
 def test_whole_epilogues_are_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,15 +310,18 @@ def test_a_layer_is_known_by_its_sizes() -> None:
 
 def test_the_stored_attention_stands_beside_that_of_the_run() -> None:
     config = Config.named("LLaMA-2-7B")
-    us, more = layer.mixed(
+    us, breakdowns = layer.summarize_mixes(
         config, 16, {"fp8_row/sdpa": MixTime(200.0, 90.0, 60.0), "fp16/sdpa": MixTime(9.0, 5.0, 4.0)}
     )
     xqa = stored_attention()[32, 32, 16, 1024]
     assert us["fp8_row/sdpa"] == 200.0 and us["fp8_row/xqa_stored"] == 90.0 + xqa["fi_xqa_fp8"]
     assert us["fp16/xqa_stored"] == 5.0 + xqa["fi_xqa_f16"]
-    assert more["fp8_row/xqa_stored attention_us"] == xqa["fi_xqa_fp8"] and more["fp8_row/sdpa attention_us"] == 110.0
-    assert more["fp8_row/sdpa gemm_us"] == 60.0 and more["fp8_row/sdpa others_us"] == 30.0
-    assert list(layer.mixed(config, 4, {"fp8_row/sdpa": MixTime(2.0, 1.0, 1.0)})[0]) == ["fp8_row/sdpa"]
+    assert (
+        breakdowns["fp8_row/xqa_stored attention_us"] == xqa["fi_xqa_fp8"]
+        and breakdowns["fp8_row/sdpa attention_us"] == 110.0
+    )
+    assert breakdowns["fp8_row/sdpa gemm_us"] == 60.0 and breakdowns["fp8_row/sdpa others_us"] == 30.0
+    assert list(layer.summarize_mixes(config, 4, {"fp8_row/sdpa": MixTime(2.0, 1.0, 1.0)})[0]) == ["fp8_row/sdpa"]
 
 
 def test_a_timeline_is_a_row_per_launch() -> None:
@@ -307,16 +336,16 @@ def test_a_timeline_is_a_row_per_launch() -> None:
     assert all(row.more["layer_us"] == 9.5 and row.measure == layer.TIMELINE for row in rows)
 
 
-def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
+def trace_launches(run: Callable[[], None]) -> list[tuple[str, float, float]]:
     """Return the spans that a tracer would see of these launches, captured and replayed."""
-    with emulator.chain(()) as made:
+    with emulator.chain(()) as chain:
         run()
-    names = made.launches * 2
+    names = chain.launches * 2
     return [(name, float(place), place + 0.5) for place, name in enumerate(names)]
 
 
 @pytest.fixture
-def graphs(here: pytest.MonkeyPatch) -> None:
+def graphs(tiny_gpu: pytest.MonkeyPatch) -> None:
     """Make captures call each function once; replays, which the tracer makes up, do nothing."""
 
     def capture(calls: list[Callable[[], None]]) -> SimpleNamespace:
@@ -324,19 +353,19 @@ def graphs(here: pytest.MonkeyPatch) -> None:
             call()
         return SimpleNamespace(replay=lambda: None, synchronize=lambda: None, time=lambda: SimpleNamespace(median=9.0))
 
-    here.setattr(gpu, "capture", capture)
-    here.setattr(layer, "_TRACED", 2)
+    tiny_gpu.setattr(gpu, "capture", capture)
+    tiny_gpu.setattr(layer, "_TRACED", 2)
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("graphs")
-def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.MonkeyPatch) -> None:
-    made = weights()[:1]
-    here.setattr(layer_chain, "layers_of", lambda config: made)
-    here.setattr(peers_layer, "traced", lambda run: [])
+def test_a_timeline_is_left_out_unless_every_launch_was_seen(tiny_gpu: pytest.MonkeyPatch) -> None:
+    layers = weights()[:1]
+    tiny_gpu.setattr(layer_chain, "layers_of", lambda config: layers)
+    tiny_gpu.setattr(peers_layer, "trace_kernels", lambda run: [])
     with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 40"):
         assert list(layer.timeline_rows(TINY, 1)) == []
-    here.setattr(peers_layer, "traced", traced)
+    tiny_gpu.setattr(peers_layer, "trace_kernels", trace_launches)
     rows = list(layer.timeline_rows(TINY, 1))
     assert [row.face for row in rows][:3] == ["rmsnorm_quantize qkv_in", "gemm qkv", "rope_append_kv4 q"]
     assert len(rows) == 10 and rows[0].kernel == "rmsnorm_quantize" and rows[0].more["layer_us"] == 9.0
@@ -344,11 +373,11 @@ def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.Monkey
 
 @pytest.mark.full
 @pytest.mark.usefixtures("graphs")
-def test_a_timeline_of_experts_has_both_launches_of_the_routing(here: pytest.MonkeyPatch) -> None:
+def test_a_timeline_of_experts_has_both_launches_of_the_routing(tiny_gpu: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")
-    made = [LayerWeights.random(config, on_device=True)]
-    here.setattr(layer_chain, "layers_of", lambda config: made)
-    here.setattr(peers_layer, "traced", traced)
+    layers = [LayerWeights.random(config, on_device=True)]
+    tiny_gpu.setattr(layer_chain, "layers_of", lambda config: layers)
+    tiny_gpu.setattr(peers_layer, "trace_kernels", trace_launches)
     rows = list(layer.timeline_rows(config, 1))
     assert len(rows) == 13 and len({row.key for row in rows}) == 13
     assert [(row.face, row.kernel) for row in rows[6:9]] == [

@@ -18,9 +18,9 @@ def test_every_operator_is_timed() -> None:
 
     calls = operator_calls(512, 3, "cpu")
     for call, floor in calls.values():
-        made, allocated = (each if isinstance(each, tuple) else (each,) for each in (call(), floor()))
-        assert [(each.shape, each.dtype) for each in made if each is not None] == [
-            (each.shape, each.dtype) for each in allocated if each is not None
+        outputs, allocated = (tensor if isinstance(tensor, tuple) else (tensor,) for tensor in (call(), floor()))
+        assert [(tensor.shape, tensor.dtype) for tensor in outputs if tensor is not None] == [
+            (tensor.shape, tensor.dtype) for tensor in allocated if tensor is not None
         ]
     assert {*calls} == {*OPERATORS}
 
@@ -32,38 +32,40 @@ def test_a_compiled_model_may_part_where_a_token_is_nearly_as_likely(monkeypatch
 
     from benchmarks import pytorch as suite
 
-    def generated(logits: torch.Tensor) -> Any:
+    def output_of(logits: torch.Tensor) -> Any:
         tokens = torch.cat([torch.zeros(2, suite.PROMPT, dtype=torch.int64), logits.argmax(-1)], dim=1)
         return type("", (), {"sequences": tokens, "logits": logits.half().unbind(1)})
 
-    eager = torch.zeros(2, suite.FEW, 5)
+    eager = torch.zeros(2, suite.SHORT_RUN, 5)
     eager[..., 3], eager[1, 1, 2] = 65.0, 64.0
     compiled = eager.clone()
-    results = {True: eager, False: compiled}
-    monkeypatch.setattr(suite, "_generated", lambda *_, disable_compile, **how: generated(results[disable_compile]))
-    assert suite._same_as_eager(None, 2, None) == "8 tokens of each sequence equal to the eager model's"
+    logits_by_mode = {True: eager, False: compiled}
+    monkeypatch.setattr(
+        suite, "_generate", lambda *_, disable_compile, **how: output_of(logits_by_mode[disable_compile])
+    )
+    assert suite._compare_with_eager(None, 2, None) == "8 tokens of each sequence equal to the eager model's"
     compiled[1, 1, 2], compiled[1, 2:] = 66.0, eager[1, 2:].flip(-1)
-    said = suite._same_as_eager(None, 2, None)
-    assert said.endswith(", but for 1, which part where logits of the same tokens are 0.010 deviations apart (rms)")
+    claim = suite._compare_with_eager(None, 2, None)
+    assert claim.endswith(", but for 1, which part where logits of the same tokens are 0.010 deviations apart (rms)")
     compiled[0] = eager[0].flip(-1)
     with pytest.raises(PtxlabError, match=r"generate, batch 2: .* are 0\.8. standard deviations apart"):
-        suite._same_as_eager(None, 2, None)
+        suite._compare_with_eager(None, 2, None)
 
 
 @pytest.mark.full
 def test_a_step_that_other_work_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import pytorch as suite
 
-    seconds = {suite.FEW: 2.0, suite.MANY: 1.0}
+    seconds = {suite.SHORT_RUN: 2.0, suite.LONG_RUN: 1.0}
     clock = [0.0]
 
     def generate(model: Any, B: int, cache: Any, tokens: int) -> None:
         clock[0] += seconds[tokens]
 
-    monkeypatch.setattr(suite, "_generated", generate)
+    monkeypatch.setattr(suite, "_generate", generate)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr(suite.time, "perf_counter", lambda: clock[0])
     with pytest.raises(PtxlabError, match="generate, batch 2: 72 tokens took less time than 8; leave the host idle"):
         suite.step_us(None, 2, None)
-    seconds[suite.MANY] = 2.0 + 64e-3
+    seconds[suite.LONG_RUN] = 2.0 + 64e-3
     assert suite.step_us(None, 2, None) == pytest.approx((1e3, 1e3, 1e3))

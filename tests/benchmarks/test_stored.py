@@ -11,9 +11,9 @@ def test_stored_times_cover_the_llama_matrices() -> None:
     tokens = (1, 16, 32, 64, 128, 256, 512, 1024)
     assert set(STORED) == {(layer.N, layer.K, M) for layer in LLAMA for M in tokens}
     assert STORED[12288, 4096, 16]["qserve_w4a8_g128"] == 20.03
-    others = {"fp8_row", "qserve_w8a8", "qserve_w4a8_chn", "qserve_w4a8_g128", "qqq_w4a8_chn", "qqq_w4a8_g128"}
+    further_peers = {"fp8_row", "qserve_w8a8", "qserve_w4a8_chn", "qserve_w4a8_g128", "qqq_w4a8_chn", "qqq_w4a8_g128"}
     for (_, _, M), times in STORED.items():
-        assert set(times) == {OURS, *CUBLAS, *others, *(() if M in (32, 1024) else HUMMING)}
+        assert set(times) == {OURS, *CUBLAS, *further_peers, *(() if M in (32, 1024) else HUMMING)}
 
 
 def test_names_are_those_of_the_peers_that_can_run() -> None:

@@ -29,23 +29,23 @@ def record(configs: Sequence[Config] = models.MODELS) -> Record:
 def _rows(config: Config) -> list[Row]:
     budgets = {gb: largest_batch(config, gb, 1536, chunk=2048) for gb in models.BUDGETS}
     ours = {B for B in BATCHES if B in range(max(budgets.values()) + 1)} | {*budgets.values()}
-    own = {models.room_for(config, gb, name) for gb in models.BUDGETS for name in OVER} - {0}
+    peer_batches = {models.largest_mix_batch(config, gb, name) for gb in models.BUDGETS for name in OVER} - {0}
     rows = []
-    for B in sorted(ours | own):
+    for B in sorted(ours | peer_batches):
         us = _floor(config, B) / FRACTION
         named = {name: us * over for name, over in OVER.items() if config.experts == 0 or "humming" not in name}
-        more = {f"{name} {part}_us": peer / 2 for name, peer in named.items() for part in ("gemm", "attention")}
-        rows.append(models.beside_row(config, models.MIX, B, min(named.values()), named, more))
+        columns = {f"{name} {part}_us": peer / 2 for name, peer in named.items() for part in ("gemm", "attention")}
+        rows.append(models.peer_row(config, models.MIX, B, min(named.values()), named, columns))
         if B in ours:
             peers = {**named, **({} if config.experts else {models.WITHOUT: WITHOUT * us})}
             rows.append(_step(config, B, us, peers))
     for gb, B in budgets.items():
         steps = 511 * _floor(config, B) / FRACTION
-        run = models.Generated(PREFILL * steps, steps, 1900.0, 600.0)
+        run = models.RuleTimes(PREFILL * steps, steps, 1900.0, 600.0)
         composed = {
             name: ((1 + PREFILL) * steps * over * room / B, room)
             for name, over in OVER.items()
-            if (room := models.room_for(config, gb, name)) and not (config.experts and "humming" in name)
+            if (room := models.largest_mix_batch(config, gb, name)) and not (config.experts and "humming" in name)
         }
         rows.append(models.generate_row(config, B, gb, run, composed))
     return rows
@@ -70,7 +70,7 @@ def _step(config: Config, B: int, us: float, peers: dict[str, float]) -> Row:
     works = _works(config, B)
     parts = {work.name: work.us(_CEILINGS) / FRACTION / config.layers for work in works}
     kinds = {name: "gemm" for name in parts if name.startswith("gemm ")}
-    apart = Alone({**parts, "norm": 1.0}, {**kinds, "attention": "attention", "head": "", "norm": "others"})
+    alone = Alone({**parts, "norm": 1.0}, {**kinds, "attention": "attention", "head": "", "norm": "others"})
     head = parts["head"] * config.layers
-    measured, more = Measured(us, us, us, 1900.0), {"power_w": 600.0, "head_int8_us": head / INT8_HEAD}
-    return models.row_at(config, B, measured, works, apart, head, _CEILINGS, "made up", peers, more)
+    measured, columns = Measured(us, us, us, 1900.0), {"power_w": 600.0, "head_int8_us": head / INT8_HEAD}
+    return models.row_at(config, B, measured, works, alone, head, _CEILINGS, "made up", peers, columns)

@@ -12,7 +12,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.llm.layer_chain import batch_of
 from ptxlab.llm.model import Config
 from ptxlab.runtime.timing import Measured
-from tests.support import made_up
+from tests.support import fake_rows
 
 CEILINGS = Ceilings(4.6, 4.2)
 SLOWDOWN = 1.25  # time over the floor, of all layers that are ours
@@ -25,42 +25,44 @@ OTHERS = (
 
 
 def work(config: Config, B: int) -> list[shapes.Work]:
-    found = []
+    gemms = []
     for name, (N, K) in config.matrices.items():
         rows = shapes.rows_of(config, name, B)
-        found.append(shapes.Work(f"gemm {name}", int(N * K * BITS / 8), 2 * rows * N * K))
-    return [*found, shapes.Work("attention", batch_of(config, B).kv_bytes(), 0)]
+        gemms.append(shapes.Work(f"gemm {name}", int(N * K * BITS / 8), 2 * rows * N * K))
+    return [*gemms, shapes.Work("attention", batch_of(config, B).kv_bytes(), 0)]
 
 
-def point(config: Config, B: int) -> Row:
+def layer_row(config: Config, B: int) -> Row:
     """Make up a layer's row: every operation alone takes 1.2 times its floor, the others 2 µs each."""
     operations = work(config, B)
-    us = {each.name: 1.2 * each.us(CEILINGS) for each in operations} | dict.fromkeys(OTHERS, 2.0)
+    us = {operation.name: 1.2 * operation.us(CEILINGS) for operation in operations} | dict.fromkeys(OTHERS, 2.0)
     part = {
-        name: name.split()[0] if name in dict.fromkeys(each.name for each in operations) else "others" for name in us
+        name: name.split()[0] if name in dict.fromkeys(operation.name for operation in operations) else "others"
+        for name in us
     }
-    took = SLOWDOWN * sum(each.us(CEILINGS) for each in operations)
+    layer_us = SLOWDOWN * sum(operation.us(CEILINGS) for operation in operations)
     names = [name for name in MIXES if not config.experts or name in ("fp16", "fp8_row")]
     mixes = {
-        f"{name}/sdpa": MixTime(OVER[name] * took, 0.6 * OVER[name] * took, 0.5 * OVER[name] * took) for name in names
+        f"{name}/sdpa": MixTime(OVER[name] * layer_us, 0.6 * OVER[name] * layer_us, 0.5 * OVER[name] * layer_us)
+        for name in names
     }
-    peers, more = layer.mixed(config, B, mixes)
-    measured = Measured(took, took, took, 1755.0)
+    peers, columns = layer.summarize_mixes(config, B, mixes)
+    measured = Measured(layer_us, layer_us, layer_us, 1755.0)
     alone = decoder.Alone(us, part)
-    return decoder.row_at(config, B, measured, operations, alone, CEILINGS, "nothing: made up", peers, more)
+    return decoder.row_at(config, B, measured, operations, alone, CEILINGS, "nothing: made up", peers, columns)
 
 
-def between() -> Iterator[Row]:
+def fused_rows() -> Iterator[Row]:
     """Make up the fused kernels' rows: 1.25 times the time of a copy, which takes 1 µs more than its bytes."""
     for width in fused.WIDTHS:
         for M in fused.TOKENS:
-            for kernel, each in (("rmsnorm_quantize", 7), ("silu_mul_quantize", 5)):
-                floor = M * width * each / CEILINGS.copy_tbps / 1e6
+            for kernel, bytes_per_element in (("rmsnorm_quantize", 7), ("silu_mul_quantize", 5)):
+                floor = M * width * bytes_per_element / CEILINGS.copy_tbps / 1e6
                 times = {"copy_us": floor + 1, "copy_l2_us": 1.5, "l2_us": 2.0, "chain_us": 1.4}
-                yield made_up.row(
+                yield fake_rows.row(
                     floor,
                     1.25 * (floor + 1) / floor,
-                    M * width * each,
+                    M * width * bytes_per_element,
                     kernel=kernel,
                     measure=layer.FUSED,
                     sizes={"M": M, "K": width},
@@ -70,36 +72,36 @@ def between() -> Iterator[Row]:
                 )
 
 
-def spans() -> Iterator[Row]:
+def span_rows() -> Iterator[Row]:
     """Make up a layer of five launches; the third begins 0.5 µs before the second has ended."""
-    for name, B in layer.DRAWN:
+    for name, B in layer.TIMELINE_LAYERS:
         launches = [("norm", 0.0, 2.0), ("gemm", 2.5, 12.0), ("rope", 11.5, 13.0), ("attention", 13.5, 20.0)]
         names = ("rmsnorm_quantize qkv_in", "gemm qkv", "rope_append_kv4 q", "attention")
         again = [(kernel, begin + 21, end + 21) for kernel, begin, end in launches]
         yield from layer.spans_of(Config.named(name), B, [*launches, *again], names, 20.5)
 
 
-def narrow() -> Iterator[Row]:
+def narrow_rows() -> Iterator[Row]:
     """Make up the rows of a layer with heads of 64."""
     for B in layer.BATCHES:
-        of = point(layer.NARROW, B)
-        yield replace(of, measure=layer.D64, sizes=of.sizes | {"D": 64})
+        base = layer_row(layer.NARROW, B)
+        yield replace(base, measure=layer.D64, sizes=base.sizes | {"D": 64})
 
 
-def epilogues() -> Iterator[Row]:
+def epilogue_rows() -> Iterator[Row]:
     """Make up the epilogues' rows: a residual add takes 0.5 µs off a layer, SiLU·mul adds 1."""
     for name in ends.MODELS:
-        of = point(Config.named(name), 16)
-        for each in ends.ALL:
-            took = of.time_us - 0.5 * each.residual + each.silu_mul
-            sizes = of.sizes | {part: int(there) for part, there in each._asdict().items()}
-            more = {"predicted_us": of.time_us - 0.25 * each.residual}
-            yield replace(of, measure=layer.EPILOGUES, sizes=sizes, time_us=took, more=more)
+        base = layer_row(Config.named(name), 16)
+        for epilogue in ends.ALL:
+            layer_us = base.time_us - 0.5 * epilogue.residual + epilogue.silu_mul
+            sizes = base.sizes | {part: int(enabled) for part, enabled in epilogue._asdict().items()}
+            columns = {"predicted_us": base.time_us - 0.25 * epilogue.residual}
+            yield replace(base, measure=layer.EPILOGUES, sizes=sizes, time_us=layer_us, more=columns)
 
 
 def record() -> Record:
-    rows = [point(config, B) for config in layer.CONFIGS for B in layer.BATCHES]
+    rows = [layer_row(config, B) for config in layer.CONFIGS for B in layer.BATCHES]
     device = {"name": "NVIDIA H200", "slug": "h200"}
     ceilings = CEILINGS.to_json()
-    every = (*between(), *rows, *spans(), *narrow(), *epilogues())
+    every = (*fused_rows(), *rows, *span_rows(), *narrow_rows(), *epilogue_rows())
     return Record("layer", device, {}, ceilings, every, commit="0123456789abcdef", date="2026-11-23T00:00:00")

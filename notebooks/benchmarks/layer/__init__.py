@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 FUSED, TIMELINE, D64, EPILOGUES = fused.MEASURE, "timeline", "d64", ends.MEASURE
-DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16), ("Mixtral-8x7B", 16)  # layers that a timeline is taken of
+TIMELINE_LAYERS = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16), ("Mixtral-8x7B", 16)  # layers that a timeline is taken of
 _STORED_FP16, _STORED_FP8 = "fi_xqa_f16", "fi_xqa_fp8"  # stored attention that stands in for a mix's own
 _WORKERS = 14
 _TRACED = 4  # layers at least, of which one in the middle is kept
@@ -73,20 +73,20 @@ def part(words: Sequence[str]) -> Selection:
     """
     models = {config.name: config for config in CONFIGS}
     batches = {f"B={B}": B for B in BATCHES}
-    apart = FUSED, TIMELINE, D64, EPILOGUES
-    known = [*apart, *models, *batches, *MIXES, "alone"]
+    separate_parts = FUSED, TIMELINE, D64, EPILOGUES
+    choices = [*separate_parts, *models, *batches, *MIXES, "alone"]
     for word in words:
-        if word not in known:
-            raise ArgumentError("only", f"one of {', '.join(known)}", word)
-    kinds = [word for word in words if word in apart]
-    named = tuple(models[word] for word in words if word in models)
-    everything = not words
+        if word not in choices:
+            raise ArgumentError("only", f"one of {', '.join(choices)}", word)
+    kinds = [word for word in words if word in separate_parts]
+    named_configs = tuple(models[word] for word in words if word in models)
+    is_whole = not words
     return Selection(
-        fused=everything or FUSED in kinds,
-        timeline=everything or TIMELINE in kinds,
-        d64=everything or D64 in kinds,
+        fused=is_whole or FUSED in kinds,
+        timeline=is_whole or TIMELINE in kinds,
+        d64=is_whole or D64 in kinds,
         epilogues=EPILOGUES in kinds,
-        configs=named or (() if kinds else CONFIGS),
+        configs=named_configs or (() if kinds else CONFIGS),
         batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
         mixes=tuple(word for word in words if word in MIXES) or (() if "alone" in words else tuple(MIXES)),
     )
@@ -100,79 +100,83 @@ def rows(
     done: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """Measure the suite, or the part that the words of `only` name (`part`), but for what `done` has of it."""
-    wanted, kept = remaining(part(only), done)
-    yield from kept
+    selection, kept_rows = remaining(part(only), done)
+    yield from kept_rows
     progress("compiling")
-    widths = fused.WIDTHS if wanted.fused else ()
-    narrow = (NARROW,) if wanted.d64 else ()
-    jobs: list[Job] = [(decoder.warm, (config, wanted.batches)) for config in (*wanted.configs, *narrow)]
+    widths = fused.WIDTHS if selection.fused else ()
+    narrow = (NARROW,) if selection.d64 else ()
+    jobs: list[Job] = [(decoder.warm, (config, selection.batches)) for config in (*selection.configs, *narrow)]
     jobs += [(fused.warm, (width,)) for width in widths]
-    with_ends = [Config.named(name) for name in ends.MODELS] if wanted.epilogues else []
-    jobs += [(ends.warm, (config, wanted.batches)) for config in with_ends]
-    side_by_side([*jobs, *peers_layer.jobs(wanted.configs, wanted.batches, wanted.mixes)])
+    epilogue_configs = [Config.named(name) for name in ends.MODELS] if selection.epilogues else []
+    jobs += [(ends.warm, (config, selection.batches)) for config in epilogue_configs]
+    run_in_processes([*jobs, *peers_layer.compile_jobs(selection.configs, selection.batches, selection.mixes)])
     if not peers.importable():
         warnings.warn("no mixes beside the layers: PyTorch with a GPU is not installed", stacklevel=2)
-    if wanted.fused:
+    if selection.fused:
         yield from fused.rows(ceilings, progress)
-    for config in wanted.configs:
-        yield from layer_rows(config, wanted, ceilings, progress)
+    for config in selection.configs:
+        yield from layer_rows(config, selection, ceilings, progress)
     for config in narrow:  # alone: the mixes have heads of 128
-        for row in layer_rows(config, replace(wanted, mixes=()), ceilings, progress):
+        for row in layer_rows(config, replace(selection, mixes=()), ceilings, progress):
             yield replace(row, measure=D64, sizes={**row.sizes, "D": config.head_dim})
-    for config in with_ends:
-        yield from ends.rows(config, wanted.batches, ceilings, progress)
-    if wanted.timeline:
-        for name, B in DRAWN:
+    for config in epilogue_configs:
+        yield from ends.rows(config, selection.batches, ceilings, progress)
+    if selection.timeline:
+        for name, B in TIMELINE_LAYERS:
             progress(f"{name}, batch {B}: timeline")
             yield from timeline_rows(Config.named(name), B)
 
 
-def remaining(wanted: Selection, done: Sequence[Row]) -> tuple[Selection, list[Row]]:
+def remaining(selection: Selection, done: Sequence[Row]) -> tuple[Selection, list[Row]]:
     """Return the parts of a stopped run that are still to be measured, and the rows that are kept.
 
     Only layers measured at all batches are kept; the fused kernels are, if a layer came after them.
     """
     layers = {config: [r for r in done if r.measure == MEASURE and config_of(r.sizes) == config] for config in CONFIGS}
-    narrow, whole = [row for row in done if row.measure == D64], len(wanted.batches)
+    narrow, batch_count = [row for row in done if row.measure == D64], len(selection.batches)
     fused_rows = [row for row in done if row.measure == FUSED] if any(layers.values()) else []
-    left = replace(
-        wanted,
-        fused=wanted.fused and not fused_rows,
-        configs=tuple(config for config in wanted.configs if len(layers[config]) < whole),
-        d64=wanted.d64 and len(narrow) < whole,
+    unmeasured = replace(
+        selection,
+        fused=selection.fused and not fused_rows,
+        configs=tuple(config for config in selection.configs if len(layers[config]) < batch_count),
+        d64=selection.d64 and len(narrow) < batch_count,
     )
-    finished = [layers[config] for config in wanted.configs if config not in left.configs]
-    return left, [*fused_rows, *(row for rows in finished for row in rows), *([] if left.d64 else narrow)]
+    finished = [layers[config] for config in selection.configs if config not in unmeasured.configs]
+    return unmeasured, [*fused_rows, *(row for rows in finished for row in rows), *([] if unmeasured.d64 else narrow)]
 
 
-def side_by_side(jobs: Sequence[Job]) -> None:
+def run_in_processes(jobs: Sequence[Job]) -> None:
     """Run each in a process of its own. Failures are ignored: the measurement fails again, and says why."""
     if not jobs:
         return
     workers = min(_WORKERS, os.cpu_count() or 1, len(jobs))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_alone) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_limit_compile_threads) as pool:
         for job in [pool.submit(function, *args) for function, args in jobs]:
             with suppress(Exception):
                 job.result()
 
 
-def _alone() -> None:
+def _limit_compile_threads() -> None:
     """Keep PyTorch's compiler from starting processes of its own."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+def layer_rows(
+    config: Config, selection: Selection, ceilings: Ceilings, progress: Callable[[str], None]
+) -> Iterator[Row]:
     """Measure a model at every batch, the mixes first: only one of ours and theirs is in memory at a time."""
-    beside = dict(peers_layer.mixes(config, wanted.batches, wanted.mixes, progress))
+    mix_times = dict(peers_layer.mixes(config, selection.batches, selection.mixes, progress))
     weights = layer_chain.layers_of(config)
-    copied = decoder.copies_of(weights[0])
-    for B in wanted.batches:
+    copy_matrix = decoder.copies_of(weights[0])
+    for B in selection.batches:
         progress(f"{config.name}, batch {B}")
-        us, more = mixed(config, B, beside[B])
-        yield decoder.row(config, B, weights, copied, ceilings, us, more, compared=min(wanted.batches) == B)
+        us, breakdowns = summarize_mixes(config, B, mix_times[B])
+        yield decoder.row(
+            config, B, weights, copy_matrix, ceilings, us, breakdowns, compare_twin=min(selection.batches) == B
+        )
 
 
-def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, float], dict[str, float]]:
+def summarize_mixes(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the microseconds of the mixes by `MIX/ATTENTION`, and their breakdowns.
 
     Attention `sdpa` and `xqa_fp8` ran in the mix's own graph. For `xqa_stored` FlashInfer's stored time
@@ -180,26 +184,26 @@ def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, 
     """
     stored = stored_attention().get((config.heads, config.kv_heads, B, LENGTH), {})
     us: dict[str, float] = {}
-    more: dict[str, float] = {}
+    breakdowns: dict[str, float] = {}
     for name, time in times.items():
         mix, _, attention = name.partition("/")
-        alike = {name: time.layer - time.without_attention}
-        kept = _STORED_FP16 if mix == "fp16" else _STORED_FP8
-        if attention == "sdpa" and kept in stored:
-            alike[f"{mix}/xqa_stored"] = stored[kept]
-        for called, attending in alike.items():
-            us[called] = time.without_attention + attending
-            more[f"{called} gemm_us"] = time.gemms
-            more[f"{called} attention_us"] = attending
-            more[f"{called} others_us"] = time.without_attention - time.gemms
-    return us, more
+        attention_times = {name: time.layer - time.without_attention}
+        stored_name = _STORED_FP16 if mix == "fp16" else _STORED_FP8
+        if attention == "sdpa" and stored_name in stored:
+            attention_times[f"{mix}/xqa_stored"] = stored[stored_name]
+        for label, attention_us in attention_times.items():
+            us[label] = time.without_attention + attention_us
+            breakdowns[f"{label} gemm_us"] = time.gemms
+            breakdowns[f"{label} attention_us"] = attention_us
+            breakdowns[f"{label} others_us"] = time.without_attention - time.gemms
+    return us, breakdowns
 
 
 def timeline_rows(config: Config, B: int) -> Iterator[Row]:
     """Measure one row per launch of one layer of the chain, in order, if PyTorch can reach CUPTI."""
-    made = Decoder(config, B, layer_chain.layers_of(config))
-    operations = [decoder.label_of(call) for call in made.operations[0] for _ in range(call.launches)]
-    calls = made.calls()
+    chain = Decoder(config, B, layer_chain.layers_of(config))
+    operations = [decoder.label_of(call) for call in chain.operations[0] for _ in range(call.launches)]
+    calls = chain.calls()
     calls *= ceil_div(_TRACED, len(calls))
     graphs: list[gpu.Graph] = []
 
@@ -208,10 +212,10 @@ def timeline_rows(config: Config, B: int) -> Iterator[Row]:
         graphs[0].replay()
         graphs[0].synchronize()
 
-    spans, launches = peers_layer.traced(run), len(operations) * len(calls)
+    spans, launches = peers_layer.trace_kernels(run), len(operations) * len(calls)
     if len(spans) != 2 * launches:  # a capture makes its calls once before
-        said = f"{len(spans)} kernels were seen of {2 * launches}"
-        warnings.warn(f"timeline of {config.name}: left out, {said}", stacklevel=2)
+        reason = f"{len(spans)} kernels were seen of {2 * launches}"
+        warnings.warn(f"timeline of {config.name}: left out, {reason}", stacklevel=2)
         return
     yield from spans_of(config, B, spans[launches:], operations, graphs[0].time().median)
 
@@ -224,15 +228,15 @@ def spans_of(
     origin = spans[first][1]
     for number, operation in enumerate(operations):
         kernel, begin, end = spans[first + number]
-        before = max(stop for _, _, stop in spans[: first + number])
-        yield _span(config, B, number, operation, kernel, (begin - origin, end - origin, begin - before), us)
+        previous_end = max(stop for _, _, stop in spans[: first + number])
+        yield _span(config, B, number, operation, kernel, (begin - origin, end - origin, begin - previous_end), us)
 
 
 def _span(
-    config: Config, B: int, number: int, operation: str, kernel: str, at: tuple[float, float, float], us: float
+    config: Config, B: int, number: int, operation: str, kernel: str, interval: tuple[float, float, float], us: float
 ) -> Row:
-    begin, end, gap = at
-    taken: dict[str, Any] = dict.fromkeys(("time_us", "fastest_us", "slowest_us"), end - begin)
+    begin, end, gap = interval
+    duration: dict[str, Any] = dict.fromkeys(("time_us", "fastest_us", "slowest_us"), end - begin)
     return Row(
         kernel=kernel,
         source="cu",
@@ -249,7 +253,7 @@ def _span(
         checked="not looked at: the same calls are checked where they are timed",
         more={"start_us": begin, "end_us": end, "gap_us": gap, "layer_us": us},
         face=operation,
-        **taken,
+        **duration,
     )
 
 

@@ -41,16 +41,16 @@ def work_of(decoder: Decoder) -> list[Work]:
 
     Weights and cache are read once from memory; activations stay in the L2.
     """
-    config, found = decoder.config, []
+    config, work = decoder.config, []
     routing = decoder.buffers.routing
     active = 0 if routing is None else int((np.diff(gpu.to_host(routing.routed.offsets)) > 0).sum())
     for name, (N, K) in config.matrices.items():
         weight = getattr(decoder.weights[0], name)
         share = active / config.experts if config.experts and name in ("gate_up", "down") else 1
         rows = rows_of(config, name, decoder.B)
-        found.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
+        work.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
     batch = batch_of(config, decoder.B)
-    return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * batch.D)]
+    return [*work, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * batch.D)]
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
@@ -72,31 +72,31 @@ class Alone:
         return sum(us for name, us in self.us.items() if self.part[name] == part)
 
 
-def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
+def alone(decoder: Decoder, copy_matrix: Callable[[str], list[Any]]) -> Alone:
     """Time each operation by itself, launched as the chain launches it.
 
-    GEMMs run over `copied` weights and attention over caches that no call finds in the L2. The others find their inputs
-    in the L2, as in the chain.
+    GEMMs run over copies of the weights and attention over caches that no call finds in the L2. The others find
+    their inputs in the L2, as in the chain.
     """
     us: dict[str, float] = {}
     part: dict[str, str] = {}
-    for of_layers in zip(*decoder.operations, strict=True):
-        call, name = of_layers[0], label_of(of_layers[0])
+    for layer_calls in zip(*decoder.operations, strict=True):
+        call, name = layer_calls[0], label_of(layer_calls[0])
         part[name] = part_of(call)
-        calls: list[Callable[[], Any]] = [*of_layers]
+        calls: list[Callable[[], Any]] = [*layer_calls]
         if part[name] == GEMM:
             keyword = "weights" if "weights" in call.keywords else "weight"
-            calls = [partial(call, **{keyword: weight}) for weight in copied(call.name)]
+            calls = [partial(call, **{keyword: weight}) for weight in copy_matrix(call.name)]
         elif part[name] == ATTENTION:
-            calls = over_caches(decoder, call)
+            calls = calls_over_caches(decoder, call)
         us[name] = measure(calls, replays=GEMM_REPLAYS).us
     return Alone(us, part)
 
 
-def over_caches(decoder: Decoder, attention: LayerCall, **changed: Any) -> list[Callable[[], Any]]:
+def calls_over_caches(decoder: Decoder, attention: LayerCall, **changes: Any) -> list[Callable[[], Any]]:
     """List calls of a layer's attention, one per cache, with changed keywords if given."""
     calls = (replace(attention, args=(attention.args[0], cache)) for cache in decoder.caches)
-    return [partial(call, **changed) for call in calls]
+    return [partial(call, **changes) for call in calls]
 
 
 def invariant_us(decoder: Decoder) -> float:
@@ -104,7 +104,7 @@ def invariant_us(decoder: Decoder) -> float:
     (attention,) = (call for call in decoder.operations[0] if part_of(call) == ATTENTION)
     cache = decoder.caches[0]
     space = attention_workspace(cache, batch_invariant=True) if gpu.is_device_array(cache.pool) else None
-    calls = over_caches(decoder, attention, batch_invariant=True, workspace=space)
+    calls = calls_over_caches(decoder, attention, batch_invariant=True, workspace=space)
     return measure(calls, replays=GEMM_REPLAYS).us
 
 
@@ -112,31 +112,31 @@ def copies_of(weights: LayerWeights) -> Callable[[str], list[Any]]:
     """Return a function that copies a matrix, by name, until the copies exceed the L2; it copies once per matrix."""
 
     @cache
-    def copied(matrix: str) -> list[Any]:
+    def copy_matrix(matrix: str) -> list[Any]:
         weight = getattr(weights, matrix)
         return [weight, *(copy_of(weight) for _ in range(copies_beyond_l2(weight.nbytes) - 1))]
 
-    return copied
+    return copy_matrix
 
 
 def row(
     config: Config,
     B: int,
     weights: Sequence[LayerWeights],
-    copied: Callable[[str], list[Any]],
+    copy_matrix: Callable[[str], list[Any]],
     ceilings: Ceilings,
     peers: Mapping[str, float],
-    more: Mapping[str, float],
-    compared: bool = False,
+    figures: Mapping[str, float],
+    compare_twin: bool = False,
 ) -> Row:
-    """Time and check a layer at one batch; if `compared`, also compare it with the exact twin."""
+    """Time and check a layer at one batch; if `compare_twin`, also compare it with the exact twin."""
     decoder = Decoder(config, B, weights)
     measured, graph = measure_graph(decoder.calls(), replays=GEMM_REPLAYS)
-    checked = (decoder.compare() if compared else "") + decoder.check(graph)
+    checked = (decoder.compare() if compare_twin else "") + decoder.check(graph)
     plain = measure(decoder.calls(programmatic=False), replays=GEMM_REPLAYS).us
-    apart = alone(decoder, copied)
-    more = {"plain_us": plain, "invariant_attention_us": invariant_us(decoder), **more}
-    return row_at(config, B, measured, work_of(decoder), apart, ceilings, checked, peers, more)
+    alone_times = alone(decoder, copy_matrix)
+    figures = {"plain_us": plain, "invariant_attention_us": invariant_us(decoder), **figures}
+    return row_at(config, B, measured, work_of(decoder), alone_times, ceilings, checked, peers, figures)
 
 
 def row_at(
@@ -144,23 +144,25 @@ def row_at(
     B: int,
     measured: Measured,
     work: Sequence[Work],
-    apart: Alone,
+    alone_times: Alone,
     ceilings: Ceilings,
     checked: str,
     peers: Mapping[str, float],
-    more: Mapping[str, float],
+    figures: Mapping[str, float],
 ) -> Row:
     """Build the row of a measured layer, with parts, floors and peers."""
-    floors = {f"floor {each.name}": each.us(ceilings) for each in work}
-    parts = {f"{part}_us": apart.of(part) for part in (GEMM, ATTENTION, OTHERS)}
+    floors = {f"floor {operation.name}": operation.us(ceilings) for operation in work}
+    parts = {f"{part}_us": alone_times.of(part) for part in (GEMM, ATTENTION, OTHERS)}
     share = parts["others_us"] / sum(parts.values())
-    made = row_of(config, B, measured, work, ceilings, checked)
-    return replace(made, peers=dict(peers), more={**parts, "others_share": share, **floors, **apart.us, **more})
+    base_row = row_of(config, B, measured, work, ceilings, checked)
+    return replace(
+        base_row, peers=dict(peers), more={**parts, "others_share": share, **floors, **alone_times.us, **figures}
+    )
 
 
 def row_of(config: Config, B: int, measured: Measured, work: Sequence[Work], ceilings: Ceilings, checked: str) -> Row:
     """Build the row of a layer's time and its floor."""
-    floor = sum(each.us(ceilings) for each in work)
+    floor = sum(operation.us(ceilings) for operation in work)
     return Row(
         kernel=FACE,
         source="cu",
@@ -171,8 +173,8 @@ def row_of(config: Config, B: int, measured: Measured, work: Sequence[Work], cei
         slowest_us=measured.slowest,
         rate=B / measured.us * 1e3,
         rate_unit="tokens/ms",
-        bytes=sum(each.nbytes for each in work),
-        operations=sum(each.operations for each in work),
+        bytes=sum(operation.nbytes for operation in work),
+        operations=sum(operation.operations for operation in work),
         floor_us=floor,
         fraction=floor / measured.us,
         limit="sum of its operations",

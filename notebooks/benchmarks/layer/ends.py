@@ -52,18 +52,21 @@ def predicted_us(config: Config, B: int, ends: Ends) -> float:
 
 def warm(config: Config, batches: Sequence[int]) -> None:
     """Compile all that is measured, in a process that ends then."""
-    weights = {turns: [LayerWeights.random(config, on_device=True, interleaved=turns)] for turns in (False, True)}
+    weights = {
+        interleaved: [LayerWeights.random(config, on_device=True, interleaved=interleaved)]
+        for interleaved in (False, True)
+    }
     for B in batches:
-        for each in decoders(config, B, weights, caches=1).values():
-            each.calls()[0]()
+        for chain in decoders(config, B, weights, caches=1).values():
+            chain.calls()[0]()
 
 
 def rows(config: Config, batches: Sequence[int], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Measure one row for each choice of epilogues at every batch."""
-    weights = {turns: layer_chain.layers_of(config, interleaved=turns) for turns in (False, True)}
+    weights = {interleaved: layer_chain.layers_of(config, interleaved=interleaved) for interleaved in (False, True)}
     for B in batches:
         progress(f"{config.name}, batch {B}: epilogues")
-        yield from rows_at(config, B, weights, ceilings, compared=min(batches) == B)
+        yield from rows_at(config, B, weights, ceilings, compare_twin=min(batches) == B)
 
 
 def decoders(
@@ -71,7 +74,7 @@ def decoders(
 ) -> dict[Ends, Decoder]:
     """Make a decoder for each choice of epilogues, on the same caches; `weights` are keyed by interleaving."""
     first = Decoder(config, B, weights[False], caches)
-    return {ends: first.ending(weights[ends.silu_mul], ends.residual) for ends in ALL}
+    return {ends: first.with_epilogues(weights[ends.silu_mul], ends.residual) for ends in ALL}
 
 
 def rows_at(
@@ -79,25 +82,25 @@ def rows_at(
     B: int,
     weights: Mapping[bool, Sequence[LayerWeights]],
     ceilings: Ceilings,
-    compared: bool = False,
+    compare_twin: bool = False,
 ) -> list[Row]:
     """Time and check each choice of epilogues at one batch, in turn.
 
-    If `compared`, each is also compared with the exact twin.
+    If `compare_twin`, each is also compared with the exact twin.
     """
-    made = decoders(config, B, weights)
-    checked = {ends: each.compare() if compared else "" for ends, each in made.items()}
+    chains = decoders(config, B, weights)
+    checked = {ends: chain.compare() if compare_twin else "" for ends, chain in chains.items()}
     best: dict[Ends, Measured] = {}
     for number in range(_ROUNDS):
-        for ends, each in made.items():
-            measured, graph = measure_graph(each.calls(), replays=GEMM_REPLAYS)
+        for ends, chain in chains.items():
+            measured, graph = measure_graph(chain.calls(), replays=GEMM_REPLAYS)
             if number == 0:
-                checked[ends] += each.check(graph)
+                checked[ends] += chain.check(graph)
             best[ends] = min(best.get(ends, measured), measured, key=lambda m: m.us)
-    found = []
-    for ends, each in made.items():
-        row = decoder.row_of(config, B, best[ends], decoder.work_of(each), ceilings, checked[ends])
-        sizes = row.sizes | {name: int(of) for name, of in ends._asdict().items()}
+    epilogue_rows = []
+    for ends, chain in chains.items():
+        row = decoder.row_of(config, B, best[ends], decoder.work_of(chain), ceilings, checked[ends])
+        sizes = row.sizes | {name: int(enabled) for name, enabled in ends._asdict().items()}
         predicted = best[ALL[0]].us + predicted_us(config, B, ends)
-        found.append(replace(row, measure=MEASURE, sizes=sizes, more={"predicted_us": predicted}))
-    return found
+        epilogue_rows.append(replace(row, measure=MEASURE, sizes=sizes, more={"predicted_us": predicted}))
+    return epilogue_rows
