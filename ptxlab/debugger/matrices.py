@@ -95,7 +95,7 @@ def _of_wgmma(instruction: Instruction, n: int, k: int, d: str, a: str, b: str) 
 
 
 def _items(operand: ir.Operand) -> tuple[ir.Operand, ...]:
-    return tuple(operand.items) if isinstance(operand, ir.Vector) else (operand,)
+    return tuple(operand.elements) if isinstance(operand, ir.Vector) else (operand,)
 
 
 def nearest(state: State) -> Instruction:

@@ -87,7 +87,7 @@ def _state(machine: Machine, queue: EffectQueue, effect: Effect) -> str:
 
 def _mbarriers(machine: Machine, block: int) -> Iterator[str]:
     unit, start = machine.units.get(MBarriers), int(machine.launch.shared_windows[block])
-    for each in unit.at.values() if isinstance(unit, MBarriers) else ():
+    for each in unit.by_place.values() if isinstance(unit, MBarriers) else ():
         if not start <= each.place < start + machine.launch.window_bytes:
             continue
         arrived = each.count - each.missing
@@ -101,7 +101,7 @@ def _mbarriers(machine: Machine, block: int) -> Iterator[str]:
 
 def _barriers(machine: Machine, block: int) -> Iterator[str]:
     unit = machine.units.get(BlockBarriers)
-    for each in unit.at.values() if isinstance(unit, BlockBarriers) else ():
+    for each in unit.by_key.values() if isinstance(unit, BlockBarriers) else ():
         if each.block != block:
             continue
         wanted = each.expected or int(machine.alive.reshape(-1, machine.stride)[each.block].sum())
@@ -141,7 +141,7 @@ def whereabouts(machine: Machine, pc: int, here: Lanes, block: int) -> list[str]
         enter(here, f"runs   {at(pc)}")
     for index, lanes in sorted(machine.ready.items()):
         enter(lanes, f"ready  {at(index)}")
-    for index, lanes in machine.held:
+    for index, lanes in machine.held_stores:
         enter(lanes, f"later  {at(index)}")
     for each in parked(machine):
         enter(each.lanes, f"waits  {at(each.pc)}  for {each.why}")

@@ -353,7 +353,7 @@ class Session:
             raise run.error
         if moment is None:
             raise DebuggerError("debug: the call has launched nothing in the emulator")
-        self.found |= bool(moment.machine.launch.findings.found) or moment.error is not None
+        self.found |= bool(moment.machine.launch.findings.by_key) or moment.error is not None
         return Stop(moment, run.reason or "end")
 
     # Sources

@@ -177,7 +177,7 @@ class StoppableCall:
         except EmulationError as error:
             self._after(machine, pc, lanes, error)
             raise
-        if len(machine.launch.findings.found) > self._found:
+        if len(machine.launch.findings.by_key) > self._found:
             self._after(machine, pc, lanes)
         self.position += 1
         return successors
@@ -191,7 +191,7 @@ class StoppableCall:
 
         Copies that land report between two instructions, or behind the last.
         """
-        found = machine.launch.findings.found
+        found = machine.launch.findings.by_key
         if len(found) == self._found:
             return ()
         new = tuple(found.values())[self._found :]

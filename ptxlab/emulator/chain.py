@@ -69,19 +69,19 @@ class Chain:
             self._unfenced.clear()
         launch.writers = self._writers
         for position, (array, region) in buffers.items():
-            here = _address(array), launch.memory.arena[region.start : region.end]
-            stale = [part for part in self._running if part.overlaps(*here)]
+            address, contents = _address(array), launch.memory.arena[region.start : region.end]
+            stale = [part for part in self._running if part.overlaps(address, contents)]
             if stale:
                 launch.after_wait = [*launch.after_wait, region.start]
-                launch.at_wait.append((region.start, here[1].copy()))
+                launch.at_wait.append((region.start, contents.copy()))
             for part in stale if self.begin == "early" else ():
-                part.copy_to(*here)
+                part.copy_to(address, contents)
             if launch.defined is not None and position not in uninitialised:
                 for part in self._defined:
-                    part.copy_to(here[0], launch.defined[region.start : region.end])
+                    part.copy_to(address, launch.defined[region.start : region.end])
             if launch.unfenced is not None:
                 for part in self._unfenced:
-                    part.copy_to(here[0], launch.unfenced[region.start : region.end])
+                    part.copy_to(address, launch.unfenced[region.start : region.end])
 
     def leave(self, launch: LaunchState, buffers: Buffers) -> None:
         """Record what a launch that has ended has written, before its buffers are given it."""
@@ -89,7 +89,7 @@ class Chain:
         if launch.programmatic and not launch.has_waited:
             message = "no thread executes griddepcontrol.wait: the next kernel would not wait for those before this one"
             launch.findings.add(launch.entry.instructions[0], "race", ((0, 0, 0), (0, 0, 0)), message)
-        self.findings += launch.findings.found.values()
+        self.findings += launch.findings.by_key.values()
         for array, region in buffers.values():
             if region.written:
                 self._running.append(_Bytes(array, array.reshape(-1).view(np.uint8).copy()))
@@ -110,19 +110,19 @@ class _Bytes:
     """
 
     array: Array
-    of_each: Array
+    by_byte: Array
 
     def overlaps(self, address: int, target: Array) -> bool:
         """Tell whether `target`, at that address, overlaps this array."""
-        mine = _address(self.array)
-        return mine < address + len(target) and address < mine + len(self.of_each)
+        start = _address(self.array)
+        return start < address + len(target) and address < start + len(self.by_byte)
 
     def copy_to(self, address: int, target: Array) -> None:
         """Set what is said of the bytes at that address, as far as they are of this array."""
-        mine = _address(self.array)
-        low, high = max(mine, address), min(mine + len(self.of_each), address + len(target))
+        start = _address(self.array)
+        low, high = max(start, address), min(start + len(self.by_byte), address + len(target))
         if low < high:
-            target[low - address : high - address] = self.of_each[low - mine : high - mine]
+            target[low - address : high - address] = self.by_byte[low - start : high - start]
 
 
 def _address(array: Array) -> int:
@@ -160,10 +160,10 @@ def chain(
     if current() is not None:
         raise ArgumentError("chain", "must not begin inside of another", "one")
     options = EmulatorOptions(checks=checks_of("checks", checks), mode=mode, seed=seed)
-    known = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]
-    made = Chain(options, begin, _given=known)
-    token = _current.set(made)
+    given_bytes = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]
+    new_chain = Chain(options, begin, _given=given_bytes)
+    token = _current.set(new_chain)
     try:
-        yield made
+        yield new_chain
     finally:
         _current.reset(token)

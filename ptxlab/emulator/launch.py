@@ -193,9 +193,7 @@ def run(
 
     try:
         launch, buffers, error = attempt(frozenset())
-        while (
-            not launch.suspects <= launch.tracked
-        ):  # their values may not matter: the same again, with an eye on these
+        while not launch.suspects <= launch.tracked:  # their values may not matter: run again and track these
             launch, buffers, error = attempt(launch.tracked | launch.suspects)
     except MemoryError:
         nbytes = sum(array.nbytes for array in map(array_of, args) if array is not None)
@@ -203,11 +201,11 @@ def run(
         raise ArgumentError("memory", rule, f"{nbytes} bytes of arrays") from None
     sys.stdout.write("".join(launch.output))
     if error is not None:
-        first = {finding.kind: finding for finding in reversed(launch.findings.by_key.values())}  # of each kind
-        if not first:
+        first_by_kind = {finding.kind: finding for finding in reversed(launch.findings.by_key.values())}  # of each kind
+        if not first_by_kind:
             raise error
-        before = "".join(f"\n  found before that: {finding}" for finding in first.values())
-        raise type(error)(f"{error}{before}") from error
+        earlier_findings = "".join(f"\n  found before that: {finding}" for finding in first_by_kind.values())
+        raise type(error)(f"{error}{earlier_findings}") from error
     if chain is not None:
         chain.leave(launch, buffers)
     for array, region in buffers.values():
@@ -218,10 +216,10 @@ def run(
     sectors = tuple(sorted(launch.global_accesses.values(), key=lambda access: access.line))
     starts = {v.name: (launch.addresses[id(v)] - BASE, v.size) for v in module.variables if v.space == "global"}
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
-    found = tuple(launch.findings.by_key.values())
+    findings = tuple(launch.findings.by_key.values())
     written = tuple(position for position, (_, region) in buffers.items() if region.written)
     notes = notes_of(launch.entry) if "quirks" in launch.options.checks else ()
-    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written, notes)
+    return Result(findings, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written, notes)
 
 
 # Arguments, each refused by name where it cannot be
@@ -230,8 +228,8 @@ def run(
 def array_of(argument: Argument) -> Array | None:
     """Return the buffer that an argument points to: an array, or that of a tensor map; None for a number."""
     if isinstance(argument, TensorMap):
-        result: Array = argument.array
-        return result
+        array: Array = argument.array
+        return array
     return argument if isinstance(argument, np.ndarray) else None
 
 
@@ -246,30 +244,30 @@ def kernel_named(module: Module, name: str | None) -> Entry:
     return module.entries[name]
 
 
-def size_of(name: str, value: Dim3) -> Extent:
+def size_of(name: str, size: Dim3) -> Extent:
     """Complete one to three positive integers to three."""
-    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
-        raise ArgumentError(name, "one to three positive integers", repr(value))
-    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    extents = tuple(size) if isinstance(size, tuple | list) else (size,)
+    if not 1 <= len(extents) <= 3 or any(not is_integer(size) or size < 1 for size in extents):
+        raise ArgumentError(name, "one to three positive integers", repr(size))
+    x, y, z = (*map(int, extents), 1, 1)[:3]
     return x, y, z
 
 
-def cluster_of(kernel: Entry, asked: Extent) -> Extent:
+def cluster_of(kernel: Entry, requested: Extent) -> Extent:
     """Return the cluster's size: what is asked for, or what the kernel was compiled for."""
     required = kernel.directives.get("reqnctapercluster")
     if not required:
-        return asked
+        return requested
     x, y, z = (*required, 1, 1)[:3]
-    if asked not in ((1, 1, 1), (x, y, z)):
-        raise ArgumentError("cluster", f"has to be {(x, y, z)}, by .reqnctapercluster of {kernel.name}", asked)
+    if requested not in ((1, 1, 1), (x, y, z)):
+        raise ArgumentError("cluster", f"has to be {(x, y, z)}, by .reqnctapercluster of {kernel.name}", requested)
     return x, y, z
 
 
 def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int) -> None:
     """Refuse a launch that the kernel or any GPU would refuse."""
     grid, block, cluster = sizes
-    if any(blocks > most for blocks, most in zip(grid, MAX_BLOCKS, strict=True)):
+    if any(blocks > limit for blocks, limit in zip(grid, MAX_BLOCKS, strict=True)):
         raise ArgumentError("grid", f"has at most {MAX_BLOCKS} blocks", grid)
     threads = prod(block)
     if threads > 1024 or block[2] > 64:
@@ -292,22 +290,22 @@ def check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
     """Refuse arguments that are not the parameters'."""
     if len(args) != len(kernel.params):
         raise ArgumentError("args", f"{kernel.name} takes {len(kernel.params)} arguments", len(args))
-    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
-        name, array = f"argument {position} ({param.name})", array_of(value)
+    for position, (argument, param) in enumerate(zip(args, kernel.params, strict=True)):
+        name, array = f"argument {position} ({param.name})", array_of(argument)
         if array is not None:
             _check_array(name, array)
-        if array is not None and isinstance(value, TensorMap) and param.size != TENSOR_MAP_BYTES:
+        if array is not None and isinstance(argument, TensorMap) and param.size != TENSOR_MAP_BYTES:
             rule = f"is {param.size} bytes by value, not the {TENSOR_MAP_BYTES} of a tensor map"
             raise ArgumentError(name, rule, f"tensor map of {array.dtype}")
-        if isinstance(value, np.ndarray) and param.size != 8:
-            raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
-        if isinstance(value, np.generic | bytes):
-            size = len(value) if isinstance(value, bytes) else value.dtype.itemsize
+        if isinstance(argument, np.ndarray) and param.size != 8:
+            raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {argument.dtype}")
+        if isinstance(argument, np.generic | bytes):
+            size = len(argument) if isinstance(argument, bytes) else argument.dtype.itemsize
             if size != param.size:
-                raise ArgumentError(name, f"has to have {param.size} bytes", f"{type(value).__name__} of {size}")
+                raise ArgumentError(name, f"has to have {param.size} bytes", f"{type(argument).__name__} of {size}")
         elif array is None:
             rule = "has to be an array, a tensor map, a NumPy scalar or bytes"
-            raise ArgumentError(name, rule, type(value).__name__)
+            raise ArgumentError(name, rule, type(argument).__name__)
 
 
 def _check_array(name: str, array: Array) -> None:
@@ -403,16 +401,16 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
     module, kernel, args = request.module, request.kernel, request.args
     memory = Memory()
     buffers: Buffers = {}
-    known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
-    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
-        array = array_of(value)
+    regions: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
+    for position, (argument, param) in enumerate(zip(args, kernel.params, strict=True)):
+        array = array_of(argument)
         if array is not None:
-            where = array.ctypes.data, array.nbytes
-            if where not in known:
+            address_and_size = array.ctypes.data, array.nbytes
+            if address_and_size not in regions:
                 label = request.names[position] if request.names else param.name
                 name = f"argument {position} ({label})"
-                known[where] = memory.reserve(name, array.nbytes, array.flags.writeable)
-            buffers[position] = array, known[where]
+                regions[address_and_size] = memory.reserve(name, array.nbytes, array.flags.writeable)
+            buffers[position] = array, regions[address_and_size]
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
@@ -443,18 +441,18 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
     for variable, region in fixed:
         if variable.initial:
             memory.arena[region.start : region.end] = np.frombuffer(variable.initial, np.uint8)
-        for at, word in variable.pointers.items():
+        for offset, word in variable.pointers.items():
             if isinstance(word, Symbol):
                 word = addresses[id(word.variable)] + word.offset
-            memory.view[8][(region.start + at) // 8] = FUNCTION if isinstance(word, Function) else word
-    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
-        at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
-        if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself
-            launch.tensor_maps[at] = value, start
+            memory.view[8][(region.start + offset) // 8] = FUNCTION if isinstance(word, Function) else word
+    for position, (argument, param) in enumerate(zip(args, kernel.params, strict=True)):
+        offset, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
+        if isinstance(argument, TensorMap):  # its bytes are opaque; who asks for it is given the map itself
+            launch.tensor_maps[offset] = argument, start
             continue
-        address = np.uint64(start + BASE) if isinstance(value, np.ndarray) else value
+        address = np.uint64(start + BASE) if isinstance(argument, np.ndarray) else argument
         raw = address if isinstance(address, bytes) else address.tobytes()
-        memory.arena[at : at + param.size] = np.frombuffer(raw, np.uint8)
+        memory.arena[offset : offset + param.size] = np.frombuffer(raw, np.uint8)
     if "init" in options.checks:
         launch.defined = np.ones(memory.size, bool)
         for position, (_, region) in buffers.items():

@@ -72,15 +72,15 @@ Attempt = Callable[[str, int, frozenset[Statement]], Ran]  # (mode, seed, what i
 
 def statements_of(entry: Entry) -> list[Statement]:
     """List every fence and wait of a kernel, in the order of its code."""
-    some = (i for i in entry.instructions if i.opcode.startswith((*_TRIED, *_NOT_TRIED)))
-    return list(dict.fromkeys(map(Statement.of, some)))
+    fences_and_waits = (i for i in entry.instructions if i.opcode.startswith((*_TRIED, *_NOT_TRIED)))
+    return list(dict.fromkeys(map(Statement.of, fences_and_waits)))
 
 
 def leave_out(entry: Entry, statements: Iterable[Statement]) -> Entry:
     """Return the kernel without these statements; the wait for an mbarrier is told that the phase is complete."""
     without = frozenset(statements)
 
-    def rest(instruction: Instruction) -> Instruction:
+    def replace_if_left_out(instruction: Instruction) -> Instruction:
         if Statement.of(instruction) not in without:
             return instruction
         if not instruction.opcode.startswith("mbarrier"):
@@ -88,7 +88,7 @@ def leave_out(entry: Entry, statements: Iterable[Statement]) -> Entry:
         always: Operands = (instruction.operands[0], Immediate(0), Immediate(0))
         return replace(instruction, opcode="setp.eq.u32", operands=always)
 
-    return replace(entry, instructions=[rest(instruction) for instruction in entry.instructions])
+    return replace(entry, instructions=[replace_if_left_out(instruction) for instruction in entry.instructions])
 
 
 def needs_of(statements: Iterable[Statement], attempt: Attempt, seeds: int = SEEDS) -> Iterator[Need]:
@@ -101,12 +101,12 @@ def needs_of(statements: Iterable[Statement], attempt: Attempt, seeds: int = SEE
     schedules = [("early", 0), *(("late", seed) for seed in range(seeds + 1))]
     usual: dict[tuple[str, int], Ran] = {}
 
-    def problem(without: frozenset[Statement]) -> str:
+    def find_problem(without: frozenset[Statement]) -> str:
         for mode, seed in schedules:
             if (mode, seed) not in usual:
                 usual[mode, seed] = attempt(mode, seed, frozenset())
-                if found := usual[mode, seed].findings:
-                    raise EmulationError(f"there is a finding with all fences and waits in place: {found[0]}")
+                if findings := usual[mode, seed].findings:
+                    raise EmulationError(f"there is a finding with all fences and waits in place: {findings[0]}")
             when = f"{mode}, seed {seed}" if seed else mode
             try:
                 ran = attempt(mode, seed, without)
@@ -118,12 +118,12 @@ def needs_of(statements: Iterable[Statement], attempt: Attempt, seeds: int = SEE
                 return f"{when}: another result"
         return ""
 
-    together: frozenset[Statement] = frozenset()
+    left_out: frozenset[Statement] = frozenset()
     for statement in statements:
         if not statement.is_tried:
             continue
-        why = problem(frozenset({statement}))
-        stands_in = not why and bool(together) and bool(problem(together | {statement}))
+        why = find_problem(frozenset({statement}))
+        stands_in = not why and bool(left_out) and bool(find_problem(left_out | {statement}))
         if not why and not stands_in:
-            together |= {statement}
+            left_out |= {statement}
         yield Need(statement, why, stands_in)

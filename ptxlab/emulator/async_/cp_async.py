@@ -60,7 +60,7 @@ class Copies(Effect):
     size: Array
     combine: Callable[..., Array] | None = None  # with what is there, as numbers of `type_name`
     type_name: str = ""
-    taken: Array | None = None  # the source bytes, as units
+    source_units: Array | None = None  # the source bytes, once they have been read
 
     @property
     def reads(self) -> Places:
@@ -80,8 +80,8 @@ class Copies(Effect):
 
     def take(self, memory: Memory) -> None:
         """Read the source."""
-        if self.taken is None:
-            self.taken = memory.view[self.unit][spans(self.source, self.read, self.unit)]
+        if self.source_units is None:
+            self.source_units = memory.view[self.unit][spans(self.source, self.read, self.unit)]
 
     def write(self, memory: Memory) -> None:
         """Write the target."""
@@ -89,26 +89,26 @@ class Copies(Effect):
         if self.combine is not None:
             self.reduce(memory)
             return
-        view, rest = memory.view[self.unit], self.size - self.read
-        view[spans(self.target, self.read, self.unit)] = self.taken
-        view[spans(self.target + self.read, rest, self.unit)] = 0
-        self.taken = None
+        view, padding = memory.view[self.unit], self.size - self.read
+        view[spans(self.target, self.read, self.unit)] = self.source_units
+        view[spans(self.target + self.read, padding, self.unit)] = 0
+        self.source_units = None
 
     def reduce(self, memory: Memory) -> None:
         """Combine the source with the target, entry by entry: two may have the same one."""
-        assert self.combine is not None and self.taken is not None
+        assert self.combine is not None and self.source_units is not None
         view, dtype = memory.arena.view(DTYPES[self.type_name]), DTYPES[self.type_name]
-        values, at = np.ascontiguousarray(self.taken).view(np.uint8).view(dtype), 0
+        values, start = np.ascontiguousarray(self.source_units).view(np.uint8).view(dtype), 0
         for target, size in zip(self.target // dtype.itemsize, self.size // dtype.itemsize, strict=True):
-            view[target : target + size] = self.combine(view[target : target + size], values[at : at + size])
-            at += size
-        self.taken = None
+            view[target : target + size] = self.combine(view[target : target + size], values[start : start + size])
+            start += size
+        self.source_units = None
 
     def only(self, mask: Array) -> Self:
-        """Return the effect with only the entries where `mask` holds, and what they have taken."""
+        """Return the effect with only the entries where `mask` holds, and the source bytes that they have read."""
         part = super().only(mask)
-        if self.taken is not None:
-            part.taken = self.taken[np.repeat(mask, self.read // self.unit)].view(f"u{part.unit}")
+        if self.source_units is not None:
+            part.source_units = self.source_units[np.repeat(mask, self.read // self.unit)].view(f"u{part.unit}")
         return part
 
 
@@ -125,7 +125,7 @@ class Boxes(Effect):
     shared: Array  # arena offset of the box in shared memory
     stores: bool = False
     combine: Callable[..., Array] | None = None
-    taken: Array | None = None  # u8 [entries, *box, its last axis in bytes]
+    boxes: Array | None = None  # u8 [entries, *box, its last axis in bytes]
 
     def inside(self, i: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return the part of a box that lies inside the array, as slices of the array and of the box.
@@ -142,8 +142,8 @@ class Boxes(Effect):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        found: tuple[int, ...] = self.tensor_map.array.shape
-        return found
+        shape: tuple[int, ...] = self.tensor_map.array.shape
+        return shape
 
     @cached_property
     def rows(self) -> Places:
@@ -152,48 +152,48 @@ class Boxes(Effect):
         strides = [prod(self.shape[axis + 1 :]) * self.tensor_map.itemsize for axis in range(len(self.shape))]
         for i in range(len(self.lanes)):
             *outer, row = self.inside(i)[0]
-            found = np.array([self.start + row.start * self.tensor_map.itemsize])
+            offsets = np.array([self.start + row.start * self.tensor_map.itemsize])
             for axis, stride in zip(outer, strides, strict=False):
-                found = (found[:, None] + np.arange(axis.start, axis.stop) * stride).reshape(-1)
-            starts.append(found)
-            sizes.append(np.full(len(found), (row.stop - row.start) * self.tensor_map.itemsize))
-            lanes.append(np.full(len(found), self.lanes[i]))
+                offsets = (offsets[:, None] + np.arange(axis.start, axis.stop) * stride).reshape(-1)
+            starts.append(offsets)
+            sizes.append(np.full(len(offsets), (row.stop - row.start) * self.tensor_map.itemsize))
+            lanes.append(np.full(len(offsets), self.lanes[i]))
         return np.concatenate(lanes), np.concatenate(starts), np.concatenate(sizes)
 
     @property
-    def whole(self) -> Places:
+    def whole_boxes(self) -> Places:
         """The boxes in shared memory, in whole: a swizzle moves bytes within its span only."""
         return self.lanes, self.shared, np.full(len(self.lanes), self.tensor_map.box_bytes)
 
     @cached_property
-    def kept(self) -> Places:
+    def inside_parts(self) -> Places:
         """Parts of the boxes in shared memory that belong inside the array: whole boxes, or element by element."""
         inside = [self.inside(i)[1] for i in range(len(self.lanes))]
         sizes = tuple(slice(0, size) for size in self.tensor_map.box)
-        if all(each == sizes for each in inside):
-            return self.whole
+        if all(box_slices == sizes for box_slices in inside):
+            return self.whole_boxes
         size = self.tensor_map.itemsize
         linear = np.arange(0, self.tensor_map.box_bytes, size).reshape(self.tensor_map.box)
-        found = [shared + linear[each].reshape(-1) for shared, each in zip(self.shared, inside, strict=True)]
-        lanes = np.repeat(self.lanes, [len(each) for each in found])
-        starts = swizzle(np.concatenate(found), self.tensor_map.swizzle or _PIECE)
+        offsets = [shared + linear[part].reshape(-1) for shared, part in zip(self.shared, inside, strict=True)]
+        lanes = np.repeat(self.lanes, [len(elements) for elements in offsets])
+        starts = swizzle(np.concatenate(offsets), self.tensor_map.swizzle or _PIECE)
         return lanes, starts, np.full(len(lanes), size)
 
     @property
     def reads(self) -> Places:
         """The array's rows, or what goes to it of the boxes in shared memory."""
-        return self.kept if self.stores else self.rows
+        return self.inside_parts if self.stores else self.rows
 
     @property
     def writes(self) -> Places:
-        """The other of the two."""
-        return self.rows if self.stores else self.whole
+        """The array's rows, or the boxes in shared memory: where the copy goes."""
+        return self.rows if self.stores else self.whole_boxes
 
     def array(self, memory: Memory) -> Array:
         """View the array in memory."""
         size = prod(self.shape) * self.tensor_map.itemsize
-        found: Array = memory.arena[self.start : self.start + size].view(self.tensor_map.array.dtype)
-        return found.reshape(self.shape)
+        array: Array = memory.arena[self.start : self.start + size].view(self.tensor_map.array.dtype)
+        return array.reshape(self.shape)
 
     @property
     def pieces(self) -> Array:
@@ -206,35 +206,36 @@ class Boxes(Effect):
 
     def take(self, memory: Memory) -> None:
         """Read the boxes; outside the array they are zeros."""
-        if self.taken is not None:
+        if self.boxes is not None:
             return
         dtype, shape = self.tensor_map.array.dtype, (len(self.lanes), *self.tensor_map.box)
         if self.stores:
-            self.taken = memory.arena.reshape(-1, _PIECE)[self.pieces].reshape(-1).view(dtype).reshape(shape)
+            self.boxes = memory.arena.reshape(-1, _PIECE)[self.pieces].reshape(-1).view(dtype).reshape(shape)
             return
-        self.taken, array = np.zeros(shape, dtype), self.array(memory)
-        for i, taken in enumerate(self.taken):
-            there, here = self.inside(i)
-            taken[here] = array[there]
+        self.boxes, array = np.zeros(shape, dtype), self.array(memory)
+        for i, box in enumerate(self.boxes):
+            array_slices, box_slices = self.inside(i)
+            box[box_slices] = array[array_slices]
 
     def write(self, memory: Memory) -> None:
         """Write the boxes, or what of them lies inside the array."""
         self.take(memory)
-        assert self.taken is not None
+        assert self.boxes is not None
         if self.stores:
             array = self.array(memory)
-            for i, taken in enumerate(self.taken):
-                there, here = self.inside(i)
-                array[there] = self.combine(array[there], taken[here]) if self.combine else taken[here]
+            for i, box in enumerate(self.boxes):
+                array_slices, box_slices = self.inside(i)
+                values = box[box_slices]
+                array[array_slices] = self.combine(array[array_slices], values) if self.combine else values
         else:
             pieces = self.pieces
-            memory.arena.reshape(-1, _PIECE)[pieces] = self.taken.reshape(-1).view(np.uint8).reshape(*pieces.shape, -1)
-        self.taken = None
+            memory.arena.reshape(-1, _PIECE)[pieces] = self.boxes.reshape(-1).view(np.uint8).reshape(*pieces.shape, -1)
+        self.boxes = None
 
     def only(self, mask: Array) -> Self:
-        """Return the effect with only the entries where `mask` holds, and what they have taken."""
+        """Return the effect with only the entries where `mask` holds, and the boxes that they have read."""
         part = super().only(mask)
-        part.taken = None if self.taken is None else self.taken[mask]
+        part.boxes = None if self.boxes is None else self.boxes[mask]
         return part
 
 
@@ -255,7 +256,7 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     elif kind == "bulk" and opcode.flag("prefetch"):
         handler = _prefetch(machine, instruction, opcode)
     else:
-        handler = (_bulk if kind == "bulk" else _small)(machine, instruction, opcode)
+        handler = (_bulk if kind == "bulk" else _bind_cp_async)(machine, instruction, opcode)
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     return handler
@@ -281,7 +282,7 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
     return lambda lanes: pending.wait(kind, lanes, newest.bits, only_read)
 
 
-def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
+def _bind_cp_async(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """Bind cp.async of 4, 8 or 16 bytes per lane.
 
     An optional operand says how many of them to read, or whether none.
@@ -289,24 +290,24 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
     cached = opcode.choice("ca", "cg")
     if not any(opcode.flag(space) for space in _SHARED) or not opcode.flag("global"):
         raise UnknownOpcode(instruction.opcode)
-    target, source, size, *more = instruction.operands
+    target, source, size, *options = instruction.operands
     if "L2::cache_hint" in instruction.opcode:
-        more = more[:-1]  # the policy
+        options = options[:-1]  # the policy
     if not isinstance(size, ir.Immediate) or size.bits not in ((4, 8, 16) if cached == "ca" else (16,)):
         raise ValueError(f"cp.async.{cached} copies {'4, 8 or 16' if cached == 'ca' else '16'} bytes")
-    count, ignores = size.bits, bool(more) and isinstance(more[0], ir.Register) and bits_of(more[0].type) == 1
-    read_size = machine.reader(more[0] if more else size, "pred" if ignores else "u32")
-    locate_target = _offsets_of(machine, instruction, "store", "shared", target, count)
-    locate_source = _offsets_of(machine, instruction, "load", "global", source, count)
+    count, ignores = size.bits, bool(options) and isinstance(options[0], ir.Register) and bits_of(options[0].type) == 1
+    read_size = machine.reader(options[0] if options else size, "pred" if ignores else "u32")
+    locate_target = _offset_locator(machine, instruction, "store", "shared", target, count)
+    locate_source = _offset_locator(machine, instruction, "load", "global", source, count)
     pending = machine.unit(EffectQueue)
 
     def copy(lanes: Lanes) -> None:
         indices = indices_of(lanes)
-        sizes, wanted = np.full(len(indices), count), np.broadcast_to(read_size(lanes), indices.shape)
-        read = np.where(wanted, 0, count) if ignores else wanted.astype(np.int64)
+        sizes, operand_values = np.full(len(indices), count), np.broadcast_to(read_size(lanes), indices.shape)
+        read = np.where(operand_values, 0, count) if ignores else operand_values.astype(np.int64)
         if (read > count).any():
-            _, where = machine.first_fault(instruction, lanes, read > count)
-            raise MemoryFault(f"{where}: {int(read.max())} bytes to read, more than the {count} of the copy")
+            _, place = machine.first_fault(instruction, lanes, read > count)
+            raise MemoryFault(f"{place}: {int(read.max())} bytes to read, more than the {count} of the copy")
         pending.issue(
             Copies(
                 instruction=instruction,
@@ -333,9 +334,9 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
 
     def arrive(lanes: Lanes) -> None:
         indices, places = indices_of(lanes), np.zeros(len(indices_of(lanes)), np.int64)
-        for barrier, who in find(lanes):
-            places[who] = barrier.place
-            barrier.missing += len(who) if extra else 0
+        for barrier, positions in find(lanes):
+            places[positions] = barrier.place
+            barrier.missing += len(positions) if extra else 0
         arrival = Effect(instruction=instruction, kind="cp.async", lanes=indices, barrier=places, arrives=True)
         machine.unit(EffectQueue).arrive(arrival)
 
@@ -345,7 +346,7 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
 # The copy engine
 
 
-def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
+def _offset_locator(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
              ) -> Callable[[Lanes, Array], Array]:  # fmt: skip
     """Build a function (lanes, sizes) -> arena offsets.
 
@@ -354,10 +355,10 @@ def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: st
     locate = locator(machine, MemoryAccess(instruction, kind, space, "weak", "b8", align, ()), operand)
 
     def offsets(lanes: Lanes, sizes: Array) -> Array:
-        found, some = np.zeros(len(sizes), np.int64), sizes > 0
-        if some.any():
-            found[some] = locate(as_lanes(indices_of(lanes)[some]), sizes[some])
-        return found
+        offsets_or_zero, is_used = np.zeros(len(sizes), np.int64), sizes > 0
+        if is_used.any():
+            offsets_or_zero[is_used] = locate(as_lanes(indices_of(lanes)[is_used]), sizes[is_used])
+        return offsets_or_zero
 
     return offsets
 
@@ -370,62 +371,66 @@ def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler
     tensor, reduces = opcode.flag("tensor"), instruction.opcode.startswith("cp.reduce")
     axes = int(opcode.choice(*(f"{n}d" for n in range(1, 6)))[0]) if tensor else 0
     opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
-    told, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
+    notifies, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
     operation = opcode.choice(*_REDUCTIONS) if reduces else ""
     t = opcode.choice(*_REDUCED) if reduces and not tensor else ""
     noftz = operation == "add" and t in ("f16", "bf16")  # said of these, and of these alone
     if (t and operation not in _REDUCED[t]) or opcode.flag("noftz") != noftz:
         raise UnknownOpcode(instruction.opcode)
     to, origin = (*opcode.modifiers, "", "")[:2]
-    if told == opcode.flag("bulk_group") or (to, origin) not in _ways(tensor, told, multicast, reduces):
+    if notifies == opcode.flag("bulk_group") or (to, origin) not in space_pairs(tensor, notifies, multicast, reduces):
         raise UnknownOpcode(instruction.opcode)
     opcode.modifiers = [word for word in opcode.modifiers if word not in (to, origin)]
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
-    target, source, *more = instruction.operands
+    target, source, *extra_operands = instruction.operands
     if tensor and to == "global":
-        place = _offsets_of(machine, instruction, "load", origin, source, _BOX_ALIGNMENT)
-        return _boxes(machine, instruction, axes, target, place, _route(machine, instruction, more, told, multicast),
-                      True, operation)  # fmt: skip
-    size = None if tensor else more.pop(0)
-    place = _offsets_of(machine, instruction, "store", to, target, _BOX_ALIGNMENT if tensor else 16)
-    route = _route(machine, instruction, more, told, multicast)
+        place = _offset_locator(machine, instruction, "load", origin, source, _BOX_ALIGNMENT)
+        route = _route(machine, instruction, extra_operands, notifies, multicast)
+        return _boxes(machine, instruction, axes, target, place, route, True, operation)
+    size = None if tensor else extra_operands.pop(0)
+    place = _offset_locator(machine, instruction, "store", to, target, _BOX_ALIGNMENT if tensor else 16)
+    route = _route(machine, instruction, extra_operands, notifies, multicast)
     if size is None:
         return _boxes(machine, instruction, axes, source, place, route)
     return _runs(machine, instruction, source, origin, size, place, route, combination(operation, t) if t else None, t)
 
 
-def _ways(tensor: bool, told: bool, multicast: bool, reduces: bool) -> set[tuple[str, str]]:
+def space_pairs(tensor: bool, notifies: bool, multicast: bool, reduces: bool) -> set[tuple[str, str]]:
     """Return the pairs of spaces (to, from) that copies of a kind may have."""
     if reduces:
-        return set() if multicast or (told and tensor) else {("shared::cluster" if told else "global", "shared::cta")}
+        if multicast or (notifies and tensor):
+            return set()
+        return {("shared::cluster" if notifies else "global", "shared::cta")}
     if multicast:
-        return {("shared::cluster", "global")} if told else set()
-    if told:
+        return {("shared::cluster", "global")} if notifies else set()
+    if notifies:
         filled = {("shared::cta", "global"), ("shared::cluster", "global")}
         return filled if tensor else filled | {("shared::cluster", "shared::cta")}
     return {("global", "shared::cta")}
 
 
-def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], told: bool, multicast: bool) -> Route:
+def _route(
+    machine: Machine, instruction: Instruction, extra_operands: list[ir.Operand], notifies: bool, multicast: bool
+) -> Route:
     """Build the function that tells where copies go and whom they tell.
 
     A multicast goes to the same place in each block that the mask names.
     """
-    at = MBarrierOperand(machine, instruction, "shared::cluster", more[0], "load") if told else None
-    read_mask = machine.reader(more[1], "u16") if multicast else None
+    mbarrier = MBarrierOperand(machine, instruction, "shared::cluster", extra_operands[0], "load") if notifies else None
+    read_mask = machine.reader(extra_operands[1], "u16") if multicast else None
 
     def route(lanes: Lanes, targets: Array) -> tuple[Array, Array, Array]:
-        who = np.arange(len(targets))
-        if at is None:
-            return who, targets, np.full(len(targets), -1)
-        barriers = at.locate(lanes)
+        positions = np.arange(len(targets))
+        if mbarrier is None:
+            return positions, targets, np.full(len(targets), -1)
+        barriers = mbarrier.locate(lanes)
         if read_mask is not None:
             masks = np.broadcast_to(read_mask(lanes), targets.shape)
-            who, shifts = machine.cluster_memory.shifts(instruction, indices_of(lanes), masks)
-            targets, barriers = targets[who] + shifts, barriers[who] + shifts
-        list(at.objects(indices_of(lanes)[who], barriers))  # they have to be there
-        return who, targets, barriers
+            positions, shifts = machine.cluster_memory.shifts(instruction, indices_of(lanes), masks)
+            targets, barriers = targets[positions] + shifts, barriers[positions] + shifts
+        list(mbarrier.objects(indices_of(lanes)[positions], barriers))  # they have to be there
+        return positions, targets, barriers
 
     return route
 
@@ -436,12 +441,12 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
 
     def sizes(lanes: Lanes) -> Array:
         indices = indices_of(lanes)
-        found = np.broadcast_to(read(lanes), indices.shape).astype(np.int64)
-        wrong = found % 16 != 0
+        sizes = np.broadcast_to(read(lanes), indices.shape).astype(np.int64)
+        wrong = sizes % 16 != 0
         if wrong.any():
-            first, where = machine.first_fault(instruction, lanes, wrong)
-            raise MemoryFault(f"{where}: the size has to be a multiple of 16 bytes, not {int(found[first])}")
-        return found
+            first, place = machine.first_fault(instruction, lanes, wrong)
+            raise MemoryFault(f"{place}: the size has to be a multiple of 16 bytes, not {int(sizes[first])}")
+        return sizes
 
     return sizes
 
@@ -460,7 +465,7 @@ def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Han
         return lambda lanes: None
     source, size = instruction.operands[:2]
     sizes_of = _sizes(machine, instruction, size)
-    locate = _offsets_of(machine, instruction, "load", "global", source, 16)
+    locate = _offset_locator(machine, instruction, "load", "global", source, 16)
 
     def look(lanes: Lanes) -> None:
         locate(lanes, sizes_of(lanes))
@@ -473,21 +478,21 @@ def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin
           ) -> Handler:  # fmt: skip
     """Build the handler that copies any multiple of 16 bytes per lane."""
     sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
-    locate_source = _offsets_of(machine, instruction, "load", origin, source, 16)
+    locate_source = _offset_locator(machine, instruction, "load", origin, source, 16)
 
     def copy(lanes: Lanes) -> None:
         indices, sizes = indices_of(lanes), sizes_of(lanes)
         sources = locate_source(lanes, sizes)
-        who, targets, barriers = route(lanes, place(lanes, sizes))
+        positions, targets, barriers = route(lanes, place(lanes, sizes))
         pending.issue(
             Copies(
                 instruction=instruction,
                 kind="bulk",
-                lanes=indices[who],
-                source=sources[who],
+                lanes=indices[positions],
+                source=sources[positions],
                 target=targets,
-                read=sizes[who],
-                size=sizes[who],
+                read=sizes[positions],
+                size=sizes[positions],
                 barrier=barriers,
                 accumulates=combine is not None,
                 combine=combine,
@@ -510,27 +515,27 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
     written = MemoryAccess(instruction, "store", "global", "weak", "b8", 1, ())
 
     def map_at(offset: int, lane: int) -> tuple[TensorMap, int]:
-        known = machine.launch.tensor_maps.get(offset)
-        if known is None:
-            where = machine.fault_place(instruction, lane)
-            raise MemoryFault(f"{where}: no argument that is a tensor map is at address {offset + BASE:#x}")
-        if known[0].array.ndim != axes:
-            where = machine.fault_place(instruction, lane)
-            raise EmulationError(f"{where}: a box of {axes} dimensions of a tensor map of {known[0].array.ndim}")
-        return known
+        map_and_start = machine.launch.tensor_maps.get(offset)
+        if map_and_start is None:
+            place = machine.fault_place(instruction, lane)
+            raise MemoryFault(f"{place}: no argument that is a tensor map is at address {offset + BASE:#x}")
+        if (dimensions := map_and_start[0].array.ndim) != axes:
+            place = machine.fault_place(instruction, lane)
+            raise EmulationError(f"{place}: a box of {axes} dimensions of a tensor map of {dimensions}")
+        return map_and_start
 
-    def allowed(tensor_map: TensorMap, indices: Array, places: Array) -> None:
+    def check_places(tensor_map: TensorMap, indices: Array, places: Array) -> None:
         """Refuse places that hardware takes for an illegal instruction (seen on an H200)."""
         wrong = places[:, -1] * tensor_map.itemsize % 16 != 0
         if wrong.any():
-            first, where = machine.first_fault(instruction, indices, wrong)
+            first, place = machine.first_fault(instruction, indices, wrong)
             rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
-            raise MemoryFault(f"{where}: {rule}, not {int(places[first, -1])}")
-        before = np.min(places, axis=1) < 0
-        if stores and before.any():
-            first, where = machine.first_fault(instruction, indices, before)
+            raise MemoryFault(f"{place}: {rule}, not {int(places[first, -1])}")
+        is_in_front = np.min(places, axis=1) < 0
+        if stores and is_in_front.any():
+            first, place = machine.first_fault(instruction, indices, is_in_front)
             rule = "what is written may end behind the array, but not begin in front of it"
-            raise MemoryFault(f"{where}: {rule}: {tuple(reversed(places[first].tolist()))}")
+            raise MemoryFault(f"{place}: {rule}: {tuple(reversed(places[first].tolist()))}")
 
     def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
         """Return the operation on the array's elements."""
@@ -541,29 +546,29 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
         return combination(operation, t)
 
     def copy(lanes: Lanes) -> None:
-        everybody = indices_of(lanes)
-        maps = np.broadcast_to(read_map(lanes).view(np.int64) + shift, everybody.shape)
-        first = np.stack([np.broadcast_to(read(lanes), everybody.shape) for read in readers], axis=1).astype(np.int64)
+        all_indices = indices_of(lanes)
+        maps = np.broadcast_to(read_map(lanes).view(np.int64) + shift, all_indices.shape)
+        first = np.stack([np.broadcast_to(read(lanes), all_indices.shape) for read in readers], axis=1).astype(np.int64)
         for offset in np.unique(maps).tolist():
-            mine = maps == offset
-            indices = everybody[mine]
+            uses_map = maps == offset
+            indices = all_indices[uses_map]
             tensor_map, start = map_at(offset, int(indices[0]))
-            allowed(tensor_map, indices, first[mine])
+            check_places(tensor_map, indices, first[uses_map])
             combine = reduction(tensor_map, indices) if operation else None
             if stores:
                 region = machine.memory.region_of(start)
                 assert region is not None
                 mark_written(machine, written, as_lanes(indices), region)
             targets = place(as_lanes(indices), np.full(len(indices), tensor_map.box_bytes))
-            who, targets, barriers = route(as_lanes(indices), targets)
+            positions, targets, barriers = route(as_lanes(indices), targets)
             pending.issue(
                 Boxes(
                     instruction=instruction,
                     kind="bulk",
-                    lanes=indices[who],
+                    lanes=indices[positions],
                     tensor_map=tensor_map,
                     start=start,
-                    first=first[mine][who],
+                    first=first[uses_map][positions],
                     shared=targets,
                     stores=stores,
                     barrier=barriers,

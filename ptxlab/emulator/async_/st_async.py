@@ -58,15 +58,15 @@ def _remote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     address, source, barrier = instruction.operands
     access = MemoryAccess(instruction, "store", "shared::cluster", "weak", t, count, (operation,))
     locate = locator(machine, access, address)
-    at = MBarrierOperand(machine, instruction, "shared::cluster", barrier, "load")
+    mbarrier = MBarrierOperand(machine, instruction, "shared::cluster", barrier, "load")
     as_bits = t if adds else f"u{bits_of(t)}"
-    readers = [machine.reader(item, as_bits) for item in elements(source, count)]
+    readers = [machine.reader(element, as_bits) for element in elements(source, count)]
     combine, pending = combination(operation, t) if adds else None, machine.unit(EffectQueue)
 
     def store(lanes: Lanes) -> None:
         indices = indices_of(lanes)
-        barriers = at.locate(lanes)
-        list(at.objects(lanes, barriers))  # they have to be there
+        barriers = mbarrier.locate(lanes)
+        list(mbarrier.objects(lanes, barriers))  # they have to be there
         columns = [np.broadcast_to(read(lanes), indices.shape) for read in readers]
         pending.issue(
             Stores(

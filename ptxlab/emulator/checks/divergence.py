@@ -2,8 +2,8 @@
 
 What counts is the program's control flow, not the order in which the scheduler takes a warp's lanes. Each lane of a
 warp has to come to the same `.aligned` instructions in the same order, in the same turns of the loops around them;
-lanes that come there one after the other are waited for. Who leaves the kernel early (`control_flow.Flow.leaving`) is
-not. To go past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
+lanes that come there one after the other are waited for. Who leaves the kernel early (`Flow.early_exits`) is not. To go
+past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
 
 It is a check, and no error of every run, because it costs time, and because a GPU may well get along: its barriers
 count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally executed code, an aligned barrier only
@@ -28,7 +28,7 @@ class Execution:
     """An `.aligned` instruction (or the end) to which some lanes of a warp have come, and others have yet to come."""
 
     pc: int
-    turn: int  # of the loops around it, since the last such instruction
+    iteration: int  # of the loops around it, since the last such instruction
     lanes: int  # one bit each
 
 
@@ -38,7 +38,7 @@ class Divergence(Check):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.flow = flow_of(machine.launch.entry)
-        self.turns = np.zeros(machine.lanes, np.int32)  # since the last .aligned instruction
+        self.iterations = np.zeros(machine.lanes, np.int32)  # since the last .aligned instruction
         self.expected = machine.alive.copy()  # lanes that their warp has to wait for
         self.parked = np.zeros(machine.lanes, bool)  # ... and that will execute once more what they wait at
         self.open: dict[int, list[Execution]] = {}  # by warp, the oldest first
@@ -46,7 +46,7 @@ class Divergence(Check):
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at who comes to `.aligned` instructions, and follow branches."""
         pc = self.machine.index[id(instruction)]
-        if instruction.guard is None and END not in self.flow.leaving.get(pc, ()):
+        if instruction.guard is None and END not in self.flow.early_exits.get(pc, ()):
             handler = self.follow_branches(pc, handler)
         if pc in self.flow.aligned:
 
@@ -55,7 +55,7 @@ class Divergence(Check):
                 return handler(lanes)
 
             return record_and_run
-        if END in self.flow.leaving.get(pc, ()):
+        if END in self.flow.early_exits.get(pc, ()):
 
             def leave_and_run(lanes: Lanes) -> Successors:
                 self.leave(lanes)
@@ -70,7 +70,7 @@ class Divergence(Check):
 
     def follow_branches(self, pc: int, handler: Handler) -> Handler:
         """Wrap the handler of a block's last instruction: its lanes are counted where they have gone."""
-        turning, leaving = self.flow.turning.get(pc, ()), self.flow.leaving.get(pc, ())
+        turning, leaving = self.flow.loop_edges.get(pc, ()), self.flow.early_exits.get(pc, ())
         if not turning and not leaving:
             return handler
 
@@ -78,7 +78,7 @@ class Divergence(Check):
             successors = handler(lanes)
             for target, those in [(pc + 1, lanes)] if successors is None else successors:
                 if target in turning:
-                    self.turns[those] += 1
+                    self.iterations[those] += 1
                 if target in leaving:
                     self.leave(those)
             return successors
@@ -92,7 +92,7 @@ class Divergence(Check):
                 self.parked[those] = pc in self.flow.aligned
         staying = indices_of(lanes)[self.expected[lanes]]
         if len(staying):
-            self.turns[staying] = 0
+            self.iterations[staying] = 0
             self.record_execution(END, as_lanes(staying))
             self.leave(as_lanes(staying))
 
@@ -118,8 +118,8 @@ class Divergence(Check):
             if is_repeated.all():
                 return
             lanes = as_lanes(indices_of(lanes)[~is_repeated])
-        turns = self.turns[lanes].copy()
-        self.turns[lanes] = 0
+        turns = self.iterations[lanes].copy()
+        self.iterations[lanes] = 0
         if not self.open and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
             rows = turns.reshape(-1, 32)
             if (rows == rows[:, :1]).all():
@@ -137,10 +137,8 @@ class Divergence(Check):
             in_warp = indices_of(lanes) // 32 == warp
             for turn in np.unique(turns[in_warp]).tolist():
                 same_turn = indices_of(lanes)[in_warp & (turns == turn)]
-                self.enter(
-                    warp,
-                    Execution(pc, turn, sum(1 << lane % 32 for lane in same_turn[self.expected[same_turn]].tolist())),
-                )
+                awaited = same_turn[self.expected[same_turn]]
+                self.enter(warp, Execution(pc, turn, sum(1 << lane % 32 for lane in awaited.tolist())))
 
     def enter(self, warp: int, new: Execution) -> None:
         """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
@@ -148,16 +146,16 @@ class Divergence(Check):
         remaining = new.lanes
         for execution in executions:
             arriving = remaining & ~execution.lanes
-            if arriving and (execution.pc, execution.turn) != (new.pc, new.turn):
-                return self.report_divergence(warp, execution, Execution(new.pc, new.turn, arriving))
+            if arriving and (execution.pc, execution.iteration) != (new.pc, new.iteration):
+                return self.report_divergence(warp, execution, Execution(new.pc, new.iteration, arriving))
             execution.lanes |= arriving
             remaining &= ~arriving
         if remaining:
-            executions.append(Execution(new.pc, new.turn, remaining))
+            executions.append(Execution(new.pc, new.iteration, remaining))
         self.close(warp)
 
     def report_divergence(self, warp: int, deviating: Execution, reported: Execution) -> None:
-        """Report lanes that execute `deviating` where others of the warp execute `reported`; then leave the warp alone."""
+        """Report lanes of `reported`, where others of the warp execute `deviating`; then leave the warp alone."""
         if reported.pc == END:
             deviating, reported = reported, deviating
         instruction = self.machine.code[reported.pc]

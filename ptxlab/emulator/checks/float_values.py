@@ -108,7 +108,7 @@ class FloatValues(Check):
 
     def report_origin(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
         """Report numbers of a kind that arise here, unless that kind has arisen elsewhere before."""
-        first = next((f for f in self.machine.launch.findings.found.values() if f.kind == kind), None)
+        first = next((f for f in self.machine.launch.findings.by_key.values() if f.kind == kind), None)
         location = instruction.path, instruction.line, instruction.callers
         if first is None or (first.path, first.line, first.callers) == location:
             self.report(instruction, kind, lanes, wrong, message)
@@ -119,11 +119,11 @@ class FloatValues(Check):
         """Check the sums that an atomic makes in memory."""
         access = decode(instruction, "atomic")
         t = access.type
-        if not is_float(t) or access.rest != ("add",):
+        if not is_float(t) or access.operation != ("add",):
             return handler
         address = next(i for i, o in enumerate(instruction.operands) if isinstance(o, ir.Address))
         source = instruction.operands[address + 1]
-        addends = source.items if isinstance(source, ir.Vector) else (source,)
+        addends = source.elements if isinstance(source, ir.Vector) else (source,)
         readers = [self.machine.reader(addend, t) for addend in addends]
         rows = self.machine.memory.arena.view(DTYPES[t]).reshape(-1, len(addends))
 
@@ -210,16 +210,16 @@ class FloatValues(Check):
     def issue(self, effect: Effect) -> None:
         """Have a wgmma look at its operands."""
         if isinstance(effect, WgmmaProducts):
-            effect.watched = effect.decoded.is_float
+            effect.notes_special = effect.decoded.is_float
 
     def effect_complete(self, effect: Effect) -> None:
         """Check the product that a wgmma has made."""
-        if not isinstance(effect, WgmmaProducts) or not effect.watched or effect.held is None:
+        if not isinstance(effect, WgmmaProducts) or not effect.notes_special or effect.old_d is None:
             return
         t, lanes, warps = ("f16x2" if effect.decoded.d_type == "f16" else "f32"), effect.all_lanes, len(effect.lanes)
         new, old = (
             masks_by_kind((t, np.ascontiguousarray(raw).reshape(-1).view(DTYPES[t])))
-            for raw in (effect.decoded.read_d(lanes), effect.held)
+            for raw in (effect.decoded.read_d(lanes), effect.old_d)
         )
         for kind, mask in new.items():
             added = old[kind].reshape(warps, -1).any(axis=1) & effect.adds
@@ -249,7 +249,7 @@ class FloatValues(Check):
 
 def elements_of(operand: ir.Operand) -> ir.Operands:
     """Return the registers of a vector, or the operand itself."""
-    return operand.items if isinstance(operand, ir.Vector) else (operand,)
+    return operand.elements if isinstance(operand, ir.Vector) else (operand,)
 
 
 def text_of(values: Values, index: int) -> str:

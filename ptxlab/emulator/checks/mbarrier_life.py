@@ -56,8 +56,10 @@ class MBarrierLife(Check):
         """Report lanes that write over a live mbarrier."""
         if wrong.any():
             place = int(words[self.live[words]][0]) * WORD
-            by = self.mbarriers.at[place].instruction.seen_from(instruction)
-            message = f"writes over {self.mbarriers.at[place]}, which {by}, initialised and nobody has invalidated,"
+            by = self.mbarriers.by_place[place].instruction.seen_from(instruction)
+            message = (
+                f"writes over {self.mbarriers.by_place[place]}, which {by}, initialised and nobody has invalidated,"
+            )
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:
@@ -65,7 +67,7 @@ class MBarrierLife(Check):
 
         None at all is no finding: a block may expect what others send to some blocks only.
         """
-        for barrier in self.mbarriers.at.values():
+        for barrier in self.mbarriers.by_place.values():
             if barrier.bytes not in (0, barrier.expected):
                 lost = f"expects {barrier.bytes} bytes more than copies have brought"
                 surplus = f"has got {-barrier.bytes} bytes that nobody expected"

@@ -63,7 +63,7 @@ class MBarrierPhases(Check):
 
     def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Check that the lanes whose wait is over know that the phase before is over too."""
-        (_, last, previous), phase = self.phases[place], self.mbarriers.at[place].phase - 1
+        (_, last, previous), phase = self.phases[place], self.mbarriers.by_place[place].phase - 1
         indices, clocks = indices_of(lanes), self.order.clocks
         columns = indices % clocks.size
         is_first = ~last.seen_by(columns)
@@ -72,7 +72,7 @@ class MBarrierPhases(Check):
             unsure[unsure] = ~self.know_the_end(previous, indices[unsure])
             if unsure.any():
                 message = (
-                    f"waits by parity for phase {phase} of {self.mbarriers.at[place]} without knowing that phase "
+                    f"waits by parity for phase {phase} of {self.mbarriers.by_place[place]} without knowing that phase "
                     f"{phase - 1} is over, and while that is under way this wait is over at once: wait for that one, "
                     "too, or behind a thread that has (phases count from 0),"
                 )

@@ -105,7 +105,7 @@ class Narrowing(Check):
         is_array = dtype is not None and dtype.kind in "iu" and dtype.itemsize * 8 == bits
         signed = dtype.kind == "i" if is_array and dtype is not None else None
         target = f"{dtype}, which the array holds" if is_array else f"{bits} bits"
-        stored: tuple[Operand, ...] = operands[1].items if isinstance(operands[1], Vector) else operands[1:2]
+        stored: tuple[Operand, ...] = operands[1].elements if isinstance(operands[1], Vector) else operands[1:2]
         for register in stored:
             if isinstance(register, Register) and bits_of(register.type) > bits:
                 read = self.machine.reader(register, f"s{bits_of(register.type)}")

@@ -16,7 +16,7 @@ from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
 from ptxlab.emulator.core.machine import Machine
-from ptxlab.emulator.front.ir import Entry, Instruction, Register, remembered
+from ptxlab.emulator.front.ir import Entry, Instruction, Register, cache_on_subject
 from ptxlab.emulator.front.types import Array
 
 _TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
@@ -163,7 +163,7 @@ class RegisterAccess(NamedTuple):
     is_ahead: bool
 
 
-@remembered
+@cache_on_subject
 def register_accesses(entry: Entry) -> dict[int, RegisterAccess]:
     """Find instructions that read or write registers of some wgmma, or write what is copied to these.
 
@@ -186,7 +186,7 @@ def register_accesses(entry: Entry) -> dict[int, RegisterAccess]:
     return accesses
 
 
-@remembered
+@cache_on_subject
 def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     """Return the registers of wgmmas, and those whose contents are copied to them, by width and index."""
     places, count = registers_of_wgmmas(entry), 0
@@ -199,7 +199,7 @@ def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     return places
 
 
-@remembered
+@cache_on_subject
 def registers_of_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     """Return what wgmmas take or give, by width and index."""
     multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))

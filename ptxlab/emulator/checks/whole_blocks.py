@@ -116,7 +116,7 @@ class WholeBlocks(Check):
     def is_divergent(self, arrivals: list[tuple[Instruction, Lanes]]) -> bool:
         """Tell whether warps that are not whole have been reported there: that breaks both rules."""
         places = {("divergence", instruction.path, instruction.line) for instruction, _ in arrivals}
-        return any(key[:3] in places for key in self.machine.launch.findings.found)
+        return any(key[:3] in places for key in self.machine.launch.findings.by_key)
 
     def is_excused(self, instruction: Instruction) -> bool:
         """Tell whether threads may have returned ahead of an instruction."""

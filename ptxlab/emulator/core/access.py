@@ -25,7 +25,7 @@ class MemoryAccess:
     order: str
     type: str
     count: int  # elements of a vector access
-    rest: tuple[str, ...]  # modifiers that are left: the operation of an atomic
+    operation: tuple[str, ...]  # modifiers that are left: the operation of an atomic
 
     @cached_property
     def size(self) -> int:
@@ -35,7 +35,7 @@ class MemoryAccess:
 
 def decode(instruction: Instruction, kind: str) -> MemoryAccess:
     """Sort the modifiers of a memory opcode, which may stand in any order."""
-    space, order, count, rest = "generic", "weak" if kind != "atomic" else "relaxed", 1, []
+    space, order, count, operation = "generic", "weak" if kind != "atomic" else "relaxed", 1, []
     modifiers = instruction.opcode.split(".")[1:]
     types = [word for word in modifiers if word in DTYPES]
     for word in modifiers:
@@ -46,7 +46,7 @@ def decode(instruction: Instruction, kind: str) -> MemoryAccess:
         elif word in ("v2", "v4", "v8"):
             count = int(word[1])
         elif word not in types and word not in SCOPES and word not in HINTS and not word.startswith(("L1::", "L2::")):
-            rest.append(word)
-    if len(types) != 1 or types == ["pred"] or (rest and kind != "atomic"):
+            operation.append(word)
+    if len(types) != 1 or types == ["pred"] or (operation and kind != "atomic"):
         raise UnknownOpcode(instruction.opcode)
-    return MemoryAccess(instruction, kind, space, order, types[0], count, tuple(rest))
+    return MemoryAccess(instruction, kind, space, order, types[0], count, tuple(operation))

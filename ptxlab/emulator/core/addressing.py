@@ -26,9 +26,9 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
     if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
         space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
     if isinstance(base, ir.Symbol):
-        named, own = access.space.split("::")[0], base.variable.space
-        if named not in (own, "generic") and (named, own) != ("param", "local"):
-            raise ValueError(f"{base.variable.name} lies in .{own}, the instruction goes to .{named}")
+        named, declared = access.space.split("::")[0], base.variable.space
+        if named not in (declared, "generic") and (named, declared) != ("param", "local"):
+            raise ValueError(f"{base.variable.name} lies in .{declared}, the instruction goes to .{named}")
     wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
     read = machine.reader(base, "u64" if wide else "u32")
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
@@ -46,9 +46,9 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
 
     def check_alignment(lanes: Lanes, offsets: Array) -> None:
         if np.bitwise_or.reduce(offsets) & (size - 1):
-            first, where = machine.first_fault(access.instruction, lanes, offsets & (size - 1) != 0)
-            value = int(offsets[first]) + (BASE if windows is None else 0)
-            raise MemoryFault(f"{where}: address {value:#x} is not a multiple of the {size} bytes accessed")
+            first, place = machine.first_fault(access.instruction, lanes, offsets & (size - 1) != 0)
+            address = int(offsets[first]) + (BASE if windows is None else 0)
+            raise MemoryFault(f"{place}: address {address:#x} is not a multiple of the {size} bytes accessed")
 
     def in_window(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets, base = addresses(lanes), windows
@@ -60,25 +60,25 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         start = 0 if space == "local" else SHARED_START
         end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
         if int(np.minimum.reduce(offsets)) < start or furthest(offsets, sizes) > end:
-            first, where = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
+            first, fault = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
             why = machine.cluster_memory.explain(int(offsets[first])) if space != "local" else ""
-            raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds{why}")
+            raise MemoryFault(f"{fault}: {place} (window of {end - start} bytes) are out of bounds{why}")
         return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
 
     def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets = addresses(lanes)
         check_alignment(lanes, offsets)
         end = furthest(offsets, sizes)
-        region = machine.memory.touched(offsets, end)
+        region = machine.memory.touched_region(offsets, end)
         if region is not None:
             regions = [region]
         else:
             outside, regions = machine.memory.touch_each(offsets, sizes)
             if outside.any():
-                first, where = machine.first_fault(access.instruction, lanes, outside)
+                first, fault = machine.first_fault(access.instruction, lanes, outside)
                 described = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
-                raise MemoryFault(f"{where}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
+                raise MemoryFault(f"{fault}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
         if end > machine.cluster_memory.first_window:  # shared memory lies behind all buffers
             machine.cluster_memory.check_generic(access.instruction, lanes, offsets)
         if access.kind != "load":
@@ -116,7 +116,7 @@ def mark_written(machine: Machine, access: MemoryAccess, lanes: Lanes, region: R
 
 def elements(operand: ir.Operand, count: int) -> ir.Operands:
     """Return the registers of a vector operand; raise ValueError unless there are `count`."""
-    items = operand.items if isinstance(operand, ir.Vector) else (operand,)
-    if len(items) != count:
-        raise ValueError(f"{len(items)} registers for {count} elements")
-    return items
+    registers = operand.elements if isinstance(operand, ir.Vector) else (operand,)
+    if len(registers) != count:
+        raise ValueError(f"{len(registers)} registers for {count} elements")
+    return registers

@@ -29,17 +29,17 @@ class ClusterMemory:
         self.windows = wave.launch.shared_windows[: len(wave.blocks)]
         self.first_window = int(self.windows[0]) if len(self.windows) else 0
 
-    def first(self, lanes: Lanes) -> Array:
+    def first_block(self, lanes: Lanes) -> Array:
         """Return the first block of each lane's cluster."""
         block: Array = self.block[lanes]
-        result: Array = block - block % self.size
-        return result
+        first_blocks: Array = block - block % self.size
+        return first_blocks
 
     def block_at(self, offsets: Array) -> Array:
         """Return the blocks whose shared windows hold these arena offsets; -1 for an offset outside all windows."""
-        found = np.searchsorted(self.windows, offsets, "right") - 1
-        inside = (found >= 0) & (offsets < self.windows[found] + self.wave.launch.window_bytes)
-        return np.where(inside, found, -1)
+        blocks = np.searchsorted(self.windows, offsets, "right") - 1
+        inside = (blocks >= 0) & (offsets < self.windows[blocks] + self.wave.launch.window_bytes)
+        return np.where(inside, blocks, -1)
 
     # Addresses
 
@@ -59,11 +59,11 @@ class ClusterMemory:
         """Resolve addresses in the window of the cluster to (block, address in its own view)."""
         ranks = addresses >> _RANK
         self.check_ranks(instruction, lanes, ranks - 1)
-        blocks = np.where(ranks == 0, self.block[lanes], self.first(lanes) + ranks - 1)
+        blocks = np.where(ranks == 0, self.block[lanes], self.first_block(lanes) + ranks - 1)
         self.check(instruction, lanes, blocks)
         return blocks, addresses & _WITHIN
 
-    def mapped(self, instruction: Instruction, lanes: Lanes, addresses: Array, ranks: Array) -> Array:
+    def map_addresses(self, instruction: Instruction, lanes: Lanes, addresses: Array, ranks: Array) -> Array:
         """Return the addresses of the same bytes in the blocks with these ranks."""
         self.check_ranks(instruction, lanes, ranks)
         return (ranks + 1) << _RANK | addresses & _WITHIN
@@ -78,8 +78,8 @@ class ClusterMemory:
         blocks = self.block_at(addresses - BASE)
         within = addresses - BASE - self.windows[blocks] + SHARED_START
         far = blocks != self.block[lanes]
-        result: Array = np.where(far, (blocks % self.size + 1) << _RANK, 0) + within
-        return result
+        shifted: Array = np.where(far, (blocks % self.size + 1) << _RANK, 0) + within
+        return shifted
 
     def shifts(self, instruction: Instruction, indices: Array, masks: Array) -> tuple[Array, Array]:
         """Find the distance from each lane's own window to that of each block in its mask.
@@ -87,12 +87,12 @@ class ClusterMemory:
         Returns, for each lane and each such block, (position of the lane, distance).
         """
         ranks = np.arange(16)
-        who, to = np.nonzero(masks[:, None] >> ranks.astype(np.uint16) & np.uint16(1))
-        lanes = indices[who]
-        self.check_ranks(instruction, lanes, to)
-        blocks = self.first(lanes) + to
+        positions, target_ranks = np.nonzero(masks[:, None] >> ranks.astype(np.uint16) & np.uint16(1))
+        lanes = indices[positions]
+        self.check_ranks(instruction, lanes, target_ranks)
+        blocks = self.first_block(lanes) + target_ranks
         self.check(instruction, lanes, blocks)
-        return who, self.windows[blocks] - self.windows[self.block[lanes]]
+        return positions, self.windows[blocks] - self.windows[self.block[lanes]]
 
     # Rules
 
@@ -100,22 +100,22 @@ class ClusterMemory:
         """Refuse ranks beyond the cluster."""
         wrong = ranks >= self.size
         if wrong.any():
-            first, where = self.wave.first_fault(instruction, lanes, wrong)
-            raise EmulationError(f"{where}: block {int(ranks[first])} of a cluster of {self.size}")
+            first, place = self.wave.first_fault(instruction, lanes, wrong)
+            raise EmulationError(f"{place}: block {int(ranks[first])} of a cluster of {self.size}")
 
     def check(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
         """Refuse blocks that are of another cluster, or have ended."""
-        own: Array = np.broadcast_to(self.block[lanes], blocks.shape)
-        if (own == blocks).all():
+        own_blocks: Array = np.broadcast_to(self.block[lanes], blocks.shape)
+        if (own_blocks == blocks).all():
             return
-        strange: Array = np.not_equal(blocks // self.size, own // self.size)
+        strange: Array = np.not_equal(blocks // self.size, own_blocks // self.size)
         alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
         wrong = np.logical_or(strange, ~alive[blocks])
         if wrong.any():
-            first, where = self.wave.first_fault(instruction, lanes, wrong)
+            first, place = self.wave.first_fault(instruction, lanes, wrong)
             block = "({},{},{})".format(*self.wave.blocks[blocks[first]])
             why = "is of another cluster" if strange[first] else "has ended"
-            raise MemoryFault(f"{where}: shared memory of block {block}, which {why}")
+            raise MemoryFault(f"{place}: shared memory of block {block}, which {why}")
 
     def check_generic(self, instruction: Instruction, lanes: Lanes, offsets: Array) -> None:
         """Refuse arena offsets in shared memory that the lanes cannot see."""

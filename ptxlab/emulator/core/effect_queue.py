@@ -87,17 +87,17 @@ class EffectQueue(Unit):
         """Complete the groups that lanes wait for, all but the `newest` ones."""
         end = np.full(self.machine.lanes, -1)
         end[lanes] = self.committed[kind][lanes] - newest
-        waited = self.extract([effect.group < end[effect.lanes] if effect.kind == kind else None
+        effects = self.extract([effect.group < end[effect.lanes] if effect.kind == kind else None
                                for effect in self.queue])  # fmt: skip
         if kind == "wgmma":
-            waited.sort(key=lambda effect: effect.serial)
-        for effect in waited:
+            effects.sort(key=lambda effect: effect.serial)
+        for effect in effects:
             if not effect.landed:
                 effect.take(self.machine.memory) if only_read else self.land(effect)
             for watcher in self.machine.watchers:
                 watcher.effect_wait(effect, only_read)
         if only_read:
-            self.queue += waited
+            self.queue += effects
 
     def observe(self, place: int) -> None:
         """Settle what an mbarrier has heard of in its last phase, which lanes have seen complete."""
@@ -109,19 +109,19 @@ class EffectQueue(Unit):
 
     def phases(self, places: Array) -> Array:
         """Return the current phase of each mbarrier; -1 where there is none."""
-        known, index = np.unique(places, return_inverse=True)
-        barriers = [self.mbarriers.get(int(place)) for place in known]
+        distinct, index = np.unique(places, return_inverse=True)
+        barriers = [self.mbarriers.get(int(place)) for place in distinct]
         return np.array([-1 if barrier is None else barrier.phase for barrier in barriers])[index]
 
     def extract(self, masks: Iterable[Array | None]) -> list[Effect]:
         """Take entries out of the queue; in an order drawn from the seed."""
-        out, rest = [], []
+        extracted, remaining = [], []
         for effect, mask in zip(self.queue, masks, strict=True):
-            chosen, others = effect.split(mask) if mask is not None else (None, effect)
-            out += [chosen] if chosen is not None else []
-            rest += [others] if others is not None else []
-        self.queue = rest
-        return [out[i] for i in self.random.permutation(len(out))] if self.late else out
+            chosen, not_chosen = effect.split(mask) if mask is not None else (None, effect)
+            extracted += [chosen] if chosen is not None else []
+            remaining += [not_chosen] if not_chosen is not None else []
+        self.queue = remaining
+        return [extracted[i] for i in self.random.permutation(len(extracted))] if self.late else extracted
 
     # Landing
 
@@ -136,7 +136,7 @@ class EffectQueue(Unit):
             return False
         effect = (chosen or flying)[self.random.integers(len(chosen or flying))]
         if chosen:
-            effect = self.part(effect, np.isin(effect.barrier, awaited))
+            effect = self.split_in_queue(effect, np.isin(effect.barrier, awaited))
         self.land(effect)
         return True
 
@@ -144,21 +144,22 @@ class EffectQueue(Unit):
         """List the effects in the queue, each with whether it has landed."""
         return [(effect.serial, effect.landed) for effect in self.queue]
 
-    def part(self, effect: Effect, mask: Array) -> Effect:
+    def split_in_queue(self, effect: Effect, mask: Array) -> Effect:
         """Split an effect of the queue in two, if need be; return the part where `mask` holds."""
-        chosen, others = effect.split(mask)
-        at = self.queue.index(effect)
-        self.queue[at : at + 1] = [part for part in (chosen, others) if part is not None]
+        chosen, not_chosen = effect.split(mask)
+        position = self.queue.index(effect)
+        self.queue[position : position + 1] = [part for part in (chosen, not_chosen) if part is not None]
         assert chosen is not None
         return chosen
 
     def land(self, effect: Effect) -> None:
         """Write the results and tell the mbarriers."""
+        # a copy of the list, as splitting an effect changes the queue
         for earlier in list(self.queue) if effect.in_order else ():
             if earlier.kind == effect.kind and earlier.serial < effect.serial and not earlier.landed:
-                mine = np.isin(earlier.lanes, effect.lanes)
-                if mine.any() and not earlier.arrives:
-                    self.land(self.part(earlier, mine))
+                same_lanes = np.isin(earlier.lanes, effect.lanes)
+                if same_lanes.any() and not earlier.arrives:
+                    self.land(self.split_in_queue(earlier, same_lanes))
         effect.write(self.machine.memory)
         effect.landed = True
         for watcher in self.machine.watchers:
@@ -166,21 +167,21 @@ class EffectQueue(Unit):
         if np.count_nonzero(effect.barrier >= 0):
             effect.phase = np.where(effect.barrier >= 0, self.phases(effect.barrier), -1)
         if effect.arrives or effect.kind == "bulk":
-            self.tell(effect)
+            self.notify_mbarriers(effect)
 
-    def tell(self, effect: Effect) -> None:
+    def notify_mbarriers(self, effect: Effect) -> None:
         """Tell the mbarriers of an effect that it has landed: subtract its bytes, or arrive."""
         sizes = effect.writes[2]
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
-            mine = effect.barrier == place
+            at_place = effect.barrier == place
             try:
                 barrier = self.mbarriers.get(place)
                 if barrier is None:
                     raise ValueError("its mbarrier has been invalidated")
                 if not effect.arrives:
-                    barrier.expect(-int(sizes[mine].sum()))
-                for _ in range(np.count_nonzero(mine) if effect.arrives else 0):
+                    barrier.expect(-int(sizes[at_place].sum()))
+                for _ in range(np.count_nonzero(at_place) if effect.arrives else 0):
                     barrier.arrive(1)
             except ValueError as error:
-                where = self.machine.fault_place(effect.instruction, int(effect.lanes[int(np.argmax(mine))]))
-                raise EmulationError(f"{where}: {error}") from None
+                fault = self.machine.fault_place(effect.instruction, int(effect.lanes[int(np.argmax(at_place))]))
+                raise EmulationError(f"{fault}: {error}") from None

@@ -29,7 +29,7 @@ class LivelockDetector:
         self.sample: tuple[int, dict[int, list[bytes]]] | None = None
         self.whole: tuple[int, bytes] | None = None  # when, and the digest
 
-    def look(self, last: int) -> bool:
+    def has_repeated(self, last: int) -> bool:
         """Tell whether the wave is in a state in which it has been before; `last` is where the scheduler has been."""
         steps = self.wave.launch.steps
         if self.sample is None:
@@ -37,8 +37,8 @@ class LivelockDetector:
         elif steps > self.due + WHILE:
             self.due, self.sample, self.whole = self.began + 2 * (steps - self.began), None, None
         elif (self.whole is None or steps - self.whole[0] >= self.turns) and self.is_like_sample(last):
-            before, self.whole = self.whole, (steps, self.digest())
-            if before is not None and before[1] == self.whole[1]:
+            previous, self.whole = self.whole, (steps, self.digest())
+            if previous is not None and previous[1] == self.whole[1]:
                 self.due = steps  # to go on looking, if the machine finds a way out
                 return True
         return False
@@ -49,9 +49,9 @@ class LivelockDetector:
         It does if lanes stand at the same instructions and the first lane at each has the same registers.
         """
         assert self.sample is not None
-        then, known = self.sample
-        places = last == then and self.ready.keys() == known.keys()
-        return places and all(self.registers(pc) == registers for pc, registers in known.items())
+        sample_last, sample_registers = self.sample
+        places = last == sample_last and self.ready.keys() == sample_registers.keys()
+        return places and all(self.registers(pc) == registers for pc, registers in sample_registers.items())
 
     def registers(self, pc: int) -> list[bytes]:
         """Return the registers of the first lane at an instruction, as bytes of each file."""
@@ -63,7 +63,7 @@ class LivelockDetector:
         digest = blake2b(self.wave.memory.arena.data)
         for file in self.wave.files.values():
             digest.update(file.data)
-        for pc, lanes in sorted(self.ready.items(), key=lambda item: item[0]):
+        for pc, lanes in sorted(self.ready.items(), key=lambda entry: entry[0]):
             digest.update(repr(pc).encode() + indices_of(lanes).tobytes())
         digest.update(repr(self.state()).encode())
         return digest.digest()

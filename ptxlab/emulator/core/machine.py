@@ -73,7 +73,7 @@ class Unit:
         """Yield the lanes that are parked here."""
         yield from ()
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Release the parked lanes that wait for no others, now that some lanes have ended."""
 
     def advance(self, only_awaited: bool = False) -> bool:
@@ -108,7 +108,7 @@ class Machine(Wave):
         self.units: dict[type[Unit], Unit] = {}
         self.soon = launch.steps + SOON
         # lanes that are yet to execute a strong store, and since when they may (mode "late")
-        self.held: list[tuple[int, Lanes]] = []
+        self.held_stores: list[tuple[int, Lanes]] = []
         self.held_until = 0
         self.was_held = np.zeros(self.lanes, bool)
         self.random = np.random.default_rng((launch.options.seed, 1))
@@ -123,9 +123,9 @@ class Machine(Wave):
         """Return the machine's unit of a kind, made when an instruction or a check first asks for it."""
         if kind not in self.units:
             self.units[kind] = kind(self)
-        found = self.units[kind]
-        assert isinstance(found, kind)
-        return found
+        unit = self.units[kind]
+        assert isinstance(unit, kind)
+        return unit
 
     def state(self) -> object:
         """Return an object whose `repr` changes whenever anything happens, registers, memory and places apart."""
@@ -138,16 +138,16 @@ class Machine(Wave):
         """Instructions that somebody may branch to, or that a debugger may stop at."""
         return self.launch.entry.targets
 
-    def bound(self, instruction: Instruction, pc: int) -> Handler:
+    def bind(self, instruction: Instruction, pc: int) -> Handler:
         """Bind one instruction to its handler, wrapped in the checks that were asked for and in its guard."""
-        head, *more = instruction.opcode.split(".")
+        head, *modifiers = instruction.opcode.split(".")
         try:
-            bind = BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
+            bind = BINDERS.get(".".join((head, *modifiers[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
             handler = bind(self, instruction, pc)
             for watcher in self.watchers:
                 handler = watcher.wrap_handler(instruction, handler)
             if instruction.guard is not None:
-                handler = self.guarded(handler, self.reader(instruction.guard, "pred"), pc)
+                handler = self.guard_handler(handler, self.reader(instruction.guard, "pred"), pc)
                 for watcher in self.watchers:
                     handler = watcher.wrap_guarded(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
@@ -159,15 +159,15 @@ class Machine(Wave):
             raise SourceError(instruction.path, instruction.line, str(error), instruction.text) from None
         return handler
 
-    def guarded(self, handler: Handler, predicate: Reader, pc: int) -> Handler:
+    def guard_handler(self, handler: Handler, predicate: Reader, pc: int) -> Handler:
         """Wrap a handler so that the lanes whose predicate holds run it and the others go on."""
 
         def run(lanes: Lanes) -> Successors:
-            chosen, others = split(lanes, predicate(lanes))
+            chosen, skipping = split(lanes, predicate(lanes))
             if chosen is None:
                 return None
             successors = handler(chosen)
-            return successors if successors is None or others is None else [*successors, (pc + 1, others)]
+            return successors if successors is None or skipping is None else [*successors, (pc + 1, skipping)]
 
         return run
 
@@ -185,9 +185,9 @@ class Machine(Wave):
             if later is None:
                 return handler(lanes)
             self.was_held[later] = True
-            if not self.held:
+            if not self.held_stores:
                 self.held_until = self.launch.steps + int(self.random.integers(LONGEST_HOLD))
-            self.held.append((pc, later))
+            self.held_stores.append((pc, later))
             if now is None:
                 return []
             handler(now)
@@ -197,17 +197,17 @@ class Machine(Wave):
 
     # Scheduling
 
-    def let_go(self) -> bool:
+    def release_held(self) -> bool:
         """Let lanes go on that were held back; False if there are none."""
-        held, self.held = self.held, []
-        for pc, lanes in held:
+        held_stores, self.held_stores = self.held_stores, []
+        for pc, lanes in held_stores:
             self.put(pc, lanes)
-        return bool(held)
+        return bool(held_stores)
 
     def put(self, pc: int, lanes: Lanes) -> None:
         """Let lanes go on at an instruction, together with those that are there already."""
-        known = self.ready.get(pc)
-        self.ready[pc] = lanes if known is None else merge(known, lanes)
+        waiting = self.ready.get(pc)
+        self.ready[pc] = lanes if waiting is None else merge(waiting, lanes)
 
     def end(self, lanes: Lanes) -> None:
         """End lanes, which leave the kernel, and have those that wait for them look again."""
@@ -215,18 +215,18 @@ class Machine(Wave):
         self.living -= count_of(lanes)
         for watcher in self.watchers:
             watcher.exit(lanes)
-        parked, self.meetings = self.meetings, {}
+        parked, self.meetings = self.meetings, {}  # who has ended is not waited for: maybe all have come now
         for waiting in parked.values():
             for pc, those, _ in waiting:
                 self.put(pc, those)
         for unit in self.units.values():
-            unit.look_again()
+            unit.recheck()
 
     def run(self) -> None:
         """Bind the code; run all lanes, and what they have asked for, to their end; raises what they run into."""
-        self.handlers = [self.bound(instruction, pc) for pc, instruction in enumerate(self.code)]
+        self.handlers = [self.bind(instruction, pc) for pc, instruction in enumerate(self.code)]
         self.run_ready()
-        while self.advance() or self.let_go() or self.answer_in_vain():
+        while self.advance() or self.release_held() or self.answer_in_vain():
             self.run_ready()
         if self.living:
             self.deadlock()
@@ -241,18 +241,19 @@ class Machine(Wave):
         end = len(handlers)
         last = -1
         while ready:
-            if self.held and launch.steps >= self.held_until:
-                self.let_go()
-            spins = launch.steps >= self.livelock.due and not self.held and self.livelock.look(last)
+            if self.held_stores and launch.steps >= self.held_until:
+                self.release_held()
+            spins = launch.steps >= self.livelock.due and not self.held_stores and self.livelock.has_repeated(last)
             if spins and not self.answer_in_vain():
                 self.deadlock()
             if launch.steps >= self.soon:
                 self.soon = launch.steps + SOON
                 self.advance(only_awaited=True)
-            turn = launch.steps // TURN
-            pc = min((p for p in ready if p > last), default=min(ready)) if turn & 1 else min(ready)
+            round_number = launch.steps // TURN
+            pc = min((p for p in ready if p > last), default=min(ready)) if round_number & 1 else min(ready)
             lanes = ready.pop(pc)
             last, start, successors = pc, pc, None
+            # straight on, without a way through `ready`, up to a branch or to where other lanes wait to be joined
             while successors is None:
                 if pc == end:
                     self.end(lanes)
@@ -263,12 +264,12 @@ class Machine(Wave):
                     successors = [(pc, lanes)]
             launch.steps += pc - start
             launch.lane_instructions += (pc - start) * count_of(lanes)
-            for target, those in successors or ():
-                self.put(target, those)
+            for target, target_lanes in successors or ():
+                self.put(target, target_lanes)
             if launch.steps > self.last_step:
-                where = "; ".join(self.running(ready or {last: lanes}))
+                running = "; ".join(self.name_running(ready or {last: lanes}))
                 limit = launch.options.max_steps
-                raise EmulationError(f"still running after {limit} steps: {where}; max_steps allows more")
+                raise EmulationError(f"still running after {limit} steps: {running}; max_steps allows more")
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Have a unit do something; False if there is nothing to do."""
@@ -278,17 +279,17 @@ class Machine(Wave):
         """Tell lanes that wait for a unit "not yet"; False if none does, or if that has been in vain for long."""
         return any(unit.answer_in_vain() for unit in self.units.values())
 
-    def running(self, ready: dict[int, Lanes]) -> list[str]:
+    def name_running(self, ready: dict[int, Lanes]) -> list[str]:
         """Name the places of lanes that can run, at most `MOST_PLACES` of them."""
         places = [self.place(self.code[min(pc, len(self.code) - 1)], those) for pc, those in sorted(ready.items())]
-        more = [f"and {len(places) - MOST_PLACES} places more"] if len(places) > MOST_PLACES else []
-        return places[:MOST_PLACES] + more
+        remainder = [f"and {len(places) - MOST_PLACES} places more"] if len(places) > MOST_PLACES else []
+        return places[:MOST_PLACES] + remainder
 
     def deadlock(self) -> NoReturn:
         """Raise: everybody waits, or spins on what nobody will change; with every waiter's line."""
         waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
         waiting += [parked for unit in self.units.values() for parked in unit.waiters()]
-        lines = [f"{place} spins" for place in self.running(self.ready)]
+        lines = [f"{place} spins" for place in self.name_running(self.ready)]
         lines += [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
         problem = "threads spin on what no other will change" if self.ready else "no thread can run"
         raise Deadlock(f"deadlock: {problem}\n  " + "\n  ".join(lines))

@@ -77,7 +77,7 @@ class Memory:
         index = bisect_right(self.starts, offset) - 1
         return self.regions[index] if index >= 0 else None
 
-    def touched(self, offsets: Array, end: int) -> Region | None:
+    def touched_region(self, offsets: Array, end: int) -> Region | None:
         """Return the one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
         region = self.region_of(int(np.minimum.reduce(offsets)))
         return region if region and end <= region.end else None

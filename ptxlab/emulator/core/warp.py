@@ -57,17 +57,17 @@ def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -
         return {pc: lanes}
     arrived = [*machine.meetings.pop(key, []), (pc, lanes, np.broadcast_to(masks, lane_bits.shape))]
     present = np.zeros(machine.lanes, bool)
-    for _, those, _ in arrived:
-        present[those] = True
+    for _, arrived_lanes, _ in arrived:
+        present[arrived_lanes] = True
     missing = pack_bits(machine.alive & ~present)
     complete: dict[int, Lanes] = {}
-    for at, those, wanted in arrived:
-        here = (wanted & missing[indices_of(those) // 32]) == 0
-        chosen, others = split(those, here)
+    for place, arrived_lanes, members in arrived:
+        is_complete = (members & missing[indices_of(arrived_lanes) // 32]) == 0
+        chosen, still_waiting = split(arrived_lanes, is_complete)
         if chosen is not None:
-            complete[at] = merge(complete[at], chosen) if at in complete else chosen
-        if others is not None:
-            machine.meetings.setdefault(key, []).append((at, others, wanted[~here]))
+            complete[place] = merge(complete[place], chosen) if place in complete else chosen
+        if still_waiting is not None:
+            machine.meetings.setdefault(key, []).append((place, still_waiting, members[~is_complete]))
     return complete
 
 

@@ -100,8 +100,8 @@ class LaunchState:
         if not len(self.shared_windows):
             return np.zeros(len(offsets), bool)
         last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
-        result: Array = (offsets >= self.shared_windows[0]) & (offsets < last)
-        return result
+        is_inside: Array = (offsets >= self.shared_windows[0]) & (offsets < last)
+        return is_inside
 
 
 class Wave:
@@ -136,8 +136,8 @@ class Wave:
             if bits > width or (bits < width and not relaxed):
                 raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
             self.views[kind] = self.files[width].view(DTYPES[type_name])[:, :: width // bits]
-        result: Array = self.views[kind][register.index]
-        return result
+        row: Array = self.views[kind][register.index]
+        return row
 
     def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
         """Build a function lanes -> values of a source operand; constants have shape [1].
@@ -209,9 +209,9 @@ class Wave:
         def block() -> Array:
             return np.arange(self.lanes) // self.stride
 
-        def placed() -> Array:
-            found: Array = self.blocks[block(), index]
-            return found
+        def block_index() -> Array:
+            indices: Array = self.blocks[block(), index]
+            return indices
 
         def below() -> Array:
             return (np.uint64(1) << lane.astype(np.uint64)) - np.uint64(1)
@@ -220,11 +220,11 @@ class Wave:
         values: dict[str, Callable[[], Any]] = {  # only the one that is asked for is made
             "tid": lambda: (thread % x, thread // x % y, thread // (x * y))[index],
             "ntid": lambda: launch.block[index],
-            "ctaid": placed,
+            "ctaid": block_index,
             "nctaid": lambda: launch.grid[index],
-            "cluster_ctaid": lambda: placed() % cluster[index],
+            "cluster_ctaid": lambda: block_index() % cluster[index],
             "cluster_nctaid": lambda: cluster[index],
-            "clusterid": lambda: placed() // cluster[index],
+            "clusterid": lambda: block_index() // cluster[index],
             "nclusterid": lambda: launch.grid[index] // cluster[index],
             "cluster_ctarank": lambda: block() % math.prod(cluster),  # blocks of a cluster lie side by side in a wave
             "cluster_nctarank": lambda: math.prod(cluster),
@@ -259,8 +259,8 @@ class Wave:
 
     def place(self, instruction: Instruction, lanes: Lanes) -> str:
         """Name lanes at an instruction: `path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
-        more = count_of(lanes) - 1
-        return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
+        first, count = int(indices_of(lanes)[0]), count_of(lanes)
+        return self.fault_place(instruction, first) + (f" and {count - 1} more" if count > 1 else "")
 
     def first_fault(self, instruction: Instruction, lanes: Lanes, wrong: Array) -> tuple[int, str]:
         """Return the position of the first lane that is `wrong`, and its `fault_place`."""
@@ -274,14 +274,14 @@ class Wave:
 
 
 @lru_cache(maxsize=1 << 16)
-def literal(value: int, float_bits: int, type_name: str) -> Array:
+def literal(number: int, float_bits: int, type_name: str) -> Array:
     """Return a constant as an array of shape [1], which is shared: every launch binds the same ones."""
     dtype, bits = DTYPES[type_name], bits_of(type_name)
     if float_bits and dtype.kind == "f":
-        found = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}").astype(dtype)
+        constant = np.array([number], f"u{float_bits // 8}").view(f"f{float_bits // 8}").astype(dtype)
     elif float_bits not in (0, bits):
         raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
     else:
-        found = np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
-    found.flags.writeable = False
-    return found
+        constant = np.array([number & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
+    constant.flags.writeable = False
+    return constant

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ptxlab.emulator.front import ir
-from ptxlab.emulator.front.ir import Entry, Instruction, remembered
+from ptxlab.emulator.front.ir import Entry, Instruction, cache_on_subject
 
 END = -1
 _LEAVES = ("ret", "exit")
@@ -27,15 +27,15 @@ class Flow:
 
     aligned: the first `.aligned` instruction of each block (what follows in the block is executed by the same lanes),
         and all that have a guard.
-    turning: last of a block -> heads of loops with an `.aligned` instruction to which it goes back. A compiler may put
-        the way back ahead of the head, so the last need not be a branch.
-    leaving: branch -> targets by which lanes leave early: they come to no `.aligned` instruction any more, while others
-        may, nor to anything, but the end, that is executed whichever way the branch takes.
+    loop_edges: last of a block -> heads of loops with an `.aligned` instruction to which it goes back. A compiler may
+        put the way back ahead of the head, so the last need not be a branch.
+    early_exits: branch -> targets by which lanes leave early: they come to no `.aligned` instruction any more, while
+        others may, nor to anything, but the end, that is executed whichever way the branch takes.
     """
 
     aligned: frozenset[int]
-    turning: dict[int, frozenset[int]]
-    leaving: dict[int, frozenset[int]]
+    loop_edges: dict[int, frozenset[int]]
+    early_exits: dict[int, frozenset[int]]
 
 
 class ControlFlowGraph:
@@ -48,30 +48,30 @@ class ControlFlowGraph:
         self.first = sorted(begins)
         self.last = [at - 1 for at in self.first[1:]] + [len(code) - 1]
         number = {at: i for i, at in enumerate(self.first)} | {len(code): END}
-        self.after: list[set[int]] = []
+        self.successors: list[set[int]] = []
         for last in self.last:
             kind, guarded = code[last].head, code[last].guard is not None
             ways = [number[at] for at in labels[last]] + [END] * (kind in _LEAVES)
-            self.after.append({*ways, *([number[last + 1]] if guarded or kind not in _JUMPS else [])})
-        self.before: dict[int, set[int]] = {i: set() for i in [*range(len(self.first)), END]}
-        for block, successors in enumerate(self.after):
+            self.successors.append({*ways, *([number[last + 1]] if guarded or kind not in _JUMPS else [])})
+        self.predecessors: dict[int, set[int]] = {i: set() for i in [*range(len(self.first)), END]}
+        for block, successors in enumerate(self.successors):
             for successor in successors:
-                self.before[successor].add(block)
+                self.predecessors[successor].add(block)
 
-    def reached(self, starts: Iterable[int], without: Collection[int] = (), backwards: bool = False) -> set[int]:
+    def find_reachable(self, starts: Iterable[int], without: Collection[int] = (), backwards: bool = False) -> set[int]:
         """Find the blocks on the ways from these, themselves among them, that do not lead through the others."""
-        todo = [start for start in starts if start not in without]
-        found = set(todo)
-        while todo:
-            block = todo.pop()
-            for other in self.before[block] if backwards else self.after[block] if block != END else ():
-                if other not in found and other not in without:
-                    found.add(other)
-                    todo.append(other)
-        return found
+        to_visit = [start for start in starts if start not in without]
+        reachable = set(to_visit)
+        while to_visit:
+            block = to_visit.pop()
+            for neighbour in self.predecessors[block] if backwards else self.successors[block] if block != END else ():
+                if neighbour not in reachable and neighbour not in without:
+                    reachable.add(neighbour)
+                    to_visit.append(neighbour)
+        return reachable
 
 
-@remembered
+@cache_on_subject
 def flow_of(entry: Entry) -> Flow:
     """Look at a kernel's code."""
     code = entry.instructions
@@ -84,18 +84,18 @@ def flow_of(entry: Entry) -> Flow:
         aligned.update(i for i in inside if code[i].guard is not None or i == inside[0])
         if inside:
             with_aligned.add(block)
-    alive = graph.reached(with_aligned, backwards=True)  # from here lanes may come to an .aligned instruction
-    turning: dict[int, frozenset[int]] = {}
-    leaving: dict[int, frozenset[int]] = {}
+    alive = graph.find_reachable(with_aligned, backwards=True)  # from here lanes may come to an .aligned instruction
+    loop_edges: dict[int, frozenset[int]] = {}
+    early_exits: dict[int, frozenset[int]] = {}
     for block in alive:
         branch = graph.last[block]
-        back = {h for h in graph.after[block] & alive if with_aligned & loop(graph, block, h)}
-        if back:
-            turning[branch] = frozenset(graph.first[h] for h in back)
-        away = {v for v in graph.after[block] - alive if leaves(graph, code, block, v)}
-        if away and graph.after[block] & alive:
-            leaving[branch] = frozenset(END if v == END else graph.first[v] for v in away)
-    return Flow(frozenset(aligned), turning, leaving)
+        loop_heads = {h for h in graph.successors[block] & alive if with_aligned & loop(graph, block, h)}
+        if loop_heads:
+            loop_edges[branch] = frozenset(graph.first[h] for h in loop_heads)
+        exits = {v for v in graph.successors[block] - alive if leaves(graph, code, block, v)}
+        if exits and graph.successors[block] & alive:
+            early_exits[branch] = frozenset(END if v == END else graph.first[v] for v in exits)
+    return Flow(frozenset(aligned), loop_edges, early_exits)
 
 
 def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
@@ -103,17 +103,17 @@ def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
 
     The set is empty if `start` is not a block that all ways to `block` lead through.
     """
-    if start > block and not graph.before[start] - {block}:  # most edges
+    if start > block and not graph.predecessors[start] - {block}:  # most edges
         return set()
-    body = graph.reached([block], without=[start], backwards=True)
+    body = graph.find_reachable([block], without=[start], backwards=True)
     return set() if 0 in body else body | {start}
 
 
-def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, way: int) -> bool:
+def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, start: int) -> bool:
     """Tell whether nothing on this way out is common to all ways from the block to the end; a mere `ret` may be."""
-    for common in graph.reached([way]) - {END}:
-        does = code[graph.first[common] : graph.last[common] + 1]
-        is_bare = all(i.head in (*_LEAVES, "bra") and i.guard is None for i in does)
-        if not is_bare and END not in graph.reached([block], without=[common]):
+    for common in graph.find_reachable([start]) - {END}:
+        instructions = code[graph.first[common] : graph.last[common] + 1]
+        is_bare = all(i.head in (*_LEAVES, "bra") and i.guard is None for i in instructions)
+        if not is_bare and END not in graph.find_reachable([block], without=[common]):
             return False
     return True

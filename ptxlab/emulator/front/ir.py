@@ -79,7 +79,7 @@ class Label:
 class Vector:
     """`{a, b}`, or `p|q` where `pair`; the elements are operands."""
 
-    items: Operands
+    elements: Operands
     pair: bool = False
 
 
@@ -148,9 +148,9 @@ class Instruction:
         """`path:line: `text``, as every message begins."""
         return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
 
-    def seen_from(self, other: "Instruction") -> str:
+    def seen_from(self, subject: "Instruction") -> str:
         """Name this instruction for a message about another one: `line 5, `text``."""
-        return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
+        return f"{line_of(self.path, self.line, subject.path)}{called_from(subject.path, self.callers)}, `{self.text}`"
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Entry:
     @cached_property
     def targets(self) -> frozenset[int]:
         """Instructions that somebody may branch to."""
-        return frozenset(label.index for each in self.instructions for label in labels(each.operands))
+        return frozenset(label.index for instruction in self.instructions for label in labels(instruction.operands))
 
     def uses(self, *beginnings: str) -> bool:
         """Tell whether an opcode of the kernel begins with one of the strings."""
@@ -219,7 +219,7 @@ class Module:
 _NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
 
 
-def remembered(function: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
+def cache_on_subject(function: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
     """Keep the answer of a function of an instruction or kernel with its subject, as every launch asks again.
 
     It may be asked once the parser is done with its subject, which nobody changes from then on.
@@ -228,23 +228,23 @@ def remembered(function: Callable[[Subject], Answer]) -> Callable[[Subject], Ans
 
     @wraps(function)
     def ask(subject: Subject) -> Answer:
-        known: dict[str, Any] = subject.__dict__
-        if name not in known:
-            known[name] = function(subject)
-        answer: Answer = known[name]
+        answers: dict[str, Any] = subject.__dict__
+        if name not in answers:
+            answers[name] = function(subject)
+        answer: Answer = answers[name]
         return answer
 
     return ask
 
 
-def line_of(path: str, line: int, here: str) -> str:
-    """Name a line for a message about a line of the file `here`; the path is left out if it is the same."""
-    return f"line {line}" + ("" if path == here else f" of {path}")
+def line_of(path: str, line: int, current_path: str) -> str:
+    """Name a line for a message about a line of the file `current_path`; the path is left out if it is the same."""
+    return f"line {line}" + ("" if path == current_path else f" of {path}")
 
 
-def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
+def called_from(current_path: str, callers: tuple[tuple[str, int], ...]) -> str:
     """Write the callers as ` (called from line 7)`; empty for what is not in an inlined function."""
-    return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
+    return f" (called from {', '.join(line_of(*caller, current_path) for caller in callers)})" if callers else ""
 
 
 def flat(operands: Operands) -> Iterator[Operand]:
@@ -252,7 +252,7 @@ def flat(operands: Operands) -> Iterator[Operand]:
     for operand in operands:
         yield operand
         if isinstance(operand, Vector):
-            yield from flat(operand.items)
+            yield from flat(operand.elements)
         elif isinstance(operand, Address):
             yield from flat((operand.base, *operand.coordinates))
 

@@ -69,15 +69,15 @@ def wrap(values: Array, to: LaneType) -> Array:
 def parse_annotation(text: str, opcode: str) -> LaneTypes:
     """Read `d:u8x4 a:u8x4 ...` as operand letter -> type; ValueError says what is wrong with it."""
     types: LaneTypes = {}
-    for item in text.split():
-        match = _TYPE.fullmatch(item)
+    for word in text.split():
+        match = _TYPE.fullmatch(word)
         if not match:
-            raise ValueError(f"@lanes: {item!r} is not operand:type such as d:u8x4")
+            raise ValueError(f"@lanes: {word!r} is not operand:type such as d:u8x4")
         letter, sign, bits, count = match[1], match[2], int(match[3]), int(match[4] or 0)
         if letter in types:
             raise ValueError(f"@lanes: operand {letter} is given twice")
         if not 1 <= bits <= 64 or (match[4] and count < 2):
-            raise ValueError(f"@lanes: {item!r} needs 1 to 64 bits and 2 or more lanes")
+            raise ValueError(f"@lanes: {word!r} needs 1 to 64 bits and 2 or more lanes")
         types[letter] = LaneType(sign == "s", bits, count)
     if "d" not in types or not types["d"].count:
         raise ValueError("@lanes: d has to be given, with its number of lanes (d:u8x4)")

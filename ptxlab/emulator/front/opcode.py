@@ -38,10 +38,10 @@ class Opcode:
 
     def type(self, *allowed: str) -> str:
         """Take the first type among the modifiers that are left; `allowed` names the types that the operation has."""
-        found = self.choice(*DTYPES)
-        if allowed and found not in allowed:
+        type_name = self.choice(*DTYPES)
+        if allowed and type_name not in allowed:
             raise UnknownOpcode(self.text)
-        return found
+        return type_name
 
     @property
     def selectors(self) -> tuple[str, str, str, str]:
@@ -70,13 +70,13 @@ class OpcodeTable(Generic[Meaning]):
     def enter(self, *names: str, floating: bool | None = None) -> Callable[[Builder[Meaning]], Builder[Meaning]]:
         """Decorate a builder of these names, on integers (False), floating-point types (True) or both (None)."""
 
-        def entered(builder: Builder[Meaning]) -> Builder[Meaning]:
+        def add_builder(builder: Builder[Meaning]) -> Builder[Meaning]:
             for name in names:
                 for domain in (False, True) if floating is None else (floating,):
                     self._builders[name, domain] = builder
             return builder
 
-        return entered
+        return add_builder
 
     def find(self, text: str, selectors: tuple[str, ...] = ()) -> Meaning:
         """Find the meaning of an opcode such as "mad.lo.u32", with its operands' selectors.

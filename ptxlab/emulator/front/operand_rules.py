@@ -15,18 +15,18 @@ _WIDE_SPECIALS = ("%clock64", "%globaltimer", "%gridid")  # the only ones of 64 
 
 
 @cache
-def agrees(register: str, taken: str) -> bool:
+def agrees(register: str, expected: str) -> bool:
     """Tell whether a register of one type may stand where an instruction takes another, their widths apart.
 
     This follows ptxas. Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32
     untyped bits, except to a single float. Predicates are told by their width.
     """
-    if "pred" in (register, taken):
+    if "pred" in (register, expected):
         return True
     if register.endswith("x2"):
-        return taken.endswith("x2") or not is_float(taken)
-    kinds = {register.rstrip("0123456789"), taken.rstrip("0123456789")}
-    return register == taken or "b" in kinds or kinds <= {"u", "s"}
+        return expected.endswith("x2") or not is_float(expected)
+    kinds = {register.rstrip("0123456789"), expected.rstrip("0123456789")}
+    return register == expected or "b" in kinds or kinds <= {"u", "s"}
 
 
 def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
@@ -34,15 +34,15 @@ def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
 
     For example, a float is refused where it takes an integer.
     """
-    for operand, taken in zip(operands, types, strict=False):
-        if isinstance(operand, Register) and not agrees(operand.type, taken):
-            raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{taken}")
-        if isinstance(operand, ir.Immediate) and taken != "pred":
+    for operand, expected in zip(operands, types, strict=False):
+        if isinstance(operand, Register) and not agrees(operand.type, expected):
+            raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{expected}")
+        if isinstance(operand, ir.Immediate) and expected != "pred":
             kind = "float" if operand.float_bits else "integer"
             # a literal of 32 or 64 bits is rounded to a float of the other width; bits have to be as many
-            fits = taken in ("f32", "f64") or (taken[0] == "b" and taken[1].isdigit())
-            if not (fits if operand.float_bits else not is_float(taken)):
-                raise ValueError(f"a constant {kind} for .{taken}")
+            fits = expected in ("f32", "f64") or (expected[0] == "b" and expected[1].isdigit())
+            if not (fits if operand.float_bits else not is_float(expected)):
+                raise ValueError(f"a constant {kind} for .{expected}")
 
 
 def check_operands(instruction: Instruction) -> None:
@@ -68,6 +68,6 @@ def refuse_specials(operands: Iterable[Operand]) -> None:
 
 def check_special(special: ir.Special, bits: int) -> None:
     """Raise ValueError if a mov of so many bits cannot read it."""
-    own = 64 if special.name in _WIDE_SPECIALS else 32
-    if bits > own or (bits < own == 64 and special.name != "%gridid"):
-        raise ValueError(f"{special.name} has {own} bits, the instruction takes {bits}")
+    width = 64 if special.name in _WIDE_SPECIALS else 32
+    if bits > width or (bits < width == 64 and special.name != "%gridid"):
+        raise ValueError(f"{special.name} has {width} bits, the instruction takes {bits}")

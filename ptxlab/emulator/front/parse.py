@@ -82,7 +82,7 @@ class _Parser(Cursor):
         self.entry = Entry("", 0)
         self.external = False  # whether what is being declared is defined elsewhere
         self.files: dict[int, str] = {}
-        self.here: Frames = ()  # by the last `.loc`
+        self.frames: Frames = ()  # by the last `.loc`
         self.inlined: dict[tuple[int, ...], Frames] = {}  # (file, line, column) -> the frames of its last `.loc`
         self.locations: list[tuple[Instruction, Frames]] = []
         self.inlining: list[str] = []
@@ -91,16 +91,16 @@ class _Parser(Cursor):
         self.declared = 0  # registers
         self.takes_parts = False  # whether the instruction takes parts of registers, as video instructions do
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
-        for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
-            self.at = after
+        for following_token in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
+            self.position = following_token
             self.function()
-        self.at = 0
+        self.position = 0
 
     # The module
 
     def module(self) -> Module:
-        while self.kinds[self.at] != "end":
-            if self.kinds[self.at] == "loc" or self.token == ".file":
+        while self.kinds[self.position] != "end":
+            if self.kinds[self.position] == "loc" or self.token == ".file":
                 self.location()
                 continue
             directive = self.word("a directive")
@@ -133,7 +133,7 @@ class _Parser(Cursor):
         return self.result
 
     def kernel(self) -> None:
-        line, self.here = self.line_numbers[self.at], ()
+        line, self.frames = self.line_numbers[self.position], ()
         entry = self.entry = Entry(self.word("the kernel's name"), line)
         self.calls = 0
         if entry.name in self.result.entries:
@@ -146,7 +146,7 @@ class _Parser(Cursor):
         scopes: list[Scope] = []
         self.body(scopes)
         for instruction, scope in zip(entry.instructions, scopes, strict=True):
-            instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
+            instruction.operands = tuple(self.resolve_labels(o, scope, instruction) for o in instruction.operands)
         move_behind_waits(entry)
         self.lay_out_shared()
         self.result.entries[entry.name] = entry
@@ -181,9 +181,9 @@ class _Parser(Cursor):
         self.expect("{")
         self.scope = Scope(self.scope)
         while not self.accept("}"):
-            if self.kinds[self.at] == "end":
+            if self.kinds[self.position] == "end":
                 self.fail("unexpected end of file")
-            following = self.texts[self.at + 1]
+            following = self.texts[self.position + 1]
             if self.token == "{":
                 self.body(scopes)
             elif self.accept(";"):
@@ -193,14 +193,14 @@ class _Parser(Cursor):
                 self.registers()
             elif self.token in SPACES:
                 self.variables(self.take()[1:])
-            elif self.kinds[self.at] == "loc" or self.token == ".file":
+            elif self.kinds[self.position] == "loc" or self.token == ".file":
                 self.location()
             elif self.token == ".pragma":
                 self.skip_to(";")
-            elif self.kinds[self.at] == "word" and following == ":":
+            elif self.kinds[self.position] == "word" and following == ":":
                 label = self.word("a label")
                 if label in self.scope.labels or label in self.scope.tables:
-                    self.fail(f"{label} is declared twice", self.line_numbers[self.at - 1])
+                    self.fail(f"{label} is declared twice", self.line_numbers[self.position - 1])
                 self.take()
                 if self.token in (".callprototype", ".calltargets"):
                     self.skip_to(";")  # of a call of an address, which is refused where it stands
@@ -213,7 +213,7 @@ class _Parser(Cursor):
                 instruction = self.instruction()
                 self.entry.instructions.append(instruction)
                 scopes.append(self.scope)
-                self.locations.append((instruction, self.here))
+                self.locations.append((instruction, self.frames))
                 if instruction.head == "call":
                     self.inline(instruction, scopes)
         self.scope = self.scope.parent or self.scope
@@ -225,7 +225,7 @@ class _Parser(Cursor):
             if not isinstance(operand, Register) or operand.type != "pred":
                 self.fail("a guard has to be a predicate register")
             guard = operand
-        line = self.line_numbers[self.at]
+        line = self.line_numbers[self.position]
         opcode = self.word("an instruction")
         if opcode.startswith((".", "%")):
             self.fail(f"expected an instruction, found {opcode!r}")
@@ -233,7 +233,7 @@ class _Parser(Cursor):
         operands = tuple(self.comma_separated(self.operand, ";"))
         text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip().rstrip(";")
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
-        last = self.line_numbers[self.at - 1]
+        last = self.line_numbers[self.position - 1]
         instruction = Instruction(opcode, operands, guard, line, text, path=self.path)
         instruction.wraps = last in self.wrapping
         if last in self.annotations:
@@ -255,17 +255,17 @@ class _Parser(Cursor):
             self.files[file] = self.take().strip('"')
             self.skip_line()
             return
-        found = _LOC.match(self.take())
-        if not found:
-            self.fail("expected .loc file line column", self.line_numbers[self.at - 1])
+        match = _LOC.match(self.take())
+        if not match:
+            self.fail("expected .loc file line column", self.line_numbers[self.position - 1])
         try:
-            file, line, column, *caller = (int(number or 0) for number in found.groups())
+            file, line, column, *caller = (int(number or 0) for number in match.groups())
         except ValueError:  # Python reads some 4,000 digits at most
-            self.fail(".loc names a line beyond any file", self.line_numbers[self.at - 1])
-        self.here = ((file, line),)
-        if found[4]:
-            self.here += self.inlined.get(tuple(caller), ((caller[0], caller[1]),))
-        self.inlined[file, line, column] = self.here
+            self.fail(".loc names a line beyond any file", self.line_numbers[self.position - 1])
+        self.frames = ((file, line),)
+        if match[4]:
+            self.frames += self.inlined.get(tuple(caller), ((caller[0], caller[1]),))
+        self.inlined[file, line, column] = self.frames
 
     def move_to(self, source: str) -> None:
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
@@ -351,44 +351,44 @@ class _Parser(Cursor):
         The bytes of addresses are known once there is memory.
         """
 
-        def values() -> Iterator[int | ir.Symbol | ir.Function]:
+        def read_values() -> Iterator[int | ir.Symbol | ir.Function]:
             if self.accept("{"):
                 for _ in iter(lambda: self.accept("}"), True):
-                    yield from values()
+                    yield from read_values()
                     self.accept(",")
-            elif self.kinds[self.at] == "word":
+            elif self.kinds[self.position] == "word":
                 yield self.pointer()
             else:
                 negative = self.accept("-")
                 number = self.number()
                 yield -number.bits if negative else number.bits
 
-        found = list(values())
-        found = [value & (1 << 8 * element) - 1 if isinstance(value, int) else value for value in found]
-        numbers = [value for value in found if isinstance(value, int)]
-        variable.size = variable.size or len(found) * element
-        if len(found) * element > variable.size:
+        values = list(read_values())
+        values = [initial & (1 << 8 * element) - 1 if isinstance(initial, int) else initial for initial in values]
+        numbers = [initial for initial in values if isinstance(initial, int)]
+        variable.size = variable.size or len(values) * element
+        if len(values) * element > variable.size:
             self.fail(f"{variable.name} has more initial values than elements")
-        if len(numbers) == len(found):
+        if len(numbers) == len(values):
             initial = b"".join(number.to_bytes(element, "little") for number in numbers)
             variable.initial = initial.ljust(variable.size, b"\0")
         elif element == 8:
-            variable.pointers = {i * element: value for i, value in enumerate(found)}
+            variable.pointers = {i * element: initial for i, initial in enumerate(values)}
         else:
             self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
 
     def pointer(self) -> ir.Symbol | ir.Function:
         """Read `generic(variable)+4`, `variable`, or the name of a function."""
-        is_generic = self.texts[self.at + 1] == "(" and self.accept("generic") and self.accept("(")
+        is_generic = self.texts[self.position + 1] == "(" and self.accept("generic") and self.accept("(")
         name = self.word("a variable")
         if is_generic:
             self.expect(")")
         if name in self.functions:
             return ir.Function(name)
-        known = self.known(name)
-        if not isinstance(known, Variable) or known.space not in ("global", "const"):
+        variable = self.look_up(name)
+        if not isinstance(variable, Variable) or variable.space not in ("global", "const"):
             self.fail(f"{name} is no variable of global memory that is declared above")
-        return ir.Symbol(known, self.offset())
+        return ir.Symbol(variable, self.offset())
 
     def registers(self) -> None:
         """Read what follows `.reg`: `.b32 %r<10>, %a;`."""
@@ -415,22 +415,22 @@ class _Parser(Cursor):
                 return
             self.expect(",")
 
-    def declare(self, name: str, what: str | Variable) -> None:
+    def declare(self, name: str, meaning: str | Variable) -> None:
         """Enter a name into the innermost scope, where nothing else may have it."""
         if name in self.scope.names and not self.external:
             self.fail(f"{name} is declared twice")
-        self.scope.names[name] = what
+        self.scope.names[name] = meaning
 
-    def known(self, name: str) -> Register | Variable | None:
+    def look_up(self, name: str) -> Register | Variable | None:
         """Look a name up in the innermost scope that declares it; None if no scope does."""
         for scope in self.scope.chain():
-            known = scope.names.get(name)
-            if isinstance(known, str):  # first use: registers that are only declared take no row
-                width = bits_of(known)
-                known = scope.names[name] = Register(name, known, self.entry.registers[width])
+            meaning = scope.names.get(name)
+            if isinstance(meaning, str):  # first use: registers that are only declared take no row
+                width = bits_of(meaning)
+                meaning = scope.names[name] = Register(name, meaning, self.entry.registers[width])
                 self.entry.registers[width] += 1
-            if known is not None:
-                return known
+            if meaning is not None:
+                return meaning
         return None
 
     # Operands
@@ -441,25 +441,25 @@ class _Parser(Cursor):
         if self.accept("{"):
             return ir.Vector(tuple(self.comma_separated(self.operand, "}")))
         if self.accept("("):
-            items = self.comma_separated(self.operand, ")")
-            first = items[0] if len(items) == 1 else None
+            operands = self.comma_separated(self.operand, ")")
+            first = operands[0] if len(operands) == 1 else None
             if isinstance(first, ir.Immediate) and self.token in OPERATORS:  # (1 + 2) * 3, and no argument of a call
                 return self.constant(left=first.bits)
-            return ir.Vector(tuple(items))
+            return ir.Vector(tuple(operands))
         if self.accept("!"):
             register = self.operand()
             if not isinstance(register, Register):
                 self.fail("! takes a predicate register")
             return replace(register, negated=not register.negated)
-        if self.takes_parts and self.token == "-" and self.texts[self.at + 1].startswith("%"):
+        if self.takes_parts and self.token == "-" and self.texts[self.position + 1].startswith("%"):
             self.take()
             register = self.operand()
             if not isinstance(register, Register):
                 self.fail("- takes a register or a constant")
             return replace(register, selector=f"-{register.selector}")
-        if self.kinds[self.at] == "number" or self.token in ("-", "~", "WARP_SZ"):
+        if self.kinds[self.position] == "number" or self.token in ("-", "~", "WARP_SZ"):
             return self.constant()
-        first = self.named(self.word("an operand"))
+        first = self.resolve_name(self.word("an operand"))
         if self.accept("|"):
             return ir.Vector((first, self.operand()), pair=True)
         if isinstance(first, ir.Symbol) and self.token in ("+", "-"):
@@ -472,7 +472,7 @@ class _Parser(Cursor):
 
     def address(self) -> ir.Address:
         """Read what follows `[`: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
-        base = self.operand() if self.kinds[self.at] == "word" else ir.Immediate(self.integer())
+        base = self.operand() if self.kinds[self.position] == "word" else ir.Immediate(self.integer())
         if isinstance(base, ir.Symbol):
             base, offset = replace(base, offset=0), base.offset
         elif isinstance(base, Register | ir.Special | ir.Immediate):
@@ -488,20 +488,20 @@ class _Parser(Cursor):
         self.expect("]")
         return ir.Address(base, offset, coordinates)
 
-    def named(self, name: str) -> Operand:
+    def resolve_name(self, name: str) -> Operand:
         """Return the operand that a name stands for; one that is not known yet may be a label."""
         if name == "_":
             return ir.Sink()
-        known = self.known(name)
-        if known is None and "." in name:  # `%r1.b3210`
+        meaning = self.look_up(name)
+        if meaning is None and "." in name:  # `%r1.b3210`
             base, _, selector = name.rpartition(".")
-            known = self.known(base)
-            if isinstance(known, Register):
+            meaning = self.look_up(base)
+            if isinstance(meaning, Register):
                 if not self.takes_parts:
                     self.fail(f"{name}: only video instructions take a part of a register")
-                return replace(known, selector=selector)
-        if known is not None:
-            return known if isinstance(known, Register) else ir.Symbol(known)
+                return replace(meaning, selector=selector)
+        if meaning is not None:
+            return meaning if isinstance(meaning, Register) else ir.Symbol(meaning)
         if _SPECIAL.fullmatch(name):
             return ir.Special(name)
         return Unresolved(name)  # type: ignore[return-value]
@@ -510,7 +510,7 @@ class _Parser(Cursor):
 
     def function(self) -> None:
         """Remember where a function is; its body is read at each call."""
-        start = self.at
+        start = self.position
         if self.accept("("):
             self.skip_to(")")
         name = self.word("the function's name")
@@ -528,8 +528,8 @@ class _Parser(Cursor):
         is_direct = not any(isinstance(o, Register) for o in call.operands)  # else the name is that of a prototype
         name = next((o.name for o in call.operands if isinstance(o, Unresolved) and is_direct), "")
         if name not in self.functions:
-            called = {Unresolved(name): ir.Function(name)} if name else {}
-            call.operands = tuple(called.get(o, o) if isinstance(o, Unresolved) else o for o in call.operands)
+            functions = {Unresolved(name): ir.Function(name)} if name else {}
+            call.operands = tuple(functions.get(o, o) if isinstance(o, Unresolved) else o for o in call.operands)
             call.text = f"{call.opcode} {name or 'of an address'}"
             return
         if name in self.inlining:
@@ -539,12 +539,12 @@ class _Parser(Cursor):
             outermost = (*self.inlining, name)[0]
             self.fail(f"at most {MOST_CALLS} calls are emulated, each put in place; {outermost} makes more", call.line)
         arguments = [o for vector in call.operands if isinstance(vector, ir.Vector) for o in vector.elements]
-        instructions, after, caller = self.entry.instructions, self.at, self.scope
+        instructions, return_position, caller = self.entry.instructions, self.position, self.scope
         if call.guard is None:
             instructions.pop()
             scopes.pop()
         first = len(instructions)
-        self.at, self.scope = self.functions[name], Scope(list(caller.chain())[-1])
+        self.position, self.scope = self.functions[name], Scope(list(caller.chain())[-1])
         self.inlining.append(name)
         formals = self.comma_separated(self.formal, ")") if self.accept("(") else []
         self.take()
@@ -564,7 +564,7 @@ class _Parser(Cursor):
             call.opcode, call.operands = "bra", (end,)
             call.guard = replace(call.guard, negated=not call.guard.negated)
         self.inlining.pop()
-        self.at, self.scope = after, caller
+        self.position, self.scope = return_position, caller
 
     def formal(self) -> str:
         if self.accept(".reg"):
@@ -573,17 +573,18 @@ class _Parser(Cursor):
         self.expect(".param")
         return self.variable("param", *self.kind("param")).name
 
-    def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
+    def resolve_labels(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
         """Replace the names in an operand by the labels that they stand for."""
         if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in ir.flat(operand.elements)):
-            return replace(operand, elements=tuple(self.labelled(o, scope, instruction) for o in operand.elements))
+            elements = tuple(self.resolve_labels(o, scope, instruction) for o in operand.elements)
+            return replace(operand, elements=elements)
         if not isinstance(operand, Unresolved) or instruction.head == "call":
             return operand
         for outer in scope.chain():
             if operand.name in outer.labels:
                 return ir.Label(operand.name, outer.labels[operand.name])
             if operand.name in outer.tables:
-                return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
+                return self.resolve_labels(ir.Vector(outer.tables[operand.name]), scope, instruction)
         if operand.name in self.functions:
             self.fail(f"the address of {operand.name}: {refusals.FUNCTION_POINTERS}", instruction.line)
         if reason := refusals.reason_for_special(operand.name):

@@ -17,8 +17,8 @@ from ptxlab.emulator.front.ir import (
     Special,
     Symbol,
     Variable,
+    cache_on_subject,
     registers,
-    remembered,
 )
 from ptxlab.emulator.front.types import DTYPES
 
@@ -50,22 +50,22 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
     """Find the accesses through each parameter, by its name; a parameter with an unknown access is left out."""
     pointers = _pointers(entry)
     unknown: set[str] = set()
-    found: dict[str, set[PointerAccess]] = defaultdict(set)
+    accesses_by_name: dict[str, set[PointerAccess]] = defaultdict(set)
     meanings = _Meanings(entry.instructions)
     for instruction in entry.instructions:
         head = instruction.head
         # An address is an operand in brackets; whatever else holds a pointer lets go of it.
-        data = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
+        data_registers = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
         if head not in _ARITHMETIC | _HARMLESS:
-            unknown.update(*(pointers[r] for r in data if r not in instruction.destinations))
+            unknown.update(*(pointers[r] for r in data_registers if r not in instruction.destinations))
         through = _origins(instruction, pointers)
         access = meanings.access(instruction) if head in _ACCESSES else None
         if access is None or len(through) > 1:
             unknown |= through
         else:
             for name in through:
-                found[name].add(access)
-    return {name: frozenset(accesses) for name, accesses in found.items() if name not in unknown}
+                accesses_by_name[name].add(access)
+    return {name: frozenset(accesses) for name, accesses in accesses_by_name.items() if name not in unknown}
 
 
 def pointers_of(entry: Entry) -> set[str]:
@@ -133,7 +133,7 @@ def _unknown_addresses(entry: Entry, origins: dict[Register, set[str]]) -> set[R
     return unknown
 
 
-@remembered
+@cache_on_subject
 def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
     """Find the array in shared memory that each instruction's first address comes from, by the instruction's index.
 
@@ -189,12 +189,13 @@ class _Meanings:
             return PointerAccess(True, _FLOATS[types[-1]], is_vector)
         moved = [r for o in instruction.operands if not isinstance(o, Address | Immediate | Special)
                  for r in registers((o,))]  # fmt: skip
-        meant = {register.type for register in moved}
-        if not meant <= set(_FLOATS):
+        types_in_use = {register.type for register in moved}
+        if not types_in_use <= set(_FLOATS):
             if any(self.written[register] > 1 for register in moved):  # may hold something else each time
                 return None
-            meant = {t for register in moved for t in self.types[register]}
-        floats = {_FLOATS[t] for t in meant if t in _FLOATS}
+            types_in_use = {t for register in moved for t in self.types[register]}
+        floats = {_FLOATS[t] for t in types_in_use if t in _FLOATS}
         if floats:
-            return PointerAccess(True, floats.pop(), is_vector) if len(floats) == 1 and meant <= set(_FLOATS) else None
+            is_one_kind = len(floats) == 1 and types_in_use <= set(_FLOATS)
+            return PointerAccess(True, floats.pop(), is_vector) if is_one_kind else None
         return PointerAccess(False, DTYPES[types[-1]].itemsize, is_vector)

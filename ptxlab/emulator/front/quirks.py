@@ -8,7 +8,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ptxlab.emulator.front.ir import Entry, Immediate, Instruction, Register, called_from, labels, registers, remembered
+from ptxlab.emulator.front.ir import (
+    Entry,
+    Immediate,
+    Instruction,
+    Register,
+    cache_on_subject,
+    called_from,
+    labels,
+    registers,
+)
 from ptxlab.hardware import quirks
 from ptxlab.mangled import demangle_message
 
@@ -32,7 +41,7 @@ class Note:
         return f"note: {place}: `{self.text}`: {self.message} (quirk {self.quirk}, guide/hardware_quirks.md)"
 
 
-@remembered
+@cache_on_subject
 def notes_of(entry: Entry) -> tuple[Note, ...]:
     """List a kernel's lines with forms of quirks, in their order."""
     candidates = [(quirk, form) for quirk in quirks.load().values() for form in quirk.forms]

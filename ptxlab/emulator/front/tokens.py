@@ -35,7 +35,7 @@ OPERATORS = frozenset(symbol for level in _OPERATORS for symbol in level)
 SUM = 4  # where among them + and - stand
 _U64 = 1 << 64
 _INLINE_MARKS = frozenset(f"// {side} inline asm" for side in ("begin", "end"))
-_KEPT = frozenset(("word", "mark", "number", "string", "loc"))
+_TOKEN_KINDS = frozenset(("word", "mark", "number", "string", "loc"))
 
 
 class Cursor:
@@ -51,7 +51,7 @@ class Cursor:
         self.annotations: dict[int, str] = {}  # line -> what follows `@lanes` in its comment
         self.wrapping: set[int] = set()  # lines that say `@wraps` in their comment
         self.inline_marks: list[int] = []  # lines at which inline assembly begins and ends, by the compiler's comments
-        self.at = 0
+        self.position = 0
         self.kinds: list[str] = []
         self.texts: list[str] = []
         self.line_numbers: list[int] = []
@@ -63,7 +63,7 @@ class Cursor:
         for match in _TOKEN.finditer(text):
             kind = match.lastgroup or ""
             token = match[kind]
-            if kind in _KEPT:
+            if kind in _TOKEN_KINDS:
                 self.kinds.append(kind)
                 self.texts.append(token)
                 self.line_numbers.append(line)
@@ -83,27 +83,27 @@ class Cursor:
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
         """Raise for a line, by default the one of the next token."""
-        line = line or self.line_numbers[min(self.at, len(self.line_numbers) - 1)]
+        line = line or self.line_numbers[min(self.position, len(self.line_numbers) - 1)]
         excerpt = self.lines[line - 1].strip() if line <= len(self.lines) else ""
         raise SourceError(self.path, line, problem, excerpt if len(excerpt) <= 160 else f"{excerpt[:157]}...")
 
     @property
     def token(self) -> str:
         """Text of the next token."""
-        return self.texts[self.at]
+        return self.texts[self.position]
 
     def take(self) -> str:
         """Pass the next token and return its text."""
-        if self.kinds[self.at] == "end":
+        if self.kinds[self.position] == "end":
             self.fail("unexpected end of file")
-        self.at += 1
-        return self.texts[self.at - 1]
+        self.position += 1
+        return self.texts[self.position - 1]
 
     def accept(self, text: str) -> bool:
         """Pass the next token if it is this one."""
-        if self.texts[self.at] != text:
+        if self.texts[self.position] != text:
             return False
-        self.at += 1
+        self.position += 1
         return True
 
     def expect(self, text: str) -> None:
@@ -111,10 +111,10 @@ class Cursor:
         if not self.accept(text):
             self.fail(f"expected {text!r} before {self.token!r}")
 
-    def word(self, what: str) -> str:
-        """Pass a name; `what` is what it would stand for."""
-        if self.kinds[self.at] != "word":
-            self.fail(f"expected {what}, found {self.token!r}")
+    def word(self, expected: str) -> str:
+        """Pass a name; `expected` is what it would stand for."""
+        if self.kinds[self.position] != "word":
+            self.fail(f"expected {expected}, found {self.token!r}")
         return self.take()
 
     def integer(self) -> int:
@@ -127,7 +127,7 @@ class Cursor:
 
     def number(self) -> Immediate:
         """Pass an unsigned integer or a float literal."""
-        if self.kinds[self.at] != "number":
+        if self.kinds[self.position] != "number":
             self.fail(f"expected a number, found {self.token!r}")
         text = self.take()
         prefix, digits = text[:2].lower(), text.removesuffix("U")
@@ -139,12 +139,13 @@ class Cursor:
         try:
             return Immediate(int(digits, base))
         except ValueError:  # an 8 among octal digits, or more digits than Python reads
-            self.at -= 1
+            self.position -= 1
             self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
 
     def constant(self, weakest: int = 0, left: int | None = None) -> Immediate:
         """Pass a constant: a literal, or an expression of integers as ptxas evaluates it; `left` has been read."""
-        if left is None and self.kinds[self.at] == "number" and self.texts[self.at + 1] not in OPERATORS:  # most
+        is_literal = self.kinds[self.position] == "number" and self.texts[self.position + 1] not in OPERATORS
+        if left is None and is_literal:  # most
             return self.number()
         return self.expression(weakest, left)[0]
 
@@ -152,26 +153,26 @@ class Cursor:
         """Pass what operators from `weakest` on join; and whether it is unsigned."""
         if weakest == len(_OPERATORS):
             return self.term() if left is None else (Immediate(left), left >= _U64 // 2)
-        found, unsigned = self.expression(weakest + 1, left)
+        number, unsigned = self.expression(weakest + 1, left)
         while function := _OPERATORS[weakest].get(self.token):
             symbol = self.take()
-            other, other_unsigned = self.expression(weakest + 1)
-            if found.float_bits or other.float_bits:
+            right, right_unsigned = self.expression(weakest + 1)
+            if number.float_bits or right.float_bits:
                 self.fail(FLOAT_CONSTANTS)
-            if symbol in "/%" and not other.bits:
+            if symbol in "/%" and not right.bits:
                 self.fail("division by zero")
             is_shift = symbol in ("<<", ">>")
-            unsigned = unsigned or symbol == "%" or (other_unsigned and not is_shift)
-            a, b = (n.bits % _U64 if unsigned else n.bits for n in (found, other))
-            found = Immediate(_wrapped(function(a, b), unsigned))
-        return found, unsigned
+            unsigned = unsigned or symbol == "%" or (right_unsigned and not is_shift)
+            a, b = (n.bits % _U64 if unsigned else n.bits for n in (number, right))
+            number = Immediate(_wrap_to_64_bits(function(a, b), unsigned))
+        return number, unsigned
 
     def term(self) -> tuple[Immediate, bool]:
         """Pass a literal, one behind - or ~, or an expression in parentheses."""
         if self.accept("("):
-            found = self.expression(0)
+            number_and_sign = self.expression(0)
             self.expect(")")
-            return found
+            return number_and_sign
         if self.token in ("-", "~"):
             symbol = self.take()
             number, unsigned = self.term()
@@ -179,26 +180,27 @@ class Cursor:
                 if symbol == "~":
                     self.fail("expected an integer")
                 return replace(number, bits=number.bits ^ 1 << number.float_bits - 1), False
-            return Immediate(_wrapped(-number.bits if symbol == "-" else ~number.bits, unsigned)), unsigned
+            return Immediate(_wrap_to_64_bits(-number.bits if symbol == "-" else ~number.bits, unsigned)), unsigned
         if self.accept("WARP_SZ"):
             return Immediate(32), False
         number = self.number()
-        return number, not number.float_bits and (self.texts[self.at - 1].endswith("U") or number.bits >= _U64 // 2)
+        is_unsigned = self.texts[self.position - 1].endswith("U") or number.bits >= _U64 // 2
+        return number, is_unsigned and not number.float_bits
 
-    def comma_separated(self, item: Callable[[], Item], end: str) -> list[Item]:
-        """Call `item` for each of the items up to `end`, and list what it reads."""
-        items: list[Item] = []
+    def comma_separated(self, read_element: Callable[[], Item], end: str) -> list[Item]:
+        """Call `read_element` for each of the items up to `end`, and list what it reads."""
+        elements: list[Item] = []
         while not self.accept(end):
-            if items:
+            if elements:
                 self.expect(",")
-            items.append(item())
-        return items
+            elements.append(read_element())
+        return elements
 
     def skip_line(self) -> None:
         """Pass what is left of the line of the last token."""
-        line = self.line_numbers[self.at - 1]
-        while self.line_numbers[self.at] == line and self.kinds[self.at] != "end":
-            self.at += 1
+        line = self.line_numbers[self.position - 1]
+        while self.line_numbers[self.position] == line and self.kinds[self.position] != "end":
+            self.position += 1
 
     def skip_to(self, text: str) -> None:
         """Pass everything up to and with a mark."""
@@ -215,6 +217,6 @@ class Cursor:
                 return
 
 
-def _wrapped(value: int, unsigned: bool) -> int:
+def _wrap_to_64_bits(number: int, unsigned: bool) -> int:
     """Wrap a value to 64 bits, unsigned or signed."""
-    return value % _U64 if unsigned else (value + _U64 // 2) % _U64 - _U64 // 2
+    return number % _U64 if unsigned else (number + _U64 // 2) % _U64 - _U64 // 2

@@ -15,7 +15,7 @@ import numpy as np
 from ptxlab.emulator.core.lanes import Handler, Lanes
 from ptxlab.emulator.core.machine import ANY_OTHER, Machine, binder
 from ptxlab.emulator.front import ir
-from ptxlab.emulator.front.ir import Instruction, remembered
+from ptxlab.emulator.front.ir import Instruction, cache_on_subject
 from ptxlab.emulator.front.opcode import OpcodeTable
 from ptxlab.emulator.front.operand_rules import check_operands, require_kinds
 
@@ -59,44 +59,44 @@ def selectors_of(instruction: Instruction) -> tuple[str, ...]:
     return selectors if any(selectors) else ()
 
 
-@remembered
+@cache_on_subject
 def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed]:
     """Return the operation, its destinations and its sources, each with the type it is taken as; the carry flag apart.
 
     Raises `UnknownOpcode`, and ValueError for operands that the operation does not take.
     """
     check_operands(instruction)
-    known = alu_operation(instruction.opcode, selectors_of(instruction))
+    alu = alu_operation(instruction.opcode, selectors_of(instruction))
     operands = list(instruction.operands)
-    targets, sources = ([t for t in types if t != "cc"] for types in (known.out, known.sources))
+    targets, sources = ([t for t in types if t != "cc"] for types in (alu.out, alu.sources))
     if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
-        operands[:1] = operands[0].items
+        operands[:1] = operands[0].elements
     elif targets[1:] == ["pred"]:
         operands.insert(1, ir.Sink())
     types = [*targets, *sources]
-    if known.optional and len(operands) == len(types) + 1:
-        types.append(known.optional)
+    if alu.optional and len(operands) == len(types) + 1:
+        types.append(alu.optional)
     if len(operands) != len(types):
         raise ValueError(f"{instruction.opcode} takes {len(types)} operands, not {len(operands)}")
     require_kinds(operands, types)
     if targets != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
         raise ValueError("the result cannot be discarded")
     typed = list(zip(operands, types, strict=True))
-    return known, typed[: len(targets)], typed[len(targets) :]
+    return alu, typed[: len(targets)], typed[len(targets) :]
 
 
 @binder(ANY_OTHER)
 def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Build the handler of a register-to-register operation of the `alu` table."""
-    known, targets, sources = typed_operands(instruction)
+    alu, targets, sources = typed_operands(instruction)
     relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
     writers = [machine.writer(operand, t, relaxed) for operand, t in targets]
     readers = [machine.reader(operand, t, relaxed) for operand, t in sources]
-    if "cc" in known.sources:
+    if "cc" in alu.sources:
         readers.append(machine.carry.__getitem__)
-    if "cc" in known.out:
+    if "cc" in alu.out:
         writers.append(machine.carry.__setitem__)
-    compute = known.compute
+    compute = alu.compute
     if len(writers) == 1:
         write = writers[0]
         if len(readers) == 1:

@@ -49,14 +49,18 @@ def combination(name: str, t: str) -> Callable[..., Any]:
 
 def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
     """Update of memory by an atomic: arena offsets, old values, operands -> new values."""
-    name = access.rest[0] if len(access.rest) == 1 else ""
+    name = access.operation[0] if len(access.operation) == 1 else ""
     flushes_halves = access.type in _HALVES and ".noftz" not in access.instruction.opcode
     if name not in _TYPES or flushes_halves or (access.count == 1 and access.type not in _TYPES[name]):
         raise UnknownOpcode(access.instruction.opcode)
     update = combination(name, access.type)
     if access.count > 1:
-        known = ("add",) if access.type == "f32" else ("add", "min", "max")
-        if name not in known or access.count not in _VECTORS.get(access.type, ()) or "shared" in access.space:
+        vector_operations = ("add",) if access.type == "f32" else ("add", "min", "max")
+        if (
+            name not in vector_operations
+            or access.count not in _VECTORS.get(access.type, ())
+            or "shared" in access.space
+        ):
             raise UnknownOpcode(access.instruction.opcode)
         update = combination(name, "ftz.f32") if access.type == "f32" else update
         return lambda offsets, old, b: update(old.reshape(-1), b.reshape(-1)).reshape(old.shape)
@@ -88,17 +92,17 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     t, count = access.type, access.count
     target = operands.pop(0) if returns else ir.Sink()
     address, *values = operands
-    expected = 2 if access.rest[0] == "cas" else 1
+    expected = 2 if access.operation[0] == "cas" else 1
     values, policy = values[:expected], values[expected:]
     if len(values) < expected or len(policy) > ("L2::cache_hint" in instruction.opcode):
         total = 1 + expected + returns
         raise ValueError(f"{instruction.opcode} takes {total} operands, not {len(instruction.operands)}")
-    if not returns and access.rest[0] in _EXCHANGE and access.rest[0] not in ("inc", "dec"):
+    if not returns and access.operation[0] in _EXCHANGE and access.operation[0] not in ("inc", "dec"):
         raise UnknownOpcode(instruction.opcode)
-    columns = [elements(value, count) for value in values]
+    columns = [elements(operand, count) for operand in values]
     targets = (target,) if isinstance(target, ir.Sink) else elements(target, count)
-    require_kinds([*targets, *(item for column in columns for item in column)], repeat(t))
-    writers = [machine.writer(each, t if is_float(t) else f"u{bits_of(t)}") for each in targets]
+    require_kinds([*targets, *(element for column in columns for element in column)], repeat(t))
+    writers = [machine.writer(register, t if is_float(t) else f"u{bits_of(t)}") for register in targets]
     readers = [_reader(machine, column, t) for column in columns]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
@@ -107,23 +111,23 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     shuffled = np.random.default_rng((machine.launch.options.seed, 2))
     in_any_order = returns and not is_float(t) and machine.launch.options.mode == "late"
     # of integers, whose order cannot be told from their result
-    together = None if returns or is_float(t) else COMBINE.get(access.rest[0])
+    update_all = None if returns or is_float(t) else COMBINE.get(access.operation[0])
 
     def atomic(lanes: Lanes) -> None:
         offsets = locate(lanes)
         if count > 1 and machine.launch.is_shared(offsets).any():
-            _, where = machine.first_fault(instruction, lanes, machine.launch.is_shared(offsets))
-            raise MemoryFault(f"{where}: vectors are added in global memory alone, this is shared memory")
+            _, place = machine.first_fault(instruction, lanes, machine.launch.is_shared(offsets))
+            raise MemoryFault(f"{place}: vectors are added in global memory alone, this is shared memory")
         for watcher in watchers:
             watcher.atomic(access, lanes, offsets)
         places = offsets // size
         operands = [read(lanes) for read in readers]
-        if together is not None:
-            together.at(view, places, operands[0])
+        if update_all is not None:
+            update_all.at(view, places, operands[0])
             return
         old = np.empty((len(places), *view.shape[1:]), view.dtype)
         order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
-        for part in (order[turn] for turn in rounds(places[order])):
+        for part in (order[position] for position in rounds(places[order])):
             old[part] = view[places[part]]
             view[places[part]] = function(offsets[part], old[part], *[operand[part] for operand in operands])
         for write, column in zip(writers, old.reshape(len(places), -1).T, strict=False):  # none for a sink
@@ -132,9 +136,9 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return atomic
 
 
-def _reader(machine: Machine, items: ir.Operands, type_name: str) -> Reader:
+def _reader(machine: Machine, registers: ir.Operands, type_name: str) -> Reader:
     """Build a function lanes -> values [lanes] of one register, [lanes, elements] of several."""
-    readers = [machine.reader(item, type_name) for item in items]
+    readers = [machine.reader(register, type_name) for register in registers]
 
     def read(lanes: Lanes) -> Array:
         columns = [np.broadcast_to(read_one(lanes), (count_of(lanes),)) for read_one in readers]

@@ -60,8 +60,8 @@ def _lop3(op: Opcode) -> AluOperation:
         return AluOperation(("b32",), ("b32", "b32", "b32", "b32"), lambda a, b, c, t: lop3(a, b, c, int(t[0])))
 
     def with_predicate(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
-        result = lop3(a, b, c, int(table[0]))
-        return result, (result != 0) | q if combine == "or" else (result != 0) & q
+        combined = lop3(a, b, c, int(table[0]))
+        return combined, (combined != 0) | q if combine == "or" else (combined != 0) & q
 
     return AluOperation(("b32", "pred"), ("b32", "b32", "b32", "b32", "pred"), with_predicate)
 
@@ -98,12 +98,12 @@ def _nth_set(op: Opcode) -> AluOperation:
     def position(mask: Array, base: Array, offset: Array) -> Array:
         """Find the n-th set bit, counted from a bit upwards or downwards; all ones if there is none."""
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8).reshape(-1, 4), axis=1, bitorder="little") == 1
-        at, base, offset = np.arange(32), base[:, None], offset[:, None].astype(np.int64)
-        up, down = bits & (at >= base), bits & (at <= base)
+        indices, base, offset = np.arange(32), base[:, None], offset[:, None].astype(np.int64)
+        up, down = bits & (indices >= base), bits & (indices <= base)
         is_nth_up = up & (up.cumsum(axis=1) == offset)
         is_nth_down = down & (down[:, ::-1].cumsum(axis=1)[:, ::-1] == -offset)
-        is_it = np.where(offset > 0, is_nth_up, np.where(offset < 0, is_nth_down, up & down))
-        return np.where(is_it.any(axis=1), is_it.argmax(axis=1), 0xFFFFFFFF)
+        is_nth = np.where(offset > 0, is_nth_up, np.where(offset < 0, is_nth_down, up & down))
+        return np.where(is_nth.any(axis=1), is_nth.argmax(axis=1), 0xFFFFFFFF)
 
     return AluOperation(("b32",), ("b32", "b32", "s32"), position)
 
@@ -131,8 +131,8 @@ def _count(op: Opcode) -> AluOperation:
         return AluOperation((t,), (t,), reverse_bits)
 
     def find(a: Array) -> Array:
-        value = np.where(a < 0, ~a, a).view(DTYPES[unsigned]) if is_signed(t) else a
-        position = length(value).astype(np.int32) - 1
+        magnitude = np.where(a < 0, ~a, a).view(DTYPES[unsigned]) if is_signed(t) else a
+        position = length(magnitude).astype(np.int32) - 1
         return np.where(position >= 0, bits - 1 - position, position).astype(np.int32) if amount else position
 
     return AluOperation(("s32",), (t,), find)
@@ -141,8 +141,8 @@ def _count(op: Opcode) -> AluOperation:
 def popcount(x: Array) -> Array:
     """Count the set bits of each value."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
-    result: Array = np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32)
-    return result
+    counts: Array = np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32)
+    return counts
 
 
 def reverse_bits(x: Array) -> Array:
@@ -179,8 +179,8 @@ def _insert(op: Opcode) -> AluOperation:
     def insert(a: Array, b: Array, c: Array, d: Array) -> Array:
         position, length = (np.minimum(x & np.uint32(255), bits).astype(dtype) for x in (c, d))
         mask = ~(~dtype.type(0) << length) << position
-        result: Array = (b & ~mask) | (a << position & mask)
-        return result
+        inserted: Array = (b & ~mask) | (a << position & mask)
+        return inserted
 
     return AluOperation((t,), (t, t, "u32", "u32"), insert)
 
@@ -203,9 +203,9 @@ def _extend(op: Opcode) -> AluOperation:
     dtype = DTYPES[t]
 
     def extend(a: Array, b: Array) -> Array:
-        kept = b & np.uint32(31) if wrap else np.minimum(b, 32)
-        spare = (32 - kept).astype(dtype)
-        return a << spare >> spare if t == "u32" else np.where(kept == 0, 0, a << spare >> spare)
+        width = b & np.uint32(31) if wrap else np.minimum(b, 32)
+        spare = (32 - width).astype(dtype)
+        return a << spare >> spare if t == "u32" else np.where(width == 0, 0, a << spare >> spare)
 
     return AluOperation((t,), (t, "u32"), extend)
 
@@ -225,15 +225,15 @@ def _permute(op: Opcode) -> AluOperation:
             c = np.array(special[mode], np.uint32)[c & np.uint32(3)]
         a, b = np.broadcast_arrays(a, b)
         pool = np.stack((a, b), axis=1).view(np.uint8)
-        result = np.empty((max(len(a), len(c)), 4), np.uint8)
+        permuted = np.empty((max(len(a), len(c)), 4), np.uint8)
         for byte in range(4):
             nibble = c >> np.uint32(4 * byte)
-            which = (nibble & np.uint32(7)).astype(np.intp)
-            taken = pool[:, which[0]] if len(which) == 1 else pool[np.arange(len(pool)) % len(pool), which]
+            index = (nibble & np.uint32(7)).astype(np.intp)
+            chosen = pool[:, index[0]] if len(index) == 1 else pool[np.arange(len(pool)) % len(pool), index]
             replicate = (nibble & np.uint32(8)) != 0
             if replicate.any():  # the byte's sign instead of the byte
-                taken = np.where(replicate, (taken.view(np.int8) >> 7).view(np.uint8), taken)
-            result[:, byte] = taken
-        return result.view(np.uint32)[:, 0]
+                chosen = np.where(replicate, (chosen.view(np.int8) >> 7).view(np.uint8), chosen)
+            permuted[:, byte] = chosen
+        return permuted.view(np.uint32)[:, 0]
 
     return AluOperation(("b32",), ("b32", "b32", "b32"), permute)

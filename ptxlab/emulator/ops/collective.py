@@ -28,7 +28,7 @@ def writers_of(machine: Machine, target: ir.Operand) -> tuple[Writer, Writer]:
         return machine.writer(target, "u32"), machine.writer(ir.Sink(), "pred")
     if not target.pair:
         raise ValueError("the destination has to be a register, or a register and a predicate, d|p")
-    register, predicate = target.items
+    register, predicate = target.elements
     return machine.writer(register, "u32"), machine.writer(predicate, "pred")
 
 
@@ -36,20 +36,20 @@ def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
     """Return, for each of the lanes, the bits of its warp's lanes where the flag is set."""
     full = np.zeros(machine.lanes, bool)
     full[lanes] = flags
-    result: Array = pack_bits(full)[indices_of(lanes) // 32]
-    return result
+    ballot_bits: Array = pack_bits(full)[indices_of(lanes) // 32]
+    return ballot_bits
 
 
 @binder("shfl")
 def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = instruction.opcode.split(".")[1:]
     sync = modifiers[:1] == ["sync"]
-    mode, t, *more = (*modifiers[sync:], "", "")
-    if mode not in ("up", "down", "bfly", "idx") or t != "b32" or any(more):
+    mode, t, *extra_modifiers = (*modifiers[sync:], "", "")
+    if mode not in ("up", "down", "bfly", "idx") or t != "b32" or any(extra_modifiers):
         raise UnknownOpcode(instruction.opcode)
-    target, given, *rest = operands_of(instruction, 4 + sync)
+    target, source, *lane_operands = operands_of(instruction, 4 + sync)
     write, write_predicate = writers_of(machine, target)
-    read, read_b, read_c = (machine.reader(operand, "u32") for operand in (given, *rest[:2]))
+    read, read_b, read_c = (machine.reader(operand, "u32") for operand in (source, *lane_operands[:2]))
     everybody, watchers = slice(0, machine.lanes), machine.watchers
 
     def apply(lanes: Lanes, members: Array) -> None:
@@ -59,26 +59,26 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         segment, clamp = c >> 8 & 31, c & 31
         last = (lane & segment) | (clamp & ~segment)
         if mode == "up":
-            other = lane - b
-            inside = other >= last
+            source_lane = lane - b
+            inside = source_lane >= last
         else:
-            other = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}[mode]
-            inside = other <= last
-        values, source = np.broadcast_to(read(everybody), (machine.lanes,)), np.where(inside, other, lane)
+            source_lane = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}[mode]
+            inside = source_lane <= last
+        values, valid_lane = np.broadcast_to(read(everybody), (machine.lanes,)), np.where(inside, source_lane, lane)
         for watcher in watchers:
-            watcher.exchange(instruction, lanes, source, members)
-        write(lanes, values[indices - lane + source])
+            watcher.exchange(instruction, lanes, valid_lane, members)
+        write(lanes, values[indices - lane + valid_lane])
         write_predicate(lanes, inside)
 
-    return together(machine, pc, rest[2] if sync else None, apply)
+    return together(machine, pc, lane_operands[2] if sync else None, apply)
 
 
 @binder("vote")
 def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = instruction.opcode.split(".")[1:]
     sync = modifiers[:1] == ["sync"]
-    mode, t, *more = (*modifiers[sync:], "", "")
-    if (mode, t) not in (("ballot", "b32"), ("all", "pred"), ("any", "pred"), ("uni", "pred")) or any(more):
+    mode, t, *extra_modifiers = (*modifiers[sync:], "", "")
+    if (mode, t) not in (("ballot", "b32"), ("all", "pred"), ("any", "pred"), ("uni", "pred")) or any(extra_modifiers):
         raise UnknownOpcode(instruction.opcode)
     target, source, *mask = operands_of(instruction, 2 + sync)
     write = machine.writer(target, "u32" if mode == "ballot" else "pred")
@@ -86,8 +86,13 @@ def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def apply(lanes: Lanes, members: Array) -> None:
         votes = ballots(machine, lanes, read(lanes)) & members
-        result = {"ballot": votes, "all": votes == members, "any": votes != 0, "uni": (votes == 0) | (votes == members)}
-        write(lanes, result[mode])
+        results_by_mode = {
+            "ballot": votes,
+            "all": votes == members,
+            "any": votes != 0,
+            "uni": (votes == 0) | (votes == members),
+        }
+        write(lanes, results_by_mode[mode])
 
     return together(machine, pc, mask[0] if sync else None, apply)
 
@@ -103,8 +108,8 @@ def _active(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def member_matrix(members: Array) -> Array:
     """Unpack masks u32 [n] to bool [n, 32]."""
-    result: Array = members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
-    return result
+    is_member: Array = members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
+    return is_member
 
 
 IDENTITY = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
@@ -155,8 +160,8 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     def apply(lanes: Lanes, members: Array) -> None:
         values = np.zeros(machine.lanes, DTYPES[t])
         values[lanes] = read(lanes)
-        own = values[lanes]
-        equal = (values.reshape(-1, 32)[indices_of(lanes) // 32] == own[:, None]) & member_matrix(members)
+        own_values = values[lanes]
+        equal = (values.reshape(-1, 32)[indices_of(lanes) // 32] == own_values[:, None]) & member_matrix(members)
         matching = np.packbits(equal, axis=1, bitorder="little").view(np.uint32)[:, 0]
         same = matching == members
         write(lanes, matching if mode == "any" else np.where(same, members, 0))
@@ -171,7 +176,7 @@ def _elect(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     target, mask = operands_of(instruction, 2)
     write, write_predicate = writers_of(machine, target)
-    if not isinstance(target, ir.Vector) or isinstance(target.items[1], ir.Sink):
+    if not isinstance(target, ir.Vector) or isinstance(target.elements[1], ir.Sink):
         raise ValueError("the destination has to be a register, or _, and a predicate: d|p")
 
     def apply(lanes: Lanes, members: Array) -> None:

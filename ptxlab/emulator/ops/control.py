@@ -25,17 +25,17 @@ def _move(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         check_special(source, bits_of(t))
     t = t if t == "pred" or is_float(t) else f"u{bits_of(t)}"
     if isinstance(source, ir.Vector):
-        return _pack(machine, target, source.items, bits_of(t))
+        return _pack(machine, target, source.elements, bits_of(t))
     if isinstance(target, ir.Vector):
-        return _unpack(machine, target.items, source, bits_of(t))
+        return _unpack(machine, target.elements, source, bits_of(t))
     write, read = machine.writer(target, t), machine.reader(source, t)
     return lambda lanes: write(lanes, read(lanes))
 
 
-def _pack(machine: Machine, target: Operand, items: ir.Operands, bits: int) -> Handler:
-    part = bits // len(items)
+def _pack(machine: Machine, target: Operand, elements: ir.Operands, bits: int) -> Handler:
+    part = bits // len(elements)
     write = machine.writer(target, f"u{bits}")
-    readers = [machine.reader(item, f"u{part}") for item in items]
+    readers = [machine.reader(element, f"u{part}") for element in elements]
 
     def pack(lanes: Lanes) -> None:
         columns = np.broadcast_arrays(*[read(lanes) for read in readers])
@@ -44,10 +44,10 @@ def _pack(machine: Machine, target: Operand, items: ir.Operands, bits: int) -> H
     return pack
 
 
-def _unpack(machine: Machine, items: ir.Operands, source: Operand, bits: int) -> Handler:
-    part = bits // len(items)
+def _unpack(machine: Machine, elements: ir.Operands, source: Operand, bits: int) -> Handler:
+    part = bits // len(elements)
     read = machine.reader(source, f"u{bits}")
-    writers = [machine.writer(item, f"u{part}") for item in items]
+    writers = [machine.writer(element, f"u{part}") for element in elements]
 
     def unpack(lanes: Lanes) -> None:
         columns = np.ascontiguousarray(read(lanes)).view(f"u{part // 8}").reshape(-1, len(writers)).copy()
@@ -70,13 +70,13 @@ def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Han
     index, targets = instruction.operands
     if not isinstance(targets, ir.Vector):
         raise ValueError("brx.idx takes a list of targets")
-    places, read = np.array([target.index for target in targets.items]), machine.reader(index, "u32")
+    places, read = np.array([target.index for target in targets.elements]), machine.reader(index, "u32")
 
     def branch(lanes: Lanes) -> Successors:
         chosen = np.broadcast_to(read(lanes), (count_of(lanes),))
         if int(chosen.max()) >= len(places):
-            where = machine.place(instruction, lanes)
-            raise EmulationError(f"{where}: index {int(chosen.max())} of {len(places)} targets")
+            place = machine.place(instruction, lanes)
+            raise EmulationError(f"{place}: index {int(chosen.max())} of {len(places)} targets")
         indices = indices_of(lanes)
         return [(int(place), as_lanes(indices[places[chosen] == place])) for place in np.unique(places[chosen])]
 
@@ -112,8 +112,8 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Han
 
         def convert(lanes: Lanes) -> None:
             addresses = np.broadcast_to(read(lanes).view(np.int64), (count_of(lanes),))
-            found = peers.from_generic(lanes, addresses) if to else peers.to_generic(instruction, lanes, addresses)
-            write(lanes, found.astype(np.uint64))
+            converted = peers.from_generic(lanes, addresses) if to else peers.to_generic(instruction, lanes, addresses)
+            write(lanes, converted.astype(np.uint64))
 
         return convert
     if space == "param" and not to and t == "u64":  # LLVM takes such an address in 32 bits and widens it (Triton 3.9)

@@ -26,7 +26,7 @@ def _convert(op: Opcode) -> AluOperation:
             raise UnknownOpcode(op.text)
         if narrow == "tf32":
             return _tf32(op, mode, relu, finite)
-        return _powers(op, mode, finite) if narrow == "ue8m0x2" else _narrow(op, narrow, mode, relu, finite)
+        return _power_of_two_pair(op, mode, finite) if narrow == "ue8m0x2" else _narrow(op, narrow, mode, relu, finite)
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
     half = element(target) in LARGEST
@@ -90,8 +90,8 @@ def _integer_to_integer(a: Array, target: str, sat: bool) -> Array:
     if not sat:
         return a.astype(DTYPES[target])
     low, high = limits(target)
-    info = np.iinfo(a.dtype)
-    return a.clip(max(low, int(info.min)), min(high, int(info.max))).astype(DTYPES[target])
+    source_range = np.iinfo(a.dtype)
+    return a.clip(max(low, int(source_range.min)), min(high, int(source_range.max))).astype(DTYPES[target])
 
 
 def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ftz: bool) -> Array:
@@ -99,12 +99,12 @@ def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ft
     x = integral(flush(x, "f32") if ftz and source == "f32" else x)
     low, high = limits(target)
     inside = np.where((x > low) & (x < high + 1), x, 0)  # `high + 1` is a power of two: exact as a float
-    result = inside.astype(np.uint64 if target == "u64" else np.int64)
-    result = np.where(x <= low, low, np.where(x >= high + 1, np.array(high, result.dtype), result))
+    integers = inside.astype(np.uint64 if target == "u64" else np.int64)
+    integers = np.where(x <= low, low, np.where(x >= high + 1, np.array(high, integers.dtype), integers))
     nan = 0
     if source == "f64" or "64" in target:
         nan = low or 1 << bits_of(target) - 1
-    return np.where(np.isnan(x), np.array([nan], result.dtype), result).astype(DTYPES[target])
+    return np.where(np.isnan(x), np.array([nan], integers.dtype), integers).astype(DTYPES[target])
 
 
 def _two_to_pair(target: str, source: str, mode: str, relu: bool, finite: bool) -> AluOperation:
@@ -127,7 +127,7 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
     To the narrow ones it always saturates, as `.satfinite` says.
     """
     packs, narrow = op.text.split(".")[-1] != pair, element(pair)
-    is_fp4, other = narrow == "e2m1", op.type(*["f32"] * packs, "f16x2")
+    is_fp4, wide = narrow == "e2m1", op.type(*["f32"] * packs, "f16x2")
     if op.modifiers or mode != "rn" or finite != packs:
         raise UnknownOpcode(op.text)
 
@@ -135,48 +135,48 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
         return np.where(x <= 0, 0.0, x) if relu else x
 
     def pack(a: Array, b: Array | None = None) -> Array:
-        codes = np.ascontiguousarray(to_narrow(clamp(_both(other, a, b)), narrow))
+        codes = np.ascontiguousarray(to_narrow(clamp(_widen_pair(wide, a, b)), narrow))
         return codes[:, 0] | codes[:, 1] << np.uint8(4) if is_fp4 else codes.view(np.uint16)[:, 0]
 
     def unpack(a: Array) -> Array:
         codes = np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)
         codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=1) if is_fp4 else codes
-        return round_to(clamp(floats(codes, narrow)), 0.0, other)
+        return round_to(clamp(floats(codes, narrow)), 0.0, wide)
 
     bits = "b8" if is_fp4 else "b16"
     if not packs:
-        return AluOperation((other,), (bits,), unpack)
-    return AluOperation((bits,), (other,) * (2 if other == "f32" else 1), pack)
+        return AluOperation((wide,), (bits,), unpack)
+    return AluOperation((bits,), (wide,) * (2 if wide == "f32" else 1), pack)
 
 
-def _both(type_name: str, a: Array, b: Array | None) -> Array:
+def _widen_pair(type_name: str, a: Array, b: Array | None) -> Array:
     """Widen a pair to float64 [lanes, 2], low half first: of two f32 the first goes to the upper half."""
     return widen(a, type_name) if b is None else np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
 
 
-def _powers(op: Opcode, mode: str, finite: bool) -> AluOperation:
+def _power_of_two_pair(op: Opcode, mode: str, finite: bool) -> AluOperation:
     """Convert between pairs of ue8m0 and f32 or bf16x2."""
     packs = not op.text.endswith("ue8m0x2")
-    other = op.type(*["f32"] * packs, "bf16x2")
+    wide = op.type(*["f32"] * packs, "bf16x2")
     if op.modifiers or mode not in (("rz", "rp") if packs else ("rn",)) or (finite and not packs):
         raise UnknownOpcode(op.text)
 
     def pack(a: Array, b: Array | None = None) -> Array:
-        return np.ascontiguousarray(to_ue8m0(_both(other, a, b), mode == "rp", finite)).view(np.uint16)[:, 0]
+        return np.ascontiguousarray(to_ue8m0(_widen_pair(wide, a, b), mode == "rp", finite)).view(np.uint16)[:, 0]
 
     def unpack(a: Array) -> Array:
-        return round_to(of_ue8m0(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 2)), 0.0, other)
+        return round_to(of_ue8m0(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 2)), 0.0, wide)
 
     if not packs:
-        return AluOperation((other,), ("b16",), unpack)
-    return AluOperation(("b16",), (other,) * (2 if other == "f32" else 1), pack)
+        return AluOperation((wide,), ("b16",), unpack)
+    return AluOperation(("b16",), (wide,) * (2 if wide == "f32" else 1), pack)
 
 
 def _tf32(op: Opcode, mode: str, relu: bool, finite: bool) -> AluOperation:
     op.type("f32")
     # sm_90 has relu for nearest even and towards zero, and saturation for ties away from zero alone
-    known = mode in ("rn", "rz", "rna") and not (relu and mode == "rna") and not (finite and mode != "rna")
-    if op.modifiers or not known or op.text.endswith("tf32"):
+    exists = mode in ("rn", "rz", "rna") and not (relu and mode == "rna") and not (finite and mode != "rna")
+    if op.modifiers or not exists or op.text.endswith("tf32"):
         raise UnknownOpcode(op.text)
     return AluOperation(("b32",), ("f32",), lambda x: to_tf32(np.where(x <= 0, x.dtype.type(0), x) if relu else x,
                                                              mode, finite))  # fmt: skip

@@ -33,12 +33,12 @@ def _add(op: Opcode) -> AluOperation:
 
     def with_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array] | Array:
         # a - b is a + ~b + 1, and the flag that goes in and out of a subtraction is the borrow
-        result, extra = (a - b, a < b) if subtract else (a + b, a + b < a)
+        total, extra = (a - b, a < b) if subtract else (a + b, a + b < a)
         if carry is not None:
-            more = result - carry if subtract else result + carry
-            extra = extra | (more > result if subtract else more < result)
-            result = more
-        return (result, extra) if carry_out else result
+            carried = total - carry if subtract else total + carry
+            extra = extra | (carried > total if subtract else carried < total)
+            total = carried
+        return (total, extra) if carry_out else total
 
     unsigned = t.replace("s", "u")
     ins, outs = (unsigned, unsigned), (unsigned,)
@@ -48,8 +48,8 @@ def _add(op: Opcode) -> AluOperation:
 def _by_halves(function: np.ufunc, a: Array, b: Array) -> Array:
     low = function(a, b) & np.uint32(0xFFFF)
     high = function(a & np.uint32(0xFFFF0000), b & np.uint32(0xFFFF0000))
-    result: Array = low | high & np.uint32(0xFFFF0000)
-    return result
+    halves: Array = low | high & np.uint32(0xFFFF0000)
+    return halves
 
 
 def multiply_high(a: Array, b: Array) -> Array:
@@ -57,8 +57,8 @@ def multiply_high(a: Array, b: Array) -> Array:
     bits = a.dtype.itemsize * 8
     if bits < 64:
         wide = f"{a.dtype.kind}{bits // 4}"
-        result: Array = (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
-        return result
+        upper: Array = (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
+        return upper
     x, y, half, mask = a.view(np.uint64), b.view(np.uint64), np.uint64(32), np.uint64(0xFFFFFFFF)
     low, mid = (x & mask) * (y & mask), (x >> half) * (y & mask)
     mid2, high = (x & mask) * (y >> half), (x >> half) * (y >> half)
@@ -66,8 +66,8 @@ def multiply_high(a: Array, b: Array) -> Array:
     high = high + (mid >> half) + (mid2 >> half) + carry
     if a.dtype.kind == "i":
         high = high - np.where(a < 0, y, 0).astype(np.uint64) - np.where(b < 0, x, 0).astype(np.uint64)
-    result = high.view(a.dtype)
-    return result
+    upper = high.view(a.dtype)
+    return upper
 
 
 def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
@@ -81,8 +81,8 @@ def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
             # the low 24 bits of each operand, extended; .hi is bits 47..16 of the product
             wide = "i8" if is_signed(t) else "u8"
             full = (a << shift >> shift).astype(wide) * (b << shift >> shift).astype(wide)
-            result: Array = (full >> (16 if part == "hi" else 0)).astype(DTYPES[t])
-            return result
+            part_of_product: Array = (full >> (16 if part == "hi" else 0)).astype(DTYPES[t])
+            return part_of_product
 
         return t, t, product24
     t = op.type(*INTEGERS)
@@ -96,15 +96,15 @@ def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
 
 @operation("mul", "mul24", floating=False)
 def _mul(op: Opcode) -> AluOperation:
-    t, result, product = _product(op)
-    return AluOperation((result,), (t, t), product)
+    t, result_type, product = _product(op)
+    return AluOperation((result_type,), (t, t), product)
 
 
 @operation("mad", "mad24", "madc", floating=False)
 def _mad(op: Opcode) -> AluOperation:
     carry_in, carry_out, saturate = op.name == "madc", op.flag("cc"), op.flag("sat")
-    t, result, product = _product(op)
-    low, high = limits(result)
+    t, result_type, product = _product(op)
+    low, high = limits(result_type)
 
     def mad(a: Array, b: Array, c: Array, carry: Array | None = None) -> Array | tuple[Array, Array]:
         p = product(a, b)
@@ -113,16 +113,16 @@ def _mad(op: Opcode) -> AluOperation:
         total: Array = p + c
         if carry is None and not carry_out:
             return total
-        unsigned = DTYPES[result.replace("s", "u")]
+        unsigned = DTYPES[result_type.replace("s", "u")]
         p, total = np.broadcast_arrays(p.view(unsigned), total.view(unsigned))
         extra = total < p
         if carry is not None:
-            more = total + carry
-            extra, total = extra | (more < total), more
+            carried = total + carry
+            extra, total = extra | (carried < total), carried
         return (total, extra) if carry_out else total
 
-    sources = (t, t, result, "cc") if carry_in else (t, t, result)
-    return AluOperation((result, "cc") if carry_out else (result,), sources, mad)
+    sources = (t, t, result_type, "cc") if carry_in else (t, t, result_type)
+    return AluOperation((result_type, "cc") if carry_out else (result_type,), sources, mad)
 
 
 @operation("sad", floating=False)
@@ -139,7 +139,7 @@ def _sad(op: Opcode) -> AluOperation:
 def _dot(op: Opcode) -> AluOperation:
     half = op.choice("lo", "hi") if op.name == "dp2a" else ""
     ta, tb = op.type("u32", "s32"), op.type("u32", "s32")
-    result = "s32" if "s32" in (ta, tb) else "u32"
+    result_type = "s32" if "s32" in (ta, tb) else "u32"
 
     def fields(x: Array, bits: int, signed: bool) -> Array:
         return np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1).astype(np.int64)
@@ -147,10 +147,10 @@ def _dot(op: Opcode) -> AluOperation:
     def dot(a: Array, b: Array, c: Array) -> Array:
         left, right = fields(a, 16 if half else 8, ta == "s32"), fields(b, 8, tb == "s32")
         right = {"": right, "lo": right[:, :2], "hi": right[:, 2:]}[half]
-        total: Array = ((left * right).sum(axis=1) + c).astype(DTYPES[result])
+        total: Array = ((left * right).sum(axis=1) + c).astype(DTYPES[result_type])
         return total
 
-    return AluOperation((result,), (ta, tb, result), dot)
+    return AluOperation((result_type,), (ta, tb, result_type), dot)
 
 
 # Divide, compare, extremes
@@ -165,11 +165,11 @@ def _div(op: Opcode) -> AluOperation:
         # truncation towards zero, on magnitudes; NVIDIA GPUs give all ones, or the dividend, for a divisor of zero
         x, y = (np.abs(a).view(unsigned), np.abs(b).view(unsigned)) if is_signed(t) else (a, b)
         safe = np.where(y == 0, unsigned.type(1), y)
-        result = x % safe if remainder else x // safe
+        quotient = x % safe if remainder else x // safe
         if is_signed(t):
             negative = (a < 0) if remainder else (a < 0) != (b < 0)
-            result = np.where(negative, np.negative(result), result)
-        return np.where(y == 0, a.view(unsigned) if remainder else ~unsigned.type(0), result)
+            quotient = np.where(negative, np.negative(quotient), quotient)
+        return np.where(y == 0, a.view(unsigned) if remainder else ~unsigned.type(0), quotient)
 
     return AluOperation((t.replace("s", "u"),), (t, t), divide)
 
@@ -184,9 +184,9 @@ def _extreme(op: Opcode) -> AluOperation:
         if t.endswith("x2"):
             half = "i2" if t == "s16x2" else "u2"
             a, b = (x.view(half).reshape(-1, 2) for x in np.broadcast_arrays(a, b))
-        result = function(a, b)
-        result = np.maximum(result, 0) if relu else result
-        return pack(result, t) if t.endswith("x2") else result
+        chosen = function(a, b)
+        chosen = np.maximum(chosen, 0) if relu else chosen
+        return pack(chosen, t) if t.endswith("x2") else chosen
 
     return AluOperation((t,), (t, t), extreme)
 
@@ -206,10 +206,10 @@ COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
 _COMBINE: dict[str, np.ufunc] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def compare_operation(op: Opcode, result: str, t: str, compare: Callable[[Array, Array], Array]) -> AluOperation:
+def compare_operation(op: Opcode, result_type: str, t: str, compare: Callable[[Array, Array], Array]) -> AluOperation:
     """Build setp and set: compare, combine with a predicate where the opcode says so, store one or two results.
 
-    Comparisons of packed pairs are [lanes, 2]; `result` is the type that set stores.
+    Comparisons of packed pairs are [lanes, 2]; `result_type` is the type that set stores.
     """
     name = op.choice(*_COMBINE, default="")
     sources = (t, t, "pred") if name else (t, t)
@@ -227,15 +227,15 @@ def compare_operation(op: Opcode, result: str, t: str, compare: Callable[[Array,
 
     def set_(a: Array, b: Array, c: Array | None = None) -> Array:
         true = combine(compare(a, b), c)
-        if is_float(result):
-            return round_to(true.astype(np.float64), 0.0, result)
+        if is_float(result_type):
+            return round_to(true.astype(np.float64), 0.0, result_type)
         if true.ndim == 2:
-            return pack(np.where(true, 0xFFFF, 0).astype(np.uint16), result)
-        return np.where(true, -1, 0).astype(DTYPES[result])
+            return pack(np.where(true, 0xFFFF, 0).astype(np.uint16), result_type)
+        return np.where(true, -1, 0).astype(DTYPES[result_type])
 
     if op.name == "setp":  # `p|q`; a single destination takes the first
         return AluOperation(("pred", "pred"), sources, setp)
-    return AluOperation((result,), sources, set_)
+    return AluOperation((result_type,), sources, set_)
 
 
 def set_results(t: str) -> tuple[str, ...]:

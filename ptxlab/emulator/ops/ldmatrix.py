@@ -57,7 +57,7 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 @binder("movmatrix")
-def _transposed(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+def _transpose(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Bind movmatrix: a matrix, two elements of a row per lane, becomes its transpose."""
     if instruction.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
         raise UnknownOpcode(instruction.opcode)

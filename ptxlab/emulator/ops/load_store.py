@@ -14,9 +14,9 @@ from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
 
 def _without_policy(instruction: Instruction) -> ir.Operands:
     """Return the two operands of a load or store; a third is a policy, which steers a cache."""
-    may = 3 if instruction.opcode.startswith("ld") or "L2::cache_hint" in instruction.opcode else 2
-    if len(instruction.operands) > may:
-        raise ValueError(f"{instruction.opcode} takes {may} operands, not {len(instruction.operands)}")
+    most_operands = 3 if instruction.opcode.startswith("ld") or "L2::cache_hint" in instruction.opcode else 2
+    if len(instruction.operands) > most_operands:
+        raise ValueError(f"{instruction.opcode} takes {most_operands} operands, not {len(instruction.operands)}")
     return instruction.operands[:2]
 
 
@@ -29,8 +29,8 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     t = f"{'s' if is_signed(access.type) else 'u'}{bits}"
     if isinstance(target, ir.Sink):
         raise ValueError("the result cannot be discarded")
-    require_kinds(items := elements(target, access.count), [access.type] * access.count)
-    writers = [machine.writer(item, t, relaxed=True) for item in items]
+    require_kinds(registers := elements(target, access.count), [access.type] * access.count)
+    writers = [machine.writer(register, t, relaxed=True) for register in registers]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
@@ -41,8 +41,8 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         constants = [view[offset + i : offset + i + 1].copy() for i in range(access.count)]
 
         def load_param(lanes: Lanes) -> None:
-            for write, value in zip(writers, constants, strict=True):
-                write(lanes, value)
+            for write, constant in zip(writers, constants, strict=True):
+                write(lanes, constant)
 
         return load_param
     rows, shift = view.reshape(-1, access.count) if access.count > 1 else view, size.bit_length() - 1
@@ -79,9 +79,9 @@ def _store(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "store")
     address, source = _without_policy(instruction)
     t = f"u{bits_of(access.type)}"
-    refuse_specials(items := elements(source, access.count))
-    require_kinds(items, [access.type] * access.count)
-    readers = [machine.reader(item, t, relaxed=True) for item in items]
+    refuse_specials(registers := elements(source, access.count))
+    require_kinds(registers, [access.type] * access.count)
+    readers = [machine.reader(register, t, relaxed=True) for register in registers]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size

@@ -63,10 +63,10 @@ class DecodedMma:
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
         shape, saturates = opcode.choice(*_SHAPES), opcode.flag("satfinite")
         m, k = (int(number) for number in shape[1:].split("n8k"))
-        d, a, b, c, *more = *opcode.modifiers, "", "", "", ""
+        d, a, b, c, *extra_modifiers = *opcode.modifiers, "", "", "", ""
         fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
         deep = k * BITS.get(a, 0) in ((128, 256) if m == 16 else (128,))
-        if not all(flags) or not fits or any(more) or not deep or ((saturates or m == 8) and d != "s32"):
+        if not all(flags) or not fits or any(extra_modifiers) or not deep or ((saturates or m == 8) and d != "s32"):
             raise UnknownOpcode(text)
         return cls(m, d, a, b, k, saturates)
 
@@ -98,17 +98,19 @@ def group(machine: Machine, start: int) -> int:
         return instruction.opcode, instruction.guard, *operands
 
     stop, written, pairs = start + 1, set[int](), set[ir.Operands]()
-    for at in range(start, min(start + LONGEST, len(code))):
-        alike = code[at].guard is None and at not in machine.targets and types(code[at]) == types(code[start])
-        if at > start and not alike:
+    for index in range(start, min(start + LONGEST, len(code))):
+        is_alike = (
+            code[index].guard is None and index not in machine.targets and types(code[index]) == types(code[start])
+        )
+        if index > start and not is_alike:
             break
-        d, a, b, _ = code[at].operands
+        d, a, b, _ = code[index].operands
         if written & {register.index for register in ir.registers((a, b))}:
             break
         written |= {register.index for register in ir.registers((d,))}
         pairs.add((a, b))
         if len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}):
-            stop = at + 1
+            stop = index + 1
     return stop
 
 
@@ -124,7 +126,7 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if len(instruction.operands) != 4:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
     machine.done_before = group(machine, pc)
-    parts = [each.operands for each in machine.code[pc : machine.done_before]]
+    parts = [member.operands for member in machine.code[pc : machine.done_before]]
     all_a, all_b = (list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2))
     tiles_a, tiles_b = decoded.tiles
     count, kind = len(decoded.accumulators), "b32" if decoded.d == "f16" else decoded.d
@@ -229,10 +231,10 @@ def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], No
             if decoded.d == "f16":  # columns 2 t and 2 t + 1 in one register
                 pairs = [np.ascontiguousarray(read(lanes)).view(np.float16).reshape(-1, 2) for read in readers]
                 sums = [np.stack((part(mma, i, 0), part(mma, i, 1)), axis=1) for i, _ in places]
-                results = [add(*both).view(np.uint32)[:, 0] for both in zip(pairs, sums, strict=True)]
+                new_values = [add(*both).view(np.uint32)[:, 0] for both in zip(pairs, sums, strict=True)]
             else:
-                results = [add(read(lanes), part(mma, *at)) for read, at in zip(readers, places, strict=True)]
-            for write, values in zip(writers, results, strict=True):
+                new_values = [add(read(lanes), part(mma, *place)) for read, place in zip(readers, places, strict=True)]
+            for write, values in zip(writers, new_values, strict=True):
                 write(lanes, values)
 
     return accumulate

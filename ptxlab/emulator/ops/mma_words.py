@@ -16,7 +16,7 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.ops.floating import MODES
-from ptxlab.emulator.ops.rounding import fused
+from ptxlab.emulator.ops.rounding import fused_multiply_add
 
 _SHAPES = {  # of types: the shapes, with words of k in a register's column of lanes
     "f64": {"m8n8k4": 1, "m16n8k4": 1, "m16n8k8": 2, "m16n8k16": 4},
@@ -53,19 +53,19 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     writers = [machine.writer(register, d_type) for register in elements(d, 2 * halves)]
     accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 
-    def held(some: list[Reader], lanes: Lanes, *parts: int) -> Array:
+    def read_words(readers: list[Reader], lanes: Lanes, *parts: int) -> Array:
         """Read the registers as [warps, g, t, *parts]."""
-        columns = [np.broadcast_to(read(lanes), (count_of(lanes),)) for read in some]
+        columns = [np.broadcast_to(read(lanes), (count_of(lanes),)) for read in readers]
         return np.stack(columns, axis=1).reshape(-1, 8, 4, *parts)
 
     def multiply(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
-        left = held(of_a, lanes, depth, halves).transpose(0, 4, 1, 3, 2).reshape(-1, 8 * halves, 4 * depth)
-        right = held(of_b, lanes, depth).transpose(0, 3, 2, 1).reshape(-1, 4 * depth, 8)
-        start = held(of_c, lanes, halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * halves, 8)
+        left = read_words(of_a, lanes, depth, halves).transpose(0, 4, 1, 3, 2).reshape(-1, 8 * halves, 4 * depth)
+        right = read_words(of_b, lanes, depth).transpose(0, 3, 2, 1).reshape(-1, 4 * depth, 8)
+        start = read_words(of_c, lanes, halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * halves, 8)
         sums = accumulate(left, right, start)
-        result = sums.reshape(-1, halves, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(count_of(lanes), -1)
-        for write, column in zip(writers, result.T, strict=True):
+        columns = sums.reshape(-1, halves, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(count_of(lanes), -1)
+        for write, column in zip(writers, columns.T, strict=True):
             write(lanes, column)
 
     return together(machine, pc, EVERYBODY, multiply)
@@ -92,7 +92,7 @@ def fuse_products(rounding: str) -> Callable[[Array, Array, Array], Array]:
     def accumulate(left: Array, right: Array, sums: Array) -> Array:
         for k in range(left.shape[-1]):
             a, b = np.broadcast_arrays(left[..., k, None], right[..., k, None, :])
-            sums = fused(a.reshape(-1), b.reshape(-1), sums.reshape(-1), rounding).reshape(sums.shape)
+            sums = fused_multiply_add(a.reshape(-1), b.reshape(-1), sums.reshape(-1), rounding).reshape(sums.shape)
         return sums
 
     return accumulate

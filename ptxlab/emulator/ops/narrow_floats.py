@@ -35,8 +35,8 @@ def _values(type_name: str) -> Array:
 def floats(raw: Array, type_name: str) -> Array:
     """Convert bits of one of `OPERANDS`, or of `NARROW`, to float64; tensor cores ignore the low 13 bits of a tf32."""
     if type_name in NARROW:
-        found: Array = _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
-        return found
+        numbers: Array = _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
+        return numbers
     if type_name == "tf32":
         return (raw & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     return widen(raw, type_name)
@@ -82,7 +82,7 @@ def to_tf32(x: Array, mode: str, finite: bool = False) -> Array:
     """
     bits = np.ascontiguousarray(x).view(np.uint32)
     up = np.uint32({"rn": 0xFFF, "rna": 0x1000, "rz": 0}[mode]) + (bits >> np.uint32(13) & np.uint32(mode == "rn"))
-    found: Array = bits + up & np.uint32(0xFFFFE000)
+    tf32_bits: Array = bits + up & np.uint32(0xFFFFE000)
     if finite:
-        found = np.where(found & 0x7FFFFFFF == 0x7F800000, found - np.uint32(0x2000), found)
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), found)
+        tf32_bits = np.where(tf32_bits & 0x7FFFFFFF == 0x7F800000, tf32_bits - np.uint32(0x2000), tf32_bits)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), tf32_bits)

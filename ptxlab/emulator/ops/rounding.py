@@ -76,20 +76,20 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     return hi, np.where(np.isfinite(lo), lo, 0.0)
 
 
-def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
+def remainder_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
     """Return the sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
     if type_name != "f64":  # far from the ends of float64's range
         ph, pl = two_product(y, z)
-        result: Array = np.nan_to_num(np.sign((x - ph) - pl))
-        return result
+        signs: Array = np.nan_to_num(np.sign((x - ph) - pl))
+        return signs
     x, y, z = np.broadcast_arrays(x, y, z)
     signs = np.zeros(x.shape)
     for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
         if np.isinf(y[i]):  # it overflowed, or z is zero
             signs[i] = -np.sign(y[i] * z[i])
         else:
-            rest = Fraction(x[i]) - Fraction(y[i]) * Fraction(z[i])
-            signs[i] = (rest > 0) - (rest < 0)
+            remainder = Fraction(x[i]) - Fraction(y[i]) * Fraction(z[i])
+            signs[i] = (remainder > 0) - (remainder < 0)
     return np.nan_to_num(signs)
 
 
@@ -136,19 +136,19 @@ def _nearest(x: Array, type_name: str) -> Array:
     return (np.where(overflowed, bits, rounded) >> np.uint32(16)).astype(np.uint16)
 
 
-def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str) -> Array:
+def _step(nearest: Array, nearest_value: Array, exact: Array, type_name: str, mode: str) -> Array:
     """Move a nearest value one step where the direction wants it. (For f64, `exact` is the sign of what is missing.)"""
     if mode == "rn":
         return nearest
-    above = exact < 0 if type_name == "f64" else value > exact  # the nearest value lies above the exact one
-    below = exact > 0 if type_name == "f64" else value < exact
-    negative = np.signbit(value)
+    above = exact < 0 if type_name == "f64" else nearest_value > exact  # the nearest value lies above the exact one
+    below = exact > 0 if type_name == "f64" else nearest_value < exact
+    negative = np.signbit(nearest_value)
     toward_zero = {"rz": np.where(negative, below, above), "rm": above & ~negative, "rp": below & negative}[mode]
     away = {"rz": np.zeros_like(negative), "rm": above & negative, "rp": below & ~negative}[mode]
     bits = np.ascontiguousarray(nearest).view(_BITS[type_name])
     moved = bits - toward_zero.astype(bits.dtype) + away.astype(bits.dtype)
-    result: Array = moved if type_name == "bf16" else moved.view(nearest.dtype)
-    return result
+    stepped: Array = moved if type_name == "bf16" else moved.view(nearest.dtype)
+    return stepped
 
 
 def flush(x: Array, type_name: str) -> Array:
@@ -170,7 +170,7 @@ def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "r
     return round_to(hi, lo, type_name, mode)
 
 
-def fused(a: Array, b: Array, c: Array, mode: str) -> Array:
+def fused_multiply_add(a: Array, b: Array, c: Array, mode: str) -> Array:
     """Compute a * b + c in float64, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     ph, pl = two_product(a, b)
@@ -178,18 +178,18 @@ def fused(a: Array, b: Array, c: Array, mode: str) -> Array:
     vh, vl = two_sum(ph, sh)
     hi, lo = two_sum(vh, to_odd(*two_sum(sl, vl)))
     infinite = np.where(np.isinf(c) & np.isfinite(a) & np.isfinite(b), c, a * b + c)  # or NaN
-    result = round_to(np.where(np.isfinite(vh), hi, infinite), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
-    result = np.where(result == 0, directed_sum(a * b, c, mode)[0], result)  # the sign of an exact zero
+    rounded = round_to(np.where(np.isfinite(vh), hi, infinite), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
+    rounded = np.where(rounded == 0, directed_sum(a * b, c, mode)[0], rounded)  # the sign of an exact zero
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))
     tiny = (np.abs(ph) < 2.0**-900) & (a != 0) & (b != 0)
     unsafe = ((size > 2.0**900).any(axis=0) | tiny) & np.isfinite(size[:3]).all(axis=0)
     for i in np.flatnonzero(unsafe):
-        result[i] = _fused_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
-    return result
+        rounded[i] = _fused_multiply_add_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
+    return rounded
 
 
-def _fused_exactly(a: float, b: float, c: float, mode: str) -> float:
+def _fused_multiply_add_exactly(a: float, b: float, c: float, mode: str) -> float:
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
         return float(directed_sum(np.array([a * b]), np.array([c]), mode)[0][0])
@@ -197,6 +197,6 @@ def _fused_exactly(a: float, b: float, c: float, mode: str) -> float:
         nearest = float(exact)  # correctly rounded
     except OverflowError:
         nearest = np.inf if exact > 0 else -np.inf
-    rest = exact - Fraction(nearest) if np.isfinite(nearest) else -exact
-    error = (rest > 0) - (rest < 0)
+    remainder = exact - Fraction(nearest) if np.isfinite(nearest) else -exact
+    error = (remainder > 0) - (remainder < 0)
     return float(round_to(np.array([nearest]), np.array([float(error)]), "f64", mode)[0])

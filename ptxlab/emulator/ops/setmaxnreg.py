@@ -18,8 +18,8 @@ _GROUP = 4  # warps
 
 @binder("setmaxnreg")
 def _set(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    _, action, *more = instruction.opcode.split(".")
-    if action not in ("inc", "dec") or more != ["sync", "aligned", "u32"]:
+    _, action, *modifiers = instruction.opcode.split(".")
+    if action not in ("inc", "dec") or modifiers != ["sync", "aligned", "u32"]:
         raise UnknownOpcode(instruction.opcode)
     (count,) = instruction.operands
     if not isinstance(count, ir.Immediate) or not LEAST <= count.bits <= MOST or count.bits % 8:
@@ -40,21 +40,21 @@ class RegisterBudget(Unit):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         warps, entry = machine.lanes // 32, machine.launch.entry
-        given = entry.directives.get("maxnreg", (0,))[0]
-        self.registers = np.full(warps, given)
+        declared = entry.directives.get("maxnreg", (0,))[0]
+        self.registers = np.full(warps, declared)
         self.history: list[list[Instruction]] = [[] for _ in range(warps)]
         self.per_block = machine.stride // 32
         # A block keeps the registers it starts with: as many as let it start, in eights for each thread.
         threads = (entry.max_threads or machine.stride) * entry.directives.get("minnctapersm", (1,))[0]
-        self.at_start = given or min(_OF_AN_SM // threads // 8 * 8, MOST)
+        self.at_start = declared or min(_OF_AN_SM // threads // 8 * 8, MOST)
 
     def change(self, instruction: Instruction, warps: Array, count: int, grows: bool) -> None:
         """Record the register count that warps set with a setmaxnreg, and check it."""
         for warp in warps.tolist():
-            before = int(self.registers[warp])
-            if before and (count < before if grows else count > before):
+            old_count = int(self.registers[warp])
+            if old_count and (count < old_count if grows else count > old_count):
                 change = "increase" if grows else "decrease"
-                self.fail(instruction, warp, f"the warp has {before} registers per thread, so this is no {change}")
+                self.fail(instruction, warp, f"the warp has {old_count} registers per thread, so this is no {change}")
             self.registers[warp] = count
             self.history[warp].append(instruction)
             self.check_sum(instruction, warp)
@@ -64,9 +64,9 @@ class RegisterBudget(Unit):
         first = warp // self.per_block * self.per_block
         block = slice(first, first + self.per_block)
         if len({len(history) for history in self.history[block] if history}) == 1:
-            total, most = 32 * int(self.registers[block].sum()), 32 * self.per_block * self.at_start
-            if total > most:
-                started = f"{most}, at most {self.at_start} per thread, with which it starts: this waits for ever"
+            total, available = 32 * int(self.registers[block].sum()), 32 * self.per_block * self.at_start
+            if total > available:
+                started = f"{available}, at most {self.at_start} per thread, with which it starts: this waits for ever"
                 self.fail(instruction, warp, f"the block's warps then have {total} registers, more than the {started}")
 
     def finish(self) -> None:

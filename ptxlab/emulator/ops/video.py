@@ -33,7 +33,7 @@ class SimdForm:
     saturate: bool
     accumulate: bool
     picks: tuple[list[int], list[int]]  # of a and b: for each lane the part of both registers
-    kept: list[bool]  # lanes that are computed; the others are c's
+    is_computed: list[bool]  # lanes that are computed; the others are c's
 
     @classmethod
     def of(cls, op: Opcode) -> "SimdForm":
@@ -139,12 +139,12 @@ def _simd(op: Opcode) -> AluOperation:
             pool.view(f"{'i' if signed else 'u'}{size}")[:, picks].astype(np.int64)
             for signed, picks in zip(form.sources_signed, form.picks, strict=True)
         )
-        result = function(x, y)
-        result = _clamp(result, form.signed, 8 * size) if form.saturate else result
+        lanes = function(x, y)
+        lanes = _clamp(lanes, form.signed, 8 * size) if form.saturate else lanes
         if form.accumulate:
-            total: Array = (result[:, form.kept].sum(axis=1) + c).astype(np.uint32)
+            total: Array = (lanes[:, form.is_computed].sum(axis=1) + c).astype(np.uint32)
             return total
-        merged = np.where(form.kept, result.astype(f"u{size}"), c[:, None].view(f"u{size}"))
+        merged = np.where(form.is_computed, lanes.astype(f"u{size}"), c[:, None].view(f"u{size}"))
         return np.ascontiguousarray(merged).view(np.uint32)[:, 0]
 
     return AluOperation(("b32",), ("b32", "b32", "b32"), simd)
@@ -161,23 +161,23 @@ def _scalar(op: Opcode) -> AluOperation:
         return _FUNCTIONS[form.function](a, b)
 
     def scalar(a: Array, b: Array, c: Array | None = None) -> Array:
-        result = function(*(_select(*each) for each in zip((a, b), form.parts, form.sources_signed, strict=True)))
+        outcome = function(*(_select(*source) for source in zip((a, b), form.parts, form.sources_signed, strict=True)))
         size, position = form.target or (32, 0)
         if form.saturate and form.signed:
-            result = _clamp(result, True, size)
+            outcome = _clamp(outcome, True, size)
         elif form.saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
-            result = np.maximum(result, 0) if size == 32 else np.minimum(result & 0xFFFFFFFF, (1 << size) - 1)
+            outcome = np.maximum(outcome, 0) if size == 32 else np.minimum(outcome & 0xFFFFFFFF, (1 << size) - 1)
         if form.target:  # merged into c
             assert c is not None
             first, mask = size * position, (1 << size) - 1
-            return ((c.astype(np.int64) & ~(mask << first)) | (result & mask) << first).astype(np.uint32)
+            return ((c.astype(np.int64) & ~(mask << first)) | (outcome & mask) << first).astype(np.uint32)
         if form.second:
             assert c is not None
-            other = c.view(np.int32).astype(np.int64) if form.signed else c.astype(np.int64)
+            addend = c.view(np.int32).astype(np.int64) if form.signed else c.astype(np.int64)
             if form.function in ("vadd", "vsub"):  # the others pass their result on with all its bits
-                result = result.astype(np.int32 if form.signed else np.uint32).astype(np.int64)
-            result = {"add": np.add, "min": np.minimum, "max": np.maximum}[form.second](result, other)
-        return result.astype(np.uint32)
+                outcome = outcome.astype(np.int32 if form.signed else np.uint32).astype(np.int64)
+            outcome = {"add": np.add, "min": np.minimum, "max": np.maximum}[form.second](outcome, addend)
+        return outcome.astype(np.uint32)
 
     three = bool(form.target or form.second)
     return AluOperation(("b32",), ("b32", "b32", "b32") if three else ("b32", "b32"), scalar)
@@ -200,8 +200,8 @@ def _multiply_add(op: Opcode) -> AluOperation:
     def multiply_add(a: Array, b: Array, c: Array) -> Array:
         # as Python's integers: a product of 64 bits, and its sign
         x, y, z = (
-            _select(*each).astype(object)
-            for each in ((a, part_a, signs[0]), (b, part_b, signs[1]), (c, part_c, c_signed))
+            _select(*source).astype(object)
+            for source in ((a, part_a, signs[0]), (b, part_b, signs[1]), (c, part_c, c_signed))
         )
         total = (-x if product_minus else x) * y + (-z if c_minus else z) + plus_one
         total = total >> int(scale[3:] or 0)

@@ -50,8 +50,8 @@ class WmmaFragment:
     @classmethod
     def of(cls, shape: str, type_name: str, operand: str) -> Self:
         """Return the fragment of operand a, b, c or d of a shape such as m16n16k16."""
-        m, rest = shape[1:].split("n")
-        n, k = map(int, rest.split("k"))
+        m, columns_and_depth = shape[1:].split("n")
+        n, k = map(int, columns_and_depth.split("k"))
         k //= _PER_WORD.get(type_name, 1)
         rows, cols = {"a": (int(m), k), "b": (k, n)}.get(operand, (int(m), n))
         return cls(rows, cols, type_name)
@@ -74,8 +74,8 @@ class WmmaFragment:
 
     def places(self, count: int) -> tuple[Array, Array]:
         """Return rows and columns [lanes, count] of the elements that the lanes hold."""
-        at = np.arange(_WARP * count).reshape(_WARP, count) % (self.rows * self.cols)
-        return at // self.cols, at % self.cols
+        index = np.arange(_WARP * count).reshape(_WARP, count) % (self.rows * self.cols)
+        return index // self.cols, index % self.cols
 
     def matrix(self, raw: Array) -> Array:
         """View registers [warps, lanes, count] as the matrix [warps, rows, columns] of elements."""
@@ -112,13 +112,13 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
     if type_name not in (inputs if operand in "ab" else outputs) or wrong_layout:
         raise UnknownOpcode(instruction.opcode)
     fragment = WmmaFragment.of(shape, type_name, operand)
-    held, address, *more = instruction.operands if loads else (instruction.operands[1], instruction.operands[0],
-                                                               *instruction.operands[2:])  # fmt: skip
-    registers = elements(held, fragment.registers(operand in "ab"))
+    first, second, *stride_operands = instruction.operands
+    fragment_operand, address = (first, second) if loads else (second, first)
+    registers = elements(fragment_operand, fragment.registers(operand in "ab"))
     per_register = DTYPES[fragment.register].itemsize // fragment.dtype.itemsize
     size, per_word = fragment.dtype.itemsize, _PER_WORD.get(type_name, 1)
     shortest = (fragment.cols if by_row else fragment.rows) * per_word
-    read_stride = machine.reader(more[0] if more else ir.Immediate(shortest), "u32")
+    read_stride = machine.reader(stride_operands[0] if stride_operands else ir.Immediate(shortest), "u32")
     element = _MEMORY.get(type_name, type_name)
     access = MemoryAccess(instruction, "load" if loads else "store", space, "weak", element, 1, ())
     locate, view = locator(machine, access, address), machine.memory.arena.view(fragment.dtype)
@@ -134,29 +134,29 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
         if (strides % per_word).any():
             raise EmulationError(f"{machine.place(instruction, lanes)}: the stride is no multiple of {per_word}")
         strides = strides // per_word
-        i, j = (np.tile(each, (warps, 1)) for each in (rows, cols))
-        apart = (i * strides + j if by_row else j * strides + i) * size
-        longest = apart.reshape(warps, -1).max(axis=1).repeat(_WARP) + size
-        found: Array = locate(lanes, longest)[:, None] + apart
-        return found
+        i, j = (np.tile(places, (warps, 1)) for places in (rows, cols))
+        distances = (i * strides + j if by_row else j * strides + i) * size
+        longest = distances.reshape(warps, -1).max(axis=1).repeat(_WARP) + size
+        arena_offsets: Array = locate(lanes, longest)[:, None] + distances
+        return arena_offsets
 
     def load(lanes: Lanes) -> None:
-        at = offsets(lanes)
-        for column in at.T:
+        element_offsets = offsets(lanes)
+        for column in element_offsets.T:
             for watcher in watchers:
                 watcher.load(access, lanes, column)
-        values = view[at // size].view(DTYPES[fragment.register]).reshape(len(at), -1)
+        values = view[element_offsets // size].view(DTYPES[fragment.register]).reshape(len(element_offsets), -1)
         for write, column in zip(writers, values.T, strict=True):
             write(lanes, column)
 
     def store(lanes: Lanes) -> None:
-        at = offsets(lanes)
-        columns = np.broadcast_arrays(*[read(lanes) for read in readers], at[:, 0])[:-1]
-        values = np.ascontiguousarray(np.stack(columns, axis=1)).view(fragment.dtype).reshape(len(at), -1)
-        for column, some in zip(at.T, values.T, strict=True):
+        element_offsets = offsets(lanes)
+        columns = np.broadcast_arrays(*[read(lanes) for read in readers], element_offsets[:, 0])[:-1]
+        values = np.ascontiguousarray(np.stack(columns, axis=1)).view(fragment.dtype).reshape(len(element_offsets), -1)
+        for column, element_values in zip(element_offsets.T, values.T, strict=True):
             for watcher in watchers:
-                watcher.store(access, lanes, column, some)
-            view[column // size] = some
+                watcher.store(access, lanes, column, element_values)
+            view[column // size] = element_values
 
     return load if loads else store
 
@@ -182,18 +182,18 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
     fragments = {name: WmmaFragment.of(shape, kind, name) for name, kind in kinds.items()}
     if len(instruction.operands) != 4:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
-    held = {
+    registers = {
         name: elements(operand, fragments[name].registers(name in "ab"))
         for name, operand in zip(kinds, instruction.operands, strict=True)
     }
-    readers = {n: [machine.reader(r, fragments[n].register) for r in held[n]] for n in "abc"}
-    writers = [machine.writer(r, fragments["d"].register) for r in held["d"]]
+    readers = {n: [machine.reader(r, fragments[n].register) for r in registers[n]] for n in "abc"}
+    writers = [machine.writer(r, fragments["d"].register) for r in registers["d"]]
 
     def matrix(name: str, lanes: Lanes) -> Array:
         count = count_of(lanes)
         columns = np.stack([np.broadcast_to(read(lanes), (count,)) for read in readers[name]], axis=1)
-        found = fragments[name].matrix(columns.reshape(-1, _WARP, columns.shape[1]))
-        return found if kinds[name] in ("s32", "f32", "f64", "b1") else _numbers(found, kinds[name], name)
+        raw = fragments[name].matrix(columns.reshape(-1, _WARP, columns.shape[1]))
+        return raw if kinds[name] in ("s32", "f32", "f64", "b1") else _numbers(raw, kinds[name], name)
 
     def multiply(lanes: Lanes) -> None:
         wide = np.int64 if d_type == "s32" else np.float64
@@ -205,10 +205,10 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
         else:
             sums = c + a.astype(wide) @ b.astype(wide)
         if d_type == "s32":
-            result = (sums.clip(*limits("s32")) if saturates else sums).astype(np.int32)
+            d = (sums.clip(*limits("s32")) if saturates else sums).astype(np.int32)
         else:
-            result = canonical(sums.astype(DTYPES[d_type]), d_type)
-        columns = result.reshape(count_of(lanes), -1).view(DTYPES[fragments["d"].register])
+            d = canonical(sums.astype(DTYPES[d_type]), d_type)
+        columns = d.reshape(count_of(lanes), -1).view(DTYPES[fragments["d"].register])
         for write, column in zip(writers, columns.T, strict=True):
             write(lanes, column)
 

@@ -58,9 +58,9 @@ class BlockBarriers(Unit):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.at: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
+        self.by_key: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
 
-    def look_at(self, barrier: Barrier) -> None:
+    def complete_if_due(self, barrier: Barrier) -> None:
         """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
         machine = self.machine
         alive = machine.alive.reshape(-1, machine.stride)[barrier.block]
@@ -70,7 +70,7 @@ class BlockBarriers(Unit):
             missing = np.count_nonzero(barrier.present | (~alive & warps_here)) < barrier.expected
         if np.any(missing):
             return
-        del self.at[barrier.block, barrier.number]
+        del self.by_key[barrier.block, barrier.number]
         released = reduce(merge, [parked.lanes for parked in barrier.waiting]) if barrier.waiting else None
         for watcher in machine.watchers:
             watcher.depart((barrier.block, barrier.number), released)
@@ -81,22 +81,22 @@ class BlockBarriers(Unit):
 
     def has_room(self, block: int, number: int, expected: int | None, arriving: int) -> bool:
         """Tell whether so many threads can come to one generation of a barrier."""
-        barrier = self.at.get((block, number))
+        barrier = self.by_key.get((block, number))
         present = int(np.count_nonzero(barrier.present)) if barrier else 0
         return expected is None or present + arriving <= expected
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Let go those that only threads which have ended were missing from."""
-        for barrier in list(self.at.values()):
-            self.look_at(barrier)
+        for barrier in list(self.by_key.values()):
+            self.complete_if_due(barrier)
 
     def waiters(self) -> Iterator[Parked]:
         """Return the lanes that are parked at all barriers."""
-        return (parked for barrier in self.at.values() for parked in barrier.waiting)
+        return (parked for barrier in self.by_key.values() for parked in barrier.waiting)
 
     def state(self) -> object:
         """List the barriers, each with the threads that have come."""
-        return [(*key, barrier.present.tobytes()) for key, barrier in self.at.items()]
+        return [(*key, barrier.present.tobytes()) for key, barrier in self.by_key.items()]
 
 
 def check_barrier(numbers: Array, expected: Array | None) -> None:
@@ -143,37 +143,39 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
                 check_barrier(numbers, expected)
             except ValueError as error:
                 raise EmulationError(f"{machine.place(instruction, lanes)}: {error}") from None
-        simple = finish is None and waits and expected is None and not barriers.at and not watchers
+        simple = finish is None and waits and expected is None and not barriers.by_key and not watchers
         if simple and count_of(lanes) == machine.living and (numbers == numbers[0]).all():
             return None
         keys = indices // stride * BARRIERS + numbers
         for key in np.unique(keys):
-            here = keys == key
+            at_key = keys == key
             block, number = divmod(int(key), BARRIERS)
-            for threads in [None] if expected is None else np.unique(expected[here]).tolist():
-                those = indices[here if threads is None else here & (expected == threads)]
+            for threads in [None] if expected is None else np.unique(expected[at_key]).tolist():
+                arriving = indices[at_key if threads is None else at_key & (expected == threads)]
                 # warps that come when it is complete begin its next generation
-                for part in [those] if barriers.has_room(block, number, threads, len(those)) else warps_of(those):
+                has_room = barriers.has_room(block, number, threads, len(arriving))
+                for part in [arriving] if has_room else warps_of(arriving):
                     arrive(block, number, threads, part)
         return [] if waits else None
 
     def arrive(block: int, number: int, threads: int | None, indices: Array) -> None:
         lanes = as_lanes(indices)
-        at = barriers.at.get((block, number))
-        if at is None:
-            at = barriers.at[block, number] = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
-        elif (threads or stride) != (at.expected or stride):
-            first = f"{at.expected or 'all'} at {at.first.seen_from(instruction)}"
+        state = barriers.by_key.get((block, number))
+        if state is None:
+            state = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
+            barriers.by_key[block, number] = state
+        elif (threads or stride) != (state.expected or stride):
+            first = f"{state.expected or 'all'} at {state.first.seen_from(instruction)}"
             problem = f"{threads or 'all'} threads are to meet at barrier {number}, but {first}"
             raise EmulationError(f"{machine.place(instruction, lanes)}: {problem}")
         for watcher in watchers:
             watcher.arrive(instruction, (block, number), lanes)
-        at.present[indices % stride] = True
+        state.present[indices % stride] = True
         if waits:
-            wanted = "all threads" if threads is None else f"{threads} threads"
-            at.waiting.append(Parked(pc, lanes, f"{wanted} of its block at barrier {number}"))
-            at.finish = finish
-        barriers.look_at(at)
+            missing = "all threads" if threads is None else f"{threads} threads"
+            state.waiting.append(Parked(pc, lanes, f"{missing} of its block at barrier {number}"))
+            state.finish = finish
+        barriers.complete_if_due(state)
 
     return barrier
 
@@ -192,7 +194,7 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Handle
 
     def warp_barrier(lanes: Lanes) -> Successors:
         masks = np.broadcast_to(read(lanes), (count_of(lanes),))
-        on: list[tuple[int, Lanes]] = []
+        successors: list[tuple[int, Lanes]] = []
         for mask in np.unique(masks):  # lanes that name different members do not meet
             chosen, _ = split(lanes, masks == mask)
             assert chosen is not None
@@ -201,8 +203,8 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Handle
                 watcher.converge(reduce(merge, complete.values()))
             if complete.get(pc) is lanes and len(complete) == 1:
                 return None
-            on += [(at + 1, those) for at, those in complete.items()]
-        return on
+            successors += [(target + 1, target_lanes) for target, target_lanes in complete.items()]
+        return successors
 
     return warp_barrier
 

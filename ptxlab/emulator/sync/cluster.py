@@ -25,13 +25,13 @@ def _map(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def map_shared(lanes: Lanes) -> None:
         addresses, ranks = np.broadcast_arrays(read(lanes).astype(np.int64), read_rank(lanes).astype(np.int64))
-        write(lanes, peers.mapped(instruction, lanes, addresses, ranks).astype(DTYPES[t]))
+        write(lanes, peers.map_addresses(instruction, lanes, addresses, ranks).astype(DTYPES[t]))
 
     def map_generic(lanes: Lanes) -> None:
         addresses, ranks = np.broadcast_arrays(read(lanes).view(np.int64), read_rank(lanes).astype(np.int64))
         if (peers.block_at(addresses - BASE) < 0).any():
             raise EmulationError(f"{machine.place(instruction, lanes)}: an address that is not in shared memory")
-        far = peers.mapped(instruction, lanes, peers.from_generic(lanes, addresses), ranks)
+        far = peers.map_addresses(instruction, lanes, peers.from_generic(lanes, addresses), ranks)
         write(lanes, peers.to_generic(instruction, lanes, far).astype(np.uint64))
 
     return map_shared if shared else map_generic
@@ -74,7 +74,7 @@ class ClusterBarriers(Unit):
         for cluster in np.unique(clusters).tolist():
             yield cluster, indices[clusters == cluster]
 
-    def look_at(self, cluster: int) -> None:
+    def complete_if_due(self, cluster: int) -> None:
         """Complete the phase if everybody has arrived."""
         lanes = slice(cluster * self.size, (cluster + 1) * self.size)
         alive = self.machine.alive[lanes]
@@ -93,10 +93,10 @@ class ClusterBarriers(Unit):
         for watcher in self.machine.watchers:
             watcher.phase_wait(instruction, -1 - cluster, lanes)
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Complete the phases that only threads which have ended were missing from."""
         for cluster in range(len(self.phase)):
-            self.look_at(cluster)
+            self.complete_if_due(cluster)
 
     def waiters(self) -> Iterator[Parked]:
         """Return the lanes that are parked at all barriers."""
@@ -118,30 +118,31 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     barriers = machine.unit(ClusterBarriers)
 
-    def check(who: Array, ahead: int, problem: str) -> None:
-        """Check that the lanes have arrived `ahead` times more often than waited."""
-        wrong = barriers.arrivals[who] - barriers.waits[who] != ahead
+    def check(cluster_lanes: Array, lead: int, problem: str) -> None:
+        """Check that the lanes have arrived `lead` times more often than waited."""
+        wrong = barriers.arrivals[cluster_lanes] - barriers.waits[cluster_lanes] != lead
         if wrong.any():
-            raise EmulationError(f"{machine.place(instruction, as_lanes(who[wrong]))}: {problem}")
+            raise EmulationError(f"{machine.place(instruction, as_lanes(cluster_lanes[wrong]))}: {problem}")
 
     def arrive(lanes: Lanes) -> None:
-        for cluster, who in barriers.parts(lanes):
-            check(who, 0, "arrives at the barrier of its cluster again, without having waited")
+        for cluster, cluster_lanes in barriers.parts(lanes):
+            check(cluster_lanes, 0, "arrives at the barrier of its cluster again, without having waited")
             for watcher in machine.watchers if order == "release" else ():
-                watcher.phase_arrive(instruction, -1 - cluster, as_lanes(who))
-            barriers.arrivals[who] += 1
-            barriers.look_at(cluster)
+                watcher.phase_arrive(instruction, -1 - cluster, as_lanes(cluster_lanes))
+            barriers.arrivals[cluster_lanes] += 1
+            barriers.complete_if_due(cluster)
 
     def wait(lanes: Lanes) -> Successors:
-        on: list[tuple[int, Lanes]] = []
-        for cluster, who in barriers.parts(lanes):
-            check(who, 1, "waits at the barrier of its cluster without having arrived")
-            done = barriers.arrivals[who] <= barriers.phase[cluster]
+        successors: list[tuple[int, Lanes]] = []
+        for cluster, cluster_lanes in barriers.parts(lanes):
+            check(cluster_lanes, 1, "waits at the barrier of its cluster without having arrived")
+            done = barriers.arrivals[cluster_lanes] <= barriers.phase[cluster]
             if done.any():
-                barriers.leave(instruction, cluster, as_lanes(who[done]))
-                on.append((pc + 1, as_lanes(who[done])))
+                barriers.leave(instruction, cluster, as_lanes(cluster_lanes[done]))
+                successors.append((pc + 1, as_lanes(cluster_lanes[done])))
             if not done.all():
-                barriers.waiting[cluster].append(Parked(pc, as_lanes(who[~done]), "all threads of its cluster"))
-        return on
+                waiting = as_lanes(cluster_lanes[~done])
+                barriers.waiting[cluster].append(Parked(pc, waiting, "all threads of its cluster"))
+        return successors
 
     return arrive if action == "arrive" else wait

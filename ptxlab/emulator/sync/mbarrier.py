@@ -48,7 +48,7 @@ class MBarrier:
             raise ValueError(f"{count} arrivals, but {self} expects {self.missing} more in this phase")
         self.missing -= count
         self.count -= count if drop else 0
-        self.look()
+        self.complete_if_due()
 
     def expect(self, size: int) -> None:
         """Count bytes that are to come; negative: that have come."""
@@ -56,9 +56,9 @@ class MBarrier:
         self.expected += max(size, 0)
         if abs(self.bytes) > LARGEST:
             raise ValueError(f"{self} expects {self.bytes} bytes, beyond {LARGEST}")
-        self.look()
+        self.complete_if_due()
 
-    def look(self) -> None:
+    def complete_if_due(self) -> None:
         """Complete the phase if nothing is missing, and let those go who waited for that."""
         self.machine.unit(MBarriers).vain = 0
         if self.missing or self.bytes:
@@ -93,27 +93,27 @@ class MBarriers(Unit):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.at: dict[int, MBarrier] = {}  # by arena offset
+        self.by_place: dict[int, MBarrier] = {}  # by arena offset
         self.vain = 0  # how often in a row whoever waits has been told "not yet"
-        machine.unit(EffectQueue).mbarriers = self.at
+        machine.unit(EffectQueue).mbarriers = self.by_place
 
     def answer_in_vain(self) -> bool:
         """Tell whoever waits "not yet", as hardware does after a while."""
-        waited_at = [barrier for barrier in self.at.values() if barrier.waiting]
+        awaited = [barrier for barrier in self.by_place.values() if barrier.waiting]
         self.vain += 1
-        if not waited_at or self.vain > PATIENCE:
+        if not awaited or self.vain > PATIENCE:
             return False
-        for barrier in waited_at:
+        for barrier in awaited:
             barrier.answer(False)
         return True
 
     def waiters(self) -> Iterator[Parked]:
         """Return the lanes that are parked at all mbarriers."""
-        return (parked for barrier in self.at.values() for parked in barrier.waiters())
+        return (parked for barrier in self.by_place.values() for parked in barrier.waiters())
 
     def state(self) -> object:
         """List the counts of each mbarrier: arrivals and bytes missing, phases completed, waiters."""
-        return [(b.place, b.missing, b.bytes, b.phase, len(b.waiting)) for b in self.at.values()]
+        return [(b.place, b.missing, b.bytes, b.phase, len(b.waiting)) for b in self.by_place.values()]
 
 
 class MBarrierOperand:
@@ -139,14 +139,14 @@ class MBarrierOperand:
             watcher.load(self.access, lanes, offsets)
         order = np.argsort(offsets, kind="stable")
         places, first = np.unique(offsets[order], return_index=True)
-        for place, who in zip(places.tolist(), np.split(order, first[1:]), strict=True):
-            barrier = self.mbarriers.at.get(place)
+        for place, positions in zip(places.tolist(), np.split(order, first[1:]), strict=True):
+            barrier = self.mbarriers.by_place.get(place)
             if barrier is None:
-                where = self.machine.memory.byte(place)
-                self.fail(indices_of(lanes)[who[0]], f"there is no initialised mbarrier at {where}")
+                place_text = self.machine.memory.byte(place)
+                self.fail(indices_of(lanes)[positions[0]], f"there is no initialised mbarrier at {place_text}")
             if self.machine.memory.view[8][place // 8] != _MARK:
-                self.fail(indices_of(lanes)[who[0]], f"something has written over {barrier}")
-            yield barrier, who
+                self.fail(indices_of(lanes)[positions[0]], f"something has written over {barrier}")
+            yield barrier, positions
 
 
 @binder("mbarrier")
@@ -163,38 +163,40 @@ def _mbarrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def _init(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
+    operand = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
     read = machine.reader(instruction.operands[1], "u32")
 
     def init(lanes: Lanes) -> None:
-        offsets = at.locate(lanes)
+        offsets = operand.locate(lanes)
         for watcher in machine.watchers:
-            watcher.store(at.access, lanes, offsets, np.full(len(offsets), _MARK))
+            watcher.store(operand.access, lanes, offsets, np.full(len(offsets), _MARK))
             watcher.begin(instruction, lanes, offsets)
         counts = np.broadcast_to(read(lanes), offsets.shape)
         for lane, place, count in zip(indices_of(lanes).tolist(), offsets.tolist(), counts.tolist(), strict=True):
             if not 1 <= count <= LARGEST:
-                at.fail(lane, f"an mbarrier expects 1 to {LARGEST} arrivals, not {count}")
-            if place in at.mbarriers.at:
-                line = at.mbarriers.at[place].instruction.line
-                at.fail(lane, f"the mbarrier at {machine.memory.byte(place)} is initialised already, by line {line}")
-            at.mbarriers.at[place] = MBarrier(machine, place, count, instruction)
+                operand.fail(lane, f"an mbarrier expects 1 to {LARGEST} arrivals, not {count}")
+            if place in operand.mbarriers.by_place:
+                line = operand.mbarriers.by_place[place].instruction.line
+                operand.fail(
+                    lane, f"the mbarrier at {machine.memory.byte(place)} is initialised already, by line {line}"
+                )
+            operand.mbarriers.by_place[place] = MBarrier(machine, place, count, instruction)
         machine.memory.view[8][offsets // 8] = _MARK
 
     return init
 
 
 def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
-    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
+    operand = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
 
     def invalidate(lanes: Lanes) -> None:
-        offsets = at.locate(lanes)
-        for barrier, who in at.objects(lanes, offsets):
+        offsets = operand.locate(lanes)
+        for barrier, positions in operand.objects(lanes, offsets):
             if barrier.waiting:
-                at.fail(indices_of(lanes)[who[0]], f"threads still wait at {barrier}")
-            del at.mbarriers.at[barrier.place]
+                operand.fail(indices_of(lanes)[positions[0]], f"threads still wait at {barrier}")
+            del operand.mbarriers.by_place[barrier.place]
         for watcher in machine.watchers:  # whoever uses it has to be done
-            watcher.store(at.access, lanes, offsets, np.zeros(len(offsets), np.uint64))
+            watcher.store(operand.access, lanes, offsets, np.zeros(len(offsets), np.uint64))
 
     return invalidate
 
@@ -203,19 +205,19 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
     """Bind expect_tx and complete_tx."""
     opcode.flag("relaxed")
     opcode.choice(*SCOPES, default="cta")
-    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load")
+    operand = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load")
     read = machine.reader(instruction.operands[1], "u32")
     sign = 1 if "expect_tx" in instruction.opcode else -1
 
     def transact(lanes: Lanes) -> None:
         sizes = np.broadcast_to(read(lanes), len(indices_of(lanes))).astype(np.int64)
-        for barrier, who in at.objects(lanes):
+        for barrier, positions in operand.objects(lanes):
             barrier.expected_by = instruction if sign > 0 else barrier.expected_by
-            for i in who:
+            for i in positions:
                 try:
                     barrier.expect(sign * int(sizes[i]))
                 except ValueError as error:
-                    at.fail(indices_of(lanes)[i], str(error))
+                    operand.fail(indices_of(lanes)[i], str(error))
 
     return transact
 
@@ -226,7 +228,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
     releases = opcode.choice("release", "relaxed", default="release") == "release"
     opcode.choice(*SCOPES, default="cta")
     state, address, *argument = instruction.operands
-    at = MBarrierOperand(machine, instruction, space, address, "load")
+    operand = MBarrierOperand(machine, instruction, space, address, "load")
     write = machine.writer(state, "u64")
     read = machine.reader(argument[0] if argument else ir.Immediate(1), "u32")
     if (expects or partial) and not argument:
@@ -244,23 +246,24 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         indices = indices_of(lanes)
         arguments = np.broadcast_to(read(lanes), indices.shape).tolist()
         tokens = np.zeros(len(indices), np.uint64)
-        for barrier, who in at.objects(lanes):
+        for barrier, positions in operand.objects(lanes):
             for watcher in machine.watchers if releases else ():
-                watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[who]))
-            if not (drop or expects or partial or argument) and len(who) <= barrier.missing:  # one each
-                tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
-                barrier.arrive(len(who))
+                watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[positions]))
+            if not (drop or expects or partial or argument) and len(positions) <= barrier.missing:  # one each
+                tokens[positions] = barrier.phase << _PENDING | barrier.missing - np.arange(len(positions))
+                barrier.arrive(len(positions))
                 continue
             first_phase = barrier.phase
-            for i in who.tolist():
+            for i in positions.tolist():
                 tokens[i] = barrier.phase << _PENDING | barrier.missing
                 try:
                     change(barrier, arguments[i])
                 except ValueError as error:
-                    at.fail(indices[i], str(error))
+                    operand.fail(indices[i], str(error))
             if (phases := barrier.phase - first_phase) > 1:
                 line = instruction.seen_from(barrier.instruction)
-                barrier.several = f"; {len(who)} threads that arrived at once, in {line}, completed {phases} phases"
+                arrivals = f"{len(positions)} threads that arrived at once, in {line},"
+                barrier.several = f"; {arrivals} completed {phases} phases"
         write(lanes, tokens)
 
     return arrive
@@ -273,13 +276,13 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
     opcode.choice(*SCOPES, default="cta")
     target, address, expected = instruction.operands[:3]
     pending = machine.unit(EffectQueue)
-    at = MBarrierOperand(machine, instruction, space, address, "load")
+    operand = MBarrierOperand(machine, instruction, space, address, "load")
     write, read = machine.writer(target, "pred"), machine.reader(expected, "u32" if parity else "u64")
 
-    def done(barrier: MBarrier, wanted: Array) -> Array:
-        if parity:
-            return np.asarray(wanted & 1 != barrier.phase & 1)
-        return np.asarray(wanted >> np.uint64(_PENDING) < np.uint64(barrier.phase))
+    def done(barrier: MBarrier, phases: Array) -> Array:
+        if parity:  # the last phase of this parity is over while the other parity's is under way
+            return np.asarray(phases & 1 != barrier.phase & 1)
+        return np.asarray(phases >> np.uint64(_PENDING) < np.uint64(barrier.phase))
 
     def finish(place: int, lanes: Lanes, success: bool) -> None:
         if success:
@@ -292,13 +295,13 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
 
     def wait(lanes: Lanes) -> Successors:
         indices = indices_of(lanes)
-        wanted, success = np.broadcast_to(read(lanes), indices.shape), np.zeros(len(indices), bool)
-        for barrier, who in at.objects(lanes):
-            success[who] = done(barrier, wanted[who])
-            if len(yes := who[success[who]]):
-                finish(barrier.place, as_lanes(indices[yes]), True)
-            if len(no := who[~success[who]]):
-                barrier.waiting.append((Parked(pc, as_lanes(indices[no]), ""), finish))
+        phases, success = np.broadcast_to(read(lanes), indices.shape), np.zeros(len(indices), bool)
+        for barrier, positions in operand.objects(lanes):
+            success[positions] = done(barrier, phases[positions])
+            if len(done_positions := positions[success[positions]]):
+                finish(barrier.place, as_lanes(indices[done_positions]), True)
+            if len(waiting_positions := positions[~success[positions]]):
+                barrier.waiting.append((Parked(pc, as_lanes(indices[waiting_positions]), ""), finish))
         if success.all():
             return None
         return [(pc + 1, as_lanes(indices[success]))] if success.any() else []
