@@ -52,99 +52,98 @@ class Commands:
         line = line.strip() or self.last
         if not line:
             return ""
-        name, rest = (*line.split(maxsplit=1), "")[:2]
-        known = ALIASES.get(name)
-        if known is None:
+        name, arguments = (*line.split(maxsplit=1), "")[:2]
+        name_in_full = ALIASES.get(name)
+        if name_in_full is None:
             raise DebuggerError(f"unknown command {name!r}{_nearest(name)}; `help` lists them")
-        self.last = line if known in REPEATED else ""
-        if rest and not COMMANDS[known][1]:
-            raise DebuggerError(f"{known}: takes nothing (got {rest!r})")
-        return "\n".join(COMMANDS[known][0](self, rest))
+        self.last = line if name_in_full in REPEATED else ""
+        if arguments and not COMMANDS[name_in_full][1]:
+            raise DebuggerError(f"{name_in_full}: takes nothing (got {arguments!r})")
+        return "\n".join(COMMANDS[name_in_full][0](self, arguments))
 
     # Moving
 
     @command("break b", "LINE | FILE:LINE | #INSTRUCTION | OPCODE | finding | nan | race ... [if CONDITION]")
-    def _break(self, rest: str) -> list[str]:
+    def _break(self, arguments: str) -> list[str]:
         """Stop at a line or an instruction, or after a finding of a check; without an argument list breakpoints.
 
         With `if %r5 == 3` it stops for lanes that hold that, and looks at the first of them; `and` joins comparisons.
         """
         session = self.session
-        if not rest:
-            return [f"{n}  {each.what}" for n, each in session.breakpoints.items()] or ["no breakpoints"]
-        place, _, text = rest.partition(" if ")
+        if not arguments:
+            return [f"{n}  {breakpoint_.text}" for n, breakpoint_ in session.breakpoints.items()] or ["no breakpoints"]
+        place, _, text = arguments.partition(" if ")
         number = session.stop_at(place, condition_of(session, text) if text else None)
         if text:
-            unconditional = session.breakpoints[number].what
-            session.breakpoints[number] = replace(
-                session.breakpoints[number], what=f"{unconditional} if {text.strip()}"
-            )
-        found = session.breakpoints[number]
-        places = f" ({len(found.code)} places)" if len(found.code) > 1 else ""
-        return [f"breakpoint {number}, {found.what}{places}"]
+            unconditional = session.breakpoints[number].text
+            breakpoint_ = replace(session.breakpoints[number], text=f"{unconditional} if {text.strip()}")
+            session.breakpoints[number] = breakpoint_
+        breakpoint_ = session.breakpoints[number]
+        places = f" ({len(breakpoint_.code)} places)" if len(breakpoint_.code) > 1 else ""
+        return [f"breakpoint {number}, {breakpoint_.text}{places}"]
 
     @command("delete d", "NUMBER")
-    def _delete(self, rest: str) -> list[str]:
+    def _delete(self, arguments: str) -> list[str]:
         """Remove a breakpoint."""
-        self.session.forget(_number("delete", rest))
+        self.session.forget(_number("delete", arguments))
         return []
 
     @command("continue c")
-    def _continue(self, rest: str) -> list[str]:
+    def _continue(self, arguments: str) -> list[str]:
         """Run to the next breakpoint, error or end."""
-        return self.stopped(self.session.go_on())
+        return self.describe_stop(self.session.go_on())
 
     @command("step s", "[COUNT] [all]")
-    def _step(self, rest: str) -> list[str]:
+    def _step(self, arguments: str) -> list[str]:
         """Run until the warp, or with `all` any warp, comes to another source line."""
-        return self._steps("step", self.session.step, "line", rest)
+        return self._steps("step", self.session.step, "line", arguments)
 
     @command("next n", "[COUNT] [all]")
-    def _next(self, rest: str) -> list[str]:
+    def _next(self, arguments: str) -> list[str]:
         """Run as `step` does, but over functions that this line calls."""
-        return self._steps("next", self.session.step, "call", rest)
+        return self._steps("next", self.session.step, "call", arguments)
 
     @command("stepi si", "[COUNT] [all]")
-    def _stepi(self, rest: str) -> list[str]:
+    def _stepi(self, arguments: str) -> list[str]:
         """Run one instruction of the warp, or with `all` of any warp."""
-        return self._steps("stepi", self.session.step, "instruction", rest)
+        return self._steps("stepi", self.session.step, "instruction", arguments)
 
     @command("back", "[COUNT] [all]")
-    def _back(self, rest: str) -> list[str]:
+    def _back(self, arguments: str) -> list[str]:
         """Go back to the source line before, by running again from the beginning."""
-        return self._steps("back", self.session.back, "line", rest)
+        return self._steps("back", self.session.back, "line", arguments)
 
     @command("backi bi", "[COUNT] [all]")
-    def _backi(self, rest: str) -> list[str]:
+    def _backi(self, arguments: str) -> list[str]:
         """Go back by one instruction."""
-        return self._steps("backi", self.session.back, "instruction", rest)
+        return self._steps("backi", self.session.back, "instruction", arguments)
 
     @command("rewind rc")
-    def _rewind(self, rest: str) -> list[str]:
+    def _rewind(self, arguments: str) -> list[str]:
         """Go back to the last breakpoint before here, or to the beginning."""
-        return self.stopped(self.session.rewind())
+        return self.describe_stop(self.session.rewind())
 
     @command("restart")
-    def _restart(self, rest: str) -> list[str]:
+    def _restart(self, arguments: str) -> list[str]:
         """Go back to the beginning; breakpoints stay."""
-        return self.stopped(self.session.restart())
+        return self.describe_stop(self.session.restart())
 
-    def _steps(self, name: str, move: Callable[..., Stop], unit: str, rest: str) -> list[str]:
-        words = rest.split()
+    def _steps(self, name: str, move: Callable[..., Stop], unit: str, arguments: str) -> list[str]:
+        words = arguments.split()
         everyone = "all" in words
         counts = [word for word in words if word != "all"]
         if len(counts) > 1 or not all(word.isdigit() and int(word) for word in counts):
-            raise DebuggerError(f"{name}: [COUNT] [all] (got {rest!r})")
+            raise DebuggerError(f"{name}: [COUNT] [all] (got {arguments!r})")
         stop = self.session.now
         for _ in range(int(counts[0]) if counts else 1):
             stop = move(unit, everyone=everyone)
             if stop.reason != "step":
                 break
-        return self.stopped(stop)
+        return self.describe_stop(stop)
 
     # Where
 
-    def stopped(self, stop: Stop) -> list[str]:
+    def describe_stop(self, stop: Stop) -> list[str]:
         """Describe why and where the launch has stopped, with the source line."""
         moment, session = stop.moment, self.session
         lines = [str(finding) for finding in moment.findings]
@@ -155,20 +154,20 @@ class Commands:
             state = f"{count} finding{'s' * (count != 1)}" if count else "no findings"
             return [*lines, f"the launch has ended after {moment.position} dispatches, {state}"]
         instruction, machine = moment.instruction, moment.machine
-        others = len(moment.warps) - 1
+        other_warps = len(moment.warps) - 1
         lane = session.lane
-        here, who = indices_of(moment.lanes), "another wave"
+        running_lanes, threads = indices_of(moment.lanes), "another wave"
         if lane is not None:
-            mine = here[here // 32 == lane // 32] % 32
-            who = f"{place_of(machine, lane)}, warp {lane % machine.stride // 32}"
-            who += f" lanes {pending.ranges(mine.tolist())}" if len(mine) else ", which is not here"
-            others += not len(mine)
-        who += f", and {others} warp{'s' * (others > 1)} more" if others else ""
+            warp_lanes = running_lanes[running_lanes // 32 == lane // 32] % 32
+            threads = f"{place_of(machine, lane)}, warp {lane % machine.stride // 32}"
+            threads += f" lanes {pending.ranges(warp_lanes.tolist())}" if len(warp_lanes) else ", which is not here"
+            other_warps += not len(warp_lanes)
+        threads += f", and {other_warps} warp{'s' * (other_warps > 1)} more" if other_warps else ""
         why = "" if stop.reason == "step" else f"{stop.reason}: "
-        after = "after " if moment.after else ""
+        timing = "after " if moment.is_after else ""
         text = self._source_line(instruction.path, instruction.line)
         called = "".join(f", called from line {line}" for _, line in instruction.callers)
-        lines.append(f"{why}{after}{pending.line_of(instruction)}{called}, dispatch {moment.position}: {who}")
+        lines.append(f"{why}{timing}{pending.line_of(instruction)}{called}, dispatch {moment.position}: {threads}")
         if text and Path(instruction.path).suffix != ".ptx":
             lines.append(f"  {instruction.line:>5}  {text}")
         return [*lines, f"  {f'#{moment.pc}':>5}  {pending.text_of(instruction)}"]
@@ -178,143 +177,147 @@ class Commands:
         return text[line - 1].strip() if 0 < line <= len(text) else ""
 
     @command("where w")
-    def _where(self, rest: str) -> list[str]:
+    def _where(self, arguments: str) -> list[str]:
         """Describe why, where and for which threads the launch has stopped."""
-        return self.stopped(self.session.now)
+        return self.describe_stop(self.session.now)
 
     @command("list l", "[LINE]")
-    def _list(self, rest: str) -> list[str]:
+    def _list(self, arguments: str) -> list[str]:
         """List the source around the present line, or around a given line; a line with code has a mark."""
         code, now = self.session.code, self.session.now
-        at = code[min(now.moment.pc, len(code) - 1)]
-        path = self.session.kernel.source.path if rest else at.path
-        middle = _number("list", rest) if rest else at.line
+        present = code[min(now.moment.pc, len(code) - 1)]
+        path = self.session.kernel.source.path if arguments else present.path
+        middle = _number("list", arguments) if arguments else present.line
         text = self.session.text(path)
         if not text:
             raise DebuggerError(f"list: {path} cannot be read; `code` shows the instructions")
         if not 0 < middle <= len(text):
             raise DebuggerError(f"list: {Path(path).name} has {len(text)} lines (got {middle})")
-        has_code = {each.line for each in code if each.path == path}
+        has_code = {instruction.line for instruction in code if instruction.path == path}
         lines = []
         for n in range(max(1, middle - AROUND), min(len(text), middle + AROUND) + 1):
-            here = not now.ended and (path, n) == (at.path, at.line)
-            lines.append(f"{'=>' if here else '  '} {n:>5}{'+' if n in has_code else ' '} {text[n - 1]}")
+            is_present = not now.ended and (path, n) == (present.path, present.line)
+            lines.append(f"{'=>' if is_present else '  '} {n:>5}{'+' if n in has_code else ' '} {text[n - 1]}")
         return lines
 
     @command("code", "[#INSTRUCTION]")
-    def _code(self, rest: str) -> list[str]:
+    def _code(self, arguments: str) -> list[str]:
         """List the PTX around the present instruction, or around a given one, with the source line of each."""
         code, pc = self.session.code, self.session.now.moment.pc
-        middle = min(pc, len(code) - 1) if not rest else _number("code", rest.lstrip("#"))
+        middle = min(pc, len(code) - 1) if not arguments else _number("code", arguments.lstrip("#"))
         if not 0 <= middle < len(code):
-            raise DebuggerError(f"code: #0 to #{len(code) - 1} (got {rest})")
+            raise DebuggerError(f"code: #0 to #{len(code) - 1} (got {arguments})")
         part = range(max(0, middle - AROUND), min(len(code), middle + AROUND + 1))
         lines = [f"{f'#{i}':>5}  {pending.line_of(code[i]):<16} {pending.text_of(code[i])}" for i in part]
         return [f"{'=>' if i == pc else '  '} {line}" for i, line in zip(part, lines, strict=True)]
 
     @command("line", "[LINE]")
-    def _line(self, rest: str) -> list[str]:
+    def _line(self, arguments: str) -> list[str]:
         """List the instructions of a source line, with the present values of the registers that they write."""
         session, code = self.session, self.session.code
-        at = code[min(session.now.moment.pc, len(code) - 1)]
-        path, line = (session.kernel.source.path, _number("line", rest)) if rest else (at.path, at.line)
-        chosen = [(i, each) for i, each in enumerate(code) if (each.path, each.line) == (path, line)]
+        present = code[min(session.now.moment.pc, len(code) - 1)]
+        path, line = present.path, present.line
+        if arguments:
+            path, line = session.kernel.source.path, _number("line", arguments)
+        chosen = [(pc, i) for pc, i in enumerate(code) if (i.path, i.line) == (path, line)]
         if not chosen:
             raise DebuggerError(f"line: line {line} of {Path(path).name} has no instruction")
         state, lines = State(session), [self._source_line(path, line)]
-        for i, each in chosen:
-            held = ", ".join(_short(state.of_register(r)) for r in each.destinations)
-            lines.append(f"  {f'#{i}':>5}  {pending.text_of(each)}" + (f"    {held}" if held else ""))
+        for pc, instruction in chosen:
+            registers = ", ".join(_format_register(state.of_register(r)) for r in instruction.destinations)
+            lines.append(f"  {f'#{pc}':>5}  {pending.text_of(instruction)}" + (f"    {registers}" if registers else ""))
         return lines
 
     @command("warps")
-    def _warps(self, rest: str) -> list[str]:
+    def _warps(self, arguments: str) -> list[str]:
         """List the places of the block's warps, and the events that they wait for."""
         moment = self.session.now.moment
         block = State(self.session).lane // moment.machine.stride
         return pending.whereabouts(moment.machine, moment.pc, moment.lanes, block)
 
     @command("thread t", "NUMBER | X,Y,Z")
-    def _thread(self, rest: str) -> list[str]:
+    def _thread(self, arguments: str) -> list[str]:
         """Look at another thread of the block."""
-        return self._look("thread", rest)
+        return self._look("thread", arguments)
 
     @command("lane", "NUMBER")
-    def _lane(self, rest: str) -> list[str]:
+    def _lane(self, arguments: str) -> list[str]:
         """Look at another lane of the warp."""
-        return self._look("lane", rest)
+        return self._look("lane", arguments)
 
     @command("warp", "NUMBER")
-    def _warp(self, rest: str) -> list[str]:
+    def _warp(self, arguments: str) -> list[str]:
         """Look at another warp of the block."""
-        return self._look("warp", rest)
+        return self._look("warp", arguments)
 
     @command("block", "NUMBER | X,Y,Z")
-    def _block(self, rest: str) -> list[str]:
+    def _block(self, arguments: str) -> list[str]:
         """Look at another block."""
-        return self._look("block", rest)
+        return self._look("block", arguments)
 
-    def _look(self, what: str, number: str) -> list[str]:
+    def _look(self, level: str, number: str) -> list[str]:
         session, launch = self.session, self.session.now.moment.machine.launch
         block, thread = session.focus
-        shape = launch.grid if what == "block" else launch.block
-        if re.fullmatch(r"\d+,\d+,\d+", number) and what in ("thread", "block"):
+        shape = launch.grid if level == "block" else launch.block
+        if re.fullmatch(r"\d+,\d+,\d+", number) and level in ("thread", "block"):
             index = tuple(map(int, number.split(",")))
             if any(i >= n for i, n in zip(index, shape, strict=True)):
-                raise DebuggerError(f"{what}: there are {shape} (got {number})")
+                raise DebuggerError(f"{level}: there are {shape} (got {number})")
             chosen = int(np.ravel_multi_index(index, shape, order="F"))
         else:
-            chosen = _number(what, number)
+            chosen = _number(level, number)
         limits = {"lane": 32, "warp": ceil_div(launch.threads, 32)}
-        if chosen >= limits.get(what, chosen + 1):
-            raise DebuggerError(f"{what}: 0 to {limits[what] - 1} (got {chosen})")
+        if chosen >= limits.get(level, chosen + 1):
+            raise DebuggerError(f"{level}: 0 to {limits[level] - 1} (got {chosen})")
         numbers = {"thread": (block, chosen), "lane": (block, thread // 32 * 32 + chosen),
                    "warp": (block, 32 * chosen), "block": (chosen, thread)}  # fmt: skip
-        session.look_at(*numbers[what])
+        session.look_at(*numbers[level])
         if session.lane is None:
             return [f"block {session.focus[0]} is in another wave: not there now"]
         return [place_of(session.now.moment.machine, session.lane)]
 
     @command("findings")
-    def _findings(self, rest: str) -> list[str]:
+    def _findings(self, arguments: str) -> list[str]:
         """List the findings that the checks have reported so far."""
-        found = self.session.now.moment.machine.launch.findings.by_key
-        return [str(finding) for finding in found.values()] or ["no findings"]
+        findings = self.session.now.moment.machine.launch.findings.by_key
+        return [str(finding) for finding in findings.values()] or ["no findings"]
 
     # What is there
 
     @command("print p", "NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS [swizzle BYTES]]")
-    def _print(self, rest: str) -> list[str]:
+    def _print(self, arguments: str) -> list[str]:
         """Print a register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window.
 
         Of a C++ local it shows what the lines that assign it have written.
         """
-        parsed = _AS.fullmatch(rest)
-        if not rest or parsed is None:
+        parsed = _AS.fullmatch(arguments)
+        if not arguments or parsed is None:
             raise DebuggerError(f"print: {COMMANDS['print'][1]}")
         state, form = State(self.session), parsed["form"]
-        if lines := self._assigned(state, rest):
+        if lines := self._list_assignments(state, arguments):
             return lines
-        found = state.find(parsed["what"])
-        found = found.as_type(parsed["type"]) if parsed["type"] else found
+        named_value = state.find(parsed["what"])
+        named_value = named_value.as_type(parsed["type"]) if parsed["type"] else named_value
         if form == "words":
-            found = found.as_type("b16" if found.values.itemsize == 2 and found.lane is not None else "b32")
-        if found.lane is not None and form is None and np.shape(found.values) == (32,):
-            return [f"{_short(found)}   {found.type}, {found.where}"]
-        shape = "" if np.ndim(found.values) == 0 else f"[{' x '.join(map(str, found.values.shape))}]"
-        if np.ndim(found.values) == 0 or found.values.size == 1:
-            value = values.scalar(found.values.reshape(1), found.type)
-            return [f"{found.name} = {value}   {found.type}, {found.where}"]
-        what = f"lanes of warp {self.session.focus[1] // 32}" if found.lane is not None else found.where
-        title = f"{found.name}   {found.type}{shape}, {what}"
+            named_value = named_value.as_type(
+                "b16" if named_value.values.itemsize == 2 and named_value.lane is not None else "b32"
+            )
+        if named_value.lane is not None and form is None and np.shape(named_value.values) == (32,):
+            return [f"{_format_register(named_value)}   {named_value.type}, {named_value.origin}"]
+        shape = "" if np.ndim(named_value.values) == 0 else f"[{' x '.join(map(str, named_value.values.shape))}]"
+        if np.ndim(named_value.values) == 0 or named_value.values.size == 1:
+            text = values.scalar(named_value.values.reshape(1), named_value.type)
+            return [f"{named_value.name} = {text}   {named_value.type}, {named_value.origin}"]
+        owner = f"lanes of warp {self.session.focus[1] // 32}" if named_value.lane is not None else named_value.origin
+        title = f"{named_value.name}   {named_value.type}{shape}, {owner}"
         if form and "x" in form:
             rows, columns = map(int, form.split("x"))
-            found, title = found.tile(rows, columns, int(parsed["span"] or 16)), f"{title}, as {form}"
+            named_value, title = named_value.tile(rows, columns, int(parsed["span"] or 16)), f"{title}, as {form}"
         elif parsed["span"]:
-            raise DebuggerError(f"print: swizzle goes with ROWSxCOLUMNS (got {rest!r})")
-        return [title, *values.array(found.values, found.type, found.first)]
+            raise DebuggerError(f"print: swizzle goes with ROWSxCOLUMNS (got {arguments!r})")
+        return [title, *values.array(named_value.values, named_value.type, named_value.first)]
 
-    def _assigned(self, state: State, name: str) -> list[str]:
+    def _list_assignments(self, state: State, name: str) -> list[str]:
         """List the lines that assign a C++ local, and the last registers of its type there.
 
         PTX has no name for such a local.
@@ -325,54 +328,56 @@ class Commands:
         fits = could_hold(self.session.kernel, name)
         pattern, lines = re.compile(rf"\b{name}(?:\[[^\]]*\])*\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"), []
         for number, text in enumerate(self.session.text(source.path), 1):
-            here = [each for each in code if (each.path, each.line) == (source.path, number)]
-            wrote = list({r.name: r for each in here for r in each.destinations if fits(r)}.values())
+            instructions = [i for i in code if (i.path, i.line) == (source.path, number)]
+            wrote = list({r.name: r for i in instructions for r in i.destinations if fits(r)}.values())
             if wrote and pattern.search(text):
-                held = ", ".join(_short(state.of_register(register)) for register in wrote[-MOST_WRITTEN:])
-                lines += [f"  {number:>5}  {text.strip()}", f"         {'.., ' * (len(wrote) > MOST_WRITTEN)}{held}"]
+                registers = ", ".join(_format_register(state.of_register(r)) for r in wrote[-MOST_WRITTEN:])
+                left_out = ".., " * (len(wrote) > MOST_WRITTEN)
+                lines += [f"  {number:>5}  {text.strip()}", f"         {left_out}{registers}"]
         title = (
             f"{name} is a C++ local, which PTX has no name for; the lines that assign it, and the last that they write:"
         )
         return [title, *lines] if lines else []
 
     @command("registers r", "[all]")
-    def _registers(self, rest: str) -> list[str]:
+    def _registers(self, arguments: str) -> list[str]:
         """List the registers of the instruction, or all of the kernel."""
         state, moment = State(self.session), self.session.now.moment
-        if rest not in ("", "all"):
-            raise DebuggerError(f"registers: nothing or all (got {rest!r}); print shows one")
-        if rest == "all" or moment.ended:
+        if arguments not in ("", "all"):
+            raise DebuggerError(f"registers: nothing or all (got {arguments!r}); print shows one")
+        if arguments == "all" or moment.ended:
             chosen = list(state.registers().values())
         else:
-            each = moment.instruction
-            named = (*([each.guard] if each.guard else ()), *each.destinations, *each.sources)
+            instruction = moment.instruction
+            guard = [instruction.guard] if instruction.guard else []
+            named = (*guard, *instruction.destinations, *instruction.sources)
             chosen = list({register.name: register for register in named}.values())
-        lines = [f"{_short(state.of_register(r))}   {r.type}" for r in sorted(chosen, key=_by_number)]
+        lines = [f"{_format_register(state.of_register(r))}   {r.type}" for r in sorted(chosen, key=_by_number)]
         return lines or ["the instruction has no registers"]
 
     @command("who", "holds row N [column M] [of a|b|c|d]")
-    def _who(self, rest: str) -> list[str]:
+    def _who(self, arguments: str) -> list[str]:
         """List the lanes that hold a row, a column or an element of a matrix operand, and their registers."""
-        parsed = _HOLDS.fullmatch(rest)
+        parsed = _HOLDS.fullmatch(arguments)
         if parsed is None or (parsed["row"] is None and parsed["column"] is None):
             raise DebuggerError("who: holds row N [column M] [of a|b|c|d]")
         row, column = (None if parsed[name] is None else int(parsed[name]) for name in ("row", "column"))
         return matrices.holders(State(self.session), parsed["letter"] or "d", row, column)
 
     @command("fragment f", "[a|b|c|d] [FROM:TO, FROM:TO]")
-    def _fragment(self, rest: str) -> list[str]:
+    def _fragment(self, arguments: str) -> list[str]:
         """Print the matrix that an operand of the nearest matrix instruction holds.
 
         It lies over the lanes or in shared memory.
         """
-        letter, _, index = (rest or "d").partition(" ")
-        title, matrix, type_name = matrices.printed(State(self.session), letter)
+        letter, _, index = (arguments or "d").partition(" ")
+        title, matrix, type_name = matrices.operand_matrix(State(self.session), letter)
         whole = Held(letter, "", type_name, matrix)
         part = whole.part(index.strip("[] ")) if index else whole
         return [title, *values.array(np.atleast_1d(part.values), type_name, part.first)]
 
     @command("pending")
-    def _pending(self, rest: str) -> list[str]:
+    def _pending(self, arguments: str) -> list[str]:
         """List the block's copies, products and barriers, with groups, phases and counts.
 
         Waiting lanes are listed with what they wait for.
@@ -381,11 +386,11 @@ class Commands:
         return pending.lines(machine, State(self.session).lane // machine.stride)
 
     @command("help h ?", "[COMMAND]")
-    def _help(self, rest: str) -> list[str]:
+    def _help(self, arguments: str) -> list[str]:
         """Describe the commands, or one of them."""
-        if rest and rest not in ALIASES:
-            raise DebuggerError(f"help: no command {rest!r}{_nearest(rest)}")
-        chosen = [ALIASES[rest]] if rest else list(COMMANDS)
+        if arguments and arguments not in ALIASES:
+            raise DebuggerError(f"help: no command {arguments!r}{_nearest(arguments)}")
+        chosen = [ALIASES[arguments]] if arguments else list(COMMANDS)
         lines = []
         for name in chosen:
             short = [alias for alias, of in ALIASES.items() if of == name != alias]
@@ -405,10 +410,10 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _short(held: Held) -> str:
+def _format_register(register: Held) -> str:
     """Format a register in its lane as `%f3 = 1.5`."""
-    assert held.lane is not None
-    return f"{held.name} = {values.scalar(held.values[held.lane : held.lane + 1], held.type)}"
+    assert register.lane is not None
+    return f"{register.name} = {values.scalar(register.values[register.lane : register.lane + 1], register.type)}"
 
 
 def _by_number(register: object) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab.debugger.pending import line_of, ranges
 from ptxlab.debugger.session import DebuggerError
 from ptxlab.debugger.state import State
-from ptxlab.debugger.values import dtype_of, shown
+from ptxlab.debugger.values import dtype_of, format_values
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.types import Array
@@ -59,8 +59,8 @@ def operands_of(instruction: Instruction) -> dict[str, MatrixOperand]:
         count = next((int(word[1]) for word in words if word in ("x1", "x2", "x4")), 0)
         if "m8n8" not in words or not count:
             raise unknown
-        held = instruction.operands[0 if instruction.head == "ldmatrix" else 1]
-        return {"d": MatrixOperand("d", "b16", fragments.ldmatrix(count, "trans" in words), _items(held))}
+        operand = instruction.operands[0 if instruction.head == "ldmatrix" else 1]
+        return {"d": MatrixOperand("d", "b16", fragments.ldmatrix(count, "trans" in words), _elements_of(operand))}
     if (
         shape is None
         or shape[0].startswith("m8")
@@ -78,23 +78,23 @@ def operands_of(instruction: Instruction) -> dict[str, MatrixOperand]:
     except (KeyError, ValueError):
         raise unknown from None
     kinds = {"d": d, "a": a, "b": b, "c": d}
-    return {letter: MatrixOperand(letter, kinds[letter], maps[letter], _items(held))
-            for letter, held in zip("dabc", instruction.operands, strict=False)}  # fmt: skip
+    return {letter: MatrixOperand(letter, kinds[letter], maps[letter], _elements_of(operand))
+            for letter, operand in zip("dabc", instruction.operands, strict=False)}  # fmt: skip
 
 
 def _of_wgmma(instruction: Instruction, n: int, k: int, d: str, a: str, b: str) -> dict[str, MatrixOperand]:
     if d not in ("s32", "f32"):
         raise KeyError(d)
-    held = instruction.operands
-    found = {"d": MatrixOperand("d", d, fragments.wgmma_d(n, d == "f32"), _items(held[0]))}
-    if isinstance(held[1], ir.Vector):
-        found["a"] = MatrixOperand("a", a, of_warp_group(fragments.mma_a(k, _BITS[a])), _items(held[1]))
+    operands = instruction.operands
+    matrices = {"d": MatrixOperand("d", d, fragments.wgmma_d(n, d == "f32"), _elements_of(operands[0]))}
+    if isinstance(operands[1], ir.Vector):
+        matrices["a"] = MatrixOperand("a", a, of_warp_group(fragments.mma_a(k, _BITS[a])), _elements_of(operands[1]))
     else:
-        found["a"] = MatrixOperand("a", a, None, _items(held[1]), 64)
-    return found | {"b": MatrixOperand("b", b, None, _items(held[2]), n)}
+        matrices["a"] = MatrixOperand("a", a, None, _elements_of(operands[1]), 64)
+    return matrices | {"b": MatrixOperand("b", b, None, _elements_of(operands[2]), n)}
 
 
-def _items(operand: ir.Operand) -> tuple[ir.Operand, ...]:
+def _elements_of(operand: ir.Operand) -> tuple[ir.Operand, ...]:
     return tuple(operand.elements) if isinstance(operand, ir.Vector) else (operand,)
 
 
@@ -105,50 +105,51 @@ def nearest(state: State) -> Instruction:
     """
     code, pc = state.machine.code, state.session.now.moment.pc
     above = [i for i in code[: pc + 1] if is_matrix(i)]
-    found = above[-1:] or [i for i in code if is_matrix(i)]
-    if not found:
+    candidates = above[-1:] or [i for i in code if is_matrix(i)]
+    if not candidates:
         raise DebuggerError("fragment: this kernel has no mma, wgmma, ldmatrix or stmatrix")
-    return found[0]
+    return candidates[0]
 
 
 def operand(state: State, letter: str) -> tuple[Instruction, MatrixOperand]:
     """Return an operand of the nearest matrix instruction, and that instruction."""
     instruction = nearest(state)
-    known = operands_of(instruction)
-    if letter not in known:
-        raise DebuggerError(f"fragment: {instruction.opcode} has {', '.join(known)} (got {letter!r})")
-    return instruction, known[letter]
+    matrices = operands_of(instruction)
+    if letter not in matrices:
+        raise DebuggerError(f"fragment: {instruction.opcode} has {', '.join(matrices)} (got {letter!r})")
+    return instruction, matrices[letter]
 
 
-def matrix(state: State, held: MatrixOperand) -> tuple[Array, str]:
+def matrix(state: State, operand: MatrixOperand) -> tuple[Array, str]:
     """Return an operand's present matrix, [rows, columns], and the type as which it is printed."""
-    type_name = _VIEWED.get(held.type, held.type)
+    type_name = _VIEWED.get(operand.type, operand.type)
     viewed = {"s4": "s8", "u4": "u8"}.get(type_name, type_name)
     dtype = dtype_of(viewed)
-    if held.fragment is None:
-        return _in_shared(state, held).view(dtype), viewed
-    return held.fragment.gather(_registers(state, held), dtype), viewed
+    if operand.fragment is None:
+        return _in_shared(state, operand).view(dtype), viewed
+    return operand.fragment.gather(_registers(state, operand), dtype), viewed
 
 
-def _registers(state: State, held: MatrixOperand) -> Array:
+def _registers(state: State, operand: MatrixOperand) -> Array:
     """Read an operand's registers, u32 [lanes, registers]."""
-    assert held.fragment is not None
-    machine, lanes = state.machine, held.fragment.lanes
+    assert operand.fragment is not None
+    machine, lanes = state.machine, operand.fragment.lanes
     first = state.lane // lanes * lanes
     part = slice(first, first + lanes)
-    columns = [machine.reader(each, "b32")(part) if isinstance(each, ir.Register) and each.type != "f32"
-               else machine.reader(each, "f32")(part).view(np.uint32) for each in held.registers]  # fmt: skip
+    # of f32, and of constants, the number's bits
+    columns = [machine.reader(r, "b32")(part) if isinstance(r, ir.Register) and r.type != "f32"
+               else machine.reader(r, "f32")(part).view(np.uint32) for r in operand.registers]  # fmt: skip
     return np.ascontiguousarray(np.stack([np.broadcast_to(column, (lanes,)) for column in columns], axis=1))
 
 
-def _in_shared(state: State, held: MatrixOperand) -> Array:
+def _in_shared(state: State, operand: MatrixOperand) -> Array:
     """Read the bytes [rows, 32] of an operand that wgmma reads by its descriptor."""
     machine, lane = state.machine, state.lane
-    read = machine.reader(held.registers[0], "u64")
-    value = int(np.broadcast_to(read(slice(lane, lane + 1)), (1,))[0])
-    places = MatrixDescriptor.decode(value).addresses(held.rows) + int(machine.shared_base[lane])
+    read = machine.reader(operand.registers[0], "u64")
+    descriptor = int(np.broadcast_to(read(slice(lane, lane + 1)), (1,))[0])
+    places = MatrixDescriptor.decode(descriptor).addresses(operand.rows) + int(machine.shared_base[lane])
     if places.min() < 0 or places.max() >= machine.memory.size:
-        raise DebuggerError(f"fragment: the descriptor {value:#x} of {held.letter} points nowhere yet")
+        raise DebuggerError(f"fragment: the descriptor {descriptor:#x} of {operand.letter} points nowhere yet")
     return np.ascontiguousarray(machine.memory.arena[places])
 
 
@@ -157,45 +158,46 @@ def holders(state: State, letter: str, row: int | None, column: int | None) -> l
 
     Each line has the registers and values too.
     """
-    instruction, held = operand(state, letter)
-    fragment = held.fragment
+    instruction, matrix_operand = operand(state, letter)
+    fragment = matrix_operand.fragment
     if fragment is None:
         raise DebuggerError(f"holds: {letter} of {instruction.head} is in shared memory; `fragment {letter}` prints it")
     rows, columns = fragment.shape
-    for what, number, count in (("row", row, rows), ("column", column, columns)):
+    for axis, number, count in (("row", row, rows), ("column", column, columns)):
         if number is not None and not 0 <= number < count:
-            raise DebuggerError(f"holds: {what} 0 to {count - 1} of {letter} (got {number})")
+            raise DebuggerError(f"holds: {axis} 0 to {count - 1} of {letter} (got {number})")
     chosen = np.ones(fragment.rows.shape, bool)
     chosen &= True if row is None else fragment.rows == row
     chosen &= True if column is None else fragment.cols == column
-    texts = shown(*matrix(state, held))
-    wanted = f"{'' if row is None else f'row {row}'}{', ' if None not in (row, column) else ''}"
-    wanted += "" if column is None else f"column {column}"
-    lines = [f"{wanted} of {letter} [{rows} x {columns}], {held.type}, {line_of(instruction)}, `{instruction.opcode}`"]
+    texts = format_values(*matrix(state, matrix_operand))
+    selection = f"{'' if row is None else f'row {row}'}{', ' if None not in (row, column) else ''}"
+    selection += "" if column is None else f"column {column}"
+    title = f"{selection} of {letter} [{rows} x {columns}], {matrix_operand.type}"
+    lines = [f"{title}, {line_of(instruction)}, `{instruction.opcode}`"]
     lane_first = state.lane // fragment.lanes * fragment.lanes % state.machine.stride
     for lane in np.flatnonzero(chosen.any(axis=(1, 2))).tolist():
         parts = []
         for register in np.flatnonzero(chosen[lane].any(axis=1)).tolist():
-            here = np.flatnonzero(chosen[lane, register]).tolist()
-            places = [fragment.index(lane, register, element) for element in here]
+            elements = np.flatnonzero(chosen[lane, register]).tolist()
+            places = [fragment.index(lane, register, element) for element in elements]
             along = f"{'column' if column is None else 'row'}{'s' * (len(places) > 1)} "
-            along += ranges([at[column is None] for at in places])
-            name = getattr(held.registers[register], "name", "constant")
-            what = name if None not in (row, column) else f"{name}, {along}"
-            parts.append(f"{what}: {' '.join(texts[at] for at in places)}")
+            along += ranges([place[column is None] for place in places])
+            name = getattr(matrix_operand.registers[register], "name", "constant")
+            label = name if None not in (row, column) else f"{name}, {along}"
+            parts.append(f"{label}: {' '.join(texts[place] for place in places)}")
         lines.append(f"  lane {lane % 32:>2} of warp {(lane_first + lane) // 32}   {'   '.join(parts)}")
     return lines
 
 
-def printed(state: State, letter: str) -> tuple[str, Array, str]:
+def operand_matrix(state: State, letter: str) -> tuple[str, Array, str]:
     """Return a title, the matrix of an operand, and its type."""
-    instruction, held = operand(state, letter)
-    found, type_name = matrix(state, held)
-    where = "in shared memory" if held.fragment is None else f"in {', '.join(_names(held))}"
-    title = f"{letter} [{found.shape[0]} x {found.shape[1]}], {held.type}, {where}; {line_of(instruction)}, "
-    return f"{title}`{instruction.opcode}`", found, type_name
+    instruction, matrix_operand = operand(state, letter)
+    elements, type_name = matrix(state, matrix_operand)
+    location = "in shared memory" if matrix_operand.fragment is None else f"in {', '.join(_names(matrix_operand))}"
+    title = f"{letter} [{elements.shape[0]} x {elements.shape[1]}], {matrix_operand.type}, {location}"
+    return f"{title}; {line_of(instruction)}, `{instruction.opcode}`", elements, type_name
 
 
-def _names(held: MatrixOperand) -> list[str]:
-    names = [getattr(each, "name", "constant") for each in held.registers]
+def _names(operand: MatrixOperand) -> list[str]:
+    names = [getattr(register, "name", "constant") for register in operand.registers]
     return names if len(names) <= 8 else [*names[:2], "..", names[-1]]

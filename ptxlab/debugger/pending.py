@@ -19,8 +19,8 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 
 def lines(machine: Machine, block: int) -> list[str]:
     """List everything that is pending for a block of the wave, or the one line that nothing is."""
-    found = [*_effects(machine, block), *_mbarriers(machine, block), *_barriers(machine, block)]
-    return [*found, *_waiting(machine, block)] or ["nothing is pending"]
+    pending_lines = [*_effects(machine, block), *_mbarriers(machine, block), *_barriers(machine, block)]
+    return [*pending_lines, *_waiting(machine, block)] or ["nothing is pending"]
 
 
 def line_of(instruction: Instruction) -> str:
@@ -52,11 +52,11 @@ def _effects(machine: Machine, block: int) -> Iterator[str]:
     for whole in queue.queue:
         effect, _ = whole.split(whole.lanes // machine.stride == block)
         if effect is not None:
-            who, state = _whose(machine, effect), _state(machine, queue, effect)
-            yield f"{_what(effect)}, {line_of(effect.instruction)}, by {who}: {state}"
+            owner, state = _effect_owner(machine, effect), _state(machine, queue, effect)
+            yield f"{_effect_name(effect)}, {line_of(effect.instruction)}, by {owner}: {state}"
 
 
-def _what(effect: Effect) -> str:
+def _effect_name(effect: Effect) -> str:
     if isinstance(effect, WgmmaProducts):
         return f"wgmma m64n{effect.decoded.n}"
     if effect.arrives:
@@ -65,7 +65,7 @@ def _what(effect: Effect) -> str:
     return f"{kind} of {int(effect.writes[2].sum())} bytes"
 
 
-def _whose(machine: Machine, effect: Effect) -> str:
+def _effect_owner(machine: Machine, effect: Effect) -> str:
     lanes = np.unique(effect.lanes)
     if effect.kind == "wgmma":
         first = place_of(machine, int(lanes[0]))
@@ -87,71 +87,72 @@ def _state(machine: Machine, queue: EffectQueue, effect: Effect) -> str:
 
 def _mbarriers(machine: Machine, block: int) -> Iterator[str]:
     unit, start = machine.units.get(MBarriers), int(machine.launch.shared_windows[block])
-    for each in unit.by_place.values() if isinstance(unit, MBarriers) else ():
-        if not start <= each.place < start + machine.launch.window_bytes:
+    for mbarrier in unit.by_place.values() if isinstance(unit, MBarriers) else ():
+        if not start <= mbarrier.place < start + machine.launch.window_bytes:
             continue
-        arrived = each.count - each.missing
-        line = f"mbarrier {name_of(machine, each.place)}: phase {each.phase} (parity {each.phase & 1}), "
-        line += f"{arrived} of {each.count} arrivals"
-        if each.bytes:
-            line += f", {each.bytes} bytes to come" if each.bytes > 0 else f", {-each.bytes} bytes came unexpected"
-        waiting = sum(count_of(parked.lanes) for parked, _ in each.waiting)
+        arrived = mbarrier.count - mbarrier.missing
+        line = f"mbarrier {name_of(machine, mbarrier.place)}: phase {mbarrier.phase} (parity {mbarrier.phase & 1}), "
+        line += f"{arrived} of {mbarrier.count} arrivals"
+        if mbarrier.bytes:
+            missing = mbarrier.bytes
+            line += f", {missing} bytes to come" if missing > 0 else f", {-missing} bytes came unexpected"
+        waiting = sum(count_of(parked.lanes) for parked, _ in mbarrier.waiting)
         yield line + (f", {waiting} threads wait" if waiting else "")
 
 
 def _barriers(machine: Machine, block: int) -> Iterator[str]:
     unit = machine.units.get(BlockBarriers)
-    for each in unit.by_key.values() if isinstance(unit, BlockBarriers) else ():
-        if each.block != block:
+    for barrier in unit.by_key.values() if isinstance(unit, BlockBarriers) else ():
+        if barrier.block != block:
             continue
-        wanted = each.expected or int(machine.alive.reshape(-1, machine.stride)[each.block].sum())
-        line = f"barrier {each.number}: {int(each.present.sum())} of {wanted} threads"
-        yield f"{line}, since {line_of(each.first)}"
+        expected = barrier.expected or int(machine.alive.reshape(-1, machine.stride)[barrier.block].sum())
+        line = f"barrier {barrier.number}: {int(barrier.present.sum())} of {expected} threads"
+        yield f"{line}, since {line_of(barrier.first)}"
 
 
-def parked(machine: Machine) -> list[Parked]:
+def waiting_lanes(machine: Machine) -> list[Parked]:
     """Return the lanes that wait for something."""
-    found = [Parked(pc, lanes, "the rest of its warp") for m in machine.meetings.values() for pc, lanes, _ in m]
-    return found + [each for unit in machine.units.values() for each in unit.waiters()]
+    waiting = [Parked(pc, lanes, "the rest of its warp") for m in machine.meetings.values() for pc, lanes, _ in m]
+    return waiting + [waiter for unit in machine.units.values() for waiter in unit.waiters()]
 
 
 def _waiting(machine: Machine, block: int) -> Iterator[str]:
-    for each in parked(machine):
-        lanes = indices_of(each.lanes)
+    for waiter in waiting_lanes(machine):
+        lanes = indices_of(waiter.lanes)
         lanes = lanes[lanes // machine.stride == block]
         if not len(lanes):
             continue
         who = place_of(machine, int(lanes[0])) + (f" and {len(lanes) - 1} more" if len(lanes) > 1 else "")
-        yield f"{line_of(machine.code[each.pc])}: {who}: waits for {each.why}"
+        yield f"{line_of(machine.code[waiter.pc])}: {who}: waits for {waiter.why}"
 
 
-def whereabouts(machine: Machine, pc: int, here: Lanes, block: int) -> list[str]:
+def whereabouts(machine: Machine, pc: int, running: Lanes, block: int) -> list[str]:
     """List the places of a block's warps: a line for each place that lanes are at."""
     places: dict[tuple[int, str], list[int]] = {}
 
-    def enter(some: Lanes, text: str) -> None:
-        for lane in indices_of(some)[indices_of(some) // machine.stride == block].tolist():
+    def add_place(lanes: Lanes, text: str) -> None:
+        for lane in indices_of(lanes)[indices_of(lanes) // machine.stride == block].tolist():
             places.setdefault((lane % machine.stride // 32, text), []).append(lane)
 
-    def at(index: int) -> str:
+    def place_text(index: int) -> str:
         end = index >= len(machine.code)
         return "the end" if end else f"{line_of(machine.code[index])}  `{text_of(machine.code[index])}`"
 
     if pc < len(machine.code):
-        enter(here, f"runs   {at(pc)}")
+        add_place(running, f"runs   {place_text(pc)}")
     for index, lanes in sorted(machine.ready.items()):
-        enter(lanes, f"ready  {at(index)}")
+        add_place(lanes, f"ready  {place_text(index)}")
     for index, lanes in machine.held_stores:
-        enter(lanes, f"later  {at(index)}")
-    for each in parked(machine):
-        enter(each.lanes, f"waits  {at(each.pc)}  for {each.why}")
+        add_place(lanes, f"later  {place_text(index)}")
+    for waiter in waiting_lanes(machine):
+        add_place(waiter.lanes, f"waits  {place_text(waiter.pc)}  for {waiter.why}")
     ended = np.flatnonzero(~machine.alive & (machine.thread < machine.launch.threads))
     if len(ended):
-        enter(as_lanes(ended), "ended")
+        add_place(as_lanes(ended), "ended")
     warps: dict[tuple[str, str], list[int]] = {}
     for (warp, text), numbers in sorted(places.items()):
         warps.setdefault((ranges([number % 32 for number in numbers]), text), []).append(warp)
-    return [f"warp {ranges(those):<6} lanes {lanes:<6} {text}" for (lanes, text), those in warps.items()]
+    return [f"warp {ranges(warp_numbers):<6} lanes {lanes:<6} {text}" for (lanes, text), warp_numbers in warps.items()]
 
 
 def ranges(numbers: list[int]) -> str:

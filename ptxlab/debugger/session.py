@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ptxlab.debugger.stoppable import Moment, StoppableCall, Wanted
+from ptxlab.debugger.stoppable import Moment, StoppableCall, StopReason
 from ptxlab.emulator.core.lanes import indices_of
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.types import Array
@@ -34,7 +34,7 @@ class Breakpoint:
     `condition` returns the lanes of a moment for which it stops; without one these are all.
     """
 
-    what: str  # as it was asked for, or a line with its file
+    text: str  # as it was asked for, or a line with its file
     entry: str = ""  # the kernel that the instructions are of
     code: frozenset[int] = frozenset()
     kinds: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Breakpoint:
 
     def lanes(self, moment: Moment) -> Array:
         """Return the lanes of a moment for which the breakpoint stops."""
-        if moment.after or not (moment.pc in self.code and moment.machine.launch.entry.name == self.entry):
+        if moment.is_after or not (moment.pc in self.code and moment.machine.launch.entry.name == self.entry):
             return _NO_LANES
         return indices_of(moment.lanes) if self.condition is None else self.condition(moment)
 
@@ -111,8 +111,8 @@ class Session:
         """The thread that is looked at, as a lane of the wave; None: its block is in another wave."""
         machine = self.now.moment.machine
         (block, thread), grid = self.focus, machine.launch.grid
-        at = np.flatnonzero((machine.blocks == np.unravel_index(block, grid, order="F")).all(axis=1))
-        return int(at[0]) * machine.stride + thread if len(at) else None
+        blocks = np.flatnonzero((machine.blocks == np.unravel_index(block, grid, order="F")).all(axis=1))
+        return int(blocks[0]) * machine.stride + thread if len(blocks) else None
 
     def look_at(self, block: int, thread: int) -> None:
         """Look at another thread, by the number of its block in the grid and its own in the block."""
@@ -136,22 +136,22 @@ class Session:
 
     # Breakpoints
 
-    def stop_at(self, what: str, condition: Callable[[Moment], Array] | None = None) -> int:
+    def stop_at(self, place: str, condition: Callable[[Moment], Array] | None = None) -> int:
         """Set a breakpoint and return its number.
 
         It is a line (`12`, `scale.cu:12`), an instruction (`#17`, or an opcode's beginning), or a finding of any kind
         (`finding`) or of one (`race`, `nan` ...). `condition` returns the lanes of a moment for which it stops; of
         findings there is none.
         """
-        found = self._breakpoint(what.strip())
-        if condition is not None and found.kinds:
-            raise DebuggerError(f"break: `if` goes with a line or an instruction (got {found.what})")
-        found = replace(found, condition=condition)
-        if found.kinds & {*FLOAT} and "float" not in self.checks:
+        breakpoint_ = self._parse_breakpoint(place.strip())
+        if condition is not None and breakpoint_.kinds:
+            raise DebuggerError(f"break: `if` goes with a line or an instruction (got {breakpoint_.text})")
+        breakpoint_ = replace(breakpoint_, condition=condition)
+        if breakpoint_.kinds & {*FLOAT} and "float" not in self.checks:
             self.checks |= {"float"}
             self._replay(self.now.moment.key)
         self._number += 1
-        self.breakpoints[self._number] = found
+        self.breakpoints[self._number] = breakpoint_
         return self._number
 
     def forget(self, number: int) -> None:
@@ -160,42 +160,43 @@ class Session:
             raise DebuggerError(f"delete: no breakpoint {number}; there are {[*self.breakpoints] or 'none'}")
         del self.breakpoints[number]
 
-    def _breakpoint(self, what: str) -> Breakpoint:
+    def _parse_breakpoint(self, place: str) -> Breakpoint:
         code, entry = self.code, self.now.moment.machine.launch.entry.name
-        if what in _KINDS:
+        if place in _KINDS:
             unasked = set[str]() if "float" in self.asked else {*FLOAT}
-            kinds = {what} if what != "finding" else {*_KINDS} - unasked
-            return Breakpoint(what, kinds=frozenset(kinds))
-        if index := re.fullmatch(r"#(\d+)", what):
+            kinds = {place} if place != "finding" else {*_KINDS} - unasked
+            return Breakpoint(place, kinds=frozenset(kinds))
+        if index := re.fullmatch(r"#(\d+)", place):
             if int(index[1]) >= len(code):
                 raise DebuggerError(f"break: #{index[1]} is no instruction; they are #0 to #{len(code) - 1}")
-            return Breakpoint(what, entry, frozenset({int(index[1])}))
-        if line := re.fullmatch(r"(?:(.*):)?(\d+)", what):
+            return Breakpoint(place, entry, frozenset({int(index[1])}))
+        if line := re.fullmatch(r"(?:(.*):)?(\d+)", place):
             return self._at_line(line[1], int(line[2]))
-        chosen = {pc for pc, each in enumerate(code) if what and f"{each.opcode}.".startswith(f"{what.rstrip('.')}.")}
+        prefix = f"{place.rstrip('.')}."
+        chosen = {pc for pc, instruction in enumerate(code) if place and f"{instruction.opcode}.".startswith(prefix)}
         if not chosen:
-            known = ", ".join(_KINDS)
-            raise DebuggerError(f"break: a line, #INSTRUCTION, an opcode of the kernel, or {known} (got {what!r})")
-        return Breakpoint(what, entry, frozenset(chosen))
+            rule = f"a line, #INSTRUCTION, an opcode of the kernel, or {', '.join(_KINDS)}"
+            raise DebuggerError(f"break: {rule} (got {place!r})")
+        return Breakpoint(place, entry, frozenset(chosen))
 
     def _at_line(self, file: str | None, line: int) -> Breakpoint:
         """Make a breakpoint where instructions of a line begin, at each place that the compiler has put them."""
         code = self.code
-        paths = dict.fromkeys(each.path for each in code)
+        paths = dict.fromkeys(instruction.path for instruction in code)
         path = self.kernel.source.path
         if file:
             path = next((p for p in paths if p == file or Path(p).name == Path(file).name), "")
             if not path:
-                known = ", ".join(Path(p).name for p in paths)
-                raise DebuggerError(f"break: no instruction is from {file}; there is {known}")
+                file_names = ", ".join(Path(p).name for p in paths)
+                raise DebuggerError(f"break: no instruction is from {file}; there is {file_names}")
         name, count = Path(path).name, len(self.text(path))
-        lines = sorted({each.line for each in code if each.path == path})
+        lines = sorted({instruction.line for instruction in code if instruction.path == path})
         if count and not 1 <= line <= count:
             raise DebuggerError(f"break: {name} has {count} lines (got {line})")
         if line not in lines:
             following = next((f"; the next with one is {n}" for n in lines if n > line), "")
             raise DebuggerError(f"break: line {line} of {name} has no instruction{following}")
-        places = [(each.path, each.line, each.callers) for each in code]
+        places = [(instruction.path, instruction.line, instruction.callers) for instruction in code]
         starts = {pc for pc, place in enumerate(places)
                   if place[:2] == (path, line) and (pc == 0 or places[pc - 1] != place)}  # fmt: skip
         return Breakpoint(f"{name}:{line}", self.now.moment.machine.launch.entry.name, frozenset(starts))
@@ -205,22 +206,22 @@ class Session:
         if moment.error is not None:
             return "error"
         kinds = {finding.kind for finding in moment.findings}
-        for number, each in self.breakpoints.items():
-            if each.kinds & kinds or len(each.lanes(moment)):
-                return f"breakpoint {number}, {each.what}"
+        for number, breakpoint_ in self.breakpoints.items():
+            if breakpoint_.kinds & kinds or len(breakpoint_.lanes(moment)):
+                return f"breakpoint {number}, {breakpoint_.text}"
         return ""
 
-    def _either(self, steps: Wanted) -> Wanted:
+    def _either(self, steps: StopReason) -> StopReason:
         """Return a condition that stops at a breakpoint, or where a step ends.
 
         The step is asked every time, because it follows the places.
         """
 
-        def wanted(moment: Moment) -> str:
-            step = steps(moment)
-            return self._hit(moment) or step
+        def stop_reason(moment: Moment) -> str:
+            step_reason = steps(moment)
+            return self._hit(moment) or step_reason
 
-        return wanted
+        return stop_reason
 
     # Forwards
 
@@ -241,10 +242,10 @@ class Session:
         steps = self._steps(unit, everyone, self.now.moment)
         return self._forward("step", self._either(steps))
 
-    def _forward(self, what: str, wanted: Wanted) -> Stop:
-        self._refuse_ended(what)
-        here = self.now.moment.key
-        self.now = self._until(lambda moment: wanted(moment) if moment.key > here else "")
+    def _forward(self, command: str, stop_reason: StopReason) -> Stop:
+        self._refuse_ended(command)
+        start = self.now.moment.key
+        self.now = self._until(lambda moment: stop_reason(moment) if moment.key > start else "")
         if self.now.reason != "step":
             self._watch(self.now.moment)
         return self.now
@@ -261,11 +262,11 @@ class Session:
         index = tuple(moment.machine.blocks[within])
         self.focus = int(np.ravel_multi_index(index, moment.machine.launch.grid, order="F")), thread
 
-    def _refuse_ended(self, what: str) -> None:
+    def _refuse_ended(self, command: str) -> None:
         if self.now.ended:
-            raise DebuggerError(f"{what}: the launch has ended; back, rewind and restart go on from here")
+            raise DebuggerError(f"{command}: the launch has ended; back, rewind and restart go on from here")
 
-    def _steps(self, unit: str, everyone: bool, since: Moment | None) -> Wanted:
+    def _steps(self, unit: str, everyone: bool, since: Moment | None) -> StopReason:
         """Return the condition that ends a step of the focused warp, or of any warp.
 
         `since` is where the step has begun.
@@ -275,28 +276,28 @@ class Session:
         (block, thread), depth = self.focus, None
         place: object = None
         if since is not None and not since.ended:
-            own = everyone or (self.lane is not None and self.lane // 32 in since.warps)
-            place, depth = since.place if own else None, len(since.instruction.callers)
+            is_own_place = everyone or (self.lane is not None and self.lane // 32 in since.warps)
+            place, depth = since.place if is_own_place else None, len(since.instruction.callers)
 
-        def wanted(moment: Moment) -> str:
+        def stop_reason(moment: Moment) -> str:
             nonlocal place
-            if moment.after or not (everyone or self._is_of(moment, block, thread)):
+            if moment.is_after or not (everyone or self._is_of(moment, block, thread)):
                 return ""
-            before, place = place, moment.place
+            previous, place = place, moment.place
             if unit == "call" and depth is not None and len(moment.instruction.callers) > depth:
-                place = before
+                place = previous
                 return ""
-            return "step" if unit == "instruction" or place != before else ""
+            return "step" if unit == "instruction" or place != previous else ""
 
-        return wanted
+        return stop_reason
 
     @staticmethod
     def _is_of(moment: Moment, block: int, thread: int) -> bool:
         """Check whether lanes of that thread's warp run the instruction."""
         machine = moment.machine
         index = np.unravel_index(block, machine.launch.grid, order="F")
-        at = np.flatnonzero((machine.blocks == index).all(axis=1))
-        return bool(len(at)) and (int(at[0]) * machine.stride + thread) // 32 in moment.warps
+        blocks = np.flatnonzero((machine.blocks == index).all(axis=1))
+        return bool(len(blocks)) and (int(blocks[0]) * machine.stride + thread) // 32 in moment.warps
 
     # Backwards
 
@@ -313,17 +314,17 @@ class Session:
         """Go back to the beginning."""
         return self._replay((0, False), "begin")
 
-    def _backward(self, what: str, wanted: Wanted) -> Stop:
-        here = self.now.moment.key
-        if here == (0, False):
-            raise DebuggerError(f"{what}: this is the beginning of the launch")
+    def _backward(self, command: str, stop_reason: StopReason) -> Stop:
+        start = self.now.moment.key
+        if start == (0, False):
+            raise DebuggerError(f"{command}: this is the beginning of the launch")
         target, reason = (0, False), "begin"
 
         def look(moment: Moment) -> str:
             nonlocal target, reason
-            if moment.key >= here:
+            if moment.key >= start:
                 return "here"
-            if why := wanted(moment):
+            if why := stop_reason(moment):
                 target, reason = moment.key, why
             return ""
 
@@ -345,9 +346,9 @@ class Session:
         self._run.abandon()
         self._run = StoppableCall(self.call, self.checks)
 
-    def _until(self, wanted: Wanted) -> Stop:
+    def _until(self, stop_reason: StopReason) -> Stop:
         run = self._run
-        run.go(wanted)
+        run.go(stop_reason)
         moment = run.moment
         if run.error is not None and (moment is None or moment.error is None):
             raise run.error

@@ -33,14 +33,14 @@ class Held:
 
     Attributes:
         name: as it is printed.
-        where: whose it is, or where it lies.
+        origin: whose it is, or where it lies.
         type: a PTX type, or lanes such as `u8x4`.
         values: of `values.dtype_of` that type; a register's of all lanes of the warp [32], a variable's in its shape.
         lane: of the warp, for a register; None for memory.
     """
 
     name: str
-    where: str
+    origin: str
     type: str
     values: Array
     lane: int | None = None
@@ -83,8 +83,8 @@ class Held:
         start = last.start or 0 if isinstance(last, slice) and np.ndim(chosen) == 1 else 0
         name = f"{self.name}[{', '.join(parts)}]"
         chosen_at = np.arange(self.values.size).reshape(self.values.shape)[tuple(ranges)].flat[0]
-        place = self.byte(int(chosen_at) * self.values.itemsize) if self.byte else self.where
-        return replace(self, name=name, where=place, values=np.asarray(chosen), first=start, address=None)
+        place = self.byte(int(chosen_at) * self.values.itemsize) if self.byte else self.origin
+        return replace(self, name=name, origin=place, values=np.asarray(chosen), first=start, address=None)
 
     def tile(self, rows: int, columns: int, span: int = 16) -> "Held":
         """View the first elements as a matrix.
@@ -113,10 +113,10 @@ class State:
         """Look at the session's moment and thread, or at another moment of its run and another lane of the wave."""
         self.session, self.moment = session, session.now.moment if moment is None else moment
         self.machine = self.moment.machine
-        found = session.lane if lane is None else lane
-        if found is None:
+        chosen_lane = session.lane if lane is None else lane
+        if chosen_lane is None:
             raise DebuggerError("the block that is looked at runs in another wave; thread or block chooses another")
-        self.lane: int = found
+        self.lane: int = chosen_lane
 
     @property
     def place(self) -> str:
@@ -127,7 +127,7 @@ class State:
     def parameters(self) -> tuple[str, ...]:
         """Names of the arguments; of a kernel that is not the session's, those that PTX has."""
         entry, kernel = self.machine.launch.entry, self.session.kernel
-        return kernel.parameters if entry.name == kernel.entry else tuple(each.name for each in entry.params)
+        return kernel.parameters if entry.name == kernel.entry else tuple(parameter.name for parameter in entry.params)
 
     def find(self, text: str) -> Held:
         """Find the value of `%r5`, `%tid.x`, `tile[0:8]`, `a[3]`, `[%rd4+16]` or `shared`."""
@@ -135,25 +135,25 @@ class State:
         if parsed is None:
             raise DebuggerError(f"print: a name, perhaps with an index such as [0:8] (got {text!r})")
         name, index = parsed["name"], parsed["index"]
-        found = self.at_address(name) if name.startswith("[") else self.named(name)
-        return found if index is None else found.part(index)
+        named_value = self.at_address(name) if name.startswith("[") else self.held_by_name(name)
+        return named_value if index is None else named_value.part(index)
 
     def knows(self, name: str) -> bool:
-        """Check whether `named` finds a name."""
+        """Check whether `held_by_name` finds a name."""
         return name in self.registers() or name in self.memory_names() or name in self.parameters
 
-    def named(self, name: str) -> Held:
+    def held_by_name(self, name: str) -> Held:
         """Find a register, a special register, a variable of the kernel or of the module, or an argument."""
         if register := self.register(name):
             return self.of_register(register)
         if name.startswith("%"):
             return self.special(name)
-        known = self.memory_names()
-        if name in known:
-            return self.of_memory(name, *known[name])
+        memory_names = self.memory_names()
+        if name in memory_names:
+            return self.of_memory(name, *memory_names[name])
         if name in self.parameters:
             return self.argument(self.parameters.index(name))
-        names = [*self.registers(), *known, *self.parameters]
+        names = [*self.registers(), *memory_names, *self.parameters]
         near = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
         unread = (
             " (debug information of `nvcc -G` is not read)" if ".debug_info" in self.session.kernel.source.text else ""
@@ -168,12 +168,12 @@ class State:
 
         If blocks of PTX declare one name twice, it is the one that is nearest above.
         """
-        pc, found = self.moment.pc, dict[str, ir.Register]()
+        pc, by_name = self.moment.pc, dict[str, ir.Register]()
         code = self.machine.code
-        for at in [*range(len(code) - 1, pc, -1), *range(min(pc, len(code) - 1) + 1)]:
-            for each in ir.registers((*code[at].operands, *([code[at].guard] if code[at].guard else []))):
-                found[each.name] = each
-        return found
+        for index in [*range(len(code) - 1, pc, -1), *range(min(pc, len(code) - 1) + 1)]:
+            for register in ir.registers((*code[index].operands, *([code[index].guard] if code[index].guard else []))):
+                by_name[register.name] = register
+        return by_name
 
     def register(self, name: str) -> ir.Register | None:
         """Return the register of that name, or None."""
@@ -208,18 +208,18 @@ class State:
         """
         machine, launch = self.machine, self.machine.launch
         base = int(machine.shared_base[self.lane]) + SHARED_START
-        found = {"shared": (base, launch.window_bytes, "u32")} if launch.window_bytes else {}
+        places = {"shared": (base, launch.window_bytes, "u32")} if launch.window_bytes else {}
         if launch.entry.local_bytes:
-            found["local"] = int(machine.local_base[self.lane]), launch.entry.local_bytes, "u32"
-        for each in launch.entry.shared:
-            size = each.size or launch.window_bytes - each.offset  # of an extern array: all that follows
-            found[plain(each.name)] = base + each.offset, size, each.type
+            places["local"] = int(machine.local_base[self.lane]), launch.entry.local_bytes, "u32"
+        for variable in launch.entry.shared:
+            size = variable.size or launch.window_bytes - variable.offset  # of an extern array: all that follows
+            places[plain(variable.name)] = base + variable.offset, size, variable.type
         for region in launch.memory.regions:
             space, _, name = region.name.partition(" ")
             if space in ("global", "const"):
                 types = {v.name: v.type for v in self.session.kernel.module.variables}
-                found[plain(name)] = region.start, region.end - region.start, types.get(name, "u32")
-        return found
+                places[plain(name)] = region.start, region.end - region.start, types.get(name, "u32")
+        return places
 
     def of_memory(self, name: str, start: int, size: int, type_name: str) -> Held:
         """Return a variable; in CUDA C++ of the type and shape that its declaration shows."""
@@ -231,31 +231,31 @@ class State:
         bytes_ = self.machine.memory.arena[start : start + size // dtype.itemsize * dtype.itemsize]
         base = int(self.machine.shared_base[self.lane])
         shared = start - base if self.machine.launch.is_shared(np.array([start]))[0] else None
-        held = bytes_.view(dtype).reshape(shape)
-        place = self.placed_from(start)
-        return Held(name, place(0), type_name, held, address=shared, byte=place)
+        elements = bytes_.view(dtype).reshape(shape)
+        place = self.byte_namer(start)
+        return Held(name, place(0), type_name, elements, address=shared, byte=place)
 
-    def placed_from(self, start: int) -> Callable[[int], str]:
+    def byte_namer(self, start: int) -> Callable[[int], str]:
         """Return a function that names the byte at an offset from a place in the arena."""
         return lambda offset: self.machine.memory.byte(start + offset)
 
     def argument(self, position: int) -> Held:
         """Return a parameter: a number, or the array that it points to."""
         launch, name = self.machine.launch, self.parameters[position]
-        value = launch.args[position]
-        array = array_of(value)
+        argument = launch.args[position]
+        array = array_of(argument)
         if array is None:
-            raw = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value).reshape(1)
+            raw = np.frombuffer(argument, np.uint8) if isinstance(argument, bytes) else np.asarray(argument).reshape(1)
             return Held(name, f"argument {position}", type_named(raw.dtype), raw)
-        at = launch.addresses[id(launch.entry.params[position])] - BASE
-        if isinstance(value, TensorMap):
-            start = launch.tensor_maps[at][1]
+        offset = launch.addresses[id(launch.entry.params[position])] - BASE
+        if isinstance(argument, TensorMap):
+            start = launch.tensor_maps[offset][1]
         else:
-            start = int(self.machine.memory.view[8][at // 8]) - BASE
+            start = int(self.machine.memory.view[8][offset // 8]) - BASE
         type_name = type_named(array.dtype)
-        here = self.machine.memory.arena[start : start + array.nbytes].view(values.dtype_of(type_name))
-        here = here.reshape(array.shape) if here.itemsize == array.itemsize else here
-        return Held(name, f"argument {position}, {array.dtype}{list(array.shape)}", type_name, here)
+        elements = self.machine.memory.arena[start : start + array.nbytes].view(values.dtype_of(type_name))
+        elements = elements.reshape(array.shape) if elements.itemsize == array.itemsize else elements
+        return Held(name, f"argument {position}, {array.dtype}{list(array.shape)}", type_name, elements)
 
     def at_address(self, text: str) -> Held:
         """Return the memory at an address such as `[%rd4+16]`.
@@ -270,12 +270,12 @@ class State:
         base = int(self.machine.shared_base[self.lane]) if bits_of(register.type) == 32 else -BASE
         region = self.machine.memory.region_of(address + base)
         if region is None or address + base >= region.end or address + base < region.start:
-            where = self.machine.memory.describe(address + base, 1)
-            raise DebuggerError(f"print: {text} points nowhere: {where}")
+            description = self.machine.memory.describe(address + base, 1)
+            raise DebuggerError(f"print: {text} points nowhere: {description}")
         start = address + base
         count = min(region.end - start, 4 * values.MOST) // 4 * 4
         words = self.machine.memory.arena[start : start + count].copy().view(np.uint32)
-        place = self.placed_from(start)
+        place = self.byte_namer(start)
         return Held(text, place(0), "u32", words, byte=place)
 
 
@@ -296,8 +296,8 @@ def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:
     The register must be as wide as the local and, like it, of floats or not.
     """
     text = kernel.source.text
-    found = re.search(rf"\b((?:unsigned\s+)?\w+)\s+{name}\s*[=;,(\[]", text)
-    number = parse_declaration(text, name, f"{found[1]} {name}", kernel.defines).number if found else None
+    declaration = re.search(rf"\b((?:unsigned\s+)?\w+)\s+{name}\s*[=;,(\[]", text)
+    number = parse_declaration(text, name, f"{declaration[1]} {name}", kernel.defines).number if declaration else None
     if number is None or number.kind == "raw":
         return lambda register: True
     bits, is_float = 8 * number.nbytes, number.kind == "f" and number.nbytes > 2

@@ -30,7 +30,7 @@ _NOBODY = np.zeros(0, np.intp)
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """A point of a run: some lanes are about to run an instruction, or (`after`) that has reported something or failed.
+    """A point of a run: some lanes are about to run an instruction, or that has just reported something or failed.
 
     `findings` are those since the moment before.
     `position` counts instructions dispatched before, whoever ran them. At the end there is no instruction.
@@ -40,14 +40,14 @@ class Moment:
     machine: Machine
     pc: int
     lanes: Lanes
-    after: bool = False
+    is_after: bool = False
     findings: tuple[emulator.Finding, ...] = ()
     error: EmulationError | None = None
 
     @property
     def key(self) -> tuple[int, bool]:
         """Moments of a run in their order."""
-        return self.position + self.ended, self.after
+        return self.position + self.ended, self.is_after
 
     @property
     def ended(self) -> bool:
@@ -70,7 +70,7 @@ class Moment:
         return np.unique(indices_of(self.lanes) // 32)
 
 
-Wanted = Callable[[Moment], str]  # why to stop there; "" to go on
+StopReason = Callable[[Moment], str]  # why to stop there; "" to go on
 
 
 class _Abandoned(BaseException):
@@ -87,10 +87,10 @@ class StoppableCall:
         self.reason = ""
         self.error: BaseException | None = None  # that the call has ended with
         self.interrupted = False
-        self._wanted: Wanted = lambda moment: ""
+        self._stop_reason: StopReason = lambda moment: ""
         self._launch: LaunchState | None = None
         self._began = 0  # position at which the launch did
-        self._found = 0  # findings of the launch so far
+        self._finding_count = 0  # findings of the launch so far
         self._doomed: LaunchState | None = None  # the launch, if it will begin again
         self._again = (-1, False)  # moments before that were passed by then
         self._last: Machine | None = None  # the wave that runs, or has run last
@@ -100,9 +100,9 @@ class StoppableCall:
         self._thread = threading.Thread(target=copy_context().run, args=(self._call,), daemon=True)
         self._thread.start()
 
-    def go(self, wanted: Wanted) -> None:
+    def go(self, stop_reason: StopReason) -> None:
         """Run on to the first moment that is wanted, or to the end; a KeyboardInterrupt stops at the next one."""
-        self._wanted = wanted
+        self._stop_reason = stop_reason
         self._stopped.clear()
         self._go.release()
         while not self._stopped.is_set():
@@ -136,7 +136,8 @@ class StoppableCall:
             self._kept = {}
             end, failed = len(self._last.code), self.error
             failed = failed if isinstance(failed, EmulationError) else None
-            self.moment = Moment(self.position, self._last, end, _NOBODY, True, self._reported(self._last), failed)
+            findings = self._take_new_findings(self._last)
+            self.moment = Moment(self.position, self._last, end, _NOBODY, True, findings, failed)
         self._stopped.set()
 
     def _wait(self) -> None:
@@ -148,7 +149,7 @@ class StoppableCall:
         launch = machine.launch
         if launch is not self._launch:
             self._began = self.position = self._began if launch.tracked else self.position  # tracked: the same again
-            self._launch, self._found = launch, 0
+            self._launch, self._finding_count = launch, 0
         machine.targets = frozenset(range(len(machine.code)))  # so that no handler does the work of several mma
         self._last, self._kept = machine, {}
         return [_Stops(self, machine)]
@@ -163,7 +164,7 @@ class StoppableCall:
             if launch is not self._doomed:
                 self._doomed, self._again = launch, max(self._again, moment.key)
         elif moment.key >= self._again:
-            self.reason = "interrupted" if self.interrupted else self._wanted(moment)
+            self.reason = "interrupted" if self.interrupted else self._stop_reason(moment)
             if self.reason:
                 self.moment, self.interrupted = moment, False
                 self._stopped.set()
@@ -171,31 +172,31 @@ class StoppableCall:
 
     def dispatch(self, machine: Machine, pc: int, lanes: Lanes, handler: Handler) -> Successors:
         """Run an instruction, with the moments before and after it."""
-        self.reach(Moment(self.position, machine, pc, lanes, False, self._reported(machine)))
+        self.reach(Moment(self.position, machine, pc, lanes, False, self._take_new_findings(machine)))
         try:
             successors = handler(lanes)
         except EmulationError as error:
             self._after(machine, pc, lanes, error)
             raise
-        if len(machine.launch.findings.by_key) > self._found:
+        if len(machine.launch.findings.by_key) > self._finding_count:
             self._after(machine, pc, lanes)
         self.position += 1
         return successors
 
     def _after(self, machine: Machine, pc: int, lanes: Lanes, error: EmulationError | None = None) -> None:
         """Reach the moment after an instruction that has reported something, or failed."""
-        self.reach(Moment(self.position, machine, pc, lanes, True, self._reported(machine), error))
+        self.reach(Moment(self.position, machine, pc, lanes, True, self._take_new_findings(machine), error))
 
-    def _reported(self, machine: Machine) -> tuple[emulator.Finding, ...]:
+    def _take_new_findings(self, machine: Machine) -> tuple[emulator.Finding, ...]:
         """Return the new findings.
 
         Copies that land report between two instructions, or behind the last.
         """
-        found = machine.launch.findings.by_key
-        if len(found) == self._found:
+        findings = machine.launch.findings.by_key
+        if len(findings) == self._finding_count:
             return ()
-        new = tuple(found.values())[self._found :]
-        self._found = len(found)
+        new = tuple(findings.values())[self._finding_count :]
+        self._finding_count = len(findings)
         return new
 
     def wave_ended(self, machine: Machine) -> None:

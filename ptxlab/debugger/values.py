@@ -15,26 +15,26 @@ _PACKED = re.compile(r"([us])(\d+)x(\d+)")
 _WIDTH = 108  # characters of a line
 
 
-def packed(type_name: str) -> LaneType | None:
+def parse_packed(type_name: str) -> LaneType | None:
     """Parse a packed type such as `u8x4`: integers side by side in a word of 8, 16, 32 or 64 bits."""
-    found = _PACKED.fullmatch(type_name)
-    lanes = LaneType(found[1] == "s", int(found[2]), int(found[3])) if found else None
+    match = _PACKED.fullmatch(type_name)
+    lanes = LaneType(match[1] == "s", int(match[2]), int(match[3])) if match else None
     return lanes if lanes and lanes.count > 1 and lanes.bits * lanes.count in (8, 16, 32, 64) else None
 
 
 def dtype_of(type_name: str) -> np.dtype:
     """Return the dtype of an element in memory. Raises DebuggerError for a type that does not exist."""
-    if lanes := packed(type_name):
+    if lanes := parse_packed(type_name):
         return np.dtype(f"u{lanes.bits * lanes.count // 8}")
     if type_name not in DTYPES:
         raise DebuggerError(f"as: a PTX type (f32, s8, bf16, f16x2 ..) or lanes such as u8x4 (got {type_name})")
     return DTYPES[type_name]
 
 
-def shown(values: Array, type_name: str) -> Array:
+def format_values(values: Array, type_name: str) -> Array:
     """Format each value (of `dtype_of` the type) as text; the shape stays."""
     flat = np.ascontiguousarray(values).reshape(-1)
-    if lanes := packed(type_name):
+    if lanes := parse_packed(type_name):
         columns = lanes.decode(flat)
         texts = [f"({', '.join(map(str, column))})" for column in columns.T.tolist()]
     elif is_float(type_name):
@@ -42,23 +42,23 @@ def shown(values: Array, type_name: str) -> Array:
         numbers = [[f"{number:.6g}" for number in row] for row in rows.tolist()]
         texts = [row[0] if len(row) == 1 else f"({', '.join(row)})" for row in numbers]
     elif type_name == "pred":
-        texts = ["true" if value else "false" for value in flat.tolist()]
+        texts = ["true" if number else "false" for number in flat.tolist()]
     elif type_name[0] == "b":
-        texts = [f"0x{value:0{2 * flat.itemsize}x}" for value in flat.tolist()]
+        texts = [f"0x{number:0{2 * flat.itemsize}x}" for number in flat.tolist()]
     else:
-        texts = [str(value) for value in flat.tolist()]
+        texts = [str(number) for number in flat.tolist()]
     return np.array(texts, object).reshape(np.shape(values))
 
 
-def scalar(value: Array, type_name: str) -> str:
+def scalar(number: Array, type_name: str) -> str:
     """Format one value; an integer in both notations, one of unknown sign as signed."""
-    bits = int(np.asarray(value).reshape(-1)[:1].view(f"u{value.itemsize}")[0])
+    bits = int(np.asarray(number).reshape(-1)[:1].view(f"u{number.itemsize}")[0])
     if type_name == "pred" or is_float(type_name):
-        return str(shown(value.reshape(1), type_name)[0])
-    if packed(type_name):
-        return f"{shown(value.reshape(1), type_name)[0]}  0x{bits:0{2 * value.itemsize}x}"
-    number = int(value.reshape(1).view(f"i{value.itemsize}")[0]) if type_name[0] in "sb" else bits
-    return f"{number}  0x{bits:x}"
+        return str(format_values(number.reshape(1), type_name)[0])
+    if parse_packed(type_name):
+        return f"{format_values(number.reshape(1), type_name)[0]}  0x{bits:0{2 * number.itemsize}x}"
+    integer = int(number.reshape(1).view(f"i{number.itemsize}")[0]) if type_name[0] in "sb" else bits
+    return f"{integer}  0x{bits:x}"
 
 
 def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> list[str]:
@@ -84,13 +84,15 @@ def array(values: Array, type_name: str, first: int = 0) -> list[str]:
     Two axes make a matrix, fewer or more make rows of up to eight with the index of the first.
     """
     if values.ndim == 2:
-        return grid(shown(values[:MOST, :MOST], type_name), str, columns=True) if values.size else ["  nothing"]
+        return grid(format_values(values[:MOST, :MOST], type_name), str, columns=True) if values.size else ["  nothing"]
     flat = values.reshape(-1)
-    texts = shown(flat[:MOST], type_name)
+    texts = format_values(flat[:MOST], type_name)
     longest = max(map(len, texts), default=0) + 2
     width = next((n for n in (8, 4, 2) if n * longest <= _WIDTH - 10), 1)
     width = min(width, len(texts)) or 1
     padded = np.concatenate([texts, np.full(-len(texts) % width, "", object)]).reshape(-1, width)
     lines = grid(padded, lambda i: str(first + width * i))
-    more = len(flat) - len(texts)
-    return lines + ([f"{'':>10}  and {more} more; a slice such as [256:512] shows others"] if more > 0 else [])
+    hidden_count = len(flat) - len(texts)
+    if hidden_count > 0:
+        lines.append(f"{'':>10}  and {hidden_count} more; a slice such as [256:512] shows others")
+    return lines
