@@ -67,52 +67,59 @@ def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
 
     It lies at the first place in the error's message, otherwise at line 1 of `path`.
     """
-    found = _PLACE.search(str(error))
-    where = (relative(found["path"]), int(found["line"])) if found else (path, 1)
-    return Annotation(type(error).__name__, *where, str(error), test)
+    match = _PLACE.search(str(error))
+    place = (relative(match["path"]), int(match["line"])) if match else (path, 1)
+    return Annotation(type(error).__name__, *place, str(error), test)
 
 
 def render(form: str, annotations: Iterable[Annotation]) -> str:
     """Render the annotations as text, in one of `FORMATS`."""
-    found = list(annotations)
+    listed = list(annotations)
     if form == "github":
-        return "".join(map(_github, found))
+        return "".join(map(_github, listed))
     if form == "json":
-        return json.dumps([each.to_json() for each in found], indent=2) + "\n"
-    return json.dumps(_sarif(found), indent=2) + "\n"
+        return json.dumps([annotation.to_json() for annotation in listed], indent=2) + "\n"
+    return json.dumps(_sarif(listed), indent=2) + "\n"
 
 
-def _github(found: Annotation) -> str:
+def _github(annotation: Annotation) -> str:
     """Format a workflow command, which GitHub shows at the line in the pull request."""
 
-    def escape(text: str, more: str = "") -> str:
-        return "".join(f"%{ord(c):02X}" if c in "%\r\n" + more else c for c in text)
+    def escape(text: str, also: str = "") -> str:
+        return "".join(f"%{ord(c):02X}" if c in "%\r\n" + also else c for c in text)
 
-    place = f"file={escape(found.path, ':,')},line={found.line},title={escape(f'ptxlab {found.kind}', ':,')}"
-    test = f" ({found.test})" if found.test else ""
-    remedy = f"\nremedy: {text}" if (text := remedy_of(found.kind)) else ""
-    return f"::{'error' if found.level == 'error' else 'notice'} {place}::{escape(found.message + test + remedy)}\n"
+    place = f"file={escape(annotation.path, ':,')},line={annotation.line}"
+    place += f",title={escape(f'ptxlab {annotation.kind}', ':,')}"
+    test = f" ({annotation.test})" if annotation.test else ""
+    remedy = f"\nremedy: {text}" if (text := remedy_of(annotation.kind)) else ""
+    level = "error" if annotation.level == "error" else "notice"
+    return f"::{level} {place}::{escape(annotation.message + test + remedy)}\n"
 
 
-def _sarif(found: list[Annotation]) -> dict[str, object]:
+def _sarif(annotations: list[Annotation]) -> dict[str, object]:
     """Build SARIF 2.1.0 with one run."""
     from ptxlab import __version__
 
-    results = [
+    sarif_results = [
         {
-            "ruleId": each.kind,
-            "level": each.level,
-            "message": {"text": each.message},
+            "ruleId": annotation.kind,
+            "level": annotation.level,
+            "message": {"text": annotation.message},
             "locations": [
-                {"physicalLocation": {"artifactLocation": {"uri": each.path}, "region": {"startLine": each.line}}}
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": annotation.path},
+                        "region": {"startLine": annotation.line},
+                    }
+                }
             ],
-            **({"properties": {"test": each.test}} if each.test else {}),
+            **({"properties": {"test": annotation.test}} if annotation.test else {}),
         }
-        for each in found
+        for annotation in annotations
     ]
     rules = [
         {"id": kind, "helpUri": _HELP, **({"help": {"text": remedy}} if (remedy := remedy_of(kind)) else {})}
-        for kind in sorted({each.kind for each in found})
+        for kind in sorted({annotation.kind for annotation in annotations})
     ]
     driver = {"name": "ptxlab", "version": __version__, "rules": rules}
-    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": sarif_results}]}

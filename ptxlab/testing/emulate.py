@@ -176,33 +176,34 @@ class Emulate:
             if not isinstance(include, str | Path):  # which `load` refuses
                 include = [_find_folder(folder, settings) for folder in include]
             loading = {"entry": entry, "defines": defines, "arch": arch, "include": include, "std": std}
-            target, given = self._target(kernel, settings, loading, args, _merged(named, arguments))
+            merged = _merge_arguments(named, arguments)
+            target, arguments_in_order = self._target(kernel, settings, loading, args, merged)
             if target.block is not None and block not in (None, target.block):
                 raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
             launch = geometry(
-                grid, _first(target.block, block, 32), _first(shared_bytes, target.shared_bytes, 0), cluster
+                grid, _first_given(target.block, block, 32), _first_given(shared_bytes, target.shared_bytes, 0), cluster
             )
             checks = settings.checks if checks is None else checks
             options = EmulatorOptions.combine(None, {"checks": checks, "max_steps": max_steps})
-            accepted = target.kernel.arguments(given)
+            accepted_arguments = target.kernel.arguments(arguments_in_order)
             if settings.backend == "gpu":
                 choose_backend("gpu", target.kernel, launch, on_device=False)
-                target.kernel.launch(fresh := _copies(accepted), launch, backend="gpu")
-                return Emulated(_named(target, fresh), ("gpu",), "gpu")
+                target.kernel.launch(copies := _copies(accepted_arguments), launch, backend="gpu")
+                return Emulated(_arrays_by_name(target, copies), ("gpu",), "gpu")
             first: list[Any] = []
             schedules = settings.schedules(seeds, target.kernel.varies)
             for schedule in schedules:
-                fresh = _copies(accepted)
-                _run(target, fresh, launch, settings, schedule, options)
+                copies = _copies(accepted_arguments)
+                _run(target, copies, launch, settings, schedule, options)
                 if first and same:
-                    _compare(first, fresh, target, settings, schedules[0], schedule)
-                first = first or fresh
+                    _compare(first, copies, target, settings, schedules[0], schedule)
+                first = first or copies
         except PtxlabError as error:
             error.args = (settings.shorten(str(error)),)
             if isinstance(error, SourceError):
                 vars(error)["annotations"] = [_annotation(error, settings, error.path)]
             raise error.with_traceback(None) from None  # pytest then shows the call, not the frames below it
-        return Emulated(_named(target, first), tuple(map(str, schedules)), "emulator")
+        return Emulated(_arrays_by_name(target, first), tuple(map(str, schedules)), "emulator")
 
     def _target(
         self, kernel: Any, settings: Settings, loading: dict[str, Any], args: Sequence[Any], named: dict[str, Any]
@@ -244,27 +245,27 @@ def _run(
 ) -> None:
     """Run one schedule; raise CheckFailed for findings. Errors get an annotation and the command that replays them."""
     try:
-        result = target.kernel.launch(arguments, launch, backend="emulator", options=schedule.apply(options))
+        outcome = target.kernel.launch(arguments, launch, backend="emulator", options=schedule.apply(options))
     except EmulationError as error:
         error.args = (settings.name_arguments(str(error), target),)
         vars(error)["annotations"] = [_annotation(error, settings, target.kernel.source.path)]
         error.add_note("\n".join([*remedies_of([type(error).__name__]), settings.replay(schedule)]))
         raise
-    if result is None or not result.findings:
+    if outcome is None or not outcome.findings:
         return
-    lines = [settings.name_arguments(str(each), target) for each in result.findings]
+    lines = [settings.name_arguments(str(finding), target) for finding in outcome.findings]
     notes = [
-        Annotation(each.kind, *settings.place(each.path, each.line), line, settings.test)
-        for each, line in zip(result.findings, lines, strict=True)
+        Annotation(finding.kind, *settings.place(finding.path, finding.line), line, settings.test)
+        for finding, line in zip(outcome.findings, lines, strict=True)
     ]
-    more = [f"... and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+    remainder = [f"... and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
     head = f"{target.label}: {len(lines)} finding{'s' * (len(lines) > 1)} (schedule {schedule})"
-    remedies = remedies_of(finding.kind for finding in result.findings)
-    raise CheckFailed("\n".join([head, *lines[:_MOST], *more, *remedies, settings.replay(schedule)]), notes)
+    remedies = remedies_of(finding.kind for finding in outcome.findings)
+    raise CheckFailed("\n".join([head, *lines[:_MOST], *remainder, *remedies, settings.replay(schedule)]), notes)
 
 
-def _named(target: Target, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-    pairs = ((name, _array_of(arguments[at])) for name, at in zip(target.names, target.places, strict=True))
+def _arrays_by_name(target: Target, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
+    pairs = ((name, _array_of(arguments[position])) for name, position in zip(target.names, target.places, strict=True))
     return {name: array for name, array in pairs if array is not None}
 
 
@@ -272,7 +273,7 @@ def _annotation(error: PtxlabError, settings: Settings, path: str) -> Annotation
     return of_error(error, settings.place(path)[0], settings.test)
 
 
-def _merged(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
+def _merge_arguments(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
     """Merge arguments given as keywords with those of a mapping."""
     if arguments is None:
         return named
@@ -288,8 +289,8 @@ def _find(path: Path, settings: Settings) -> Path:
     for folder in (settings.folder, settings.root, Path.cwd()):
         if os.path.isfile(folder / path):  # Path.is_file raises OSError for a name that is too long
             return folder / path
-    where = relative(str(settings.folder), settings.root)
-    raise FileError(f"{path}: no such file beside the test ({where}) or in the project's root")
+    folder_name = relative(str(settings.folder), settings.root)
+    raise FileError(f"{path}: no such file beside the test ({folder_name}) or in the project's root")
 
 
 def _find_folder(path: str | Path, settings: Settings) -> str | Path:
@@ -297,11 +298,11 @@ def _find_folder(path: str | Path, settings: Settings) -> str | Path:
 
     If there is none, return the path as it is.
     """
-    return next((at / path for at in (settings.folder, settings.root) if (at / path).is_dir()), path)
+    return next((folder / path for folder in (settings.folder, settings.root) if (folder / path).is_dir()), path)
 
 
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+def _first_given(*candidates: Any) -> Any:
+    return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def _array_of(argument: Any) -> np.ndarray | None:
@@ -314,7 +315,7 @@ def _copies(arguments: Sequence[Any]) -> list[Any]:
 
     An array passed twice is copied once, a read-only copy stays read-only.
     """
-    made: dict[int, np.ndarray] = {}
+    copies: dict[int, np.ndarray] = {}
 
     def copy(argument: Any) -> Any:
         if isinstance(argument, TensorMap):
@@ -322,19 +323,25 @@ def _copies(arguments: Sequence[Any]) -> list[Any]:
         if not isinstance(argument, np.ndarray):
             return argument
         key = id(argument)
-        if key not in made:
-            made[key] = argument.copy()
-            made[key].flags.writeable = argument.flags.writeable
-        return made[key]
+        if key not in copies:
+            copies[key] = argument.copy()
+            copies[key].flags.writeable = argument.flags.writeable
+        return copies[key]
 
-    return [copy(each) for each in arguments]
+    return [copy(argument) for argument in arguments]
 
 
 def _compare(
-    first: Sequence[Any], other: Sequence[Any], target: Target, settings: Settings, one: Schedule, two: Schedule
+    first: Sequence[Any],
+    second: Sequence[Any],
+    target: Target,
+    settings: Settings,
+    first_schedule: Schedule,
+    second_schedule: Schedule,
 ) -> None:
     """Raise CheckFailed if two schedules leave different bytes."""
-    for difference in first_differences(_named(target, first), _named(target, other), (one, two)):
+    arrays, second_arrays = _arrays_by_name(target, first), _arrays_by_name(target, second)
+    for difference in first_differences(arrays, second_arrays, (first_schedule, second_schedule)):
         message = f"{target.label}: {difference}"
         note = Annotation(CHECK, *settings.place(target.kernel.source.path), message, settings.test)
-        raise CheckFailed("\n".join([message, *remedies_of([CHECK]), settings.replay(two)]), [note])
+        raise CheckFailed("\n".join([message, *remedies_of([CHECK]), settings.replay(second_schedule)]), [note])

@@ -62,16 +62,16 @@ class GpuTests:
 
 def load(path: Path) -> GpuTests:
     """Read a record; `FileError` says in one line why a file is none."""
-    found = read_record(path, "a record of GPU tests", SCHEMA)
+    fields = read_record(path, "a record of GPU tests", SCHEMA)
     try:
-        record = GpuTests(**found)
+        record = GpuTests(**fields)
     except TypeError as error:
         raise FileError(f"{path}: not a record of GPU tests: {error}") from None
     for name, declared in get_type_hints(GpuTests).items():
-        value, kind = getattr(record, name), get_origin(declared) or declared
-        if type(value) is not kind and (type(value), kind) != (int, float):
+        field, kind = getattr(record, name), get_origin(declared) or declared
+        if type(field) is not kind and (type(field), kind) != (int, float):
             rule = f"{name} has to be a {kind.__name__}"
-            raise FileError(f"{path}: not a record of GPU tests: {rule} (got {value!r:.40})")
+            raise FileError(f"{path}: not a record of GPU tests: {rule} (got {field!r:.40})")
     return record
 
 
@@ -89,14 +89,14 @@ def digests() -> dict[str, str]:
 
 def code_of(text: str) -> str:
     """Return a source without comments and blank lines, white space in one width; what is in quotes stays."""
-    code = _LITERAL_OR_COMMENT.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
+    code = _LITERAL_OR_COMMENT.sub(lambda match: " " if match[0].startswith("/") else match[0], text)
     return "\n".join(filter(None, (" ".join(line.split()) for line in code.split("\n"))))
 
 
 def _digest(path: Path, codes: Mapping[Path, str]) -> str:
     sha = hashlib.sha256()
-    for each in (path, *sorted(_headers(path, codes))):
-        sha.update(each.name.encode() + b"\0" + codes[each].encode() + b"\0")
+    for source in (path, *sorted(_headers(path, codes))):
+        sha.update(source.name.encode() + b"\0" + codes[source].encode() + b"\0")
     return sha.hexdigest()
 
 
@@ -107,20 +107,20 @@ def _headers(path: Path, codes: Mapping[Path, str]) -> set[Path]:
     while pending:
         including = pending.pop()
         for name in _INCLUDE.findall(codes[including]):
-            beside = (folder / name for folder in (including.parent, sources.include_dir().resolve()))
-            new = {header for header in beside if header in codes} - seen
+            candidates = (folder / name for folder in (including.parent, sources.include_dir().resolve()))
+            new = {header for header in candidates if header in codes} - seen
             seen |= new
             pending += new
     return seen - {path}
 
 
-def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
+def changed_sources(since: GpuTests, now: Mapping[str, str]) -> list[str]:
     """List labels of the kernels' sources (`dequant_lqq.ptx`) that differ from the record, new ones among them.
 
     A source is known by its name, which is unique: in another folder it is the same kernel.
     """
-    recorded, found = ({Path(path).name: digest for path, digest in of.items()} for of in (since.sources, now))
-    return [name for name, digest in found.items() if not name.endswith(".cuh") and recorded.get(name) != digest]
+    recorded, current = ({Path(path).name: digest for path, digest in of.items()} for of in (since.sources, now))
+    return [name for name, digest in current.items() if not name.endswith(".cuh") and recorded.get(name) != digest]
 
 
 def warnings() -> list[str]:
@@ -137,11 +137,11 @@ def warnings() -> list[str]:
         except FileError as error:
             lines.append(str(error))
             continue
-        what = f"{record.date[:10]}" + (f", {record.part} alone" if record.part else "")
-        run = f"the GPU tests of {record.commit[:10]}{'+' * record.commit.endswith('+')} ({what})"
+        details = f"{record.date[:10]}" + (f", {record.part} alone" if record.part else "")
+        run = f"the GPU tests of {record.commit[:10]}{'+' * record.commit.endswith('+')} ({details})"
         if record.failed:
             lines.append(f"{len(record.failed)} failed in {run}")
-        if names := changed(record, now()):
-            more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
-            lines.append(f"changed since {run}: {', '.join([*names[:_MOST_NAMES], *more])}")
+        if names := changed_sources(record, now()):
+            remainder = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+            lines.append(f"changed since {run}: {', '.join([*names[:_MOST_NAMES], *remainder])}")
     return lines

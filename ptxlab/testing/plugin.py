@@ -76,12 +76,12 @@ def emulate(request: pytest.FixtureRequest) -> "Emulate":
     config = request.config
 
     def settings() -> Settings:
-        item = config.stash[_item]
-        marker = item.get_closest_marker("ptxlab")
+        test = config.stash[_item]
+        marker = test.get_closest_marker("ptxlab")
         return Settings(
-            folder=item.path.parent,
+            folder=test.path.parent,
             root=config.rootpath,
-            test=item.nodeid,
+            test=test.nodeid,
             backend=config.getoption("--ptxlab-backend"),
             first_seed=config.getoption("--ptxlab-seed"),
             only=config.getoption("--ptxlab-schedule"),
@@ -99,7 +99,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, Any
     """Add the annotations to the report of a failed test."""
     report: Any = yield
     if call.excinfo is not None and report.failed:
-        report.ptxlab = [vars(each) for each in _annotations(call.excinfo.value)]
+        report.ptxlab = [vars(annotation) for annotation in _annotations(call.excinfo.value)]
     return report
 
 
@@ -109,9 +109,9 @@ def _annotations(error: BaseException) -> "list[Annotation]":
     Hypothesis raises a group for several distinct failures.
     """
     if isinstance(error, BaseExceptionGroup):
-        return [each for part in error.exceptions for each in _annotations(part)]
-    found: list[Annotation] = getattr(error, "annotations", [])
-    return found
+        return [annotation for part in error.exceptions for annotation in _annotations(part)]
+    annotations: list[Annotation] = getattr(error, "annotations", [])
+    return annotations
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -120,14 +120,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not form:
         return
     reports = [report for group in terminalreporter.stats.values() for report in group]
-    found = [each for report in reports for each in getattr(report, "ptxlab", [])]
-    if not found and not output:
+    annotations = [annotation for report in reports for annotation in getattr(report, "ptxlab", [])]
+    if not annotations and not output:
         return
     from ptxlab.testing.annotations import Annotation, render
 
-    text = render(form, (Annotation(**each) for each in found))
+    text = render(form, (Annotation(**annotation) for annotation in annotations))
     if output:
         Path(output).write_text(text, encoding="utf-8")
-        terminalreporter.write_line(f"ptxlab: {len(found)} findings written to {output}")
+        terminalreporter.write_line(f"ptxlab: {len(annotations)} findings written to {output}")
     else:
         terminalreporter.write(text)
