@@ -324,7 +324,7 @@ def _run_waves(launch: LaunchState, attach: Attach | None) -> None:
     """Run the grid."""
     several = "race" in launch.options.checks and prod(launch.grid) > len(launch.shared_windows)
     waves = Waves(launch.memory.size) if several else None
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # infinities and NaNs are what kernels compute
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
             machine.watchers = tuple(_watchers(machine, waves))

@@ -22,7 +22,7 @@ from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
 from ptxlab.emulator.core.memory import SHARED_START, Memory
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
@@ -204,12 +204,12 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if action == "mma_async":
         return _multiply(machine, instruction, pc, modifiers[2:])
     if action == "commit_group":
-        return together(machine, pc, EVERYBODY, lambda lanes, members: pending.commit("wgmma", lanes))
+        return bind_collective(machine, pc, EVERYBODY, lambda lanes, members: pending.commit("wgmma", lanes))
     if action == "wait_group":
         (newest,) = instruction.operands
         if not isinstance(newest, ir.Immediate):
             raise ValueError("the number of groups has to be a constant")
-        return together(machine, pc, EVERYBODY, lambda lanes, members: pending.wait("wgmma", lanes, newest.bits))
+        return bind_collective(machine, pc, EVERYBODY, lambda lanes, members: pending.wait("wgmma", lanes, newest.bits))
     if action != "fence":
         raise UnknownOpcode(instruction.opcode)
 
@@ -217,7 +217,7 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         for watcher in machine.watchers:
             watcher.register_fence(lanes)
 
-    return together(machine, pc, EVERYBODY, fence)
+    return bind_collective(machine, pc, EVERYBODY, fence)
 
 
 def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
@@ -354,4 +354,4 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
             )
         )
 
-    return together(machine, pc, EVERYBODY, multiply)
+    return bind_collective(machine, pc, EVERYBODY, multiply)

@@ -76,11 +76,11 @@ class Divergence(Check):
 
         def follow(lanes: Lanes) -> Successors:
             successors = handler(lanes)
-            for target, those in [(pc + 1, lanes)] if successors is None else successors:
+            for target, target_lanes in [(pc + 1, lanes)] if successors is None else successors:
                 if target in turning:
-                    self.iterations[those] += 1
+                    self.iterations[target_lanes] += 1
                 if target in leaving:
-                    self.leave(those)
+                    self.leave(target_lanes)
             return successors
 
         return follow
@@ -88,8 +88,8 @@ class Divergence(Check):
     def exit(self, lanes: Lanes) -> None:
         """Bring lanes that end to the end of the code, unless they have left early; parked lanes look again."""
         for meeting in self.machine.meetings.values():
-            for pc, those, _ in meeting:
-                self.parked[those] = pc in self.flow.aligned
+            for pc, meeting_lanes, _ in meeting:
+                self.parked[meeting_lanes] = pc in self.flow.aligned
         staying = indices_of(lanes)[self.expected[lanes]]
         if len(staying):
             self.iterations[staying] = 0
@@ -118,27 +118,27 @@ class Divergence(Check):
             if is_repeated.all():
                 return
             lanes = as_lanes(indices_of(lanes)[~is_repeated])
-        turns = self.iterations[lanes].copy()
+        iterations = self.iterations[lanes].copy()
         self.iterations[lanes] = 0
         if not self.open and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
-            rows = turns.reshape(-1, 32)
+            rows = iterations.reshape(-1, 32)
             if (rows == rows[:, :1]).all():
                 return
         present, of_lane = np.zeros(self.machine.lanes, bool), np.zeros(self.machine.lanes, np.int32)
-        present[lanes], of_lane[lanes] = True, turns
+        present[lanes], of_lane[lanes] = True, iterations
         present &= self.expected
         bits = pack_bits(present)
-        last = np.where(present, of_lane, turns.min()).reshape(-1, 32).max(axis=1)
-        first = np.where(present, of_lane, turns.max()).reshape(-1, 32).min(axis=1)
+        last = np.where(present, of_lane, iterations.min()).reshape(-1, 32).max(axis=1)
+        first = np.where(present, of_lane, iterations.max()).reshape(-1, 32).min(axis=1)
         is_incomplete = (bits != pack_bits(self.expected)) | (first != last)
         is_incomplete[list(self.open)] = True
         is_incomplete &= bits != 0
         for warp in np.flatnonzero(is_incomplete).tolist():
             in_warp = indices_of(lanes) // 32 == warp
-            for turn in np.unique(turns[in_warp]).tolist():
-                same_turn = indices_of(lanes)[in_warp & (turns == turn)]
-                awaited = same_turn[self.expected[same_turn]]
-                self.enter(warp, Execution(pc, turn, sum(1 << lane % 32 for lane in awaited.tolist())))
+            for iteration in np.unique(iterations[in_warp]).tolist():
+                same_iteration = indices_of(lanes)[in_warp & (iterations == iteration)]
+                awaited = same_iteration[self.expected[same_iteration]]
+                self.enter(warp, Execution(pc, iteration, sum(1 << lane % 32 for lane in awaited.tolist())))
 
     def enter(self, warp: int, new: Execution) -> None:
         """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
@@ -166,10 +166,9 @@ class Divergence(Check):
             deviation = "executes it in another turn of the loop"
         else:
             deviation = f"executes {self.machine.code[deviating.pc].seen_from(instruction)}, instead"
-        who = ",".join(map(str, thread))
-        message = (
-            f"by the rule of PTX all threads of a warp have to execute it together, but thread ({who}) {deviation};"
-        )
+        thread_text = ",".join(map(str, thread))
+        rule = "by the rule of PTX all threads of a warp have to execute it together"
+        message = f"{rule}, but thread ({thread_text}) {deviation};"
         lanes = self.lanes_of(warp, reported)
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
         self.expected[warp * 32 : warp * 32 + 32] = False

@@ -102,9 +102,8 @@ class FloatValues(Check):
                 if arising.any():
                     index = int(np.argmax(arising))
                     operand_text = ", ".join(text_of(operand, index) for operand in operands)
-                    self.report_origin(
-                        instruction, kind, lanes, arising, f"makes {_KIND_NAMES[kind]} of {operand_text},"
-                    )
+                    message = f"makes {_KIND_NAMES[kind]} of {operand_text},"
+                    self.report_origin(instruction, kind, lanes, arising, message)
 
     def report_origin(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
         """Report numbers of a kind that arise here, unless that kind has arisen elsewhere before."""
@@ -242,9 +241,8 @@ class FloatValues(Check):
             )
             arising &= ~np.repeat(in_operands.reshape(-1, 32).any(axis=1), 32)
             if arising.any():
-                self.report_origin(
-                    instruction, kind, lanes, arising, f"makes {_KIND_NAMES[kind]}, and no operand of its warp is one,"
-                )
+                message = f"makes {_KIND_NAMES[kind]}, and no operand of its warp is one,"
+                self.report_origin(instruction, kind, lanes, arising, message)
 
 
 def elements_of(operand: ir.Operand) -> ir.Operands:

@@ -141,10 +141,8 @@ class HappensBefore(Check):
         indices = indices_of(lanes)
         self.flag_setters[int(indices[0]) // self.scopes.block] = access.instruction, int(indices[0])
         for group in groups(offsets):
-            place, releases = (
-                int(offsets[group[0]]),
-                self.clocks_to_release(access.instruction, indices[group], releasing),
-            )
+            place = int(offsets[group[0]])
+            releases = self.clocks_to_release(access.instruction, indices[group], releasing)
             if keep:
                 for release, clock in self.flags.get(place, {}).items():
                     self.merge_release(releases, release, clock)
@@ -278,9 +276,8 @@ class HappensBefore(Check):
         """Tell the mbarriers what the engines have done."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
-            self.merge_release(
-                self.arrived.setdefault(place, {}), EVERYWHERE, self.clocks.engines(lanes, effect.serial)
-            )
+            releases = self.arrived.setdefault(place, {})
+            self.merge_release(releases, EVERYWHERE, self.clocks.engines(lanes, effect.serial))
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Tell the mbarrier what those know who arrive."""

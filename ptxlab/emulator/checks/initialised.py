@@ -83,10 +83,8 @@ class Initialised(Check):
 
         Compilers make them of variables that are set in a loop, and declared outside.
         """
-        (source_written, source_spans, _), (target_written, target_spans, _) = (
-            *self.states_of([source]),
-            *self.states_of([target]),
-        )
+        ((source_written, source_spans, _),) = self.states_of([source])
+        ((target_written, target_spans, _),) = self.states_of([target])
 
         def copy(lanes: Lanes) -> Any:
             span = span_of(lanes)

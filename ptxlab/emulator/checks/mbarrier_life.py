@@ -56,10 +56,9 @@ class MBarrierLife(Check):
         """Report lanes that write over a live mbarrier."""
         if wrong.any():
             place = int(words[self.live[words]][0]) * WORD
-            by = self.mbarriers.by_place[place].instruction.seen_from(instruction)
-            message = (
-                f"writes over {self.mbarriers.by_place[place]}, which {by}, initialised and nobody has invalidated,"
-            )
+            mbarrier = self.mbarriers.by_place[place]
+            by = mbarrier.instruction.seen_from(instruction)
+            message = f"writes over {mbarrier}, which {by}, initialised and nobody has invalidated,"
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:

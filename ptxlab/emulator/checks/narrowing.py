@@ -88,9 +88,8 @@ class Narrowing(Check):
             if wrong.any():
                 i = int(np.argmax(wrong))
                 added = f" + {c[0][i]}" if c else ""
-                self.report_unless_silent(
-                    instruction, lanes, wrong, f"{a[i]} * {b[i]}{added} = {exact[i]} does not fit {type_name},"
-                )
+                message = f"{a[i]} * {b[i]}{added} = {exact[i]} does not fit {type_name},"
+                self.report_unless_silent(instruction, lanes, wrong, message)
             return handler(lanes)
 
         return multiply
@@ -120,9 +119,8 @@ class Narrowing(Check):
         as_signed = np.broadcast_to(values, (count_of(lanes),)).view(f"i{width}")
         wrong = ((as_signed < low) | (as_signed > high)) & (as_signed.view(f"u{width}") > high)
         if wrong.any():
-            self.report_unless_silent(
-                instruction, lanes, wrong, f"{as_signed[int(np.argmax(wrong))]} does not fit {target},"
-            )
+            message = f"{as_signed[int(np.argmax(wrong))]} does not fit {target},"
+            self.report_unless_silent(instruction, lanes, wrong, message)
 
     def report_unless_silent(self, instruction: Instruction, lanes: Lanes, wrong: Array, message: str) -> None:
         """Report lost bits, unless their line says that they are lost on purpose."""

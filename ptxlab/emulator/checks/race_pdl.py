@@ -32,31 +32,31 @@ class RacePdl(Check):
     def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
         self.clocks = clocks = order.clocks
-        self.behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
+        self.is_behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
         # cluster, and column of `clocks.rows` -> since when that actor is behind a wait; 0: it is not
-        self.since = np.zeros((machine.lanes // clocks.size, clocks.rows.shape[1]), np.int32)
+        self.behind_since = np.zeros((machine.lanes // clocks.size, clocks.rows.shape[1]), np.int32)
         self.is_predecessor_region = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """Allow these lanes every access from now on."""
         indices = indices_of(lanes)
-        self.behind[indices] = True
-        self.enter(indices, self.clocks.own_times[indices], engine=False)
+        self.is_behind[indices] = True
+        self.record_behind(indices, self.clocks.own_times[indices], engine=False)
 
-    def enter(self, indices: Array, times: Array | int, engine: bool) -> None:
+    def record_behind(self, indices: Array, times: Array | int, engine: bool) -> None:
         """Record that these actors are behind a wait, since then if not before."""
         size = self.clocks.size
-        at = indices // size, indices % size + engine * size
-        self.since[at] = np.where(self.since[at] == 0, times, self.since[at])
+        cells = indices // size, indices % size + engine * size
+        self.behind_since[cells] = np.where(self.behind_since[cells] == 0, times, self.behind_since[cells])
 
     def are_behind_wait(self, indices: Array) -> Array:
         """Tell which of these lanes are behind a wait, by what they know."""
         clocks = self.clocks
-        for row in np.unique(clocks.row[indices[~self.behind[indices]]]).tolist():
+        for row in np.unique(clocks.row[indices[~self.is_behind[indices]]]).tolist():
             members = np.flatnonzero(clocks.row == row)
-            since = self.since[members[0] // clocks.size]
-            self.behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
-        return self.behind[indices]
+            since = self.behind_since[members[0] // clocks.size]
+            self.is_behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
+        return self.is_behind[indices]
 
     # Accesses
 
@@ -83,7 +83,7 @@ class RacePdl(Check):
         for (lanes, starts, sizes), judge in ((effect.reads, self.read), (effect.writes, self.write)):
             judge(effect.instruction, lanes[sizes > 0], starts[sizes > 0])
         waited_lanes = effect.lanes[self.are_behind_wait(effect.lanes)]
-        self.enter(waited_lanes, effect.serial, engine=True)
+        self.record_behind(waited_lanes, effect.serial, engine=True)
 
     def read(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report reads of the predecessor's buffers that lie behind no wait."""
@@ -112,7 +112,7 @@ class RacePdl(Check):
         self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, action: str, use: str
     ) -> None:
         """Report those of the accesses in `mask` that lie behind no wait."""
-        if not mask.any() or self.behind[indices].all():
+        if not mask.any() or self.is_behind[indices].all():
             return
         wrong = mask & ~self.are_behind_wait(indices)
         if wrong.any():

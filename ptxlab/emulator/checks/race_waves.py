@@ -145,7 +145,7 @@ class RaceWaves(Check):
         if not np.count_nonzero(wrong):
             return None
         clocks = self.order.clocks
-        ordered_rows = [row for row, clock in clocks.far.items() if EARLIER in clock]
+        ordered_rows = [row for row, clock in clocks.other_clusters.items() if EARLIER in clock]
         wrong &= ~np.isin(clocks.row[lanes[positions]], ordered_rows)
         if not np.count_nonzero(wrong):
             return None

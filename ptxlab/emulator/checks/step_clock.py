@@ -31,9 +31,8 @@ class StepClock(Check):
         super().__init__(machine)
         self.warps_per_block = machine.stride // 32
         self.time = machine.clock = np.full(machine.lanes // 32, machine.launch.elapsed)
-        self.last_arrival: dict[Hashable, int] = defaultdict(
-            int
-        )  # place -> when the last of those who have arrived did so
+        # place -> when the last of those who have arrived did so
+        self.last_arrival: dict[Hashable, int] = defaultdict(int)
         self.complete: dict[int, int] = defaultdict(int)  # mbarrier -> when its last phase was complete
         self.copied: dict[int, int] = defaultdict(int)  # block -> when its copies so far have come
         self.multiplied: dict[tuple[int, int], int] = defaultdict(int)  # block, quarter of its SM -> likewise

@@ -76,16 +76,15 @@ class Clocks:
         `cluster`: lanes of one; `spaces`: how many are fenced by themselves for the async proxy.
         """
         self.lanes, self.size, self.kinds = lanes, cluster, (1 + engines) * (1 + spaces)
-        self.real = 1 + engines  # kinds of actors that do things; the others stand for what is visible of these
-        self.own_times = np.zeros(
-            self.kinds * lanes, np.int32
-        )  # what a lane has done, and which effects it has waited for
+        self.actor_kinds = 1 + engines  # kinds of actors that do things; the others stand for what is visible of these
+        # of each actor: what a lane has done, and which effects it has waited for
+        self.own_times = np.zeros(self.kinds * lanes, np.int32)
         self.own_times[:lanes] = 1
         self.rows = np.zeros((lanes // 32, self.kinds * cluster), np.int32)
-        self.far: dict[int, Clock] = {}  # row -> what is known of other clusters
+        self.other_clusters: dict[int, Clock] = {}  # row -> what is known of other clusters
         self.row = np.arange(lanes) // 32  # of each lane
         self.members = np.full(lanes // 32, 32)  # of each row
-        self.free: list[int] = []  # rows without any
+        self.free_rows: list[int] = []  # rows without any
 
     # Questions
 
@@ -111,7 +110,7 @@ class Clocks:
             cluster, group_columns = int(actor_lanes[group[0]]) // self.size, columns[group]
             rows = np.unique(self.row[cluster * self.size : (cluster + 1) * self.size])
             known_times[group] = np.maximum(known_times[group], self.rows[np.ix_(rows, group_columns)].max(axis=0))
-            for clock in self.far.values():
+            for clock in self.other_clusters.values():
                 if cluster in clock:
                     known_times[group] = np.maximum(known_times[group], clock[cluster][group_columns])
         return known_times
@@ -120,10 +119,10 @@ class Clocks:
         """Return the time up to which each row knows an actor of another cluster."""
         known_times = np.zeros(len(rows), np.int32)
         distinct, inverse = np.unique(rows, return_inverse=True)
-        clocks = [self.far.get(row, NOTHING) for row in distinct.tolist()]
+        clocks = [self.other_clusters.get(row, NOTHING) for row in distinct.tolist()]
         first: dict[int, int] = {}  # few clocks, many rows
         clock_numbers = np.array([first.setdefault(id(clock), i) for i, clock in enumerate(clocks)])[inverse]
-        for group in groups(clock_numbers * (self.lanes // self.size) + clusters) if len(self.far) else ():
+        for group in groups(clock_numbers * (self.lanes // self.size) + clusters) if len(self.other_clusters) else ():
             times = clocks[clock_numbers[group[0]]].get(int(clusters[group[0]]))
             if times is not None:
                 known_times[group] = times[columns[group]]
@@ -132,7 +131,8 @@ class Clocks:
     def shared_by(self, lanes: Array) -> Clock:
         """Return the joined clock of these lanes' rows."""
         rows = np.unique(self.row[lanes])
-        clocks = map(self.far.__getitem__, self.far.keys() & rows.tolist()) if self.far else ()
+        other_clusters = self.other_clusters
+        clocks = map(other_clusters.__getitem__, other_clusters.keys() & rows.tolist()) if other_clusters else ()
         clock = NOTHING
         for row_clock in {id(row_clock): row_clock for row_clock in clocks}.values():
             clock = join_clocks(clock, row_clock)
@@ -199,23 +199,25 @@ class Clocks:
 
     def fence_proxy(self, lanes: Array, space: int) -> None:
         """Make visible to the async proxy, in this space, what these lanes know and have done."""
-        rows, first = self.isolate_rows(lanes), self.real * (1 + space)
-        visible_columns = slice(first * self.size, (first + self.real) * self.size)
+        rows, first = self.isolate_rows(lanes), self.actor_kinds * (1 + space)
+        visible_columns = slice(first * self.size, (first + self.actor_kinds) * self.size)
 
         def copy_to_visible(times: Array) -> Array:
             times = times.copy()
-            times[..., visible_columns] = times[..., : self.real * self.size]
+            times[..., visible_columns] = times[..., : self.actor_kinds * self.size]
             return times
 
         self.rows[rows] = copy_to_visible(self.rows[rows])
-        for row in self.far.keys() & rows.tolist():
-            self.far[row] = {cluster: copy_to_visible(times) for cluster, times in self.far[row].items()}
-        for kind in range(self.real):
+        for row in self.other_clusters.keys() & rows.tolist():
+            self.other_clusters[row] = {
+                cluster: copy_to_visible(times) for cluster, times in self.other_clusters[row].items()
+            }
+        for kind in range(self.actor_kinds):
             self.own_times[(first + kind) * self.lanes + lanes] = self.own_times[kind * self.lanes + lanes]
 
     def visible(self, actors: Array, space: int) -> Array:
         """Return the actors that stand for what the async proxy sees of these, in this space."""
-        return actors + self.real * (1 + space) * self.lanes
+        return actors + self.actor_kinds * (1 + space) * self.lanes
 
     def learn(self, lanes: Array, clock: Clock) -> None:
         """Make a clock known to these lanes, and no others."""
@@ -228,7 +230,7 @@ class Clocks:
             rows = self.isolate_rows(cluster_lanes)
             self.rows[rows] = np.maximum(self.rows[rows], news)
             for row in rows.tolist() if elsewhere else ():
-                self.far[row] = join(self.far.get(row, NOTHING), clock)
+                self.other_clusters[row] = join(self.other_clusters.get(row, NOTHING), clock)
 
     def meet(self, lanes: Array) -> None:
         """Make known to these lanes, in each warp, what any of them knows and has done."""
@@ -254,8 +256,8 @@ class Clocks:
                 continue
             new = self.new_row()
             self.rows[new] = self.rows[row]
-            if row in self.far:
-                self.far[new] = self.far[row]
+            if row in self.other_clusters:
+                self.other_clusters[new] = self.other_clusters[row]
             self.row[group_lanes] = new
             self.members[new] = len(group_lanes)
             self.members[row] -= len(group_lanes)
@@ -266,17 +268,19 @@ class Clocks:
         row, *merged_rows = np.unique(self.row[lanes]).tolist()
         for merged_row in merged_rows:
             self.rows[row] = np.maximum(self.rows[row], self.rows[merged_row])
-            if merged_row in self.far:
-                self.far[row] = join(self.far.get(row, NOTHING), self.far.pop(merged_row))
+            if merged_row in self.other_clusters:
+                self.other_clusters[row] = join(
+                    self.other_clusters.get(row, NOTHING), self.other_clusters.pop(merged_row)
+                )
         self.row[lanes] = row
         self.members[row] = len(lanes)
-        self.free += merged_rows
+        self.free_rows += merged_rows
 
     def new_row(self) -> int:
         """Return a row that no lane has."""
-        if not self.free:
+        if not self.free_rows:
             count = len(self.rows)
             self.rows = np.concatenate((self.rows, np.zeros_like(self.rows)))
             self.members = np.concatenate((self.members, np.zeros_like(self.members)))
-            self.free = list(range(2 * count - 1, count - 1, -1))
-        return self.free.pop()
+            self.free_rows = list(range(2 * count - 1, count - 1, -1))
+        return self.free_rows.pop()

@@ -133,9 +133,9 @@ class WholeBlocks(Check):
     def report_missing(self, instruction: Instruction, lanes: Lanes, deviation: str, absent: Lanes) -> None:
         """Report the threads that came, with one that did not."""
         _, thread = self.machine.place_of(int(indices_of(absent)[0]))
-        who = ",".join(map(str, thread))
+        thread_text = ",".join(map(str, thread))
         message = (
             f"by the rule of CUDA C++ all threads of a block have to come to the same __syncthreads(), but thread "
-            f"({who}) {deviation}; PTX allows that to whole warps,"
+            f"({thread_text}) {deviation}; PTX allows that to whole warps,"
         )
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)

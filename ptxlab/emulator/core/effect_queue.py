@@ -96,7 +96,7 @@ class EffectQueue(Unit):
                 effect.take(self.machine.memory) if only_read else self.land(effect)
             for watcher in self.machine.watchers:
                 watcher.effect_wait(effect, only_read)
-        if only_read:
+        if only_read:  # they have yet to land
             self.queue += effects
 
     def observe(self, place: int) -> None:
@@ -135,7 +135,7 @@ class EffectQueue(Unit):
         if not chosen and only_awaited:
             return False
         effect = (chosen or flying)[self.random.integers(len(chosen or flying))]
-        if chosen:
+        if chosen:  # entries that nobody waits for may be later still
             effect = self.split_in_queue(effect, np.isin(effect.barrier, awaited))
         self.land(effect)
         return True

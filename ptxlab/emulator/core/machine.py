@@ -30,7 +30,7 @@ from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruct
 # spinning on a flag cannot starve the one that will set it.
 TURN = 2000
 # What lanes wait for at an mbarrier lands after so many at the latest: lanes that spin on a flag may wait for these.
-SOON = 250
+LANDING_INTERVAL = 250
 # Steps that lanes are held back at most: who looks at what they store may get there long after them.
 LONGEST_HOLD = 1 << 14
 MOST_PLACES = 8  # that a message names
@@ -80,7 +80,7 @@ class Unit:
         """Do something that has been asked for, if need be only what lanes wait for; False if there is nothing."""
         return False
 
-    def answer_in_vain(self) -> bool:
+    def answer_not_yet(self) -> bool:
         """Tell lanes that wait that it is not yet; False if none does, or if that has been in vain for long."""
         return False
 
@@ -106,7 +106,7 @@ class Machine(Wave):
         self.meetings: dict[Any, list[tuple[int, Lanes, Array]]] = {}
         self.cluster_memory = ClusterMemory(self)
         self.units: dict[type[Unit], Unit] = {}
-        self.soon = launch.steps + SOON
+        self.next_landing = launch.steps + LANDING_INTERVAL
         # lanes that are yet to execute a strong store, and since when they may (mode "late")
         self.held_stores: list[tuple[int, Lanes]] = []
         self.held_until = 0
@@ -144,6 +144,7 @@ class Machine(Wave):
         try:
             bind = BINDERS.get(".".join((head, *modifiers[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
             handler = bind(self, instruction, pc)
+            # inside the guard: these see the lanes that execute it; `wrap_guarded` sees all that come there
             for watcher in self.watchers:
                 handler = watcher.wrap_handler(instruction, handler)
             if instruction.guard is not None:
@@ -171,7 +172,7 @@ class Machine(Wave):
 
         return run
 
-    def in_parts(self, handler: Handler, pc: int) -> Handler:
+    def split_strong_store(self, handler: Handler, pc: int) -> Handler:
         """Wrap the handler of a strong store so that, in mode "late", some lanes execute it later.
 
         Other lanes then see a part of the warp's stores.
@@ -201,10 +202,10 @@ class Machine(Wave):
         """Let lanes go on that were held back; False if there are none."""
         held_stores, self.held_stores = self.held_stores, []
         for pc, lanes in held_stores:
-            self.put(pc, lanes)
+            self.make_ready(pc, lanes)
         return bool(held_stores)
 
-    def put(self, pc: int, lanes: Lanes) -> None:
+    def make_ready(self, pc: int, lanes: Lanes) -> None:
         """Let lanes go on at an instruction, together with those that are there already."""
         waiting = self.ready.get(pc)
         self.ready[pc] = lanes if waiting is None else merge(waiting, lanes)
@@ -217,8 +218,8 @@ class Machine(Wave):
             watcher.exit(lanes)
         parked, self.meetings = self.meetings, {}  # who has ended is not waited for: maybe all have come now
         for waiting in parked.values():
-            for pc, those, _ in waiting:
-                self.put(pc, those)
+            for pc, meeting_lanes, _ in waiting:
+                self.make_ready(pc, meeting_lanes)
         for unit in self.units.values():
             unit.recheck()
 
@@ -226,7 +227,8 @@ class Machine(Wave):
         """Bind the code; run all lanes, and what they have asked for, to their end; raises what they run into."""
         self.handlers = [self.bind(instruction, pc) for pc, instruction in enumerate(self.code)]
         self.run_ready()
-        while self.advance() or self.release_held() or self.answer_in_vain():
+        # nobody can run: something lands, else held stores are done, and only then do waiters hear "not yet"
+        while self.advance() or self.release_held() or self.answer_not_yet():
             self.run_ready()
         if self.living:
             self.deadlock()
@@ -244,10 +246,10 @@ class Machine(Wave):
             if self.held_stores and launch.steps >= self.held_until:
                 self.release_held()
             spins = launch.steps >= self.livelock.due and not self.held_stores and self.livelock.has_repeated(last)
-            if spins and not self.answer_in_vain():
+            if spins and not self.answer_not_yet():
                 self.deadlock()
-            if launch.steps >= self.soon:
-                self.soon = launch.steps + SOON
+            if launch.steps >= self.next_landing:
+                self.next_landing = launch.steps + LANDING_INTERVAL
                 self.advance(only_awaited=True)
             round_number = launch.steps // TURN
             pc = min((p for p in ready if p > last), default=min(ready)) if round_number & 1 else min(ready)
@@ -265,7 +267,7 @@ class Machine(Wave):
             launch.steps += pc - start
             launch.lane_instructions += (pc - start) * count_of(lanes)
             for target, target_lanes in successors or ():
-                self.put(target, target_lanes)
+                self.make_ready(target, target_lanes)
             if launch.steps > self.last_step:
                 running = "; ".join(self.name_running(ready or {last: lanes}))
                 limit = launch.options.max_steps
@@ -275,13 +277,14 @@ class Machine(Wave):
         """Have a unit do something; False if there is nothing to do."""
         return any(unit.advance(only_awaited) for unit in self.units.values())
 
-    def answer_in_vain(self) -> bool:
+    def answer_not_yet(self) -> bool:
         """Tell lanes that wait for a unit "not yet"; False if none does, or if that has been in vain for long."""
-        return any(unit.answer_in_vain() for unit in self.units.values())
+        return any(unit.answer_not_yet() for unit in self.units.values())
 
     def name_running(self, ready: dict[int, Lanes]) -> list[str]:
         """Name the places of lanes that can run, at most `MOST_PLACES` of them."""
-        places = [self.place(self.code[min(pc, len(self.code) - 1)], those) for pc, those in sorted(ready.items())]
+        last = len(self.code) - 1
+        places = [self.place(self.code[min(pc, last)], lanes) for pc, lanes in sorted(ready.items())]
         remainder = [f"and {len(places) - MOST_PLACES} places more"] if len(places) > MOST_PLACES else []
         return places[:MOST_PLACES] + remainder
 

@@ -14,7 +14,7 @@ from ptxlab.errors import EmulationError
 Apply = Callable[[Lanes, Array], None]  # lanes and, for each, the mask of those that take part
 
 
-def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Handler:
+def bind_collective(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Handler:
     """Build the handler of a collective: `apply` runs once all lanes of a mask have come.
 
     Without a mask, `apply` runs on the lanes that are there.

@@ -1,6 +1,6 @@
 """What a machine tells those who look on: every access and every synchronisation.
 
-`around` may wrap an instruction when it is bound. A launch without checks has no watchers.
+`wrap_handler` may wrap an instruction when it is bound. A launch without checks has no watchers.
 """
 
 from ptxlab.emulator.core.access import MemoryAccess

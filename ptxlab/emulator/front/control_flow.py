@@ -43,16 +43,16 @@ class ControlFlowGraph:
 
     def __init__(self, code: list[Instruction]) -> None:
         labels = [[label.index for label in ir.labels(instruction.operands)] for instruction in code]
-        begins = {0, *(at for targets in labels for at in targets if at < len(code))}
+        begins = {0, *(start for targets in labels for start in targets if start < len(code))}
         begins |= {i + 1 for i in range(len(code) - 1) if code[i].head in _JUMPS}
         self.first = sorted(begins)
-        self.last = [at - 1 for at in self.first[1:]] + [len(code) - 1]
-        number = {at: i for i, at in enumerate(self.first)} | {len(code): END}
+        self.last = [start - 1 for start in self.first[1:]] + [len(code) - 1]
+        number = {start: i for i, start in enumerate(self.first)} | {len(code): END}
         self.successors: list[set[int]] = []
         for last in self.last:
             kind, guarded = code[last].head, code[last].guard is not None
-            ways = [number[at] for at in labels[last]] + [END] * (kind in _LEAVES)
-            self.successors.append({*ways, *([number[last + 1]] if guarded or kind not in _JUMPS else [])})
+            targets_of_block = [number[start] for start in labels[last]] + [END] * (kind in _LEAVES)
+            self.successors.append({*targets_of_block, *([number[last + 1]] if guarded or kind not in _JUMPS else [])})
         self.predecessors: dict[int, set[int]] = {i: set() for i in [*range(len(self.first)), END]}
         for block, successors in enumerate(self.successors):
             for successor in successors:

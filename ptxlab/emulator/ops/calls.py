@@ -65,9 +65,8 @@ def _assert(machine: Machine, instruction: Instruction, pc: int, variables: list
 
     def fail(lanes: Lanes) -> None:
         lane = indices_of(lanes)[:1]
-        condition, path, function_name = (
-            text_at(machine, instruction, int(r(lane)[0])) for r in (message, file, function)
-        )
+        addresses = (int(read(lane)[0]) for read in (message, file, function))
+        condition, path, function_name = (text_at(machine, instruction, address) for address in addresses)
         problem = f"the assertion `{condition}` of {path}:{int(line(lane)[0])} ({function_name}) does not hold"
         problem += describe_comparison(machine, pc, int(lane[0]))
         raise EmulationError(f"{machine.place(instruction, lanes)}: {problem}")

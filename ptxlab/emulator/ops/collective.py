@@ -6,7 +6,7 @@ import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, Writer, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
-from ptxlab.emulator.core.warp import pack_bits, together
+from ptxlab.emulator.core.warp import bind_collective, pack_bits
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
@@ -70,7 +70,7 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         write(lanes, values[indices - lane + valid_lane])
         write_predicate(lanes, inside)
 
-    return together(machine, pc, lane_operands[2] if sync else None, apply)
+    return bind_collective(machine, pc, lane_operands[2] if sync else None, apply)
 
 
 @binder("vote")
@@ -94,7 +94,7 @@ def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         }
         write(lanes, results_by_mode[mode])
 
-    return together(machine, pc, mask[0] if sync else None, apply)
+    return bind_collective(machine, pc, mask[0] if sync else None, apply)
 
 
 @binder("activemask")
@@ -143,7 +143,7 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         rows = values.reshape(-1, 32)[indices_of(lanes) // 32]
         write(lanes, fold(np.where(member_matrix(members), rows, absent)))
 
-    return together(machine, pc, mask, apply)
+    return bind_collective(machine, pc, mask, apply)
 
 
 @binder("match")
@@ -167,7 +167,7 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         write(lanes, matching if mode == "any" else np.where(same, members, 0))
         write_predicate(lanes, same)
 
-    return together(machine, pc, mask, apply)
+    return bind_collective(machine, pc, mask, apply)
 
 
 @binder("elect")
@@ -184,4 +184,4 @@ def _elect(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         write(lanes, leader)
         write_predicate(lanes, leader == indices_of(lanes) % 32)
 
-    return together(machine, pc, mask, apply)
+    return bind_collective(machine, pc, mask, apply)

@@ -6,7 +6,7 @@ from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.addressing import elements, locator
 from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array
@@ -53,7 +53,7 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             watcher.store(access, givers, offsets, values)
         memory[offsets // 16] = values
 
-    return together(machine, pc, EVERYBODY, load if loads else store)
+    return bind_collective(machine, pc, EVERYBODY, load if loads else store)
 
 
 @binder("movmatrix")
@@ -70,4 +70,4 @@ def _transpose(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         matrices = np.ascontiguousarray(fragment.gather(registers).swapaxes(-1, -2))
         write(lanes, fragment.scatter(matrices)[:, :, 0].reshape(-1))
 
-    return together(machine, pc, EVERYBODY, run)
+    return bind_collective(machine, pc, EVERYBODY, run)

@@ -97,4 +97,4 @@ def _store(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             watcher.store(access, lanes, offsets, values)
         rows[offsets // size] = values
 
-    return store if access.order == "weak" else machine.in_parts(store, pc)
+    return store if access.order == "weak" else machine.split_strong_store(store, pc)

@@ -18,7 +18,7 @@ import numpy as np
 from ptxlab.emulator.core.addressing import elements
 from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Writer, count_of
 from ptxlab.emulator.core.machine import Machine, binder
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
@@ -157,7 +157,7 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             part = slice(start, min(start + chunk, last))
             multiply(part if isinstance(lanes, slice) else lanes[part])
 
-    return together(machine, pc, EVERYBODY, run)
+    return bind_collective(machine, pc, EVERYBODY, run)
 
 
 def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab.emulator.core.addressing import elements
 from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, count_of
 from ptxlab.emulator.core.machine import Machine
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
@@ -113,4 +113,4 @@ def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler
         for write, column in zip(writers, packed.T, strict=True):
             write(lanes, column)
 
-    return together(machine, pc, EVERYBODY, multiply)
+    return bind_collective(machine, pc, EVERYBODY, multiply)

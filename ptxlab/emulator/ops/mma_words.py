@@ -11,7 +11,7 @@ import numpy as np
 from ptxlab.emulator.core.addressing import elements
 from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, count_of
 from ptxlab.emulator.core.machine import Machine
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array
@@ -68,7 +68,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         for write, column in zip(writers, columns.T, strict=True):
             write(lanes, column)
 
-    return together(machine, pc, EVERYBODY, multiply)
+    return bind_collective(machine, pc, EVERYBODY, multiply)
 
 
 # Functions of words [..., rows, k] and [..., k, columns], and of what [..., rows, columns] they are added to

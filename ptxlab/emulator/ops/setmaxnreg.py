@@ -4,7 +4,7 @@ import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
 from ptxlab.emulator.core.machine import Machine, Unit, binder
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
@@ -31,7 +31,7 @@ def _set(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         whole_warps(machine, instruction, lanes, members)
         budget.change(instruction, indices_of(lanes)[::32] // 32, count.bits, grows=action == "inc")
 
-    return together(machine, pc, EVERYBODY, change)
+    return bind_collective(machine, pc, EVERYBODY, change)
 
 
 class RegisterBudget(Unit):

@@ -15,7 +15,7 @@ from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.addressing import elements, locator
 from ptxlab.emulator.core.lanes import Handler, Lanes, count_of
 from ptxlab.emulator.core.machine import Machine, binder
-from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.core.warp import EVERYBODY, bind_collective, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
@@ -98,7 +98,7 @@ def _wmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         whole_warps(machine, instruction, lanes, members)
         handler(lanes)
 
-    return together(machine, pc, EVERYBODY, run)
+    return bind_collective(machine, pc, EVERYBODY, run)
 
 
 def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: bool) -> Callable[[Lanes], None]:

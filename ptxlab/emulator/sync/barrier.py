@@ -77,7 +77,7 @@ class BlockBarriers(Unit):
         if barrier.finish is not None and released is not None:
             barrier.finish(released)
         for parked in barrier.waiting:
-            machine.put(parked.pc + 1, parked.lanes)
+            machine.make_ready(parked.pc + 1, parked.lanes)
 
     def has_room(self, block: int, number: int, expected: int | None, arriving: int) -> bool:
         """Tell whether so many threads can come to one generation of a barrier."""

@@ -85,7 +85,7 @@ class ClusterBarriers(Unit):
             watcher.phase_complete(-1 - cluster)
         for parked in self.waiting.pop(cluster, []):
             self.leave(self.machine.code[parked.pc], cluster, parked.lanes)
-            self.machine.put(parked.pc + 1, parked.lanes)
+            self.machine.make_ready(parked.pc + 1, parked.lanes)
 
     def leave(self, instruction: Instruction, cluster: int, lanes: Lanes) -> None:
         """Count the wait of these lanes, which is over, and tell the watchers."""

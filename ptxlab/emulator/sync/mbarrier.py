@@ -60,7 +60,7 @@ class MBarrier:
 
     def complete_if_due(self) -> None:
         """Complete the phase if nothing is missing, and let those go who waited for that."""
-        self.machine.unit(MBarriers).vain = 0
+        self.machine.unit(MBarriers).vain_answers = 0
         if self.missing or self.bytes:
             return
         self.phase, self.missing, self.expected = self.phase + 1, self.count, 0
@@ -73,7 +73,7 @@ class MBarrier:
         waiting, self.waiting = self.waiting, []
         for parked, finish in waiting:
             finish(self.place, parked.lanes, done)
-            self.machine.put(parked.pc + 1, parked.lanes)
+            self.machine.make_ready(parked.pc + 1, parked.lanes)
 
     def __str__(self) -> str:
         return f"the mbarrier at {self.machine.memory.byte(self.place)}"
@@ -94,14 +94,14 @@ class MBarriers(Unit):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.by_place: dict[int, MBarrier] = {}  # by arena offset
-        self.vain = 0  # how often in a row whoever waits has been told "not yet"
+        self.vain_answers = 0  # how often in a row whoever waits has been told "not yet"
         machine.unit(EffectQueue).mbarriers = self.by_place
 
-    def answer_in_vain(self) -> bool:
+    def answer_not_yet(self) -> bool:
         """Tell whoever waits "not yet", as hardware does after a while."""
         awaited = [barrier for barrier in self.by_place.values() if barrier.waiting]
-        self.vain += 1
-        if not awaited or self.vain > PATIENCE:
+        self.vain_answers += 1
+        if not awaited or self.vain_answers > PATIENCE:
             return False
         for barrier in awaited:
             barrier.answer(False)
@@ -287,6 +287,7 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
     def finish(place: int, lanes: Lanes, success: bool) -> None:
         if success:
             pending.observe(place)
+        # all hear `phase_seen` first: a wait is judged by what its lanes knew before they acquire
         for watcher in machine.watchers if success else ():
             watcher.phase_seen(instruction, place, lanes)
         for watcher in machine.watchers if success and acquires else ():
