@@ -39,7 +39,7 @@ def text_of(instruction: Instruction) -> str:
 
 def name_of(machine: Machine, place: int) -> str:
     """Name a place in memory as `full + 8`, or in more words where no variable lies."""
-    text = machine.memory.byte(place)
+    text = machine.memory.name_byte(place)
     named = re.search(r"\((\w+ \+ \d+)\)$", text)
     return named[1] if named else text
 

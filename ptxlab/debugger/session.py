@@ -78,7 +78,7 @@ class Session:
         self._texts: dict[str, list[str]] = {}
         self._number = 0
         self._run = StoppableCall(call, self.checks)
-        self.now = self._until(lambda moment: "begin")
+        self.now = self._run_until(lambda moment: "begin")
         self._watch(self.now.moment)
 
     @classmethod
@@ -201,7 +201,7 @@ class Session:
                   if place[:2] == (path, line) and (pc == 0 or places[pc - 1] != place)}  # fmt: skip
         return Breakpoint(f"{name}:{line}", self.now.moment.machine.launch.entry.name, frozenset(starts))
 
-    def _hit(self, moment: Moment) -> str:
+    def _name_stop(self, moment: Moment) -> str:
         """Name the error or breakpoint that stops at a moment; return an empty text if there is none."""
         if moment.error is not None:
             return "error"
@@ -211,7 +211,7 @@ class Session:
                 return f"breakpoint {number}, {breakpoint_.text}"
         return ""
 
-    def _either(self, steps: StopReason) -> StopReason:
+    def _or_breakpoint(self, steps: StopReason) -> StopReason:
         """Return a condition that stops at a breakpoint, or where a step ends.
 
         The step is asked every time, because it follows the places.
@@ -219,7 +219,7 @@ class Session:
 
         def stop_reason(moment: Moment) -> str:
             step_reason = steps(moment)
-            return self._hit(moment) or step_reason
+            return self._name_stop(moment) or step_reason
 
         return stop_reason
 
@@ -227,7 +227,7 @@ class Session:
 
     def go_on(self) -> Stop:
         """Run to the next breakpoint, error or end."""
-        return self._forward("continue", self._hit)
+        return self._forward("continue", self._name_stop)
 
     def step(self, unit: str = "line", *, everyone: bool = False) -> Stop:
         """Run until the warp that is looked at, or anyone, comes to another `line`, or `instruction`.
@@ -240,12 +240,12 @@ class Session:
             if not machine.alive[first : first + 32].any():
                 raise DebuggerError(f"step: warp {self.focus[1] // 32} of block {self.focus[0]} has ended; step all?")
         steps = self._steps(unit, everyone, self.now.moment)
-        return self._forward("step", self._either(steps))
+        return self._forward("step", self._or_breakpoint(steps))
 
     def _forward(self, command: str, stop_reason: StopReason) -> Stop:
         self._refuse_ended(command)
         start = self.now.moment.key
-        self.now = self._until(lambda moment: stop_reason(moment) if moment.key > start else "")
+        self.now = self._run_until(lambda moment: stop_reason(moment) if moment.key > start else "")
         if self.now.reason != "step":
             self._watch(self.now.moment)
         return self.now
@@ -304,11 +304,11 @@ class Session:
     def back(self, unit: str = "line", *, everyone: bool = False) -> Stop:
         """Go back to where the last step ends before here, or at a breakpoint on the way."""
         steps = self._steps(unit, everyone, None)
-        return self._backward("back", self._either(steps))
+        return self._backward("back", self._or_breakpoint(steps))
 
     def rewind(self) -> Stop:
         """Go back to the last breakpoint before here, or to the beginning."""
-        return self._backward("rewind", self._hit)
+        return self._backward("rewind", self._name_stop)
 
     def restart(self) -> Stop:
         """Go back to the beginning."""
@@ -320,7 +320,7 @@ class Session:
             raise DebuggerError(f"{command}: this is the beginning of the launch")
         target, reason = (0, False), "begin"
 
-        def look(moment: Moment) -> str:
+        def note_last_stop(moment: Moment) -> str:
             nonlocal target, reason
             if moment.key >= start:
                 return "here"
@@ -329,7 +329,7 @@ class Session:
             return ""
 
         self._renew()
-        self._until(look)
+        self._run_until(note_last_stop)
         self._replay(target, reason)
         if reason != "step":
             self._watch(self.now.moment)
@@ -339,14 +339,14 @@ class Session:
         """Run again from the beginning, to a moment."""
         reason = reason or self.now.reason
         self._renew()
-        self.now = self._until(lambda moment: reason if moment.key >= target else "")
+        self.now = self._run_until(lambda moment: reason if moment.key >= target else "")
         return self.now
 
     def _renew(self) -> None:
         self._run.abandon()
         self._run = StoppableCall(self.call, self.checks)
 
-    def _until(self, stop_reason: StopReason) -> Stop:
+    def _run_until(self, stop_reason: StopReason) -> Stop:
         run = self._run
         run.go(stop_reason)
         moment = run.moment

@@ -213,12 +213,12 @@ class State:
             places["local"] = int(machine.local_base[self.lane]), launch.entry.local_bytes, "u32"
         for variable in launch.entry.shared:
             size = variable.size or launch.window_bytes - variable.offset  # of an extern array: all that follows
-            places[plain(variable.name)] = base + variable.offset, size, variable.type
+            places[plain_name(variable.name)] = base + variable.offset, size, variable.type
         for region in launch.memory.regions:
             space, _, name = region.name.partition(" ")
             if space in ("global", "const"):
                 types = {v.name: v.type for v in self.session.kernel.module.variables}
-                places[plain(name)] = region.start, region.end - region.start, types.get(name, "u32")
+                places[plain_name(name)] = region.start, region.end - region.start, types.get(name, "u32")
         return places
 
     def of_memory(self, name: str, start: int, size: int, type_name: str) -> Held:
@@ -237,7 +237,7 @@ class State:
 
     def byte_namer(self, start: int) -> Callable[[int], str]:
         """Return a function that names the byte at an offset from a place in the arena."""
-        return lambda offset: self.machine.memory.byte(start + offset)
+        return lambda offset: self.machine.memory.name_byte(start + offset)
 
     def argument(self, position: int) -> Held:
         """Return a parameter: a number, or the array that it points to."""
@@ -285,7 +285,7 @@ def place_of(machine: Machine, lane: int) -> str:
     return f"block {block} thread {thread}"
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the name of a variable as its source has it."""
     return LOCAL_NAME.sub("", name)
 

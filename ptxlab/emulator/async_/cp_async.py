@@ -104,9 +104,9 @@ class Copies(Effect):
             start += size
         self.source_units = None
 
-    def only(self, mask: Array) -> Self:
+    def select_entries(self, mask: Array) -> Self:
         """Return the effect with only the entries where `mask` holds, and the source bytes that they have read."""
-        part = super().only(mask)
+        part = super().select_entries(mask)
         if self.source_units is not None:
             part.source_units = self.source_units[np.repeat(mask, self.read // self.unit)].view(f"u{part.unit}")
         return part
@@ -232,9 +232,9 @@ class Boxes(Effect):
             memory.arena.reshape(-1, _PIECE)[pieces] = self.boxes.reshape(-1).view(np.uint8).reshape(*pieces.shape, -1)
         self.boxes = None
 
-    def only(self, mask: Array) -> Self:
+    def select_entries(self, mask: Array) -> Self:
         """Return the effect with only the entries where `mask` holds, and the boxes that they have read."""
-        part = super().only(mask)
+        part = super().select_entries(mask)
         part.boxes = None if self.boxes is None else self.boxes[mask]
         return part
 
@@ -467,10 +467,10 @@ def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Han
     sizes_of = _sizes(machine, instruction, size)
     locate = _offset_locator(machine, instruction, "load", "global", source, 16)
 
-    def look(lanes: Lanes) -> None:
+    def check_address(lanes: Lanes) -> None:
         locate(lanes, sizes_of(lanes))
 
-    return look
+    return check_address
 
 
 def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,

@@ -15,7 +15,7 @@ from ptxlab.emulator.core.memory import Memory
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of
-from ptxlab.emulator.ops.atomic import combination, rounds
+from ptxlab.emulator.ops.atomic import combination, split_into_rounds
 from ptxlab.emulator.sync.mbarrier import MBarrierOperand
 
 
@@ -36,7 +36,7 @@ class Stores(Effect):
         """Write the targets; additions to one of them go one after another."""
         size = self.values.itemsize
         view = memory.arena.view(self.values.dtype)
-        for part in rounds(self.target):
+        for part in split_into_rounds(self.target):
             places = (self.target[part] // size)[:, None] + np.arange(self.values.shape[1])
             values = self.values[part]
             view[places] = values if self.combine is None else self.combine(view[places], values)

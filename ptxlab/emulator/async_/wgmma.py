@@ -166,7 +166,7 @@ class WgmmaProducts(Effect):
                 self.special.setdefault(kind, np.zeros(len(self.lanes), bool))[warps] |= mask.any(axis=(1, 2))
 
     def write(self, memory: Memory) -> None:
-        """Accumulate."""
+        """Add the products to D, or replace it."""
         self.take(memory)
         assert self.products is not None
         decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.d_type), self.all_lanes

@@ -100,9 +100,9 @@ class Divergence(Check):
         """Take lanes out of those that others wait for."""
         self.expected[lanes] = False
         for warp in np.unique(indices_of(lanes) // 32).tolist() if self.open else ():
-            self.close(warp)
+            self.forget_complete(warp)
 
-    def close(self, warp: int) -> None:
+    def forget_complete(self, warp: int) -> None:
         """Forget what all lanes of the warp have come to."""
         executions, expected = self.open.get(warp, []), int(pack_bits(self.expected[warp * 32 : warp * 32 + 32])[0])
         while executions and not expected & ~executions[0].lanes:
@@ -138,9 +138,9 @@ class Divergence(Check):
             for iteration in np.unique(iterations[in_warp]).tolist():
                 same_iteration = indices_of(lanes)[in_warp & (iterations == iteration)]
                 awaited = same_iteration[self.expected[same_iteration]]
-                self.enter(warp, Execution(pc, iteration, sum(1 << lane % 32 for lane in awaited.tolist())))
+                self.enter_execution(warp, Execution(pc, iteration, sum(1 << lane % 32 for lane in awaited.tolist())))
 
-    def enter(self, warp: int, new: Execution) -> None:
+    def enter_execution(self, warp: int, new: Execution) -> None:
         """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
         executions = self.open.setdefault(warp, [])
         remaining = new.lanes
@@ -152,7 +152,7 @@ class Divergence(Check):
             remaining &= ~arriving
         if remaining:
             executions.append(Execution(new.pc, new.iteration, remaining))
-        self.close(warp)
+        self.forget_complete(warp)
 
     def report_divergence(self, warp: int, deviating: Execution, reported: Execution) -> None:
         """Report lanes of `reported`, where others of the warp execute `deviating`; then leave the warp alone."""

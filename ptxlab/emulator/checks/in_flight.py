@@ -104,8 +104,8 @@ class InFlight(Check):
                 if flags & flag and holds.any():
                     thread = "({},{},{})".format(*self.machine.place_of(int(lanes[int(np.argmax(holds))]))[1])
                     by = f"{effect.instruction.seen_from(instruction)}, for thread {thread}"
-                    return f"{self.memory.byte(place)}, still being {does} by {by}, as nobody has waited for that,"
-        return f"{self.memory.byte(place)}, which another entry of this copy moves"
+                    return f"{self.memory.name_byte(place)}, still being {does} by {by}, as nobody has waited for that,"
+        return f"{self.memory.name_byte(place)}, which another entry of this copy moves"
 
     # Copies
 
@@ -114,9 +114,9 @@ class InFlight(Check):
 
         Its bytes are in flight, too, from then on.
         """
-        self.collide(effect, effect.reads, effect.read_units, _CHANGED, "takes")
+        self.check_collisions(effect, effect.reads, effect.read_units, _CHANGED, "takes")
         adds = _ADDED if effect.accumulates else 0  # which several may do at once
-        self.collide(effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~adds, "copies to")
+        self.check_collisions(effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~adds, "copies to")
         if effect.kind != "cp.async":
             self.check_visibility(effect)
         self.set_flags(effect, effect.read_units, _READ)
@@ -132,7 +132,7 @@ class InFlight(Check):
         unit = min(effect.grain, 8)
         self.words[unit][units_of(unit)] &= repeat_byte(~flags & 0xFF, unit)
 
-    def collide(self, effect: Effect, entries: Places, units_of: Units, flags: int, does: str) -> None:
+    def check_collisions(self, effect: Effect, entries: Places, units_of: Units, flags: int, does: str) -> None:
         """Report entries that touch bytes in flight."""
         unit = min(effect.grain, 8)
         if not np.count_nonzero(self.words[unit][units_of(unit)] & repeat_byte(flags, unit)):
@@ -149,7 +149,7 @@ class InFlight(Check):
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place in self.unseen_mbarriers:
                 by = self.order.instruction_of(self.unseen_mbarriers[place]).seen_from(effect.instruction)
-                message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
+                message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
@@ -188,7 +188,7 @@ class InFlight(Check):
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.machine.launch.writers[writer_numbers[first] - 1]
-            message = f"takes {self.memory.byte(int(places[first]))}, which {writer}, wrote "
+            message = f"takes {self.memory.name_byte(int(places[first]))}, which {writer}, wrote "
             message += "without a fence.proxy.async behind it, and nobody has fenced here since griddepcontrol.wait: "
             message += "the engine may see what was there before,"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
@@ -216,7 +216,7 @@ class InFlight(Check):
             first = int(np.argmax(hit))
             writer = self.order.instruction_of(marks[first])
             by = writer.seen_from(effect.instruction)
-            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, {did} "
+            message = f"{does} {self.memory.name_byte(int(places[first]))}, which {by}, {did} "
             message += f"without a fence.proxy.async behind it: {consequence},"
             kind = "async-dirty" if did == "wrote" else "war"
             self.report(effect.instruction, kind, lanes, by_entry(hit, sizes // unit), message)

@@ -126,7 +126,7 @@ class Initialised(Check):
 
         def report_lanes(wrong_lanes: Array) -> None:
             if wrong_lanes.any():
-                place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong_lanes))]))
+                place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong_lanes))]))
                 self.report(instruction, "uninitialised", lanes, wrong_lanes, f"reads {place}, which was never written")
 
         if self.taint and self.taint.is_tracked(instruction):
@@ -160,7 +160,7 @@ class Initialised(Check):
             if does and np.count_nonzero(words[units] != full):
                 places = units_of(1)
                 is_written = self.memory[places]
-                place = self.machine.memory.byte(int(places[int(np.argmin(is_written))]))
+                place = self.machine.memory.name_byte(int(places[int(np.argmin(is_written))]))
                 message = f"{does} {place}, which was never written"
                 self.report(effect.instruction, "uninitialised", lanes, by_entry(~is_written, sizes), message)
             words[units] = full

@@ -53,7 +53,7 @@ class LoadTaint(Check):
         def track_and_run(lanes: Lanes) -> Any:
             if self.marks:
                 if uses:
-                    self.use(sources, lanes)
+                    self.mark_used(sources, lanes)
                 marks = np.zeros(count_of(lanes), np.int64) if uses else gather(lanes)
                 for register in targets:
                     self.mark(register, lanes, marks)
@@ -68,7 +68,7 @@ class LoadTaint(Check):
 
         def use_and_run(lanes: Lanes) -> Any:
             if self.marks:
-                self.use([guard], lanes)
+                self.mark_used([guard], lanes)
             return handler(lanes)
 
         return use_and_run
@@ -83,7 +83,7 @@ class LoadTaint(Check):
             a, b, predicate = instruction.operands[1:]
             read = self.machine.reader(predicate, "pred")
             return lambda lanes: self.union(
-                np.where(read(lanes), self.of(a, lanes), self.of(b, lanes)), self.of(predicate, lanes)
+                np.where(read(lanes), self.marks_of(a, lanes), self.marks_of(b, lanes)), self.marks_of(predicate, lanes)
             )
         if head in ("and", "or"):
             t, (a, b) = modifiers[-1], instruction.operands[1:]
@@ -92,7 +92,7 @@ class LoadTaint(Check):
             read_a, read_b = (self.machine.reader(operand, kind) for operand in (a, b))
 
             def either(lanes: Lanes) -> Marks:
-                of_a, of_b = self.of(a, lanes), self.of(b, lanes)
+                of_a, of_b = self.marks_of(a, lanes), self.marks_of(b, lanes)
                 by_a, by_b = (of_a == 0) & (read_a(lanes) == decides), (of_b == 0) & (read_b(lanes) == decides)
                 return self.union(np.where(by_b, 0, of_a), np.where(by_a, 0, of_b))
 
@@ -101,7 +101,7 @@ class LoadTaint(Check):
 
     # Marks
 
-    def of(self, operand: Operand, lanes: Lanes) -> Marks:
+    def marks_of(self, operand: Operand, lanes: Lanes) -> Marks:
         """Return the marks of an operand."""
         return self.unite_marks(registers((operand,)), lanes)
 
@@ -115,10 +115,10 @@ class LoadTaint(Check):
         if not a.any() or not b.any():
             return a + b
         pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
-        both = [self.number(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
+        both = [self.number_of(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
         return np.array(both)[index.reshape(-1)]
 
-    def number(self, reads: frozenset[int]) -> int:
+    def number_of(self, reads: frozenset[int]) -> int:
         """Return the number of a set of reads."""
         if reads not in self.numbers:
             self.numbers[reads] = len(self.sets)
@@ -148,9 +148,9 @@ class LoadTaint(Check):
         events, lanes = without_actors(reads), actors_of(reads)
         for read in np.unique(events).tolist():
             self.waiting_reports.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
-            self.settle(read)
+            self.report_used(read)
 
-    def settle(self, read: int) -> None:
+    def report_used(self, read: int) -> None:
         """Report what is held about a read, in those lanes that have used it."""
         used = self.used.get(read)
         if used is None or read not in self.waiting_reports:
@@ -169,11 +169,11 @@ class LoadTaint(Check):
             return
         reads = without_actors(self.events(access.instruction, lanes))
         distinct, index = np.unique(reads, return_inverse=True)
-        marks = np.array([self.number(frozenset((read,))) for read in distinct.tolist()])[index]
+        marks = np.array([self.number_of(frozenset((read,))) for read in distinct.tolist()])[index]
         for register in access.instruction.destinations:
             self.mark(register, lanes, marks)
 
-    def use(self, sources: list[Register], lanes: Lanes) -> None:
+    def mark_used(self, sources: list[Register], lanes: Lanes) -> None:
         """Count as used what these registers hold: something depends on it.
 
         Their marks have done their work; a sum would gather more.
@@ -185,7 +185,7 @@ class LoadTaint(Check):
             for read in self.sets[number]:
                 used = self.used.setdefault(read, np.zeros(self.machine.lanes, bool))
                 used[indices[marks == number]] = True
-                self.settle(read)
+                self.report_used(read)
 
 
 def computes(instruction: Instruction) -> bool:

@@ -38,7 +38,7 @@ class Race:
     past: Array  # events
     reads: Array  # that of the two events which is a read, if one is
 
-    def only(self, mask: Array) -> Self:
+    def select_units(self, mask: Array) -> Self:
         """Return the race with only the units where `mask` holds."""
         part = {name: getattr(self, name)[mask] for name in ("lane", "places", "past", "reads")}
         return replace(self, **part)
@@ -153,7 +153,7 @@ class Races(HappensBefore):
         if not (wrong := writes != 0).any():
             return
         unit = int(np.argmax(wrong))
-        place = self.machine.memory.byte(int(touch.places[unit]) * touch.unit)
+        place = self.machine.memory.name_byte(int(touch.places[unit]) * touch.unit)
         writer = self.instruction_of(writes[unit]).seen_from(touch.instruction)
         message = f"reads {place} through the read-only path, though {writer}, has written it in this launch,"
         count = count_of(touch.lanes)
@@ -212,17 +212,17 @@ class Races(HappensBefore):
             self.report_race(race)
             return
         if ordinary.any():
-            held_race = race.only(ordinary)
-            self.taint.report_when_used(held_race.reads, lambda used: self.report_race(held_race.only(used)))
+            held_race = race.select_units(ordinary)
+            self.taint.report_when_used(held_race.reads, lambda used: self.report_race(held_race.select_units(used)))
         if not ordinary.all():
-            self.report_race(race.only(~ordinary))
+            self.report_race(race.select_units(~ordinary))
 
     def report_race(self, race: Race) -> None:
         """Report a race, with the access of another thread that it races with."""
         past_instruction = self.instruction_of(race.past[0])
         past_lane = int(actors_of(race.past[:1])[0]) % self.machine.lanes
         block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(past_lane))
-        place = self.machine.memory.byte(int(race.places[0]))
+        place = self.machine.memory.name_byte(int(race.places[0]))
         message = f"{race.action} {place} races with {past_instruction.seen_from(race.instruction)}, "
         message += f"by thread {thread} of block {block},"
         lane = indices_of(race.lanes)[race.lane[:1]]
@@ -295,7 +295,7 @@ class Races(HappensBefore):
         wrong = np.zeros(len(offsets), bool)
         wrong[order[1:]] = repeated & (values[1:] != values[:-1]).any(axis=1)
         if wrong.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong))]))
             message = f"write to {place} by several threads at once, with different values"
             self.report(access.instruction, "race", lanes, wrong, message)
 
@@ -310,6 +310,6 @@ class Races(HappensBefore):
         is_out_of_scope = self.scopes.is_out_of_scope(threads[1:], threads[:-1], reaches)
         wrong[order[1:]] = (sorted_offsets[1:] == sorted_offsets[:-1]) & is_out_of_scope
         if wrong.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong))]))
             message = f"access to {place} by several blocks at once, as a scope does not reach the other block,"
             self.report(access.instruction, "race", lanes, wrong, message)

@@ -32,7 +32,7 @@ class RaceClusterExit(Check):
         if ".async" in access.instruction.opcode:  # it looks at the mbarrier; the visit is the effect
             return
         indices = indices_of(lanes)
-        self.visit(access.instruction, indices, offsets, self.clocks.own_times[indices], engine=False)
+        self.record_visit(access.instruction, indices, offsets, self.clocks.own_times[indices], engine=False)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Record a store like a load."""
@@ -46,9 +46,11 @@ class RaceClusterExit(Check):
         """Record the writes of an effect that are under way to another block."""
         lanes, targets, sizes = effect.writes
         if len(lanes) and sizes[0]:
-            self.visit(effect.instruction, lanes, targets, np.full(len(lanes), effect.serial), engine=True)
+            self.record_visit(effect.instruction, lanes, targets, np.full(len(lanes), effect.serial), engine=True)
 
-    def visit(self, instruction: Instruction, indices: Array, offsets: Array, times: Array, engine: bool) -> None:
+    def record_visit(
+        self, instruction: Instruction, indices: Array, offsets: Array, times: Array, engine: bool
+    ) -> None:
         """Remember the last access of each actor to the shared memory of another block."""
         peers, clocks = self.machine.cluster_memory, self.clocks
         blocks = peers.block_at(offsets)

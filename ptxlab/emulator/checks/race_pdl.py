@@ -93,7 +93,7 @@ class RacePdl(Check):
         """Report reads of the predecessor's buffers that may be moved ahead of the wait, wherever they stand."""
         from_predecessor = self.is_from_predecessor(offsets)
         if from_predecessor.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(from_predecessor))]))
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(from_predecessor))]))
             message = f"read of {place} as read-only (.nc), which ptxas may move ahead of {WAIT}"
             self.report(instruction, "race", indices, from_predecessor, message)
 
@@ -116,6 +116,6 @@ class RacePdl(Check):
             return
         wrong = mask & ~self.are_behind_wait(indices)
         if wrong.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong))]))
             message = f"{action} {place} ahead of {WAIT}: the kernel before may still {use} it,"
             self.report(instruction, "race", indices, wrong, message)

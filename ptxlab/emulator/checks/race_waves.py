@@ -154,7 +154,7 @@ class RaceWaves(Check):
         past_instruction = self.machine.code[int(event >> _CODE & _CODES) - 1]
         blocks = self.waves.blocks[int(event >> _WAVE & _WAVES) - 1]
         block = "({},{},{})".format(*blocks[int(event & _BLOCKS)])
-        message = f"{action} {self.machine.memory.byte(int(places[first]) * unit)} races with "
+        message = f"{action} {self.machine.memory.name_byte(int(places[first]) * unit)} races with "
         message += f"{past_instruction.seen_from(instruction)}, by block {block}, which nothing orders before this one,"
         return np.bincount(positions[wrong], minlength=len(lanes)) > 0, message
 

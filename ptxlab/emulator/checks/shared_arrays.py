@@ -57,6 +57,6 @@ class SharedArrays(Check):
         if wrong.any():
             first = int(np.argmax(wrong))
             far = f"{past[first]} bytes past its end" if past[first] > 0 else "ahead of its first byte"
-            place = self.machine.memory.byte(int(offsets[first]))
+            place = self.machine.memory.name_byte(int(offsets[first]))
             message = f"{does} {place} by an address of {array.name} ({array.size} bytes), {far},"
             self.report(instruction, "overrun", lanes, wrong, message)

@@ -59,17 +59,17 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
             blocks, offsets = machine.cluster_memory.resolve(access.instruction, lanes, offsets)
         start = 0 if space == "local" else SHARED_START
         end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
-        if int(np.minimum.reduce(offsets)) < start or furthest(offsets, sizes) > end:
+        if int(np.minimum.reduce(offsets)) < start or end_of_accesses(offsets, sizes) > end:
             first, fault = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
-            why = machine.cluster_memory.explain(int(offsets[first])) if space != "local" else ""
+            why = machine.cluster_memory.explain_address(int(offsets[first])) if space != "local" else ""
             raise MemoryFault(f"{fault}: {place} (window of {end - start} bytes) are out of bounds{why}")
         return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
 
-    def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:
+    def in_arena(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets = addresses(lanes)
         check_alignment(lanes, offsets)
-        end = furthest(offsets, sizes)
+        end = end_of_accesses(offsets, sizes)
         region = machine.memory.touched_region(offsets, end)
         if region is not None:
             regions = [region]
@@ -86,7 +86,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
                 mark_written(machine, access, lanes, region)
         return offsets
 
-    return anywhere if windows is None else in_window
+    return in_arena if windows is None else in_window
 
 
 def first_parameter(machine: Machine) -> int:
@@ -95,7 +95,7 @@ def first_parameter(machine: Machine) -> int:
     return min((launch.addresses[id(param)] for param in launch.entry.params), default=0)
 
 
-def furthest(offsets: Array, sizes: AccessSizes) -> int:
+def end_of_accesses(offsets: Array, sizes: AccessSizes) -> int:
     """Return the offset at which the last of the accesses ends."""
     return int(np.maximum.reduce(offsets)) + sizes if isinstance(sizes, int) else int((offsets + sizes).max())
 

@@ -47,7 +47,7 @@ class ClusterMemory:
         """Tell whether any of the addresses names a block by its rank."""
         return len(addresses) > 0 and int(addresses.max()) > _WITHIN
 
-    def explain(self, address: int) -> str:
+    def explain_address(self, address: int) -> str:
         """Say what an address beyond the block's own shared memory is, if `mapa` has made it of a block's."""
         rank = (address >> _RANK) - 1
         if not 0 <= rank < self.size:
@@ -60,7 +60,7 @@ class ClusterMemory:
         ranks = addresses >> _RANK
         self.check_ranks(instruction, lanes, ranks - 1)
         blocks = np.where(ranks == 0, self.block[lanes], self.first_block(lanes) + ranks - 1)
-        self.check(instruction, lanes, blocks)
+        self.check_visible(instruction, lanes, blocks)
         return blocks, addresses & _WITHIN
 
     def map_addresses(self, instruction: Instruction, lanes: Lanes, addresses: Array, ranks: Array) -> Array:
@@ -91,7 +91,7 @@ class ClusterMemory:
         lanes = indices[positions]
         self.check_ranks(instruction, lanes, target_ranks)
         blocks = self.first_block(lanes) + target_ranks
-        self.check(instruction, lanes, blocks)
+        self.check_visible(instruction, lanes, blocks)
         return positions, self.windows[blocks] - self.windows[self.block[lanes]]
 
     # Rules
@@ -103,7 +103,7 @@ class ClusterMemory:
             first, place = self.wave.first_fault(instruction, lanes, wrong)
             raise EmulationError(f"{place}: block {int(ranks[first])} of a cluster of {self.size}")
 
-    def check(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
+    def check_visible(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
         """Refuse blocks that are of another cluster, or have ended."""
         own_blocks: Array = np.broadcast_to(self.block[lanes], blocks.shape)
         if (own_blocks == blocks).all():
@@ -120,4 +120,4 @@ class ClusterMemory:
     def check_generic(self, instruction: Instruction, lanes: Lanes, offsets: Array) -> None:
         """Refuse arena offsets in shared memory that the lanes cannot see."""
         blocks = self.block_at(offsets)
-        self.check(instruction, lanes, np.where(blocks < 0, self.block[lanes], blocks))
+        self.check_visible(instruction, lanes, np.where(blocks < 0, self.block[lanes], blocks))

@@ -92,7 +92,7 @@ class Effect:
     def write(self, memory: Memory) -> None:
         """Write the results, if there are any."""
 
-    def only(self, mask: Array) -> Self:
+    def select_entries(self, mask: Array) -> Self:
         """Return the effect with only the entries where `mask` holds."""
         return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == Array})
 
@@ -100,4 +100,4 @@ class Effect:
         """Split the entries into those where `mask` holds and the others; None stands for no entry."""
         if mask.all():
             return self, None
-        return (self.only(mask), self.only(~mask)) if mask.any() else (None, self)
+        return (self.select_entries(mask), self.select_entries(~mask)) if mask.any() else (None, self)

@@ -88,7 +88,7 @@ class Memory:
         outside = (index < 0) | (offsets + size > self.ends_array[index])
         return outside, [self.regions[i] for i in np.unique(index[~outside])]
 
-    def byte(self, offset: int) -> str:
+    def name_byte(self, offset: int) -> str:
         """Name the byte at a valid arena offset in words."""
         region = self.region_of(offset)
         return region.place(offset - region.start) if region else f"offset {offset}"

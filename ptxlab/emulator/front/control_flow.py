@@ -73,7 +73,7 @@ class ControlFlowGraph:
 
 @cache_on_subject
 def flow_of(entry: Entry) -> Flow:
-    """Look at a kernel's code."""
+    """Analyse the control flow of a kernel."""
     code = entry.instructions
     graph = ControlFlowGraph(code)
     blocks = range(len(graph.first))

@@ -107,8 +107,8 @@ def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             return lambda lanes: write(lanes, compute(first(lanes), second(lanes)))
         return lambda lanes: write(lanes, compute(*[read(lanes) for read in readers]))
 
-    def several(lanes: Lanes) -> None:
+    def write_all(lanes: Lanes) -> None:
         for write, values in zip(writers, compute(*[read(lanes) for read in readers]), strict=True):
             write(lanes, values)
 
-    return several
+    return write_all

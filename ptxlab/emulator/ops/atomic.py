@@ -47,7 +47,7 @@ def combination(name: str, t: str) -> Callable[..., Any]:
     return _EXCHANGE.get(name) or alu_operation(f"{name}.{t}").compute
 
 
-def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
+def _update_function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
     """Update of memory by an atomic: arena offsets, old values, operands -> new values."""
     name = access.operation[0] if len(access.operation) == 1 else ""
     flushes_halves = access.type in _HALVES and ".noftz" not in access.instruction.opcode
@@ -70,7 +70,7 @@ def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
     return lambda offsets, *values: np.where(is_shared(offsets), update(*values), flushing(*values))
 
 
-def rounds(offsets: Array) -> list[Array]:
+def split_into_rounds(offsets: Array) -> list[Array]:
     """Split the positions of the accesses so that no two of a part have the same address; repeats keep their order."""
     order = np.argsort(offsets, kind="stable")
     ordered = offsets[order]
@@ -86,7 +86,7 @@ def rounds(offsets: Array) -> list[Array]:
 @binder("atom", "red")
 def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "atomic")
-    function = _function(machine, access)
+    function = _update_function(machine, access)
     operands = list(instruction.operands)
     returns = instruction.opcode.startswith("atom")
     t, count = access.type, access.count
@@ -127,7 +127,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             return
         old = np.empty((len(places), *view.shape[1:]), view.dtype)
         order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
-        for part in (order[position] for position in rounds(places[order])):
+        for part in (order[position] for position in split_into_rounds(places[order])):
             old[part] = view[places[part]]
             view[places[part]] = function(offsets[part], old[part], *[operand[part] for operand in operands])
         for write, column in zip(writers, old.reshape(len(places), -1).T, strict=False):  # none for a sink

@@ -149,7 +149,7 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 @binder("nanosleep", "prefetchu", "discard", "applypriority", "pmevent")
-def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+def _bind_hint(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return lambda lanes: None
 
 

@@ -42,7 +42,9 @@ def _convert(op: Opcode) -> AluOperation:
     if not is_float(source):
         if is_float(target):
             return AluOperation(
-                (target,), (source,), lambda a: round_to(*_exactly(a.clip(0, 1) if sat else a), target, mode or "rn")
+                (target,),
+                (source,),
+                lambda a: round_to(*_split_exactly(a.clip(0, 1) if sat else a), target, mode or "rn"),
             )
         return AluOperation((target,), (source,), lambda a: _integer_to_integer(a, target, sat))
     if not is_float(target):
@@ -78,7 +80,7 @@ def _check_rounding(mode: str, target: str, source: str) -> None:
         raise ValueError(f"cvt.{target}.{source} {rule}")
 
 
-def _exactly(a: Array) -> tuple[Array, Array]:
+def _split_exactly(a: Array) -> tuple[Array, Array]:
     """Represent integers as hi + lo."""
     if a.dtype.itemsize < 8:
         return a.astype(np.float64), np.zeros(len(a))

@@ -22,7 +22,7 @@ _TYPES = ("f16.f16.f16.f16", "f32.f16.f16.f16", "f32.f16.f16.f32")
 
 
 def is_of_quarters(instruction: Instruction) -> bool:
-    """Tell these from other mma."""
+    """Tell whether the instruction is an mma m8n8k4 of f16."""
     words = instruction.opcode.split(".")
     return _SHAPE in words and "f16" in words
 

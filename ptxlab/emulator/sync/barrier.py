@@ -108,7 +108,7 @@ def check_barrier(numbers: Array, expected: Array | None) -> None:
 
 
 def warps_of(indices: Array) -> list[Array]:
-    """Part lanes by warp."""
+    """Split lanes by warp."""
     return np.split(indices, np.flatnonzero(np.diff(indices // 32)) + 1)
 
 

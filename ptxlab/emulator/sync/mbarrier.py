@@ -66,17 +66,17 @@ class MBarrier:
         self.phase, self.missing, self.expected = self.phase + 1, self.count, 0
         for watcher in self.machine.watchers:
             watcher.phase_complete(self.place)
-        self.answer(True)
+        self.release_waiters(True)
 
-    def answer(self, done: bool) -> None:
-        """Tell those who wait."""
+    def release_waiters(self, done: bool) -> None:
+        """Let the waiting lanes go on, and tell them whether the phase is complete."""
         waiting, self.waiting = self.waiting, []
         for parked, finish in waiting:
             finish(self.place, parked.lanes, done)
             self.machine.make_ready(parked.pc + 1, parked.lanes)
 
     def __str__(self) -> str:
-        return f"the mbarrier at {self.machine.memory.byte(self.place)}"
+        return f"the mbarrier at {self.machine.memory.name_byte(self.place)}"
 
     def waiters(self) -> Iterator[Parked]:
         """Yield the lanes that wait for the current phase, with what they wait for."""
@@ -104,7 +104,7 @@ class MBarriers(Unit):
         if not awaited or self.vain_answers > PATIENCE:
             return False
         for barrier in awaited:
-            barrier.answer(False)
+            barrier.release_waiters(False)
         return True
 
     def waiters(self) -> Iterator[Parked]:
@@ -142,7 +142,7 @@ class MBarrierOperand:
         for place, positions in zip(places.tolist(), np.split(order, first[1:]), strict=True):
             barrier = self.mbarriers.by_place.get(place)
             if barrier is None:
-                place_text = self.machine.memory.byte(place)
+                place_text = self.machine.memory.name_byte(place)
                 self.fail(indices_of(lanes)[positions[0]], f"there is no initialised mbarrier at {place_text}")
             if self.machine.memory.view[8][place // 8] != _MARK:
                 self.fail(indices_of(lanes)[positions[0]], f"something has written over {barrier}")
@@ -178,7 +178,7 @@ def _init(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
             if place in operand.mbarriers.by_place:
                 line = operand.mbarriers.by_place[place].instruction.line
                 operand.fail(
-                    lane, f"the mbarrier at {machine.memory.byte(place)} is initialised already, by line {line}"
+                    lane, f"the mbarrier at {machine.memory.name_byte(place)} is initialised already, by line {line}"
                 )
             operand.mbarriers.by_place[place] = MBarrier(machine, place, count, instruction)
         machine.memory.view[8][offsets // 8] = _MARK

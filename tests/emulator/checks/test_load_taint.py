@@ -210,9 +210,9 @@ def test_strong_reads_count_at_once():
 def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that is stored in every turn does not gather the reads of all turns: time and memory would be squares."""
     sizes = []
-    number = load_taint.LoadTaint.number
+    number = load_taint.LoadTaint.number_of
     monkeypatch.setattr(
-        load_taint.LoadTaint, "number", lambda self, reads: sizes.append(len(reads)) or number(self, reads)
+        load_taint.LoadTaint, "number_of", lambda self, reads: sizes.append(len(reads)) or number(self, reads)
     )
     text = cuda_to_ptx("""extern "C" __global__ void k(int* y) {
         __shared__ int part[64];
