@@ -259,7 +259,7 @@ def check_arch(arch: str) -> str:
 
 @functools.cache
 def cuda_headers() -> list[str]:
-    """List the include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
+    """List the include folders of CUDA: of the wheels, then of the toolkit that the tools on the PATH belong to."""
     folders: list[str] = []
     try:
         from cuda.pathfinder import find_nvidia_header_directory

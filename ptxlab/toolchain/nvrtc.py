@@ -137,7 +137,7 @@ def _compilation(
 
 @dataclass(frozen=True)
 class _Additions:
-    """Changes that a source is compiled with: text without host functions, standard headers, what nvcc includes first."""
+    """Changes to what is compiled: text without host functions, standard headers, what nvcc includes first."""
 
     text: str
     standard: bool = False

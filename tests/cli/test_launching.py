@@ -111,8 +111,8 @@ def test_a_spec_is_solved_once(
         function = getattr(of, name)
         monkeypatch.setattr(of, name, lambda *args, **keywords: calls.append(name) or function(*args, **keywords))
 
-    for of, name in ((KernelSpec, "sizes_of"), (KernelSpec, "check_values"), (runtime, "variant")):
+    for of, name in ((KernelSpec, "sizes_of"), (KernelSpec, "check_values"), (runtime, "variant_constants")):
         count(of, name)
     code, _, err = cli(command[0], "dequant_lqq", "--in", tmp_path / "in.npz", *command[1:])
     assert code == 0, err
-    assert sorted(calls) == ["check_values", "sizes_of", "variant"]
+    assert sorted(calls) == ["check_values", "sizes_of", "variant_constants"]
