@@ -103,7 +103,7 @@ variants = {
 }
 streams, perplexities = {}, {}
 for name, (variant, numerics) in variants.items():
-    x, streams[name] = variant.embedded(passage[None]), []
+    x, streams[name] = variant.embed(passage[None]), []
     for layer in variant.layers:
         x = variant.run_layer(x, layer, numerics)
         streams[name].append(x[0])
@@ -148,7 +148,7 @@ steps = {
     "both": Recipe(clip="output", gptq=True),
 }
 LAYER = 3
-states = [model.embedded(tokens_of(corpus.calibration[:8], tokenizer)[:768].reshape(4, 192))]
+states = [model.embed(tokens_of(corpus.calibration[:8], tokenizer)[:768].reshape(4, 192))]
 for layer in model.layers[:LAYER]:
     states = [model.run_layer(x, layer) for x in states]
 texts = (states[0], streams["float32"][LAYER - 1][None])

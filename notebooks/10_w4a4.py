@@ -70,7 +70,7 @@ class Inputs(Numerics):
         return EXACT.product(name, x, layer)
 
 
-x = model.embedded(passage[None])
+x = model.embed(passage[None])
 for index in range(LAYER + 1):
     inputs, layer = Inputs(), model.layers[index]
     x = model.run_layer(x, layer, inputs)
@@ -239,7 +239,7 @@ table(
 # through clipping and GPTQ where they do not say otherwise; in Atom's ladder each step adds to those before it.
 
 # %%
-record = accuracy.recorded()
+record = accuracy.load_record()
 Markdown(w4a4.accuracy_table().partition("![")[0])
 
 # %%

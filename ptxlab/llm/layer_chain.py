@@ -37,26 +37,26 @@ class Decoder:
         caches = caches or max(len(weights), copies_beyond_l2(batch.kv_bytes()))
         self.caches = random_problem(batch, copies=caches).caches
         last = LENGTH - 1
-        pages = (gpu.to_host(each.block_table)[:, last // PAGE] for each in self.caches[: len(weights)])
+        pages = (gpu.to_host(cache.block_table)[:, last // PAGE] for cache in self.caches[: len(weights)])
         self.slots = [gpu.to_device((page * PAGE + last % PAGE).astype(np.int32)) for page in pages]
         self.rope = *map(gpu.to_device, config.rope_tables(LENGTH)), gpu.to_device(np.full(B, last, np.int32))
         self.buffers = LayerBuffers.empty(weights[0], self.caches[0])
         rng = np.random.default_rng(B)
         start = rng.standard_normal((2, B, config.hidden), dtype=np.float32).astype(np.float16)
-        self._start = [gpu.to_device(each) for each in start]
+        self._start = [gpu.to_device(array) for array in start]
         self.residual = self._start[1].copy()
         self.restart()
 
-    def ending(self, weights: Sequence[LayerWeights], residual_epilogue: bool) -> "Decoder":
+    def with_epilogues(self, weights: Sequence[LayerWeights], residual_epilogue: bool) -> "Decoder":
         """Return a copy with other epilogues and with buffers of its own.
 
         There are as many weights as before, interleaved or not.
         """
-        made = copy(self)
-        made.weights = weights
-        made.buffers = LayerBuffers.empty(weights[0], self.caches[0], residual_epilogue=residual_epilogue)
-        made.restart()
-        return made
+        decoder = copy(self)
+        decoder.weights = weights
+        decoder.buffers = LayerBuffers.empty(weights[0], self.caches[0], residual_epilogue=residual_epilogue)
+        decoder.restart()
+        return decoder
 
     def restart(self) -> None:
         """Restore the state. In the caches only the last tokens change, and every run writes them anew."""
@@ -69,25 +69,25 @@ class Decoder:
         A layer goes on with the result of the layer before it.
         """
         buffers = replace(self.buffers, programmatic=programmatic)
-        how = {"rope": self.rope, "buffers": buffers, "programmatic": programmatic}
+        keywords = {"rope": self.rope, "buffers": buffers, "programmatic": programmatic}
         return [
-            ((self._x, self.residual, weights, cache, slots), how)
+            ((self._x, self.residual, weights, cache, slots), keywords)
             for weights, cache, slots in zip(self.weights, self.caches, self.slots, strict=False)
         ]
 
     @property
     def _x(self) -> Any:
         """Input of a layer, which is the output of the layer before it."""
-        return self.buffers.result(self.residual)
+        return self.buffers.output(self.residual)
 
     def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
         """Return one call per layer."""
-        return [partial(decode_layer, *given, **how) for given, how in self.layers(programmatic)]
+        return [partial(decode_layer, *args, **keywords) for args, keywords in self.layers(programmatic)]
 
     @cached_property
     def operations(self) -> list[list[LayerCall]]:
         """The calls that each layer makes, in order."""
-        return [layer_calls(*given, **how) for given, how in self.layers()]
+        return [layer_calls(*args, **keywords) for args, keywords in self.layers()]
 
     def check(self, graph: gpu.Graph) -> str:
         """Hold the graph that was timed, replayed once, against the same calls made plainly one after another.
@@ -113,20 +113,21 @@ class Decoder:
             raise BenchmarkError(f"{FACE}, {self.config.name}, batch {self.B}: other bits than its calls one by one")
         if not all(np.isfinite(array).all() for array in timed):
             raise BenchmarkError(f"{FACE}, {self.config.name}, batch {self.B}: results that are not finite")
-        said = f"the graph that was timed, replayed over {graph.calls} layers: attention, result and residual equal"
-        return f"{said} to the public calls made plainly one after another, bit for bit"
+        summary = f"the graph that was timed, replayed over {graph.calls} layers: attention, result and residual equal"
+        return f"{summary} to the public calls made plainly one after another, bit for bit"
 
     def compare(self) -> str:
         """Compare every launch of the first layer with the exact twin (`model.reference`); "" for a layer too large."""
         weights, cache, slots = self.weights[0], self.caches[0], self.slots[0]
         experts = min(self.config.experts, self.B * self.config.chosen_experts) or 1
-        of_experts = ("gate_up", "down")
-        if sum(N * K * (experts if n in of_experts else 1) for n, (N, K) in self.config.matrices.items()) > _COMPARED:
+        expert_matrices = ("gate_up", "down")
+        sizes = (N * K * (experts if name in expert_matrices else 1) for name, (N, K) in self.config.matrices.items())
+        if sum(sizes) > _COMPARED:
             return ""
         self.restart()
-        given = LayerInputs.of(self._x, self.residual, cache, slots, self.rope)
+        inputs = LayerInputs.of(self._x, self.residual, cache, slots, self.rope)
         self.calls()[0]()
-        return f"{twins.compare(given, weights, self.buffers, self.residual, cache)}; "
+        return f"{twins.compare(inputs, weights, self.buffers, self.residual, cache)}; "
 
 
 def check_chains() -> None:
@@ -143,7 +144,7 @@ def check_chains() -> None:
         first = LayerWeights.random(config, on_device=True, interleaved=ends)
         for B in _WATCHED:
             weights = [first, copy_of(first)]
-            decoder = Decoder(config, B, weights).ending(weights, residual_epilogue=ends)
+            decoder = Decoder(config, B, weights).with_epilogues(weights, residual_epilogue=ends)
             print(f"{config.name}{' with epilogues' if ends else ''}, batch {B}: {decoder.compare()}")
             decoder.calls()[1]()
             gpu.to_host(decoder.residual)  # waits for it

@@ -15,7 +15,7 @@ from ptxlab.llm.model.sampling import Sampling, adjust, tokens_mask
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_integer, require_integer
 
-_AT_ONCE = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
+_ROWS_AT_ONCE = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Request:
     error: str | None = None
 
     @property
-    def known(self) -> list[int]:
+    def all_tokens(self) -> list[int]:
         """Tokens of the prompt and those generated."""
         return self.prompt + self.tokens
 
@@ -96,23 +96,23 @@ class Server:
         `repetition_penalty`; by default the likeliest token is taken.
         """
         require_integer("tokens", tokens, 1)
-        chosen_by = Sampling(**sampling)
+        rules = Sampling(**sampling)
         listed = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
         if not listed or not all(map(is_integer, ends)):
             raise ArgumentError("ends", "must be a collection of tokens", repr(ends)[:40])
-        known, room = self.runner.check_prompt(prompt), min(self.runner.context, self.runner.pages * PAGE)
-        if len(known) + tokens > room:
+        prompt_tokens, room = self.runner.check_prompt(prompt), min(self.runner.context, self.runner.pages * PAGE)
+        if len(prompt_tokens) + tokens > room:
             rule = f"prompt and tokens must fit the {room} tokens of a sequence"
-            raise ArgumentError("tokens", rule, f"{len(known)} + {tokens}")
-        self.waiting.append(Request(known, int(tokens), frozenset(ends), chosen_by))
+            raise ArgumentError("tokens", rule, f"{len(prompt_tokens)} + {tokens}")
+        self.waiting.append(Request(prompt_tokens, int(tokens), frozenset(ends), rules))
         return self.waiting[-1]
 
     def cancel(self, request: Request) -> None:
         """End a request, wherever it is; its pages are free."""
         request.done = True
-        self.waiting = [other for other in self.waiting if other is not request]
-        for b in [b for b, other in self.running.items() if other is request]:
-            self._leave(b)
+        self.waiting = [queued for queued in self.waiting if queued is not request]
+        for b in [b for b, queued in self.running.items() if queued is request]:
+            self._remove(b)
 
     def step(self) -> list[Request]:
         """Run one step; return the requests that got a token or an error.
@@ -122,20 +122,20 @@ class Server:
         try:
             return self._step()
         except BaseException:
-            self.waiting[:0] = [self._leave(b) for b in list(self.running)]
+            self.waiting[:0] = [self._remove(b) for b in list(self.running)]
             raise
 
     def _step(self) -> list[Request]:
         self._admit()
-        ready = [b for b in self.running if not self._prompt_left(b)]
+        ready = [b for b in self.running if not self._missing_prompt(b)]
         for b in ready:
             self._make_room(b)
-        advanced, live = [], [b for b in ready if b in self.running]
-        if live:
-            tokens = np.array([self.running[b].known[self.runner.lengths[b]] for b in live], np.int32)
-            advanced += self._append_to_complete(live, self.runner.decode(tokens, live))
-        if part := self._part():
-            advanced += self._append_to_complete([*part], self.runner.extend(part))
+        advanced, decoding = [], [b for b in ready if b in self.running]
+        if decoding:
+            tokens = np.array([self.running[b].all_tokens[self.runner.lengths[b]] for b in decoding], np.int32)
+            advanced += self._append_to_complete(decoding, self.runner.decode(tokens, decoding))
+        if chunk := self._next_prompt_chunk():
+            advanced += self._append_to_complete([*chunk], self.runner.extend(chunk))
         return advanced
 
     def run(self) -> None:
@@ -145,12 +145,12 @@ class Server:
 
     def stream(self, request: Request) -> Iterator[int]:
         """Yield a request's tokens as soon as they exist; the other requests go on meanwhile."""
-        if not request.done and all(other is not request for other in (*self.waiting, *self.running.values())):
+        if not request.done and all(queued is not request for queued in (*self.waiting, *self.running.values())):
             raise ArgumentError("request", "must be one of this server's", f"prompt of {len(request.prompt)} tokens")
-        given = 0
+        yielded = 0
         while True:
-            yield from request.tokens[given:]
-            given = len(request.tokens)
+            yield from request.tokens[yielded:]
+            yielded = len(request.tokens)
             if request.done:
                 return
             self.step()
@@ -162,7 +162,7 @@ class Server:
             b, request = free[0], self.waiting[0]
             if self.share_prefixes:
                 self.runner.share(b, self._computed_as_prompt(request))
-            if not self.runner.reserve(b, len(request.known) + 1 - int(self.runner.lengths[b])):
+            if not self.runner.reserve(b, len(request.all_tokens) + 1 - int(self.runner.lengths[b])):
                 return self.runner.release(b)
             self.running[free.pop(0)] = self.waiting.pop(0)
 
@@ -170,21 +170,21 @@ class Server:
         """Return the tokens of a request that launches of prompts compute; decoding computes the others."""
         if self.runner.batch_invariant or not request.tokens:
             return request.prompt
-        return request.known[:-1]
+        return request.all_tokens[:-1]
 
-    def _prompt_left(self, b: int) -> list[int]:
+    def _missing_prompt(self, b: int) -> list[int]:
         """Return the tokens of a sequence's prompt that its cache lacks."""
         return self._computed_as_prompt(self.running[b])[self.runner.lengths[b] :]
 
-    def _part(self) -> dict[int, list[int]]:
+    def _next_prompt_chunk(self) -> dict[int, list[int]]:
         """Return up to a chunk of tokens of prompts that caches lack, by sequence."""
-        part: dict[int, list[int]] = {}
+        chunk: dict[int, list[int]] = {}
         room = self.runner.chunk
         for b in self.running:
-            if room and (tokens := self._prompt_left(b)[:room]):
-                part[b] = tokens
+            if room and (tokens := self._missing_prompt(b)[:room]):
+                chunk[b] = tokens
                 room -= len(tokens)
-        return part
+        return chunk
 
     def _make_room(self, b: int) -> None:
         """Reserve a page for the next token of b where it needs one.
@@ -192,79 +192,79 @@ class Server:
         If none is free, the youngest request, be it b itself, gives up its pages and waits again.
         """
         while b in self.running and not self.runner.reserve(b, 1):
-            self.waiting.insert(0, self._leave(next(reversed(self.running))))
+            self.waiting.insert(0, self._remove(next(reversed(self.running))))
 
-    def _append_to_complete(self, at: list[int], logits: Any) -> list[Request]:
+    def _append_to_complete(self, sequences: list[int], logits: Any) -> list[Request]:
         """Append the next token to those sequences, of logits [n, V], all of whose tokens are in the cache."""
-        complete = [i for i, b in enumerate(at) if self.runner.lengths[b] == len(self.running[b].known)]
-        return self._append([at[i] for i in complete], logits[complete]) if complete else []
+        complete = [i for i, b in enumerate(sequences) if self.runner.lengths[b] == len(self.running[b].all_tokens)]
+        return self._append([sequences[i] for i in complete], logits[complete]) if complete else []
 
-    def _append(self, at: list[int], logits: Any) -> list[Request]:
+    def _append(self, sequences: list[int], logits: Any) -> list[Request]:
         """Append the next token of each sequence, chosen from logits [n, V].
 
         Logits that are not finite end a request with an error.
         """
-        requests = [self.running[b] for b in at]
-        for b, request, token in zip(at, requests, chosen_tokens(requests, logits), strict=True):
+        requests = [self.running[b] for b in sequences]
+        for b, request, token in zip(sequences, requests, choose_tokens(requests, logits), strict=True):
             if token < 0:
                 request.error = f"logits are not finite at token {len(request.tokens)}"
             else:
                 request.tokens.append(token)
                 if len(request.tokens) == 1:
-                    self._let_share(b)
+                    self._register_pages(b)
             if token < 0 or len(request.tokens) >= request.most or token in request.ends:
                 request.done = True
-                self._leave(b)
+                self._remove(b)
         return requests
 
-    def _let_share(self, b: int) -> None:
+    def _register_pages(self, b: int) -> None:
         """Let others share the pages of a sequence that has finite logits behind its tokens but the last."""
         if self.share_prefixes:
             tokens = self._computed_as_prompt(self.running[b])
-            self.runner.hold(b, tokens[: self.runner.lengths[b]])
+            self.runner.register_pages(b, tokens[: self.runner.lengths[b]])
 
-    def _leave(self, b: int) -> Request:
+    def _remove(self, b: int) -> Request:
         if self.running[b].tokens and not self.running[b].error:
-            self._let_share(b)
+            self._register_pages(b)
         self.runner.release(b)
         return self.running.pop(b)
 
 
-def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
+def choose_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
     """Choose the next token of each request from logits [n, V]; -1 where the largest of a row is not finite."""
     tokens = logits.argmax(axis=-1)
     adjusted = [i for i, request in enumerate(requests) if not request.sampling.takes_largest]
-    for start in range(0, len(adjusted), _AT_ONCE):
-        rows = adjusted[start : start + _AT_ONCE]
+    for start in range(0, len(adjusted), _ROWS_AT_ONCE):
+        rows = adjusted[start : start + _ROWS_AT_ONCE]
         tokens[rows] = _choose([requests[i] for i in rows], logits[rows])
     tokens = finite_only(tokens, logits)
-    found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
-    chosen: list[int] = found.tolist()
+    host_tokens = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
+    chosen: list[int] = host_tokens.tolist()
     return chosen
 
 
 def _choose(requests: Sequence[Request], logits: Any) -> Any:
     """Draw tokens [n] from logits [n, V], or take the likeliest after a penalty."""
-    scores = adjusted_scores(requests, logits)
+    scores = adjust_scores(requests, logits)
     drawn = np.array([bool(request.sampling.temperature) for request in requests])
-    uniform = np.array([[share_drawn(request)] for request in requests])
+    uniform = np.array([[draw_share(request)] for request in requests])
     if gpu.is_device_array(logits):
         drawn, uniform = gpu.to_device(drawn), gpu.to_device(uniform)
-    return np.where(drawn, _drawn(scores, uniform), scores.argmax(axis=-1))
+    return np.where(drawn, _draw_tokens(scores, uniform), scores.argmax(axis=-1))
 
 
-def adjusted_scores(requests: Sequence[Request], logits: Any) -> Any:
+def adjust_scores(requests: Sequence[Request], logits: Any) -> Any:
     """Return the scores f64 [n, V] that the next tokens of requests are chosen by, of their logits [n, V].
 
     In float64, where another order of additions decides a token otherwise once in 10^12 draws or so.
     """
     samplings = [request.sampling for request in requests]
     penalized = any(by.penalizes for by in samplings)
-    seen = tokens_mask([request.known for request in requests], logits) if penalized else None
+    seen = tokens_mask([request.all_tokens for request in requests], logits) if penalized else None
     return adjust(logits.astype(np.float64), samplings, seen)
 
 
-def share_drawn(request: Request) -> float:
+def draw_share(request: Request) -> float:
     """Draw the share of the likelihood, in [0, 1), at which a request's next token lies.
 
     It is the same for every vocabulary and GPU.
@@ -272,7 +272,7 @@ def share_drawn(request: Request) -> float:
     return float(np.random.default_rng((request.sampling.seed, len(request.tokens))).random())
 
 
-def _drawn(scores: Any, uniform: Any) -> Any:
+def _draw_tokens(scores: Any, uniform: Any) -> Any:
     """Return tokens [n] at which the sum of the likelihoods of scores [n, V] passes a share [n, 1] of the whole."""
     total = np.exp(scores - scores.max(axis=-1, keepdims=True)).cumsum(axis=-1)
     return (total <= uniform * total[:, -1:]).sum(axis=-1)

@@ -14,7 +14,7 @@ from ptxlab.llm import server
 from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel
 from ptxlab.llm.model.sampling import Sampling
-from ptxlab.llm.server import Request, Server, _drawn
+from ptxlab.llm.server import Request, Server, _draw_tokens
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
 
@@ -35,7 +35,7 @@ KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
 
 def served(batch: int, head: str = "float16", *, share_prefixes: bool = True, **how: Any) -> Served:
     runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, head=head, **how)
-    return Served(Server(runner, share_prefixes=share_prefixes), ALONE[head], _known=KNOWN[head])
+    return Served(Server(runner, share_prefixes=share_prefixes), ALONE[head], _tokens_by_request=KNOWN[head])
 
 
 @pytest.mark.full
@@ -93,8 +93,8 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
         these.submit(prompt=[prompt, 2 * prompt], tokens=16)
     these.finish()
     likeliest, drawn = these.parted
-    assert f"12 requests: 0 preempted; 0 cancelled; {len(likeliest)} likeliest parted, first at [" in these.said()
-    assert likeliest and not drawn and these.said().endswith("0 drawn parted")
+    assert f"12 requests: 0 preempted; 0 cancelled; {len(likeliest)} likeliest parted, first at [" in these.summary()
+    assert likeliest and not drawn and these.summary().endswith("0 drawn parted")
     for each in likeliest:
         assert 0 <= each.position < 16 and each.token != each.alone and 0 <= each.margin <= 2 * NOISE + 0.02
     quiet = served(3)
@@ -347,7 +347,7 @@ def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch
         target, name = {
             "layer": (these.server.runner, "_append"),
             "head": (these.server.runner, "_logits"),
-            "choice": (server, "chosen_tokens"),
+            "choice": (server, "choose_tokens"),
         }[place]
         monkeypatch.setattr(target, name, Mock(side_effect=error))
         with pytest.raises(error):
@@ -387,7 +387,7 @@ def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatc
     The next step of both sequences would begin at the numbers that it had.
     """
     runner = KernelRunner(MODEL, 2, 20, chunk=2, backend="emulator", batch_invariant=True)
-    monkeypatch.setattr(runner, "_work", lambda b: [lambda: runner._begin(b)])
+    monkeypatch.setattr(runner, "_forward_calls", lambda step: [lambda: runner._begin(step)])
     runner.prefill([[1], [2]])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(runner, "_begin", Mock(side_effect=KeyboardInterrupt))
@@ -395,7 +395,7 @@ def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatc
     for b in range(2):
         runner.decode([3 + b], [b])
     runner.decode([5, 6])
-    assert runner._step(2).positions.tolist() == [2, 2]
+    assert runner._decode_step(2).positions.tolist() == [2, 2]
 
 
 def test_a_request_ends_at_its_last_token() -> None:
@@ -420,7 +420,7 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
-    tokens = _drawn(2 * logits.repeat(20_000, 0).astype(float), uniform[:, None])
+    tokens = _draw_tokens(2 * logits.repeat(20_000, 0).astype(float), uniform[:, None])
     right = np.exp(2 * logits[0].astype(float)) / np.exp(2 * logits[0].astype(float)).sum()
     assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - right).max() < 1e-4
 
@@ -461,16 +461,16 @@ def test_a_prompt_longer_than_the_pages_is_refused() -> None:
         (lambda r: r.extend({0: [1] * 62, 1: [2] * 66}), r"extend: no more than the 2 pages .*"),
         (lambda r: r.extend({0: [1] * 129}), r"tokens: must be 1 to 128, at least one of each sequence \(got 129\)"),
         (lambda r: r.extend({0: [1], 1: []}), r"tokens: must be 1 to 128, at least one of each sequence \(got 1\)"),
-        (lambda r: r.extend({2: [1]}), r"at: must be sequences in 0..1, each once \(got \[2\]\)"),
-        (lambda r: r.decode([1, 2], [0, 0]), r"at: must be sequences in 0..1, each once \(got \[0, 0\]\)"),
-        (lambda r: r.decode([1], []), r"at: must be sequences in 0..1, each once \(got \[\]\)"),
+        (lambda r: r.extend({2: [1]}), r"sequences: must be sequences in 0..1, each once \(got \[2\]\)"),
+        (lambda r: r.decode([1, 2], [0, 0]), r"sequences: must be sequences in 0..1, each once \(got \[0, 0\]\)"),
+        (lambda r: r.decode([1], []), r"sequences: must be sequences in 0..1, each once \(got \[\]\)"),
     ],
 )
 def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> None:
     runner = NumpyRunner(MODEL, 2, 128, chunk=128, pages=2)
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         call(runner)
-    assert not runner.lengths.any() and not runner.held.any() and len(runner.page_pool.free) == 2
+    assert not runner.lengths.any() and not runner.page_counts.any() and len(runner.page_pool.free) == 2
 
 
 def test_bad_input_of_pages_and_heads() -> None:

@@ -60,7 +60,7 @@ def endured(
     after = in_use()
     these.finish()
     mode, took = "invariant" if invariant else "fast", time.perf_counter() - begin
-    print(f"head {head}, {mode}: {these.said()}; {took:.0f} s; {before} B before, {after} B after")
+    print(f"head {head}, {mode}: {these.summary()}; {took:.0f} s; {before} B before, {after} B after")
     assert these.preempted and these.cancelled
     assert after <= before * 1.02 + (64 << 20)
     return these

@@ -31,11 +31,11 @@ class Served:
     preempted: set[Request] = field(default_factory=set)
     may_part: bool = False
     parted: tuple[list[Parting], list[Parting]] = field(default_factory=lambda: ([], []))
-    _known: dict[str, list[int]] = field(default_factory=dict)
+    _tokens_by_request: dict[str, list[int]] = field(default_factory=dict)
 
-    def submit(self, **how: Any) -> Request:
-        request = self.server.submit(**how)
-        self.requests.append((how, request))
+    def submit(self, **arguments: Any) -> Request:
+        request = self.server.submit(**arguments)
+        self.requests.append((arguments, request))
         return request
 
     def cancel(self, request: Request) -> None:
@@ -58,38 +58,39 @@ class Served:
         while self.server.running or self.server.waiting:
             self.step()
         assert sorted(self.server.runner.page_pool.free) == list(range(self.server.runner.pages))
-        for how, request in self.requests:
+        for arguments, request in self.requests:
             assert request.done and request.error is None
             if self.may_part:
-                if found := parting(self.alone, request):
-                    self.parted[request.sampling.temperature > 0].append(found)
+                if difference := parting(self.alone, request):
+                    self.parted[request.sampling.temperature > 0].append(difference)
                 continue
-            right = self.tokens_alone(how)
+            right = self.tokens_alone(arguments)
             if request in self.cancelled:
                 right = right[: len(request.tokens)]
-            assert request.tokens == right, how
+            assert request.tokens == right, arguments
 
-    def tokens_alone(self, how: dict[str, Any]) -> list[int]:
+    def tokens_alone(self, arguments: dict[str, Any]) -> list[int]:
         """Return the tokens that a request gets on a runner of its own."""
-        key = str(how)
-        if key not in self._known:
+        key = str(arguments)
+        if key not in self._tokens_by_request:
             server = Server(self.alone, share_prefixes=False)
-            request = server.submit(**how)
+            request = server.submit(**arguments)
             server.run()
-            self._known[key] = request.tokens
-        return self._known[key]
+            self._tokens_by_request[key] = request.tokens
+        return self._tokens_by_request[key]
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """Describe in a sentence how many requests there were, and where their tokens parted."""
-        said = [f"{len(self.preempted)} preempted", f"{len(self.cancelled)} cancelled"]
+        parts = [f"{len(self.preempted)} preempted", f"{len(self.cancelled)} cancelled"]
         for kind, parted in zip(("likeliest", "drawn"), self.parted, strict=True):
-            first = sorted(each.position for each in parted)[:8]
-            far = max((each.margin / (1 if kind == "drawn" else each.spread) for each in parted), default=0.0)
+            first = sorted(place.position for place in parted)[:8]
+            farthest = max((place.margin / (1 if kind == "drawn" else place.spread) for place in parted), default=0.0)
             unit = "the likelihood" if kind == "drawn" else "the logits' deviation"
-            said.append(
-                f"{len(parted)} {kind} parted" + (f", first at {first}, by up to {far:.3f} of {unit}" * bool(first))
+            parts.append(
+                f"{len(parted)} {kind} parted"
+                + (f", first at {first}, by up to {farthest:.3f} of {unit}" * bool(first))
             )
-        return f"{len(self.requests)} requests: {'; '.join(said)}"
+        return f"{len(self.requests)} requests: {'; '.join(parts)}"
 
     def check_pages(self) -> None:
         """Assert that every page is free or belongs to running sequences, as many as are counted.
@@ -97,31 +98,31 @@ class Served:
         Sequences have the pages that their lengths need. A shared page is no longer written to.
         """
         runner = self.server.runner
-        taken = [page for b in range(runner.batch) for page in runner.table[b, : runner.held[b]].tolist()]
+        used_pages = [page for b in range(runner.batch) for page in runner.table[b, : runner.page_counts[b]].tolist()]
         users = runner.page_pool.users
-        assert np.array_equal(users, np.bincount(taken, minlength=runner.pages))
+        assert np.array_equal(users, np.bincount(used_pages, minlength=runner.pages))
         assert sorted(runner.page_pool.free) == np.flatnonzero(users == 0).tolist()
         for b in range(runner.batch):
-            assert (users[runner.table[b, runner.lengths[b] // 64 : runner.held[b]]] == 1).all()
+            assert (users[runner.table[b, runner.lengths[b] // 64 : runner.page_counts[b]]] == 1).all()
         for b in range(runner.batch):
             if b not in self.server.running:
-                assert not runner.held[b] and not runner.lengths[b]
-            assert runner.held[b] * 64 >= runner.lengths[b]
+                assert not runner.page_counts[b] and not runner.lengths[b]
+            assert runner.page_counts[b] * 64 >= runner.lengths[b]
 
 
-def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield random prompts and lengths that fit `most` tokens together.
+def random_requests(count: int, vocabulary: int, max_tokens: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield random prompts and lengths that fit `max_tokens` tokens together.
 
     Half of the requests are drawn, some may end early. Every third prompt begins with the same tokens.
     """
     rng = np.random.default_rng(seed)
-    common = rng.integers(0, vocabulary, most)
+    common = rng.integers(0, vocabulary, max_tokens)
     for i in range(count):
-        prompt = int(rng.integers(1, most - 2))
-        begun = common[: 2 * prompt // 3 if i % 3 == 0 else 0].tolist()
+        prompt = int(rng.integers(1, max_tokens - 2))
+        prefix = common[: 2 * prompt // 3 if i % 3 == 0 else 0].tolist()
         yield {
-            "prompt": [*begun, *rng.integers(0, vocabulary, prompt - len(begun)).tolist()],
-            "tokens": int(rng.integers(1, min(64, most - prompt))),
+            "prompt": [*prefix, *rng.integers(0, vocabulary, prompt - len(prefix)).tolist()],
+            "tokens": int(rng.integers(1, min(64, max_tokens - prompt))),
             "ends": range(vocabulary // 50),
             "temperature": 20.0 * (i % 2),
             "seed": i,
@@ -131,8 +132,8 @@ def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> It
 def soak(served: Served, requests: Iterable[dict[str, Any]], cancels: float = 0.05, seed: int = 0) -> Iterator[Request]:
     """Submit requests in bursts while others are served, cancel some, and yield each one as it is submitted."""
     rng = np.random.default_rng(seed)
-    for how in requests:
-        yield served.submit(**how)
+    for arguments in requests:
+        yield served.submit(**arguments)
         for _ in range(int(rng.geometric(0.3)) - 1):
             served.step()
         if rng.random() < cancels:

@@ -150,7 +150,7 @@ def audit_model(
         raise ArgumentError("pattern", "must match a matrix such as layers.0.qkv", pattern)
 
     def rows() -> Iterator[InputRow | SkippedTensor]:
-        states = [model.embedded(batch) for batch in model.batches(tokens)]
+        states = [model.embed(batch) for batch in model.batches(tokens)]
         for index in range(1 + max(i for i, _ in wanted)):
             layer, inputs = model.layers[index], _Inputs()
             for i, x in enumerate(states):

@@ -8,7 +8,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.runner import Runner
-from ptxlab.llm.server import Request, adjusted_scores, chosen_tokens, share_drawn
+from ptxlab.llm.server import Request, adjust_scores, choose_tokens, draw_share
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def parting(runner: Runner, request: Request) -> Parting | None:
     logits = runner.prefill([request.prompt])
     for position, token in enumerate(request.tokens):
         probe = replace(request, tokens=request.tokens[:position])
-        (alone,) = chosen_tokens([probe], logits)
+        (alone,) = choose_tokens([probe], logits)
         if alone != token:
             of_row = (gpu.to_host(logits) if gpu.is_device_array(logits) else logits)[0].astype(np.float64)
             return Parting(position, token, alone, _margin(probe, of_row, token, alone), float(of_row.std()))
@@ -58,9 +58,9 @@ def parting(runner: Runner, request: Request) -> Parting | None:
 
 
 def _margin(request: Request, logits: Any, token: int, alone: int) -> float:
-    (scores,) = adjusted_scores([request], logits[None])
+    (scores,) = adjust_scores([request], logits[None])
     if not request.sampling.temperature:
         return float(scores[alone] - scores[token])
     shares = np.exp(scores - scores.max()).cumsum()
-    shares, drawn = shares / shares[-1], share_drawn(request)
+    shares, drawn = shares / shares[-1], draw_share(request)
     return float(max(drawn - shares[token], (shares[token - 1] if token else 0.0) - drawn))

@@ -13,7 +13,7 @@ from ptxlab.llm.model.cache_formats import CACHE_FORMATS
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.floats import FloatModel, Tokens, perplexity
 from ptxlab.llm.recipe import RECIPES, Recipe, random_orthogonal
-from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layers, turned
+from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepare_model, quantize_layers, rotate_model
 from ptxlab.llm.recipe.systems import SYSTEMS
 
 SCHEMA = 1
@@ -186,7 +186,7 @@ def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatMod
     if start == "file":
         return model
     H = model.config.hidden
-    new = turned(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
+    new = rotate_model(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
     return replace(new, layers=list(new.layers))
 
 
@@ -250,7 +250,7 @@ def _measured(
     model: FloatModel, calibration: Callable[[int], Tokens], texts: Mapping[str, Tokens], recipe: Recipe, seed: int
 ) -> dict[str, Any]:
     start = perf_counter()
-    base = prepared(model, recipe)
+    base = prepare_model(model, recipe)
     tokens = calibration(seed)
     layers = list(quantize_layers(base, tokens if recipe.is_calibrated else tokens[:0], recipe))
     quantized = replace(base, layers=[layer.floats for layer in layers if layer])

@@ -20,7 +20,7 @@ from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
 from ptxlab.llm.checkpoints.open import tensor_name
-from ptxlab.llm.model.quantized import fused_parts, packed_layer, stored_ends
+from ptxlab.llm.model.quantized import convert_ends, fused_parts, pack_layer
 from ptxlab.lowbit.audit import relative_error
 from ptxlab.lowbit.layout import LAYOUTS, buffer_shapes, pack
 from ptxlab.lowbit.layout.checkpoint import write_checkpoint
@@ -204,11 +204,11 @@ def _write_model(
                 weights[fused] = conversion.weight
                 rows.append(_row(checkpoint.matrices[names[0]], conversion, f"layer {index} {fused}"))
             with naming(f"layer {index}"):
-                packed = packed_layer(config, layer, weights, layout, unchecked=unchecked)
+                packed = pack_layer(config, layer, weights, layout, unchecked=unchecked)
             folders.save_layer(partial, index, packed)
             progress(f"layer {index}", config.layers)
         about = {"steps": ["imported"], "formats": formats, "layout": layout, "model": config.name}
-        ends = stored_ends(model, "float16")
+        ends = convert_ends(model, "float16")
         folders.save_ends(partial, config, about, **ends)
         tokenizer.save(partial)
     return rows

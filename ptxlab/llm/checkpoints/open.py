@@ -18,7 +18,7 @@ from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import EXPERT_MATRICES, NORMS, ROUTER, Layer, expert_of, expert_part
 from ptxlab.llm.model.floats import FloatModel, MappedLayers
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.quantized import QuantizedModel, layer_floats, numerics_of
+from ptxlab.llm.model.quantized import QuantizedModel, dequantize_layer, numerics_of
 from ptxlab.lowbit.layout.checkpoint import FLOATS
 from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.spec.dtypes import floats
@@ -134,7 +134,7 @@ def dequantized(model: QuantizedModel) -> FloatModel:
     return FloatModel(
         config=model.config,
         embedding=floats(model.embedding),
-        layers=MappedLayers(model.layers, layer_floats),
+        layers=MappedLayers(model.layers, dequantize_layer),
         final_norm=floats(model.final_norm),
         head=None if model.head is None else floats(model.head),
     )

@@ -27,7 +27,7 @@ from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints.open import missing
 from ptxlab.llm.cli.models import opened_model, opened_text
 from ptxlab.llm.model.quantized import FUSED
-from ptxlab.llm.recipe.calibrate import samples as drawn
+from ptxlab.llm.recipe.calibrate import draw_samples
 from ptxlab.lowbit import audit as audits
 from ptxlab.lowbit import demo as demos
 from ptxlab.lowbit.quant.fmpq import MOST_INT8
@@ -141,7 +141,7 @@ def _audited_inputs(
     require_counts(samples=samples, length=length)
     opened, tokenizer = opened_model(model, length=length, quiet=quiet)
     corpus = opened_text(text, quiet=quiet)
-    tokens = drawn(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
+    tokens = draw_samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
     with progress_bar("audit", len(FUSED) * opened.config.layers, quiet=quiet) as advance:
         return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **how))
 

@@ -240,7 +240,7 @@ def _fitted(
     """
     least, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **options)
     if footprint.total(least) > budget(memory):
-        needed = f"at least {footprint.needed(least)} for the {context} tokens of {where}"
+        needed = f"at least {footprint.describe(least)} for the {context} tokens of {where}"
         raise expects("--memory", needed, memory)
     pages = None if at_once else least
     if fixed:

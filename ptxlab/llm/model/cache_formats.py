@@ -41,9 +41,9 @@ class StoredTensor:
         """
         if self.centred:
             center = x[:, :PAGE].mean(axis=1, keepdims=True)
-            restored: Floats = self._rotated(x - center) + center
+            restored: Floats = self._restore_rotated(x - center) + center
             return restored
-        return self._rotated(x)
+        return self._restore_rotated(x)
 
     def bits(self, head_dim: int) -> float:
         """Return the bits of an element, its share of the constants included."""
@@ -52,22 +52,22 @@ class StoredTensor:
         scheme = kv_scheme(self.scheme)
         return scheme.bits + (0 if scheme.by_channel else _CONSTANTS / (self.tokens or head_dim))
 
-    def _rotated(self, x: Floats) -> Floats:
+    def _restore_rotated(self, x: Floats) -> Floats:
         if not self.rotated:
-            return self._quantized(x)
-        restored: Floats = rotate_heads(self._quantized(rotate_heads(x))).astype(x.dtype)
+            return self._round_trip(x)
+        restored: Floats = rotate_heads(self._round_trip(rotate_heads(x))).astype(x.dtype)
         return restored
 
-    def _quantized(self, x: Floats) -> Floats:
+    def _round_trip(self, x: Floats) -> Floats:
         if self.scheme == "e4m3":
             return e4m3(x)
         if self.tokens is None:
-            return _through(x, self.scheme)
+            return _round_trip_groups(x, self.scheme)
         B, T, heads, D = x.shape
         groups = T // self.tokens
-        whole = x[:, : groups * self.tokens]
-        by_channel = whole.reshape(B, groups, self.tokens, heads, D).transpose(0, 1, 3, 4, 2)
-        restored = _through(by_channel, self.scheme).transpose(0, 1, 4, 2, 3).reshape(whole.shape)
+        full_groups = x[:, : groups * self.tokens]
+        by_channel = full_groups.reshape(B, groups, self.tokens, heads, D).transpose(0, 1, 3, 4, 2)
+        restored = _round_trip_groups(by_channel, self.scheme).transpose(0, 1, 4, 2, 3).reshape(full_groups.shape)
         return np.concatenate([restored, x[:, groups * self.tokens :]], axis=1)
 
 
@@ -91,24 +91,24 @@ def e4m3(x: Floats) -> Floats:
     return rounded
 
 
-def _through(x: Floats, scheme: str) -> Floats:
+def _round_trip_groups(x: Floats, scheme: str) -> Floats:
     restored: Floats = quantize_kv(x, scheme).dequantize().astype(x.dtype)
     return restored
 
 
-def _same(tensor: StoredTensor) -> CacheFormat:
+def _same_for_both(tensor: StoredTensor) -> CacheFormat:
     return CacheFormat(tensor, tensor)
 
 
 _KV4, _KV8 = StoredTensor("kv4"), StoredTensor("kv8")
 _KV4_ROTATED = StoredTensor("kv4", rotated=True)
 CACHE_FORMATS: Mapping[str, CacheFormat] = {
-    **{scheme: _same(StoredTensor(scheme)) for scheme in KV_SCHEMES},
+    **{scheme: _same_for_both(StoredTensor(scheme)) for scheme in KV_SCHEMES},
     "kv4_keys_rotated": CacheFormat(_KV4_ROTATED, _KV4),
-    "kv4_rotated": _same(_KV4_ROTATED),
+    "kv4_rotated": _same_for_both(_KV4_ROTATED),
     "kv4_rotated_centred": CacheFormat(StoredTensor("kv4", rotated=True, centred=True), _KV4_ROTATED),
     "k8v4": CacheFormat(_KV8, _KV4),
     "k8v4_rotated": CacheFormat(_KV8, _KV4_ROTATED),
     "kivi4": CacheFormat(StoredTensor("kv4", tokens=PAGE), _KV4),
-    "fp8": _same(StoredTensor("e4m3")),
+    "fp8": _same_for_both(StoredTensor("e4m3")),
 }

@@ -100,9 +100,9 @@ class Config:
         require_integer("experts", self.experts)
         if self.experts > _MOST_EXPERTS:
             raise ArgumentError("experts", f"must be at most {_MOST_EXPERTS}", self.experts)
-        most, least = self.experts, min(self.experts, 1)
-        if not is_integer(self.chosen_experts) or not least <= self.chosen_experts <= most:
-            raise ArgumentError("chosen_experts", f"must lie in {least}..{most}", repr(self.chosen_experts))
+        largest, smallest = self.experts, min(self.experts, 1)
+        if not is_integer(self.chosen_experts) or not smallest <= self.chosen_experts <= largest:
+            raise ArgumentError("chosen_experts", f"must lie in {smallest}..{largest}", repr(self.chosen_experts))
 
     def _check_window_layers(self) -> None:
         chosen = self.window_layers
@@ -130,13 +130,13 @@ class Config:
         """
         if isinstance(source, str | Path):
             source = read_json(Path(source))
-        stated = _Keys("config.json", source, {})
-        family = stated.one_of("model_type", FAMILIES)
-        keys = _Keys("config.json", {**_DEFAULTS[family], **stated.values}, _JSON)
+        file_keys = _Keys("config.json", source, {})
+        family = file_keys.one_of("model_type", FAMILIES)
+        keys = _Keys("config.json", {**_DEFAULTS[family], **file_keys.values}, _JSON)
         for flag in ("attention_bias", "mlp_bias"):
             if keys.flag(flag, False):
                 raise keys.wrong(flag, "must be false: only Qwen2's bias of queries, keys and values is known")
-        for key, reason in _NOT_KNOWN.items():
+        for key, reason in _UNKNOWN_KEYS.items():
             if keys.get(key, None):
                 raise keys.wrong(key, f"must be missing: {reason}")
         base, scaling = _rope(keys)
@@ -248,10 +248,10 @@ class Config:
 
     def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
         """Return (cos, sin) f32 [.., D/2] at positions [..]; an integer stands for so many positions from 0 on."""
-        at = np.arange(positions) if is_integer(positions) and 0 <= positions < 2**31 else positions
-        if not isinstance(at, np.ndarray) or at.dtype.kind not in "iu":
+        position_array = np.arange(positions) if is_integer(positions) and 0 <= positions < 2**31 else positions
+        if not isinstance(position_array, np.ndarray) or position_array.dtype.kind not in "iu":
             raise ArgumentError("positions", "must be integers [..], or how many", type(positions).__name__)
-        return reference.rope_tables(at, self.head_dim, self.rope_base, self.rope_scaling)
+        return reference.rope_tables(position_array, self.head_dim, self.rope_base, self.rope_scaling)
 
     @property
     def qkv_width(self) -> int:
@@ -322,7 +322,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
 }  # fmt: skip
-_NOT_KNOWN = {  # keys that transformers follows in every family
+_UNKNOWN_KEYS = {  # keys that transformers follows in every family
     "per_layer_config": "layers of different sizes are not known",
     "transformers_weights": "weights are looked for by their usual names",
 }
@@ -332,54 +332,54 @@ _LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention"
 class _Keys:
     """Values of a file by key; `names`: attribute of `Config` -> key. Every error names the key."""
 
-    def __init__(self, where: str, values: Any, names: Mapping[str, str]) -> None:
+    def __init__(self, label: str, values: Any, names: Mapping[str, str]) -> None:
         if not isinstance(values, Mapping):
-            raise ArgumentError(where, "must be an object of keys and values", type(values).__name__)
-        self.values, self._where, self._names = values, where, names
+            raise ArgumentError(label, "must be an object of keys and values", type(values).__name__)
+        self.values, self._label, self._names = values, label, names
 
     def get(self, key: str, *default: Any) -> Any:
         """Return the value of a key, or the default if it is missing; without a default it must not be null either."""
-        value = self.values.get(key, *default)
-        if value is None and not default:
-            raise ArgumentError(f"{self._where}: {key}", "must be given", "nothing")
-        return value.item() if isinstance(value, np.generic) else value
+        setting = self.values.get(key, *default)
+        if setting is None and not default:
+            raise ArgumentError(f"{self._label}: {key}", "must be given", "nothing")
+        return setting.item() if isinstance(setting, np.generic) else setting
 
     def count(self, field: str, *default: Any) -> Any:
         """Return the integer, 1 or more, of an attribute of `Config`."""
         key = self._names[field]
-        value = self.get(key, *default)
-        if value is not None:
-            _require_size(f"{self._where}: {key}", value, _SIZES.get(field, _MOST_POSITIONS))
-        return value
+        setting = self.get(key, *default)
+        if setting is not None:
+            _require_size(f"{self._label}: {key}", setting, _SIZES.get(field, _MOST_POSITIONS))
+        return setting
 
     def positive(self, key: str, *default: float) -> float:
         """Return the value of a key, a number above 0."""
-        return _require_positive(f"{self._where}: {key}", self.get(key, *default))
+        return _require_positive(f"{self._label}: {key}", self.get(key, *default))
 
     def flag(self, key: str, default: bool) -> bool:
         """Return the value of a key, true or false."""
-        value = self.get(key, default)
-        if not isinstance(value, bool):
+        setting = self.get(key, default)
+        if not isinstance(setting, bool):
             raise self.wrong(key, "must be true or false")
-        return value
+        return setting
 
-    def one_of(self, key: str, known: Collection[str], *default: str) -> str:
-        """Return the value of a key, which must be a name in `known`."""
-        value = self.get(key, *default)
-        if not isinstance(value, str) or value not in known:
-            raise self.wrong(key, f"must be one of {', '.join(known)}")
-        return value
+    def one_of(self, key: str, choices: Collection[str], *default: str) -> str:
+        """Return the value of a key, which must be a name in `choices`."""
+        setting = self.get(key, *default)
+        if not isinstance(setting, str) or setting not in choices:
+            raise self.wrong(key, f"must be one of {', '.join(choices)}")
+        return setting
 
     def part(self, key: str) -> "_Keys | None":
         """Return the object that a key holds, or None if the key is missing."""
-        value = self.get(key, None)
-        return None if value is None else _Keys(f"{self._where}: {key}", value, {})
+        entries = self.get(key, None)
+        return None if entries is None else _Keys(f"{self._label}: {key}", entries, {})
 
     def wrong(self, key: str, rule: str) -> ArgumentError:
         """Return the error for a key's wrong value."""
-        return ArgumentError(f"{self._where}: {key}", rule, repr(self.values.get(key)))
+        return ArgumentError(f"{self._label}: {key}", rule, repr(self.values.get(key)))
 
-    def config(self, kind: Any, *, has_experts: bool, tokens: int | None = None, **further: Any) -> Any:
+    def config(self, kind: Any, *, has_experts: bool, tokens: int | None = None, **fields: Any) -> Any:
         """Build the config; its errors name keys. `tokens` is the number of tokens that the file lists, if it does."""
         heads, hidden = self.count("heads"), self.count("hidden")
         numbers = {
@@ -396,10 +396,10 @@ class _Keys:
             "chosen_experts": self.count("chosen_experts") if has_experts else 0,
         }
         try:
-            return kind(**numbers, **further)
+            return kind(**numbers, **fields)
         except ArgumentError as error:
             key = self._names.get(error.argument, error.argument)
-            raise ArgumentError(f"{self._where}: {key}", error.rule, error.value) from None
+            raise ArgumentError(f"{self._label}: {key}", error.rule, error.value) from None
 
 
 def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
@@ -409,18 +409,18 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     beside them, `rope_type` for `type`, and `original_max_position_embeddings` beside them for the one in them.
     """
     parts = filter(None, map(keys.part, ("rope_scaling", "rope_parameters")))
-    angles = next((part for part in parts if part.values), _Keys("config.json", {}, {}))
-    if nested := next((key for key, entry in angles.values.items() if isinstance(entry, Mapping)), None):
-        raise angles.wrong(nested, "must be a number: angles by kind of layer are not known")
-    for part in (keys, angles):
+    rope_keys = next((part for part in parts if part.values), _Keys("config.json", {}, {}))
+    if nested := next((key for key, entry in rope_keys.values.items() if isinstance(entry, Mapping)), None):
+        raise rope_keys.wrong(nested, "must be a number: angles by kind of layer are not known")
+    for part in (keys, rope_keys):
         if part.get("partial_rotary_factor", None) is not None and part.positive("partial_rotary_factor") != 1:
             raise part.wrong("partial_rotary_factor", "must be 1: only rotations of whole heads are known")
-    base = (angles if "rope_theta" in angles.values else keys).positive("rope_theta", 10000.0)
-    kind = angles.one_of("rope_type" if "rope_type" in angles.values else "type", ROPE_SCALINGS, "default")
-    trained = keys.get("original_max_position_embeddings", None)
-    if trained is None:
-        trained = angles.get("original_max_position_embeddings", keys.get("max_position_embeddings", None))
-    numbers = {**angles.values, "original_max_position_embeddings": trained}
+    base = (rope_keys if "rope_theta" in rope_keys.values else keys).positive("rope_theta", 10000.0)
+    kind = rope_keys.one_of("rope_type" if "rope_type" in rope_keys.values else "type", ROPE_SCALINGS, "default")
+    original_context = keys.get("original_max_position_embeddings", None)
+    if original_context is None:
+        original_context = rope_keys.get("original_max_position_embeddings", keys.get("max_position_embeddings", None))
+    numbers = {**rope_keys.values, "original_max_position_embeddings": original_context}
     scaling = {"rope_type": kind, **{name: numbers[name] for name in ROPE_SCALINGS[kind] if name in numbers}}
     return base, scaling if ROPE_SCALINGS[kind] else None
 
@@ -431,18 +431,18 @@ def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | No
     LLaMA has no window, whatever the config says; Mistral and Mixtral have it in all layers; Qwen2 in those that
     `layer_types` names, else from `max_window_layers` on, and only with `use_sliding_window`.
     """
-    layers, named = keys.count("layers"), _named_layers(keys)
+    layers, listed_layers = keys.count("layers"), _named_layers(keys)
     is_windowed = family != "llama" and (family != "qwen2" or keys.flag("use_sliding_window", False))
     window, first = keys.count("window", None) if is_windowed else None, 0
-    if family == "qwen2" and window is not None and named is None:
+    if family == "qwen2" and window is not None and listed_layers is None:
         first = keys.get("max_window_layers")
         require_integer("config.json: max_window_layers", first)
-    chosen = tuple(range(min(first, layers) if window is not None else layers, layers))
-    if named is not None:
-        if named != chosen and (family != "qwen2" or window is None):
+    windowed_layers = tuple(range(min(first, layers) if window is not None else layers, layers))
+    if listed_layers is not None:
+        if listed_layers != windowed_layers and (family != "qwen2" or window is None):
             raise keys.wrong("layer_types", f"must agree with the window of a {family}, {window}")
-        chosen = named
-    return (window, None if len(chosen) == layers else chosen) if chosen else (None, None)
+        windowed_layers = listed_layers
+    return (window, None if len(windowed_layers) == layers else windowed_layers) if windowed_layers else (None, None)
 
 
 def _named_layers(keys: _Keys) -> tuple[int, ...] | None:
@@ -461,13 +461,13 @@ def _gguf_scaling(keys: _Keys, arch: str) -> dict[str, Any] | None:
 
     It is linear unless a type is named; a factor of 0 means no scaling.
     """
-    of = f"{arch}.rope.scaling"
-    if unknown := next((key for key in keys.values if key.startswith(f"{of}.yarn_")), None):
+    prefix = f"{arch}.rope.scaling"
+    if unknown := next((key for key in keys.values if key.startswith(f"{prefix}.yarn_")), None):
         raise keys.wrong(unknown, "must be missing: YaRN is not known")
-    if keys.positive(f"{of}.attn_factor", 1.0) != 1:
-        raise keys.wrong(f"{of}.attn_factor", "must be 1: scaled attention is not known")
-    kind = keys.one_of(f"{of}.type", ("none", "linear"), "linear")
-    name = f"{of}.factor" if f"{of}.factor" in keys.values else f"{arch}.rope.scale_linear"
+    if keys.positive(f"{prefix}.attn_factor", 1.0) != 1:
+        raise keys.wrong(f"{prefix}.attn_factor", "must be 1: scaled attention is not known")
+    kind = keys.one_of(f"{prefix}.type", ("none", "linear"), "linear")
+    name = f"{prefix}.factor" if f"{prefix}.factor" in keys.values else f"{arch}.rope.scale_linear"
     factor = keys.get(name, 0)
     if type(factor) not in (int, float) or factor != 0:
         factor = keys.positive(name)
@@ -478,9 +478,9 @@ def _check_scaling(scaling: dict[str, Any] | None, head_dim: int) -> None:
     """Raise ArgumentError for what `reference.rope_tables` does not take."""
     if scaling is not None and not isinstance(scaling, dict):
         raise ArgumentError("rope_scaling", "must be a dictionary or None", type(scaling).__name__)
-    for name, value in (scaling or {}).items():
+    for name, number in (scaling or {}).items():
         if name not in ("rope_type", "type", "factors"):
-            _require_positive(f"rope_scaling {name}", value)
+            _require_positive(f"rope_scaling {name}", number)
     try:
         with np.errstate(over="raise"):
             reference.rope_tables(np.zeros(1), head_dim, scaling=scaling)
@@ -505,30 +505,30 @@ def _require_size(name: str, size: Any, largest: int) -> None:
         raise ArgumentError(name, f"must be at most {largest}", size)
 
 
-def _require_positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ArgumentError(name, "must be a number above 0", repr(value))
-    return float(value)
+def _require_positive(name: str, number: Any) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= sys.float_info.max:
+        raise ArgumentError(name, "must be a number above 0", repr(number))
+    return float(number)
 
 
-def _published(name: str, vocabulary: int = 32000, **more: Any) -> Config:
+def _published_config(name: str, vocabulary: int = 32000, **fields: Any) -> Config:
     """Build a published model's config from its shape, its vocabulary and further fields."""
     shape = asdict(SHAPES[name])
-    return Config(vocabulary=vocabulary, **shape, **more)
+    return Config(vocabulary=vocabulary, **shape, **fields)
 
 
 MODELS = {
     config.name: config
     for config in (
-        _published("LLaMA-30B", eps=1e-6),
-        _published("LLaMA-2-7B"),
-        _published("LLaMA-2-13B"),
-        _published("LLaMA-2-70B"),
-        _published("LLaMA-3-8B", 128256, rope_base=500000.0),
-        _published("LLaMA-3-70B", 128256, rope_base=500000.0),
-        _published("Mistral-7B"),
-        _published("Yi-34B", 64000, rope_base=5000000.0),
-        _published("Mixtral-8x7B", rope_base=1000000.0),
-        _published("Qwen1.5-72B", 152064, rope_base=1000000.0, eps=1e-6, qkv_bias=True),
+        _published_config("LLaMA-30B", eps=1e-6),
+        _published_config("LLaMA-2-7B"),
+        _published_config("LLaMA-2-13B"),
+        _published_config("LLaMA-2-70B"),
+        _published_config("LLaMA-3-8B", 128256, rope_base=500000.0),
+        _published_config("LLaMA-3-70B", 128256, rope_base=500000.0),
+        _published_config("Mistral-7B"),
+        _published_config("Yi-34B", 64000, rope_base=5000000.0),
+        _published_config("Mixtral-8x7B", rope_base=1000000.0),
+        _published_config("Qwen1.5-72B", 152064, rope_base=1000000.0, eps=1e-6, qkv_bias=True),
     )
 }

@@ -51,7 +51,7 @@ class Numerics:
         """Multiply y [M, H], what a layer's experts read, by its router: [M, E]."""
         return y @ layer[ROUTER].T
 
-    def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
+    def round_to_cache(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
         """Return keys after RoPE and values [B, T, Hkv, D] as attention finds them in the layer's cache."""
         return keys, values
 
@@ -92,11 +92,11 @@ def decoder_layer(
     B, T, _ = x.shape
     y = rms_norm(x, layer["input_norm"], eps).astype(x.dtype)
     q, k, v = (numerics.product(name, y, layer).reshape(B, T, -1, head_dim) for name in ("q", "k", "v"))
-    q, k = (rope(each, *rope_tables) for each in (q, k))
-    k, v = numerics.cached(k, v, layer)
+    q, k = (rope(head, *rope_tables) for head in (q, k))
+    k, v = numerics.round_to_cache(k, v, layer)
     x = x + numerics.product("o", causal_attention(q, k, v, window).reshape(B, T, -1), layer)
-    further = {"eps": eps, "activation": activation, "chosen_experts": chosen_experts, "numerics": numerics}
-    return feed_forward(x, layer, **further)  # type: ignore[arg-type]
+    options = {"eps": eps, "activation": activation, "chosen_experts": chosen_experts, "numerics": numerics}
+    return feed_forward(x, layer, **options)  # type: ignore[arg-type]
 
 
 def feed_forward(
@@ -154,22 +154,22 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
     one of them sees, which halves the work and bounds the memory of the scores.
     """
     (B, T, Hq, D), (L, Hkv) = q.shape, k.shape[1:3]
-    seen, unseen = (q.dtype.type(value) for value in (0, -np.inf))
+    visible_score, hidden_score = (q.dtype.type(number) for number in (0, -np.inf))
     token = np.arange(L, like=q)
     scaled = q * q.dtype.type(D**-0.5)
     queries = scaled.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
     keys, values = k.transpose(0, 2, 3, 1)[:, :, None], v.transpose(0, 2, 1, 3)[:, :, None]
-    results = np.empty_like(q)
+    attended = np.empty_like(q)
     for first in range(0, T, _QUERIES):
-        asking = slice(first, min(first + _QUERIES, T))
-        at = slice(asking.start + L - T, asking.stop + L - T)
-        asked = slice(0 if window is None else max(0, at.start - window + 1), at.stop)
-        age = token[at, None] - token[asked]
+        query_block = slice(first, min(first + _QUERIES, T))
+        positions = slice(query_block.start + L - T, query_block.stop + L - T)
+        key_block = slice(0 if window is None else max(0, positions.start - window + 1), positions.stop)
+        age = token[positions, None] - token[key_block]
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
-        scores = queries[..., asking, :] @ keys[..., asked]
-        scores += np.where(hidden, unseen, seen)
+        scores = queries[..., query_block, :] @ keys[..., key_block]
+        scores += np.where(hidden, hidden_score, visible_score)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
-        mean = scores @ values[..., asked, :] / scores.sum(axis=-1, keepdims=True)
-        results[:, asking] = mean.transpose(0, 3, 1, 2, 4).reshape(B, -1, Hq, D)
-    return results
+        mean = scores @ values[..., key_block, :] / scores.sum(axis=-1, keepdims=True)
+        attended[:, query_block] = mean.transpose(0, 3, 1, 2, 4).reshape(B, -1, Hq, D)
+    return attended

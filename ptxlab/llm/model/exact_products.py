@@ -38,33 +38,33 @@ from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.spec.dtypes import floats
 from ptxlab.spec.tolerance import Allowed
 
-Read: TypeAlias = QuantizedActivations | AtomActivations | BlockActivations
+QuantizedInput: TypeAlias = QuantizedActivations | AtomActivations | BlockActivations
 _WRITTEN = {"x": "x_q", "x8": "x8", "scale": "x_scale"}  # parts of packed activations, by the kernels' names
 
 
-def is_read(x: Any) -> bool:
+def is_quantized_input(x: Any) -> bool:
     """Check whether x is of a type that a product reads: quantised activations."""
     return isinstance(x, QuantizedActivations | AtomActivations | BlockActivations)
 
 
-def parts_of(x: Read) -> dict[str, Any]:
+def arrays_of(x: QuantizedInput) -> dict[str, Any]:
     """Return the arrays of quantised activations by name."""
     if isinstance(x, QuantizedActivations):
         return {name: getattr(x, name) for name in ("q", "scale", "token_sum")}
     return x.arrays
 
 
-def read(weight: Any, y: Any) -> Read:
+def quantize_input(weight: Any, y: Any) -> QuantizedInput:
     """Quantise the input y f32 [M, K] as this weight reads it."""
-    rows = on_host(y)
+    rows = to_numpy(y)
     if not isinstance(weight, ReorderedWeight):
-        return _place(quant.quantize_activations(rows), y)
-    return _place(_pack_inputs(weight, with_arrays(weight, on_host).quantized(rows)), y)
+        return _arrays_like(quant.quantize_activations(rows), y)
+    return _arrays_like(_pack_inputs(weight, with_arrays(weight, to_numpy).quantized(rows)), y)
 
 
-def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[Read, tuple[Allowed, ...]]:
+def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedInput, tuple[Allowed, ...]]:
     """Return the gate of gate_up [M, 2·K] as this weight reads it, and how far each of its parts may be from that."""
-    logical: dict[str, Any] = {"gate_up": floats(on_host(gate_up))}
+    logical: dict[str, Any] = {"gate_up": floats(to_numpy(gate_up))}
     logical["activation"] = reference.ACTIVATIONS.index(activation)
     config = {"IN": DTYPES.index(dtype)}
     if not isinstance(weight, ReorderedWeight):
@@ -72,8 +72,8 @@ def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple
         right, allowed = SILU_MUL.expected(logical, config), SILU_MUL.allowed(logical, config)
         kinds = {"x_q": np.int8, "scale": np.float32, "token_sum": np.int32}
         eight = QuantizedActivations(*(right[name].astype(kind) for name, kind in kinds.items()))
-        return _place(eight, gate_up), tuple(allowed[name] for name in kinds)
-    logical["place"] = on_host(weight.buffers["place"])
+        return _arrays_like(eight, gate_up), tuple(allowed[name] for name in kinds)
+    logical["place"] = to_numpy(weight.buffers["place"])
     if weight.scheme == "atom":
         rules = {"outliers": weight.outliers, "g": weight.group, "code": RULES.index(ATOM_PAPER), "clip": weight.clip}
         logical |= {**rules, "pairs": BY_PAIRS.index(ATOM_ORDERS[weight.layout])}
@@ -88,10 +88,10 @@ def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple
     layout = BY_PAIRS[logical["pairs"]]
     arrays = {part: right[name] for part, name in _WRITTEN.items() if part != "x8" or layout == "pairs"}
     packed = empty(layout=layout, M=len(gate_up), **fields, **arrays)
-    return _place(packed, gate_up), tuple(allowed[_WRITTEN[part]] for part in packed.arrays)
+    return _arrays_like(packed, gate_up), tuple(allowed[_WRITTEN[part]] for part in packed.arrays)
 
 
-def multiply(x: Read, weight: Any, dtype: str, bias: Any = None) -> Any:
+def multiply(x: QuantizedInput, weight: Any, dtype: str, bias: Any = None) -> Any:
     """Return the product as its kernel stores it, [M, N]."""
     out = DTYPES.index(dtype)
     if isinstance(x, QuantizedActivations):
@@ -99,21 +99,21 @@ def multiply(x: Read, weight: Any, dtype: str, bias: Any = None) -> Any:
         if isinstance(unpacked, QoQChannelWeight):
             return gemm_channel(unpacked, x.q, x.scale, bias, x.token_sum, OUT=out)
         return gemm(unpacked, x.q, x.scale, bias, OUT=out)
-    rows, inputs = with_arrays(weight, on_host).rows, with_arrays(x, on_host)
-    bias = None if bias is None else on_host(bias)
+    rows, inputs = with_arrays(weight, to_numpy).rows, with_arrays(x, to_numpy)
+    bias = None if bias is None else to_numpy(bias)
     if isinstance(inputs, AtomActivations):
         y = gemm_atom(rows, unpack_atom_activations(inputs), bias, OUT=out)
     else:
         y = gemm_blocks(BlockRows(rows.q4, rows.scale4), unpack_block_activations(inputs), bias, OUT=out)
-    return beside(y, x.x)
+    return match_device(y, x.x)
 
 
-def left_in(weight: Any, inputs: Any) -> Read:
+def read_outputs(weight: Any, inputs: Any) -> QuantizedInput:
     """Return what a quantiser has left in a layer's buffers for this weight, as NumPy's or CuPy's arrays."""
     x = operand(weight, inputs)
     if isinstance(x, AtomActivations | BlockActivations):
-        return replace(x, **{name: shared(array) for name, array in x.arrays.items()})
-    arrays = {name: shared(getattr(x, name)) for name in ("x_q", "scale", "token_sum")}
+        return replace(x, **{name: as_view(array) for name, array in x.arrays.items()})
+    arrays = {name: as_view(getattr(x, name)) for name in ("x_q", "scale", "token_sum")}
     return unpack_activations(replace(x, **arrays))
 
 
@@ -123,26 +123,26 @@ def _pack_inputs(weight: ReorderedWeight, rows: Any) -> AtomActivations | BlockA
     return pack_atom_activations(rows, ATOM_ORDERS[weight.layout])
 
 
-def _place(x: Read, example: Any) -> Read:
+def _arrays_like(x: QuantizedInput, example: Any) -> QuantizedInput:
     """Put the arrays of x where the example is."""
-    arrays: Mapping[str, Any] = {name: beside(array, example) for name, array in parts_of(x).items()}
-    placed: Read = replace(x, **arrays)
+    arrays: Mapping[str, Any] = {name: match_device(array, example) for name, array in arrays_of(x).items()}
+    placed: QuantizedInput = replace(x, **arrays)
     return placed
 
 
 # Arrays of both libraries
 
 
-def shared(array: Any) -> Any:
+def as_view(array: Any) -> Any:
     """View an array of any library as NumPy's or CuPy's."""
     return gpu.as_array("reference", array)
 
 
-def on_host(array: Any) -> Any:
+def to_numpy(array: Any) -> Any:
     """Return an array as NumPy's, copied from the GPU if it lies there."""
-    return gpu.to_host(shared(array)) if gpu.is_device_array(array) else array
+    return gpu.to_host(as_view(array)) if gpu.is_device_array(array) else array
 
 
-def beside(array: Any, example: Any) -> Any:
+def match_device(array: Any, example: Any) -> Any:
     """Copy a NumPy array to the device if the example lies there."""
     return array if isinstance(example, np.ndarray) else gpu.to_device(array)

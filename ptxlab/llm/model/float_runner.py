@@ -41,17 +41,19 @@ class FloatRunner(Runner):
         shape = (len(self._layers), self.pages * PAGE, config.kv_heads, config.head_dim)
         self._keys, self._values = (np.zeros(shape, embedding.dtype, like=embedding) for _ in range(2))
 
-    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+    def decode(self, tokens: Any, sequences: Sequence[int] | None = None) -> Any:
         """See `Runner`."""
-        at = self._sequences(at)
-        tokens = self._checked("tokens", gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens, len(at))
-        with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
+        sequences = self._check_sequences(sequences)
+        tokens = self._check_tokens(
+            "tokens", gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens, len(sequences)
+        )
+        with self._append_tokens("decode", {b: tokens[i : i + 1] for i, b in enumerate(sequences)}) as rows:
             return self._logits(self._run(rows))
 
     @np.errstate(over="ignore", invalid="ignore")  # of logits that are not finite, which whoever chooses refuses
     def _run(self, rows: Rows) -> Any:
         config = self.config
-        x = self.model.embedded(rows.token)
+        x = self.model.embed(rows.token)
         position = np.asarray(rows.position, like=x)
         angles = [table[position] for table in self._angles]
         for i, layer in enumerate(self._layers):
@@ -65,9 +67,9 @@ class FloatRunner(Runner):
         """Write the rows' rotated keys and values [R, Hkv, D], and attend their queries [R, Hq, D]: [R, Hq·D]."""
         attended = np.empty_like(q)
         for b in np.unique(rows.sequence):
-            at = np.flatnonzero(rows.sequence == b)
-            part, first = slice(at[0], at[-1] + 1), int(rows.position[at[0]])
-            slots = np.asarray(self._slots(b, np.arange(rows.position[at[-1]] + 1)), like=q)
+            own_rows = np.flatnonzero(rows.sequence == b)
+            part, first = slice(own_rows[0], own_rows[-1] + 1), int(rows.position[own_rows[0]])
+            slots = np.asarray(self._slots(b, np.arange(rows.position[own_rows[-1]] + 1)), like=q)
             self._keys[i, slots[first:]], self._values[i, slots[first:]] = k[part], v[part]
             keys, values = self._keys[i, slots], self._values[i, slots]
             attended[part] = causal_attention(q[None, part], keys[None], values[None], self.config.window_of(i))[0]

@@ -12,7 +12,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import EXACT, ROUTER, Layer, Numerics, decoder_layer, feed_forward
-from ptxlab.llm.model.threads import each_stream
+from ptxlab.llm.model.threads import map_streams
 from ptxlab.lowbit.reference import rms_norm
 
 Tokens = npt.NDArray[np.integer]
@@ -75,15 +75,15 @@ class FloatModel:
         layers = MappedLayers(self.layers, lambda layer: {name: gpu.to_device(w) for name, w in layer.items()})
         return replace(self, layers=layers, **parts)
 
-    def embedded(self, tokens: Tokens) -> Any:
+    def embed(self, tokens: Tokens) -> Any:
         """Look up the embeddings of tokens [B, T], the stream before the first layer: [B, T, H].
 
         Raises ArgumentError for tokens outside the vocabulary.
         """
-        most = self.config.vocabulary - 1
-        if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() <= most):
+        last_token = self.config.vocabulary - 1
+        if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() <= last_token):
             got = f"{tokens.min()}..{tokens.max()} of {tokens.dtype}"
-            raise ArgumentError("tokens", f"must be integers in 0..{most}", got)
+            raise ArgumentError("tokens", f"must be integers in 0..{last_token}", got)
         return self.embedding[np.asarray(tokens, like=self.embedding)]
 
     def batches(self, tokens: Tokens) -> list[Tokens]:
@@ -103,10 +103,10 @@ class FloatModel:
         Every stream passes through a layer before the next layer is read. `progress` is called after each sequence of a
         layer.
         """
-        states = [self.embedded(each) for each in tokens]
+        states = [self.embed(batch) for batch in tokens]
         for index, layer in enumerate(self.layers):
             run = partial(self.run_layer, layer=layer, numerics=numerics, index=index)
-            for i, x in enumerate(each_stream(run, states)):
+            for i, x in enumerate(map_streams(run, states)):
                 states[i] = x
                 for _ in range(len(x)):
                     progress()
@@ -134,8 +134,8 @@ class FloatModel:
     def run_feed_forward(self, x: Any, layer: Layer, numerics: Numerics = EXACT, *, only: int | None = None) -> Any:
         """Run the layer's second half on the stream after attention; with `only`, just that expert."""
         config = self.config
-        of_config: dict[str, Any] = {name: getattr(config, name) for name in ("eps", "activation", "chosen_experts")}
-        return feed_forward(x, layer, **of_config, numerics=numerics, only=only)
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("eps", "activation", "chosen_experts")}
+        return feed_forward(x, layer, **options, numerics=numerics, only=only)
 
     def logits(self, state: Any) -> Any:
         """Compute the logits [.., V] of the stream [.., H] after the last layer."""
@@ -188,9 +188,9 @@ def negative_log_likelihood(logits: Any, tokens: Tokens) -> float:
     """
     total = 0.0
     for start in range(0, len(tokens), _STRIP):
-        some = logits[start : start + _STRIP]
-        of = np.asarray(tokens[start : start + _STRIP], like=some)
-        some = some - some.max(axis=1, keepdims=True)
-        right = some[np.arange(len(of), like=of), of].astype(np.float64)
-        total += float((np.log(np.exp(some).sum(axis=1, dtype=np.float64)) - right).sum())
+        strip = logits[start : start + _STRIP]
+        targets = np.asarray(tokens[start : start + _STRIP], like=strip)
+        strip = strip - strip.max(axis=1, keepdims=True)
+        target_logits = strip[np.arange(len(targets), like=targets), targets].astype(np.float64)
+        total += float((np.log(np.exp(strip).sum(axis=1, dtype=np.float64)) - target_logits).sum())
     return total / len(tokens)

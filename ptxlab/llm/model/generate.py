@@ -39,12 +39,12 @@ def generate(
     where logits of one are not finite (a `Server` goes on with the others).
     """
     require_integer("tokens", tokens, 1)
-    chosen_by = Sampling(**sampling)
+    rules = Sampling(**sampling)
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + tokens > runner.context:
         rule = f"prompt and tokens must fit the context of {runner.context}"
         raise ArgumentError("tokens", rule, f"{longest} + {tokens}")
-    return _generated(runner, prompts, tokens, chosen_by, _extend if goes_on else _begin, progress)
+    return _generate_steps(runner, prompts, tokens, rules, _extend if goes_on else _begin, progress)
 
 
 def _begin(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
@@ -71,7 +71,7 @@ def _extend(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable
     return np.concatenate(logits_behind)
 
 
-def _generated(
+def _generate_steps(
     runner: Runner,
     prompts: Sequence[Sequence[int]],
     tokens: int,
@@ -83,18 +83,18 @@ def _generated(
     noise = _gumbel(sampling.seed, logits)
     seen = tokens_mask(prompts, logits) if sampling.penalizes else None
     for n in range(tokens):
-        chosen, more = choose(logits, sampling, noise, seen), n + 1 < tokens
+        chosen, continues = choose(logits, sampling, noise, seen), n + 1 < tokens
         if seen is not None:
             seen[np.arange(len(chosen), like=chosen), chosen] = True
         fetched = gpu.fetch(chosen) if gpu.is_device_array(chosen) else None
-        if more and fetched:  # the GPU goes on while the host waits for this token
+        if continues and fetched:  # the GPU goes on while the host waits for this token
             logits = runner.decode(np.maximum(chosen, 0))  # -1 is no token
-        found = fetched() if fetched else chosen
-        if (found < 0).any():
-            where = f"token {n} behind prompts[{found.argmin()}]"
-            raise ArgumentError("runner", "must give finite logits", f"NaN or infinity for {where}")
-        yield found.astype(np.int32)
-        if more and not fetched:
+        host_tokens = fetched() if fetched else chosen
+        if (host_tokens < 0).any():
+            place = f"token {n} behind prompts[{host_tokens.argmin()}]"
+            raise ArgumentError("runner", "must give finite logits", f"NaN or infinity for {place}")
+        yield host_tokens.astype(np.int32)
+        if continues and not fetched:
             logits = runner.decode(chosen)
 
 
@@ -117,9 +117,9 @@ def finite_only(tokens: Any, logits: Any) -> Any:
     return np.where(np.isfinite(logits.max(axis=-1)), tokens, -1)
 
 
-def _gumbel(seed: int, like: Any) -> Callable[[tuple[int, ...]], Any]:
+def _gumbel(seed: int, logits: Any) -> Callable[[tuple[int, ...]], Any]:
     """Return a function that draws Gumbel noise f32 of any shape, on the device if the logits are there."""
-    if gpu.is_device_array(like):
+    if gpu.is_device_array(logits):
         return gpu.gumbel(seed)
     rng = np.random.default_rng(seed)
     return lambda shape: rng.gumbel(size=shape).astype(np.float32)

@@ -87,9 +87,9 @@ def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows
     if not isinstance(weight, ReorderedWeight):
         return new_rows(M, K, array, order=order, rows=rows)
     if weight.scheme == "atom":
-        how: dict[str, Any] = {"layout": ATOM_ORDERS[weight.layout], "M": M, "K": K - weight.outliers}
-        how |= {"outliers": weight.outliers, "group": weight.group}
-        return AtomActivations(**how, **arrays(activation_shapes(**how)))
+        sizes: dict[str, Any] = {"layout": ATOM_ORDERS[weight.layout], "M": M, "K": K - weight.outliers}
+        sizes |= {"outliers": weight.outliers, "group": weight.group}
+        return AtomActivations(**sizes, **arrays(activation_shapes(**sizes)))
     layout = BLOCK_ORDERS[weight.layout]
     ends = block_activation_shapes(layout, M, K, 0), block_activation_shapes(layout, M, 0, K)
     largest: Shapes = {
@@ -101,8 +101,8 @@ def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows
 def new_rows(M: int, K: int, array: NewArray, *, order: str, rows: int | None) -> PackedActivations:
     """Make room for what W4A8's weights read."""
     x_q, scale = array(*stored_shape(order, M, K, rows), of="int8"), array(M, of="float32")
-    how: dict[str, Any] = {"layout": order, "M": M, "K": K, "rows": tile_of(order, rows)[0]}
-    return PackedActivations(**how, x_q=x_q, scale=scale, token_sum=array(M, of="int32"))
+    sizes: dict[str, Any] = {"layout": order, "M": M, "K": K, "rows": tile_of(order, rows)[0]}
+    return PackedActivations(**sizes, x_q=x_q, scale=scale, token_sum=array(M, of="int32"))
 
 
 def input_bytes(weight: Any, K: int) -> int:
@@ -118,15 +118,14 @@ def input_bytes(weight: Any, K: int) -> int:
     return sum(sizes)
 
 
-def takes(weight: Any, inputs: Inputs) -> bool:
+def can_read(weight: Any, inputs: Inputs) -> bool:
     """Check whether a weight can read these inputs: their type, order and sizes must be its own."""
     if not isinstance(weight, ReorderedWeight):
         return isinstance(inputs, PackedActivations)
     if weight.scheme == "fmpq":
-        expected = BLOCK_ORDERS[weight.layout], weight.K
-        return isinstance(inputs, BlockRoom) and (inputs.layout, inputs.K) == expected
-    of_weight = ATOM_ORDERS[weight.layout], weight.K - weight.outliers, weight.outliers, weight.group
-    return isinstance(inputs, AtomActivations) and (inputs.layout, inputs.K, inputs.outliers, inputs.group) == of_weight
+        return isinstance(inputs, BlockRoom) and (inputs.layout, inputs.K) == (BLOCK_ORDERS[weight.layout], weight.K)
+    expected = ATOM_ORDERS[weight.layout], weight.K - weight.outliers, weight.outliers, weight.group
+    return isinstance(inputs, AtomActivations) and (inputs.layout, inputs.K, inputs.outliers, inputs.group) == expected
 
 
 def operand(weight: Any, inputs: Inputs) -> Any:
@@ -134,7 +133,7 @@ def operand(weight: Any, inputs: Inputs) -> Any:
     return inputs.activations(weight.int8) if isinstance(inputs, BlockRoom) else inputs
 
 
-def into(weight: Any, inputs: Inputs) -> dict[str, Any]:
+def output_arguments(weight: Any, inputs: Inputs) -> dict[str, Any]:
     """Return the arguments of a quantiser that writes into the inputs of this weight."""
     out = operand(weight, inputs)
     if not isinstance(weight, ReorderedWeight):

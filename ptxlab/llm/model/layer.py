@@ -9,7 +9,16 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.inputs import Inputs, calls_of, into, multiplicand, new_inputs, new_rows, operand, takes
+from ptxlab.llm.model.inputs import (
+    Inputs,
+    calls_of,
+    can_read,
+    multiplicand,
+    new_inputs,
+    new_rows,
+    operand,
+    output_arguments,
+)
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
 from ptxlab.lowbit.kernels.attention.append import INDICES
@@ -121,41 +130,42 @@ class LayerBuffers:
         _check_weights(weights)
         if programmatic is None:
             programmatic = all(getattr(weights, name).layout == "strips" for name in weights.config.matrices)
-        adding = not weights.config.experts and not weights.four_bit_inputs
-        fits = adding and weights.o.layout == weights.down.layout == "strips"
-        added = fits if residual_epilogue is None else residual_epilogue
-        flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": added}
+        can_add = not weights.config.experts and not weights.four_bit_inputs
+        adds_by_default = can_add and weights.o.layout == weights.down.layout == "strips"
+        adds_to_stream = adds_by_default if residual_epilogue is None else residual_epilogue
+        flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": adds_to_stream}
         check_flags(**flags)
-        if added and weights.four_bit_inputs:
-            raise ArgumentError(f"{NAME}: residual_epilogue", "must be False: no product of W4A4 has one", added)
+        if adds_to_stream and weights.four_bit_inputs:
+            rule = "must be False: no product of W4A4 has one"
+            raise ArgumentError(f"{NAME}: residual_epilogue", rule, adds_to_stream)
         _check_cache(weights.config, cache)
         _check_sizes(weights.config)
-        config, like, dtype = weights.config, cache.pool, weights.dtype
+        config, pool, dtype = weights.config, cache.pool, weights.dtype
         M = cache.batch if tokens is None else tokens
 
         def array(*shape: int, of: str = dtype) -> Any:
-            return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
+            return np.empty(shape, storage(of)) if isinstance(pool, np.ndarray) else gpu.new(pool, shape, of)
 
         def inputs(name: str) -> Inputs:
             return new_inputs(getattr(weights, name), M, config.matrices[name][1], array, order=order, rows=rows)
 
         heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
         chosen = max(1, config.chosen_experts)
-        as_rows: dict[str, Any] = {"order": ORDER, "rows": None}
-        on_gpu = gpu.is_device_array(like)
+        row_major: dict[str, Any] = {"order": ORDER, "rows": None}
+        on_gpu = gpu.is_device_array(pool)
         routing = None
         if config.experts:
-            gate_up_in: Inputs = (for_experts := new_rows(M * chosen, H, array, **as_rows))
-            down_in: Inputs = new_rows(M * chosen, F, array, **as_rows)
+            gate_up_in: Inputs = (expert_rows := new_rows(M * chosen, H, array, **row_major))
+            down_in: Inputs = new_rows(M * chosen, F, array, **row_major)
             routed = RoutedTokens(
-                rows=for_experts,
+                rows=expert_rows,
                 offsets=array(config.experts + 1, of="int32"),
                 place=array(M, chosen, of="int32"),
                 share=array(M, chosen, of="float32"),
                 chosen=array(M, chosen, of="int32"),
             )
             routing = Routing(
-                tokens=new_rows(M, H, array, **as_rows),
+                tokens=new_rows(M, H, array, **row_major),
                 normed=array(M, H),
                 routed=routed,
                 results=array(M * chosen, H),
@@ -174,7 +184,7 @@ class LayerBuffers:
             o_in=inputs("o"),
             o=array(M, H),
             gate_up_in=gate_up_in,
-            gate_up=array(M * chosen, F if _ends_gated(weights) else 2 * F),
+            gate_up=array(M * chosen, F if _has_gated_epilogue(weights) else 2 * F),
             down_in=down_in,
             hidden=array(M, H),
             routing=routing,
@@ -183,7 +193,7 @@ class LayerBuffers:
             **flags,
         )
 
-    def result(self, residual: Any) -> Any:
+    def output(self, residual: Any) -> Any:
         """Return the array that holds a layer's output for this residual stream.
 
         It is `hidden`, or the stream itself if the last product adds to that.
@@ -226,7 +236,7 @@ def decode_layer(
             ahead of their waits: so False for the first layer of a step. True for the others.
 
     Returns:
-        `buffers.result(residual)`, [M, H]: `residual`, to which the last product has added, or with experts
+        `buffers.output(residual)`, [M, H]: `residual`, to which the last product has added, or with experts
         `buffers.hidden`. To be given to the next layer as `x`, with the same residual.
 
     Raises:
@@ -234,10 +244,10 @@ def decode_layer(
             the midst refuses, an infinity above all, when the residual is no longer what it was.
         UnavailableError: a kernel does not run here.
     """
-    how: dict[str, Any] = {"index": index, "backend": backend, "programmatic": programmatic}
-    for call in layer_calls(x, residual, weights, cache, slots, rope=rope, buffers=buffers, **how):
+    options: dict[str, Any] = {"index": index, "backend": backend, "programmatic": programmatic}
+    for call in layer_calls(x, residual, weights, cache, slots, rope=rope, buffers=buffers, **options):
         call()
-    return buffers.result(residual)
+    return buffers.output(residual)
 
 
 @dataclass(frozen=True)
@@ -254,9 +264,9 @@ class LayerCall:
     args: tuple[Any, ...]
     keywords: dict[str, Any]
 
-    def __call__(self, **changed: Any) -> Any:
+    def __call__(self, **overrides: Any) -> Any:
         """Make the call, perhaps with other keywords."""
-        return self.function(*self.args, **{**self.keywords, **changed})
+        return self.function(*self.args, **{**self.keywords, **overrides})
 
     @property
     def launches(self) -> int:
@@ -291,66 +301,67 @@ def layer_calls(
     _check(x, residual, weights, cache, slots, rope, buffers, M)
     if M == 0:
         return []
-    config, b, space = weights.config, buffers, buffers.workspaces.get
-    added, gated = b.residual_epilogue, _ends_gated(weights)
-    ending: dict[str, Any] = {"epilogue": "silu_mul"} if gated else {}
-    attending: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
-    attending |= {"query_start_loc": query_start_loc, "workspace": b.attention_workspace, "out": b.attention}
+    config, b, workspace_of = weights.config, buffers, buffers.workspaces.get
+    adds_to_stream, ends_gated = b.residual_epilogue, _has_gated_epilogue(weights)
+    epilogue: dict[str, Any] = {"epilogue": "silu_mul"} if ends_gated else {}
+    attention_options: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
+    attention_options |= {"query_start_loc": query_start_loc, "workspace": b.attention_workspace, "out": b.attention}
     if b.keys is not None:
         values = b.qkv[:, -config.kv_heads * config.head_dim :].reshape(b.keys.shape)
-        attending |= {"k": b.keys, "v": values}
+        attention_options |= {"k": b.keys, "v": values}
 
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
 
     def norm(name: str, x: Any, gamma: Any, weight: Any, out: Inputs, **options: Any) -> LayerCall:
-        stream = None if added and x is residual else residual
-        how = {"residual": stream, "eps": config.eps, **into(weight, out), **options}
-        return call(name, calls_of(weight).normed, x, gamma, **how)
+        stream = None if adds_to_stream and x is residual else residual
+        arguments = {"residual": stream, "eps": config.eps, **output_arguments(weight, out), **options}
+        return call(name, calls_of(weight).normed, x, gamma, **arguments)
 
-    def product(name: str, of: Inputs, weight: Any, out: Any, **options: Any) -> LayerCall:
-        calls, x = calls_of(weight), operand(weight, of)
-        options |= {} if weights.four_bit_inputs else {"workspace": space(name)}
+    def product(name: str, inputs: Inputs, weight: Any, out: Any, **options: Any) -> LayerCall:
+        calls, x = calls_of(weight), operand(weight, inputs)
+        options |= {} if weights.four_bit_inputs else {"workspace": workspace_of(name)}
         return call(name, calls.product, x, weight=multiplicand(weight), out=out, **options)
 
-    def to_stream(name: str, of: Inputs, weight: Any, out: Any) -> LayerCall:
-        return product(name, of, weight, **({"out": None, "residual": residual} if added else {"out": out}))
+    def to_stream(name: str, inputs: Inputs, weight: Any, out: Any) -> LayerCall:
+        target: dict[str, Any] = {"out": None, "residual": residual} if adds_to_stream else {"out": out}
+        return product(name, inputs, weight, **target)
 
     calls = [
         norm("qkv_in", x, weights.input_norm, weights.qkv, b.qkv_in, programmatic=programmatic),
         product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
         call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q, keys=b.keys),
-        call("attention", attention_kv4, b.q, cache, **attending),
-        call("o_in", calls_of(weights.o).plain, b.attention.reshape(M, -1), **into(weights.o, b.o_in)),
+        call("attention", attention_kv4, b.q, cache, **attention_options),
+        call("o_in", calls_of(weights.o).plain, b.attention.reshape(M, -1), **output_arguments(weights.o, b.o_in)),
         to_stream("o", b.o_in, weights.o, b.o),
     ]
-    o, reads_down = residual if added else b.o, into(weights.down, b.down_in)
-    if gated:
-        down_in = call("down_in", quantize_activations, b.gate_up, **reads_down)
+    o, into_down_in = residual if adds_to_stream else b.o, output_arguments(weights.down, b.down_in)
+    if ends_gated:
+        down_in = call("down_in", quantize_activations, b.gate_up, **into_down_in)
     else:
         quantise = calls_of(weights.down).gated
-        down_in = call("down_in", quantise, b.gate_up, activation=config.activation, **reads_down)
+        down_in = call("down_in", quantise, b.gate_up, activation=config.activation, **into_down_in)
     if b.routing is None:
         return [
             *calls,
             norm("gate_up_in", o, weights.post_norm, weights.gate_up, b.gate_up_in),
-            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up, **ending),
+            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up, **epilogue),
             down_in,
             to_stream("down", b.down_in, weights.down, b.hidden),
         ]
-    tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
+    tokens, normed, routed, expert_outputs = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
 
-    def of_experts(name: str, of: Inputs, weights: Any, out: Any) -> LayerCall:
-        return call(name, gemm_w4a8_grouped, of, weights=weights, offsets=routed.offsets, out=out)
+    def grouped_product(name: str, inputs: Inputs, weights: Any, out: Any) -> LayerCall:
+        return call(name, gemm_w4a8_grouped, inputs, weights=weights, offsets=routed.offsets, out=out)
 
     return [
         *calls,
         norm("tokens", o, weights.post_norm, weights.gate_up, tokens, normed=normed),
         call("gate_up_in", route_tokens, tokens, normed, weights.router, config.chosen_experts, out=routed),
-        of_experts("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
+        grouped_product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
         down_in,
-        of_experts("down", b.down_in, weights.down, results),
-        call("hidden", combine_experts, results, routed, out=b.hidden),
+        grouped_product("down", b.down_in, weights.down, expert_outputs),
+        call("hidden", combine_experts, expert_outputs, routed, out=b.hidden),
     ]
 
 
@@ -370,16 +381,16 @@ def _check(
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
     H, config = weights.config.hidden, weights.config
-    same = buffers.config is config or buffers.config == config
-    if not same or (buffers.dtype, buffers.qkv_in.M) != (weights.dtype, M):
+    same_config = buffers.config is config or buffers.config == config
+    if not same_config or (buffers.dtype, buffers.qkv_in.M) != (weights.dtype, M):
         rule = f"must be made for these weights, {weights.dtype}, and {M} rows"
         got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} rows"
         raise ArgumentError(f"{NAME}: buffers", rule, got)
-    if shape_of(buffers.gate_up)[1] != (config.ffn if _ends_gated(weights) else 2 * config.ffn):
-        had = "rows in order" if _ends_gated(weights) else "interleaved rows"
-        raise ArgumentError(f"{NAME}: buffers", "must be made for a gate_up as these weights have it", had)
+    if shape_of(buffers.gate_up)[1] != (config.ffn if _has_gated_epilogue(weights) else 2 * config.ffn):
+        row_order = "rows in order" if _has_gated_epilogue(weights) else "interleaved rows"
+        raise ArgumentError(f"{NAME}: buffers", "must be made for a gate_up as these weights have it", row_order)
     for name in config.matrices:
-        if not takes(getattr(weights, name), getattr(buffers, f"{name}_in")):
+        if not can_read(getattr(weights, name), getattr(buffers, f"{name}_in")):
             rule = f"must be made for what {name} reads"
             raise ArgumentError(f"{NAME}: buffers", rule, type(getattr(buffers, f"{name}_in")).__name__)
     if not isinstance(rope, tuple) or len(rope) not in (2, 3):
@@ -395,7 +406,7 @@ def _check(
         ("slots", slots, INDICES, (M,)),
         ("rope cos", cos, ("float32",), table),
         ("rope sin", sin, ("float32",), table),
-        *(("rope positions", each, (dtype_of(slots),), (M,)) for each in positions),
+        *(("rope positions", index_array, (dtype_of(slots),), (M,)) for index_array in positions),
         ("cache.pool", cache.pool, ("uint8",), shape_of(cache.pool)),
         ("weights.input_norm", weights.input_norm, floats, (H,)),
     ):
@@ -408,7 +419,7 @@ def _check(
         else:
             require_on_host(label, array, dtype, shape, written=array is residual or array is cache.pool)
     if not on_gpu:
-        check_places(NAME, cache, *(gpu.as_array(NAME, each) for each in (slots, *positions)), rows=rows)
+        check_places(NAME, cache, *(gpu.as_array(NAME, index_array) for index_array in (slots, *positions)), rows=rows)
         check_cache(NAME, cache)
 
 
@@ -421,29 +432,29 @@ def _check_weights(weights: Any) -> None:
         if isinstance(weight, ReorderedWeight) and weight.scheme == "fmpq" and weight.group != BLOCK:
             rule = f"must be in blocks of {BLOCK} in W4Ax; a NumpyRunner takes others"
             raise ArgumentError(f"{NAME}: weights.{name}", rule, weight.group)
-    if _ends_gated(weights) and weights.config.activation != "silu":
+    if _has_gated_epilogue(weights) and weights.config.activation != "silu":
         rule = "must have gate above up unless the activation is silu"
         raise ArgumentError(f"{NAME}: weights.gate_up", rule, f"interleaved rows, {weights.config.activation}")
 
 
-def _ends_gated(weights: LayerWeights) -> bool:
+def _has_gated_epilogue(weights: LayerWeights) -> bool:
     """Check whether the product of gate and up ends with SiLU·mul."""
     return getattr(weights.gate_up, "interleaved", False)
 
 
 def _check_sizes(config: Config) -> None:
     """Raise ArgumentError for a layer that a kernel in its midst does not take."""
-    for name, most, step in (
+    for name, largest, step in (
         ("hidden", MOST_WIDTH, 32),
         ("ffn", MOST_WIDTH, 32),
         ("heads", MOST_RATIO * config.kv_heads, 1),
         ("experts", MOST_EXPERTS, 1),
         ("chosen_experts", MOST_CHOSEN, 1),
     ):
-        value = getattr(config, name)
-        if value > most or value % step:
-            rule = f"must be a multiple of {step} up to {most}" if step > 1 else f"at most {most}"
-            raise ArgumentError(f"{NAME}: {name}", rule, value)
+        size = getattr(config, name)
+        if size > largest or size % step:
+            rule = f"must be a multiple of {step} up to {largest}" if step > 1 else f"at most {largest}"
+            raise ArgumentError(f"{NAME}: {name}", rule, size)
 
 
 def _check_cache(config: Config, cache: KVCache) -> None:

@@ -71,31 +71,32 @@ class Footprint:
             require_integer(name, number, 1)
             if number >= 1 << 31:
                 raise ArgumentError(name, "must be below 2^31", number)
-        for name, value, known in (
+        for name, choice, choices in (
             ("scheme", scheme, SCHEMES),
             ("dtype", dtype, DTYPES),
             ("head", head, HEADS),
             ("cache", cache, KV_SCHEMES),
             ("own_keys", own_keys, OWN_KEYS),
         ):
-            if not is_one_of(value, known):
-                raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
+            if not is_one_of(choice, choices):
+                raise ArgumentError(name, f"must be one of {', '.join(choices)}", choice)
         chunk = min(CHUNK, batch * context) if chunk is None else chunk
         vocabulary = config.vocabulary * config.hidden * _HALF
-        of_head = 0 if config.tied_head and dtype == "float16" else vocabulary
+        head_bytes = 0 if config.tied_head and dtype == "float16" else vocabulary
         if head == "int8":
-            of_head = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
+            head_bytes = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
         max_pages = ceil_div(context, PAGE)
         launches = sum(launch_bytes(config, rows, max_pages, inputs=inputs) for rows in launch_sizes(batch))
-        of_prompts = batch if cache in CHUNKED else None  # rows that attend by themselves are as those of decoding
+        # Rows of prompts that attend by themselves are as those of decoding.
+        prompt_sequences = batch if cache in CHUNKED else None
         launches += sum(
-            launch_bytes(config, rows, max_pages, of_prompts, inputs=inputs) for rows in launch_sizes(chunk)
+            launch_bytes(config, rows, max_pages, prompt_sequences, inputs=inputs) for rows in launch_sizes(chunk)
         )
         if own_keys == "16-bit":
             launches += sum(launch_sizes(chunk)) * config.kv_heads * config.head_dim * _HALF
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
-            ends=vocabulary + of_head + config.hidden * _HALF,
+            ends=vocabulary + head_bytes + config.hidden * _HALF,
             buffers=launches + context * config.head_dim * _WORD + batch * config.vocabulary * _HALF,
             page=config.layers * 2 * config.kv_heads * page_bytes(cache, PAGE, config.head_dim),
         )
@@ -132,10 +133,10 @@ class Footprint:
         """
         pages = (budget(gigabytes) - self.fixed) // self.page
         if pages < 1:
-            raise ArgumentError("memory", f"must be at least {self.needed(1)}", f"{gigabytes:g} GB")
+            raise ArgumentError("memory", f"must be at least {self.describe(1)}", f"{gigabytes:g} GB")
         return pages
 
-    def needed(self, pages: int) -> str:
+    def describe(self, pages: int) -> str:
         """Describe the memory needed with `pages` pages: the sum in GB and its parts.
 
         The sum is rounded up, so that a `budget` of these GB suffices.
@@ -173,37 +174,39 @@ def budget(gigabytes: float) -> int:
 
 
 def largest_batch(
-    config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, pages: int | None = None, **how: Any
+    config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, pages: int | None = None, **options: Any
 ) -> int:
     """Find the largest batch of sequences of `tokens` tokens that fits in memory, up to `most`; 0 if not one fits.
 
-    `pages` are as many as all of them need, unless a number is given, which they share; `how` is that of
+    `pages` are as many as all of them need, unless a number is given, which they share; `options` is that of
     `Footprint.of`. Raises ArgumentError where even the weights do not fit.
     """
     require_integer("tokens", tokens, 1)
     require_integer("most", most, 1)
-    Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)
+    Footprint.of(config, 1, tokens, **options).most_pages(gigabytes)
     batches = range(1, most + 1)
-    return bisect_right(batches, 0, key=lambda batch: excess(config, batch, gigabytes, tokens, pages=pages, **how))
+    return bisect_right(batches, 0, key=lambda batch: excess(config, batch, gigabytes, tokens, pages=pages, **options))
 
 
 def require_batch(
-    config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any
+    config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **options: Any
 ) -> None:
     """Raise ArgumentError, with the figures, for a batch that does not fit a memory; see `largest_batch`."""
-    if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
-        most = largest_batch(config, gigabytes, tokens, most=batch, pages=pages, **how)
+    if excess(config, batch, gigabytes, tokens, pages=pages, **options) > 0:
+        largest = largest_batch(config, gigabytes, tokens, most=batch, pages=pages, **options)
         name = config.name or "this model"
-        rule = f"must be at most {most} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
-        footprint = Footprint.of(config, batch, tokens, **how)
-        needed = footprint.needed(batch * ceil_div(tokens, PAGE) if pages is None else pages)
-        raise ArgumentError("batch", rule, f"{batch}, which needs {needed}")
+        rule = f"must be at most {largest} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
+        footprint = Footprint.of(config, batch, tokens, **options)
+        need = footprint.describe(batch * ceil_div(tokens, PAGE) if pages is None else pages)
+        raise ArgumentError("batch", rule, f"{batch}, which needs {need}")
 
 
-def excess(config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any) -> int:
+def excess(
+    config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **options: Any
+) -> int:
     """Compute the bytes by which a batch exceeds `gigabytes`; 0 or below if it fits."""
     require_integer("batch", batch, 1)
-    footprint = Footprint.of(config, batch, tokens, **how)
+    footprint = Footprint.of(config, batch, tokens, **options)
     return footprint.total(batch * ceil_div(tokens, PAGE) if pages is None else pages) - budget(gigabytes)
 
 
@@ -231,7 +234,7 @@ def launch_bytes(
     nbytes = floats * _HALF + (sum(K + 2 * _WORD for K in activations) if inputs is None else inputs)
     if config.experts:
         nbytes += H + 2 * _WORD + (H + chosen * H) * _HALF + 3 * chosen * _WORD
-    words = (3 + 1) * rows if sequences is None else 3 * rows + 1  # tokens, positions, slots, `live` or the last start
+    words = (3 + 1) * rows if sequences is None else 3 * rows + 1  # tokens, positions, slots, increments or starts
     words += (rows if sequences is None else 2 * sequences) + (sequences or rows) * max_pages  # lengths, starts, table
     return rows * nbytes + words * _WORD + (config.experts + 1) * _WORD * bool(config.experts)
 

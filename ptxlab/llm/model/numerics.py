@@ -43,12 +43,12 @@ class FakeQuantized(Numerics):
     _last: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins without what threads have kept
-        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
+        return type(self), tuple(getattr(self, attribute.name) for attribute in fields(self) if attribute.init)
 
     def __post_init__(self) -> None:
-        for name, known in (("acts", (8, 4, None)), ("kv", (*CACHE_FORMATS, None)), ("kept_bits", (8, 16))):
-            if not is_one_of(getattr(self, name), known):
-                raise ArgumentError(name, f"must be one of {', '.join(map(str, known))}", getattr(self, name))
+        for name, choices in (("acts", (8, 4, None)), ("kv", (*CACHE_FORMATS, None)), ("kept_bits", (8, 16))):
+            if not is_one_of(getattr(self, name), choices):
+                raise ArgumentError(name, f"must be one of {', '.join(map(str, choices))}", getattr(self, name))
         if self.group is not None:
             require_integer("group", self.group, 1)
         require_integer("kept", self.kept)
@@ -56,8 +56,8 @@ class FakeQuantized(Numerics):
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
         """See `Numerics.product`; x is quantised first."""
-        seen = self.input(x, layer.get(f"{name}_order"), layer.get(f"{name}_int8"))
-        return super().product(name, seen, layer)
+        rounded = self.input(x, layer.get(f"{name}_order"), layer.get(f"{name}_int8"))
+        return super().product(name, rounded, layer)
 
     def input(self, x: Floats, order: Any = None, int8: Any = None) -> Floats:
         """Round x [.., K] as the kernel that quantises a GEMM's input does.
@@ -66,70 +66,75 @@ class FakeQuantized(Numerics):
         """
         if self.acts is None:
             return x
-        given = x, order, int8
-        last: tuple[Any, ...] = getattr(self._last, "given", (None, None, None))
-        if any(one is not other for one, other in zip(given, last, strict=True)):
+        key = x, order, int8
+        last: tuple[Any, ...] = getattr(self._last, "key", (None, None, None))
+        if any(new is not old for new, old in zip(key, last, strict=True)):
             rows = x.reshape(-1, x.shape[-1])
-            seen = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
-            self._last.given, self._last.seen = given, seen.reshape(x.shape)
-        found: Floats = self._last.seen
-        return found
+            fresh = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
+            self._last.key, self._last.rounded = key, fresh.reshape(x.shape)
+        rounded: Floats = self._last.rounded
+        return rounded
 
-    def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
-        """See `Numerics.cached`. By channel with the layer's constants; a layer without some calibrates on x itself."""
+    def round_to_cache(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
+        """See `Numerics.round_to_cache`.
+
+        By channel it takes the layer's constants; without them it calibrates on keys and values themselves.
+        """
         if self.kv is None:
             return keys, values
         if self.kv in BY_CHANNEL and "k_channel" in layer:
-            of_layer = (keys, layer["k_channel"]), (values, layer["v_channel"])
-            k, v = (quantize_kv(x, self.kv, tuple(channel)).dequantize().astype(x.dtype) for x, channel in of_layer)
+            tensors = (keys, layer["k_channel"]), (values, layer["v_channel"])
+            k, v = (quantize_kv(x, self.kv, tuple(channel)).dequantize().astype(x.dtype) for x, channel in tensors)
             return k, v
-        stored = CACHE_FORMATS[self.kv]
-        return stored.keys.restore(keys), stored.values.restore(values)
+        cache_format = CACHE_FORMATS[self.kv]
+        return cache_format.keys.restore(keys), cache_format.values.restore(values)
 
     def _in_groups(self, x: Floats, order: Any, int8: Any) -> Floats:
         ordered = x if order is None else x[:, order]
         if int8 is not None:
-            together = self._in_blocks(ordered, int(int8))
+            rounded = self._in_blocks(ordered, int(int8))
         else:
             K = x.shape[1] - self.kept
             if K <= 0 or K % (self.group or K):
                 raise ArgumentError("group", f"must divide {x.shape[1]} channels less {self.kept}", self.group)
-            seen = [_in_groups(ordered[:, :K], self.group or K, 4, ATOM_PAPER.steps(4), self.clip)]
+            rounded_parts = [_in_groups(ordered[:, :K], self.group or K, 4, ATOM_PAPER.steps(4), self.clip)]
             if self.kept:
-                kept = ordered[:, K:]
+                outliers = ordered[:, K:]
                 in_16_bits = self.kept_bits == 16
-                seen.append(_in_16_bits(kept) if in_16_bits else _in_groups(kept, self.kept, 8, ATOM_PAPER.steps(8)))
-            together = np.concatenate(seen, axis=1)
-        return together if order is None else together[:, np.argsort(order)]
+                steps = ATOM_PAPER.steps(8)
+                last = _in_16_bits(outliers) if in_16_bits else _in_groups(outliers, self.kept, 8, steps)
+                rounded_parts.append(last)
+            rounded = np.concatenate(rounded_parts, axis=1)
+        return rounded if order is None else rounded[:, np.argsort(order)]
 
     def _in_blocks(self, x: Floats, int8: int) -> Floats:
         """Round x [M, K] in COMET's blocks, the last `int8` of them to INT8 and the others to INT4."""
         if self.group is None or x.shape[1] % self.group or int8 * self.group > x.shape[1]:
             raise ArgumentError("group", f"must divide {x.shape[1]} channels, {int8} groups in INT8", self.group)
-        at = x.shape[1] - int8 * self.group
-        parts = (x[:, :at], 4, 7), (x[:, at:], 8, 127)
-        seen = [_in_groups(part, self.group, bits, steps) for part, bits, steps in parts if part.shape[1]]
-        return np.concatenate(seen, axis=1)
+        split = x.shape[1] - int8 * self.group
+        parts = (x[:, :split], 4, 7), (x[:, split:], 8, 127)
+        rounded_parts = [_in_groups(part, self.group, bits, steps) for part, bits, steps in parts if part.shape[1]]
+        return np.concatenate(rounded_parts, axis=1)
 
 
 def per_token(x: Floats) -> Floats:
     """Round x [M, K] to INT8 per token and back, by the scales of `quantize_activations`."""
     scale = token_scales(x)[:, None]
-    seen: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
-    return seen
+    rounded: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
+    return rounded
 
 
 def _in_groups(x: Floats, group: int, bits: int, steps: float, clip: float = 1.0) -> Floats:
     """Round x [M, K] to integers of `bits` bits and back, with a scale per group in FP16."""
     q, scale = integer_groups("activations", x.reshape(len(x), -1, group), bits, steps, clip=clip)
-    seen: Floats = dequantized(q.reshape(x.shape), scale).astype(x.dtype)
-    return seen
+    rounded: Floats = dequantized(q.reshape(x.shape), scale).astype(x.dtype)
+    return rounded
 
 
 def _in_16_bits(x: Floats) -> Floats:
     """Round x [M, K] to integers of 16 bits and back, with a scale per row."""
-    most = 2**15 - 1
+    largest_integer = 2**15 - 1
     largest = np.abs(x).max(axis=1, keepdims=True)
-    scale = np.where(largest > 0, largest / most, 1).astype(x.dtype)
-    seen: Floats = np.rint(x / scale).clip(-most, most) * scale
-    return seen
+    scale = np.where(largest > 0, largest / largest_integer, 1).astype(x.dtype)
+    rounded: Floats = np.rint(x / scale).clip(-largest_integer, largest_integer) * scale
+    return rounded

@@ -52,7 +52,7 @@ class Pages:
             shared.append(page)
         return shared
 
-    def hold(self, tokens: Sequence[int], pages: Iterable[int]) -> None:
+    def register(self, tokens: Sequence[int], pages: Iterable[int]) -> None:
         """Note that these pages of a sequence hold its tokens, as far as these fill them.
 
         A page whose tokens another one holds already is not shared.

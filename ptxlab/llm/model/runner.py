@@ -58,7 +58,7 @@ def padded_rows(rows: int, largest: int) -> int:
     return min(largest, 1 << (rows - 1).bit_length())
 
 
-def quantized_head(head: Any) -> Level1Weight:
+def quantize_head(head: Any) -> Level1Weight:
     """Quantise an LM head f16 or f32 [V, H], NumPy, to INT8 with a scale per row.
 
     Rows of zeros pad it to a multiple of 8.
@@ -85,8 +85,8 @@ class Runner(ABC):
             as the projection leaves them. That is faster for long prompts and loses less, but a text then depends on
             how its prompt is cut into chunks, and on pages that it shares.
         lengths: tokens of each sequence so far, s32 [B], on the host.
-        table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
-        held: how many pages each sequence has, s32 [B].
+        table: pages of each sequence, s32 [B, max_pages], on the host; the first `page_counts` of them count.
+        page_counts: how many pages each sequence has, s32 [B].
         runs: the kind of model.
     """
 
@@ -133,8 +133,8 @@ class Runner(ABC):
             raise ArgumentError("own_keys", f"must be one of {', '.join(OWN_KEYS)}", own_keys)
         if own_keys == "16-bit" and (batch_invariant or cache not in CHUNKED):
             reason = "how others cut a chunk shows" if batch_invariant else "only kv4 has kernels for 16-bit ones"
-            where = "where it is batch_invariant" if batch_invariant else f"for {cache}"
-            raise ArgumentError("own_keys", f"must be cache {where}: {reason}", own_keys)
+            condition = "where it is batch_invariant" if batch_invariant else f"for {cache}"
+            raise ArgumentError("own_keys", f"must be cache {condition}: {reason}", own_keys)
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
@@ -146,14 +146,14 @@ class Runner(ABC):
         self.own_keys = own_keys
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
-        self.held: Indices = np.zeros(batch, np.int32)
+        self.page_counts: Indices = np.zeros(batch, np.int32)
         self.page_pool = Pages(self.pages)
 
-    def _pool(self, like: Any = None) -> Any:
-        """Return the empty pool of a layer's cache, u8 [pages, 2, Hkv, bytes], an array of `like`'s library."""
+    def _pool(self, example: Any = None) -> Any:
+        """Return the empty pool of a layer's cache, u8 [pages, 2, Hkv, bytes], an array of `example`'s library."""
         size = page_bytes(self.cache, PAGE, self.config.head_dim)
         shape = self.pages, 2, self.config.kv_heads, size
-        return np.zeros(shape, np.uint8) if like is None else np.zeros(shape, np.uint8, like=like)
+        return np.zeros(shape, np.uint8) if example is None else np.zeros(shape, np.uint8, like=example)
 
     def _cache(self, weights: LayerWeights, pool: Any, block_table: Any, lengths: Any) -> KVCache:
         """Return a layer's cache in this pool, with the layer's constants where it is by channel."""
@@ -186,10 +186,10 @@ class Runner(ABC):
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self.context:
                 raise ArgumentError(f"prompts[{i}]", f"must have 1 to {self.context} tokens", len(prompt))
-        new = {i: self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
+        new = {i: self._check_tokens(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
         for b in range(self.batch):
             self.release(b)
-        with self._appended("prefill", new) as rows:
+        with self._append_tokens("prefill", new) as rows:
             ends, last = self.lengths.cumsum() - 1, []
             for start in range(0, len(rows.token), self.chunk):
                 stop = start + self.chunk
@@ -206,58 +206,58 @@ class Runner(ABC):
         count = sum(map(len, new.values()))
         if not all(map(len, new.values())) or count > self.chunk:
             raise ArgumentError("tokens", f"must be 1 to {self.chunk}, at least one of each sequence", count)
-        parts = {b: self._checked(f"tokens of sequence {b}", new[b]) for b in self._sequences([*new])}
+        parts = {b: self._check_tokens(f"tokens of sequence {b}", new[b]) for b in self._check_sequences([*new])}
         ends = np.cumsum([len(part) for part in parts.values()]) - 1
-        with self._appended("extend", parts) as rows:
+        with self._append_tokens("extend", parts) as rows:
             return self._logits(self._run(rows)[ends])
 
     @abstractmethod
-    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
-        """Append a token s32 [n] to each of the sequences `at` (all), and return the logits f16 [n, V] of the next.
+    def decode(self, tokens: Any, sequences: Sequence[int] | None = None) -> Any:
+        """Append a token s32 [n] to each of these `sequences` (all), and return the logits f16 [n, V] of the next.
 
         Raises ArgumentError where a sequence is as long as the context, or no page is left for it.
         """
 
-    def lacking(self, b: int, tokens: int) -> int:
+    def missing_pages(self, b: int, tokens: int) -> int:
         """Count the further pages that sequence b needs for `tokens` more tokens."""
-        return max(0, ceil_div(int(self.lengths[b]) + tokens, PAGE) - int(self.held[b]))
+        return max(0, ceil_div(int(self.lengths[b]) + tokens, PAGE) - int(self.page_counts[b]))
 
     def reserve(self, b: int, tokens: int) -> bool:
         """Reserve pages for `tokens` more tokens of sequence b from the free pages.
 
         Return True if it got every page; if there are too few it takes none and returns False.
         """
-        needed, held = self.lacking(b, tokens), int(self.held[b])
+        needed, page_count = self.missing_pages(b, tokens), int(self.page_counts[b])
         if needed > len(self.page_pool.free):
             return False
-        for i in range(held, held + needed):
+        for i in range(page_count, page_count + needed):
             self.table[b, i] = self.page_pool.take()
-        self.held[b] += needed
+        self.page_counts[b] += needed
         return True
 
     def share(self, b: int, tokens: Sequence[int]) -> None:
-        """Begin the empty sequence b with the pages that hold the first of these tokens already (`hold`).
+        """Begin the empty sequence b with the pages that hold the first of these tokens already (`register_pages`).
 
         The last token is never among them, as the next one follows from its logits.
         """
         shared = self.page_pool.share(tokens[:-1])
         self.table[b, : len(shared)] = shared
-        self.held[b], self.lengths[b] = len(shared), len(shared) * PAGE
+        self.page_counts[b], self.lengths[b] = len(shared), len(shared) * PAGE
 
-    def hold(self, b: int, tokens: Sequence[int]) -> None:
+    def register_pages(self, b: int, tokens: Sequence[int]) -> None:
         """Let other sequences `share` the pages of sequence b that these tokens, its first, fill."""
-        self.page_pool.hold(tokens, self.table[b, : self.held[b]].tolist())
+        self.page_pool.register(tokens, self.table[b, : self.page_counts[b]].tolist())
 
     def release(self, b: int) -> None:
         """Empty sequence b; pages that no other sequence holds become free."""
-        self.page_pool.release(self.table[b, : self.held[b]].tolist())
-        self.held[b] = self.lengths[b] = 0
+        self.page_pool.release(self.table[b, : self.page_counts[b]].tolist())
+        self.page_counts[b] = self.lengths[b] = 0
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
         """Return a prompt's tokens. Raises ArgumentError for an empty prompt, or a token outside the vocabulary."""
         if _as_array(prompt).size == 0:
             raise ArgumentError("prompt", "must have 1 token or more", 0)
-        tokens: list[int] = self._checked("prompt", prompt).tolist()
+        tokens: list[int] = self._check_tokens("prompt", prompt).tolist()
         return tokens
 
     @abstractmethod
@@ -269,36 +269,36 @@ class Runner(ABC):
         """Compute the logits f16 [R, V] of the normalised stream."""
 
     @contextmanager
-    def _appended(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
-        """Yield the rows of new tokens; within the context their sequences have `_grown` by them."""
-        at, counts = list(new), [len(tokens) for tokens in new.values()]
-        first = self.lengths[at]
+    def _append_tokens(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
+        """Yield the rows of new tokens; within the context their sequences have grown by them (`_grow_sequences`)."""
+        sequences, counts = list(new), [len(tokens) for tokens in new.values()]
+        first = self.lengths[sequences]
         positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
-        sequence = np.repeat(np.array(at, np.int32), counts)
-        with self._grown(name, at, counts):
+        sequence = np.repeat(np.array(sequences, np.int32), counts)
+        with self._grow_sequences(name, sequences, counts):
             yield Rows(np.concatenate([*new.values()]), sequence, np.concatenate(positions))
 
     @contextmanager
-    def _grown(self, name: str, at: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+    def _grow_sequences(self, name: str, sequences: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
         """Count so many more tokens of the sequences, and give them pages; all of it or, with an error, nothing.
 
         If what writes these tokens fails, or is interrupted, they do not count.
         """
-        before = self.lengths[at]
-        after = before + counts
-        if int(after.max()) > self.context:
-            raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
-        lacking = np.maximum(ceil_div(after, PAGE) - self.held[at], 0)
-        if lacking.sum() > len(self.page_pool.free):
+        old_lengths = self.lengths[sequences]
+        new_lengths = old_lengths + counts
+        if int(new_lengths.max()) > self.context:
+            raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{new_lengths.max()}")
+        missing = np.maximum(ceil_div(new_lengths, PAGE) - self.page_counts[sequences], 0)
+        if missing.sum() > len(self.page_pool.free):
             rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.page_pool.free)} are free"
-            raise ArgumentError(name, rule, f"{lacking.sum()} more")
-        for i in np.flatnonzero(lacking).tolist():
-            self.reserve(at[i], counts[i])
-        self.lengths[at] = after
+            raise ArgumentError(name, rule, f"{missing.sum()} more")
+        for i in np.flatnonzero(missing).tolist():
+            self.reserve(sequences[i], counts[i])
+        self.lengths[sequences] = new_lengths
         try:
             yield
         except BaseException:
-            self.lengths[at] = before
+            self.lengths[sequences] = old_lengths
             raise
 
     def _slots(self, sequence: Any, position: Any) -> Indices:
@@ -306,21 +306,21 @@ class Runner(ABC):
         slots: Indices = self.table[sequence, position // PAGE] * PAGE + position % PAGE
         return slots
 
-    def _sequences(self, at: Sequence[int] | None) -> list[int]:
-        """Return the sequences named by `at`. Raises ArgumentError for one that does not exist, or is named twice."""
-        chosen = list(range(self.batch) if at is None else at)
+    def _check_sequences(self, sequences: Sequence[int] | None) -> list[int]:
+        """Return numbers of sequences, of all for None. Raises ArgumentError for one that is missing or named twice."""
+        chosen = list(range(self.batch) if sequences is None else sequences)
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.batch)):
-            raise ArgumentError("at", f"must be sequences in 0..{self.batch - 1}, each once", chosen)
+            raise ArgumentError("sequences", f"must be sequences in 0..{self.batch - 1}, each once", chosen)
         return chosen
 
-    def _checked(self, name: str, tokens: Any, n: int | None = None) -> Indices:
+    def _check_tokens(self, name: str, tokens: Any, n: int | None = None) -> Indices:
         """Return tokens as s32 [n]. Raises ArgumentError for anything else, and for a token outside the vocabulary."""
-        array, most = _as_array(tokens), self.config.vocabulary - 1
+        array, last_token = _as_array(tokens), self.config.vocabulary - 1
         if array.ndim != 1 or array.dtype.kind not in "iu" or n not in (None, len(array)):
             raise ArgumentError(name, f"must be integers [{n or 'n'}]", f"{array.dtype} {list(array.shape)}")
-        wrong = (array < 0) | (array > most)
+        wrong = (array < 0) | (array > last_token)
         if wrong.any():
-            raise ArgumentError(name, f"must be tokens in 0..{most}", int(array[wrong.argmax()]))
+            raise ArgumentError(name, f"must be tokens in 0..{last_token}", int(array[wrong.argmax()]))
         return array.astype(np.int32)
 
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-_MOST = 8  # threads: each holds the temporaries of a layer, 1 GB at the widest models
-Made = TypeVar("Made")
+_MOST_THREADS = 8  # threads: each holds the temporaries of a layer, 1 GB at the widest models
+Output = TypeVar("Output")
 
 
-def each_stream(function: Callable[[Any], Made], streams: Sequence[Any]) -> Iterator[Made]:
+def map_streams(function: Callable[[Any], Output], streams: Sequence[Any]) -> Iterator[Output]:
     """Yield `function` of every stream [B, T, H], in order; it may be called from several threads at once.
 
     NumPy computes what lies between products on one core, so that on a CPU a core takes a stream, up to eight at once.
@@ -21,13 +21,13 @@ def each_stream(function: Callable[[Any], Made], streams: Sequence[Any]) -> Iter
     on a GPU, and where `threadpoolctl` (of the extra `model`) is missing.
     """
     cores = os.cpu_count() or 1
-    threads = min(cores, len(streams), _MOST)
+    threads = min(cores, len(streams), _MOST_THREADS)
     if threads < 2 or not isinstance(streams[0], np.ndarray) or find_spec("threadpoolctl") is None:
         yield from map(function, streams)
         return
     from threadpoolctl import threadpool_limits
 
-    running: deque[Future[Made]] = deque()
+    running: deque[Future[Output]] = deque()
     with threadpool_limits(cores // threads, "blas"), ThreadPoolExecutor(threads) as pool:
         for stream in streams:
             running.append(pool.submit(function, stream))

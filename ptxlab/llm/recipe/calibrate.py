@@ -17,7 +17,7 @@ from ptxlab.llm.model.decoder import EXACT, ROUTER, Layer, Numerics, expert_of
 from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.quantized import CACHE_CONSTANTS, fused_parts
-from ptxlab.llm.model.threads import each_stream
+from ptxlab.llm.model.threads import map_streams
 from ptxlab.llm.recipe import (
     Recipe,
     fold_norms,
@@ -29,7 +29,7 @@ from ptxlab.llm.recipe import (
     rotate_ends,
     rotate_heads,
     rotate_stream,
-    rounded,
+    round_to_nearest,
     search_factor,
     smooth_down,
     smooth_heads,
@@ -38,7 +38,7 @@ from ptxlab.llm.recipe import (
 )
 from ptxlab.llm.recipe.grids import SHRINKS
 from ptxlab.llm.recipe.settings import ROTATIONS
-from ptxlab.llm.recipe.smoothing import read_together
+from ptxlab.llm.recipe.smoothing import matrices_by_input
 from ptxlab.lowbit.quant.fmpq import int8_blocks
 from ptxlab.lowbit.quant.kv import calibrate_kv
 from ptxlab.lowbit.quant.tiled import with_arrays
@@ -75,10 +75,10 @@ class QuantizedLayer:
     inputs: dict[str, InputChannels] = field(default_factory=dict)
 
 
-def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
+def draw_samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
     """Draw samples [count, length] of tokens [T] from random places. Raises ArgumentError for a shorter text."""
-    for name, value, least in (("count", count, 1), ("length", length, 1), ("seed", seed, 0)):
-        require_integer(name, value, least)
+    for name, number, smallest in (("count", count, 1), ("length", length, 1), ("seed", seed, 0)):
+        require_integer(name, number, smallest)
     if len(tokens) < length:
         raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
@@ -86,27 +86,28 @@ def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0)
     return drawn
 
 
-def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
+def rotate_model(model: FloatModel, rotation: Any = None, head_rotation: Any = None) -> FloatModel:
     """Rotate a model's residual stream and its heads' values; layers are rotated when they are read.
 
     The function does not change. rotation: orthogonal [H, H], or None; of_heads: orthogonal [D, D], or None.
     """
-    like = model.embedding
-    rotation, of_heads = (None if q is None else np.asarray(q, like=like) for q in (rotation, of_heads))
+    rotation, head_rotation = (
+        None if q is None else np.asarray(q, like=model.embedding) for q in (rotation, head_rotation)
+    )
 
-    def turn(layer: Layer) -> Layer:
+    def rotate(layer: Layer) -> Layer:
         layer = layer if rotation is None else rotate_stream(fold_norms(layer), rotation)
-        return layer if of_heads is None else rotate_heads(layer, of_heads)
+        return layer if head_rotation is None else rotate_heads(layer, head_rotation)
 
-    new = replace(model, layers=MappedLayers(model.layers, turn))
+    rotated = replace(model, layers=MappedLayers(model.layers, rotate))
     if rotation is None:
-        return new
+        return rotated
     embedding, final_norm, head = rotate_ends(model.embedding, model.final_norm, model.head, rotation)
     config = replace(model.config, tied_head=False)
-    return replace(new, config=config, embedding=embedding, final_norm=final_norm, head=head)
+    return replace(rotated, config=config, embedding=embedding, final_norm=final_norm, head=head)
 
 
-def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
+def prepare_model(model: FloatModel, recipe: Recipe) -> FloatModel:
     """Rotate a model as the recipe says, without quantising it.
 
     Raises ArgumentError for a recipe that is for dense models alone where there are experts.
@@ -115,38 +116,39 @@ def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
     if config.experts and recipe.reorders:
         raise ArgumentError("recipe", "W4A4 is for dense models: grouped GEMMs are W4A8's", f"{config.experts} experts")
     stream = ROTATIONS[recipe.rotate](config.hidden) if recipe.rotate else None
-    return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
+    return rotate_model(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
 
 
 def quantize_layers(
     model: FloatModel,
     tokens: Tokens,
     recipe: Recipe,
-    finished: Callable[[int], Layer | None] = lambda index: None,
+    load_finished: Callable[[int], Layer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer | None]:
     """Quantise every layer of a prepared model by the recipe, in order.
 
     Args:
-        model: as `prepared` gives it.
+        model: as `prepare_model` gives it.
         tokens: the calibration text, [S, T]; a recipe that needs none takes [0, T].
         recipe: the steps.
-        finished: returns the floats of a layer that was quantised before, else None. A finished layer yields None. It
-            is called again after a layer was yielded, so that the next layer is calibrated on the stored weights.
+        load_finished: returns the floats of a layer that was quantised before, else None. A finished layer yields
+            None. It is called again after a layer was yielded, so that the next layer is calibrated on the stored
+            weights.
     """
     require_text(recipe, tokens)
-    states = [model.embedded(batch) for batch in model.batches(tokens)]
+    states = [model.embed(batch) for batch in model.batches(tokens)]
     numerics = recipe.numerics()
     for index in range(len(model.layers)):
-        floats = finished(index)
+        floats = load_finished(index)
         if floats is None:
             with naming(f"layer {index}"):
-                found = quantize_layer(model, model.layers[index], states, recipe, index)
-            yield found
-            floats = finished(index) or found.floats
+                quantized = quantize_layer(model, model.layers[index], states, recipe, index)
+            yield quantized
+            floats = load_finished(index) or quantized.floats
         else:
             yield None
         run = partial(model.run_layer, layer=floats, numerics=numerics, index=index)
-        for i, x in enumerate(each_stream(run, states)):
+        for i, x in enumerate(map_streams(run, states)):
             states[i] = x
 
 
@@ -166,58 +168,58 @@ def quantize_layer(
     than `LEAST_TOKENS` take is rounded to nearest. `index` is that of `FloatModel.run_layer`.
     """
     layer = {name: part for name, part in layer.items() if name not in CACHE_CONSTANTS}  # of a model quantised before
-    layer = shaped(model, layer, states, recipe, index)
+    layer = smooth_and_reorder(model, layer, states, recipe, index)
     if recipe.smooth_search is not None:
         layer = smooth_layer(model, layer, states, recipe, index)
-    made: dict[str, Any] = dict(layer)
+    new_layer: dict[str, Any] = dict(layer)
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
     inputs: dict[str, InputChannels] = {}
-    heads: list[Any] = []  # what o reads
-    middles: list[Any] = []  # the stream after attention
+    attention_outputs: list[Any] = []  # what o reads
+    middle_states: list[Any] = []  # the stream after attention
     for fused, names in fused_parts(model.config).items() if recipe.scheme else ():
-        w, expert = np.concatenate([made[name] for name in names]), expert_of(fused)
+        w, expert = np.concatenate([new_layer[name] for name in names]), expert_of(fused)
         H: Any = None
         order = int8 = None
         searches_block = fused == "qkv" and recipe.clip_block
         if recipe.needs_hessian:
             run: Callable[..., Any] = partial(model.run_layer, index=index)
-            given = states
+            streams = states
             if fused not in ("qkv", "o"):  # attention, most of the time, has run
-                run, given = partial(model.run_feed_forward, only=expert), middles
-            read: Iterable[Any] = read_by(names[0], run, given, made, numerics)
+                run, streams = partial(model.run_feed_forward, only=expert), middle_states
+            input_batches: Iterable[Any] = capture_inputs(names[0], run, streams, new_layer, numerics)
             if fused == "o":
-                read = heads = [*read]
+                input_batches = attention_outputs = [*input_batches]
             if expert is not None:
-                read = [*read]
-                read = read if sum(map(len, read)) >= LEAST_TOKENS else []
-            H, largest = statistics(read, numerics)
+                input_batches = [*input_batches]
+                input_batches = input_batches if sum(map(len, input_batches)) >= LEAST_TOKENS else []
+            H, largest = statistics(input_batches, numerics)
             if recipe.reorders:
                 order, int8 = channel_order(recipe, H, largest)
                 inputs[fused] = InputChannels(order, int8)
                 w, H = w[:, order], H[order][:, order]
-        grid = recipe.grid(w, block_ratios(model, made, states, recipe, H, index) if searches_block else None)
+        grid = recipe.grid(w, block_ratios(model, new_layer, states, recipe, H, index) if searches_block else None)
         by_gptq = recipe.gptq and H is not None
-        found = gptq(w, H, grid, damping=recipe.damping) if by_gptq else rounded(w, H, grid)
-        errors[fused] = None if H is None else _relative(w, found.values, H)
-        weights[fused] = grid.weight(found.q, found.constants)
-        values = found.values if order is None else found.values[:, np.argsort(order)]
+        rounded_matrix = gptq(w, H, grid, damping=recipe.damping) if by_gptq else round_to_nearest(w, H, grid)
+        errors[fused] = None if H is None else _relative_error(w, rounded_matrix.values, H)
+        weights[fused] = grid.weight(rounded_matrix.q, rounded_matrix.constants)
+        values = rounded_matrix.values if order is None else rounded_matrix.values[:, np.argsort(order)]
         for name in names:
-            rows = len(made[name])
-            made[name], values = values[:rows].astype(np.float32), values[rows:]
+            rows = len(new_layer[name])
+            new_layer[name], values = values[:rows].astype(np.float32), values[rows:]
             if order is not None:
-                made[f"{name}_order"] = order
+                new_layer[f"{name}_order"] = order
             if int8 is not None:
-                made[f"{name}_int8"] = np.asarray(int8, like=order)
+                new_layer[f"{name}_int8"] = np.asarray(int8, like=order)
         if fused == "qkv" and recipe.calibrates_cache:
-            made |= cache_constants(model, made, states, recipe, index)
-        if fused == "o" and heads:  # given up one by one, so that memory never holds all of both
-            middles = [x + numerics.product("o", heads.pop(0), made) for x in states]
+            new_layer |= cache_constants(model, new_layer, states, recipe, index)
+        if fused == "o" and attention_outputs:  # given up one by one, so that memory never holds all of both
+            middle_states = [x + numerics.product("o", attention_outputs.pop(0), new_layer) for x in states]
     if recipe.scheme is None and recipe.calibrates_cache:
-        made |= cache_constants(model, made, states, recipe, index)
-    quantized = QuantizedLayer(made, weights, errors, inputs)
-    return quantized if recipe.int8 is None else folded(quantized)
+        new_layer |= cache_constants(model, new_layer, states, recipe, index)
+    quantized = QuantizedLayer(new_layer, weights, errors, inputs)
+    return quantized if recipe.int8 is None else fold_down_order(quantized)
 
 
 def cache_constants(
@@ -243,9 +245,9 @@ def cache_constants(
             model.run_layer(x, layer, _Tap(numerics, keep, until="values"), index=index)
         return ranges
 
-    batches = [*each_stream(read_ranges, states)]
-    texts = (np.concatenate([ranges[part] for ranges in batches]) for part in ("keys", "values"))
-    return {name: np.stack(calibrate_kv(x, recipe.kv)) for name, x in zip(CACHE_CONSTANTS, texts, strict=True)}
+    batches = [*map_streams(read_ranges, states)]
+    ranges_of_text = (np.concatenate([ranges[part] for ranges in batches]) for part in ("keys", "values"))
+    return {name: np.stack(calibrate_kv(x, recipe.kv)) for name, x in zip(CACHE_CONSTANTS, ranges_of_text, strict=True)}
 
 
 def block_ratios(
@@ -269,7 +271,7 @@ def search_block(
     cache.
 
     Args:
-        model: as `prepared` gives it.
+        model: as `prepare_model` gives it.
         layer: its matrices in floats, after smoothing and reordering.
         states: the stream before the layer, [B, T, H] of every batch.
         recipe: has the grid and the numerics.
@@ -279,22 +281,22 @@ def search_block(
     numerics, trial = recipe.numerics(), dict(layer)
     run = partial(model.run_layer, index=index)
     sequences = max(1, CLIP_TOKENS // states[0].shape[1])
-    streams = [x[: sequences - first] for first, x in _count_sequences(states) if first < sequences]
+    streams = [x[: sequences - preceding] for preceding, x in _count_sequences(states) if preceding < sequences]
 
     def block_outputs() -> list[Any]:
-        return [numerics.product("o", x, trial) for x in read_by("o", run, streams, trial, numerics)]
+        return [numerics.product("o", x, trial) for x in capture_inputs("o", run, streams, trial, numerics)]
 
     def round_at(name: str, ratio: float | None) -> Any:
         w = layer[name]
         rows = None if ratio is None else np.full_like(w[:, 0], ratio)
-        return rounded(w, H, recipe.grid(w, rows)).values.astype(w.dtype)
+        return round_to_nearest(w, H, recipe.grid(w, rows)).values.astype(w.dtype)
 
-    right, ratios = block_outputs(), dict[str, float | None]()
+    exact_outputs, ratios = block_outputs(), dict[str, float | None]()
     for name in ("q", "k"):
         smallest = np.inf
         for ratio in CLIP_RATIOS:
             trial[name] = round_at(name, ratio)
-            pairs = zip(block_outputs(), right, strict=True)
+            pairs = zip(block_outputs(), exact_outputs, strict=True)
             error = sum(float(np.square(y - exact, dtype=np.float64).sum()) for y, exact in pairs)
             if error < smallest:
                 smallest, ratios[name] = error, ratio
@@ -304,10 +306,10 @@ def search_block(
 
 def _count_sequences(states: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """Yield every batch [B, T, H] with the number of sequences before it."""
-    first = 0
+    preceding = 0
     for x in states:
-        yield first, x
-        first += len(x)
+        yield preceding, x
+        preceding += len(x)
 
 
 def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
@@ -323,7 +325,7 @@ def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None
     return np.argsort(largest, kind="stable"), blocks
 
 
-def folded(layer: QuantizedLayer) -> QuantizedLayer:
+def fold_down_order(layer: QuantizedLayer) -> QuantizedLayer:
     """Fold the order of down's input into the rows of gate and up; the layer computes the same.
 
     The other orders cannot be folded: the residual stream has one order for all layers, and a head's values stay
@@ -340,7 +342,9 @@ def folded(layer: QuantizedLayer) -> QuantizedLayer:
     return replace(layer, floats=floats, weights=weights, inputs=inputs)
 
 
-def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None) -> Layer:
+def smooth_and_reorder(
+    model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None
+) -> Layer:
     """Smooth and reorder a layer's channels as the recipe says; its function does not change."""
     if not recipe.needs_peaks:
         return layer
@@ -353,19 +357,19 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
 
         Each comes with its number of tokens.
         """
-        found: dict[str, tuple[Any, int]] = {}
+        peaks_by_name: dict[str, tuple[Any, int]] = {}
 
-        def seen(name: str, x: Any) -> None:
+        def keep(name: str, x: Any) -> None:
             if name.partition(".")[0] in ("keys", "o", "down"):
                 rows = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D)
-                found[name] = rows.max(axis=0), len(rows)
+                peaks_by_name[name] = rows.max(axis=0), len(rows)
 
         with contextlib.suppress(_ReachedError):
-            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"), index=index)
-        return found
+            model.run_layer(x, layer, _Tap(EXACT, keep, until="down"), index=index)
+        return peaks_by_name
 
-    for found in each_stream(peaks_of, states):
-        for name, (largest, count) in found.items():
+    for batch_peaks in map_streams(peaks_of, states):
+        for name, (largest, count) in batch_peaks.items():
             peaks[name] = np.maximum(peaks.get(name, 0), largest)
             tokens[name] = tokens.get(name, 0) + count
     if recipe.smooth_keys is not None:
@@ -396,52 +400,52 @@ def smooth_layer(
     all of them on all tokens; the input of a down is not smoothed where fewer than `LEAST_TOKENS` tokens take it.
     """
     assert recipe.smooth_search is not None
-    numerics, matrices_of = recipe.numerics(), read_together(model.config)
+    numerics, matrices_of = recipe.numerics(), matrices_by_input(model.config)
 
     def read_rows(x: Any) -> dict[str, Any]:
         """Return what each matrix reads of a batch, [B·T, K]."""
-        of_batch: dict[str, Any] = {}
+        batch_inputs: dict[str, Any] = {}
 
         def keep(name: str, x: Any) -> None:
             if name in matrices_of:
-                of_batch[name] = x.reshape(-1, x.shape[-1])
+                batch_inputs[name] = x.reshape(-1, x.shape[-1])
 
         with contextlib.suppress(_ReachedError):
             model.run_layer(x, layer, _Tap(EXACT, keep, until="down"), index=index)
-        return of_batch
+        return batch_inputs
 
-    def round_to_nearest(w: Any) -> Any:
-        return rounded(w, None, recipe.grid(w)).values.astype(w.dtype)
+    def round_weight(w: Any) -> Any:
+        return round_to_nearest(w, None, recipe.grid(w)).values.astype(w.dtype)
 
     inputs: dict[str, list[Any]] = {name: [] for name in matrices_of}
     tokens = dict.fromkeys(matrices_of, 0)
     peaks: dict[str, Any] = {}
-    for of_batch in each_stream(read_rows, states):
-        for name, rows in of_batch.items():
+    for batch_inputs in map_streams(read_rows, states):
+        for name, rows in batch_inputs.items():
             missing = SEARCHED - sum(map(len, inputs[name]))
             if missing > 0:
                 inputs[name].append(rows[:missing].copy())
             peaks[name] = np.maximum(peaks.get(name, 0), np.abs(rows).max(axis=0))
             tokens[name] += len(rows)
-    for name, kept in inputs.items():
+    for name, rows_of_input in inputs.items():
         if expert_of(name) is not None and tokens[name] < LEAST_TOKENS:
             continue
         matrices = matrices_of[name]
         w = np.concatenate([layer[part] for part in matrices if part != ROUTER])
-        options: dict[str, Any] = {"read": numerics.input, "rounded": round_to_nearest}
-        _, factor = search_factor(np.concatenate(kept), w, peaks[name], recipe.smooth_search, **options)
+        options: dict[str, Any] = {"quantize_input": numerics.input, "quantize_weight": round_weight}
+        _, factor = search_factor(np.concatenate(rows_of_input), w, peaks[name], recipe.smooth_search, **options)
         layer = smooth_input(layer, matrices, factor)
     return layer
 
 
-def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
+def statistics(batches: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
     """Compute H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K], of a matrix's input in every batch, [.., K].
 
     INT8 activations as the GEMM sees them. Both are None without a batch.
     """
     H: Any = None
     largest: Any = None
-    for batch in read:
+    for batch in batches:
         x = (numerics.input(batch) if numerics.acts == 8 else batch).reshape(-1, batch.shape[-1])
         if H is None:
             H, largest = np.zeros((x.shape[1], x.shape[1]), like=x), np.zeros_like(x[0])
@@ -450,7 +454,7 @@ def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
     return H, largest
 
 
-def read_by(
+def capture_inputs(
     name: str, run: Callable[..., Any], streams: Sequence[Any], layer: Layer, numerics: Numerics
 ) -> Iterator[Any]:
     """Yield the input that a matrix reads in every batch, when `run` is given these streams [B, T, H].
@@ -459,12 +463,12 @@ def read_by(
     """
 
     def read(x: Any) -> Any:
-        found: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         with contextlib.suppress(_ReachedError):
-            run(x, layer, _Tap(numerics, found.__setitem__, until=name))
-        return found.get(name)
+            run(x, layer, _Tap(numerics, inputs.__setitem__, until=name))
+        return inputs.get(name)
 
-    return (x for x in each_stream(read, streams) if x is not None)
+    return (x for x in map_streams(read, streams) if x is not None)
 
 
 class _ReachedError(Exception):
@@ -472,32 +476,32 @@ class _ReachedError(Exception):
 
 
 class _Tap(Numerics):
-    """Pass the matrices' inputs, the `keys` and the `values` to `seen`.
+    """Pass the matrices' inputs, the `keys` and the `values` to `callback`.
 
     The layer stops before the matrix `until`, or behind the `values`.
     """
 
-    def __init__(self, inner: Numerics, seen: Callable[[str, Any], None], until: str = "") -> None:
-        self.inner, self.seen, self.until = inner, seen, until
+    def __init__(self, inner: Numerics, callback: Callable[[str, Any], None], until: str = "") -> None:
+        self.inner, self.callback, self.until = inner, callback, until
 
     def product(self, name: str, x: Any, layer: Layer) -> Any:
-        self.seen(name, x)
+        self.callback(name, x)
         if name == self.until:
             raise _ReachedError
         return self.inner.product(name, x, layer)
 
     def router_logits(self, y: Any, layer: Layer) -> Any:
-        self.seen(ROUTER, y)
+        self.callback(ROUTER, y)
         return self.inner.router_logits(y, layer)
 
-    def cached(self, keys: Any, values: Any, layer: Layer) -> tuple[Any, Any]:
-        self.seen("keys", keys)
-        self.seen("values", values)
+    def round_to_cache(self, keys: Any, values: Any, layer: Layer) -> tuple[Any, Any]:
+        self.callback("keys", keys)
+        self.callback("values", values)
         if self.until == "values":
             raise _ReachedError
-        return self.inner.cached(keys, values, layer)
+        return self.inner.round_to_cache(keys, values, layer)
 
 
-def _relative(w: Any, values: Any, H: Any) -> float:
-    whole = float(objective(w, np.zeros_like(values), H).sum())
-    return float(objective(w, values, H).sum()) / whole if whole else 0.0
+def _relative_error(w: Any, values: Any, H: Any) -> float:
+    total = float(objective(w, np.zeros_like(values), H).sum())
+    return float(objective(w, values, H).sum()) / total if total else 0.0

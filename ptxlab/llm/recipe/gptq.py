@@ -25,7 +25,7 @@ class Rounded(NamedTuple):
     constants: Constants
 
 
-def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
+def round_to_nearest(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
     """Round every weight of w float [N, K] to the nearest level of the grid.
 
     A grid with `clip` chooses the levels of least d H dᵀ per group; without a Hessian, of least squared error.
@@ -39,7 +39,7 @@ def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
         q[start:stop] = levels.nearest(w[start:stop])
         values[start:stop] = levels.values(q[start:stop])
         chosen.append(constants)
-    return Rounded(q.T, values.T, _stacked(chosen))
+    return Rounded(q.T, values.T, _stack_constants(chosen))
 
 
 def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
@@ -73,34 +73,34 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
     for group in groups:
         stop = start + grid.bounds[group][1] - grid.bounds[group][0]
         levels, chosen[group] = grid.choose(group, work[start:stop], cost[start:stop])
-        q[start:stop], errors = _compensated(work[start:stop], levels, share[start:stop, start:stop])
+        q[start:stop], errors = _compensate_group(work[start:stop], levels, share[start:stop, start:stop])
         values[start:stop] = levels.values(q[start:stop])
         work[stop:] -= share[start:stop, stop:].T @ errors
         start = stop
-    back = np.argsort(order)
-    found = Rounded(q[back].T, values[back].T, _stacked(chosen))
-    plain = rounded(w, H, grid)
-    worse = objective(w, found.values, H) > objective(w, plain.values, H)
-    pairs = zip(plain[:2] + plain.constants, found[:2] + found.constants, strict=True)
+    inverse_order = np.argsort(order)
+    compensated = Rounded(q[inverse_order].T, values[inverse_order].T, _stack_constants(chosen))
+    nearest = round_to_nearest(w, H, grid)
+    worse = objective(w, compensated.values, H) > objective(w, nearest.values, H)
+    pairs = zip(nearest[:2] + nearest.constants, compensated[:2] + compensated.constants, strict=True)
     q, values, *constants = (np.where(worse[:, None], old, new) for old, new in pairs)
     return Rounded(q, values, tuple(constants))
 
 
-def _compensated(w: Array, levels: Levels, share: Array) -> tuple[Array, Array]:
+def _compensate_group(w: Array, levels: Levels, share: Array) -> tuple[Array, Array]:
     """Round the columns of a group w [g, N] one after the other; return the integers and their errors.
 
     Each column's error is compensated in the columns after it. Columns are in steps of the levels, which differ only
     from row to row, so a column takes few operations.
     """
-    at = levels.places(w)
-    q = np.empty_like(at)
-    for start in range(0, len(at), BLOCK):
-        stop = min(start + BLOCK, len(at))
+    positions = levels.positions(w)
+    q = np.empty_like(positions)
+    for start in range(0, len(positions), BLOCK):
+        stop = min(start + BLOCK, len(positions))
         for j in range(start, stop):
-            q[j] = levels.nearest_to(at[j])
-            at[j + 1 : stop] -= share[j, j + 1 : stop, None] * (at[j] - q[j])
-        at[stop:] -= share[start:stop, stop:].T @ (at[start:stop] - q[start:stop])
-    return q, (at - q) * levels.step * levels.unit
+            q[j] = levels.nearest_to(positions[j])
+            positions[j + 1 : stop] -= share[j, j + 1 : stop, None] * (positions[j] - q[j])
+        positions[stop:] -= share[start:stop, stop:].T @ (positions[start:stop] - q[start:stop])
+    return q, (positions - q) * levels.step * levels.unit
 
 
 def objective(w: Array, values: Array, hessian: Array) -> Array:
@@ -141,5 +141,5 @@ def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int],
     return groups, np.concatenate([descending(group) for group in groups])
 
 
-def _stacked(chosen: list[Constants]) -> Constants:
-    return tuple(np.stack(each, axis=1) for each in zip(*chosen, strict=True))
+def _stack_constants(chosen: list[Constants]) -> Constants:
+    return tuple(np.stack(arrays, axis=1) for arrays in zip(*chosen, strict=True))

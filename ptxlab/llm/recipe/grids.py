@@ -40,17 +40,17 @@ class Levels(NamedTuple):
     low: Any = 0
     high: Any = 15
 
-    def places(self, w: Array) -> Array:
+    def positions(self, w: Array) -> Array:
         """Return the positions of w [.., N] in steps from the level 0."""
         return (w / self.unit - self.base) / self.step
 
-    def nearest_to(self, places: Array) -> Array:
+    def nearest_to(self, positions: Array) -> Array:
         """Return the integers, as floats, of the levels nearest to positions [.., N]."""
-        return np.rint(places).clip(self.low, self.high)
+        return np.rint(positions).clip(self.low, self.high)
 
     def nearest(self, w: Array) -> Array:
         """Return the integers, as floats, of the levels nearest to w [.., N]."""
-        return self.nearest_to(self.places(w))
+        return self.nearest_to(self.positions(w))
 
     def values(self, q: Array) -> Array:
         """Return the levels of the integers q [.., N]."""
@@ -75,7 +75,7 @@ class Grid(ABC):
         """
         levels, constants = self.candidates(group, w)
         best, rows = _least(levels, w, metric) if self.clip else 0, np.arange(w.shape[1], like=w)
-        chosen = [each[best, rows] if _depth(each) == 2 else each for each in (*levels, *constants)]
+        chosen = [array[best, rows] if _depth(array) == 2 else array for array in (*levels, *constants)]
         if self.ratio is not None:
             is_searched = np.isnan(self.ratio)
             ratio = np.where(is_searched, 1, self.ratio).astype(w.dtype)
@@ -96,7 +96,7 @@ class Grid(ABC):
     def weight(self, q: Array, constants: Constants) -> Any:
         """Build the quantised weight with integers q [N, K] and the constants of all groups, [N, K/g] each."""
 
-    def searched(self, w: Array, first: Sequence[float], second: Sequence[float] = (0.0,)) -> tuple[Array, Array]:
+    def search_pairs(self, w: Array, first: Sequence[float], second: Sequence[float] = (0.0,)) -> tuple[Array, Array]:
         """Return every pair of the values to search, as columns [C, 1] of w's type.
 
         Without `clip` it is only the pair of the first values.
@@ -108,21 +108,21 @@ class Grid(ABC):
 
 def _least(levels: Levels, w: Array, metric: Array) -> Array:
     """Return the index of the candidate that costs each row the least, [N]; the first of equal ones."""
-    count = max(len(each) for each in levels if _depth(each) == 2)
+    count = max(len(array) for array in levels if _depth(array) == 2)
     strip = strip_of(w, count * len(w))
     best = []
     for start in range(0, w.shape[1], strip):
-        some = w[:, None, start : start + strip]
-        tried = Levels(*(each[..., start : start + strip] if _depth(each) else each for each in levels))
-        error = (tried.values(tried.nearest(some)) - some).reshape(len(w), -1)  # [g, C·strip]
+        weights = w[:, None, start : start + strip]
+        candidates = Levels(*(array[..., start : start + strip] if _depth(array) else array for array in levels))
+        error = (candidates.values(candidates.nearest(weights)) - weights).reshape(len(w), -1)  # [g, C·strip]
         weighted = metric @ error if metric.ndim == 2 else metric[:, None] * error
         best.append((weighted * error).sum(axis=0).reshape(count, -1).argmin(axis=0))
     return np.concatenate(best)
 
 
-def _depth(each: Any) -> int:
+def _depth(array: Any) -> int:
     """Return the dimensions of an array: 2 where candidates differ, 1 where rows do; 0 for a number."""
-    return getattr(each, "ndim", 0)
+    return getattr(array, "ndim", 0)
 
 
 class TwoLevelGrid(Grid):
@@ -159,7 +159,7 @@ class LQQGrid(TwoLevelGrid):
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         low, high = self.extent(w)
-        narrower, shift = self.searched(w, NARROWER, SHIFTS)
+        narrower, shift = self.search_pairs(w, NARROWER, SHIFTS)
         nearest = np.rint((high - low) / 15).clip(1, MAX_GROUP_SCALE)
         step = (nearest - narrower).clip(1, MAX_GROUP_SCALE)
         minimum = np.rint(low + shift * (high - low - 15 * step)).clip(-128, 127 - 15 * step)
@@ -178,7 +178,7 @@ class QoQGrid(TwoLevelGrid):
         """See `Grid.candidates`."""
         low, high = self.extent(w)
         low, high = np.minimum(low, 0), np.maximum(high, 0)
-        narrower, shift = self.searched(w, NARROWER, SHIFTS)
+        narrower, shift = self.search_pairs(w, NARROWER, SHIFTS)
         nearest = np.maximum(np.rint((high - low) / 15), 1)
         step = (nearest - narrower).clip(1, nearest)
         zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
@@ -203,7 +203,7 @@ class ChannelGrid(Grid):
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         low, high = np.minimum(w.min(axis=0), 0), np.maximum(w.max(axis=0), 0)
-        shrink, shift = self.searched(w, SHRINKS, SHIFTS)
+        shrink, shift = self.search_pairs(w, SHRINKS, SHIFTS)
         scale = np.where(high > low, shrink * (high - low) / 15, 1).astype(np.float32)
         unit = scale.astype(w.dtype)
         zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / unit).clip(0, 15)
@@ -211,7 +211,7 @@ class ChannelGrid(Grid):
 
     def weight(self, q: Array, constants: Constants) -> QoQChannelWeight:
         """See `Grid.weight`."""
-        scale, zero = (each[:, 0] for each in constants)
+        scale, zero = (constant[:, 0] for constant in constants)
         return QoQChannelWeight(q.astype(np.uint8), scale.astype(np.float32), zero.astype(np.uint8))
 
 
@@ -242,7 +242,7 @@ class SymmetricGrid(Grid):
         bits = self.bits[group]
         high = 2 ** (bits - 1) - 1
         largest = np.abs(w).max(axis=0)
-        shrink, _ = self.searched(w, SHRINKS)
+        shrink, _ = self.search_pairs(w, SHRINKS)
         if self.packs:
             unit = group_scales(shrink.astype(np.float32) * largest.astype(np.float32), high).astype(w.dtype)
         else:

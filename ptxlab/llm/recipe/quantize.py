@@ -17,10 +17,10 @@ from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.decoder import Layer
 from ptxlab.llm.model.floats import FloatModel, Tokens
-from ptxlab.llm.model.quantized import layer_floats, packed_layer, stored_ends
+from ptxlab.llm.model.quantized import convert_ends, dequantize_layer, pack_layer
 from ptxlab.llm.model.weights import DEFAULT_CACHE, DTYPES
 from ptxlab.llm.recipe import Recipe
-from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
+from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepare_model, quantize_layers, require_text
 from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.lowbit.layout import buffer_shapes, pack_reordered
 from ptxlab.lowbit.layout.reordered import reordered_shapes
@@ -68,23 +68,24 @@ def quantize_model(
     require_text(recipe, tokens)
     if not is_one_of(dtype, DTYPES):
         raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
-    turned = prepared(model, recipe)
-    config = turned.config
+    prepared_model = prepare_model(model, recipe)
+    config = prepared_model.config
     for name, (N, K) in config.matrices.items():
         with naming(name):
             if recipe.reorders:
-                of_input = "atom" if recipe.int8 is None else "fmpq"
-                reordered_shapes(of_input, layout, N, K, recipe.kept, recipe.group or 0, int8=0)
+                input_scheme = "atom" if recipe.int8 is None else "fmpq"
+                reordered_shapes(input_scheme, layout, N, K, recipe.kept, recipe.group or 0, int8=0)
             else:
                 buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
-    ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
+    # Before the layers take their time: what float16 does not hold is refused.
+    ends = convert_ends(prepared_model, dtype)
     run = {**recipe.to_json(), "layout": layout, "dtype": dtype, **_identity(model, tokens, tokenizer)}
-    about = run | {name: folders.digest(run[name]) for name in ("config", "weights")}
+    record = run | {name: folders.digest(run[name]) for name in ("config", "weights")}
     with sole_writer(out):
         require_new(out)  # another process may have finished it meanwhile
-        partial = _partial(out, run, about)
-        errors = _write_layers(turned, tokens, recipe, partial, layout=layout, dtype=dtype, progress=progress)
-        folders.save_ends(partial, config, about, **ends)
+        partial = _open_partial(out, run, record)
+        errors = _write_layers(prepared_model, tokens, recipe, partial, layout=layout, dtype=dtype, progress=progress)
+        folders.save_ends(partial, config, record, **ends)
         if tokenizer is not None:
             tokenizer.save(partial)
         try:
@@ -100,31 +101,32 @@ def _write_layers(
     """Write the layers that `partial` lacks; returns their errors."""
     config = model.config
 
-    def finished(index: int) -> Layer | None:
+    def load_finished(index: int) -> Layer | None:
         if not folders.layer_path(partial, index).is_file():
             return None
         layer = folders.load_layer(partial, index, config)
-        return layer_floats(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
+        return dequantize_layer(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
 
     errors = {}
-    for index, found in enumerate(quantize_layers(model, tokens, recipe, finished)):
-        if found is not None:
+    for index, quantized in enumerate(quantize_layers(model, tokens, recipe, load_finished)):
+        if quantized is not None:
             with naming(f"layer {index}"):  # a group that would overflow is refused there
                 cache = str(recipe.kv) if recipe.calibrates_cache else DEFAULT_CACHE
-                layer = packed_layer(config, found.floats, _ordered(found, recipe, layout), layout, dtype, cache=cache)
+                weights = _pack_matrices(quantized, recipe, layout)
+                layer = pack_layer(config, quantized.floats, weights, layout, dtype, cache=cache)
             folders.save_layer(partial, index, layer)
-            errors[index] = found.errors
+            errors[index] = quantized.errors
         progress(f"layer {index}")
     return errors
 
 
-def _ordered(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mapping[str, Any]:
+def _pack_matrices(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mapping[str, Any]:
     """Return the quantised matrices; W4A4's are packed, with the orders of their inputs."""
     if not recipe.reorders:
         return layer.weights
     return {
-        name: pack_reordered(weight, of.order, layout, int8=of.int8, clip=recipe.act_clip)
-        for (name, weight), of in zip(layer.weights.items(), layer.inputs.values(), strict=True)
+        name: pack_reordered(weight, channels.order, layout, int8=channels.int8, clip=recipe.act_clip)
+        for (name, weight), channels in zip(layer.weights.items(), layer.inputs.values(), strict=True)
     }
 
 
@@ -138,10 +140,10 @@ def check_packable(recipe: Recipe, out: Path) -> str:
     return recipe.scheme
 
 
-def _partial(out: Path, run: dict[str, Any], about: dict[str, Any]) -> Path:
+def _open_partial(out: Path, run: dict[str, Any], record: dict[str, Any]) -> Path:
     """Make the folder of unfinished layers, or find that of an interrupted run of the same settings.
 
-    Its recipe.json says `run`, and `about` if that one was interrupted after its last layer.
+    Its recipe.json says `run`, and `record` if that one was interrupted after its last layer.
     """
     partial = out.with_name(f".{out.name}.partial")
     if not (partial / folders.RECIPE).is_file():
@@ -150,10 +152,10 @@ def _partial(out: Path, run: dict[str, Any], about: dict[str, Any]) -> Path:
         except OSError as error:
             raise FileError(f"{partial}: cannot be made: {error.strerror or error}") from None
         folders.save_recipe(partial, run)
-    for torn in partial.glob(".*.tmp"):  # of a write that was killed
-        torn.unlink()
+    for unfinished in partial.glob(".*.tmp"):  # of a write that was killed
+        unfinished.unlink()
     earlier = folders.read_recipe(partial)
-    expected = about if isinstance(earlier.get("config"), str) else run
+    expected = record if isinstance(earlier.get("config"), str) else run
     if earlier != expected:
         difference = _difference(earlier, expected)
         raise FileError(f"{partial}: holds layers of another run, whose {difference}; remove it to begin anew")

@@ -35,10 +35,10 @@ def reorder_heads(layer: Layer, salience: Any) -> dict[str, Any]:
     Hkv = len(v) // D
     order = descending("salience", salience.reshape(Hkv, -1, D).max(axis=1), (Hkv, D))
     rows = (order + D * np.arange(Hkv, like=order)[:, None]).reshape(-1)
-    of_queries = np.repeat(order, Hq // Hkv, axis=0)
-    columns = (of_queries + D * np.arange(Hq, like=order)[:, None]).reshape(-1)
-    turned = {**layer, "v": v[rows], "o": o[:, columns]}
-    return turned | ({"v_bias": layer["v_bias"][rows]} if "v_bias" in layer else {})
+    query_order = np.repeat(order, Hq // Hkv, axis=0)
+    columns = (query_order + D * np.arange(Hq, like=order)[:, None]).reshape(-1)
+    reordered = {**layer, "v": v[rows], "o": o[:, columns]}
+    return reordered | ({"v_bias": layer["v_bias"][rows]} if "v_bias" in layer else {})
 
 
 def descending(argument: str, salience: Any, shape: tuple[int, ...]) -> Any:

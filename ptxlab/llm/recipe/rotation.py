@@ -39,7 +39,7 @@ def hadamard(n: int) -> npt.NDArray[np.float64]:
         raise ArgumentError("n", "must be a product of known orders of Hadamard matrices: 2, 12, 20, 28, ...", n)
     product: Any = np.ones((1, 1))
     for order in orders:
-        product = np.kron(product, _signs(order))
+        product = np.kron(product, _hadamard_signs(order))
     scaled: npt.NDArray[np.float64] = product / np.sqrt(n)
     return scaled
 
@@ -55,7 +55,7 @@ def fold_norms(layer: Layer) -> dict[str, Any]:
     """Fold the gamma of a layer's norms into the matrices after them; the norms become ones."""
     folded = dict(layer)
     for norm, readers in stream_readers(layer).items():
-        folded |= {name: as_before(layer[name], wide(layer[name]) * wide(layer[norm])) for name in readers}
+        folded |= {name: cast_like(layer[name], to_float64(layer[name]) * to_float64(layer[norm])) for name in readers}
         folded[norm] = np.ones_like(layer[norm])
     return folded
 
@@ -65,12 +65,13 @@ def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
 
     Raises ArgumentError for a norm that is not folded.
     """
-    turned = dict(layer)
+    rotated = dict(layer)
     for norm, readers in stream_readers(layer).items():
         if not bool((layer[norm] == 1).all()):
             raise ArgumentError(norm, "must be folded before the stream is rotated (fold_norms)", "other than ones")
-        turned |= {name: as_before(layer[name], wide(layer[name]) @ rotation) for name in readers}
-    return turned | {name: as_before(layer[name], rotation.T @ wide(layer[name])) for name in stream_writers(layer)}
+        rotated |= {name: cast_like(layer[name], to_float64(layer[name]) @ rotation) for name in readers}
+    writers = stream_writers(layer)
+    return rotated | {name: cast_like(layer[name], rotation.T @ to_float64(layer[name])) for name in writers}
 
 
 def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tuple[Any, Any, Any]:
@@ -79,11 +80,11 @@ def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tu
     A tied head (None) is untied, because the final norm's gamma is folded into the head alone.
     """
     head = embedding if head is None else head
-    turned_head = (wide(head) * wide(final_norm)) @ rotation
+    rotated_head = (to_float64(head) * to_float64(final_norm)) @ rotation
     return (
-        as_before(embedding, wide(embedding) @ rotation),
+        cast_like(embedding, to_float64(embedding) @ rotation),
         np.ones_like(final_norm),
-        as_before(head, turned_head),
+        cast_like(head, rotated_head),
     )
 
 
@@ -91,26 +92,26 @@ def rotate_heads(layer: Layer, rotation: Any) -> dict[str, Any]:
     """Rotate every head's values by `rotation` f64 [D, D], and back in the projection o."""
     D = len(rotation)
 
-    def of_values(v: Any) -> Any:  # [Hkv·D, ..]
-        return as_before(v, (rotation.T @ wide(v).reshape(-1, D, v.size // len(v))).reshape(v.shape))
+    def rotate_values(v: Any) -> Any:  # [Hkv·D, ..]
+        return cast_like(v, (rotation.T @ to_float64(v).reshape(-1, D, v.size // len(v))).reshape(v.shape))
 
     o = layer["o"]
-    turned = {
+    rotated = {
         **layer,
-        "v": of_values(layer["v"]),
-        "o": as_before(o, (wide(o).reshape(len(o), -1, D) @ rotation).reshape(o.shape)),
+        "v": rotate_values(layer["v"]),
+        "o": cast_like(o, (to_float64(o).reshape(len(o), -1, D) @ rotation).reshape(o.shape)),
     }
-    return turned | ({"v_bias": of_values(layer["v_bias"])} if "v_bias" in layer else {})
+    return rotated | ({"v_bias": rotate_values(layer["v_bias"])} if "v_bias" in layer else {})
 
 
-def wide(x: Any) -> Any:
+def to_float64(x: Any) -> Any:
     """Convert x to float64."""
     return x.astype(np.float64)
 
 
-def as_before(x: Any, result: Any) -> Any:
+def cast_like(x: Any, replacement: Any) -> Any:
     """Cast an array that replaces x to x's dtype."""
-    return result.astype(x.dtype)
+    return replacement.astype(x.dtype)
 
 
 @cache
@@ -119,9 +120,9 @@ def _factors(n: int) -> tuple[int, ...] | None:
     if n & (n - 1) == 0:
         return (2,) * (n.bit_length() - 1)
     for order in _paley_orders(n):
-        rest = _factors(n // order) if n % order == 0 else None
-        if rest is not None:
-            return (order, *rest)
+        remaining_factors = _factors(n // order) if n % order == 0 else None
+        if remaining_factors is not None:
+            return (order, *remaining_factors)
     return None
 
 
@@ -140,7 +141,7 @@ def _paley_prime(order: int) -> int:
     return 0
 
 
-def _signs(order: int) -> npt.NDArray[np.float64]:
+def _hadamard_signs(order: int) -> npt.NDArray[np.float64]:
     """Build the Hadamard matrix of that order, of ±1."""
     if order == 2:
         return np.array([[1.0, 1.0], [1.0, -1.0]])

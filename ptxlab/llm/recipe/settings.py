@@ -180,7 +180,8 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        settings = asdict(self).items()
+        return {name: list(setting) if isinstance(setting, tuple) else setting for name, setting in settings}
 
     @classmethod
     def settings_of(cls, recorded: Mapping[str, Any]) -> dict[str, Any]:

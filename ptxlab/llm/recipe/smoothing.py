@@ -20,13 +20,13 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import ROUTER, Layer, expert_of, expert_part
 from ptxlab.llm.model.quantized import FUSED, fused_parts
-from ptxlab.llm.recipe.rotation import as_before, wide
+from ptxlab.llm.recipe.rotation import cast_like, to_float64
 from ptxlab.lowbit.quant.smooth import smooth_attention
 
 SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes the λ of a matrix's input
 
 
-def read_together(config: Config) -> dict[str, tuple[str, ...]]:
+def matrices_by_input(config: Config) -> dict[str, tuple[str, ...]]:
     """Return the matrices of each input that is smoothed, by the name under which a layer's `Numerics` sees it.
 
     With experts the input of all gates and ups is one, which the router reads too; each down has its own.
@@ -56,11 +56,11 @@ def smooth_down(
     up, down = (layer[name] for name in names)
     if peaks.shape != (down.shape[1],):
         raise ArgumentError("peaks", f"must be [{down.shape[1]}], as down's input", f"shape {peaks.shape}")
-    span, of_weight = wide(peaks), wide(np.abs(down).max(axis=0))
-    usable = (span > 0) & (of_weight > 0)
-    factor = np.where(usable, span, 1) ** alpha / np.where(usable, of_weight, 1) ** beta
+    span, weight_span = to_float64(peaks), to_float64(np.abs(down).max(axis=0))
+    usable = (span > 0) & (weight_span > 0)
+    factor = np.where(usable, span, 1) ** alpha / np.where(usable, weight_span, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
-    smoothed = as_before(up, wide(up) / factor[:, None]), as_before(down, wide(down) * factor)
+    smoothed = cast_like(up, to_float64(up) / factor[:, None]), cast_like(down, to_float64(down) * factor)
     return {**layer, **dict(zip(names, smoothed, strict=True))}, factor
 
 
@@ -85,29 +85,34 @@ def smooth_heads(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[d
         raise ArgumentError("peaks", f"must be [Hq, D] of o's {o.shape[1]} channels", f"shape {peaks.shape}")
     Hkv = len(v) // D
     ratio = len(peaks) // Hkv
-    of_input, of_weight = (wide(x).reshape(Hkv, ratio, D).max(axis=1) for x in (peaks, np.abs(o).max(axis=0)))
-    usable = (of_input > 0) & (of_weight > 0)
-    factor = np.where(usable, of_input, 1) ** alpha / np.where(usable, of_weight, 1) ** beta
+    input_span, weight_span = (to_float64(x).reshape(Hkv, ratio, D).max(axis=1) for x in (peaks, np.abs(o).max(axis=0)))
+    usable = (input_span > 0) & (weight_span > 0)
+    factor = np.where(usable, input_span, 1) ** alpha / np.where(usable, weight_span, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of v and o stays
     rows, columns = factor.reshape(-1), np.repeat(factor, ratio, axis=0).reshape(-1)
-    smoothed = {"v": as_before(v, wide(v) / rows[:, None]), "o": as_before(o, wide(o) * columns)}
+    smoothed = {"v": cast_like(v, to_float64(v) / rows[:, None]), "o": cast_like(o, to_float64(o) * columns)}
     if "v_bias" in layer:
-        smoothed["v_bias"] = as_before(layer["v_bias"], wide(layer["v_bias"]) / rows)
+        smoothed["v_bias"] = cast_like(layer["v_bias"], to_float64(layer["v_bias"]) / rows)
     return {**layer, **smoothed}, factor
 
 
-def smoothing_factor(peaks: Any, of_weight: Any, alpha: float) -> Any:
+def smoothing_factor(peaks: Any, weight_peaks: Any, alpha: float) -> Any:
     """Return SmoothQuant's λ f64 [K] of an input by max|x| and max|W| of every channel, [K].
 
     A channel where one of them is 0 is scaled as if that were 1.
     """
-    spans = (np.where(of_all > 0, wide(of_all), 1) for of_all in (peaks, of_weight))
+    spans = (np.where(magnitudes > 0, to_float64(magnitudes), 1) for magnitudes in (peaks, weight_peaks))
     factor = next(spans) ** alpha / next(spans) ** (1 - alpha)
     return factor / np.exp(np.log(factor).mean())  # the mean scale of weights stays
 
 
 def search_factor(
-    x: Any, w: Any, peaks: Any, strengths: Sequence[float], read: Callable[[Any], Any], rounded: Callable[[Any], Any]
+    x: Any,
+    w: Any,
+    peaks: Any,
+    strengths: Sequence[float],
+    quantize_input: Callable[[Any], Any],
+    quantize_weight: Callable[[Any], Any],
 ) -> tuple[float, Any]:
     """Return the strength alpha, and its λ f64 [K], with the least squared error of a product's output.
 
@@ -116,30 +121,30 @@ def search_factor(
         w: the matrix, [N, K].
         peaks: max|x| of every channel over the calibration text, [K].
         strengths: the alphas, of which the first wins a tie.
-        read: gives the input as the product reads it, quantised and dequantised.
-        rounded: gives the weights likewise.
+        quantize_input: gives the input as the product reads it, quantised and dequantised.
+        quantize_weight: gives the weights likewise.
     """
-    right, of_weight = x @ w.T, np.abs(w).max(axis=0)
+    exact_output, weight_peaks = x @ w.T, np.abs(w).max(axis=0)
 
     def error(alpha: float) -> float:
-        factor = smoothing_factor(peaks, of_weight, alpha).astype(x.dtype)
-        output = read(x / factor) @ rounded(w * factor).T
-        return float(np.square(output - right, dtype=np.float64).sum())
+        factor = smoothing_factor(peaks, weight_peaks, alpha).astype(x.dtype)
+        output = quantize_input(x / factor) @ quantize_weight(w * factor).T
+        return float(np.square(output - exact_output, dtype=np.float64).sum())
 
     alpha = min(strengths, key=error)
-    return alpha, smoothing_factor(peaks, of_weight, alpha)
+    return alpha, smoothing_factor(peaks, weight_peaks, alpha)
 
 
 def smooth_input(layer: Layer, names: Sequence[str], factor: Any) -> dict[str, Any]:
     """Return the layer with the input of these matrices divided by λ [K]: in the norm, or of down in the rows of up.
 
-    `names` are those of `read_together`.
+    `names` are those of `matrices_by_input`.
     """
-    smoothed = {name: as_before(layer[name], wide(layer[name]) * factor) for name in names}
+    smoothed = {name: cast_like(layer[name], to_float64(layer[name]) * factor) for name in names}
     part, _, _ = names[0].partition(".")
     source = expert_part(SOURCES[part], expert_of(names[0])) if part == "down" else SOURCES[part]
     rows = factor if layer[source].ndim == 1 else factor[:, None]
-    return {**layer, **smoothed, source: as_before(layer[source], wide(layer[source]) / rows)}
+    return {**layer, **smoothed, source: cast_like(layer[source], to_float64(layer[source]) / rows)}
 
 
 def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
@@ -153,5 +158,5 @@ def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
         b_k=layer.get("k_bias"),
         alpha=alpha,
     )
-    found = {"q": smoothed.w_q, "k": smoothed.w_k, "q_bias": smoothed.b_q, "k_bias": smoothed.b_k}
-    return {**layer, **{name: array for name, array in found.items() if array is not None}}
+    arrays = {"q": smoothed.w_q, "k": smoothed.w_k, "q_bias": smoothed.b_q, "k_bias": smoothed.b_k}
+    return {**layer, **{name: array for name, array in arrays.items() if array is not None}}

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'ptxlab.llm.torch' has no attribute {name!r}")
     try:
-        found = import_module(f"ptxlab.llm.torch.{module}")
+        submodule = import_module(f"ptxlab.llm.torch.{module}")
     except ModuleNotFoundError as error:
         raise UnavailableError(f"{error.name}: not installed; {_INSTALL}") from None
-    return found if name == module else getattr(found, name)
+    return submodule if name == module else getattr(submodule, name)

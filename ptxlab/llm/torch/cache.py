@@ -63,10 +63,10 @@ class KV4Cache(Cache):
         for name, number in (("batch", batch), ("context", context)):
             if not is_integer(number) or number < 1:
                 raise ArgumentError(f"KV4Cache: {name}", "must be an integer, 1 or more", repr(number))
-        config, like = model.config, torch.empty(0, device=model.device)
+        config, example = model.config, torch.empty(0, device=model.device)
         heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None)
         self.head_dim = dim or config.hidden_size // config.num_attention_heads
-        made = KVCache.empty(
+        empty_cache = KVCache.empty(
             batch,
             ceil_div(context, PAGE),
             heads,
@@ -74,15 +74,15 @@ class KV4Cache(Cache):
             page_size=PAGE,
             scheme=scheme,
             rotated=rotated,
-            like=like,
+            like=example,
         )
         self.batch, self.context, self.scheme, self.rotated = int(batch), int(context), scheme, rotated
-        self.pools: list[Tensor] = [torch.zeros_like(made.pool) for _ in range(config.num_hidden_layers)]
-        self.block_table: Tensor = made.block_table
-        self.workspace = attention_workspace(self.head_dim, like.device)
-        self._seen, self._is_used = torch.zeros((), dtype=torch.int64, device=like.device), False
+        self.pools: list[Tensor] = [torch.zeros_like(empty_cache.pool) for _ in range(config.num_hidden_layers)]
+        self.block_table: Tensor = empty_cache.block_table
+        self.workspace = attention_workspace(self.head_dim, example.device)
+        self._seen, self._is_used = torch.zeros((), dtype=torch.int64, device=example.device), False
         self._rows: tuple[Any, Any, TokenPlaces] | None = None
-        if like.is_cuda:  # so that graphs take these where they are
+        if example.is_cuda:  # so that graphs take these where they are
             for tensor in (*self.pools, self.block_table, self.workspace, self._seen):
                 torch._dynamo.mark_static_address(tensor)
 
@@ -102,15 +102,17 @@ class KV4Cache(Cache):
         elif not fits.all():
             rule = f"no more than the context of {self.context} tokens"
             raise ArgumentError("KV4Cache", rule, f"position {int(positions.max())}")
-        at = positions.expand(batch, T).clone(memory_format=torch.contiguous_format)  # kernels take no part of an array
-        slots, lengths = at + self.block_table[:, :1].long() * PAGE, at + 1  # pages of a sequence follow each other
+        # Kernels take no part of an array.
+        all_positions = positions.expand(batch, T).clone(memory_format=torch.contiguous_format)
+        slots = all_positions + self.block_table[:, :1].long() * PAGE  # pages of a sequence follow each other
+        lengths = all_positions + 1
         if real is not None:
             slots, lengths = torch.where(real, slots, -1), torch.where(real, lengths, 0)
         table = self.block_table if T == 1 else self.block_table.repeat_interleave(T, 0)
-        found = TokenPlaces(at.reshape(-1), slots.reshape(-1), table, lengths.reshape(-1).int())
+        places = TokenPlaces(all_positions.reshape(-1), slots.reshape(-1), table, lengths.reshape(-1).int())
         if not traced:
-            self._rows = positions, real, found
-        return found
+            self._rows = positions, real, places
+        return places
 
     def advance(self, tokens: int) -> None:
         """Add `tokens` to the length of each sequence."""
@@ -121,7 +123,7 @@ class KV4Cache(Cache):
         """Return the tokens so far, padding included."""
         return self._seen if self._is_used else 0
 
-    def get_mask_sizes(self, *given: Any, **how: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the size and offset of a mask over the whole cache; attention does without that mask."""
         return self.context, 0
 
@@ -141,12 +143,12 @@ class KV4Cache(Cache):
         for pool in self.pools:
             pool.copy_(pool.unflatten(0, (self.batch, -1))[beam_idx.to(pool.device)].flatten(0, 1))
 
-    def _refused(self, *given: Any, **how: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError(
             "KV4Cache", "tokens are appended by the layers of quantize_model, and none taken away", "another"
         )
 
-    update = crop = batch_repeat_interleave = batch_select_indices = _refused
+    update = crop = batch_repeat_interleave = batch_select_indices = _refuse
 
     def __len__(self) -> int:
         return len(self.pools)
@@ -184,7 +186,7 @@ def attend_kv4(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **how: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention [B, T, Hq, D] of rotated queries [B, Hq, T, D] over the tokens in the cache."""
     if not isinstance(key, Past):
@@ -207,7 +209,7 @@ def attend_kv4(
     return out.view(B, T, Hq, D), None
 
 
-def real_tokens(*given: Any, q_length: int, attention_mask: Tensor | None = None, **how: Any) -> Tensor | None:
+def real_tokens(*args: Any, q_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Return the mask bool [B, T] of a pass's own tokens, False for padding; attention needs no other mask."""
     if attention_mask is None:
         return None

@@ -25,11 +25,11 @@ class Uncast(nn.Module):
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move, but do not cast."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            found = function(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+        def move(tensor: Tensor) -> Tensor:
+            applied = function(tensor)
+            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
-        super()._apply(moved, recurse)
+        super()._apply(move, recurse)
         return self
 
 
@@ -74,16 +74,17 @@ class PackedModule(Uncast):
     def set_extra_state(self, state: Any) -> None:
         """Do nothing, because `_load_from_state_dict` has checked the state."""
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Raise ArgumentError for a weight of another format, before anything is overwritten."""
         state = state_dict.get(f"{prefix}_extra_state")
         try:
-            found = None if state is None else json.loads(bytes(state.tolist()))
+            loaded_format = None if state is None else json.loads(bytes(state.tolist()))
         except (AttributeError, TypeError, ValueError):
-            found = "no format"
-        if found not in (None, self._format):  # a missing one is reported as missing
-            raise ArgumentError(f"{type(self).__name__}: {prefix}_extra_state", f"must be {self._format}", found)
-        super()._load_from_state_dict(state_dict, prefix, *others)
+            loaded_format = "no format"
+        if loaded_format not in (None, self._format):  # a missing one is reported as missing
+            name = f"{type(self).__name__}: {prefix}_extra_state"
+            raise ArgumentError(name, f"must be {self._format}", loaded_format)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class W4A8Linear(PackedModule):
@@ -133,25 +134,25 @@ class W4A8Linear(PackedModule):
             raise ArgumentError("from_linear: linear", "must be an nn.Linear", type(linear).__name__)
         w = linear.weight.detach().float().cpu().numpy()
         packed = pack(quantiser(scheme, rounding)(w, group), layout or layout_here(scheme))
-        made: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
-        return made
+        layer: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
+        return layer
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
         """Compute y [.., N] from x [.., K] of `dtype`, or from quantised activations [.., K].
 
         Quantised activations are (x_q, scale, token_sum).
         """
-        given = x if isinstance(x, Tensor) else x[0]
-        if given.device != self.device:
-            raise ArgumentError("W4A8Linear: x", f"must be on {self.device} as the weight", given.device)
-        if given.shape[-1] != self.in_features:
-            raise ArgumentError("W4A8Linear: x", f"must be [.., {self.in_features}]", list(given.shape))
+        activations = x if isinstance(x, Tensor) else x[0]
+        if activations.device != self.device:
+            raise ArgumentError("W4A8Linear: x", f"must be on {self.device} as the weight", activations.device)
+        if activations.shape[-1] != self.in_features:
+            raise ArgumentError("W4A8Linear: x", f"must be [.., {self.in_features}]", list(activations.shape))
         if isinstance(x, Tensor):
             if x.dtype != self.dtype:
                 raise ArgumentError("W4A8Linear: x", f"dtype {name_of(self.dtype)} as the layer", name_of(x.dtype))
             x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, self.in_features).contiguous())
         else:
-            x_q, scale, token_sum = (each.reshape(-1, *each.shape[given.ndim - 1 :]) for each in x)
+            x_q, scale, token_sum = (tensor.reshape(-1, *tensor.shape[activations.ndim - 1 :]) for tensor in x)
         y: Tensor = torch.ops.ptxlab.gemm_w4a8(
             x_q,
             scale,
@@ -163,13 +164,13 @@ class W4A8Linear(PackedModule):
             group=self.group,
             out_dtype=self.dtype,
         )
-        return y.view(*given.shape[:-1], self.out_features)
+        return y.view(*activations.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Describe the layer's sizes and format for `print`."""
         group = "" if self.scheme == "qoq_channel" else f", group={self.group}"
-        kept = f"bias={self.bias is not None}, dtype={name_of(self.dtype)}"
-        return f"{self.in_features}, {self.out_features}, {self.scheme}{group}, {self.layout}, {kept}"
+        options = f"bias={self.bias is not None}, dtype={name_of(self.dtype)}"
+        return f"{self.in_features}, {self.out_features}, {self.scheme}{group}, {self.layout}, {options}"
 
 
 class W4A8Grouped(PackedModule):
@@ -187,8 +188,8 @@ class W4A8Grouped(PackedModule):
 
         Returns y [R, N] of `dtype`; offsets are s32 [E + 1].
         """
-        buffers, how = [getattr(self, name) for name in self.names], {"scheme": self.scheme, "group": self.group}
-        y: Tensor = torch.ops.ptxlab.gemm_w4a8_grouped(*x, buffers, offsets, **how, out_dtype=self.dtype)
+        buffers, options = [getattr(self, name) for name in self.names], {"scheme": self.scheme, "group": self.group}
+        y: Tensor = torch.ops.ptxlab.gemm_w4a8_grouped(*x, buffers, offsets, **options, out_dtype=self.dtype)
         return y
 
     def extra_repr(self) -> str:

@@ -21,9 +21,9 @@ from ptxlab.llm.checkpoints.open import tensor_name
 from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.llm.model.decoder import BIASES, NORMS, ROUTER, expert_of
 from ptxlab.llm.model.floats import MappedLayers
-from ptxlab.llm.model.quantized import packed_layer, stored_ends
+from ptxlab.llm.model.quantized import convert_ends, pack_layer
 from ptxlab.llm.recipe import Recipe, named
-from ptxlab.llm.recipe.calibrate import prepared, quantize_layers
+from ptxlab.llm.recipe.calibrate import prepare_model, quantize_layers
 from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
 from ptxlab.llm.torch.linear import PackedModule, Uncast, W4A8Grouped, W4A8Linear
@@ -32,12 +32,12 @@ from ptxlab.lowbit.kernels.gemm import layout_here
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.spec.dtypes import name_of
 
-_OF_EXPERTS = "strips"  # the layout that `gemm_w4a8_grouped` takes
+_EXPERT_LAYOUT = "strips"  # the layout that `gemm_w4a8_grouped` takes
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_CONTEXT = 1 << 20  # positions, for which a table of angles is made
 # Attributes of `Config` in which a quantised model must agree with the model that takes its weights.
 _BY_TOKEN = "a KV4Cache has scales by token"
-_SAME = (
+_MATCHING = (
     "hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary", "qkv_bias", "window", "window_layers",
     "experts", "chosen_experts",
 )  # fmt: skip
@@ -70,12 +70,12 @@ def quantize_model(
     Raises ArgumentError for another kind of model, a recipe that no kernel supports or that lacks its text, and a
     weight that cannot be quantised; the model is then what it was.
     """
-    config, dtype = _checked(model), name_of(model.dtype)
+    config, dtype = _check_model(model), name_of(model.dtype)
     if not isinstance(recipe, QuantizedModel):
         steps = named(recipe) if isinstance(recipe, str) else recipe
-        recipe = _quantized(float_model(model), steps, tokens, layout, dtype, progress)
+        recipe = _quantize_by_recipe(float_model(model), steps, tokens, layout, dtype, progress)
     _check_same(config, recipe, dtype)
-    _exchange(model, recipe)
+    _replace_modules(model, recipe)
     return model
 
 
@@ -84,13 +84,13 @@ def float_model(model: PreTrainedModel) -> FloatModel:
 
     Raises ArgumentError for a model of another architecture, or one whose dtype or devices are mixed.
     """
-    config = _checked(model)
+    config = _check_model(model)
 
     def read(part: str, layer: int = 0) -> Any:
         return _parameter_of(model, part, layer).detach().float().cpu().numpy()
 
-    further = (*(BIASES if config.qkv_bias else ()), *((ROUTER,) if config.experts else ()), *NORMS)
-    parts = (*config.separate_matrices, *further)
+    other_parts = (*(BIASES if config.qkv_bias else ()), *((ROUTER,) if config.experts else ()), *NORMS)
+    parts = (*config.separate_matrices, *other_parts)
     return FloatModel(
         config=config,
         embedding=read("embedding"),
@@ -102,18 +102,18 @@ def float_model(model: PreTrainedModel) -> FloatModel:
 
 def _parameter_of(model: PreTrainedModel, part: str, layer: int) -> Tensor:
     """Return a parameter by the name of `decoder`; an expert's is a slice of transformers' stack of all experts."""
-    expert, of_ffn = expert_of(part), f"model.layers.{layer}.mlp"
+    expert, ffn_name = expert_of(part), f"model.layers.{layer}.mlp"
     if part == ROUTER:
-        return model.get_parameter(f"{of_ffn}.gate.weight")
+        return model.get_parameter(f"{ffn_name}.gate.weight")
     if expert is None:
         return model.get_parameter(tensor_name(part, layer))
     if part.startswith("down"):
-        return model.get_parameter(f"{of_ffn}.experts.down_proj")[expert]
-    gate, up = model.get_parameter(f"{of_ffn}.experts.gate_up_proj")[expert].chunk(2)
+        return model.get_parameter(f"{ffn_name}.experts.down_proj")[expert]
+    gate, up = model.get_parameter(f"{ffn_name}.experts.gate_up_proj")[expert].chunk(2)
     return gate if part.startswith("gate") else up
 
 
-def _checked(model: Any) -> Config:
+def _check_model(model: Any) -> Config:
     """Check a model and return its config. Raises as `float_model` does."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "must be a model of transformers", type(model).__name__)
@@ -122,8 +122,8 @@ def _checked(model: Any) -> Config:
         raise ArgumentError("model", "must be a causal model", type(model).__name__)
     if config.experts and not hasattr(model.model.layers[0], "mlp"):
         raise ArgumentError("model", "needs transformers 5 where it has experts", transformers.__version__)
-    if found := next((each for each in model.modules() if isinstance(each, PackedModule)), None):
-        raise ArgumentError("model", "must not be quantised yet", found)
+    if packed := next((module for module in model.modules() if isinstance(module, PackedModule)), None):
+        raise ArgumentError("model", "must not be quantised yet", packed)
     if (config.context or 0) > _MOST_CONTEXT:
         raise ArgumentError("model: max_position_embeddings", f"must be at most {_MOST_CONTEXT}", config.context)
     first = model.get_input_embeddings().weight
@@ -137,7 +137,7 @@ def _checked(model: Any) -> Config:
     return replace(config, tied_head=model.lm_head.weight is first)  # a file may hold a head that its config denies
 
 
-def _quantized(
+def _quantize_by_recipe(
     model: FloatModel, recipe: Recipe, tokens: Any, layout: str | None, dtype: str, progress: Callable[[str], None]
 ) -> QuantizedModel:
     if not isinstance(recipe, Recipe) or recipe.scheme not in PACKED:
@@ -147,31 +147,31 @@ def _quantized(
         raise ArgumentError(
             "recipe: kv", f"must not be by channel: {_BY_TOKEN}, as recipe.but(kv='kv4') has", recipe.kv
         )
-    layout = layout or (_OF_EXPERTS if model.config.experts else layout_here(recipe.scheme))
-    turned, text = prepared(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
-    ends, layers = stored_ends(turned, dtype), []
-    for index, found in enumerate(quantize_layers(turned, text, recipe)):
+    layout = layout or (_EXPERT_LAYOUT if model.config.experts else layout_here(recipe.scheme))
+    prepared, text = prepare_model(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
+    ends, layers = convert_ends(prepared, dtype), []
+    for index, quantized in enumerate(quantize_layers(prepared, text, recipe)):
         progress(f"layer {index}")
-        assert found is not None
-        layers.append(packed_layer(turned.config, found.floats, found.weights, layout, dtype))
-    return QuantizedModel(config=turned.config, layers=layers, recipe=recipe.to_json(), **ends)
+        assert quantized is not None
+        layers.append(pack_layer(prepared.config, quantized.floats, quantized.weights, layout, dtype))
+    return QuantizedModel(config=prepared.config, layers=layers, recipe=recipe.to_json(), **ends)
 
 
 def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
     """Raise ArgumentError for a quantised model of other sizes or dtype."""
-    for name in _SAME:
+    for name in _MATCHING:
         ours, theirs = getattr(config, name), getattr(quantized.config, name)
         if ours != theirs:
             raise ArgumentError("recipe", f"must be of a model with {name}={ours}", f"{name}={theirs}")
     if quantized.cache in BY_CHANNEL:
         raise ArgumentError("recipe", f"must be of a model without a cache by channel: {_BY_TOKEN}", quantized.cache)
-    if config.experts and (layout := quantized.layers[0].gate_up.layout) != _OF_EXPERTS:
-        raise ArgumentError("recipe", f"must be of a model in {_OF_EXPERTS} where it has experts", layout)
+    if config.experts and (layout := quantized.layers[0].gate_up.layout) != _EXPERT_LAYOUT:
+        raise ArgumentError("recipe", f"must be of a model in {_EXPERT_LAYOUT} where it has experts", layout)
     if quantized.layers[0].dtype != dtype:
         raise ArgumentError("recipe", f"must be of a model of {dtype}", quantized.layers[0].dtype)
 
 
-def _exchange(model: PreTrainedModel, quantized: QuantizedModel) -> None:
+def _replace_modules(model: PreTrainedModel, quantized: QuantizedModel) -> None:
     """Put the quantised parts into the place of the model's own."""
     config, decoder, device, dtype = quantized.config, model.model, model.device, model.dtype
     for index, (layer, weights) in enumerate(zip(decoder.layers, quantized.layers, strict=True)):
@@ -190,14 +190,14 @@ def _exchange(model: PreTrainedModel, quantized: QuantizedModel) -> None:
     model.eval()
 
 
-def _stored(array: Any, dtype: torch.dtype) -> Tensor:
+def _to_tensor(array: Any, dtype: torch.dtype) -> Tensor:
     """Convert NumPy's or CuPy's f16, or bits of bf16, to a tensor of `dtype`."""
     tensor = torch.as_tensor(array)
     return (tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor).to(dtype)
 
 
 def _parameter(array: Any, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(_stored(array, dtype).to(device), requires_grad=False)
+    return nn.Parameter(_to_tensor(array, dtype).to(device), requires_grad=False)
 
 
 class Norm(nn.Module):
@@ -220,8 +220,8 @@ class QuantizingNorm(Norm):
 
     def forward(self, x: Tensor) -> Quantized:
         """Normalise and quantise x: x_q s8 [.., H], scale f32 [..], token_sum s32 [..]."""
-        x_q, *of_tokens = torch.ops.ptxlab.rmsnorm_quantize(x.reshape(-1, x.shape[-1]), self.weight, None, self.eps)
-        scale, token_sum = (each.view(x.shape[:-1]) for each in of_tokens)
+        x_q, *per_token = torch.ops.ptxlab.rmsnorm_quantize(x.reshape(-1, x.shape[-1]), self.weight, None, self.eps)
+        scale, token_sum = (tensor.view(x.shape[:-1]) for tensor in per_token)
         return x_q.view(x.shape), scale, token_sum
 
 
@@ -291,28 +291,28 @@ class KV4Attention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         cache: Any = None,
-        **how: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention [B, T, H] of quantised [B, T, H]; `attention_mask`, bool [B, T], is False for padding.
 
         The `KV4Cache` comes as `cache` from transformers 5.24 on, as `past_key_values` before.
         """
-        cache = self._checked(past_key_values if cache is None else cache)
+        cache = self._check_cache(past_key_values if cache is None else cache)
         cos, sin, positions = position_embeddings
         B, T, _ = hidden_states[0].shape
         rows = cache.rows(positions, attention_mask, B)
         if self.layer_idx == 0:
             cache.advance(T)
         qkv, pool = self.qkv_proj(hidden_states).flatten(0, 1), cache.pools[self.layer_idx]
-        how = {"head_dim": self.head_dim, "scheme": cache.scheme, "rotated": cache.rotated}
-        q = torch.ops.ptxlab.rope_append_kv4(qkv, pool, rows.slots, cos, sin, rows.positions, **how)
+        options = {"head_dim": self.head_dim, "scheme": cache.scheme, "rotated": cache.rotated}
+        q = torch.ops.ptxlab.rope_append_kv4(qkv, pool, rows.slots, cos, sin, rows.positions, **options)
         past = Past(cache, pool, rows)
         attend = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
         queries, window = q.view(B, T, -1, self.head_dim).transpose(1, 2), self.sliding_window
         out, _ = attend(self, queries, past, past, attention_mask, scaling=self.scaling, sliding_window=window)
         return self.o_proj(out.flatten(2)), None
 
-    def _checked(self, cache: Any) -> KV4Cache:
+    def _check_cache(self, cache: Any) -> KV4Cache:
         """Check the cache and return it.
 
         Raises ArgumentError for none, another model's, and for another implementation of attention.

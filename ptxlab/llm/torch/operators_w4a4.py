@@ -21,7 +21,7 @@ from ptxlab.lowbit.kernels.gemm.w4a4 import gemm_atom
 from ptxlab.lowbit.kernels.gemm.w4ax import gemm_blocks
 from ptxlab.lowbit.kernels.quantize.atom import COMET, check_place, ordered_rows
 from ptxlab.lowbit.kernels.quantize.atom_api import activation_fields
-from ptxlab.lowbit.kernels.quantize.gated import gated
+from ptxlab.lowbit.kernels.quantize.gated import compute_gate
 from ptxlab.lowbit.kernels.quantize.options import ReorderOptions
 from ptxlab.lowbit.layout import (
     ATOM_ORDERS,
@@ -48,7 +48,7 @@ from ptxlab.spec.dtypes import floats, name_of
 from ptxlab.validate import is_one_of
 
 Ordered = tuple[Tensor, Tensor, Tensor]  # x, scale f16, x8 s8
-_ORDER = (
+_ORDER_SCHEMA = (
     f"int outliers=128, int group=128, str? layout=None, float clip={ACTIVATION_CLIP}, int? int8=None)"
     " -> (Tensor x, Tensor scale, Tensor x8)"
 )
@@ -66,25 +66,30 @@ def _new_tensors(
     M, in_pairs = x.shape[0], layout == "pairs"
     if int8 is None:
         bytes4 = (channels - outliers) // 2 if in_pairs else channels
-        eight, scales = outliers if in_pairs else 0, (channels - outliers) // group + 1
+        bytes8, scales = outliers if in_pairs else 0, (channels - outliers) // group + 1
     else:
         outliers = int8 * BLOCK
         bytes4 = (channels - outliers) // 2 + (0 if in_pairs else outliers)
-        eight, scales = outliers if in_pairs else 0, channels // BLOCK
+        bytes8, scales = outliers if in_pairs else 0, channels // BLOCK
     dtype = torch.int8 if int8 is None and not in_pairs else torch.uint8
     scale = x.new_empty((M, (scales + 7) // 8 * 8), dtype=torch.float16)
-    return x.new_empty((M, bytes4), dtype=dtype), scale, x.new_empty((M, eight), dtype=torch.int8)
+    return x.new_empty((M, bytes4), dtype=dtype), scale, x.new_empty((M, bytes8), dtype=torch.int8)
 
 
 def _quantize_on_cuda(
-    call: Callable[..., Any], x: Tensor, channels: int, operands: Sequence[Any], order: Mapping[str, Any], **how: Any
+    call: Callable[..., Any],
+    x: Tensor,
+    channels: int,
+    operands: Sequence[Any],
+    order: Mapping[str, Any],
+    **options: Any,
 ) -> Ordered:
     """Make what a quantiser makes of x, in new tensors."""
     fields = _fields(call.__name__, channels, order)
     outputs = _new_tensors(x, channels, **{**order, "layout": fields["layout"]})
     kind = AtomActivations if order.get("int8") is None else BlockActivations
     x8 = outputs[2] if fields["layout"] == "pairs" else None
-    call(x, *operands, **order, **how, out=kind(M=len(x), **fields, x=outputs[0], scale=outputs[1], x8=x8))
+    call(x, *operands, **order, **options, out=kind(M=len(x), **fields, x=outputs[0], scale=outputs[1], x8=x8))
     return outputs
 
 
@@ -138,18 +143,18 @@ def _gated_on_cpu(gate_up: Tensor, place: Tensor, activation: str = "silu", **or
         raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
     extremes(f"{name}: gate_up", array)
     kinds = reference.ACTIVATIONS.index(activation), DTYPES.index(name_of(gate_up.dtype))
-    return _quantize_on_cpu(name, gated(array, *kinds)[0].astype(np.float32), place, order)
+    return _quantize_on_cpu(name, compute_gate(array, *kinds)[0].astype(np.float32), place, order)
 
 
 define(
-    f"reorder_quantize(Tensor x, Tensor place, *, {_ORDER}",
+    f"reorder_quantize(Tensor x, Tensor place, *, {_ORDER_SCHEMA}",
     cuda=lambda x, place, **order: _quantize_on_cuda(quantize.reorder_quantize, x, x.shape[-1], (place,), order),
     cpu=_plain_on_cpu,
     fake=lambda x, place, **order: _new_tensors(x, x.shape[1], **order),
 )
 define(
     "rmsnorm_reorder_quantize(Tensor x, Tensor gamma, Tensor place, Tensor(a!)? residual=None, float eps=1e-5,"
-    f" Tensor(b!)? normed=None, *, {_ORDER}",
+    f" Tensor(b!)? normed=None, *, {_ORDER_SCHEMA}",
     cuda=lambda x, gamma, place, residual=None, eps=1e-5, normed=None, **order: _quantize_on_cuda(
         quantize.rmsnorm_reorder_quantize, x, x.shape[-1], (gamma, place), order,
         residual=residual, eps=eps, normed=normed,
@@ -158,7 +163,7 @@ define(
     fake=lambda x, gamma, place, residual=None, eps=1e-5, normed=None, **order: _new_tensors(x, x.shape[1], **order),
 )  # fmt: skip
 define(
-    f'silu_mul_reorder_quantize(Tensor gate_up, Tensor place, str activation="silu", *, {_ORDER}',
+    f'silu_mul_reorder_quantize(Tensor gate_up, Tensor place, str activation="silu", *, {_ORDER_SCHEMA}',
     cuda=lambda gate_up, place, activation="silu", **order: _quantize_on_cuda(
         quantize.silu_mul_reorder_quantize, gate_up, gate_up.shape[-1] // 2, (place,), order, activation=activation
     ),
@@ -171,31 +176,31 @@ define(
 
 
 def _operands(
-    name: str, tensors: Sequence[Tensor], weight: Sequence[Tensor], layout: str, N: int, of: Mapping[str, int]
+    name: str, tensors: Sequence[Tensor], weight: Sequence[Tensor], layout: str, N: int, given_sizes: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return fields of activations and weight, in tensors of the right dtypes and shapes; or ArgumentError."""
     x, scale, x8 = tensors
     if not is_one_of(layout, ATOM_LAYOUTS):
         raise ArgumentError(f"{name}: layout", f"must be one of {', '.join(ATOM_LAYOUTS)}", layout)
-    is_atom, in_strips = "outliers" in of, layout == "strips"
-    eight = of["outliers"] if is_atom else of["K8"]
+    is_atom, in_strips = "outliers" in given_sizes, layout == "strips"
+    width8 = given_sizes["outliers"] if is_atom else given_sizes["K8"]
     shapes_x: Callable[..., Shapes]
     shapes_w: Callable[..., Shapes]
     if is_atom:
-        four = x.shape[-1] - eight if in_strips else 2 * x.shape[-1]
-        sizes: dict[str, Any] = {"K": four, **of}
+        width4 = x.shape[-1] - width8 if in_strips else 2 * x.shape[-1]
+        sizes: dict[str, Any] = {"K": width4, **given_sizes}
         order, shapes_x, shapes_w = ATOM_ORDERS[layout], activation_shapes, atom_shapes
     else:
-        four = 2 * (x.shape[-1] - eight) if in_strips else 2 * x.shape[-1]
-        sizes = {"K4": four, **of}
+        width4 = 2 * (x.shape[-1] - width8) if in_strips else 2 * x.shape[-1]
+        sizes = {"K4": width4, **given_sizes}
         order, shapes_x, shapes_w = BLOCK_ORDERS[layout], block_activation_shapes, block_shapes
     with naming(name):
-        wanted_x, wanted_w = shapes_x(order, len(x), **sizes), shapes_w(layout, N, **sizes)
-    if len(weight) != len(wanted_w):
-        raise ArgumentError(f"{name}: weight", f"must be {', '.join(wanted_w)}", f"{len(weight)} tensors")
-    arrays = {"x": x, "scale": scale, **({"x8": x8} if "x8" in wanted_x else {})}
-    buffers = dict(zip(wanted_w, weight, strict=True))
-    for label, parts, shapes in (("x", arrays, wanted_x), ("weight", buffers, wanted_w)):
+        expected_x, expected_w = shapes_x(order, len(x), **sizes), shapes_w(layout, N, **sizes)
+    if len(weight) != len(expected_w):
+        raise ArgumentError(f"{name}: weight", f"must be {', '.join(expected_w)}", f"{len(weight)} tensors")
+    arrays = {"x": x, "scale": scale, **({"x8": x8} if "x8" in expected_x else {})}
+    buffers = dict(zip(expected_w, weight, strict=True))
+    for label, parts, shapes in (("x", arrays, expected_x), ("weight", buffers, expected_w)):
         for part, (dtype, shape) in shapes.items():
             if name_of(parts[part].dtype) != dtype or tuple(parts[part].shape) != shape:
                 got = f"{name_of(parts[part].dtype)} {list(parts[part].shape)}"
@@ -206,11 +211,11 @@ def _operands(
 
 def _multiply_on_cuda(
     kinds: tuple[type, type], call: Callable[..., Any], tensors: Sequence[Tensor], weight: Sequence[Tensor],
-    bias: Tensor | None, layout: str, N: int, out_dtype: torch.dtype, **of: int,
+    bias: Tensor | None, layout: str, N: int, out_dtype: torch.dtype, **sizes: int,
 ) -> Tensor:  # fmt: skip
-    of_x, of_weight = _operands(call.__name__, tensors, weight, layout, N, of)
+    x_fields, weight_fields = _operands(call.__name__, tensors, weight, layout, N, sizes)
     operands = []
-    for kind, fields in zip(kinds, (of_x, of_weight), strict=True):
+    for kind, fields in zip(kinds, (x_fields, weight_fields), strict=True):
         operand: Any = object.__new__(kind)  # its own checks take no tensors, and `_operands` has checked these
         vars(operand).update(fields)
         operands.append(operand)
@@ -221,42 +226,43 @@ def _multiply_on_cuda(
 
 def _multiply_on_cpu(
     name: str, tensors: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None, layout: str, N: int,
-    out_dtype: torch.dtype, **of: int,
+    out_dtype: torch.dtype, **sizes: int,
 ) -> Tensor:  # fmt: skip
     if name_of(out_dtype) not in FLOATS:
         raise ArgumentError(f"{name}: out_dtype", f"must be one of {', '.join(FLOATS)}", name_of(out_dtype))
-    of_x, of_weight = _operands(name, tensors, weight, layout, N, of)
-    arrays = {part: tensor.detach().numpy() for part, tensor in of_x.items() if isinstance(tensor, Tensor)}
-    buffers = {part: tensor.detach().numpy() for part, tensor in of_weight["buffers"].items()}
-    added = None if bias is None else array_of(f"{name}: bias", bias, "float32", N)
+    x_fields, weight_fields = _operands(name, tensors, weight, layout, N, sizes)
+    arrays = {part: tensor.detach().numpy() for part, tensor in x_fields.items() if isinstance(tensor, Tensor)}
+    buffers = {part: tensor.detach().numpy() for part, tensor in weight_fields["buffers"].items()}
+    bias_array = None if bias is None else array_of(f"{name}: bias", bias, "float32", N)
     OUT = FLOATS.index(name_of(out_dtype))
     if name == "gemm_w4a4":
-        x, rows = AtomActivations(**{**of_x, **arrays}), unpack_atom(AtomWeight(**{**of_weight, "buffers": buffers}))
-        y = gemm_atom(rows, unpack_atom_activations(x), added, OUT=OUT)
+        x = AtomActivations(**{**x_fields, **arrays})
+        rows = unpack_atom(AtomWeight(**{**weight_fields, "buffers": buffers}))
+        y = gemm_atom(rows, unpack_atom_activations(x), bias_array, OUT=OUT)
     else:
-        blocks = BlockActivations(**{**of_x, **arrays})
-        of_blocks = unpack_block_weight(BlockWeight(**{**of_weight, "buffers": buffers}))
-        y = gemm_blocks(of_blocks, unpack_block_activations(blocks), added, OUT=OUT)
+        blocks = BlockActivations(**{**x_fields, **arrays})
+        weight_blocks = unpack_block_weight(BlockWeight(**{**weight_fields, "buffers": buffers}))
+        y = gemm_blocks(weight_blocks, unpack_block_activations(blocks), bias_array, OUT=OUT)
     return tensor_of(y, out_dtype)
 
 
-def _empty_product(x: Tensor, *_: Any, N: int, out_dtype: torch.dtype, **how: Any) -> Tensor:
+def _empty_product(x: Tensor, *_: Any, N: int, out_dtype: torch.dtype, **sizes: Any) -> Tensor:
     return x.new_empty((x.shape[0], N), dtype=out_dtype)
 
 
-_PRODUCT = "Tensor x, Tensor scale, Tensor x8, Tensor[] weight, Tensor? bias=None, *, str layout, int N,"
+_PRODUCT_SCHEMA = "Tensor x, Tensor scale, Tensor x8, Tensor[] weight, Tensor? bias=None, *, str layout, int N,"
 for _name, _kinds, _call, _sizes in (
     ("gemm_w4a4", (AtomActivations, AtomWeight), gemm.gemm_w4a4, "int outliers=128, int group=128"),
     ("gemm_w4ax", (BlockActivations, BlockWeight), gemm.gemm_w4ax, "int K8"),
 ):
     _defaults = {"outliers": 128, "group": 128} if "group" in _sizes else {}
     define(
-        f"{_name}({_PRODUCT} {_sizes}, ScalarType out_dtype) -> Tensor",
-        cuda=lambda x, scale, x8, weight, bias=None, kinds=_kinds, call=_call, defaults=_defaults, **how: (
-            _multiply_on_cuda(kinds, call, (x, scale, x8), weight, bias, **{**defaults, **how})
+        f"{_name}({_PRODUCT_SCHEMA} {_sizes}, ScalarType out_dtype) -> Tensor",
+        cuda=lambda x, scale, x8, weight, bias=None, kinds=_kinds, call=_call, defaults=_defaults, **options: (
+            _multiply_on_cuda(kinds, call, (x, scale, x8), weight, bias, **{**defaults, **options})
         ),
-        cpu=lambda x, scale, x8, weight, bias=None, name=_name, defaults=_defaults, **how: _multiply_on_cpu(
-            name, (x, scale, x8), weight, bias, **{**defaults, **how}
+        cpu=lambda x, scale, x8, weight, bias=None, name=_name, defaults=_defaults, **options: _multiply_on_cpu(
+            name, (x, scale, x8), weight, bias, **{**defaults, **options}
         ),
         fake=_empty_product,
     )

@@ -61,7 +61,7 @@ def test_matrices_of_a_model_read_what_the_layers_before_make() -> None:
     assert [row.tensor for row in skipped] == ["layers.0.down", "layers.1.down"] and "multiple of 64" in skipped[
         0
     ].reason
-    x = model.run_layer(model.embedded(tokens), model.layers[0])
+    x = model.run_layer(model.embed(tokens), model.layers[0])
     normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.eps) * model.layers[1]["input_norm"]
     w = np.concatenate([model.layers[1][name] for name in "qkv"])
     (right,) = audit_input(w, normed.reshape(-1, 128), schemes=("fmpq",), group=64)

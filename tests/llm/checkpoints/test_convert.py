@@ -12,7 +12,7 @@ from ptxlab.llm.checkpoints import convert
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
 from ptxlab.lowbit.layout.checkpoint import Checkpoint
-from tests.support.quantized import assert_equal
+from tests.support.random_weights import assert_equal
 from tests.support.safetensors_file import write
 
 RNG = np.random.default_rng(0)

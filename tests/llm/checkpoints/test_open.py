@@ -18,11 +18,11 @@ from ptxlab.llm.checkpoints.open import dequantized
 from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.lowbit.layout import unpack
 from ptxlab.lowbit.layout.checkpoint import CheckpointFolder
-from tests.support.small_models import CONFIGS, some_tokens, tensors, tokenizer, write_folder, write_gguf
+from tests.support.small_models import CONFIGS, random_tokens, tensors, tokenizer, write_folder, write_gguf
 
 
 def logits(model: FloatModel) -> Any:
-    return model.logits(model.states([some_tokens()])[0])
+    return model.logits(model.states([random_tokens()])[0])
 
 
 @pytest.mark.parametrize("family", ["smollm", "llama3", "qwen2", "mixtral"])

@@ -10,7 +10,15 @@ import pytest
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints.torch_file import MAX_PICKLE, TorchFile, TorchFolder, open_checkpoint
 from ptxlab.lowbit.layout.checkpoint import TensorInfo
-from tests.support.foreign_files import ORDERED_DICT, number, refused_mutants, tensor, text, write_archive, write_torch
+from tests.support.foreign_files import (
+    ORDERED_DICT,
+    push_number,
+    push_tensor,
+    push_text,
+    refused_mutants,
+    write_archive,
+    write_torch,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 ARRAYS = {
@@ -47,9 +55,13 @@ def test_a_file_that_pytorch_wrote() -> None:
 
 
 def test_parts_of_a_storage_and_bfloat16(tmp_path: Path) -> None:
-    program = b"}(" + text("part") + tensor(ONE[:1], 0, first=1).replace(number(3) + b"tQ", number(6) + b"tQ")
+    program = (
+        b"}("
+        + push_text("part")
+        + push_tensor(ONE[:1], 0, offset=1).replace(push_number(3) + b"tQ", push_number(6) + b"tQ")
+    )
     bits = np.array([0x3F80, 0xC000], np.uint16)
-    program += text("bf16") + tensor(bits, 1, kind="BFloat16") + b"u"
+    program += push_text("bf16") + push_tensor(bits, 1, kind="BFloat16") + b"u"
     contents = {"data/0": np.arange(6, dtype=np.float32).tobytes(), "data/1": bits.tobytes()}
     file = TorchFile(write_archive(tmp_path / "model.pt", program, contents))
     assert file.read("part").tolist() == [[1, 2, 3]] and file.read("bf16").tolist() == [1, -2]
@@ -67,20 +79,20 @@ def test_a_folder_of_files_is_one(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "empty")
 
 
-CALL = b"cos\nsystem\n" + b"(" + text("touch executed") + b"tR"
+CALL = b"cos\nsystem\n" + b"(" + push_text("touch executed") + b"tR"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 BAD = {
-    "a call": (b"}(" + text("a") + CALL + b"u", r"holds os\.system, not only tensors; nothing was executed"),
-    "a call of nothing": (b"}(" + text("a") + text("f") + b")Ru", "a call of no function"),
-    "a class": (b"}(" + text("a") + b"cos\nPathLike\n)\x81u", "opcode NEWOBJ, .* nothing was executed"),
+    "a call": (b"}(" + push_text("a") + CALL + b"u", r"holds os\.system, not only tensors; nothing was executed"),
+    "a call of nothing": (b"}(" + push_text("a") + push_text("f") + b")Ru", "a call of no function"),
+    "a class": (b"}(" + push_text("a") + b"cos\nPathLike\n)\x81u", "opcode NEWOBJ, .* nothing was executed"),
     "an instance": (b"(ios\nsystem\n", "opcode INST"),
     "an extension": (b"\x82\x01", "opcode EXT1"),
-    "a name": (b"}(" + text("a") + b"cos\nsystem\nu", r"a: must be a tensor \(got os system\)"),
-    "a number": (b"}(" + text("a") + number(3) + b"u", r"a: must be a tensor \(got int\)"),
+    "a name": (b"}(" + push_text("a") + b"cos\nsystem\nu", r"a: must be a tensor \(got os system\)"),
+    "a number": (b"}(" + push_text("a") + push_number(3) + b"u", r"a: must be a tensor \(got int\)"),
     "a list": (b"]", r"a dictionary of tensors expected \(got list\)"),
     "no name": (b"}(" + b")" * 2 + b"u", "a name expected"),
-    "half an item": (b"}(" + text("a") + b"u", "items for no dictionary"),
-    "items for a list": (b"](" + text("a") * 2 + b"u", "items for no dictionary"),
+    "half an item": (b"}(" + push_text("a") + b"u", "items for no dictionary"),
+    "items for a list": (b"](" + push_text("a") * 2 + b"u", "items for no dictionary"),
     "nothing on the stack": (b"0", "opcode POP"),
     "an empty stack": (b"R", "pop from empty list"),
     "no mark": (b"}u", "pop from empty list"),
@@ -88,26 +100,32 @@ BAD = {
     "a long text": (b"X\xff\xff\xff\xff", "expected 4294967295 bytes"),
     "a long number": (b"\x8b\xff\xff\xff\x7f", "not enough data"),
     "an unknown opcode": (b"\xff", "unknown"),
-    "no tensor": (b"}(" + text("a") + REBUILD + b"(NNNNtRu", "a tensor of no storage"),
-    "few arguments": (b"}(" + text("a") + REBUILD + b")Ru", "argument"),
-    "a transposed tensor": (b"}(" + text("a") + tensor(ONE, 0, strides=(1, 2)) + b"u", r"\[2, 3\] must be contiguous"),
-    "a repeated tensor": (b"}(" + text("a") + tensor(ONE, 0, strides=(0, 1)) + b"u", "must be contiguous"),
+    "no tensor": (b"}(" + push_text("a") + REBUILD + b"(NNNNtRu", "a tensor of no storage"),
+    "few arguments": (b"}(" + push_text("a") + REBUILD + b")Ru", "argument"),
+    "a transposed tensor": (
+        b"}(" + push_text("a") + push_tensor(ONE, 0, strides=(1, 2)) + b"u",
+        r"\[2, 3\] must be contiguous",
+    ),
+    "a repeated tensor": (b"}(" + push_text("a") + push_tensor(ONE, 0, strides=(0, 1)) + b"u", "must be contiguous"),
     "a tensor beyond its storage": (
-        b"}(" + text("a") + tensor(ONE, 0, first=1) + b"u",
+        b"}(" + push_text("a") + push_tensor(ONE, 0, offset=1) + b"u",
         r"a: \[2, 3\] from element 1 on must lie within 6",
     ),
-    "a negative offset": (b"}(" + text("a") + tensor(ONE, 0, first=-1) + b"u", "a size below 2.48 expected"),
+    "a negative offset": (b"}(" + push_text("a") + push_tensor(ONE, 0, offset=-1) + b"u", "a size below 2.48 expected"),
     "a large tensor": (
-        b"}(" + text("a") + tensor(ONE, 0).replace(number(2), number(1 << 30)) + b"u",
+        b"}(" + push_text("a") + push_tensor(ONE, 0).replace(push_number(2), push_number(1 << 30)) + b"u",
         r"a: \[1073741824, 3\] from element 0 on must lie within 6",
     ),
     "a large storage": (
-        b"}(" + text("a") + tensor(ONE, 0).replace(number(6), number(1 << 30)) + b"u",
+        b"}(" + push_text("a") + push_tensor(ONE, 0).replace(push_number(6), push_number(1 << 30)) + b"u",
         r"data/0 must hold 4294967296 bytes \(got 24 bytes\)",
     ),
-    "a missing storage": (b"}(" + text("a") + tensor(ONE, 7) + b"u", r"data/7 must hold 24 bytes \(got no such"),
+    "a missing storage": (
+        b"}(" + push_text("a") + push_tensor(ONE, 7) + b"u",
+        r"data/7 must hold 24 bytes \(got no such",
+    ),
     "a storage of no known type": (
-        b"}(" + text("a") + tensor(ONE, 0, kind="ComplexDouble") + b"u",
+        b"}(" + push_text("a") + push_tensor(ONE, 0, kind="ComplexDouble") + b"u",
         "a storage of HalfStorage, .*got torch ComplexDoubleStorage",
     ),
 }
@@ -128,7 +146,7 @@ def test_nested_pairs_end_at_once(tmp_path: Path) -> None:
     It stands for the name of a tensor, and for its shape.
     """
     pairs = b")" + b"q\x00h\x00\x86" * 200
-    for program in (b"}(" + pairs + ORDERED_DICT + b"u", b"}(" + text("a") + pairs + b"u"):
+    for program in (b"}(" + pairs + ORDERED_DICT + b"u", b"}(" + push_text("a") + pairs + b"u"):
         with pytest.raises(FileError, match=r"expected|must be a tensor"):
             TorchFile(write_archive(tmp_path / "model.pt", program, DATA))
 

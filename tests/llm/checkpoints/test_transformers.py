@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from ptxlab.errors import FileError
 from ptxlab.llm.checkpoints import open_model
-from tests.support.small_models import some_tokens, write_folder
+from tests.support.small_models import random_tokens, write_folder
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -156,7 +156,7 @@ def write_case(folder: Path, case: Case) -> Path:
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = write_case(tmp_path, SAME[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = some_tokens()
+    tokens = random_tokens()
     with torch.no_grad():
         right = theirs(torch.from_numpy(tokens)).logits.numpy()
     model, _ = open_model(folder)

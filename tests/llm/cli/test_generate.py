@@ -17,7 +17,7 @@ from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli.prompts import Prompt, read_prompts
 from ptxlab.llm.model import FloatRunner, Footprint, NumpyRunner, QuantizedModel, generate
-from tests.support.pages import ROOT
+from tests.support.markdown_pages import ROOT
 from tests.support.small_models import write_folder
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}  # one head of 64 dimensions

@@ -14,7 +14,15 @@ from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model import NumpyRunner, generate
 from ptxlab.lowbit import layout
-from tests.support.foreign_files import ORDERED_DICT, qserve, text, two_level, write_archive, write_model, write_torch
+from tests.support.foreign_files import (
+    ORDERED_DICT,
+    push_text,
+    qserve,
+    quantize_two_levels,
+    write_archive,
+    write_model,
+    write_torch,
+)
 
 
 @pytest.mark.full
@@ -41,7 +49,7 @@ def test_an_error_that_is_not_zero_is_shown(cli: Any, tmp_path: Path) -> None:
 
 def test_groups_that_overflow_are_listed(cli: Any, tmp_path: Path) -> None:
     w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
-    q4, s1, s2, zeros = two_level(w, 32)
+    q4, s1, s2, zeros = quantize_two_levels(w, 32)
     q4[5, 32:], s2[5, 1], zeros[5, 1] = 15, 16, -100
     arrays = {f"up.{part}": array for part, array in qserve(q4, s1, s2, zeros).items()}
     source, out = write_torch(tmp_path / "quant_model.pt", arrays), tmp_path / "out.safetensors"
@@ -75,7 +83,7 @@ def test_of_several_processes_one_writes(command: str, tmp_path: Path) -> None:
 
 def test_nothing_of_a_file_is_executed(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    program = ORDERED_DICT + b"(" + text("a") + b"cos\nsystem\n(" + text("touch executed") + b"tRu"
+    program = ORDERED_DICT + b"(" + push_text("a") + b"cos\nsystem\n(" + push_text("touch executed") + b"tRu"
     source = write_archive(tmp_path / "quant_model.pt", program, {})
     code, _, err = cli("import", source, "--out", tmp_path / "out.safetensors")
     assert code == 2 and "holds os.system, not only tensors; nothing was executed" in err and err.count("\n") == 1

@@ -19,7 +19,7 @@ from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.layout import unpack
 from tests.support.fake_gpu import FakeGpu, on_device
 from tests.support.layers import TINY, LayerProblem, layer_problem
-from tests.support.small_prompts import quantized
+from tests.support.small_prompts import quantized_model
 
 ARCHITECTURES = ("sm_80", "sm_89")
 DTYPES = {"lqq": "float16", "qoq": "bfloat16", "qoq_channel": "float16"}
@@ -59,7 +59,7 @@ def test_a_decoder_decodes_on_ada() -> None:
 
     In NumPy the first cache has the same bytes.
     """
-    model, how = quantized(layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
+    model, how = quantized_model(layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
     assert {weights.qkv.layout for weights in model.layers} == {"strips"}
     with gpu.compiling_for("sm_89"):
         kernels = KernelRunner(model, **how, backend="emulator")
@@ -74,7 +74,7 @@ def test_a_decoder_decodes_on_ada() -> None:
 @pytest.mark.full
 def test_a_server_serves() -> None:
     """The requests have different lengths, and are decoded as NumPy decodes them."""
-    model, prompts = quantized(layers=2), [[1, 2, 3], [7]]
+    model, prompts = quantized_model(layers=2), [[1, 2, 3], [7]]
     with gpu.compiling_for("sm_80"):
         served = Server(KernelRunner(model, 2, 20, chunk=4, head="int8", backend="emulator"))
         requests = [served.submit(prompt, 2) for prompt in prompts]
@@ -160,7 +160,7 @@ def test_what_does_not_run_there_is_refused_in_a_line(fake: FakeGpu, arch: int, 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_the_driver_compiles_a_decoder_for_sm_80(scheme: str) -> None:
     """Compare caches and logits with the emulator's, on a GPU that may be newer; attention's last bits may differ."""
-    model, how = quantized(scheme=scheme, layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
+    model, how = quantized_model(scheme=scheme, layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
     runs = []
     with gpu.compiling_for("sm_80"):
         for backend in ("gpu", "emulator"):

@@ -19,7 +19,7 @@ from ptxlab.llm.checkpoints.rewrite import rewrite_folder
 from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.recipe import RECIPES
-from ptxlab.llm.recipe.calibrate import cache_constants, prepared, quantize_layers
+from ptxlab.llm.recipe.calibrate import cache_constants, prepare_model, quantize_layers
 from ptxlab.llm.recipe.quantize import quantize_model
 from ptxlab.llm.server import Server
 from ptxlab.lowbit.quant import KV_SCHEMES, calibrate_kv
@@ -93,7 +93,7 @@ def test_what_lies_beyond_the_text_is_clipped(models: dict[str, QuantizedModel],
     layer: Any = {name: models[scheme].layers[0].parts[name] for name in ("k_channel", "v_channel")}
     scale, zero = layer["k_channel"]
     far = np.broadcast_to(1000 * scale, (1, 3, 2, 64)).astype(np.float32)
-    keys, values = FakeQuantized(kv=scheme).cached(far, -far, layer)
+    keys, values = FakeQuantized(kv=scheme).round_to_cache(far, -far, layer)
     np.testing.assert_allclose(keys, np.broadcast_to((KV_SCHEMES[scheme].high - zero) * scale, far.shape), rtol=1e-6)
     assert np.abs(values).max() < np.abs(far).max()
 
@@ -211,7 +211,7 @@ def test_a_calibrated_model_is_quantised_anew_from_its_floats_alone(
         if not has_constants:
             stripped = [{k: v for k, v in layer.items() if "channel" not in k} for layer in model.layers]
             model = FloatModel(**{**vars(model), "layers": stripped})
-        quantized = next(iter(quantize_layers(prepared(model, recipe), TEXT, recipe)))
+        quantized = next(iter(quantize_layers(prepare_model(model, recipe), TEXT, recipe)))
         assert quantized is not None
         layers.append(quantized.floats)
     assert layers[0].keys() == layers[1].keys()

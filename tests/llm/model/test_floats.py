@@ -17,7 +17,7 @@ from ptxlab.llm.model.floats import negative_log_likelihood
 from ptxlab.lowbit import reference
 from tests.golden.record_decoders import PATH, by_transformers
 from tests.support.dispatching_array import DispatchingArray
-from tests.support.small_models import CONFIGS, some_tokens, write_folder
+from tests.support.small_models import CONFIGS, random_tokens, write_folder
 
 TINY = Config(hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, layers=2, vocabulary=50, qkv_bias=True, window=7)
 
@@ -25,7 +25,7 @@ TINY = Config(hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, layers=2, voca
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_computes_what_transformers_recorded(family: str, tmp_path: Path) -> None:
     model, _ = open_model(write_folder(tmp_path, family))
-    tokens = some_tokens()
+    tokens = random_tokens()
     (states,) = model.states([tokens])
     with np.load(PATH) as recorded:
         assert np.abs(model.logits(states)[0, :, ::10] - recorded[f"{family}.logits"]).max() < 1e-4
@@ -39,7 +39,7 @@ def test_a_model_computes_what_transformers_does(family: str, tmp_path: Path) ->
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
     model, _ = open_model(write_folder(tmp_path, family))
-    tokens = some_tokens(3, 70)
+    tokens = random_tokens(3, 70)
     logits, right = by_transformers(tmp_path, tokens)
     assert np.abs(model.logits(model.states([tokens])[0]) - logits).max() < 1e-4
     assert perplexity(model, tokens) == pytest.approx(right, rel=1e-3)
@@ -172,7 +172,7 @@ def test_numerics_see_every_product_and_the_cache() -> None:
             seen.append(name)
             return super().product(name, x, layer)
 
-        def cached(self, keys: Any, values: Any, layer: Any) -> Any:
+        def round_to_cache(self, keys: Any, values: Any, layer: Any) -> Any:
             seen.append("cache")
             return keys, values * 0
 

@@ -71,7 +71,7 @@ def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head:
     ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}
     assert found.ends == sum(array.nbytes for array in ends.values())
     assert found.total(4) - found.fixed == sum(cache.pool.nbytes for cache in runner.caches)
-    launches = [runner._step(rows) for rows in launch_sizes(3)] + [
+    launches = [runner._decode_step(rows) for rows in launch_sizes(3)] + [
         runner._prompt_step(rows) for rows in launch_sizes(5)
     ]
     steps = {key: array for step in launches for key, array in arrays(step).items()}

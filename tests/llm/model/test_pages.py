@@ -39,7 +39,7 @@ class PageMachine(RuleBasedStateMachine):
             held.append(self.pages.take())
             self.content[held[-1]] = tuple(kinds[: i + 1])
         if is_held:
-            self.pages.hold(tokens_of(kinds), held)
+            self.pages.register(tokens_of(kinds), held)
         self.sequences.append((kinds, held))
 
     @precondition(lambda self: self.sequences)
@@ -67,8 +67,8 @@ TestPages.settings = settings(max_examples=40, stateful_step_count=20)
 def test_the_page_that_was_used_longest_ago_is_taken_and_the_first_of_a_sequence_last() -> None:
     pages = Pages(5)
     first, second = ([pages.take(), pages.take()] for _ in range(2))
-    pages.hold(tokens_of([0, 1]), first)
-    pages.hold(tokens_of([2, 3]), second)
+    pages.register(tokens_of([0, 1]), first)
+    pages.register(tokens_of([2, 3]), second)
     pages.release(second)
     pages.release(first)
     assert [pages.take() for _ in range(5)] == [4, second[1], second[0], first[1], first[0]]

@@ -9,7 +9,7 @@ from ptxlab import gpu
 from ptxlab.llm.model import FloatModel, FloatRunner, Sampling, generate
 from ptxlab.llm.model.sampling import adjust, tokens_mask
 from ptxlab.llm.server import Server
-from tests.support.small_prompts import SMALL, some_prompts
+from tests.support.small_prompts import SMALL, random_prompts
 
 pytestmark = pytest.mark.gpu
 SETTINGS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def test_scores_are_numpys(cupy: Any, dtype: Any, alike: bool) -> None:
 
 
 def test_a_float_model_on_a_gpu_has_the_tokens_of_numpy() -> None:
-    model, prompts = FloatModel.random(SMALL, dtype=np.float64), some_prompts((5, 9))
+    model, prompts = FloatModel.random(SMALL, dtype=np.float64), random_prompts((5, 9))
     on_cpu, on_gpu = (FloatRunner(placed, 2, 60, chunk=4) for placed in (model, model.to_device()))
     assert np.allclose(gpu.to_host(on_gpu.prefill(prompts)), on_cpu.prefill(prompts), atol=1e-9)
     for how in ({}, {"repetition_penalty": 2.0}):

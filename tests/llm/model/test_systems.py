@@ -13,7 +13,7 @@ from ptxlab.llm.model import Config, FloatModel, KernelRunner, NumpyRunner, Quan
 from ptxlab.llm.recipe.quantize import quantize_model
 from ptxlab.llm.recipe.systems import SYSTEMS, ServingSystem
 from ptxlab.llm.server import Server
-from tests.support.small_prompts import some_prompts
+from tests.support.small_prompts import random_prompts
 
 CONFIG = Config(hidden=256, ffn=384, heads=4, kv_heads=2, head_dim=64, layers=2, vocabulary=200)
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocabulary, (4, 40))
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_numpy_but_for_ties(models: dict[str, QuantizedModel
         pytest.skip(reason)
     model, how = models[system.name], {"context": 170, "batch_invariant": True}
     served = Server(KernelRunner(model, 3, **how, chunk=64))
-    requests = [served.submit(prompt, 16) for prompt in some_prompts((3, 70, 150), CONFIG.vocabulary)]
+    requests = [served.submit(prompt, 16) for prompt in random_prompts((3, 70, 150), CONFIG.vocabulary)]
     served.run()
     assert [len(request.tokens) for request in requests] == [16, 16, 16]
     alone = NumpyRunner(model, 1, **how)

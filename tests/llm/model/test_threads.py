@@ -11,7 +11,7 @@ import pytest
 
 from ptxlab.llm.model import threads
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.threads import each_stream
+from ptxlab.llm.model.threads import map_streams
 
 pytest.importorskip("threadpoolctl", reason="of the extra `model`")
 STREAMS = [np.full((1, 2, 3), i, np.float32) for i in range(9)]
@@ -30,13 +30,13 @@ def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
         together.wait()  # breaks unless three run at a time
         return float(x[0, 0, 0])
 
-    assert [*each_stream(first, STREAMS)] == [*range(9)]
+    assert [*map_streams(first, STREAMS)] == [*range(9)]
 
 
 def test_no_more_is_made_than_is_taken(three: None) -> None:
     """No more than four are made, so that three can run while one waits."""
     made: list[int] = []
-    results = each_stream(lambda x: made.append(0), STREAMS)
+    results = map_streams(lambda x: made.append(0), STREAMS)
     for taken in range(1, 10):
         next(results)
         assert len(made) <= taken + 3
@@ -48,7 +48,7 @@ def test_an_error_comes_out(three: None) -> None:
         if x[0, 0, 0] == 4:
             raise ValueError("stream 4")
 
-    results = each_stream(failing, STREAMS)
+    results = map_streams(failing, STREAMS)
     assert [next(results) for _ in range(4)] == [None] * 4
     with pytest.raises(ValueError, match="stream 4"):
         next(results)
@@ -61,12 +61,12 @@ def test_one_after_the_other(alone: str, three: None, monkeypatch: pytest.Monkey
     if alone == "no threadpoolctl":
         monkeypatch.setattr(threads, "find_spec", lambda name: None)
     streams = STREAMS if alone != "arrays of a GPU" else [object()] * 2
-    assert {*each_stream(lambda x: threading.get_ident(), streams)} == {threading.get_ident()}
+    assert {*map_streams(lambda x: threading.get_ident(), streams)} == {threading.get_ident()}
 
 
 def test_a_copy_has_the_same_settings() -> None:
     numerics = FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)
-    numerics.cached(*np.zeros((2, 1, 4, 1, 64), np.float32), {})
+    numerics.round_to_cache(*np.zeros((2, 1, 4, 1, 64), np.float32), {})
     assert pickle.loads(pickle.dumps(numerics)) == copy.deepcopy(numerics) == numerics
 
 

@@ -51,7 +51,7 @@ def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, Quant
     When the folder is loaded and written again, every byte is.
     """
     recipe, out, model = made
-    right = next(calibrate.quantize_layers(calibrate.prepared(small(), recipe), TEXT, recipe))
+    right = next(calibrate.quantize_layers(calibrate.prepare_model(small(), recipe), TEXT, recipe))
     assert right is not None
     found = dequantized(model).layers[0]
     assert found.keys() == right.floats.keys()
@@ -91,7 +91,7 @@ def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
     peaks: list[Any] = []
     numerics = recipe.numerics()
     for sample in TEXT:
-        floats.run_layer(floats.embedded(sample[None]), floats.layers[0], Peaks())
+        floats.run_layer(floats.embed(sample[None]), floats.layers[0], Peaks())
     if recipe.int8 is not None:
         assert int(floats.layers[0]["down_int8"]) == 1
         largest = np.max(peaks, axis=0)
@@ -99,11 +99,11 @@ def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
 
 
 def test_folding_an_order_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, recipe, fold = small(), FOUR_BITS["fmpq"].but(clip=None, gptq=False), calibrate.folded
-    monkeypatch.setattr(calibrate, "folded", lambda layer: layer)
+    model, recipe, fold = small(), FOUR_BITS["fmpq"].but(clip=None, gptq=False), calibrate.fold_down_order
+    monkeypatch.setattr(calibrate, "fold_down_order", lambda layer: layer)
     plain = next(calibrate.quantize_layers(model, TEXT, recipe))
     assert plain is not None and not np.array_equal(plain.floats["down_order"], np.arange(192))
-    x, numerics = model.embedded(TEXT), recipe.numerics()
+    x, numerics = model.embed(TEXT), recipe.numerics()
     before, after = (model.run_layer(x, layer.floats, numerics) for layer in (plain, fold(plain)))
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)  # sums in another order
 
@@ -167,7 +167,7 @@ def test_a_product_is_the_kernels_reference(scheme: str, to: str, tmp_path: Path
     loaded = layout.load_reordered(tmp_path / "w.safetensors")
     assert vars(loaded).keys() == vars(packed).keys() and loaded.nbytes == packed.nbytes
     order, product = loaded.order, GroupProduct(loaded, bias)
-    read = product.quantized(x)
+    read = product.quantize(x)
     if scheme == "atom":
         right = quant.quantize_atom_activations(x[:, order], 64, 64, clip=0.8)
         expected = gemm_atom(rows, right, bias)
@@ -189,7 +189,7 @@ def test_blocks_of_128_are_what_comets_kernel_computes() -> None:
     rows = quant.quantize_atom_weight(w, 128, 0)
     product = GroupProduct(pack_reordered(rows, np.arange(384), int8=1))
     right = gemm_blocks(quant.BlockRows(rows.q4, rows.scale4), quant.quantize_blocks(x, 1))
-    np.testing.assert_array_equal(product(product.quantized(x), "float32"), right, strict=True)
+    np.testing.assert_array_equal(product(product.quantize(x), "float32"), right, strict=True)
 
 
 def test_kernels_of_a_layer_take_blocks_of_128(made: tuple[Recipe, Path, QuantizedModel]) -> None:

@@ -60,12 +60,12 @@ def errors_of(model: FloatModel, name: str, chosen: dict[str, float] | None = No
 
 
 def gram(model: FloatModel) -> Any:
-    reads = calibrate.read_by("q", model.run_layer, [model.embedded(TEXT)], model.layers[0], EXACT)
+    reads = calibrate.capture_inputs("q", model.run_layer, [model.embed(TEXT)], model.layers[0], EXACT)
     return calibrate.statistics(reads, RECIPE.numerics())[0]
 
 
 def search(model: FloatModel, **changes: Any) -> dict[str, float | None]:
-    states = [model.embedded(sample[None]) for sample in TEXT]
+    states = [model.embed(sample[None]) for sample in TEXT]
     return calibrate.search_block(model, model.layers[0], states, RECIPE.but(**changes), gram(model))
 
 
@@ -89,7 +89,7 @@ def test_a_ratio_is_taken_where_the_block_loses_less_by_it_than_by_searched_leve
     model = model_with_large_channels()
     layer = model.layers[0]
     assert search(model) == {"q": None, "k": 0.85}
-    states = [model.embedded(sample[None]) for sample in TEXT]
+    states = [model.embed(sample[None]) for sample in TEXT]
     block = calibrate.quantize_layer(model, layer, states, RECIPE)
     without = calibrate.quantize_layer(model, layer, states, RECIPE.but(clip_block=False))
     np.testing.assert_allclose(block.floats["k"], quantize_clipped(layer["k"], 0.85), rtol=1e-6, atol=1e-9)
@@ -128,11 +128,11 @@ def test_a_grid_gives_fixed_rows_the_levels_of_the_clipped_range(kind: Any, grou
 def test_a_search_takes_the_first_sequences_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_large_channels()
     read: list[tuple[int, ...]] = []
-    run = calibrate.read_by
-    monkeypatch.setattr(calibrate, "read_by", lambda *of: read.extend(x.shape for x in of[2]) or run(*of))
+    run = calibrate.capture_inputs
+    monkeypatch.setattr(calibrate, "capture_inputs", lambda *of: read.extend(x.shape for x in of[2]) or run(*of))
     monkeypatch.setattr(calibrate, "CLIP_TOKENS", 60)
     monkeypatch.setattr(calibrate, "CLIP_RATIOS", (1.0,))
-    batches = [model.embedded(np.concatenate([TEXT, TEXT])[i : i + 2]) for i in (0, 2, 4)]
+    batches = [model.embed(np.concatenate([TEXT, TEXT])[i : i + 2]) for i in (0, 2, 4)]
     calibrate.search_block(model, model.layers[0], batches, RECIPE, gram(model))
     assert read == [(3, 20, 64)] + 3 * [(2, 20, 64), (1, 20, 64)]  # what `gram` read, then the block three times
 

@@ -18,7 +18,7 @@ MODEL = FloatModel.random(
 )
 LAYER = MODEL.layers[0]
 TEXT = np.random.default_rng(0).integers(0, 60, (3, 20))
-STATES = [MODEL.embedded(sample[None]) for sample in TEXT]
+STATES = [MODEL.embed(sample[None]) for sample in TEXT]
 
 
 class Recorded(Numerics):
@@ -31,9 +31,9 @@ class Recorded(Numerics):
         self.seen[name].append(x.reshape(-1, x.shape[-1]))
         return self.inner.product(name, x, layer)
 
-    def cached(self, keys: Any, values: Any, layer: Any) -> tuple[Any, Any]:
+    def round_to_cache(self, keys: Any, values: Any, layer: Any) -> tuple[Any, Any]:
         self.seen["keys"].append(keys.reshape(-1, 32))
-        return self.inner.cached(keys, values, layer)
+        return self.inner.round_to_cache(keys, values, layer)
 
 
 def read(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:
@@ -55,7 +55,10 @@ def test_steps_get_the_largest_magnitudes_of_all_samples() -> None:
     right = steps.smooth_keys(LAYER, largest["keys"].reshape(2, 16), 0.4)
     right, factor = steps.smooth_down(right, largest["down"], 0.3, 0.8)
     right = steps.reorder_heads(steps.reorder_down(right, largest["down"] / factor), largest["o"].reshape(4, 16))
-    assert_same(calibrate.shaped(MODEL, LAYER, STATES, Recipe(smooth_keys=0.4, smooth=(0.3, 0.8), reorder=True)), right)
+    assert_same(
+        calibrate.smooth_and_reorder(MODEL, LAYER, STATES, Recipe(smooth_keys=0.4, smooth=(0.3, 0.8), reorder=True)),
+        right,
+    )
 
 
 def test_heads_are_smoothed_before_they_are_reordered() -> None:
@@ -65,7 +68,9 @@ def test_heads_are_smoothed_before_they_are_reordered() -> None:
         steps.reorder_down(right, np.abs(np.concatenate(read(LAYER)["down"])).max(axis=0)),
         largest / np.repeat(factor, 2, axis=0),
     )
-    assert_same(calibrate.shaped(MODEL, LAYER, STATES, Recipe(smooth_heads=(0.1, 0.9), reorder=True)), right)
+    assert_same(
+        calibrate.smooth_and_reorder(MODEL, LAYER, STATES, Recipe(smooth_heads=(0.1, 0.9), reorder=True)), right
+    )
 
 
 def test_smoothed_heads_lose_less_where_the_input_of_o_has_outliers() -> None:
@@ -75,9 +80,9 @@ def test_smoothed_heads_lose_less_where_the_input_of_o_has_outliers() -> None:
     errors = []
     for exponents in (None, (0.5, 0.5)):
         recipe = Recipe(smooth_heads=exponents, scheme="qoq_channel", kv=None)
-        smoothed = {**calibrate.shaped(MODEL, layer, STATES, recipe)}
+        smoothed = {**calibrate.smooth_and_reorder(MODEL, layer, STATES, recipe)}
         weight = smoothed["o"]
-        smoothed["o"] = steps.rounded(weight, None, recipe.grid(weight)).values
+        smoothed["o"] = steps.round_to_nearest(weight, None, recipe.grid(weight)).values
         inputs = read(layer)["o"], read(smoothed)["o"]
         outputs = [recipe.numerics().input(x) @ smoothed["o"].T for x in inputs[1]]
         pairs = zip(inputs[0], outputs, strict=True)
@@ -143,19 +148,19 @@ def test_the_next_layer_sees_what_the_quantised_ones_make() -> None:
 @pytest.mark.parametrize(("stream", "heads"), [("hadamard", False), ("random", True), (None, True)])
 def test_a_recipe_rotates_what_it_says(stream: str | None, heads: bool) -> None:
     rotation = {"hadamard": steps.hadamard(64), "random": steps.random_orthogonal(64), None: None}[stream]
-    right = calibrate.turned(MODEL, rotation, steps.hadamard(16) if heads else None)
-    found = calibrate.prepared(MODEL, Recipe(rotate=stream, rotate_heads=heads))
+    right = calibrate.rotate_model(MODEL, rotation, steps.hadamard(16) if heads else None)
+    found = calibrate.prepare_model(MODEL, Recipe(rotate=stream, rotate_heads=heads))
     assert_same(found.layers[1], right.layers[1])
     np.testing.assert_array_equal(found.embedding, right.embedding)
 
 
 def test_samples_are_from_all_over_the_text() -> None:
-    found = calibrate.samples(np.arange(1000), 100, 10, seed=1)
+    found = calibrate.draw_samples(np.arange(1000), 100, 10, seed=1)
     assert found.shape == (100, 10) and (np.diff(found) == 1).all()
     assert found.min() < 50 and found.max() > 950 and len(set(found[:, 0])) > 80
-    assert (found == calibrate.samples(np.arange(1000), 100, 10, seed=1)).all()
-    assert (found != calibrate.samples(np.arange(1000), 100, 10, seed=2)).any()
-    assert calibrate.samples(np.arange(10), 2, 10).tolist() == [list(range(10))] * 2
+    assert (found == calibrate.draw_samples(np.arange(1000), 100, 10, seed=1)).all()
+    assert (found != calibrate.draw_samples(np.arange(1000), 100, 10, seed=2)).any()
+    assert calibrate.draw_samples(np.arange(10), 2, 10).tolist() == [list(range(10))] * 2
 
 
 def test_each_layer_is_calibrated_with_its_own_window() -> None:

@@ -25,7 +25,7 @@ CONFIG = Config(
 )
 MODEL = FloatModel.random(CONFIG)
 TEXT = np.random.default_rng(0).integers(0, 60, (6, 40))
-STATES = [MODEL.embedded(sample[None]) for sample in TEXT]
+STATES = [MODEL.embed(sample[None]) for sample in TEXT]
 LQQ = RECIPES["lqq"].but(group=32)
 
 
@@ -46,11 +46,11 @@ def taken_by(model: FloatModel, stream: list[Any], layer: Layer, expert: int) ->
 @pytest.mark.usefixtures("few_tokens_suffice")
 def test_rotation_smoothing_and_reordering_do_not_change_the_function() -> None:
     model = FloatModel.random(CONFIG, dtype=np.float64)
-    turned = calibrate.prepared(model, LQQ)
-    states = [turned.embedded(sample[None]) for sample in TEXT]
+    turned = calibrate.prepare_model(model, LQQ)
+    states = [turned.embed(sample[None]) for sample in TEXT]
     layers = []
     for layer in turned.layers:
-        layers.append(calibrate.shaped(turned, layer, states, LQQ))
+        layers.append(calibrate.smooth_and_reorder(turned, layer, states, LQQ))
         assert not np.allclose(layers[-1]["up.1"], layer["up.1"])
         states = [turned.run_layer(x, layer) for x in states]
     shaped = replace(turned, layers=layers)
@@ -90,7 +90,7 @@ def test_a_searched_strength_is_that_of_all_experts_for_their_common_input(monke
     """The function stays; gates, ups and the router take one λ, a down its own, or none with few tokens."""
     monkeypatch.setattr(calibrate, "LEAST_TOKENS", 105)
     model = FloatModel.random(CONFIG, dtype=np.float64)
-    layer, states = {**model.layers[0]}, [model.embedded(sample[None]) for sample in TEXT]
+    layer, states = {**model.layers[0]}, [model.embed(sample[None]) for sample in TEXT]
     layer["post_norm"] = np.where(np.arange(64) % 20 == 3, 60, 1) * layer["post_norm"]
     smoothed = calibrate.smooth_layer(model, layer, states, RECIPES["liquid"].but(group=32), 0)
     factor = layer["post_norm"] / smoothed["post_norm"]
@@ -138,7 +138,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
     assert list(errors[1])[:4] == ["qkv", "o", "gate_up.0", "down.0"] and len(errors[1]) == 10
     assert all((error is None) == (name in ("rtn", "liquid")) for error in errors[1].values())
     loaded = dequantized(folder.load(tmp_path / "out"))
-    first = next(calibrate.quantize_layers(calibrate.prepared(MODEL, recipe), TEXT, recipe))
+    first = next(calibrate.quantize_layers(calibrate.prepare_model(MODEL, recipe), TEXT, recipe))
     assert first is not None
     for part in ("q", "o", "gate.2", "up.0", "down.3"):
         np.testing.assert_array_equal(first.floats[part], loaded.layers[0][part])
@@ -155,7 +155,7 @@ def test_the_whole_recipe_beats_rounding() -> None:
     exact = model.logits(model.states([TEXT])[0])
     for name in ("rtn", "lqq"):
         recipe = RECIPES[name].but(group=32)
-        turned = calibrate.prepared(model, recipe)
+        turned = calibrate.prepare_model(model, recipe)
         layers = [layer.floats for layer in calibrate.quantize_layers(turned, TEXT, recipe) if layer]
         calibrated = replace(turned, layers=layers)
         logits = calibrated.logits(calibrated.states([TEXT], recipe.numerics())[0])

@@ -79,8 +79,8 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
         for matrix in ("qkv", "o", "gate_up", "down"):
             weight: Any = unpack(getattr(layer, matrix))
             assert not hasattr(weight, "overflows") or not weight.overflows().any()
-    states = [dequantized(loaded).embedded(TEXT[:1])]
-    for index, layer in enumerate(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe)):
+    states = [dequantized(loaded).embed(TEXT[:1])]
+    for index, layer in enumerate(calibrate.quantize_layers(calibrate.prepare_model(model, recipe), TEXT, recipe)):
         assert layer is not None
         ours = dequantized(loaded).layers[index]
         for matrix in ("q", "k", "v", "o", "gate", "up", "down"):
@@ -96,7 +96,7 @@ def test_the_whole_recipe_beats_rounding() -> None:
     model, found = small(), {}
     for name in ("rtn", "lqq"):
         recipe = PACKED[name]
-        prepared = calibrate.prepared(model, recipe)
+        prepared = calibrate.prepare_model(model, recipe)
         layers = [layer for layer in calibrate.quantize_layers(prepared, TEXT, recipe) if layer]
         new = FloatModel(**{**vars(prepared), "layers": [layer.floats for layer in layers]})
         logits = new.logits(new.states([TEXT], recipe.numerics())[0])
@@ -108,8 +108,8 @@ def test_the_whole_recipe_beats_rounding() -> None:
 def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
     model = FloatModel.random(replace(CONFIG, hidden=184, layers=1), dtype=np.float64)
     with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
-        calibrate.prepared(model, RECIPES["lqq"])
-    turned = calibrate.prepared(model, RECIPES["lqq"].but(rotate="random"))
+        calibrate.prepare_model(model, RECIPES["lqq"])
+    turned = calibrate.prepare_model(model, RECIPES["lqq"].but(rotate="random"))
     logits = [each.logits(each.states([TEXT])[0]) for each in (model, turned)]
     np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
 
@@ -369,7 +369,7 @@ def test_a_file_in_the_place_of_the_unfinished_folder(tmp_path: Path) -> None:
 )
 def test_samples_that_no_text_has(given: dict[str, int], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        calibrate.samples(TEXT.reshape(-1), **{"count": 1, "length": 4, **given})
+        calibrate.draw_samples(TEXT.reshape(-1), **{"count": 1, "length": 4, **given})
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
@@ -407,14 +407,14 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     four_bits = name in ("atom", "fmpq")
     model = small(replace(CONFIG, hidden=128, heads=8) if four_bits else CONFIG)
     recipe = RECIPES[name] if four_bits else RECIPES[name].but(group=32)
-    host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
+    host = next(calibrate.quantize_layers(calibrate.prepare_model(model, recipe), TEXT, recipe))
     moved = FloatModel(
         config=model.config,
         embedding=DispatchingArray(model.embedding),
         layers=[{name: DispatchingArray(array) for name, array in layer.items()} for layer in model.layers],
         final_norm=DispatchingArray(model.final_norm),
     )
-    device = next(calibrate.quantize_layers(calibrate.prepared(moved, recipe), to_device(TEXT), recipe))
+    device = next(calibrate.quantize_layers(calibrate.prepare_model(moved, recipe), to_device(TEXT), recipe))
     assert host is not None and device is not None
     for name, w in host.floats.items():
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)

@@ -55,7 +55,7 @@ def test_the_strength_with_the_least_error_is_taken() -> None:
 
 def test_it_changes_no_function() -> None:
     model, recipe = model_with_outliers(), RECIPES["liquid"]
-    states = [model.embedded(TEXT)]
+    states = [model.embed(TEXT)]
     layer = model.layers[0]
     changed = smooth_layer(model, layer, states, recipe, 0)
     right = model.run_layer(states[0], layer, index=0)
@@ -69,7 +69,7 @@ def test_it_changes_no_function() -> None:
 def test_it_loses_less_than_rounding_alone() -> None:
     """The model has outliers that rounding to nearest pays for; the error is that of a layer's output."""
     model, errors = model_with_outliers(), {}
-    x = model.embedded(TEXT)
+    x = model.embed(TEXT)
     right = model.run_layer(x, model.layers[0], index=0)
     for name in ("rtn", "liquid"):
         quantized = next(iter(quantize_layers(model, TEXT, RECIPES[name].but(kv=None))))

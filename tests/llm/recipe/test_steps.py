@@ -11,7 +11,7 @@ from ptxlab.llm.accuracy.steps import mixing, off_grid
 from ptxlab.llm.model import Config, FloatModel
 from ptxlab.llm.model.decoder import EXACT, Numerics
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.recipe.calibrate import turned
+from ptxlab.llm.recipe.calibrate import rotate_model
 
 CONFIG = Config(hidden=96, ffn=72, heads=4, kv_heads=2, head_dim=24, layers=2, vocabulary=50, tied_head=True)
 BIASED = Config(hidden=40, ffn=24, heads=6, kv_heads=2, head_dim=8, layers=1, vocabulary=30, qkv_bias=True)
@@ -52,7 +52,7 @@ def test_an_order_without_a_hadamard_matrix_is_refused(n: Any) -> None:
 def test_rotation_changes_no_logits(model: FloatModel) -> None:
     H, D = model.config.hidden, model.config.head_dim
     hadamard = recipe.hadamard(D), recipe.hadamard(H)
-    rotated = turned(model, hadamard[1], hadamard[0])
+    rotated = rotate_model(model, hadamard[1], hadamard[0])
     assert_same_function(model, rotated)
     assert rotated.head is not None and not rotated.config.tied_head
     spread = np.abs(rotated.layers[0]["q"]).max() / np.abs(model.layers[0]["q"] * model.layers[0]["input_norm"]).max()

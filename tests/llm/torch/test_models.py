@@ -9,7 +9,7 @@ import pytest
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.recipe import Recipe
-from tests.support.torch_models import FAMILIES, small
+from tests.support.torch_models import FAMILIES, small_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -51,7 +51,7 @@ def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]
     """Its caches have the same bytes too."""
     from ptxlab.llm.torch import quantize_model
 
-    model = small(family)
+    model = small_model(family)
     ready = quantized(model)
     wanted, runner = ours(ready, prompts)
     found, cache = theirs(quantize_model(model, ready), prompts)
@@ -77,7 +77,7 @@ def test_floats_of_a_model_are_its_own(name: str) -> None:
     from ptxlab.llm.torch.models import float_model
 
     family, changes = CARRIED[name]
-    model, exact = small(family, **changes), small(family, "float32", **changes)
+    model, exact = small_model(family, **changes), small_model(family, "float32", **changes)
     if name == "head of its own":  # as of a file that holds a head which its config denies
         for each in (model, exact):
             each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().flip(0))
@@ -92,7 +92,7 @@ def test_floats_of_a_model_are_its_own(name: str) -> None:
 def test_a_head_of_its_own_is_kept() -> None:
     from ptxlab.llm.torch import quantize_model
 
-    model = small("smollm")
+    model = small_model("smollm")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     kept = model.lm_head.weight.detach().clone()
     assert torch.equal(quantize_model(model).lm_head.weight, kept) and not model.config.tie_word_embeddings
@@ -102,7 +102,7 @@ def test_bfloat16_has_the_bytes_of_our_runner() -> None:
     """The head's logits are bfloat16 there, and float16 here; so not all tokens agree."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
-    model = small("qwen2", "bfloat16")
+    model = small_model("qwen2", "bfloat16")
     ready = quantized(model)
     runner = NumpyRunner(ready, 1, CONTEXT)
     runner.prefill(PROMPTS[:1])
@@ -116,10 +116,10 @@ def test_bfloat16_has_the_bytes_of_our_runner() -> None:
 def test_a_recipe_rotates_and_rounds() -> None:
     """Rotation unties the head."""
     from ptxlab.llm.torch import quantize_model
-    from ptxlab.llm.torch.models import _quantized, float_model
+    from ptxlab.llm.torch.models import _quantize_by_recipe, float_model
 
-    recipe, model = Recipe(rotate="hadamard", rotate_heads=True, clip="weights"), small("smollm")
-    ready = _quantized(float_model(model), recipe, None, "strips", "float16", lambda label: None)
+    recipe, model = Recipe(rotate="hadamard", rotate_heads=True, clip="weights"), small_model("smollm")
+    ready = _quantize_by_recipe(float_model(model), recipe, None, "strips", "float16", lambda label: None)
     wanted, _ = ours(ready, PROMPTS)
     assert not model.lm_head.weight.equal(quantize_model(model, recipe).model.embed_tokens.weight)
     assert theirs(model, PROMPTS)[0] == wanted
@@ -131,7 +131,7 @@ def test_a_step_compiles_without_a_break(family: str) -> None:
     """The prompt runs in eager mode, then steps run as one graph."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
-    model = quantize_model(small(family, num_hidden_layers=1))
+    model = quantize_model(small_model(family, num_hidden_layers=1))
     wanted, _ = theirs(model, PROMPTS[:1])
     cache, tokens, found = KV4Cache(model, 1, CONTEXT), torch.tensor(PROMPTS[:1]), []
     step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -161,7 +161,7 @@ def test_generate_compiles_one_step_for_all_lengths() -> None:
 
         return run
 
-    model = quantize_model(small(num_hidden_layers=1))
+    model = quantize_model(small_model(num_hidden_layers=1))
     config = CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
     prompts = torch.tensor([[0, 0, 7, 11], [13, 17, 19, 23]])
@@ -184,7 +184,7 @@ def test_inductor_takes_attention_on_the_cpu() -> None:
     from ptxlab.llm.torch import KV4Cache, quantize_model
     from ptxlab.llm.torch.cache import Past, attend_kv4
 
-    model = quantize_model(small(num_hidden_layers=1))
+    model = quantize_model(small_model(num_hidden_layers=1))
     cache = KV4Cache(model, 2, CONTEXT)
     past = Past(cache, cache.pools[0], cache.rows(torch.tensor([[0], [0]]), None, 2))
     q = torch.randn(2, model.config.num_attention_heads, 1, cache.head_dim).half()
@@ -202,7 +202,7 @@ def test_parts_of_tensors_are_taken() -> None:
     """
     from ptxlab.llm.torch import KV4Cache, W4A8Linear, quantize_model
 
-    model, tokens = quantize_model(small()), torch.tensor([[5, 7, 11], [13, 17, 19]])
+    model, tokens = quantize_model(small_model()), torch.tensor([[5, 7, 11], [13, 17, 19]])
     logits = []
     for positions in (torch.tensor([[3], [3]]), torch.arange(4).expand(2, 4).contiguous()[:, -1:]):
         cache = KV4Cache(model, 2, CONTEXT)
@@ -217,7 +217,7 @@ def test_parts_of_tensors_are_taken() -> None:
 def test_reset_begins_anew_and_beams_are_copied() -> None:
     from ptxlab.llm.torch import quantize_model
 
-    model = quantize_model(small())
+    model = quantize_model(small_model())
     first, cache = theirs(model, PROMPTS)
     pools = [each.clone() for each in cache.pools]
     cache.reorder_cache(torch.tensor([1, 1]))
@@ -233,7 +233,7 @@ def test_reset_begins_anew_and_beams_are_copied() -> None:
 
 def calibrated() -> QuantizedModel:
     """Make a model with constants of a cache by channel, all 1."""
-    model = quantized(small())
+    model = quantized(small_model())
     constants = np.stack([np.ones((1, 64), np.float32), np.zeros((1, 64), np.float32)])
     layers = [replace(layer, cache="kv8_channel", k_channel=constants, v_channel=constants) for layer in model.layers]
     return replace(model, layers=layers)
@@ -242,7 +242,7 @@ def calibrated() -> QuantizedModel:
 def cached(context: int = CONTEXT, batch: int = 1) -> Any:
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
-    model = quantize_model(small())
+    model = quantize_model(small_model())
     tokens, cache = torch.tensor(PROMPTS[:1]), KV4Cache(model, batch, context)
     return model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
 
@@ -251,7 +251,7 @@ def passed(of: Any = None, attention: str = "ptxlab_kv4") -> Any:
     """Run the model with a cache of another model, or another implementation of attention."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
-    model = quantize_model(small())
+    model = quantize_model(small_model())
     cache = KV4Cache(of or model, 1, CONTEXT)
     if attention == "crop":
         return cache.crop(3)
@@ -266,19 +266,19 @@ def quantize(model: Any, recipe: Any = "rtn", **how: Any) -> Any:
 
 
 def mixed() -> Any:
-    model = small()
+    model = small_model()
     model.model.layers[1].mlp.up_proj.float()
     return model
 
 
 def elsewhere() -> Any:
-    model = small()
+    model = small_model()
     model.model.norm.to("meta")
     return model
 
 
 def untrained() -> Any:
-    model = small()
+    model = small_model()
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     return model
 
@@ -286,7 +286,7 @@ def untrained() -> Any:
 def of_experts(layout: str) -> QuantizedModel:
     from ptxlab.llm.torch.models import float_model
 
-    return QuantizedModel.rounded(float_model(small("mixtral")), group=64, rounding="nearest", layout=layout)
+    return QuantizedModel.rounded(float_model(small_model("mixtral")), group=64, rounding="nearest", layout=layout)
 
 
 def gpt2() -> Any:
@@ -297,48 +297,52 @@ def gpt2() -> Any:
 BAD = {
     "model: must be a model of transformers (got Linear)": lambda: quantize(torch.nn.Linear(3, 3)),
     "model_type: must be one of llama, mistral, mixtral, qwen2 (got 'gpt2')": lambda: quantize(gpt2()),
-    "model: must be a causal model (got LlamaModel)": lambda: quantize(small().model),
+    "model: must be a causal model (got LlamaModel)": lambda: quantize(small_model().model),
     "recipe: must be of a model in strips where it has experts (got qserve)": lambda: quantize(
-        small("mixtral"), of_experts("qserve")
+        small_model("mixtral"), of_experts("qserve")
     ),
     "must be of a model with experts=4 (got experts=2)": lambda: quantize(
-        small("mixtral"), quantized(small("mixtral", num_local_experts=2))
+        small_model("mixtral"), quantized(small_model("mixtral", num_local_experts=2))
     ),
-    "must be of float16 or bfloat16 (got float32)": lambda: quantize(small(dtype="float32")),
+    "must be of float16 or bfloat16 (got float32)": lambda: quantize(small_model(dtype="float32")),
     "model.layers.1.mlp.up_proj.weight: must be float16 on cpu as the embedding (got float32 on cpu": lambda: quantize(
         mixed()
     ),
     "model.norm.weight: must be float16 on cpu as the embedding (got float16 on meta": lambda: quantize(elsewhere()),
-    "must not be quantised yet": lambda: quantize(quantize(small())),
-    "recipe: must be one of lqq": lambda: quantize(small(), "int3"),
-    "recipe: must be a Recipe or its name, of scheme lqq": lambda: quantize(small(), "atom"),
-    "recipe: kv: must not be by channel: a KV4Cache has scales by token": lambda: quantize(small(), "liquid"),
-    "recipe: must be of a model without a cache by channel": lambda: quantize(small(), calibrated()),
-    "must be of a model with hidden=64 (got hidden=128)": lambda: quantize(small(), quantized(small(hidden_size=128))),
-    "must be of a model of float16 (got bfloat16)": lambda: quantize(small(), quantized(small(dtype="bfloat16"))),
+    "must not be quantised yet": lambda: quantize(quantize(small_model())),
+    "recipe: must be one of lqq": lambda: quantize(small_model(), "int3"),
+    "recipe: must be a Recipe or its name, of scheme lqq": lambda: quantize(small_model(), "atom"),
+    "recipe: kv: must not be by channel: a KV4Cache has scales by token": lambda: quantize(small_model(), "liquid"),
+    "recipe: must be of a model without a cache by channel": lambda: quantize(small_model(), calibrated()),
+    "must be of a model with hidden=64 (got hidden=128)": lambda: quantize(
+        small_model(), quantized(small_model(hidden_size=128))
+    ),
+    "must be of a model of float16 (got bfloat16)": lambda: quantize(
+        small_model(), quantized(small_model(dtype="bfloat16"))
+    ),
     "must be finite": lambda: quantize(untrained()),
     "must be of a model with window_layers=(1,) (got window_layers=(0,))": lambda: quantize(
-        small("windows"), quantized(small("windows", layer_types=[SLIDING, FULL]))
+        small_model("windows"), quantized(small_model("windows", layer_types=[SLIDING, FULL]))
     ),
     "model: max_position_embeddings: must be at most 1048576 (got 10000000)": lambda: quantize(
-        small(max_position_embeddings=10**7)
+        small_model(max_position_embeddings=10**7)
     ),
-    "attention_bias: must be false": lambda: quantize(small(attention_bias=True)),
+    "attention_bias: must be false": lambda: quantize(small_model(attention_bias=True)),
     "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context) (got DynamicCache)": lambda: quantize(
-        small()
+        small_model()
     )(torch.tensor(PROMPTS[:1])),
     "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 1 layers, 1 kv heads of 64)": lambda: passed(
-        of=small(num_hidden_layers=1)
+        of=small_model(num_hidden_layers=1)
     ),
     "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 2 layers, 2 kv heads of 64)": lambda: passed(
-        of=small("qwen2")
+        of=small_model("qwen2")
     ),
     "attn_implementation: must be ptxlab_kv4 for a quantised model (got sdpa)": lambda: passed(attention="sdpa"),
-    "KV4Cache: tokens are appended by the layers of quantize_model": lambda: passed(of=small(), attention="crop"),
+    "KV4Cache: tokens are appended by the layers of quantize_model": lambda: passed(of=small_model(), attention="crop"),
     "KV4Cache: no more than the context of 8 tokens (got position 8)": lambda: cached(8),
     "KV4Cache: batch: must be that of the tokens, 1 (got 2)": lambda: cached(batch=2),
     "KV4Cache: context: must be an integer, 1 or more (got 0)": lambda: cached(0),
-    "attn_implementation=ptxlab_kv4: for models of quantize_model (got LlamaAttention)": lambda: small(
+    "attn_implementation=ptxlab_kv4: for models of quantize_model (got LlamaAttention)": lambda: small_model(
         attn_implementation="ptxlab_kv4"
     )(torch.tensor(PROMPTS[:1])),
 }
@@ -356,7 +360,7 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
     """Its `generate` goes on where the cache ends."""
     from ptxlab.llm.torch import KV4Cache
 
-    model, other = quantize(small("qwen2")), quantize(small("qwen2"))
+    model, other = quantize(small_model("qwen2")), quantize(small_model("qwen2"))
     for each in other.state_dict().values():
         each.zero_()
     other.load_state_dict(model.state_dict())
@@ -370,14 +374,14 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
 def test_a_quantised_state_of_experts_is_loaded_into_another_model() -> None:
     from ptxlab.llm.torch import KV4Cache
 
-    model, empty = quantize(small("mixtral")), quantize(small("mixtral"))
+    model, empty = quantize(small_model("mixtral")), quantize(small_model("mixtral"))
     for tensor in empty.state_dict().values():
         tensor.zero_()
     state, tokens = model.state_dict(), torch.tensor(PROMPTS[:1])
     empty.load_state_dict(state)
     logits = [of(tokens, past_key_values=KV4Cache(of, 1, CONTEXT)).logits for of in (model, empty)]
     assert torch.equal(*logits) and "4 x 64, 256, lqq, group=64, float16" in str(model.model.layers[0].mlp)
-    larger = quantize(small("mixtral", num_local_experts=5))
+    larger = quantize(small_model("mixtral", num_local_experts=5))
     with pytest.raises(ArgumentError, match=r"^W4A8Grouped: .*gate_up_proj\._extra_state: must be .*'E': 5"):
         larger.load_state_dict(state)
 

@@ -8,7 +8,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.llm.model import KernelRunner, QuantizedModel
 from tests.support.torch_calls import OPERATORS, every_call
-from tests.support.torch_models import FAMILIES, small
+from tests.support.torch_models import FAMILIES, small_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
@@ -133,7 +133,9 @@ def test_linear_moves_and_gives_the_same() -> None:
 
 def decode_tokens(runner: KernelRunner) -> list[list[int]]:
     """Return the likeliest tokens behind `PROMPTS`, each token appended by the decode kernel."""
-    logits_behind = [[runner.decode([token], at=[b]) for token in prompt][-1] for b, prompt in enumerate(PROMPTS)]
+    logits_behind = [
+        [runner.decode([token], sequences=[b]) for token in prompt][-1] for b, prompt in enumerate(PROMPTS)
+    ]
     steps = [[int(logits[0].argmax()) for logits in logits_behind]]
     while len(steps) < TOKENS:
         steps.append(runner.decode(steps[-1]).argmax(axis=1).tolist())
@@ -153,7 +155,7 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool, monkeyp
     from ptxlab.llm.torch import KV4Cache, quantize_model
     from ptxlab.llm.torch.models import float_model
 
-    model = small(family)
+    model = small_model(family)
     ready = QuantizedModel.rounded(float_model(model), group=64, rounding="nearest")
     runner = KernelRunner(ready, len(PROMPTS), CONTEXT)
     expected = decode_tokens(runner)

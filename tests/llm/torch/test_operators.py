@@ -9,9 +9,23 @@ import pytest
 from ptxlab.errors import PtxlabError
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, gemm, gemm_channel
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normed_and_quantized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import rmsnorm_quantize_reference
 from ptxlab.lowbit.layout import gather, pack, stack_experts
-from tests.support.torch_calls import OPERATORS, D, Hkv, Hq, K, M, N, caches, every_call, normal, products, rope, weight
+from tests.support.torch_calls import (
+    OPERATORS,
+    D,
+    Hkv,
+    Hq,
+    K,
+    M,
+    N,
+    caches,
+    every_call,
+    gaussian,
+    products,
+    rope,
+    weight,
+)
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.torch
@@ -90,11 +104,11 @@ def test_grouped(ops: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
-    x, residual, gamma = (normal(rng, *shape, dtype=getattr(torch, dtype)) for shape in ((M, K), (M, K), (K,)))
+    x, residual, gamma = (gaussian(rng, *shape, dtype=getattr(torch, dtype)) for shape in ((M, K), (M, K), (K,)))
     given = [each.float().numpy() for each in (x, residual, gamma)]
     normed = torch.empty_like(x)
     got = ops.rmsnorm_quantize(x, gamma, residual, 1e-6, normed)
-    wanted = normed_and_quantized(*given, 1e-6, 1, 32, 1, IN=int(dtype == "bfloat16"))
+    wanted = rmsnorm_quantize_reference(*given, 1e-6, 1, 32, 1, IN=int(dtype == "bfloat16"))
     for ours, right in zip((residual, normed, *got), wanted, strict=True):
         assert np.array_equal(bits(ours), right)
 
@@ -103,7 +117,7 @@ def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
 def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -> None:
     """Two sequences are written in two ways, and attended to."""
     of, (cos, sin) = caches(rng, scheme, rotated), rope()
-    qkv, positions = normal(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
+    qkv, positions = gaussian(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
     slots = torch.tensor([0, 1, 2, 64, -1])
     q = ops.rope_append_kv4(qkv, of["pool"], slots, cos, sin, positions, head_dim=D, **of["how"])
     heads = qkv.float().numpy().reshape(5, -1, D)
@@ -142,7 +156,7 @@ def chunks(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
     of = caches(rng)
     k, v = (torch.from_numpy(rng.standard_normal((4, Hkv, D))).half() for _ in range(2))
     torch.ops.ptxlab.append_kv4(k, v, of["pool"], torch.tensor([0, 1, 2, 64]))
-    q, table = normal(rng, 3, Hq, D), torch.tensor([[0], [1]], dtype=torch.int32)
+    q, table = gaussian(rng, 3, Hq, D), torch.tensor([[0], [1]], dtype=torch.int32)
     starts = torch.tensor([0, 2, 3], dtype=torch.int32)
     return [q, of["pool"], table, torch.tensor([3, 1], dtype=torch.int32)], {"query_start_loc": starts}
 
@@ -231,7 +245,7 @@ def test_bad_input_is_one_line(message: str, ops: Any) -> None:
 
 
 def test_nothing_is_written_by_a_call_that_fails(ops: Any, rng: np.random.Generator) -> None:
-    x, residual = normal(rng, 2, K), normal(rng, 2, K)
+    x, residual = gaussian(rng, 2, K), gaussian(rng, 2, K)
     x[1, 5] = torch.inf
     before = residual.clone()
     with pytest.raises(PtxlabError, match="finite"):
