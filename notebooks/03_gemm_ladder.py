@@ -30,7 +30,7 @@ from ptxlab.lowbit import cost, kernels
 from ptxlab.lowbit.bench.shapes import LAYERS, TOKENS
 from report import figures, ladder
 
-record = ladder.recorded()
+record = ladder.load_record()
 
 # %% [markdown]
 # ## The floor

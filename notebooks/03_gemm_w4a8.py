@@ -24,7 +24,7 @@ from IPython.display import Markdown
 
 from report import figures, gemm, ladder, predictions, targets
 
-record = ladder.recorded()
+record = ladder.load_record()
 measured = not gemm.points(record).empty
 
 # %% [markdown]

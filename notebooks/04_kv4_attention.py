@@ -32,7 +32,7 @@ from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import KVCache, gather
 from report import attention, figures, targets
 
-record = attention.recorded()
+record = attention.load_record()
 
 # %% [markdown]
 # ## A cache, a token, an output

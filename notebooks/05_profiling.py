@@ -57,7 +57,7 @@ Markdown("\n".join(lines))
 # the top: the time, then which unit is busiest, then what the warps waited for.
 
 # %%
-found = profiletables.compared()
+found = profiletables.load_compared()
 page_figure(found)
 
 # %% [markdown]
@@ -135,7 +135,7 @@ pipelines.comparison(64)
 # ever for other warps (pink).
 
 # %%
-timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
+timeline_figure(pipelines.load_timelines(pipelines.ATTENTION)[0])
 
 # %% [markdown]
 # ## Looking closer

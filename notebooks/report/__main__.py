@@ -49,8 +49,10 @@ def report(
 def not_sanitized() -> list[str]:
     """Return one line that lists the kernels missing from the records of some compute-sanitizer tool, if any."""
     paths = sorted(RESULTS.glob("*/sanitizers*.json"))
-    seen = [verdict for path in paths for verdict in json.loads(path.read_text(encoding="utf-8"))]
-    by_tool = [{name for each in seen if each["tool"] == tool for name in each["kernels"]} for tool in TOOLS]
+    verdicts = [verdict for path in paths for verdict in json.loads(path.read_text(encoding="utf-8"))]
+    by_tool = [
+        {name for verdict in verdicts if verdict["tool"] == tool for name in verdict["kernels"]} for tool in TOOLS
+    ]
     missing = [name for name in registry.specs() if not all(name in names for names in by_tool)]
     return [f"in no record of the sanitizers: {', '.join(missing)}"] if missing else []
 

@@ -33,19 +33,19 @@ class Accuracy:
     record: dict[str, Any]
 
 
-def recorded(name: str = "h200/accuracy.json") -> Accuracy | None:
+def load_record(name: str = "h200/accuracy.json") -> Accuracy | None:
     """Read a record below results, if it is there; by default that of the whole table."""
     path = RESULTS / name
     return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
 
 
-def points(found: Accuracy | None) -> pd.DataFrame:
+def points(accuracy_record: Accuracy | None) -> pd.DataFrame:
     """Return one row per step of a ladder: perplexity per text, mean over the calibration seeds, and `ratio`, `spread`.
 
     `ratio` to floats and `spread` of the seeds are of the first text; the spread is the largest less the smallest, NaN
     for one seed. `bytes` are those that the GEMMs of 1,024 tokens read.
     """
-    rows = found.record["rows"] if found else []
+    rows = accuracy_record.record["rows"] if accuracy_record else []
     if not rows:
         return pd.DataFrame(columns=["ladder", "step", "ratio", "spread", "bytes"])
     texts = list(rows[0]["perplexity"])
@@ -62,12 +62,12 @@ def points(found: Accuracy | None) -> pd.DataFrame:
 
 def section() -> str:
     """Return the perplexity table, where its figures come from, and the link to the picture, as Markdown."""
-    found = recorded()
-    rows = points(found)
-    if found is None or rows.empty:
+    accuracy_record = load_record()
+    rows = points(accuracy_record)
+    if accuracy_record is None or rows.empty:
         return MISSING
     drawn = "" if steps(rows).empty else "\n![Perplexity by step](notebooks/figures/accuracy_steps.png)\n"
-    return f"{table(rows)}\n{origin(found)}\n{drawn}"
+    return f"{table(rows)}\n{origin(accuracy_record)}\n{drawn}"
 
 
 def table(rows: pd.DataFrame) -> str:
@@ -81,22 +81,24 @@ def table(rows: pd.DataFrame) -> str:
     return markdown(columns.rename(columns=names), {names.get(name, name): form for name, form in shown.items()})
 
 
-def steps_figure(found: Accuracy) -> Figure:
+def steps_figure(accuracy_record: Accuracy) -> Figure:
     """Plot perplexity after each step of the W4A8KV4 ladders, as QServe's Fig. 16 in another order."""
-    rows = steps(points(found))
-    text = next(iter(found.record["rows"][0]["perplexity"]))
+    rows = steps(points(accuracy_record))
+    text = next(iter(accuracy_record.record["rows"][0]["perplexity"]))
     order = [step for step in ORDER if (rows.step == step).any()]
     ladders = {name: rows[rows.ladder == name] for name in COLOURS if (rows.ladder == name).any()}
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for rank, (name, of) in enumerate(ladders.items()):
-        places = [order.index(step) for step in of.step]
-        axes.plot(places, of[text], "o-", color=COLOURS[name], label=NAMES[name])
-        for place, value in zip(places, of[text], strict=True):
+    for rank, (name, ladder_points) in enumerate(ladders.items()):
+        places = [order.index(step) for step in ladder_points.step]
+        axes.plot(places, ladder_points[text], "o-", color=COLOURS[name], label=NAMES[name])
+        for place, perplexity in zip(places, ladder_points[text], strict=True):
             lowest, last = rank == len(ladders) - 1, place == len(order) - 1  # where the ladders come close
             offset, align = ((8, 5 - 9 * rank), "left") if last else ((0, -14 if lowest else 6), "center")
-            axes.annotate(f"{value:.2f}", (place, value), offset, textcoords="offset points", ha=align, fontsize=8)
-    exact = points(found)[text].iloc[0]
+            axes.annotate(
+                f"{perplexity:.2f}", (place, perplexity), offset, textcoords="offset points", ha=align, fontsize=8
+            )
+    exact = points(accuracy_record)[text].iloc[0]
     axes.axhline(exact, color=GREY, linestyle="--", label=f"float32, {exact:.2f}")
     axes.set_xticks(range(len(order)), order, rotation=25, ha="right")
     axes.set_yscale("log")
@@ -104,7 +106,9 @@ def steps_figure(found: Accuracy) -> Figure:
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.margins(y=0.1)
     axes.set_ylabel(f"perplexity on {text}")
-    removed = [_removed(of[text], exact) for of in ladders.values() if len(of) > 1]
+    removed = [
+        _removed_share(ladder_points[text], exact) for ladder_points in ladders.values() if len(ladder_points) > 1
+    ]
     share = f"{min(removed):.0%} to {max(removed):.0%}" if removed else "part"
     title(axes, f"W4A8KV4: the recipe removes {share} of what rounding to nearest adds")
     axes.legend(frameon=False)
@@ -112,7 +116,7 @@ def steps_figure(found: Accuracy) -> Figure:
     return figure
 
 
-def _removed(values: Any, exact: float) -> float:
+def _removed_share(values: Any, exact: float) -> float:
     """Return the share of the first step's added perplexity (over the exact one) that the last step removes."""
     first, last = np.asarray(values)[[0, -1]]
     return float((first - last) / (first - exact))
@@ -120,13 +124,13 @@ def _removed(values: Any, exact: float) -> float:
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Select the points of the W4A8KV4 ladders; return none unless some ladder has steps between its ends."""
-    found = rows[rows.ladder.isin(list(COLOURS))]
-    return found if (found.ladder.value_counts() > 2).any() else found[:0]
+    ladder_points = rows[rows.ladder.isin(list(COLOURS))]
+    return ladder_points if (ladder_points.ladder.value_counts() > 2).any() else ladder_points[:0]
 
 
-def origin(found: Accuracy) -> str:
+def origin(accuracy_record: Accuracy) -> str:
     """Describe the record: model, texts and windows, calibration, device, date and commit."""
-    record = found.record
+    record = accuracy_record.record
     windows = "; ".join(f"{name}: {W:,} windows of {T:,}" for name, (W, T) in record["windows"].items())
     samples, length = record["calibration"]
     return (

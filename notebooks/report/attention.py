@@ -67,14 +67,14 @@ A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100 (QServe §6.
 }
 
 
-def recorded() -> Record | None:
+def load_record() -> Record | None:
     """Load the record of the suite `attention` on the H200, or return None if there is none."""
-    return frames.recorded("attention")
+    return frames.load_record("attention")
 
 
-def recorded_table1() -> Record | None:
+def load_table1_record() -> Record | None:
     """Load the record of `ptxlab bench attention --only table1` on the H200, or return None if there is none."""
-    return frames.recorded(f"attention_{TABLE1_PART}")
+    return frames.load_record(f"attention_{TABLE1_PART}")
 
 
 def table1(record: Record | None) -> str:
@@ -90,9 +90,9 @@ def table1(record: Record | None) -> str:
     launched = rows[rows.face == FACE]
     bits_of = launched.config.map(lambda config: config["bits"])
     times |= {f"{FACE}, {bits} bits": launched[bits_of == bits].set_index("L").time_us for bits in (8, 4)}
-    eight, naive, four = (times[name] for name in TABLE1_STEPS)
+    kv8_us, naive_us, kv4_us = (times[name] for name in TABLE1_STEPS)
     table = pd.DataFrame({f"`{name}`": us for name, us in times.items()})
-    table["naive over 8 bits"], table["prefetch over 8 bits"] = eight / naive, eight / four
+    table["naive over 8 bits"], table["prefetch over 8 bits"] = kv8_us / naive_us, kv8_us / kv4_us
     table["the same, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
     table = table.reset_index(names="tokens")
     formats = {name: "{:.1f}" if "`" in name else "{:.2f}x" for name in table.columns[1:-1]}
@@ -110,14 +110,14 @@ def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:
     Columns beyond those of `frame`: `heads` by name; `over 16`, `over 8` and `over 4`, the speed-up over the fastest
     peer with a cache of that many bits; `over all`, the speed-up over the fastest of all peers.
     """
-    rows = frame(record, measure, stored=_stored(measure))
+    rows = frame(record, measure, stored=_select_stored(measure))
     rows["heads"] = [f"heads {Hq}/{Hkv}" for Hq, Hkv in zip(rows.Hq, rows.Hkv, strict=True)]
     for bits, names in BITS.items():
         rows[f"over {bits}"] = over_all(rows, names)
     return rows.assign(**{"over all": over_all(rows, ATTENTION_PEERS)})
 
 
-def _stored(measure: str) -> dict[Place, dict[str, float]]:
+def _select_stored(measure: str) -> dict[Place, dict[str, float]]:
     """Select the stored times of those peers that do the work of a measure, by place."""
     if measure == WITH_APPEND:
         return {
@@ -155,14 +155,14 @@ def unequal(record: Record | None) -> pd.DataFrame:
     return rows.assign(longer=rows.time_us / rows.even_us)
 
 
-def batched_and_single(rows: pd.DataFrame) -> pd.DataFrame:
+def main_batches(rows: pd.DataFrame) -> pd.DataFrame:
     """Select the batches at which most peers were measured; at 256 sequences only PyTorch was."""
     return rows[rows.B.isin(BATCHES) & rows.L.isin(LENGTHS)]
 
 
-def batched(rows: pd.DataFrame) -> pd.DataFrame:
+def batch_points(rows: pd.DataFrame) -> pd.DataFrame:
     """Select the points of those batches with more than one sequence."""
-    return batched_and_single(rows[rows.B > 1])
+    return main_batches(rows[rows.B > 1])
 
 
 def single(rows: pd.DataFrame) -> pd.DataFrame:
@@ -182,7 +182,7 @@ def between(rows: pd.DataFrame, least_us: float, most_us: float = math.inf) -> p
 
 def batches_table(record: Record | None) -> str:
     """Build the table of all batches: time, fraction of the floor, and speed-up where all peers were measured."""
-    rows = batched_and_single(points(record))
+    rows = main_batches(points(record))
     if record is None or rows.empty:
         return MISSING
     rows["best"] = rows.best.where(rows["over all"].notna(), "")
@@ -198,7 +198,7 @@ def means_table(record: Record | None) -> str:
 
     A row has the fraction of the floor, the speed-up over each kind of peer, and with an appended token over QServe.
     """
-    rows, behind = batched(points(record)), batched(behind_append(record))
+    rows, with_append = batch_points(points(record)), batch_points(behind_append(record))
     if rows.empty:
         return MISSING
     lines = []
@@ -211,7 +211,7 @@ def means_table(record: Record | None) -> str:
                 "programmatic launches": mean(alone.floor_us / alone.programmatic_us),
                 "over the best peer": mean(alone["over all"]),
                 "over the best 8-bit peer": mean(alone["over 8"]),
-                "append + attention over QServe KV4": mean(over(behind[behind.heads == heads], QSERVE)),
+                "append + attention over QServe KV4": mean(over(with_append[with_append.heads == heads], QSERVE)),
             }
         )
     table = pd.DataFrame(lines)
@@ -235,13 +235,13 @@ def steps_table(record: Record | None) -> str:
     rows = steps(record)
     if rows.empty:
         return MISSING
-    there = rows.kernel.map(A100_US)
+    a100_us = rows.kernel.map(A100_US)
     table = pd.DataFrame(
         {
             "kernel": "`" + rows.kernel + "`",
             "shows": [registry.find(name)[0].summary for name in rows.kernel],
-            "A100 (QServe)": there / 1e3,
-            "over naive": A100_US["attention_kv4_naive"] / there,
+            "A100 (QServe)": a100_us / 1e3,
+            "over naive": A100_US["attention_kv4_naive"] / a100_us,
             "here": rows.time_us / 1e3,
             "over naive here": rows[rows.kernel == "attention_kv4_naive"].time_us.max() / rows.time_us,
             "of the floor": rows.fraction,
@@ -258,15 +258,18 @@ def others_table(record: Record | None) -> str:
         (f"ragged, {r.heads}: log-uniform up to 8192 tokens beside even lengths", r.time_us, r.even_us, ".1f")
         for r in unequal(record).itertuples()
     ]
-    for tokens, what in POINTS:
+    for tokens, label in POINTS:
         for r in appends(record, tokens).itertuples():
-            how = "rotated" if r.R else "as it is"
-            named = f"append, {what} of {tokens} tokens, {r.H} heads, k {how}, beside a copy"
-            lines.append((named, r.time_us, r.floor_us, ".2f"))
+            key_form = "rotated" if r.R else "as it is"
+            label = f"append, {label} of {tokens} tokens, {r.H} heads, k {key_form}, beside a copy"
+            lines.append((label, r.time_us, r.floor_us, ".2f"))
     for r in points(record, merge.MEASURE).itertuples():
-        named = f"merged by a second kernel, {r.heads}, {r.B} x {r.L}, beside one launch"
-        lines.append((named, r.time_us, r.fused_us, ".1f"))
-    shown = [(what, f"{us:{form}} µs", f"{beside:{form}} µs", f"{us / beside:.2f}") for what, us, beside, form in lines]
+        label = f"merged by a second kernel, {r.heads}, {r.B} x {r.L}, beside one launch"
+        lines.append((label, r.time_us, r.fused_us, ".1f"))
+    shown = [
+        (label, f"{us:{form}} µs", f"{reference_us:{form}} µs", f"{us / reference_us:.2f}")
+        for label, us, reference_us, form in lines
+    ]
     return markdown(pd.DataFrame(shown, columns=["", "time", "beside", "ratio"])) if lines else MISSING
 
 
@@ -294,10 +297,10 @@ def speedup_figure(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(12, 6.6), layout="constrained")
     panels = figure.subplots(len(LENGTHS), len(HEADS), sharex=True, sharey=True)
     for (down, across), axes in np.ndenumerate(panels):
-        pair, length = HEADS[across], LENGTHS[down]
-        here = rows[(rows.Hq == pair[0]) & (rows.Hkv == pair[1]) & (length == rows.L)]
-        _panel(axes, here.set_index("B").reindex(batches))
-        title(axes, f"{pair[0]} query heads, {pair[1]} KV heads, {length:,} tokens", size=10)
+        heads, length = HEADS[across], LENGTHS[down]
+        panel_rows = rows[(rows.Hq == heads[0]) & (rows.Hkv == heads[1]) & (length == rows.L)]
+        _panel(axes, panel_rows.set_index("B").reindex(batches))
+        title(axes, f"{heads[0]} query heads, {heads[1]} KV heads, {length:,} tokens", size=10)
         if across == 0:
             axes.set_ylabel("time of the best peer / time")
         if down == len(LENGTHS) - 1:

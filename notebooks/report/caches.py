@@ -16,17 +16,21 @@ PEERS = {"float32": "f16", "FP8 e4m3, scale 1": "fp8"}  # rows whose time is tha
 COLOURS = {"KV4, keys rotated": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
 
 
-def recorded() -> accuracy.Accuracy | None:
+def load_record() -> accuracy.Accuracy | None:
     """Read the record of the cache's rows, if there is one."""
-    return accuracy.recorded("accuracy_cache.json")
+    return accuracy.load_record("accuracy_cache.json")
 
 
-def points(found: accuracy.Accuracy | None) -> pd.DataFrame:
+def points(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
     """Return a row per format, the float cache first: `step`, `cache_bytes` of a token, `perplexity`, `ratio`, `time`.
 
     The perplexity is that of the record's first text, `ratio` to floats; `time` is text (`decode_times`).
     """
-    rows = [row for row in found.record["rows"] if row["ladder"] in ("float", "cache")] if found else []
+    rows = (
+        [row for row in accuracy_record.record["rows"] if row["ladder"] in ("float", "cache")]
+        if accuracy_record
+        else []
+    )
     times = decode_times()
     table = [
         (row["step"], row["cache_bytes"], next(iter(row["perplexity"].values())), times.get(row["step"], "no kernel"))
@@ -38,7 +42,7 @@ def points(found: accuracy.Accuracy | None) -> pd.DataFrame:
 
 def decode_times() -> dict[str, str]:
     """Return the time of a decode step's attention by format: of this project's kernel, or of the fastest peer."""
-    measured = attention.points(attention.recorded())
+    measured = attention.points(attention.load_record())
     measured = measured[(measured[list(PLACE)] == list(PLACE.values())).all(axis=1)]
     times = dict.fromkeys(UNRECORDED, "not recorded")
     if measured.empty:
@@ -55,9 +59,9 @@ def decode_times() -> dict[str, str]:
 
 def section() -> str:
     """Return the table, what its figures are of, and the picture."""
-    found = recorded()
-    rows = points(found)
-    if found is None or rows.empty:
+    accuracy_record = load_record()
+    rows = points(accuracy_record)
+    if accuracy_record is None or rows.empty:
         return MISSING
     table = rows[["step", "cache_bytes", "perplexity", "ratio", "time"]].astype(object)
     table.columns = pd.Index(["cache", "bytes per token", "perplexity", "of float32", "attention of a decode step"])
@@ -68,12 +72,13 @@ def section() -> str:
         " values. Times on one H200: 64"
         f" sequences of {PLACE['L']:,} tokens, heads {PLACE['Hq']}/{PLACE['Hkv']} of 128, without the append."
     )
-    return f"{text}\n{note} {accuracy.origin(found)}\n\n![Perplexity by bytes](notebooks/figures/accuracy_cache.png)\n"
+    picture = "![Perplexity by bytes](notebooks/figures/accuracy_cache.png)"
+    return f"{text}\n{note} {accuracy.origin(accuracy_record)}\n\n{picture}\n"
 
 
-def cache_figure(found: accuracy.Accuracy) -> Figure:
+def cache_figure(accuracy_record: accuracy.Accuracy) -> Figure:
     """Plot how far each format's perplexity lies above that of floats, with the bytes of a token."""
-    rows = points(found).iloc[::-1]
+    rows = points(accuracy_record).iloc[::-1]
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")
     axes = figure.subplots()
     colours = [next((colour for name, colour in COLOURS.items() if step.startswith(name)), GREY) for step in rows.step]

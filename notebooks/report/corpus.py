@@ -27,43 +27,47 @@ def _record() -> list[dict[str, Any]]:
 
 def _features(forms: list[str]) -> str:
     """List the features that a kernel uses, by name; matrix instructions with their input types."""
-    found: dict[str, None] = {}
+    features: dict[str, None] = {}
     for begins, name in FAMILIES.items():
-        alike = [form for form in forms if form.startswith(begins)]
-        kinds = sorted({t for form in alike for t in form.split(".")[2:] if t in _TYPES}) if begins in _MATRIX else []
+        matching_forms = [form for form in forms if form.startswith(begins)]
+        kinds = (
+            sorted({t for form in matching_forms for t in form.split(".")[2:] if t in _TYPES})
+            if begins in _MATRIX
+            else []
+        )
         inputs = [t for t in kinds if t != "f16" or not {"e4m3", "e5m2"} & {*kinds}]
-        if alike:
-            found[f"{name} {'/'.join(inputs)}".strip()] = None
-    return ", ".join(found)
+        if matching_forms:
+            features[f"{name} {'/'.join(inputs)}".strip()] = None
+    return ", ".join(features)
 
 
 def summary() -> str:
     """Build the table of projects: number of kernels, outcomes of the run, findings."""
-    kernels = _record()
-    if not kernels:
+    runs = _record()
+    if not runs:
         return MISSING
     lines = []
-    for project in dict.fromkeys(each["project"] for each in kernels):
-        own = [each for each in kernels if each["project"] == project]
-        results = Counter(each["result"] for each in own)
+    for project in dict.fromkeys(run["project"] for run in runs):
+        project_runs = [run for run in runs if run["project"] == project]
+        outcomes = Counter(run["result"] for run in project_runs)
         lines.append(
             {
                 "project": project,
-                "version": "; ".join(dict.fromkeys(each["version"] for each in own)),
-                "kernels": len({each["name"] for each in own}),
-                "runs": len(own),
-                "right": results["right"],
-                "refused": results["refused"],
-                "other": len(own) - results["right"] - results["refused"],
-                "with findings": sum(bool(each["findings"]) for each in own),
-                "seconds, median": sorted(each["seconds"] for each in own)[len(own) // 2],
+                "version": "; ".join(dict.fromkeys(run["version"] for run in project_runs)),
+                "kernels": len({run["name"] for run in project_runs}),
+                "runs": len(project_runs),
+                "right": outcomes["right"],
+                "refused": outcomes["refused"],
+                "other": len(project_runs) - outcomes["right"] - outcomes["refused"],
+                "with findings": sum(bool(run["findings"]) for run in project_runs),
+                "seconds, median": sorted(run["seconds"] for run in project_runs)[len(project_runs) // 2],
             }
         )
-    right = sum(each["result"] == "right" for each in kernels)
-    forms = {form for each in kernels for form in each["forms"].split()}
+    right = sum(run["result"] == "right" for run in runs)
+    forms = {form for run in runs for form in run["forms"].split()}
     note = (
-        f"{len(kernels)} runs of {len({(e['project'], e['name']) for e in kernels})} kernels (a run is a kernel on one "
-        f"architecture), {right / len(kernels):.0%} right; {len(forms)} instruction forms."
+        f"{len(runs)} runs of {len({(e['project'], e['name']) for e in runs})} kernels (a run is a kernel on one "
+        f"architecture), {right / len(runs):.0%} right; {len(forms)} instruction forms."
     )
     return f"{markdown(pd.DataFrame(lines), {'seconds, median': '{:.1f}'}, left=2)}\n{note}\n"
 
@@ -74,35 +78,35 @@ def table() -> str:
     if not kernels:
         return MISSING
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for each in kernels:
-        rows.setdefault((each["project"], each["name"]), []).append(each)
+    for run in kernels:
+        rows.setdefault((run["project"], run["name"]), []).append(run)
     lines = [
         {
             "kernel": f"`{name}`",
             "project": project,
-            "architecture": ", ".join(each["arch"] for each in runs),
-            "uses": _features(sorted({form for each in runs for form in each["forms"].split()})),
-            "forms": max(len(each["forms"].split()) for each in runs),
-            "result": ", ".join(dict.fromkeys(each["result"] for each in runs)),
-            "findings": max(len(each["findings"]) for each in runs),
-            "seconds": max(each["seconds"] for each in runs),
+            "architecture": ", ".join(run["arch"] for run in runs),
+            "uses": _features(sorted({form for run in runs for form in run["forms"].split()})),
+            "forms": max(len(run["forms"].split()) for run in runs),
+            "result": ", ".join(dict.fromkeys(run["result"] for run in runs)),
+            "findings": max(len(run["findings"]) for run in runs),
+            "seconds": max(run["seconds"] for run in runs),
         }
         for (project, name), runs in rows.items()
     ]
     return markdown(pd.DataFrame(lines), {"seconds": "{:.1f}"}, left=4, text="result")
 
 
-def judged() -> str:
+def list_judgements() -> str:
     """List findings, refusals and failures kernel by kernel, each with a person's judgement."""
-    told: dict[tuple[str, str], str] = {}
-    for each in _record():
-        reason = each["why"]
-        if each["findings"]:
-            first = each["findings"][0]
+    judgements: dict[tuple[str, str], str] = {}
+    for run in _record():
+        reason = run["why"]
+        if run["findings"]:
+            first = run["findings"][0]
             reason = f"{first['kind']} at {first['file'].rpartition('/')[2]}:{first['line']}"
-        if reason or each["judged"]:
-            said = " ".join(part.strip().rstrip(".") + "." for part in (reason, each["judged"]) if part)
-            told[each["project"], each["name"]] = said.replace("|", "\\|")
-    if not told:
+        if reason or run["judged"]:
+            sentence = " ".join(part.strip().rstrip(".") + "." for part in (reason, run["judged"]) if part)
+            judgements[run["project"], run["name"]] = sentence.replace("|", "\\|")
+    if not judgements:
         return "None.\n"
-    return "".join(f"- **{project}, `{name}`**: {said}\n" for (project, name), said in told.items())
+    return "".join(f"- **{project}, `{name}`**: {sentence}\n" for (project, name), sentence in judgements.items())

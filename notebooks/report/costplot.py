@@ -16,8 +16,8 @@ from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report import gemm
 from report.frames import mean, means
 from report.gemmplot import COLOURS, layer_style
-from report.ladder import short
-from report.predictions import W8A8, called, duels, measured_device, predictions
+from report.ladder import short_name
+from report.predictions import W8A8, display_name, measured_device, predictions, ratios_to_8bit
 from report.style import bare, title, token_axis
 
 _ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style
@@ -37,7 +37,7 @@ def roofline_figure(record: Record) -> Figure:
     """Plot QServe's Fig. 3: the roof of each scheme on an A100; on the record's card also the measured rates."""
     figure = Figure(figsize=(14, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    a100, here = cost.device("a100"), measured_device(record)
+    a100, device = cost.device("a100"), measured_device(record)
     for name in ("W4A4", "W4A8", "W8A8", "W4A16", "FP16"):
         _roof(left, a100, name, label=name)
     alpha = counts.alpha_of(_DEAR)
@@ -45,13 +45,18 @@ def roofline_figure(record: Record) -> Figure:
     ridge = cost.transition(a100, _scheme("W8A8"))
     title(left, f"A100 (data sheet): 4-bit weights double the roof below {ridge / 2:.0f} tokens", size=10)
     for name in ("W4A8", "W8A8", "FP8"):
-        _roof(right, here, name, label=f"{name} roof")
-    rows, eight = (found[found.layer == str(DISSECTED)] for found in (gemm.points(record), gemm.eight_bit(record)))
+        _roof(right, device, name, label=f"{name} roof")
+    rows, eight = (
+        kernel_points[kernel_points.layer == str(DISSECTED)]
+        for kernel_points in (gemm.points(record), gemm.eight_bit(record))
+    )
     _dots(right, rows.M, rows.rate, color=BLUE, label="gemm_w4a8")
     _dots(right, eight.M, eight.rate, color=ORANGE, label="gemm_w8a8_sm90")
     fp8 = rows.operations / (rows["over cublas_fp8"] * rows.time_us) / 1e6
     _dots(right, rows.M, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
-    above = [M for M, rate in zip(rows.M, rows.rate, strict=True) if rate > cost.most_tops(here, _scheme("W8A8"), M, 0)]
+    above = [
+        M for M, rate in zip(rows.M, rows.rate, strict=True) if rate > cost.most_tops(device, _scheme("W8A8"), M, 0)
+    ]
     beyond = f"gemm_w4a8 is above the 8-bit roof up to {max(above)} tokens" if above else "measured beside the roofs"
     title(right, f"{record.device['name'].removeprefix('NVIDIA ')}, {DISSECTED}: {beyond}", size=10)
     for axes in (left, right):
@@ -92,20 +97,22 @@ def predicted_figure(record: Record) -> Figure:
     """
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    found = predictions(record)
-    ours = found.kernel.isin(_OURS)
-    for axes, part, what in zip(
-        panels, (found[~ours], found[ours]), ("The ladder's steps", "The launched kernels"), strict=True
+    points = predictions(record)
+    ours = points.kernel.isin(_OURS)
+    for axes, panel_points, panel_name in zip(
+        panels, (points[~ours], points[ours]), ("The ladder's steps", "The launched kernels"), strict=True
     ):
-        for name, mine in part.groupby("kernel", sort=False):
-            colour = _OURS.get(name) or COLOURS[short(name)]
-            places = mine.M.map(ALL_TOKENS.index)
-            axes.plot(places, mine.in_turn, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
-            label = f"{called(name)}: {mine.error.mean():.0%} ({mine.overlapped_error.mean():.0%})"
-            ratios = means(mine, "M", ["in_turn"]).in_turn.reindex(ALL_TOKENS)
+        for name, kernel_points in panel_points.groupby("kernel", sort=False):
+            colour = _OURS.get(name) or COLOURS[short_name(name)]
+            places = kernel_points.M.map(ALL_TOKENS.index)
+            axes.plot(places, kernel_points.in_turn, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
+            label = (
+                f"{display_name(name)}: {kernel_points.error.mean():.0%} ({kernel_points.overlapped_error.mean():.0%})"
+            )
+            ratios = means(kernel_points, "M", ["in_turn"]).in_turn.reindex(ALL_TOKENS)
             axes.plot(ratios.to_numpy(), "o-", markersize=5, color=colour, label=label)
-        longer = 1 / mean(part.in_turn)
-        title(axes, f"{what} take {longer:.1f}x the predicted time in the mean")
+        longer = 1 / mean(panel_points.in_turn)
+        title(axes, f"{panel_name} take {longer:.1f}x the predicted time in the mean")
         axes.axhline(1, color="black", linewidth=1, label="as predicted")
         axes.set_xlim(-0.4, len(ALL_TOKENS) - 0.6)
         axes.set_ylim(0, 1.6)
@@ -120,19 +127,19 @@ def crossover_figure(record: Record) -> Figure:
     """Plot the time of `gemm_w4a8` over that of 8-bit weights, by matrix, with the model's prediction in the mean."""
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, other, name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):
-        _duels(axes, duels(record, other))
+    for axes, peer, name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):
+        _plot_ratios(axes, ratios_to_8bit(record, peer))
         title(axes, f"W4A8 over {name}: above 1 it stops paying")
     panels[0].set_ylabel("time of W4A8 / time of 8-bit weights")
     panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
 
-def _duels(axes: Axes, found: pd.DataFrame) -> None:
+def _plot_ratios(axes: Axes, ratios: pd.DataFrame) -> None:
     for layer in LLAMA:
-        measured = found[found.layer == str(layer)].set_index("M").measured.reindex(ALL_TOKENS)
+        measured = ratios[ratios.layer == str(layer)].set_index("M").measured.reindex(ALL_TOKENS)
         axes.plot(range(len(ALL_TOKENS)), measured, **layer_style(layer))
-    overall = means(found, "M", ["in_turn", "overlapped"]).reindex(ALL_TOKENS)
+    overall = means(ratios, "M", ["in_turn", "overlapped"]).reindex(ALL_TOKENS)
     for way, style in (("in_turn", "-"), ("overlapped", "--")):
         label = f"predicted {way.replace('_', ' ')}, mean"
         axes.plot(range(len(ALL_TOKENS)), overall[way], color="black", linewidth=2.2, linestyle=style, label=label)

@@ -64,7 +64,7 @@ _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
 _LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": PURPLE, "humming g128": RED, "FP16": GREY}
 
 
-def recorded() -> list[Record]:
+def load_records() -> list[Record]:
     """Load the valid records of the suite on the H200: the one of all models, and those of single models."""
     folder = RESULTS / "h200"
     paths = [folder / "decode.json", *sorted((folder / "decode").glob("*.json"))]
@@ -77,7 +77,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
 
     Where several records have the same point, the last one counts.
     """
-    found = {}
+    rows_by_point = {}
     for record in records:
         for row in record.rows:
             config = config_of(row.sizes)
@@ -90,8 +90,8 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
                 flat[f"over {kind}"] = row.peers[name] / row.time_us if name else math.nan
                 rates = [v for k, v in row.more.items() if k.startswith(start) and k.endswith("tokens_per_second")]
                 flat[f"rate over {kind}"] = row.rate / max(rates) if rates else math.nan
-            found[[c.name for c in MODELS].index(config.name), row.sizes["B"], row.sizes["L"]] = flat
-    return pd.DataFrame([found[key] for key in sorted(found)])
+            rows_by_point[[c.name for c in MODELS].index(config.name), row.sizes["B"], row.sizes["L"]] = flat
+    return pd.DataFrame([rows_by_point[key] for key in sorted(rows_by_point)])
 
 
 def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, float]]:
@@ -101,23 +101,23 @@ def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, flo
     largest batch. A mix's head is that of our nearest batch.
     """
     rows = [row for record in records for row in record.rows if (c := config_of(row.sizes)) and c.name == model]
-    most = [row.sizes["B"] for row in rows if row.measure == GENERATE and row.sizes["L"] == gb]
+    budget_batches = [row.sizes["B"] for row in rows if row.measure == GENERATE and row.sizes["L"] == gb]
     steps = {row.sizes["B"]: row for row in rows if row.measure == MEASURE}
-    found = {OURS: {B: row.rate for B, row in sorted(steps.items()) if max(most, default=0) >= B}}
-    if not found[OURS]:
+    rates_by_kind = {OURS: {B: row.rate for B, row in sorted(steps.items()) if max(budget_batches, default=0) >= B}}
+    if not rates_by_kind[OURS]:
         return {}
     (config,) = (config for config in MODELS if config.name == model)
-    beside = {row.sizes["B"]: row for row in rows if row.measure == BESIDE and row.kernel == MIX}
+    mix_rows = {row.sizes["B"]: row for row in rows if row.measure == BESIDE and row.kernel == MIX}
     for kind, start in KINDS.items():
         by_mix: dict[str, dict[int, float]] = {}
-        for B, row in sorted(beside.items()):
-            head = steps[min(steps, key=lambda known: abs(known - B))].more["head_us"]
+        for B, row in sorted(mix_rows.items()):
+            head = steps[min(steps, key=lambda batch: abs(batch - B))].more["head_us"]
             for name, us in row.peers.items():
                 if name.startswith(start) and largest_mix_batch(config, gb, name) >= B:
                     by_mix.setdefault(name, {})[B] = 1e6 * B / (us + head)
         if by_mix:
-            found[kind] = max(by_mix.values(), key=lambda by_batch: max(by_batch.values()))
-    return found
+            rates_by_kind[kind] = max(by_mix.values(), key=lambda by_batch: max(by_batch.values()))
+    return rates_by_kind
 
 
 def peaks(records: list[Record]) -> pd.DataFrame:
@@ -140,7 +140,7 @@ def peaks_table(records: list[Record]) -> str:
     columns = {"model": ("model", "{}"), "GB": ("GB", "{:d}")}
     columns |= {kind: (kind, "{:,.0f}") for kind in (OURS, *KINDS)}
     columns |= {f"over {kind}": (f"over {kind}", "{:.2f}x") for kind in KINDS}
-    return _shown(rows, columns, records)
+    return _format_table(rows, columns, records)
 
 
 def steps_table(records: list[Record]) -> str:
@@ -158,7 +158,7 @@ def steps_table(records: list[Record]) -> str:
     columns |= {part: (part, "{:.0%}") for part in _PARTS}
     columns |= {f"over {kind}": (f"over {kind}", "{:.2f}x") for kind in (*KINDS, "qoq_sm80")}
     shares = {part: rows[f"{part}_us"] / rows.time_us for part in _PARTS}
-    return _shown(rows.assign(ms=rows.time_us / 1e3, **shares), columns, records)
+    return _format_table(rows.assign(ms=rows.time_us / 1e3, **shares), columns, records)
 
 
 def generate_table(records: list[Record]) -> str:
@@ -176,16 +176,18 @@ def generate_table(records: list[Record]) -> str:
     }
     columns |= {f"rate over {kind}": (f"over {kind}", "{:.2f}x") for kind in KINDS}
     columns |= {"paper": ("LiquidServe, H800 80 GB", "{:,d}"), "its batch": ("its batch", "{:d}")}
-    return _shown(pd.concat([rows, paper], axis=1), columns, records, _attended(rows))
+    return _format_table(pd.concat([rows, paper], axis=1), columns, records, _describe_prompt_attention(rows))
 
 
-def _attended(rows: pd.DataFrame) -> str:
+def _describe_prompt_attention(rows: pd.DataFrame) -> str:
     """Say what attended our prompts: `attention_kv4_prefill_sm90`, unless a row says that it was PyTorch."""
     by_torch = rows.reindex(columns=[BY_TORCH])[BY_TORCH] == 1
-    others = ", ".join(rows.model[~by_torch].unique())
+    other_models = ", ".join(rows.model[~by_torch].unique())
     if not by_torch.any():
         return f"Our prompts are attended by {PREFILL.name}."
-    return f"Our prompts are attended by PyTorch{f', those of {others} by {PREFILL.name}' if others else ''}."
+    return (
+        f"Our prompts are attended by PyTorch{f', those of {other_models} by {PREFILL.name}' if other_models else ''}."
+    )
 
 
 def front_table(records: list[Record]) -> str:
@@ -193,17 +195,17 @@ def front_table(records: list[Record]) -> str:
 
     A row has the steady steps at the smallest and the largest batch, and the rates under a budget of 80 GB.
     """
-    steps, whole, best = points(records, MEASURE), points(records, GENERATE), peaks(records)
-    if steps.empty or whole.empty:
+    steps, rule_rows, best = points(records, MEASURE), points(records, GENERATE), peaks(records)
+    if steps.empty or rule_rows.empty:
         return MISSING
     budget, flat = min(BUDGETS), []
     first, last = int(steps.B.min()), int(steps.B.max())
     for model in FRONT:
-        at = steps[steps.model == model].set_index("B")
-        rule = whole[(whole.model == model) & (budget == whole.L)]
-        if {first, last} <= set(at.index) and len(rule):
+        model_steps = steps[steps.model == model].set_index("B")
+        rule = rule_rows[(rule_rows.model == model) & (budget == rule_rows.L)]
+        if {first, last} <= set(model_steps.index) and len(rule):
             peak = best[(best.model == model) & (budget == best.GB)][["over FP8", "over humming per channel"]].iloc[0]
-            ends = (at.loc[B, name] for B in (first, last) for name in ("rate", "fraction"))
+            ends = (model_steps.loc[B, name] for B in (first, last) for name in ("rate", "fraction"))
             flat.append((model, *ends, *peak, *rule[["rate", "rate over FP8"]].iloc[0]))
     if not flat:
         return MISSING
@@ -230,7 +232,7 @@ def heads_table(records: list[Record]) -> str:
         "head_int8_us": ("INT8, µs", "{:.0f}"),
         "over": ("INT8 over FP16", "{:.2f}x"),
     }
-    return _shown(rows.assign(over=rows.head_us / rows.head_int8_us), columns, records)
+    return _format_table(rows.assign(over=rows.head_us / rows.head_int8_us), columns, records)
 
 
 def limits_table(records: list[Record]) -> str:
@@ -257,7 +259,7 @@ def limits_table(records: list[Record]) -> str:
         "gaps": ("gaps, ms", "{:.2f}"),
         "share": ("both, of the step", "{:.0%}"),
     }
-    return _shown(rows, columns, records)
+    return _format_table(rows, columns, records)
 
 
 def systems_table(records: list[Record], systems: Record | None) -> str:
@@ -285,14 +287,14 @@ def systems_table(records: list[Record], systems: Record | None) -> str:
     return f"{markdown(pd.DataFrame(lines))}\n{note}\n"
 
 
-def recorded_systems() -> Record | None:
+def load_systems_record() -> Record | None:
     """Load the record of steps in W4A4, in W4Ax and with weights per channel, or return None if there is none."""
-    return frames.recorded("decode_systems")
+    return frames.load_record("decode_systems")
 
 
-def recorded_alone() -> Record | None:
+def load_alone_record() -> Record | None:
     """Load the record of models without mixes, whose prompts our own kernel attends; return None without it."""
-    return frames.recorded("decode_alone")
+    return frames.load_record("decode_alone")
 
 
 def prompts_table(record: Record | None) -> str:
@@ -326,10 +328,10 @@ def _by_batch(rows: pd.DataFrame) -> dict[str, str]:
     return {f"batch {B}": cells.get(B, "") for B in FOUR_BIT_BATCHES}
 
 
-def _shown(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record], *more: str) -> str:
-    """Format columns of `rows` as a table, `columns` giving heading and format; the origin and `more` follow below."""
+def _format_table(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record], *notes: str) -> str:
+    """Format columns of `rows` as a table, `columns` giving heading and format; the origin and `notes` follow below."""
     table = rows.reindex(columns=[*columns]).rename(columns={name: heading for name, (heading, _) in columns.items()})
-    return f"{markdown(table, dict(columns.values()))}\n{' '.join((_origin(records), *more))}\n"
+    return f"{markdown(table, dict(columns.values()))}\n{' '.join((_origin(records), *notes))}\n"
 
 
 def _floor_at_clock(row: pd.Series) -> float:
@@ -351,8 +353,8 @@ def _origin(records: list[Record]) -> str:
     of_commit: dict[str, list[str]] = {}
     for record in records:
         of_commit.setdefault(record.revision, []).append(record.suite.rpartition("/")[2])
-    each = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
-    commits = f": {each}" if len(of_commit) > 1 else f", at commit {records[0].revision}"
+    commit_models = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
+    commits = f": {commit_models}" if len(of_commit) > 1 else f", at commit {records[0].revision}"
     return f"Measured by `python -m benchmarks decode` on {dates}, each model alone on {gpu} ({names}){commits}."
 
 

@@ -110,7 +110,7 @@ def _places(points: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
     """Group kernels by their point (instructions, rate); points too close to tell apart share one label."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, row in points.items():
-        here = row.more["alu_per_8"], row.rate
-        near = (place for place in places if place[0] == here[0] and abs(place[1] / here[1] - 1) < 0.04)
-        places.setdefault(next(near, here), []).append(name)
+        point = row.more["alu_per_8"], row.rate
+        close_points = (place for place in places if place[0] == point[0] and abs(place[1] / point[1] - 1) < 0.04)
+        places.setdefault(next(close_points, point), []).append(name)
     return places

@@ -15,8 +15,8 @@ def table() -> str:
     """Build the table of whole kernels: emulated lane-instructions per second and time of a call, now and before."""
     if not RECORD.is_file() or not BEFORE.is_file():
         return MISSING
-    now, before = bench.load(RECORD), bench.load(BEFORE)
-    old = {row.key: row for row in before.rows}
+    current, earlier = bench.load(RECORD), bench.load(BEFORE)
+    old = {row.key: row for row in earlier.rows}
     lines = [
         {
             "kernel": f"`{row.kernel}`",
@@ -26,7 +26,7 @@ def table() -> str:
             "ms before": old[row.key].fastest_us / 1e3,
             "times as fast": old[row.key].fastest_us / row.fastest_us,
         }
-        for row in now.rows
+        for row in current.rows
         if row.measure in CHECKS and "lanes" not in row.sizes and row.key in old
     ]
     formats = {
@@ -36,7 +36,7 @@ def table() -> str:
         "times as fast": "{:.2f}",
     }
     note = (
-        f"The fastest of seven calls, in CPU time, at commit {now.revision}, and before at {before.revision}; two "
+        f"The fastest of seven calls, in CPU time, at commit {current.revision}, and before at {earlier.revision}; two "
         "cores that other work shared. GEMM at M=64, N=128, K=512, Triton's matmul at 128 x 128 x 128."
     )
     return f"{markdown(pd.DataFrame(lines), formats, left=2)}\n{note}\n"

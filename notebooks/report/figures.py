@@ -34,49 +34,49 @@ from report import (
     profiletables,
     w4a4,
 )
-from report.frames import NOT_RECORDED, NotMeasuredError, recorded
+from report.frames import NOT_RECORDED, NotMeasuredError, load_record
 
 
 def _demo() -> Figure:
-    what, matrices = demo.weights()
-    return demo_figure(list(demo.rows(matrices)), matrices, what)
+    label, matrices = demo.weights()
+    return demo_figure(list(demo.rows(matrices)), matrices, label)
 
 
 def _profile() -> Figure:
-    found = profiletables.compared()
-    return page_figure(found, nsight.differences(*found))
+    profiles = profiletables.load_compared()
+    return page_figure(profiles, nsight.differences(*profiles))
 
 
 def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None], pd.DataFrame]) -> Callable[[], Figure]:
     """Make a drawing function for the `gemm` record that raises NotMeasuredError if a frame of `measured` is empty."""
 
-    def drawn() -> Figure:
-        record = ladder.recorded()
-        if record is None or any(found(record).empty for found in measured):
+    def draw_recorded() -> Figure:
+        record = ladder.load_record()
+        if record is None or any(points_of(record).empty for points_of in measured):
             raise NotMeasuredError(
                 "gemm.json: lacks what is drawn here; `python -m benchmarks gemm` makes a record on a GPU"
             )
         return draw(record)
 
-    return drawn
+    return draw_recorded
 
 
 def _attention() -> Figure:
-    rows = attention.points(attention.recorded())
+    rows = attention.points(attention.load_record())
     if rows.empty:
         raise NotMeasuredError("attention.json: not recorded; `python -m benchmarks attention` makes a record on a GPU")
     return attention.speedup_figure(rows)
 
 
 def _prefill() -> Figure:
-    rows = prefill.points(recorded("prefill"))
+    rows = prefill.points(load_record("prefill"))
     if rows.empty:
         raise NotMeasuredError("prefill.json: not recorded; `python -m benchmarks prefill` makes a record on a GPU")
     return prefill.rates_figure(rows)
 
 
 def _timeline(kernel: str) -> Figure:
-    timelines = pipelines.recorded(kernel)
+    timelines = pipelines.load_timelines(kernel)
     if not timelines:
         raise NotMeasuredError(f"{kernel}: no timeline; `ptxlab timeline {kernel} --record` makes one on a GPU")
     return timeline_figure(timelines[0])
@@ -85,19 +85,19 @@ def _timeline(kernel: str) -> Figure:
 def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]) -> Callable[[], Figure]:
     """Make a drawing function for the `layer` record that raises NotMeasuredError if `measured` finds nothing in it."""
 
-    def drawn() -> Figure:
-        record = layer.recorded()
+    def draw_recorded() -> Figure:
+        record = layer.load_record()
         if record is None or not len(measured(record)):
             raise NotMeasuredError(
                 "layer.json: lacks what is drawn here; `python -m benchmarks layer` makes a record on a GPU"
             )
         return draw(record)
 
-    return drawn
+    return draw_recorded
 
 
 def _decode(model: str) -> Figure:
-    records = decode.recorded()
+    records = decode.load_records()
     if not len(decode.points(records, MEASURE).query("model == @model") if records else ()):
         rule = f"`python -m benchmarks decode --only {model}` makes a record on a GPU"
         raise NotMeasuredError(f"decode: {model} is not recorded; {rule}")
@@ -105,28 +105,28 @@ def _decode(model: str) -> Figure:
 
 
 def _accuracy() -> Figure:
-    found = accuracy.recorded()
-    if found is None or accuracy.steps(accuracy.points(found)).empty:
+    accuracy_record = accuracy.load_record()
+    if accuracy_record is None or accuracy.steps(accuracy.points(accuracy_record)).empty:
         raise NotMeasuredError("accuracy.json: lacks what is drawn here; `ptxlab accuracy` makes a record")
-    return accuracy.steps_figure(found)
+    return accuracy.steps_figure(accuracy_record)
 
 
 def _accuracy_cache() -> Figure:
-    found = caches.recorded()
-    if found is None:
+    accuracy_record = caches.load_record()
+    if accuracy_record is None:
         raise NotMeasuredError("accuracy_cache.json: `ptxlab accuracy --only 'cache/*'` makes a record")
-    return caches.cache_figure(found)
+    return caches.cache_figure(accuracy_record)
 
 
 def _w4a4_accuracy() -> Figure:
-    found = accuracy.recorded()
-    if found is None or not (w4a4.precisions(found).group == "FMPQ").any():
+    accuracy_record = accuracy.load_record()
+    if accuracy_record is None or not (w4a4.precisions(accuracy_record).group == "FMPQ").any():
         raise NotMeasuredError("accuracy.json: lacks what is drawn here; `ptxlab accuracy` makes a record")
-    return w4a4.accuracy_picture(found)
+    return w4a4.accuracy_picture(accuracy_record)
 
 
 def _w4a4_measured() -> Figure:
-    record = w4a4.recorded()
+    record = w4a4.load_record()
     if record is None:
         raise NotMeasuredError("gemm_w4a4.json: `python -m benchmarks gemm --only w4a4` makes a record on a GPU")
     return w4a4.measured_picture(record)

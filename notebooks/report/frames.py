@@ -58,7 +58,7 @@ class NotMeasuredError(FileError):
     """There is no record yet of what a picture shows."""
 
 
-def recorded(suite: str, gpu: str = "h200") -> Record | None:
+def load_record(suite: str, gpu: str = "h200") -> Record | None:
     """Load the record of a suite on a GPU, or return None if there is none."""
     path = RESULTS / gpu / f"{suite}.json"
     return bench.load(path) if path.is_file() else None
@@ -80,13 +80,13 @@ def frame(
 
 def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer], stored: Stored) -> dict[str, object]:
     layer = by_size.get((row.sizes.get("N", 0), row.sizes.get("K", 0)))
-    then = {name: us for name, us in stored.get(_place(row), {}).items() if name != OURS}
-    peers = {**then, **row.peers}
+    stored_peers = {name: us for name, us in stored.get(_place(row), {}).items() if name != OURS}
+    peers = {**stored_peers, **row.peers}
     over = {f"over {name}": us / row.time_us for name, us in peers.items()}
     best = min(peers, key=peers.__getitem__, default="")
-    named = {"layer": str(layer), "model": layer.model} if layer else {}
+    layer_columns = {"layer": str(layer), "model": layer.model} if layer else {}
     fastest = {"best": best, "over": over.get(f"over {best}", math.nan)}
-    return {**row.more, **vars(row), "peers": peers, **row.sizes, **named, **over, **fastest}
+    return {**row.more, **vars(row), "peers": peers, **row.sizes, **layer_columns, **over, **fastest}
 
 
 def _place(row: Row) -> Place:
@@ -131,7 +131,7 @@ def markdown(table: pd.DataFrame, formats: Mapping[str, str] | None = None, left
     forms = [(formats or {}).get(name, "{}") for name in table]
     rule = ["---" if n < left or name == text else "---:" for n, name in enumerate(table)]
     lines = (
-        ["" if pd.isna(value) else form.format(value) for form, value in zip(forms, line, strict=True)]
+        ["" if pd.isna(cell) else form.format(cell) for form, cell in zip(forms, line, strict=True)]
         for line in table.itertuples(index=False, name=None)
     )
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (map(str, table), rule, *lines))
@@ -153,15 +153,15 @@ def mean_cell(rows: pd.DataFrame) -> str:
 
 def slower_points(rows: pd.DataFrame, place: str) -> str:
     """List the points at which some peer is faster, in a sentence; `place` formats a point from its columns."""
-    found = slower(rows).to_dict("records")
-    listed = "; ".join(f"{place.format(**row)} ({row['over']:.2f}x {_PEERS[row['best']]})" for row in found)
-    return f"Slower than a peer: {listed}." if found else "No peer is faster at any point."
+    slow_rows = slower(rows).to_dict("records")
+    listed = "; ".join(f"{place.format(**row)} ({row['over']:.2f}x {_PEERS[row['best']]})" for row in slow_rows)
+    return f"Slower than a peer: {listed}." if slow_rows else "No peer is faster at any point."
 
 
 def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
     """Say which peers ran with the record and which earlier, and compare the times of those that ran in both."""
     rows = [row for row in record.rows if row.measure == measure]
-    here = {_LIBRARIES.get(name.partition("_")[0], name): None for row in rows for name in row.peers}
+    run_libraries = {_LIBRARIES.get(name.partition("_")[0], name): None for row in rows for name in row.peers}
     both = {
         (_place(row), name): stored[_place(row)][name] / us
         for row in rows
@@ -170,7 +170,7 @@ def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
     }
     if not both:
         return ""
-    libraries, ratios = " and ".join(here), both.values()
+    libraries, ratios = " and ".join(run_libraries), both.values()
     return (
         f"{libraries} ran beside `ptxlab`; the other peers were timed once before, on an H200 too"
         f" ([peers](notebooks/results/h200/peers/README.md)). There {libraries} took {mean(ratios):.2f} times as long"

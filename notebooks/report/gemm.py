@@ -69,7 +69,7 @@ def otherwise(record: Record | None, group: int = GROUP) -> pd.DataFrame:
     return rows.merge(points(record, group)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_usual"))
 
 
-def at(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
+def at_tokens(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
     """Select the rows whose number of tokens M is among `tokens`."""
     return rows[rows.M.isin(tokens)]
 
@@ -81,8 +81,8 @@ def chains(record: Record | None) -> pd.DataFrame:
     """
     rows = frame(record, chain.MEASURE)
     models = {layers[0].K: layers[0].model for layers in CHAINS}
-    rows = rows[rows.g == GROUP].assign(model=lambda found: found.hidden.map(models))
-    alone = points(record).assign(best_us=lambda found: found["over all"] * found.time_us)
+    rows = rows[rows.g == GROUP].assign(model=lambda table: table.hidden.map(models))
+    alone = points(record).assign(best_us=lambda table: table["over all"] * table.time_us)
     rows = rows.join(alone.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
     return rows.assign(over_best=rows.best_us / rows.time_us)
 
@@ -110,7 +110,9 @@ def eight_bit(record: Record | None) -> pd.DataFrame:
 
 def dequantising(record: Record | None, *tokens: int) -> pd.Series:
     """Return the time with 4-bit over that with 8-bit weights, by the same skeleton, at these numbers of tokens."""
-    both = at(points(record), *tokens).merge(eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8"))
+    both = at_tokens(points(record), *tokens).merge(
+        eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8")
+    )
     return both.time_us / both.time_us_8
 
 
@@ -124,7 +126,7 @@ def reordering(record: Record | None) -> pd.DataFrame:
 
 def matrices_table(record: Record | None) -> str:
     """Build the table of matrices: time, fraction of the floor, and speed-up over the best peer of each kind."""
-    rows = at(points(record), *_SHOWN_TOKENS)
+    rows = at_tokens(points(record), *_SHOWN_TOKENS)
     if record is None or rows.empty:
         return MISSING
     lines: list[dict[str, object]] = []
@@ -133,7 +135,7 @@ def matrices_table(record: Record | None) -> str:
         line |= {"µs": f"{row['time_us']:.{1 if row['time_us'] < 100 else 0}f}", "of the floor": row["fraction"]}
         lines.append(line | {called: _over_best(row, names) for called, names in _kinds_apart()})
     for M in _SHOWN_TOKENS:
-        part = at(rows, M)
+        part = at_tokens(rows, M)
         line = {"": "**mean**", "M": M, "µs": "", "of the floor": fraction(part)}
         lines.append(line | {KINDS[kind][0]: _times(mean(part[kind])) for kind in KINDS if kind != "over all"})
     return f"{markdown(pd.DataFrame(lines), {'of the floor': '{:.2f}'})}\n{_origin(record)}\n"
@@ -148,7 +150,7 @@ def means_table(record: Record | None) -> str:
         {
             "M": label,
             "of the floor": fraction(part),
-            "in groups of 64": fraction(at(finer, *tokens)),
+            "in groups of 64": fraction(at_tokens(finer, *tokens)),
             **{f"over {called}": mean(part[kind]) for kind, (called, _) in KINDS.items()},
             "over cuBLAS FP8": mean(over(part, "cublas_fp8")),
             "slower than a peer": f"{(part['over'] < 1).sum()} of {len(part)}",
@@ -157,7 +159,7 @@ def means_table(record: Record | None) -> str:
             *((str(M), (M,)) for M in ALL_TOKENS),
             (f"{FEW_TOKENS[0]} to {FEW_TOKENS[-1]}", FEW_TOKENS),
         ]
-        for part in [at(rows, *tokens)]
+        for part in [at_tokens(rows, *tokens)]
     ]
     table = pd.DataFrame(lines)
     formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[1:-1]}
@@ -177,10 +179,10 @@ def per_channel_table(record: Record | None) -> str:
         return MISSING
     lines = []
     for M in ALL_TOKENS:
-        part = at(rows, M)
-        gain, beside = part.time_us_in_groups / part.time_us, over(part, "humming_w4a8_chn")
+        part = at_tokens(rows, M)
+        gain, over_peer = part.time_us_in_groups / part.time_us, over(part, "humming_w4a8_chn")
         line = {"M": M, "of the floor": fraction(part), f"over groups of {GROUP}": mean(gain)}
-        lines.append(line | {"over humming per channel": mean(beside), "at least": beside.min()})
+        lines.append(line | {"over humming per channel": mean(over_peer), "at least": over_peer.min()})
     table = pd.DataFrame(lines)
     return markdown(table, {"of the floor": "{:.2f}", **dict.fromkeys(table.columns[2:], "{:.2f}x")}, left=0)
 
@@ -211,7 +213,7 @@ def chains_table(record: Record | None) -> str:
         "over cublas_fp8": ("over cuBLAS FP8's chain", "{:.2f}x"),
         "over_best": ("over the best peers alone", "{:.2f}x"),
     }
-    return _shown(chains(record), shown)
+    return _format_columns(chains(record), shown)
 
 
 def experts_table(record: Record | None) -> str:
@@ -228,10 +230,10 @@ def experts_table(record: Record | None) -> str:
         "gain": ("over the loop", "{:.2f}x"),
     }
     note = f"\nEach token takes {CHOSEN_EXPERTS} of {EXPERTS} experts, at random.\n"
-    return _shown(rows, shown) + ("" if rows.empty else note)
+    return _format_columns(rows, shown) + ("" if rows.empty else note)
 
 
-def _shown(rows: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> str:
+def _format_columns(rows: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> str:
     """Format columns of `rows` as a table; `shown` maps a column to its heading and format."""
     table = rows[list(shown)].set_axis([name for name, _ in shown.values()], axis=1)
     return MISSING if rows.empty else markdown(table, dict(shown.values()))
@@ -239,7 +241,7 @@ def _shown(rows: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> str:
 
 def untuned_table(record: Record | None) -> str:
     """Build the table of other models at numbers of tokens that were not tuned, one row per model."""
-    rows, tuned = untuned_points(record), at(points(record), *FEW_TOKENS)
+    rows, tuned = untuned_points(record), at_tokens(points(record), *FEW_TOKENS)
     if rows.empty:
         return MISSING
     unseen = rows[[place not in SWEPT for place in zip(rows.N, rows.K, strict=True)]]
@@ -261,9 +263,9 @@ def _kinds_apart() -> list[tuple[str, tuple[str, ...]]]:
 def _over_best(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """Format the speed-up over the fastest of some peers, with its name; empty if any of them was not measured."""
     best = min(names, key=lambda name: row["peers"].get(name, math.inf))
-    known = all(name in row["peers"] for name in names)
-    called = GEMM_PEERS[best].removesuffix(" per channel").removesuffix(" g128")
-    return f"{_times(row[f'over {best}'])} {called}" if known else ""
+    all_measured = all(name in row["peers"] for name in names)
+    peer_name = GEMM_PEERS[best].removesuffix(" per channel").removesuffix(" g128")
+    return f"{_times(row[f'over {best}'])} {peer_name}" if all_measured else ""
 
 
 def _times(speed: float) -> str:

@@ -29,8 +29,8 @@ from ptxlab.lowbit.bench.shapes import (
 )
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report.frames import fraction, mean, means
-from report.gemm import KINDS, at, chains, experts, points, untuned_points
-from report.ladder import QSERVE, of, short, speed_over, steps
+from report.gemm import KINDS, at_tokens, chains, experts, points, untuned_points
+from report.ladder import QSERVE, select_step, short_name, speed_over, steps
 from report.style import title, token_axis
 
 # The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
@@ -82,11 +82,11 @@ def peers_figure(stored: Stored) -> Figure:
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     panels = figure.subplots(1, len(_STORED), sharey=True)
     tokens = sorted({M for _, _, M in stored})
-    for axes, (kind, named) in zip(panels, _STORED.items(), strict=True):
-        for peer, (label, colour) in {**named, OURS: ("ptxlab, groups of 128", BLUE)}.items():
+    for axes, (kind, peer_styles) in zip(panels, _STORED.items(), strict=True):
+        for peer, (label, colour) in {**peer_styles, OURS: ("ptxlab, groups of 128", BLUE)}.items():
             times = pd.Series([_over_floor(stored, peer, M) for M in tokens])
-            known = times.dropna()
-            axes.plot(known.index, known, "o-", color=colour, label=label)
+            measured_times = times.dropna()
+            axes.plot(measured_times.index, measured_times, "o-", color=colour, label=label)
         axes.axhline(1, color="black", linewidth=1, label="the floor, groups of 128")
         token_axis(axes, tokens)
         title(axes, KINDS[kind][0])
@@ -111,20 +111,24 @@ def _over_floor(stored: Stored, peer: str, M: int) -> float:
 def times_figure(rows: pd.DataFrame) -> Figure:
     """Time over the floor by tokens, geometric mean over the matrices: the steps, and the best of them beside peers."""
     tokens, names = _tokens(rows), steps(rows)
-    times = {name: [1 / fraction(of(rows, name, M)) for M in tokens] for name in names}
+    times = {name: [1 / fraction(select_step(rows, name, M)) for M in tokens] for name in names}
     best = min(names, key=lambda name: mean(times[name]))
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name in names:
         left.plot(times[name], "o-", markersize=4, **_step_style(name))
     for peer, (label, style) in _PEERS.items():
-        over_floor = [mean(here[f"over {peer}"] / here.fraction) for M in tokens for here in [of(rows, best, M)]]
+        over_floor = [
+            mean(best_rows[f"over {peer}"] / best_rows.fraction)
+            for M in tokens
+            for best_rows in [select_step(rows, best, M)]
+        ]
         right.plot(over_floor, "s", markersize=4, label=label, **style)
     right.plot(times[best], "o-", markersize=4, **_step_style(best))
     first = times[names[0]]
-    title(left, f"{short(best)} takes {times[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
+    title(left, f"{short_name(best)} takes {times[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
                 f"{first[-1]:.1f}x", size=10)  # fmt: skip
-    title(right, f"{short(best)} beside other libraries", size=10)
+    title(right, f"{short_name(best)} beside other libraries", size=10)
     for axes in (left, right):
         axes.axhline(1, color="black", linewidth=1, label="floor")
         token_axis(axes, tokens)
@@ -154,7 +158,7 @@ def ablation_figure(rows: pd.DataFrame) -> Figure:
             axes.text(place, 0.03, f"{speed:.2f}", rotation=90, ha="center", va="bottom", fontsize=8, color=ink)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     token_axis(axes, tokens)
-    axes.set_ylabel(f"speed over {short(base)}")
+    axes.set_ylabel(f"speed over {short_name(base)}")
     matrices = rows.layer.nunique()
     title(axes, f"What each step gained: geometric mean over {matrices} matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
@@ -175,14 +179,16 @@ def fraction_figure(rows: pd.DataFrame) -> Figure:
             axes.set_visible(False)
             continue
         values = (
-            of(rows, names[place]).pivot(index="layer", columns="M", values="fraction").reindex(layers, columns=tokens)
+            select_step(rows, names[place])
+            .pivot(index="layer", columns="M", values="fraction")
+            .reindex(layers, columns=tokens)
         )
         image = axes.imshow(values, cmap="RdYlGn", norm=Normalize(0, 1), aspect="auto")
-        for (line, column), value in np.ndenumerate(values.to_numpy()):
-            if not np.isnan(value):
-                axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8)
-        overall = mean(fraction(of(rows, names[place], M)) for M in tokens)
-        title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
+        for (line, column), step_fraction in np.ndenumerate(values.to_numpy()):
+            if not np.isnan(step_fraction):
+                axes.text(column, line, f"{step_fraction:.2f}", ha="center", va="center", fontsize=8)
+        overall = mean(fraction(select_step(rows, names[place], M)) for M in tokens)
+        title(axes, f"{short_name(names[place])}: {overall:.2f}", size=10)
         axes.set_yticks(range(len(layers)), layers, fontsize=8)
         axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
         if place >= len(names) - columns:
@@ -203,9 +209,11 @@ def roofline_figure(rows: pd.DataFrame) -> Figure:
     axes.fill_between(intensity, roof, 1e5, color="#f2f3f5", linewidth=0)
     for name in steps(rows):
         style = _step_style(name)
-        mine = of(rows, name)
-        axes.plot(*_roofline_points(mine), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0)
-        large = mine[mine.layer == str(DISSECTED)]
+        step_points = select_step(rows, name)
+        axes.plot(
+            *_roofline_points(step_points), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0
+        )
+        large = step_points[step_points.layer == str(DISSECTED)]
         axes.plot(*_roofline_points(large), "o-", markersize=6, **style)
     ridge = tops / tbps
     x, y = 17, 17 * tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
@@ -218,7 +226,7 @@ def roofline_figure(rows: pd.DataFrame) -> Figure:
     axes.set_yscale("log")
     axes.set_xlim(8, 2000)
     axes.set_ylim(10, 4000)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
     axes.set_xlabel("operations per byte of packed weight")
     axes.set_ylabel("TOPS")
     title(axes, f"Roofline of one H200; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
@@ -236,7 +244,7 @@ def _tokens(rows: pd.DataFrame) -> list[int]:
 
 
 def _step_style(name: str) -> dict[str, Any]:
-    return {"color": COLOURS.get(short(name), "#555555"), "label": short(name)}
+    return {"color": COLOURS.get(short_name(name), "#555555"), "label": short_name(name)}
 
 
 _PARTS = {"QKV": BLUE, "O": "#5aae61", "gate+up": ORANGE, "down": PURPLE}
@@ -255,12 +263,12 @@ def headline_figure(rows: pd.DataFrame) -> Figure:
     shown |= {kind: f"Over the fastest of {len(names)}: {called}" for kind, (called, names) in KINDS.items()}
     del shown["over all"]
     for axes, (column, text) in zip(panels, shown.items(), strict=True):
-        known = rows.dropna(subset=column)
-        tokens = sorted(known.M.unique())
+        measured_rows = rows.dropna(subset=column)
+        tokens = sorted(measured_rows.M.unique())
         for layer in LLAMA:
-            mine = known[known.layer == str(layer)].set_index("M")[column].reindex(tokens)
-            _line(axes, mine, layer_style(layer))
-        _line(axes, means(known, "M", [column])[column].reindex(tokens), _MEAN)
+            layer_values = measured_rows[measured_rows.layer == str(layer)].set_index("M")[column].reindex(tokens)
+            _line(axes, layer_values, layer_style(layer))
+        _line(axes, means(measured_rows, "M", [column])[column].reindex(tokens), _MEAN)
         axes.set_ylim(0, 1.05 if column == "fraction" else None)
         axes.set_ylabel("floor / time" if column == "fraction" else "time of the fastest peer / time")
         _finish(axes, text, tokens)
@@ -279,15 +287,15 @@ def beyond_figure(record: Record) -> Figure:
     left, middle, right = figure.subplots(1, 3)
     _chains(left, record)
     _experts(middle, record)
-    _untuned(right, record)
+    _other_models(right, record)
     return figure
 
 
 def _chains(axes: Axes, record: Record) -> None:
-    found = chains(record)
+    chain_rows = chains(record)
     for layers in CHAINS:
         model = layers[0].model
-        links, style = found[found.model == model].set_index("M").reindex(FEW_TOKENS), _MODELS[model]
+        links, style = chain_rows[chain_rows.model == model].set_index("M").reindex(FEW_TOKENS), _MODELS[model]
         _line(axes, links["over cublas_fp8"], {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style})
         best = links.over_best.dropna()  # where all peers were measured
         axes.plot(
@@ -304,12 +312,12 @@ def _chains(axes: Axes, record: Record) -> None:
 
 
 def _experts(axes: Axes, record: Record) -> None:
-    found = experts(record)
+    expert_rows = experts(record)
     for layer, colour in zip(MIXTRAL, (ORANGE, PURPLE), strict=True):
-        mine = found[found.layer == str(layer)].set_index("tokens").reindex(ROUTED_TOKENS)
+        layer_rows = expert_rows[expert_rows.layer == str(layer)].set_index("tokens").reindex(ROUTED_TOKENS)
         for label, style, near in (
-            ("loop", {"linestyle": "--"}, mine.fraction),
-            ("grouped", {"linestyle": "-", "marker": "o", "markersize": 3.5}, mine.fraction_grouped),
+            ("loop", {"linestyle": "--"}, layer_rows.fraction),
+            ("grouped", {"linestyle": "-", "marker": "o", "markersize": 3.5}, layer_rows.fraction_grouped),
         ):
             if near.notna().any():
                 _line(axes, near, {"color": colour, "label": f"{layer}, {label}", **style})
@@ -319,13 +327,13 @@ def _experts(axes: Axes, record: Record) -> None:
     axes.legend(frameon=False, loc="lower left")
 
 
-def _untuned(axes: Axes, record: Record) -> None:
-    found = untuned_points(record)
+def _other_models(axes: Axes, record: Record) -> None:
+    untuned_rows = untuned_points(record)
     models = list(dict.fromkeys(layer.model for layer in UNTUNED))
     for model, colour in zip(models, _PARTS.values(), strict=True):
-        near = means(found[found.model == model], "M", ["fraction"]).fraction.reindex(UNTUNED_TOKENS)
+        near = means(untuned_rows[untuned_rows.model == model], "M", ["fraction"]).fraction.reindex(UNTUNED_TOKENS)
         _line(axes, near, {"color": colour, "marker": "o", "markersize": 3.5, "label": f"{model}, mean"})
-    tuned = fraction(at(points(record), *FEW_TOKENS))
+    tuned = fraction(at_tokens(points(record), *FEW_TOKENS))
     axes.axhline(tuned, color="black", linestyle=":", label=f"tuned shapes, M <= {FEW_TOKENS[-1]}, mean")
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")

@@ -25,12 +25,12 @@ _BATCHES = ((16, 1024), (64, 1024), (256, 1024), (1, 4096), (64, 4096), (1, 3276
 _PROMPT = (32, 4096)  # heads, tokens
 
 
-def outdated() -> dict[Path, str]:
+def corrected_sources() -> dict[Path, str]:
     """Find the sources whose `Measured` header differs from the records; return the corrected text by path."""
     changed = {}
     for spec in registry.specs().values():
         source = registry.find(spec.name)[1][0]
-        if not (lines := measured(spec)):
+        if not (lines := header_lines(spec)):
             continue
         text = _MEASURED.sub(_FIRST + f"\n{_NEXT}".join(lines), source.text)
         if text != source.text:
@@ -38,32 +38,34 @@ def outdated() -> dict[Path, str]:
     return changed
 
 
-def measured(spec: KernelSpec) -> list[str]:
+def header_lines(spec: KernelSpec) -> list[str]:
     """Return the lines of a kernel's `Measured` header, or none if the kernel is not recorded."""
     if spec.name == _ATTENTION:
         return _attention()
-    of_one = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped, "append_kv4": _append}
+    of_one = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped_gemm, "append_kv4": _append}
     of_one |= {f"gemm_{scheme.lower()}_sm90": partial(_four_bits, scheme) for scheme in w4a4.FOUR_BITS}
     if spec.name in of_one:
         text = of_one[spec.name]()
     elif spec in kernels.gemm.STEPS:
         text = ladder.figures(spec.name)
     else:
-        text = {"gemm": _launched, "attention": _step}.get(spec.family, _streaming)(spec)
+        text = {"gemm": _launched_gemm, "attention": _step}.get(spec.family, _streaming)(spec)
     return textwrap.wrap(text, _WIDTH - len(_FIRST))
 
 
 def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
     """Return the rows of a record by kernel, source and measure; empty if nothing is recorded."""
-    record = frames.recorded(suite, gpu)
+    record = frames.load_record(suite, gpu)
     return {(row.kernel, row.source, row.measure): row for row in record.rows} if record else {}
 
 
 def _streaming(spec: KernelSpec) -> str:
     """Describe the recorded rates of a memory-bound kernel."""
     recorded = rows("h200", spec.family)
-    found = {what: recorded.get((spec.name, "ptx", what)) for what in ("streaming", "registers", "resident")}
-    streaming, registers, resident = found.values()
+    measured_rows = {
+        measure: recorded.get((spec.name, "ptx", measure)) for measure in ("streaming", "registers", "resident")
+    }
+    streaming, registers, resident = measured_rows.values()
     if streaming is None:
         return ""
     line = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a {streaming.limit}"
@@ -74,16 +76,16 @@ def _streaming(spec: KernelSpec) -> str:
     return f"{line}."
 
 
-def _launched(spec: KernelSpec) -> str:
+def _launched_gemm(spec: KernelSpec) -> str:
     """Describe the recorded speed of a kernel that `gemm_w4a8` launches, at the points where it does."""
-    found = gemm.points(ladder.recorded())
-    found = found[found.kernel == spec.name]
-    tokens = _tokens(found)
+    points = gemm.points(ladder.load_record())
+    points = points[points.kernel == spec.name]
+    tokens = _tokens(points)
     if not tokens:
         return ""
-    floor = _joined(fraction(gemm.at(found, M)) for M in tokens)
-    faster = _joined(mean(over(gemm.at(found, M), "cublas_fp8")) for M in tokens)
-    matrices = ", ".join(f"{len(gemm.at(found, M))}" for M in tokens)
+    floor = _join_figures(fraction(gemm.at_tokens(points, M)) for M in tokens)
+    faster = _join_figures(mean(over(gemm.at_tokens(points, M), "cublas_fp8")) for M in tokens)
+    matrices = ", ".join(f"{len(gemm.at_tokens(points, M))}" for M in tokens)
     return (
         f"{floor} of the floor on an H200 at M = {', '.join(map(str, tokens))}; {faster} times as fast as cuBLAS "
         f"FP8 (means of {matrices} of LLaMA-2's matrices, on which it is launched; row-major activations)."
@@ -91,11 +93,14 @@ def _launched(spec: KernelSpec) -> str:
 
 
 def _eight_bit() -> str:
-    found = gemm.eight_bit(ladder.recorded())
-    tokens = _tokens(found)
+    points = gemm.eight_bit(ladder.load_record())
+    tokens = _tokens(points)
     if not tokens:
         return ""
-    fp8, int8 = (_joined(mean(over(gemm.at(found, M), peer)) for M in tokens) for peer in ("cublas_fp8", "cublas_int8"))
+    fp8, int8 = (
+        _join_figures(mean(over(gemm.at_tokens(points, M), peer)) for M in tokens)
+        for peer in ("cublas_fp8", "cublas_int8")
+    )
     return (
         f"on an H200 at M = {', '.join(map(str, tokens))}: {fp8} times as fast as cuBLAS FP8, {int8} times as its INT8 "
         "(means over LLaMA-2's matrices)."
@@ -103,38 +108,38 @@ def _eight_bit() -> str:
 
 
 def _four_bits(scheme: str) -> str:
-    record = w4a4.recorded()
+    record = w4a4.load_record()
     rows = w4a4.points(record)
     rows = rows[rows.scheme == scheme]
     tokens = sorted({*rows.M})
     if record is None or not tokens:
         return "not yet: `python -m benchmarks gemm --only w4a4`."
-    beside = _joined(mean(gemm.at(rows, M)["of W4A8"]) for M in tokens)
-    int8 = _joined(mean(over(gemm.at(rows, M), "cublas_int8")) for M in tokens)
+    of_w4a8 = _join_figures(mean(gemm.at_tokens(rows, M)["of W4A8"]) for M in tokens)
+    int8 = _join_figures(mean(over(gemm.at_tokens(rows, M), "cublas_int8")) for M in tokens)
     return (
-        f"on an H200 at M = {', '.join(map(str, tokens))}: {beside} of gemm_w4a8's time, {int8} times as fast as"
+        f"on an H200 at M = {', '.join(map(str, tokens))}: {of_w4a8} of gemm_w4a8's time, {int8} times as fast as"
         f" cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit {record.commit})."
     )
 
 
-def _grouped() -> str:
-    found = gemm.experts(ladder.recorded()).dropna(subset="gain")
-    if found.empty:
+def _grouped_gemm() -> str:
+    experts = gemm.experts(ladder.load_record()).dropna(subset="gain")
+    if experts.empty:
         return ""
-    near = found.set_index(["layer", "tokens"]).fraction_grouped
-    by_layer = {layer.part: _joined(near[str(layer), count] for count in _EXPERT_TOKENS) for layer in MIXTRAL}
+    near = experts.set_index(["layer", "tokens"]).fraction_grouped
+    by_layer = {layer.part: _join_figures(near[str(layer), count] for count in _EXPERT_TOKENS) for layer in MIXTRAL}
     of_floor = "; ".join(f"{part} {figures}" for part, figures in by_layer.items())
-    tokens, many = ", ".join(map(str, _EXPERT_TOKENS)), mean(found[found.tokens >= _MANY_EXPERT_TOKENS].gain)
+    tokens, mean_gain = ", ".join(map(str, _EXPERT_TOKENS)), mean(experts[experts.tokens >= _MANY_EXPERT_TOKENS].gain)
     return (
-        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {found.gain.min():.2f} to"
-        f" {found.gain.max():.2f} times as fast as a loop of single GEMMs, {many:.2f} in the mean from "
+        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {experts.gain.min():.2f}"
+        f" to {experts.gain.max():.2f} times as fast as a loop of single GEMMs, {mean_gain:.2f} in the mean from "
         f"{_MANY_EXPERT_TOKENS} tokens on."
     )
 
 
 def _step(spec: KernelSpec) -> str:
     """Describe the recorded time of one step of attention's ladder."""
-    rows = attention.steps(attention.recorded())
+    rows = attention.steps(attention.load_record())
     for row in rows[rows.kernel == spec.name].itertuples():
         batch = f"{row.B} sequences of {row.L} tokens, {row.Hq} heads"
         return f"{batch}, on an H200: {row.time_us:.0f} us, {row.fraction:.2f} of the speed of memory."
@@ -143,11 +148,11 @@ def _step(spec: KernelSpec) -> str:
 
 def _attention() -> list[str]:
     """Return the header lines of `attention_kv4`: the step's line, then a table of heads by sequences x tokens."""
-    found = attention.points(attention.recorded())
-    if found.empty:
+    points = attention.points(attention.load_record())
+    if points.empty:
         return []
     table = [["heads", *(f"{B} x {L}" for B, L in _BATCHES)]]
-    for (Hq, Hkv), rows in found.groupby(["Hq", "Hkv"], sort=False):
+    for (Hq, Hkv), rows in points.groupby(["Hq", "Hkv"], sort=False):
         by_batch = rows.set_index(["B", "L"])[["time_us", "fraction"]].loc[list(_BATCHES)]
         times = (f"{us:.{1 if us < 100 else 0}f} us {near:.2f}" for us, near in by_batch.itertuples(index=False))
         table.append([f"{Hq} / {Hkv}", *times])
@@ -157,22 +162,22 @@ def _attention() -> list[str]:
 
 def _append() -> str:
     heads, tokens = _PROMPT
-    found = [
+    named_rows = [
         (scheme.replace("_", " ") + (", rotated" if row.R else ""), row)
         for scheme in ("kv4", "kv8", "kv4_channel", "kv8_channel")
-        for row in attention.appends(attention.recorded(), tokens, scheme).itertuples()
+        for row in attention.appends(attention.load_record(), tokens, scheme).itertuples()
         if heads == row.H
     ]
-    if not found:
+    if not named_rows:
         return ""
-    figures = "; ".join(f"{what} {row.time_us:.1f} us, {row.fraction:.2f}" for what, row in found)
+    figures = "; ".join(f"{label} {row.time_us:.1f} us, {row.fraction:.2f}" for label, row in named_rows)
     return f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}."
 
 
-def _tokens(found: pd.DataFrame) -> list[int]:
+def _tokens(points: pd.DataFrame) -> list[int]:
     """List the numbers of tokens that were measured, in order."""
-    return [M for M in ALL_TOKENS if M in set(found.M)]
+    return [M for M in ALL_TOKENS if M in set(points.M)]
 
 
-def _joined(values: Iterable[float]) -> str:
-    return ", ".join(f"{value:.2f}" for value in values)
+def _join_figures(figures: Iterable[float]) -> str:
+    return ", ".join(f"{figure:.2f}" for figure in figures)

@@ -26,9 +26,9 @@ _COUNTED_LOOP = "Instructions per weight: those of every iteration of the main l
 )
 
 
-def recorded() -> Record | None:
+def load_record() -> Record | None:
     """Load the record of the suite `gemm` on the H200, or return None if there is none."""
-    return frames.recorded("gemm")
+    return frames.load_record("gemm")
 
 
 def points(record: Record | None) -> pd.DataFrame:
@@ -42,29 +42,29 @@ def steps(rows: pd.DataFrame) -> list[str]:
     return [spec.name for spec in kernels.gemm.STEPS if spec.name in measured]
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """Strip the prefix that the names of all steps share."""
     return name.removeprefix(PREFIX)
 
 
-def of(rows: pd.DataFrame, kernel: str, M: int | None = None) -> pd.DataFrame:
+def select_step(rows: pd.DataFrame, kernel: str, M: int | None = None) -> pd.DataFrame:
     """Select the rows of one step, at M tokens if given."""
     return rows[(rows.kernel == kernel) & (True if M is None else rows.M == M)]
 
 
 def speed_over(rows: pd.DataFrame, kernel: str, base: str, M: int) -> float:
     """Return the mean speed-up of a step over another at M tokens, over the matrices where both were measured."""
-    times = (of(rows, name, M).set_index(["N", "K"]).time_us for name in (base, kernel))
+    times = (select_step(rows, name, M).set_index(["N", "K"]).time_us for name in (base, kernel))
     return mean(next(times) / next(times))
 
 
 def figures(kernel: str) -> str:
     """Describe a step's measured speed in one line; empty if it is not recorded."""
-    record = recorded()
-    rows = of(points(record), kernel)
+    record = load_record()
+    rows = select_step(points(record), kernel)
     if record is None or rows.empty:
         return ""
-    of_floor = ", ".join(f"{fraction(of(rows, kernel, M)):.2f}" for M in _SHOWN_TOKENS)
+    of_floor = ", ".join(f"{fraction(select_step(rows, kernel, M)):.2f}" for M in _SHOWN_TOKENS)
     tokens = ", ".join(map(str, _SHOWN_TOKENS))
     device = record.device["name"].removeprefix("NVIDIA ")
     speed = mean(over(rows, "cublas_fp8"))
@@ -77,27 +77,27 @@ def ladder_table(record: Record | None = None) -> str:
     A row is a step: what it shows, its main loop, the fraction of the floor, the gain over the step before, and the
     speed-up over peers.
     """
-    record = record or recorded()
+    record = record or load_record()
     rows = points(record)
-    before, lines = "", []
+    previous, lines = "", []
     for name in steps(rows) or [spec.name for spec in kernels.gemm.STEPS]:
-        line: dict[str, object] = {"step": f"`{short(name)}`", "shows": registry.specs()[name].summary}
+        line: dict[str, object] = {"step": f"`{short_name(name)}`", "shows": registry.specs()[name].summary}
         line["instructions per weight"] = _per_weight(name)
-        line |= {f"of the floor, M = {M}": fraction(of(rows, name, M)) for M in _SHOWN_TOKENS}
-        line |= {f"over the step before, M = {M}": speed_over(rows, name, before, M) for M in DISSECTED_TOKENS}
+        line |= {f"of the floor, M = {M}": fraction(select_step(rows, name, M)) for M in _SHOWN_TOKENS}
+        line |= {f"over the step before, M = {M}": speed_over(rows, name, previous, M) for M in DISSECTED_TOKENS}
         peers = {"over QServe g128": QSERVE, "over cuBLAS FP8": "cublas_fp8"}
-        line |= {column: mean(over(of(rows, name), peer)) for column, peer in peers.items()}
+        line |= {column: mean(over(select_step(rows, name), peer)) for column, peer in peers.items()}
         lines.append(line)
-        before = name
+        previous = name
     table = pd.DataFrame(lines)
     formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[3:]}
     note = _origin(record, rows) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
     return f"{markdown(table, formats, left=2)}\n{note}\n"
 
 
-def recorded_groups() -> Record | None:
+def load_groups_record() -> Record | None:
     """Load the record of `ptxlab bench gemm --only g64` on the H200, or return None if there is none."""
-    return frames.recorded(f"gemm_{groups.PART}")
+    return frames.load_record(f"gemm_{groups.PART}")
 
 
 def groups_table(record: Record | None) -> str:
@@ -109,13 +109,13 @@ def groups_table(record: Record | None) -> str:
     if record is None or rows.empty:
         return MISSING
     matrices = rows.drop_duplicates(["N", "K"])
-    kernels_of = {f"`{short(name)}`": of(rows, name) for name in steps(rows)}
+    kernels_of = {f"`{short_name(name)}`": select_step(rows, name) for name in steps(rows)}
     kernels_of[f"`{headline.FACE}`"] = frame(record, headline.MEASURE)
     lines = []
     for name, times in kernels_of.items():
-        at = {M: times[times.M == M] for M in _SHOWN_TOKENS}
-        line = {"step": name} | {f"of the floor, M = {M}": fraction(at[M]) for M in _SHOWN_TOKENS}
-        lines.append(line | {f"µs, M = {M}": at[M].time_us.sum() for M in _SHOWN_TOKENS})
+        rows_by_tokens = {M: times[times.M == M] for M in _SHOWN_TOKENS}
+        line = {"step": name} | {f"of the floor, M = {M}": fraction(rows_by_tokens[M]) for M in _SHOWN_TOKENS}
+        lines.append(line | {f"µs, M = {M}": rows_by_tokens[M].time_us.sum() for M in _SHOWN_TOKENS})
     table = pd.DataFrame(lines)
     formats = {name: "{:.1f}" if name.startswith("µs") else "{:.2f}" for name in table.columns[1:]}
     note = (
@@ -128,7 +128,7 @@ def groups_table(record: Record | None) -> str:
 
 def documents_table(record: Record | None = None) -> str:
     """Set what documents report of these GEMMs beside the same ratio of sums over a layer's matrices in the record."""
-    rows = points(record or recorded())
+    rows = points(record or load_record())
     if rows.empty:
         return MISSING
     baseline, lqq, excp, imfp = (f"{PREFIX}{step}_sm90" for step in ("qoq", "lqq", "lqq_excp", "lqq_imfp"))
@@ -189,13 +189,13 @@ def loop_table() -> str:
             per_weight = [sum(pipes.values()), pipes.get("alu", 0), pipes.get("fma", 0) + pipes.get("fmaheavy", 0)]
             per_weight += [pipes.get("lsu", 0), pipes.get("tensor", 0)]
             numbers = [f"{count / weights:.2f}" for count in per_weight]
-            lines.append([f"`{short(spec.name)}`", M, str(weights), *numbers, str(loop["beside"])])
+            lines.append([f"`{short_name(spec.name)}`", M, str(weights), *numbers, str(loop["beside"])])
     return markdown(pd.DataFrame(lines, columns=columns))
 
 
 def limits_table(record: Record | None = None) -> str:
     """Build the table of ncu's counters of every step, on the matrix chosen for dissection."""
-    rows = points(record or recorded())
+    rows = points(record or load_record())
     rows = rows[rows.tensor_pct.notna()]
     if rows.empty:
         return MISSING
@@ -204,7 +204,7 @@ def limits_table(record: Record | None = None) -> str:
     for row in sorted(rows.to_dict("records"), key=lambda row: (steps(rows).index(row["kernel"]), row["M"])):
         stalls = {n.removeprefix(STALL).replace("_", " "): us for n, us in row["more"].items() if n.startswith(STALL)}
         worst = sorted(stalls, key=lambda name: -stalls[name])[:_REASONS]
-        line = {"step": f"`{short(row['kernel'])}`", "M": row["M"], "µs": f"{row['ncu_ns'] / 1e3:.1f}"}
+        line = {"step": f"`{short_name(row['kernel'])}`", "M": row["M"], "µs": f"{row['ncu_ns'] / 1e3:.1f}"}
         line["registers"] = f"{row['registers']:.0f}"
         line["SM MHz"] = f"{1e3 * row['ncu_cycles'] / row['ncu_ns']:.0f}"
         line["executed per weight"] = f"{32 * row['warp_instructions'] / (row['N'] * row['K']):.2f}"

@@ -51,9 +51,9 @@ _FUSED = ["kernel", "M", "width", "time_us", "floor_us", "fraction", "copy_us", 
 _PUBLIC = {"over torch": "torch_compile", "over Liger": "liger_f16"}  # how many times as fast as which peer
 
 
-def recorded(suite: str = "layer") -> Record | None:
+def load_record(suite: str = "layer") -> Record | None:
     """Load the record of the suite, or of its `layer_epilogues`, on the H200, or return None if there is none."""
-    return frames.recorded(suite)
+    return frames.load_record(suite)
 
 
 def points(record: Record | None) -> pd.DataFrame:
@@ -66,13 +66,13 @@ def points(record: Record | None) -> pd.DataFrame:
     flat = []
     for row in rows:
         config = config_of(row.sizes)
-        found: dict[str, Any] = {"model": config.name if config else "", **row.more, **vars(row), "B": row.sizes["B"]}
+        point: dict[str, Any] = {"model": config.name if config else "", **row.more, **vars(row), "B": row.sizes["B"]}
         for kind, start in KINDS.items():
             name = fastest(row.peers, start)
-            found |= {kind: name, f"over {kind}": row.peers[name] / row.time_us if name else math.nan}
-        flat.append(found)
+            point |= {kind: name, f"over {kind}": row.peers[name] / row.time_us if name else math.nan}
+        flat.append(point)
     columns = [*_COLUMNS, *KINDS, *(f"over {kind}" for kind in KINDS), "peers", "more"]
-    return pd.DataFrame(flat, columns=list(dict.fromkeys([*columns, *(key for each in flat for key in each)])))
+    return pd.DataFrame(flat, columns=list(dict.fromkeys([*columns, *(key for point in flat for key in point)])))
 
 
 def fastest(peers: Mapping[str, float], start: str) -> str:
@@ -80,7 +80,7 @@ def fastest(peers: Mapping[str, float], start: str) -> str:
     return min((name for name in peers if name.startswith(start)), key=peers.__getitem__, default="")
 
 
-def fused(record: Record | None) -> pd.DataFrame:
+def fused_points(record: Record | None) -> pd.DataFrame:
     """Return the rows of the kernels between GEMMs.
 
     `width` is that of a row; for `rope_append_kv4` it is that of q, k and v together.
@@ -92,9 +92,11 @@ def fused(record: Record | None) -> pd.DataFrame:
         heads = sizes.get("D", 128) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))  # some records do not say 128
         width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
         over = {kind: row.peers.get(name, math.nan) / row.time_us for kind, name in _PUBLIC.items()}
-        found = {**row.more, **vars(row), "M": sizes["M"], "width": width, **over}
-        flat.append(found)
-    return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, *_PUBLIC, *(key for f in flat for key in f)])))
+        point = {**row.more, **vars(row), "M": sizes["M"], "width": width, **over}
+        flat.append(point)
+    return pd.DataFrame(
+        flat, columns=list(dict.fromkeys([*_FUSED, *_PUBLIC, *(key for point in flat for key in point)]))
+    )
 
 
 def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
@@ -102,13 +104,13 @@ def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
 
     `face` is the call; `start_us`, `end_us`; `gap_us` to the launch before, below 0 where the two overlap.
     """
-    found: dict[str, list[dict[str, Any]]] = {model: [] for model in TRACED}
+    launches: dict[str, list[dict[str, Any]]] = {model: [] for model in TRACED}
     for row in record.rows if record else ():
         if row.measure == TIMELINE:
             config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
-            if config and config.name in found:
-                found[config.name].append({**vars(row), **row.more, **row.sizes})
-    return {model: pd.DataFrame(rows) for model, rows in found.items() if rows}
+            if config and config.name in launches:
+                launches[config.name].append({**vars(row), **row.more, **row.sizes})
+    return {model: pd.DataFrame(rows) for model, rows in launches.items() if rows}
 
 
 def layers_table(record: Record | None) -> str:
@@ -141,7 +143,7 @@ def layers_table(record: Record | None) -> str:
 def _origin(record: Record, rows: pd.DataFrame) -> str:
     """Describe how the figures were measured, and name the record they come from."""
     attentions = dict.fromkeys(name.partition("/")[2] for peers in rows.peers for name in peers)
-    said = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
+    attention_notes = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
     alone = rows[~rows.peers.map(lambda peers: any("/xqa" in name for name in peers))]
     batches = ", ".join(str(B) for B in sorted(set(alone[alone.model.isin(DRAWN)].B)))
     flattered = f" Without it, at batch {batches} and for shares, only PyTorch's counts, which flatters our layer."
@@ -149,7 +151,7 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
         "Sequences of 1,024 tokens, KV4, LQQ weights in groups of 128, FP16 between the kernels; 1/n is one of n GPUs'"
         " share, without the all-reduce. The floor is the sum over operations of the longer of reading weights and"
         " cache once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The"
-        f" fastest mix of each kind counts, its attention being the best of: {said or 'none measured'}."
+        f" fastest mix of each kind counts, its attention being the best of: {attention_notes or 'none measured'}."
         f"{flattered if batches else ''}"
         f" Measured on one {record.device['name']}: `python -m benchmarks layer`, {record.date[:10]},"
         f" commit {record.revision},"
@@ -162,7 +164,7 @@ def fused_table(record: Record | None) -> str:
 
     A row compares the kernel with a copy from memory, and gives its time on data in the L2.
     """
-    rows = fused(record)
+    rows = fused_points(record)
     if rows.empty:
         return MISSING
     shown = {
@@ -204,29 +206,29 @@ def timeline_table(record: Record | None) -> str:
 def d64_table(record: Record | None) -> str:
     """Build the table of a layer with heads of 64, its head-related times beside those of as many heads of 128."""
     wide = Config.named("LLaMA-3-8B")
-    of: dict[str, dict[int, Row]] = {D64: {}, MEASURE: {}}
+    rows_by_measure: dict[str, dict[int, Row]] = {D64: {}, MEASURE: {}}
     for row in record.rows if record else ():
         if row.measure == D64 or (row.measure == MEASURE and config_of(row.sizes) == wide):
-            of[row.measure][row.sizes["B"]] = row
+            rows_by_measure[row.measure][row.sizes["B"]] = row
     flat = []
-    for B, row in of[D64].items():
-        found: dict[str, Any] = {"batch": B, "time": row.time_us, "of the floor": row.fraction}
-        for D, other in ((64, row), (128, of[MEASURE].get(B))):
-            more = other.more if other else {}
-            us = more.get("attention", math.nan)
-            found[f"attention, {D}"], found[f"its floor, {D}"] = us, more.get("floor attention", math.nan) / us
-            found[f"rope_append_kv4, {D}"] = more.get("rope_append_kv4 q", math.nan)
-        flat.append(found)
+    for B, row in rows_by_measure[D64].items():
+        line: dict[str, Any] = {"batch": B, "time": row.time_us, "of the floor": row.fraction}
+        for D, layer_row in ((64, row), (128, rows_by_measure[MEASURE].get(B))):
+            figures = layer_row.more if layer_row else {}
+            us = figures.get("attention", math.nan)
+            line[f"attention, {D}"], line[f"its floor, {D}"] = us, figures.get("floor attention", math.nan) / us
+            line[f"rope_append_kv4, {D}"] = figures.get("rope_append_kv4 q", math.nan)
+        flat.append(line)
     if record is None or not flat:
         return MISSING
     formats = {name: "{:.2f}" if "floor" in name else "{}" if name == "batch" else "{:.1f} µs" for name in flat[0]}
-    said = (
+    note = (
         f"Time of a {NARROW.name} layer. Attention and `rope_append_kv4`, each alone, for {NARROW.heads} query heads"
         f" and {NARROW.kv_heads} of keys and values: of 64 dimensions, and of 128 ({wide.name}), which have 1.9 times"
         f" the bytes in the cache. Measured on one {record.device['name']}: `python -m benchmarks layer`,"
         f" {record.date[:10]}, commit {record.revision}."
     )
-    return f"{markdown(pd.DataFrame(flat), formats)}\n{said}\n"
+    return f"{markdown(pd.DataFrame(flat), formats)}\n{note}\n"
 
 
 def epilogues_table(record: Record | None) -> str:
@@ -234,7 +236,7 @@ def epilogues_table(record: Record | None) -> str:
     rows = [row for row in record.rows if row.measure == EPILOGUES] if record else []
     if record is None or not rows:
         return MISSING
-    plain, *others = ENDS
+    plain, *other_choices = ENDS
     lines: dict[tuple[str, int], dict[Ends, Row]] = {}
     for row in rows:
         config = config_of({name: size for name, size in row.sizes.items() if name not in plain._fields})
@@ -242,24 +244,27 @@ def epilogues_table(record: Record | None) -> str:
         line = lines.setdefault((config.name if config else "", B), {})
         line[Ends(*(bool(row.sizes[name]) for name in plain._fields))] = row
     flat = []
-    for (model, B), of in lines.items():
-        found: dict[str, Any] = {"model": model, "batch": B, "neither": f"{of[plain].time_us:.1f} µs"}
-        for ends in others:
-            change, predicted = (us - of[plain].time_us for us in (of[ends].time_us, of[ends].more["predicted_us"]))
-            found[_called(ends)] = f"{change:+.2f} µs (predicted {predicted:+.2f})"
-        found["wins"] = _called(min(of, key=lambda ends: of[ends].time_us))
-        flat.append(found)
+    for (model, B), rows_by_choice in lines.items():
+        cells: dict[str, Any] = {"model": model, "batch": B, "neither": f"{rows_by_choice[plain].time_us:.1f} µs"}
+        for ends in other_choices:
+            change, predicted = (
+                us - rows_by_choice[plain].time_us
+                for us in (rows_by_choice[ends].time_us, rows_by_choice[ends].more["predicted_us"])
+            )
+            cells[_name_epilogues(ends)] = f"{change:+.2f} µs (predicted {predicted:+.2f})"
+        cells["wins"] = _name_epilogues(min(rows_by_choice, key=lambda ends: rows_by_choice[ends].time_us))
+        flat.append(cells)
     table = pd.DataFrame(flat)
-    said = (
+    note = (
         "Change of a whole layer's time; each in turn, twice, the faster counts. The residual add gives the same bits,"
         f" SiLU·mul others. Measured on one {record.device['name']}: `python -m benchmarks layer --only epilogues`,"
         f" {record.date[:10]}, commit {record.revision}."
     )
-    return f"{markdown(table, {})}\n{said}\n"
+    return f"{markdown(table, {})}\n{note}\n"
 
 
-def _called(ends: Ends) -> str:
-    names = [name for name, there in zip(("residual add", "SiLU·mul"), ends, strict=True) if there]
+def _name_epilogues(ends: Ends) -> str:
+    names = [name for name, enabled in zip(("residual add", "SiLU·mul"), ends, strict=True) if enabled]
     return " and ".join(names) or "neither"
 
 
@@ -269,9 +274,9 @@ def breakdown_figure(record: Record) -> Figure:
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     panels = figure.subplots(1, len(DRAWN), sharey=True)
     for axes, model in zip(panels, DRAWN, strict=True):
-        here = rows[rows.model == model].set_index("B").reindex(BATCHES)
-        _bars(axes, here)
-        title(axes, f"{model}: {mean(here[f'over {BESIDE}']):.2f}x the {BESIDE} mix in the mean", size=10)
+        model_rows = rows[rows.model == model].set_index("B").reindex(BATCHES)
+        _bars(axes, model_rows)
+        title(axes, f"{model}: {mean(model_rows[f'over {BESIDE}']):.2f}x the {BESIDE} mix in the mean", size=10)
     panels[0].set_ylabel(f"time, of the {BESIDE} mix's")
     speed = mean(rows[rows.model.isin(DRAWN)][f"over {BESIDE}"])
     finding = f"A decoder layer is {speed:.2f}x as fast as the fastest {BESIDE} mix (geometric mean)"
@@ -281,20 +286,20 @@ def breakdown_figure(record: Record) -> Figure:
 
 
 def _bars(axes: Axes, rows: pd.DataFrame) -> None:
-    places, one = np.arange(len(rows)), rows.time_us * rows[f"over {BESIDE}"]
-    for side, whose, hatch in ((-0.2, "ptxlab", None), (0.2, f"{BESIDE} mix", "///")):
+    places, mix_us = np.arange(len(rows)), rows.time_us * rows[f"over {BESIDE}"]
+    for side, label, hatch in ((-0.2, "ptxlab", None), (0.2, f"{BESIDE} mix", "///")):
         below = np.zeros(len(rows))
         for part, colour in PARTS.items():
             us = [_part(row, part, "" if side < 0 else row[BESIDE]) for _, row in rows.iterrows()]
-            heights = np.nan_to_num(np.array(us) / one.to_numpy(dtype=float))
+            heights = np.nan_to_num(np.array(us) / mix_us.to_numpy(dtype=float))
             axes.bar(places + side, heights, 0.38, below, color=colour, hatch=hatch, edgecolor="white")
             below = below + heights
-        axes.bar([0], [0], color=PALE, hatch=hatch, edgecolor=GREY, label=whose)
+        axes.bar([0], [0], color=PALE, hatch=hatch, edgecolor=GREY, label=label)
     for part, colour in PARTS.items():
         axes.bar([0], [0], color=colour, label=part)
     marks: dict[str, Any] = {"linestyle": "", "marker": "_", "markersize": 18}
-    axes.plot(places - 0.2, rows.time_us / one, color="black", label="as one graph", **marks)
-    axes.plot(places - 0.2, rows.floor_us / one, color=GREY, markeredgewidth=2.5, label="floor", **marks)
+    axes.plot(places - 0.2, rows.time_us / mix_us, color="black", label="as one graph", **marks)
+    axes.plot(places - 0.2, rows.floor_us / mix_us, color=GREY, markeredgewidth=2.5, label="floor", **marks)
     for place, (us, speed) in enumerate(zip(rows.time_us, rows[f"over {BESIDE}"], strict=True)):
         if not math.isnan(us * speed):
             axes.text(place, 1.14, f"{us:.{1 if us < 100 else 0}f} µs", ha="center", fontsize=8)
@@ -313,10 +318,10 @@ def _part(row: pd.Series, part: str, mix: str) -> float:
 
 def timeline_figure(record: Record) -> Figure:
     """Plot every launch of one layer on one time axis, a panel per model."""
-    found = timelines(record)
-    figure = Figure(figsize=(12, 0.2 + 3 * len(found)), layout="constrained")
-    panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
-    for axes, (model, rows) in zip(panels, found.items(), strict=True):
+    launches = timelines(record)
+    figure = Figure(figsize=(12, 0.2 + 3 * len(launches)), layout="constrained")
+    panels = figure.subplots(len(launches), 1, squeeze=False)[:, 0]
+    for axes, (model, rows) in zip(panels, launches.items(), strict=True):
         colours = [PARTS[_part_of(face)] for face in rows.face]
         axes.barh(range(len(rows)), rows.time_us, left=rows.start_us, color=colours, height=0.7)
         for place, row in enumerate(rows.itertuples()):

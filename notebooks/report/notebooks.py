@@ -59,17 +59,17 @@ def _is_alive(output: Any) -> bool:
     return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
 
 
-def _from_the_root(value: Any) -> Any:
+def _from_the_root(output: Any) -> Any:
     """Make a cell's output independent of the checkout.
 
     Paths become relative to the root, the README's links relative to this folder, and memory addresses are removed.
     """
-    if isinstance(value, str):
-        value = value.replace(f"{ROOT}/", "").replace("](notebooks/", "](")
-        return _ADDRESS.sub("", value)
-    if isinstance(value, dict):
-        return type(value)({key: _from_the_root(part) for key, part in value.items()})
-    return [_from_the_root(part) for part in value] if isinstance(value, list) else value
+    if isinstance(output, str):
+        output = output.replace(f"{ROOT}/", "").replace("](notebooks/", "](")
+        return _ADDRESS.sub("", output)
+    if isinstance(output, dict):
+        return type(output)({key: _from_the_root(part) for key, part in output.items()})
+    return [_from_the_root(part) for part in output] if isinstance(output, list) else output
 
 
 def _shrink(output: Any) -> Any:

@@ -20,20 +20,20 @@ WIDTH = 6000.0  # clocks of the part that is compared
 _FIGURES, _ATTENTION_PICTURE = "notebooks/figures", "timeline_attention.png"
 
 
-def recorded(name: str, gpu: str = "h200") -> list[Timeline]:
+def load_timelines(name: str, gpu: str = "h200") -> list[Timeline]:
     """Load the recorded timelines of a kernel on a GPU."""
     return [timeline.load(path) for path in sorted(timeline.folder(gpu).glob(f"{name}-*.json"))]
 
 
-def compared(M: int) -> list[Timeline]:
+def step_timelines(M: int) -> list[Timeline]:
     """Load the timelines of the steps at M tokens, in the steps' order, without those that are not recorded."""
-    return [one for name in STEPS for one in recorded(name) if one.sizes["M"] == M]
+    return [one for name in STEPS for one in load_timelines(name) if one.sizes["M"] == M]
 
 
 def titles(timelines: list[Timeline]) -> list[str]:
     """Return a title per timeline: what the step shows, its time, and the share in which the shown SM has work."""
     return [
-        f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs (SM at work {_shown(one).share_of_launch:.0%})"
+        f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs (SM at work {_first_sm(one).share_of_launch:.0%})"
         for one in timelines
     ]
 
@@ -49,20 +49,20 @@ def finding(timelines: list[Timeline]) -> str:
         return f"{fastest.kernel} is the fastest and keeps the tensor cores busiest ({_steady(fastest):.0%})"
     return (
         f"{busiest.kernel} keeps the tensor cores busiest ({_steady(busiest):.0%}), but this SM works only "
-        f"{_shown(busiest).share_of_launch:.0%} of the launch;\n{fastest.kernel} ({_steady(fastest):.0%}) is the "
-        f"fastest: there it works {_shown(fastest).share_of_launch:.0%}"
+        f"{_first_sm(busiest).share_of_launch:.0%} of the launch;\n{fastest.kernel} ({_steady(fastest):.0%}) is the "
+        f"fastest: there it works {_first_sm(fastest).share_of_launch:.0%}"
     )
 
 
 def comparison(M: int) -> Figure:
     """Draw the picture of the steps at M tokens."""
-    timelines = compared(M)
+    timelines = step_timelines(M)
     return comparison_figure(timelines, titles(timelines), WIDTH, finding(timelines))
 
 
 def section() -> str:
     """Write the README's comparison of pipelines: what the picture shows, the picture, and what the stamps cost."""
-    shown = {one.kernel: one for one in compared(SHOWN)}
+    shown = {one.kernel: one for one in step_timelines(SHOWN)}
     excp, imfp = (shown.get(f"gemm_w4a8_lqq_{name}_sm90") for name in ("excp", "imfp"))
     if excp is None or imfp is None:
         return "Not recorded yet.\n"
@@ -72,13 +72,15 @@ def section() -> str:
         f"(pink), and between stages the tensor cores (last row) are idle: they are busy {_steady(excp):.0%} of the "
         "time. Under ImFP a warp group dequantises (orange) while the wgmmas of the other run, and they are busy "
         f"{_steady(imfp):.0%}. A busy main loop is not yet a fast launch: tiles that do not divide evenly among the "
-        f"SMs leave some of them idle. The SM shown works {_shown(imfp).share_of_launch:.0%} of the ImFP launch"
+        f"SMs leave some of them idle. The SM shown works {_first_sm(imfp).share_of_launch:.0%} of the ImFP launch"
     )
     if last := shown.get("gemm_w4a8_sm90"):
-        text += f" and {_shown(last).share_of_launch:.0%} of that of `{last.kernel}`, whose tiles are shared out evenly"
+        text += (
+            f" and {_first_sm(last).share_of_launch:.0%} of that of `{last.kernel}`, whose tiles are shared out evenly"
+        )
     lines = []
     for one in shown.values():
-        busy, works = _shown(one).busy(), _shown(one).share_of_launch
+        busy, works = _first_sm(one).busy(), _first_sm(one).share_of_launch
         line = {"step": f"`{one.kernel}`", "time": f"{one.time_us:.1f} µs", "with stamps": f"{one.recording_us:.1f} µs"}
         line |= {"tensor cores busy, as shown": f"{_steady(one):.2f}", "SM at work": f"{works:.2f}"}
         lines.append(line | {"tensor cores busy, whole launch": f"{busy * works:.2f}"})
@@ -89,31 +91,31 @@ def section() -> str:
     )
     picture = f"![What each warp group does when, in four pipelines]({_FIGURES}/{picture_name(SHOWN)})"
     table = markdown(pd.DataFrame(lines)).rstrip()
-    return "\n\n".join([f"{text}.", picture, table, note, *_others()]) + "\n"
+    return "\n\n".join([f"{text}.", picture, table, note, *_other_pictures()]) + "\n"
 
 
-def _others() -> list[str]:
+def _other_pictures() -> list[str]:
     """Describe the recorded pictures that the README does not show, one sentence each, as one paragraph."""
-    found = []
-    if few := compared(FEW):
-        shares = sorted(_steady(one) for one in few)
-        found.append(
+    sentences = []
+    if small_batch := step_timelines(FEW):
+        shares = sorted(_steady(one) for one in small_batch)
+        sentences.append(
             f"With [{FEW} tokens]({_FIGURES}/{picture_name(FEW)}) a weight is dequantised for a quarter of the "
             f"products, and the tensor cores work {shares[0]:.0%} to {shares[-1]:.0%} of the time, under any pipeline."
         )
-    for one in recorded(ATTENTION)[:1]:
-        before, after = (f"{share:.0%}" for share in _edges(one))
-        found.append(
-            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}), {one.time_us:.1f} µs, {before} of the time has passed "
-            f"when the first scores are computed, and {after} is left after the last values: why short caches stay "
-            "below the memory's speed."
+    for one in load_timelines(ATTENTION)[:1]:
+        share_before, share_after = (f"{share:.0%}" for share in _edges(one))
+        sentences.append(
+            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}), {one.time_us:.1f} µs, {share_before} of the time has "
+            f"passed when the first scores are computed, and {share_after} is left after the last values: why short "
+            "caches stay below the memory's speed."
         )
-    return [" ".join(found)] if found else []
+    return [" ".join(sentences)] if sentences else []
 
 
 def _edges(attention: Timeline) -> tuple[float, float]:
     """Return the shares of a launch before the first scores and after the last values, on the first SM."""
-    one = _shown(attention)
+    one = _first_sm(attention)
     spans = [span for track in one.tracks for span in track.spans]
     first = min(span.begin for span in spans if span.phase == "scores")
     last = max(span.end for span in spans if span.phase == "values")
@@ -125,9 +127,9 @@ def picture_name(M: int) -> str:
     return f"timeline_gemm_{M}.png"
 
 
-def _shown(one: Timeline) -> Timeline:
+def _first_sm(one: Timeline) -> Timeline:
     return one.of_sm(one.sms[0])
 
 
 def _steady(one: Timeline) -> float:
-    return _shown(one).busy(_shown(one).steady(WIDTH))
+    return _first_sm(one).busy(_first_sm(one).steady(WIDTH))

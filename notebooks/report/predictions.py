@@ -42,7 +42,7 @@ def predict(row: Any, device: Device) -> Cost:
     return cost.gemm_cost(device, scheme, row.M, row.N, row.K, alpha=alpha, tile=row.variant["BM"])
 
 
-def predicted(rows: pd.DataFrame, device: Device) -> pd.DataFrame:
+def add_predictions(rows: pd.DataFrame, device: Device) -> pd.DataFrame:
     """Add the model's predictions to measured GEMMs: columns `in_turn_us` and `overlapped_us`."""
     costs = [predict(row, device) for row in rows.itertuples()]
     return rows.assign(in_turn_us=[c.in_turn_us for c in costs], overlapped_us=[c.overlapped_us for c in costs])
@@ -56,7 +56,7 @@ def predictions(record: Record | None) -> pd.DataFrame:
     parts = [part for part in (ladder.points(record), gemm.points(record), gemm.eight_bit(record)) if len(part)]
     if record is None or not parts:
         return gemm.points(None)
-    rows = predicted(pd.concat([part.dropna(axis=1, how="all") for part in parts]), measured_device(record))
+    rows = add_predictions(pd.concat([part.dropna(axis=1, how="all") for part in parts]), measured_device(record))
     in_turn, overlapped = rows.in_turn_us / rows.time_us, rows.overlapped_us / rows.time_us
     return rows.assign(in_turn=in_turn, error=abs(in_turn - 1), overlapped_error=abs(overlapped - 1))
 
@@ -66,29 +66,29 @@ def measured_device(record: Record) -> Device:
     return cost.sheet(record.device["slug"])
 
 
-def called(kernel: str) -> str:
+def display_name(kernel: str) -> str:
     """Return the name that tables and figures use for a kernel: short for a step of the ladder."""
-    return ladder.short(kernel) if kernel in {spec.name for spec in kernels.gemm.STEPS} else kernel
+    return ladder.short_name(kernel) if kernel in {spec.name for spec in kernels.gemm.STEPS} else kernel
 
 
-def duels(record: Record | None, other: str) -> pd.DataFrame:
+def ratios_to_8bit(record: Record | None, peer: str) -> pd.DataFrame:
     """Return the time of `gemm_w4a8` over that of 8-bit weights, by matrix and tokens, measured and predicted.
 
-    `other` is `gemm_w8a8_sm90`, or a peer with FP8 weights by name; no rows where that was not measured.
+    `peer` is `gemm_w8a8_sm90`, or a peer with FP8 weights by name; no rows where that was not measured.
     """
     rows = gemm.points(record)
-    if record is None or (other != W8A8 and other not in GEMM_PEERS):
+    if record is None or (peer != W8A8 and peer not in GEMM_PEERS):
         return rows.head(0)
     device = measured_device(record)
-    rows, times = predicted(rows, device), ["time_us", "in_turn_us", "overlapped_us"]
-    if other == W8A8:
-        eight = predicted(gemm.eight_bit(record), device)[[*gemm.PLACE, *times]]
+    rows, times = add_predictions(rows, device), ["time_us", "in_turn_us", "overlapped_us"]
+    if peer == W8A8:
+        eight = add_predictions(gemm.eight_bit(record), device)[[*gemm.PLACE, *times]]
         rows = rows.merge(eight, on=gemm.PLACE, suffixes=("", "_8"))
     else:
-        rows = rows[rows[f"over {other}"].notna()]
+        rows = rows[rows[f"over {peer}"].notna()]
         fp8 = [cost.gemm_cost(device, cost.SCHEMES["FP8"], row.M, row.N, row.K) for row in rows.itertuples()]
         rows = rows.assign(
-            time_us_8=rows.time_us * rows[f"over {other}"],
+            time_us_8=rows.time_us * rows[f"over {peer}"],
             in_turn_us_8=[one.in_turn_us for one in fp8],
             overlapped_us_8=[one.overlapped_us for one in fp8],
         )
@@ -123,37 +123,39 @@ def slower_between(ratios: Mapping[int, float]) -> list[tuple[float, float]]:
     return list(zip(ends[::2], ends[1::2], strict=True))
 
 
-def said(ratios: Mapping[int, float]) -> str:
+def describe_slower_ranges(ratios: Mapping[int, float]) -> str:
     """Say at which tokens W4A8 is slower, with numbers of two digits."""
     parts = []
     for low, high in slower_between(ratios):
-        ends = list(dict.fromkeys(_rounded(end) for end in (low, high) if end < math.inf))
+        ends = list(dict.fromkeys(_round_tokens(end) for end in (low, high) if end < math.inf))
         parts.append(f"from {ends[0]}" if high == math.inf else " to ".join(ends))
     return ", ".join(parts) or f"not up to {max(ratios):,}"
 
 
-def _rounded(tokens: float) -> str:
+def _round_tokens(tokens: float) -> str:
     return f"{float(f'{tokens:.2g}'):,.0f}"
 
 
 def kernels_table(record: Record | None) -> str:
     """Build the table of the model's errors, kernel by kernel."""
-    found = predictions(record)
-    if record is None or found.empty:
+    points = predictions(record)
+    if record is None or points.empty:
         return MISSING
-    few, many = DISSECTED_TOKENS
+    small, large = DISSECTED_TOKENS
     lines = []
-    for name, mine in found.groupby("kernel", sort=False):
+    for name, kernel_points in points.groupby("kernel", sort=False):
         alphas = dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS)
-        line: dict[str, object] = {"kernel": f"`{called(name)}`", f"α, M = {few} / {many}": " / ".join(alphas)}
-        line |= {"mean error in turn": mine.error.mean(), "overlapped": mine.overlapped_error.mean()}
-        line |= {f"in turn over measured, M = {M}": mean(gemm.at(mine, M).in_turn) for M in DISSECTED_TOKENS}
+        line: dict[str, object] = {"kernel": f"`{display_name(name)}`", f"α, M = {small} / {large}": " / ".join(alphas)}
+        line |= {"mean error in turn": kernel_points.error.mean(), "overlapped": kernel_points.overlapped_error.mean()}
+        line |= {
+            f"in turn over measured, M = {M}": mean(gemm.at_tokens(kernel_points, M).in_turn) for M in DISSECTED_TOKENS
+        }
         lines.append(line)
     table = pd.DataFrame(lines)
     formats = dict(zip(table.columns[2:], ("{:.0%}", "{:.0%}", "{:.2f}", "{:.2f}"), strict=True))
-    in_turn, overlapped = (sum(found.time_us < found[us]) for us in ("in_turn_us", "overlapped_us"))
+    in_turn, overlapped = (sum(points.time_us < points[us]) for us in ("in_turn_us", "overlapped_us"))
     note = (
-        f"{len(found)} points of `python -m benchmarks gemm`, {record.date[:10]}, commit {record.revision}, of which"
+        f"{len(points)} points of `python -m benchmarks gemm`, {record.date[:10]}, commit {record.revision}, of which"
         f" {in_turn} took less than in turn and {overlapped} less than overlapped. α: instructions of a thread per"
         " weight in the main loop's machine code (W8A8 unpacks nothing; of `gemm_w4a8_small_sm90` those of its"
         " dequantiser alone)."
@@ -163,14 +165,16 @@ def kernels_table(record: Record | None) -> str:
 
 def crossover_table(record: Record | None) -> str:
     """Build the table of token ranges in which W4A8 is slower than 8-bit weights, matrix by matrix."""
-    others = {"our W8A8": duels(record, W8A8), "cuBLAS FP8": duels(record, "cublas_fp8")}
-    if record is None or any(found.empty for found in others.values()):
+    ratios_by_peer = {"our W8A8": ratios_to_8bit(record, W8A8), "cuBLAS FP8": ratios_to_8bit(record, "cublas_fp8")}
+    if record is None or any(peer_ratios.empty for peer_ratios in ratios_by_peer.values()):
         return MISSING
     table = pd.DataFrame({"slower at M": [f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA]}, index=map(str, LLAMA))
-    for name, found in others.items():
-        for what, column in (("measured", "measured"), ("predicted", "in_turn")):
-            table[f"than {name}, {what}"] = (
-                found.set_index("M").groupby("layer")[column].agg(lambda ratios: said(ratios.to_dict()))
+    for name, peer_ratios in ratios_by_peer.items():
+        for source, column in (("measured", "measured"), ("predicted", "in_turn")):
+            table[f"than {name}, {source}"] = (
+                peer_ratios.set_index("M")
+                .groupby("layer")[column]
+                .agg(lambda ratios: describe_slower_ranges(ratios.to_dict()))
             )
     alpha = alpha_at("gemm_w4a8_sm90", DISSECTED_TOKENS[-1])
     tokens = crossover(measured_device(record), alpha)

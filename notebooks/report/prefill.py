@@ -35,7 +35,7 @@ def points(record: Record | None) -> pd.DataFrame:
 
 def section() -> str:
     """Build the section on prefill: every chunk beside its peers, bytes from DRAM, the picture if it is recorded."""
-    record = frames.recorded("prefill")
+    record = frames.load_record("prefill")
     rows = points(record)
     if record is None or record.invalid or rows.empty:
         return MISSING
@@ -86,7 +86,7 @@ def failure_lines(record: Record) -> list[str]:
 
 def bytes_table() -> str:
     """Build the table of bytes that ours and FlashAttention 3 move from and to device memory."""
-    record = frames.recorded("prefill_bytes")
+    record = frames.load_record("prefill_bytes")
     rows = [row for row in record.rows if row.measure == DRAM] if record and not record.invalid else []
     if not rows:
         return MISSING
@@ -123,8 +123,8 @@ def rates_figure(rows: pd.DataFrame) -> Figure:
     panels[0, 0].set_ylim(bottom=0)  # for all panels, which share the axis; set after all lines, as it ends autoscaling
     for axes in panels[-1]:
         axes.set_xlabel("queries")
-    many = rows[rows["T"] > rows["T"].min()]
-    share = frames.mean(many.ours / many[FA3])
+    longer_rows = rows[rows["T"] > rows["T"].min()]
+    share = frames.mean(longer_rows.ours / longer_rows[FA3])
     finding = f"attention_kv4 over a 4-bit cache reaches {share:.2f} of FlashAttention 3's FP16 rate (geometric mean)"
     figure.suptitle(finding, x=0.01, ha="left", weight="bold", fontsize=11)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)

@@ -18,7 +18,7 @@ _SPELLING = {
 _UNSIGNED = "none: the token sum takes it back"
 
 
-def recorded(kernel: str, slug: str = "h200") -> Profile | None:
+def load_profile(kernel: str, slug: str = "h200") -> Profile | None:
     """Load the recorded profile of a kernel, or return None if there is none.
 
     It is in `notebooks/results/<gpu>/profiles/<kernel>.json`.
@@ -32,20 +32,20 @@ def profile_path(kernel: str, slug: str = "h200") -> Path:
     return RESULTS / slug / "profiles" / f"{kernel}.json"
 
 
-def compared() -> list[Profile]:
+def load_compared() -> list[Profile]:
     """Load the two profiles that the README compares; return an empty list unless both are recorded."""
-    found = [one for one in map(recorded, COMPARED) if one is not None]
-    return found if len(found) == len(COMPARED) else []
+    profiles = [profile for profile in map(load_profile, COMPARED) if profile is not None]
+    return profiles if len(profiles) == len(COMPARED) else []
 
 
 def profile_section() -> str:
     """Describe the differences of the two profiles, and link the picture of a profile."""
-    found = compared()
-    if not found:
+    profiles = load_compared()
+    if not profiles:
         return "Not recorded yet.\n"
-    lines = "\n".join(f"- {sentence}" for sentence in nsight.differences(*found))
+    lines = "\n".join(f"- {sentence}" for sentence in nsight.differences(*profiles))
     picture = "A launch on a page: what the units did, what warps waited for, and where](notebooks/figures/profile.png)"
-    return f"{lines}\n\n![{picture}\n\n{_origin(found[0].device, found[0].origin, 'ptxlab profile')}\n"
+    return f"{lines}\n\n![{picture}\n\n{_origin(profiles[0].device, profiles[0].origin, 'ptxlab profile')}\n"
 
 
 def stalls_section() -> str:

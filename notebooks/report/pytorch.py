@@ -14,7 +14,7 @@ def table() -> str:
     They show tokens/s of `generate` by batch beside FP16 and FP8, and the host time of every operator beside one that
     allocates.
     """
-    record = frames.recorded("torch")
+    record = frames.load_record("torch")
     if record is None or record.invalid:
         return MISSING
     calls = [row for row in record.rows if row.measure == "host time"]
@@ -31,9 +31,9 @@ def table() -> str:
     )
     hosts["beyond"] = hosts["us"] - hosts["that only allocates"]
     us = dict.fromkeys(("us", "that only allocates", "beyond"), "{:.0f}")
-    said = f"`python -m benchmarks torch`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
+    origin = f"`python -m benchmarks torch`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
     return (
         f"Tokens/s of `generate`, {steps[0].kernel}'s shape with random weights, compiled, prompts of "
         f"{steps[0].sizes['prompt']} tokens:\n\n{markdown(rates, formats)}\n"
-        f"Microseconds of the host for a call of an operator, median:\n\n{markdown(hosts, us)}\n{said}\n"
+        f"Microseconds of the host for a call of an operator, median:\n\n{markdown(hosts, us)}\n{origin}\n"
     )

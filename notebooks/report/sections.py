@@ -58,28 +58,28 @@ def pages() -> list[Path]:
 
 def update(*, write: bool = True) -> list[Path]:
     """Renew the pages' marked sections and the headers' `Measured`; returns the files that changed (or would)."""
-    changed = headers.outdated()
+    changed = headers.corrected_sources()
     for page in pages():
-        before = page.read_text(encoding="utf-8")
-        after = renewed(before, page.parent)
-        if after != before:
-            changed[page] = after
+        old_text = page.read_text(encoding="utf-8")
+        new_text = renew_sections(old_text, page.parent)
+        if new_text != old_text:
+            changed[page] = new_text
     if write:
         for path, text in changed.items():
             write_text(path, text)
     return list(changed)
 
 
-def renewed(text: str, folder: Path) -> str:
+def renew_sections(text: str, folder: Path) -> str:
     """Return a page's text with its marked sections regenerated, links relative to the page's folder."""
 
-    def linked(link: re.Match[str]) -> str:
+    def relative_link(link: re.Match[str]) -> str:
         return f"]({os.path.relpath(ROOT / link[1], folder)})"
 
-    def section(found: re.Match[str]) -> str:
-        if found[2] not in SECTIONS:
-            raise FileError(f"{folder}: a section named one of {', '.join(SECTIONS)} (got {found[2]})")
-        return found[1] + _LINK.sub(linked, SECTIONS[found[2]]()) + found[3]
+    def section(match: re.Match[str]) -> str:
+        if match[2] not in SECTIONS:
+            raise FileError(f"{folder}: a section named one of {', '.join(SECTIONS)} (got {match[2]})")
+        return match[1] + _LINK.sub(relative_link, SECTIONS[match[2]]()) + match[3]
 
     return _SECTION.sub(section, text)
 
@@ -120,7 +120,7 @@ def _shows(spec: KernelSpec) -> str:
 def _origin(gpu: str, suite: str) -> str:
     """Describe in a sentence how a record was measured, with its ceilings."""
     record = bench.load(RESULTS / gpu / f"{suite}.json")
-    ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
+    ceilings = ", ".join(f"{name.removesuffix('_tbps')} {tbps:.2f} TB/s" for name, tbps in record.ceilings.items())
     origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.revision}"
     return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
 
@@ -146,8 +146,8 @@ def proofs_table() -> str:
     table = pd.DataFrame(
         {
             "subject": f"`{subject}`",
-            "proved": _named([*of.name[of.verdict == "proved"]]),
-            "refuted, as expected": _named([*of.name[of.verdict == "refuted"]]),
+            "proved": _join_names([*of.name[of.verdict == "proved"]]),
+            "refuted, as expected": _join_names([*of.name[of.verdict == "refuted"]]),
             "seconds": of.seconds.sum(),
         }
         for subject, of in claims.groupby("subject", sort=False)
@@ -191,7 +191,7 @@ def mutants_table() -> str:
     return f"{markdown(table, {}, left=1)}\nWhy mutants are not refuted:\n\n{why}"
 
 
-def _named(claims: list[str]) -> str:
+def _join_names(claims: list[str]) -> str:
     """List claims by name; of more than eight, give the number, the first and the last."""
     return "; ".join(claims) if len(claims) <= 8 else f"all {len(claims)}, from {claims[0]} to {claims[-1]}"
 
@@ -218,7 +218,7 @@ def load_table() -> str:
     lines = []
     for spec in (s for s in registry.specs().values() if s.family == "load"):
         accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
-        fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "min_wavefronts"))
+        fronts, fewest = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "min_wavefronts"))
         resident = measured.get((spec.name, "ptx", "resident"))
         streaming = measured.get((spec.name, "ptx", "streaming"))
         split = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
@@ -227,7 +227,7 @@ def load_table() -> str:
                 f"`{spec.name}`",
                 _shows(spec),
                 " / ".join(split),
-                f"{fronts} ({fronts - least})" if accesses else "",
+                f"{fronts} ({fronts - fewest})" if accesses else "",
                 resident and f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
                 streaming and f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
             ]
@@ -243,7 +243,7 @@ def _picture(shows: str, name: str, drawn: bool) -> str:
 
 def headline_section() -> str:
     """Build the table of `gemm_w4a8` against all peers, with the picture over all tokens if it is recorded."""
-    record = ladder.recorded()
+    record = ladder.load_record()
     picture = "How near to the floor, and how far ahead of the fastest peer", "gemm_headline"
     return gemm.matrices_table(record) + _picture(*picture, drawn=not gemm.points(record).empty)
 
@@ -267,13 +267,13 @@ def gemm_means_section() -> str:
 
     A row has the speed-up over the fastest peer of each kind and the fraction of the floor.
     """
-    record = ladder.recorded()
+    record = ladder.load_record()
     rows = gemm.points(record)
     rows = rows[rows.M.isin(rows.M[rows["over all"].notna()])]
     shown = {kind: called for kind, (called, _) in gemm.KINDS.items()}
     shown |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
-    said = origin_of_peers(record, headline.MEASURE, stored_times()) if record else ""
-    return means_table(rows, "M", {"M": "tokens M", **shown}) + (said and f"\n{said}\n")
+    origin = origin_of_peers(record, headline.MEASURE, stored_times()) if record else ""
+    return means_table(rows, "M", {"M": "tokens M", **shown}) + (origin and f"\n{origin}\n")
 
 
 def attention_means_section() -> str:
@@ -281,54 +281,54 @@ def attention_means_section() -> str:
 
     A row has the speed-up over the fastest peer with a cache of each number of bits, and the fraction of the floor.
     """
-    record = attention.recorded()
-    rows = attention.batched_and_single(attention.points(record))
+    record = attention.load_record()
+    rows = attention.main_batches(attention.points(record))
     shown = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
     shown |= {"over all": "all eleven", "fraction": "fraction of the floor"}
-    said = origin_of_peers(record, MEASURE, stored_attention()) if record else ""
+    origin = origin_of_peers(record, MEASURE, stored_attention()) if record else ""
     empty = "Empty where not all peers of a column were measured."
-    return means_table(rows, "B", {"B": "batch", **shown}) + (said and f"\n{empty} {said}\n")
+    return means_table(rows, "B", {"B": "batch", **shown}) + (origin and f"\n{empty} {origin}\n")
 
 
 def kv4_section() -> str:
     """Build the table of `attention_kv4` against all peers, with the picture if it is recorded."""
-    record = attention.recorded()
+    record = attention.load_record()
     picture = "Speed-up over the best peer with 16, 8 and 4 bits", "attention_speedup"
     return attention.batches_table(record) + _picture(*picture, drawn=not attention.points(record).empty)
 
 
 def layer_section() -> str:
     """Build the table of decoder layers beside floor and mixes, with the picture if it is recorded."""
-    record = layer.recorded()
+    record = layer.load_record()
     picture = "GEMM, attention and others of a layer by batch, beside the FP8 mix", "layer_breakdown"
     return layer.layers_table(record) + _picture(*picture, drawn=not layer.points(record).empty)
 
 
 def layer_fused_section() -> str:
     """Build the table of the kernels between GEMMs and attention, beside copies."""
-    return layer.fused_table(layer.recorded())
+    return layer.fused_table(layer.load_record())
 
 
 def layer_epilogues_section() -> str:
     """Build the table of layers with and without the epilogues of their GEMMs."""
-    return layer.epilogues_table(layer.recorded("layer_epilogues"))
+    return layer.epilogues_table(layer.load_record("layer_epilogues"))
 
 
 def layer_d64_section() -> str:
     """Build the table of a layer with heads of 64 dimensions."""
-    return layer.d64_table(layer.recorded())
+    return layer.d64_table(layer.load_record())
 
 
 def layer_timeline_section() -> str:
     """Build the tables of the launches of one layer, with the picture if it is recorded."""
-    record = layer.recorded()
+    record = layer.load_record()
     picture = "The launches of one layer", "layer_timeline"
     return layer.timeline_table(record) + _picture(*picture, drawn=bool(layer.timelines(record)))
 
 
 def decode_section() -> str:
     """Build the table of whole models' steady steps, with a picture of each model that is recorded."""
-    records = decode.recorded()
+    records = decode.load_records()
     drawn = dict.fromkeys(decode.points(records, MODEL_STEPS).get("model", ()))
     return decode.steps_table(records) + "".join(
         _picture(f"{model}: a step by batch, and tokens/s under both budgets", decode.picture_name(model), drawn=True)
@@ -339,12 +339,12 @@ def decode_section() -> str:
 def ladder_section() -> str:
     """Build the table of the GEMM ladder, with the picture of its ablation if it is recorded."""
     picture = "What each step gained, by tokens", "ladder_ablation"
-    return ladder.ladder_table() + _picture(*picture, drawn=ladder.recorded() is not None)
+    return ladder.ladder_table() + _picture(*picture, drawn=ladder.load_record() is not None)
 
 
 def cost_section() -> str:
     """Build the section on costs: rooflines, predicted beside measured times, and where W4A8 stops paying."""
-    record = ladder.recorded()
+    record = ladder.load_record()
     if gemm.eight_bit(record).empty:
         return MISSING
     picture = "![What each scheme can reach, and what was reached](notebooks/figures/cost_roofline.png)"
@@ -357,11 +357,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "loads": load_table,
     "ladder": ladder_section,
     "ladder_documents": ladder.documents_table,
-    "ladder_g64": lambda: ladder.groups_table(ladder.recorded_groups()),
+    "ladder_g64": lambda: ladder.groups_table(ladder.load_groups_record()),
     "cost": cost_section,
     "w4a4_choice": w4a4.choice_table,
-    "w4a4_measured": lambda: w4a4.measured_table(w4a4.recorded()),
-    "w4a4_targets": lambda: targets.table(targets.four_bits(w4a4.recorded())),
+    "w4a4_measured": lambda: w4a4.measured_table(w4a4.load_record()),
+    "w4a4_targets": lambda: targets.table(targets.four_bits(w4a4.load_record())),
     "w4a4_figures": w4a4.figures_table,
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
@@ -372,27 +372,27 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
-    "attention_table1": lambda: attention.table1(attention.recorded_table1()),
+    "attention_table1": lambda: attention.table1(attention.load_table1_record()),
     "prefill": prefill.section,
     "served": serving.headline,
     "serving": serving.section,
     "layer": layer_section,
     "pytorch": pytorch.table,
     "decode": decode_section,
-    "decode_front": lambda: decode.front_table(decode.recorded()),
-    "decode_heads": lambda: decode.heads_table(decode.recorded()),
-    "decode_limits": lambda: decode.limits_table(decode.recorded()),
-    "decode_peaks": lambda: decode.peaks_table(decode.recorded()),
-    "decode_prompts": lambda: decode.prompts_table(decode.recorded_alone()),
-    "decode_systems": lambda: decode.systems_table(decode.recorded(), decode.recorded_systems()),
-    "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),
-    "decode_generate": lambda: decode.generate_table(decode.recorded()),
+    "decode_front": lambda: decode.front_table(decode.load_records()),
+    "decode_heads": lambda: decode.heads_table(decode.load_records()),
+    "decode_limits": lambda: decode.limits_table(decode.load_records()),
+    "decode_peaks": lambda: decode.peaks_table(decode.load_records()),
+    "decode_prompts": lambda: decode.prompts_table(decode.load_alone_record()),
+    "decode_systems": lambda: decode.systems_table(decode.load_records(), decode.load_systems_record()),
+    "decode_targets": lambda: targets.table(targets.whole_models(decode.load_records())),
+    "decode_generate": lambda: decode.generate_table(decode.load_records()),
     "layer_fused": layer_fused_section,
     "layer_epilogues": layer_epilogues_section,
     "layer_d64": layer_d64_section,
     "layer_timeline": layer_timeline_section,
     "gemm_means": gemm_means_section,
-    "per_channel": lambda: gemm.per_channel_table(ladder.recorded()),
+    "per_channel": lambda: gemm.per_channel_table(ladder.load_record()),
     "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
@@ -403,7 +403,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "proof_mutants": mutants_table,
     "corpus_summary": corpus.summary,
     "corpus_kernels": corpus.table,
-    "corpus_judged": corpus.judged,
+    "corpus_judged": corpus.list_judgements,
     "emulator_speed": emulation.table,
     "pipelines": pipelines.section,
     "quirk_table": quirks.table,

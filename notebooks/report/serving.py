@@ -26,7 +26,7 @@ def section() -> str:
 
     A row has the throughput, the steps, the tokens in the cache and the seconds to start.
     """
-    record = frames.recorded("vllm")
+    record = frames.load_record("vllm")
     if record is None or record.invalid:
         return MISSING
     table = table_of(record)
@@ -67,7 +67,7 @@ def table_of(record: Record) -> pd.DataFrame:
 
 def headline() -> str:
     """Say in the README how fast a model of 7B is served, as recorded."""
-    record = frames.recorded("vllm")
+    record = frames.load_record("vllm")
     if record is None or record.invalid:
         return MISSING
     (row,) = [row for row in record.rows if row.measure == "serving" and row.kernel == f"{FIRST} in vLLM, {OURS}"]

@@ -37,9 +37,9 @@ class Mistake:
     checks: str = "all"
     place: str = ""  # folder below `tests/outside`
 
-    def command(self, *more: str) -> str:
+    def command(self, *extra: str) -> str:
         """Return the command line, to be run in the folder of the kernel and its inputs."""
-        options = " ".join((f"--block {self.threads} --check {self.checks}", *more))
+        options = " ".join((f"--block {self.threads} --check {self.checks}", *extra))
         return f"ptxlab run {self.name}.cu {options} --in {self.name}.npz"
 
 
@@ -147,7 +147,7 @@ def output_of(mistake: Mistake) -> str:
 def excerpt(text: str, printed: str) -> Iterator[str]:
     """Yield the numbered source lines that the findings name, and those under `FIXED`."""
     lines = text.splitlines()
-    chosen = {int(number) for found in _LINE.findall(printed) for number in found if number}
+    chosen = {int(number) for match in _LINE.findall(printed) for number in match if number}
     for number in sorted(chosen):  # NVRTC counts the last line of an asm statement as its place
         while lines[number - 1].lstrip().startswith((":", '"')):
             number -= 1
@@ -169,10 +169,10 @@ def excerpt(text: str, printed: str) -> Iterator[str]:
 
 def page(mistakes: Iterable[Mistake]) -> str:
     """Format mistakes as Markdown: `MISTAKES` are on the page on checks, `FENCES` on the page on fences."""
-    return "\n".join(part for mistake in mistakes for part in shown(mistake))
+    return "\n".join(part for mistake in mistakes for part in format_mistake(mistake))
 
 
-def shown(mistake: Mistake) -> list[str]:
+def format_mistake(mistake: Mistake) -> list[str]:
     """Format one mistake as lines of Markdown."""
     printed = output_of(mistake)
     lines = printed.splitlines()
@@ -182,10 +182,10 @@ def shown(mistake: Mistake) -> list[str]:
     for kind in dict.fromkeys(line.partition(":")[0] for line in findings):
         first, *repeats = [line for line in findings if line.startswith(f"{kind}:")]
         report += textwrap.wrap(first, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-        more = sorted({int(line) for other in repeats for line in re.findall(r"^[\w-]+: [^:]*:(\d+)", other)})
+        other_lines = sorted({int(line) for repeat in repeats for line in re.findall(r"^[\w-]+: [^:]*:(\d+)", repeat)})
         if repeats:
-            at = f"line {more[0]}" if len(more) == 1 else f"lines {', '.join(map(str, more))}"
-            report.append(f"... and {len(repeats)} more like it, {at}")
+            places = f"line {other_lines[0]}" if len(other_lines) == 1 else f"lines {', '.join(map(str, other_lines))}"
+            report.append(f"... and {len(repeats)} more like it, {places}")
     return [
         f"**{mistake.wrong}.**\n",
         "```cuda",

@@ -19,15 +19,15 @@ _TIMES = {  # pages with recorded times of a system's kernels
 }
 
 
-def recorded() -> accuracy.Accuracy | None:
+def load_record() -> accuracy.Accuracy | None:
     """Read the record of the systems' perplexities, if there is one."""
-    return accuracy.recorded("accuracy_systems.json")
+    return accuracy.load_record("accuracy_systems.json")
 
 
 def section() -> str:
     """Return the table: a system, its document, its command, perplexity, and where times are."""
-    found = recorded()
-    ratios = {row.step: row.ratio for row in accuracy.points(found).itertuples() if row.ladder == "systems"}
+    accuracy_record = load_record()
+    ratios = {row.step: row.ratio for row in accuracy.points(accuracy_record).itertuples() if row.ladder == "systems"}
     table = pd.DataFrame(
         {
             "system": system.name,
@@ -44,8 +44,8 @@ def section() -> str:
 
 def accuracy_table() -> str:
     """Return the rows of perplexity, QServe's two settings with and without two of their steps."""
-    found = recorded()
-    rows = accuracy.points(found)
-    if found is None or rows.empty:
+    accuracy_record = load_record()
+    rows = accuracy.points(accuracy_record)
+    if accuracy_record is None or rows.empty:
         return MISSING
-    return f"{accuracy.table(rows)}\n{accuracy.origin(found)}\n"
+    return f"{accuracy.table(rows)}\n{accuracy.origin(accuracy_record)}\n"

@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.quantize import atom
 from report import attention as kv
 from report import decode, layer, w4a4
 from report.frames import MISSING, fraction, markdown, mean, over, slower
-from report.gemm import at, chains, dequantising, eight_bit, experts, points, reordering, untuned_points
+from report.gemm import at_tokens, chains, dequantising, eight_bit, experts, points, reordering, untuned_points
 from report.ladder import QSERVE
 
 LEVEL = 1 - TOLERANCE  # two runs of the same kernel differ by so much
@@ -28,63 +28,63 @@ _DECODE, _PREFILL = (tokens for tokens, _ in POINTS)
 
 
 class Target(NamedTuple):
-    """A target and the measured value. `value` is NaN where the record lacks its inputs."""
+    """A target and the measured value. `measured` is NaN where the record lacks its inputs."""
 
-    what: str
-    value: float
+    name: str
+    measured: float
     form: str
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
 
     @property
-    def wanted(self) -> str:
+    def bound(self) -> str:
         """The bound in words."""
-        if self.least > -math.inf:
-            return f"at least {self.form.format(self.least)}"
-        return f"at most {self.form.format(self.most)}"
+        if self.minimum > -math.inf:
+            return f"at least {self.form.format(self.minimum)}"
+        return f"at most {self.form.format(self.maximum)}"
 
     @property
     def verdict(self) -> str:
         """`met`, `missed`, or empty where nothing was measured."""
-        if math.isnan(self.value):
+        if math.isnan(self.measured):
             return ""
-        return "met" if self.least <= self.value <= self.most else "missed"
+        return "met" if self.minimum <= self.measured <= self.maximum else "missed"
 
 
 def gemm(record: Record | None) -> list[Target]:
     """List the targets of the GEMMs, in groups of 128, with FP16 results."""
     rows, reordered = points(record), reordering(record)
-    few = at(rows, *FEW_TOKENS)
+    few_tokens = at_tokens(rows, *FEW_TOKENS)
     up_to_64 = rows[rows.M <= 64]
     largest = up_to_64[up_to_64.layer == "70B gate+up"].fraction
     smallest = up_to_64[up_to_64.layer == "7B O"].time_us
     means = f"M <= {MOST_FEW}, mean"
     return [
-        Target(f"of the floor, {means}", fraction(few), _FRACTION, least=0.85),
-        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(few), "{:.0f}", most=0),
-        Target("over QServe g128, M = 256, mean", mean(over(at(rows, 256), QSERVE)), _TIMES, least=3.3),
-        Target("of the floor, 70B gate+up, M <= 64, every point", least(largest), _FRACTION, least=0.90),
-        Target("7B O, M <= 64, every point", most(smallest), "{:.2f} µs", most=5.0),
+        Target(f"of the floor, {means}", fraction(few_tokens), _FRACTION, minimum=0.85),
+        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(few_tokens), "{:.0f}", maximum=0),
+        Target("over QServe g128, M = 256, mean", mean(over(at_tokens(rows, 256), QSERVE)), _TIMES, minimum=3.3),
+        Target("of the floor, 70B gate+up, M <= 64, every point", min_or_nan(largest), _FRACTION, minimum=0.90),
+        Target("7B O, M <= 64, every point", max_or_nan(smallest), "{:.2f} µs", maximum=5.0),
         Target(
             f"over cuBLAS FP8, M >= {min(_MANY_TOKENS)}, each mean",
-            least(mean(over(at(rows, M), "cublas_fp8")) for M in _MANY_TOKENS),
+            min_or_nan(mean(over(at_tokens(rows, M), "cublas_fp8")) for M in _MANY_TOKENS),
             _TIMES,
-            least=LEVEL,
+            minimum=LEVEL,
         ),
         Target(
             f"chain of a decoder layer over that of cuBLAS FP8, {means}",
             mean(chains(record)["over cublas_fp8"]),
             _TIMES,
-            least=1.6,
+            minimum=1.6,
         ),
         *_of_eight_bits(record),
         *_of_experts(record),
         *_of_untuned(record),
         Target(
             f"quantising into the headline's order ({ORDER.replace('_', '-')}) beside row-major, every size",
-            most(reordered[reordered.activations == ORDER].ratio - 1),
+            max_or_nan(reordered[reordered.activations == ORDER].ratio - 1),
             _PERCENT,
-            most=0.05,
+            maximum=0.05,
         ),
     ]
 
@@ -94,21 +94,21 @@ def four_bits(record: Record | None) -> list[Target]:
 
     They are for groups of 128, LLaMA-2's matrices and M from 64 to 1024.
     """
-    rows, found = w4a4.points(record), []
+    rows, targets = w4a4.points(record), []
     for scheme in w4a4.FOUR_BITS:
         part = rows[rows.scheme == scheme]
-        slowest, int8 = most(part["of W4A8"]), part["over cublas_int8"]
-        found += [
-            Target(f"{scheme}: of W4A8's time, every point", slowest, _TIMES, most=w4a4.MOST_OVER_W4A8),
-            Target(f"{scheme}: the same, stretch", slowest, _TIMES, most=w4a4.STRETCH),
+        slowest, int8 = max_or_nan(part["of W4A8"]), part["over cublas_int8"]
+        targets += [
+            Target(f"{scheme}: of W4A8's time, every point", slowest, _TIMES, maximum=w4a4.MOST_OVER_W4A8),
+            Target(f"{scheme}: the same, stretch", slowest, _TIMES, maximum=w4a4.STRETCH),
             Target(
                 f"{scheme}: points slower than cuBLAS INT8",
                 float((int8 < 1).sum()) if len(int8) and int8.notna().all() else math.nan,
                 "{:.0f}",
-                most=0,
+                maximum=0,
             ),
         ]
-    return found
+    return targets
 
 
 _LAYERS = {  # model -> batch -> of the floor
@@ -121,49 +121,58 @@ _COPIES = ((64e6, math.inf, 0.88), (20e6, 64e6, 0.80), (8e6, 20e6, 0.60))  # byt
 
 def layers(record: Record | None) -> list[Target]:
     """List the targets of decoder layers beside public mixes, and of the kernels between their GEMMs."""
-    rows, between = layer.points(record), layer.fused(record)
+    rows, between = layer.points(record), layer.fused_points(record)
     between = between[~between.kernel.isin([spec.name for spec in atom.SPECS])]  # no part of these layers
     both = rows[rows.model.isin(list(_LAYERS))]
-    few = both[both.B <= 64]
+    few_sequences = both[both.B <= 64]
     humming = rows[["over humming g128", "over humming per channel"]].min(axis=1, skipna=False)
-    found = [
+    targets = [
         Target(
             f"of the floor, {model}, batch {B}",
             _only(both[(both.model == model) & (both.B == B)].fraction),
             "{:.2f}",
-            wanted,
+            bound,
         )
         for model, batches in _LAYERS.items()
-        for B, wanted in batches.items()
+        for B, bound in batches.items()
     ]
-    found += [
-        Target(f"others, 7B and 70B, batch {B}", most(both[both.B == B].others_share), "{:.0%}", most=share)
+    targets += [
+        Target(f"others, 7B and 70B, batch {B}", max_or_nan(both[both.B == B].others_share), "{:.0%}", maximum=share)
         for B, share in _OTHERS.items()
     ]
-    found += [
-        Target("over the FP16 mix, mean", mean(rows["over FP16"]), _TIMES, least=2.8),
-        Target("over the FP8 mix, batch 1 to 64, 7B and 70B, mean", mean(few["over FP8"]), _TIMES, least=1.8),
-        Target("over the FP8 mix, batch 1 to 64, 7B and 70B, each", least(few["over FP8"]), _TIMES, least=1.65),
-        Target("over the FP8 mix, 7B and 70B, every point", least(both["over FP8"]), _TIMES, least=1.3),
-        Target("over humming's mix, mean", mean(humming), _TIMES, least=1.3),
+    targets += [
+        Target("over the FP16 mix, mean", mean(rows["over FP16"]), _TIMES, minimum=2.8),
+        Target(
+            "over the FP8 mix, batch 1 to 64, 7B and 70B, mean", mean(few_sequences["over FP8"]), _TIMES, minimum=1.8
+        ),
+        Target(
+            "over the FP8 mix, batch 1 to 64, 7B and 70B, each",
+            min_or_nan(few_sequences["over FP8"]),
+            _TIMES,
+            minimum=1.65,
+        ),
+        Target("over the FP8 mix, 7B and 70B, every point", min_or_nan(both["over FP8"]), _TIMES, minimum=1.3),
+        Target("over humming's mix, mean", mean(humming), _TIMES, minimum=1.3),
         Target(
             "points slower than humming's mix",
             float((humming < 1).sum()) if humming.notna().any() else math.nan,
             "{:.0f}",
-            most=0,
+            maximum=0,
         ),
     ]
-    for low, high, wanted in _COPIES:
-        those = between[(between.bytes >= low) & (between.bytes < high)] if len(between) else between
+    for low, high, bound in _COPIES:
+        copied = between[(between.bytes >= low) & (between.bytes < high)] if len(between) else between
         upto = f"from {low / 1e6:.0f} MB" if high == math.inf else f"of {low / 1e6:.0f} to {high / 1e6:.0f} MB"
-        found.append(Target(f"fused kernels {upto}, of a copy, each", least(those.fraction), "{:.2f}", least=wanted))
+        targets.append(
+            Target(f"fused kernels {upto}, of a copy, each", min_or_nan(copied.fraction), "{:.2f}", minimum=bound)
+        )
     single = between[(between.M <= 64) & (between.kernel != "rope_append_kv4")]
     narrow, wide = single[single.width <= 8192], single[single.width == 28672]
     return [
-        *found,
-        Target("fused kernels, M <= 64, widths to 8192", most(narrow.time_us), "{:.2f} µs", most=2.3),
-        Target("fused kernels, M <= 64, width 28672", most(wide.time_us), "{:.2f} µs", most=3.5),
-        Target("the same in the chain, widths to 8192", most(narrow.chain_us), "{:.2f} µs", most=1.5),
+        *targets,
+        Target("fused kernels, M <= 64, widths to 8192", max_or_nan(narrow.time_us), "{:.2f} µs", maximum=2.3),
+        Target("fused kernels, M <= 64, width 28672", max_or_nan(wide.time_us), "{:.2f} µs", maximum=3.5),
+        Target("the same in the chain, widths to 8192", max_or_nan(narrow.chain_us), "{:.2f} µs", maximum=1.5),
     ]
 
 
@@ -174,65 +183,67 @@ _WHOLE = {  # model -> batch -> of the floor, head included
 _BANDWIDTHS = 1.43  # of an H200 over an H800's
 
 
-def whole(records: list[Record]) -> list[Target]:
+def whole_models(records: list[Record]) -> list[Target]:
     """List the targets of whole models beside public mixes, and beside the figures of LiquidGEMM's Table 1."""
     steps, rule, best = decode.points(records, MEASURE), decode.points(records, GENERATE), decode.peaks(records)
-    found = []
+    targets = []
     for model, batches in _WHOLE.items():
-        for B, wanted in batches.items():
-            of = steps[(steps.model == model) & (steps.B == B)].fraction if len(steps) else pd.Series()
-            found.append(Target(f"of the floor, {model}, batch {B}", _only(of), _FRACTION, wanted))
+        for B, bound in batches.items():
+            fractions = steps[(steps.model == model) & (steps.B == B)].fraction if len(steps) else pd.Series()
+            targets.append(Target(f"of the floor, {model}, batch {B}", _only(fractions), _FRACTION, bound))
     small = rule[min(BUDGETS) == rule.L] if len(rule) else rule
     for model, (paper, _) in decode.LIQUIDSERVE.items():
         over = _only(small[small.model == model]["decode rate"]) / paper if len(small) else math.nan
-        what = f"{model}, {min(BUDGETS)} GB, without prefill, over LiquidServe's figure of an H800"
-        found.append(Target(what, over, _TIMES, least=1.25 * _BANDWIDTHS))
+        name = f"{model}, {min(BUDGETS)} GB, without prefill, over LiquidServe's figure of an H800"
+        targets.append(Target(name, over, _TIMES, minimum=1.25 * _BANDWIDTHS))
     every = len(best) == len(BUDGETS) * len(MODELS)
 
     def of_all(column: str, rows: pd.DataFrame, together: Callable[[pd.Series], float]) -> float:
         return together(rows[column].dropna()) if every and len(rows) and rows[column].notna().any() else math.nan
 
     rows = "QServe's rule, both budgets, all models"
-    found += [
-        Target(f"{rows}: over the FP8 mix, mean", of_all("rate over FP8", rule, mean), _TIMES, least=1.4),
-        Target("peak at equal memory over the FP8 mix, mean", of_all("over FP8", best, mean), _TIMES, least=1.8),
-        Target("peak at equal memory over the FP8 mix, each", of_all("over FP8", best, least), _TIMES, least=1.3),
-        Target("steps over the FP8 mix, every batch", of_all("over FP8", steps, least), _TIMES, least=1.0),
+    targets += [
+        Target(f"{rows}: over the FP8 mix, mean", of_all("rate over FP8", rule, mean), _TIMES, minimum=1.4),
+        Target("peak at equal memory over the FP8 mix, mean", of_all("over FP8", best, mean), _TIMES, minimum=1.8),
+        Target(
+            "peak at equal memory over the FP8 mix, each", of_all("over FP8", best, min_or_nan), _TIMES, minimum=1.3
+        ),
+        Target("steps over the FP8 mix, every batch", of_all("over FP8", steps, min_or_nan), _TIMES, minimum=1.0),
     ]
     for column in ("over humming g128", "over humming per channel"):
-        found += [
-            Target(f"peak at equal memory {column}, mean", of_all(column, best, mean), _TIMES, least=1.5),
-            Target(f"steps {column}, every batch", of_all(column, steps, least), _TIMES, least=1.0),
+        targets += [
+            Target(f"peak at equal memory {column}, mean", of_all(column, best, mean), _TIMES, minimum=1.5),
+            Target(f"steps {column}, every batch", of_all(column, steps, min_or_nan), _TIMES, minimum=1.0),
         ]
-    return found
+    return targets
 
 
 def _only(values: pd.Series) -> float:
     return float(values.iloc[0]) if len(values) == 1 else math.nan
 
 
-def table(found: Sequence[Target]) -> str:
+def table(targets: Sequence[Target]) -> str:
     """Build the table of targets: bound, measured value, and whether it is met.
 
     If nothing was measured, a sentence says so.
     """
-    if not any(target.verdict for target in found):
+    if not any(target.verdict for target in targets):
         return MISSING
     lines = [
-        (t.what, t.wanted, t.form.format(t.value) if t.verdict else "", t.verdict or "not measured") for t in found
+        (t.name, t.bound, t.form.format(t.measured) if t.verdict else "", t.verdict or "not measured") for t in targets
     ]
     return markdown(pd.DataFrame(lines, columns=["target", "wanted", "measured", "verdict"]), left=2)
 
 
-def least(values: Iterable[float]) -> float:
+def min_or_nan(values: Iterable[float]) -> float:
     """Return the smallest value; NaN if there are no values or one of them is NaN."""
-    known = list(values)
-    return math.nan if not known or any(map(math.isnan, known)) else min(known)
+    numbers = list(values)
+    return math.nan if not numbers or any(map(math.isnan, numbers)) else min(numbers)
 
 
-def most(values: Iterable[float]) -> float:
+def max_or_nan(values: Iterable[float]) -> float:
     """Return the largest value; NaN if there are no values or one of them is NaN."""
-    return -least(-value for value in values)
+    return -min_or_nan(-number for number in values)
 
 
 def _count(rows: pd.DataFrame) -> float:
@@ -241,32 +252,37 @@ def _count(rows: pd.DataFrame) -> float:
 
 def _of_eight_bits(record: Record | None) -> list[Target]:
     rows = eight_bit(record)
-    fp8 = (mean(over(at(rows, M), "cublas_fp8")) for M in _MANY_TOKENS if M >= 2048)
+    fp8 = (mean(over(at_tokens(rows, M), "cublas_fp8")) for M in _MANY_TOKENS if M >= 2048)
     dequantised = mean(dequantising(record, *_MANY_TOKENS)) - 1
     return [
-        Target("W8A8 over cuBLAS INT8, every point", least(over(rows, "cublas_int8")), _TIMES, least=1.0),
-        Target("W8A8 over cuBLAS FP8, M >= 2048, each mean", least(fp8), _TIMES, least=LEVEL),
-        Target(f"dequantising beside W8A8, M >= {min(_MANY_TOKENS)}, mean", dequantised, _PERCENT, most=0.05),
+        Target("W8A8 over cuBLAS INT8, every point", min_or_nan(over(rows, "cublas_int8")), _TIMES, minimum=1.0),
+        Target("W8A8 over cuBLAS FP8, M >= 2048, each mean", min_or_nan(fp8), _TIMES, minimum=LEVEL),
+        Target(f"dequantising beside W8A8, M >= {min(_MANY_TOKENS)}, mean", dequantised, _PERCENT, maximum=0.05),
     ]
 
 
 def _of_experts(record: Record | None) -> list[Target]:
-    found = experts(record).dropna(subset="gain")
-    many = found[found.tokens >= 32].gain
+    rows = experts(record).dropna(subset="gain")
+    many_tokens = rows[rows.tokens >= 32].gain
     return [
-        Target("grouped over the loop, every point", least(found.gain), _TIMES, least=1.0),
-        Target("grouped over the loop, 32 tokens and more, mean", mean(many), _TIMES, least=1.4),
+        Target("grouped over the loop, every point", min_or_nan(rows.gain), _TIMES, minimum=1.0),
+        Target("grouped over the loop, 32 tokens and more, mean", mean(many_tokens), _TIMES, minimum=1.4),
     ]
 
 
 def _of_untuned(record: Record | None) -> list[Target]:
     rows = untuned_points(record)
-    tuned = fraction(at(points(record), *FEW_TOKENS))
+    tuned = fraction(at_tokens(points(record), *FEW_TOKENS))
     return [
         Target(
-            "untuned shapes: time over floor beside the tuned ones', means", tuned / fraction(rows), "{:.2f}", most=1.15
+            "untuned shapes: time over floor beside the tuned ones', means",
+            tuned / fraction(rows),
+            "{:.2f}",
+            maximum=1.15,
         ),
-        Target("untuned shapes over cuBLAS FP8, every point", least(over(rows, "cublas_fp8")), _TIMES, least=1.0),
+        Target(
+            "untuned shapes over cuBLAS FP8, every point", min_or_nan(over(rows, "cublas_fp8")), _TIMES, minimum=1.0
+        ),
     ]
 
 
@@ -277,49 +293,53 @@ def attention(record: Record | None) -> list[Target]:
         *_bands(rows),
         Target(
             "of the floor, single sequences of 32k and more, every one",
-            least(kv.single(rows).fraction),
+            min_or_nan(kv.single(rows).fraction),
             _FRACTION,
-            least=_LONG,
+            minimum=_LONG,
         ),
-        Target("points slower than a peer", _count(rows if len(compared) else compared), "{:.0f}", most=0),
-        Target("over the best 8-bit peer, batch >= 16, mean", mean(kv.batched(rows)["over 8"]), _TIMES, least=2.0),
+        Target("points slower than a peer", _count(rows if len(compared) else compared), "{:.0f}", maximum=0),
+        Target(
+            "over the best 8-bit peer, batch >= 16, mean", mean(kv.batch_points(rows)["over 8"]), _TIMES, minimum=2.0
+        ),
         *_over_qserve(record),
-        Target("ragged beside even, time, all heads", most(kv.unequal(record).longer), _TIMES, most=1.15),
+        Target("ragged beside even, time, all heads", max_or_nan(kv.unequal(record).longer), _TIMES, maximum=1.15),
         Target(
             "append, 4096 tokens: of a copy, every one",
-            least(kv.appends(record, _PREFILL).fraction),
+            min_or_nan(kv.appends(record, _PREFILL).fraction),
             _FRACTION,
-            least=0.8,
+            minimum=0.8,
         ),
         Target(
             "append, a token for each of 64 sequences, every one",
-            most(kv.appends(record, _DECODE).time_us),
+            max_or_nan(kv.appends(record, _DECODE).time_us),
             "{:.2f} µs",
-            most=4.0,
+            maximum=4.0,
         ),
     ]
 
 
 def _bands(rows: pd.DataFrame) -> list[Target]:
-    found, above = [], math.inf
-    for floor, wanted in _BANDS:
+    targets, above = [], math.inf
+    for floor, bound in _BANDS:
         upper = "" if math.isinf(above) else f" to {above:g}"
-        value = least(kv.between(rows, floor, above))
-        found.append(Target(f"of the floor where that is {floor:g}{upper} µs, every point", value, _FRACTION, wanted))
+        measured = min_or_nan(kv.between(rows, floor, above))
+        targets.append(
+            Target(f"of the floor where that is {floor:g}{upper} µs, every point", measured, _FRACTION, bound)
+        )
         above = floor
-    return found
+    return targets
 
 
 def _over_qserve(record: Record | None) -> list[Target]:
     """List the targets against QServe with the appended token, which QServe's time includes."""
-    rows = kv.batched(kv.behind_append(record))
+    rows = kv.batch_points(kv.behind_append(record))
     by_kind = {"MHA": rows[rows.Hq == rows.Hkv], "GQA": rows[rows.Hq > rows.Hkv]}
     return [
         Target(
             f"append + attention over QServe KV4, {kind}, batch >= 16, mean",
             mean(over(by_kind[kind], kv.QSERVE)),
             _TIMES,
-            wanted,
+            bound,
         )
-        for kind, wanted in _OVER_QSERVE.items()
+        for kind, bound in _OVER_QSERVE.items()
     ]

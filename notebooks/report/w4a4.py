@@ -54,9 +54,9 @@ _ORDERS = {  # how the INT8 blocks lie and which tiles are neighbours -> argumen
 }
 
 
-def recorded() -> Record | None:
+def load_record() -> Record | None:
     """Load the record of `python -m benchmarks gemm --only w4a4`, or return None if there is none."""
-    return frames.recorded(f"gemm_{PART}")
+    return frames.load_record(f"gemm_{PART}")
 
 
 def points(record: Record | None) -> pd.DataFrame:
@@ -65,17 +65,19 @@ def points(record: Record | None) -> pd.DataFrame:
     Columns beyond those of `frame`: `of W4A8`, the time over W4A8's; `bytes of W4A8`, the bytes over W4A8's; `of W8A8`.
     The kernels for INT4 tensor cores, which Hopper runs in software, are left out.
     """
-    found = pd.concat([frame(record, measure).assign(scheme=name) for measure, name in _MEASURES.items()])
-    found = found[~found.kernel.astype(str).str.endswith("_sm80") & found.M.isin(COMPARED)]
-    sizes = [{"K4": 0, "K8": 0, "outliers": 0, "K": 0} | dict(each) for each in found.sizes]
+    rows = pd.concat([frame(record, measure).assign(scheme=name) for measure, name in _MEASURES.items()])
+    rows = rows[~rows.kernel.astype(str).str.endswith("_sm80") & rows.M.isin(COMPARED)]
+    sizes = [{"K4": 0, "K8": 0, "outliers": 0, "K": 0} | dict(row_sizes) for row_sizes in rows.sizes]
     by_size = {(layer.N, layer.K): str(layer) for layer in LLAMA}
-    channels = [each["K"] + each["outliers"] + each["K4"] + each["K8"] for each in sizes]
-    found = found.assign(name=[by_size.get(place) for place in zip(found.N, channels, strict=True)])
+    channels = [row_sizes["K"] + row_sizes["outliers"] + row_sizes["K4"] + row_sizes["K8"] for row_sizes in sizes]
+    rows = rows.assign(name=[by_size.get(place) for place in zip(rows.N, channels, strict=True)])
     for scheme in ("W4A8", "W8A8"):
-        usual = found[found.scheme == scheme].set_index(["name", "M"])[["time_us", "bytes"]]
-        found = found.join(usual.rename(columns={"time_us": f"{scheme} us", "bytes": f"{scheme} bytes"}), ["name", "M"])
-        found[f"of {scheme}"] = found.time_us / found[f"{scheme} us"]
-    return found.assign(**{"bytes of W4A8": found.bytes / found["W4A8 bytes"]})
+        reference = rows[rows.scheme == scheme].set_index(["name", "M"])[["time_us", "bytes"]]
+        rows = rows.join(
+            reference.rename(columns={"time_us": f"{scheme} us", "bytes": f"{scheme} bytes"}), ["name", "M"]
+        )
+        rows[f"of {scheme}"] = rows.time_us / rows[f"{scheme} us"]
+    return rows.assign(**{"bytes of W4A8": rows.bytes / rows["W4A8 bytes"]})
 
 
 def measured_table(record: Record | None) -> str:
@@ -150,8 +152,8 @@ def measured_picture(record: Record) -> Figure:
     axes.set_xlabel("tokens M")
     axes.set_ylabel("time, of W4A8's")
     axes.legend(frameon=False, fontsize=9, ncols=2)
-    each = " and ".join(f"{name} {mean(rows[rows.scheme == name]['of W4A8']):.2f}x" for name in FOUR_BITS)
-    title(axes, f"{each} W4A8's time on an H200, in the mean")
+    summary = " and ".join(f"{name} {mean(rows[rows.scheme == name]['of W4A8']):.2f}x" for name in FOUR_BITS)
+    title(axes, f"{summary} W4A8's time on an H200, in the mean")
     bare(axes)
     return figure
 
@@ -166,8 +168,11 @@ def choice_table() -> str:
         line = {"GPU": gpu.name, "W4A8 waits for weights up to M": cost.transition(gpu, SCHEMES["W4A8 sm80"])}
         eight = _cost(gpu, "W8A8")
         for name in ("W4A8 sm80", "W4Ax token", "W4Ax g128", "W4A4 Atom"):
-            found = _cost(gpu, name)
-            in_turn, overlapped = eight.in_turn_us / found.in_turn_us, eight.overlapped_us / found.overlapped_us
+            scheme_cost = _cost(gpu, name)
+            in_turn, overlapped = (
+                eight.in_turn_us / scheme_cost.in_turn_us,
+                eight.overlapped_us / scheme_cost.overlapped_us,
+            )
             line[name] = f"{in_turn:.2f} to {overlapped:.2f}x"
         lines.append(line)
     table = pd.DataFrame(lines)
@@ -187,11 +192,13 @@ def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
 
 def figures_table() -> str:
     """Build the table of papers' figures beside the model's predictions, with the errors."""
-    found = published.predictions(counts.loop_counts)
-    table = pd.DataFrame(tables.published_lines(found), columns=[name.rstrip(">") for name in tables.PUBLISHED_COLUMNS])
+    predicted = published.predictions(counts.loop_counts)
+    table = pd.DataFrame(
+        tables.published_lines(predicted), columns=[name.rstrip(">") for name in tables.PUBLISHED_COLUMNS]
+    )
     needed = {
         p.figure.device: published.instructions_per_sum(p.figure, counts.loop_counts)
-        for p in found
+        for p in predicted
         if p.figure.source == "APEX4"
     }
     per_sum = counts.load_mma_loops()["archs"]["sm_80"]["per_sum"]
@@ -249,13 +256,13 @@ def schedules_picture() -> Figure:
     return schedule_figure(problems, SCHEDULES)
 
 
-def precisions(found: accuracy.Accuracy | None) -> pd.DataFrame:
+def precisions(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
     """Return perplexity and bytes by precision.
 
     `group` names the line of the picture that joins the points, `name` the point.
     """
-    rows = accuracy.points(found).dropna(subset=["bytes"])
-    kept = []
+    rows = accuracy.points(accuracy_record).dropna(subset=["bytes"])
+    lines = []
     for row in rows.itertuples():
         name = _PRECISIONS.get((row.ladder, row.step))
         if row.ladder == "FMPQ":
@@ -263,40 +270,41 @@ def precisions(found: accuracy.Accuracy | None) -> pd.DataFrame:
         elif row.ladder == "Atom" and name is None:
             name = f"W4A4, Atom: {row.step}"
         if name is not None:
-            kept.append({"group": row.ladder, "name": name, "step": row.step, "ratio": row.ratio, "bytes": row.bytes})
-    return pd.DataFrame(kept, columns=["group", "name", "step", "ratio", "bytes"])
+            lines.append({"group": row.ladder, "name": name, "step": row.step, "ratio": row.ratio, "bytes": row.bytes})
+    return pd.DataFrame(lines, columns=["group", "name", "step", "ratio", "bytes"])
 
 
 def accuracy_table() -> str:
     """Build the table of perplexity beside the bytes that the GEMMs of 1,024 tokens read, fewest bytes first."""
-    found = accuracy.recorded()
-    rows = precisions(found)
-    if found is None or rows.empty:
+    accuracy_record = accuracy.load_record()
+    rows = precisions(accuracy_record)
+    if accuracy_record is None or rows.empty:
         return MISSING
     table = rows.sort_values("bytes", kind="stable")[["name", "bytes", "ratio"]].assign(bytes=lambda t: t.bytes / 1e6)
     table.columns = pd.Index(["precision", "MB read", "perplexity, of float32"])
     text = markdown(table, dict(zip(table, ("{}", "{:.0f}", "{:.2f}x"), strict=True)))
     note = "MB read by all GEMMs of 1,024 tokens: weights and activations with their scales, floats counted as FP16."
-    return f"{text}\n{note} {accuracy.origin(found)}\n\n![Perplexity by bytes](notebooks/figures/w4a4_accuracy.png)\n"
+    picture = "![Perplexity by bytes](notebooks/figures/w4a4_accuracy.png)"
+    return f"{text}\n{note} {accuracy.origin(accuracy_record)}\n\n{picture}\n"
 
 
-def accuracy_picture(found: accuracy.Accuracy) -> Figure:
+def accuracy_picture(accuracy_record: accuracy.Accuracy) -> Figure:
     """Plot perplexity against bytes: COMET's line by the share of INT8 blocks, Atom, W4A8KV4, W8A8 and floats."""
-    rows = precisions(found)
+    rows = precisions(accuracy_record)
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")
     axes = figure.subplots()
     comet = rows[(rows.group == "FMPQ") & rows.step.str.contains("% of the blocks")].sort_values("bytes")
-    others = {"Atom": ("s", RED, "W4A4KV4: Atom"), "g64": ("o", BLUE, "W4A8KV4"), "alone": ("^", GREY, "W8A8")}
+    styles = {"Atom": ("s", RED, "W4A4KV4: Atom"), "g64": ("o", BLUE, "W4A8KV4"), "alone": ("^", GREY, "W8A8")}
     axes.plot(comet.bytes / 1e6, comet.ratio, "D-", color=ORANGE, label="W4AxKV4: COMET's FMPQ")
-    for at in comet.itertuples():
-        label = at.step.partition(" ")[0] + " INT8"
-        axes.annotate(label, (at.bytes / 1e6, at.ratio), (5, 5), textcoords="offset points", fontsize=8)
-    for group, (marker, colour, label) in others.items():
+    for point in comet.itertuples():
+        label = point.step.partition(" ")[0] + " INT8"
+        axes.annotate(label, (point.bytes / 1e6, point.ratio), (5, 5), textcoords="offset points", fontsize=8)
+    for group, (marker, colour, label) in styles.items():
         those = rows[(rows.group == group) & rows.name.isin(list(_PRECISIONS.values()))]
         axes.plot(those.bytes / 1e6, those.ratio, marker, color=colour, label=label, linestyle="none", markersize=7)
-        for at in those.itertuples():
-            said = at.name.partition(", ")[2] if group == "g64" else ""
-            axes.annotate(said, (at.bytes / 1e6, at.ratio), (7, -3), textcoords="offset points", fontsize=8)
+        for point in those.itertuples():
+            note = point.name.partition(", ")[2] if group == "g64" else ""
+            axes.annotate(note, (point.bytes / 1e6, point.ratio), (7, -3), textcoords="offset points", fontsize=8)
     axes.axhline(1, color=GREY, linestyle="--", label="float32")
     axes.set_xlabel("MB read by the GEMMs of 1,024 tokens")
     axes.set_ylabel("perplexity, of float32")

@@ -8,7 +8,7 @@ import pytest
 
 from ptxlab.llm.accuracy.steps import rows
 from report import accuracy, figures, frames, sections
-from tests.support import made_up
+from tests.support import fake_rows
 
 STEPS = {
     ("float", "float32"): [20.0],
@@ -27,7 +27,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for (ladder, step), values in STEPS.items()
         for seed, value in enumerate(values)
     ]
-    found = {**made_up.ACCURACY, "windows": {"wikipedia": [8, 512]}, "calibration": [16, 512], "rows": rows}
+    found = {**fake_rows.ACCURACY, "windows": {"wikipedia": [8, 512]}, "calibration": [16, 512], "rows": rows}
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
@@ -35,7 +35,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_points_are_means_over_seeds(record: dict[str, Any]) -> None:
-    rows = accuracy.points(accuracy.recorded()).set_index(["ladder", "step"])
+    rows = accuracy.points(accuracy.load_record()).set_index(["ladder", "step"])
     last = rows.loc[("channel", "GPTQ")]
     assert (last.wikipedia, last.lee, last.ratio, last.spread) == (25.5, 51.0, 25.5 / 20, 1.0)
     assert rows.loc[("float", "float32")].ratio == 1 and rows.spread.isna().sum() == 4

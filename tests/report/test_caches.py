@@ -8,7 +8,7 @@ import pytest
 
 from ptxlab.llm.accuracy.steps import rows
 from report import accuracy, caches, figures, frames, sections
-from tests.support import made_up
+from tests.support import fake_rows
 
 STEPS = {"float32": (20.0, 1024), "KV4": (22.0, 288), "KV4, keys rotated": (20.6, 288), "K8V4": (21.0, 416)}
 
@@ -25,7 +25,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         }
         for place, (step, (of, size)) in enumerate(STEPS.items())
     ]
-    found = {**made_up.ACCURACY, "windows": {"lee": [2, 512]}, "calibration": [8, 512], "rows": measured}
+    found = {**fake_rows.ACCURACY, "windows": {"lee": [2, 512]}, "calibration": [8, 512], "rows": measured}
     (tmp_path / "accuracy_cache.json").write_text(json.dumps(found))
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
     monkeypatch.setattr(caches, "decode_times", lambda: {"KV4": "71 µs"})

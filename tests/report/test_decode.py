@@ -14,7 +14,7 @@ from ptxlab.runtime.timing import Measured
 from report import decode, figures, sections, targets
 from report.frames import MISSING
 from report.targets import Target
-from tests.support import decode_record, made_up
+from tests.support import decode_record, fake_rows
 
 SEVEN = models.MODELS[1]
 
@@ -27,7 +27,7 @@ def record() -> Record:
     step = models.row_at(SEVEN, 16, measured, work, apart, 80.0, Ceilings(4.6, 4.2), "made up", peers, {})
     more = {"decode_us": 4e6, "fp8_row/sdpa tokens_per_second": 10_000.0, "fp8_row/xqa tokens_per_second": 8_000.0}
     sizes = models.sizes_of(SEVEN, 100, 80)
-    whole: Row = made_up.row(1.0, 2.0, 1, kernel="x", measure="generate", sizes=sizes, limit="itself", more=more)
+    whole: Row = fake_rows.row(1.0, 2.0, 1, kernel="x", measure="generate", sizes=sizes, limit="itself", more=more)
     rows = (step, Row(**{**vars(whole), "rate": 12_000.0}))
     device = {"name": "NVIDIA H200", "card": "GPU-1"}
     return Record("decode/LLaMA-2-7B", device, {}, {}, rows, commit="0123456789ab", date="2026-11-23")
@@ -91,7 +91,7 @@ WHOLE = [decode_record.record()]
 def test_peaks_are_of_what_fits() -> None:
     """The room differs by mix: FP8 with PyTorch's attention over an FP16 cache has less than FlashInfer's over FP8."""
     rates = decode.rates(WHOLE, "LLaMA-2-7B", 80)
-    room = {name: models.room_for(SEVEN, 80, name) for name in decode_record.OVER}
+    room = {name: models.largest_mix_batch(SEVEN, 80, name) for name in decode_record.OVER}
     assert room["fp8_row/sdpa"] < room["fp8_tensor/xqa_fp8"] == max(rates["FP8"])
     assert max(rates["FP16"]) == room["fp16/sdpa"] and max(rates[decode.OURS]) == 256
     steps = {row.sizes["B"]: row for row in WHOLE[0].rows if row.kernel == models.FACE and row.sizes["V"] == 32000}
@@ -128,7 +128,7 @@ def test_heads_at_the_smallest_batch_and_the_largest() -> None:
 
 def test_our_recorded_rates_grow_with_the_batch() -> None:
     """So the largest batch is the best one, as the guide says."""
-    for _, rows in decode.points(decode.recorded(), "decode").groupby("model"):
+    for _, rows in decode.points(decode.load_records(), "decode").groupby("model"):
         assert rows.sort_values("B").rate.is_monotonic_increasing
 
 
@@ -177,22 +177,22 @@ def test_the_floor_at_a_lower_clock_is_higher_by_products_alone() -> None:
 
 
 def target(start: str, records: list[Record]) -> Target:
-    (found,) = [each for each in targets.whole(records) if each.what.startswith(start)]
+    (found,) = [each for each in targets.whole_models(records) if each.name.startswith(start)]
     return found
 
 
 @pytest.mark.full
 def test_targets_are_met_or_missed_and_need_every_model_where_they_say_so() -> None:
-    assert {each.verdict for each in targets.whole([])} == {""}
-    assert targets.table(targets.whole([])) == MISSING
+    assert {each.verdict for each in targets.whole_models([])} == {""}
+    assert targets.table(targets.whole_models([])) == MISSING
     assert target("of the floor, LLaMA-2-7B, batch 64", WHOLE).verdict == "met"
     assert target("of the floor, LLaMA-2-7B, batch 128", WHOLE).verdict == "missed"
     rule = decode.points(WHOLE, "generate").query("model == 'LLaMA-2-70B' and L == 80").iloc[0]
     over = target("LLaMA-2-70B, 80 GB", WHOLE)
-    assert over.value == pytest.approx(rule.B * 511 / rule.decode_us * 1e6 / 3695) and over.least == 1.25 * 1.43
-    assert target("QServe's rule", WHOLE).value == pytest.approx(2.0)
-    assert target("steps over humming g128", WHOLE).value == pytest.approx(1.6, abs=0.01)
-    assert target("steps over humming per channel", WHOLE).value == pytest.approx(1.4, abs=0.01)
+    assert over.measured == pytest.approx(rule.B * 511 / rule.decode_us * 1e6 / 3695) and over.minimum == 1.25 * 1.43
+    assert target("QServe's rule", WHOLE).measured == pytest.approx(2.0)
+    assert target("steps over humming g128", WHOLE).measured == pytest.approx(1.6, abs=0.01)
+    assert target("steps over humming per channel", WHOLE).measured == pytest.approx(1.4, abs=0.01)
     assert target("peak at equal memory over humming g128", WHOLE).verdict == "met"
     assert target("peak at equal memory over humming per channel", WHOLE).verdict == "missed"
     one = [decode_record.record(models.MODELS[1:2])]
@@ -217,11 +217,11 @@ def test_a_picture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*lines[f"ptxlab: {best['ptxlab']:,.0f}"].get_xdata()] == [*rates["ptxlab"]]
     for kind in ("FP8", "humming per channel"):
         assert f"{best['ptxlab'] / best[kind]:.2f}x {kind}'s" in right.get_title("left")
-    monkeypatch.setattr(decode, "recorded", list)
+    monkeypatch.setattr(decode, "load_records", list)
     with pytest.raises(FileError, match="python -m benchmarks decode --only Yi-34B"):
         figures.picture("decode_yi_34b")
     assert sections.SECTIONS["decode"]() == MISSING
-    monkeypatch.setattr(decode, "recorded", lambda: [decode_record.record(models.MODELS[6:7])])
+    monkeypatch.setattr(decode, "load_records", lambda: [decode_record.record(models.MODELS[6:7])])
     assert figures.picture("decode_yi_34b").axes
     assert "(notebooks/figures/decode_yi_34b.png)" in sections.SECTIONS["decode"]()
 

@@ -16,8 +16,8 @@ from ptxlab.errors import FileError
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
+from tests.support.fake_rows import CUBLAS
 from tests.support.headline_record import SLOWDOWN, record
-from tests.support.made_up import CUBLAS
 
 RECORD = record()
 POINTS = gemm.points(RECORD)
@@ -38,7 +38,7 @@ def changed(change: Callable[[Row], Row]) -> Record:
 
 
 def target(what: str, of: Record = RECORD) -> targets.Target:
-    (found,) = (t for t in targets.gemm(of) if t.what.startswith(what))
+    (found,) = (t for t in targets.gemm(of) if t.name.startswith(what))
     return found
 
 
@@ -108,16 +108,16 @@ def test_chains_beside_the_best_of_each_point() -> None:
 @pytest.mark.full
 def test_targets_that_are_met_and_missed() -> None:
     assert target("of the floor, M <= 256").verdict == "met"
-    assert target("of the floor, M <= 256").value == pytest.approx(1 / SLOWDOWN)
+    assert target("of the floor, M <= 256").measured == pytest.approx(1 / SLOWDOWN)
     assert target("of the floor, 70B gate+up").verdict == "missed", "0.89 is less than 0.90"
     slow = changed(lambda row: replace(row, fraction=0.8) if row.measure == "headline" else row)
     assert target("of the floor, M <= 256", slow).verdict == "missed"
-    assert target("dequantising").value == pytest.approx(0.04)
-    assert target("grouped over the loop, every").value == pytest.approx(1.5)
-    assert target("untuned shapes: time").value == pytest.approx(1.1)
-    assert target("quantising").value == pytest.approx(0), "the headline is row-major"
+    assert target("dequantising").measured == pytest.approx(0.04)
+    assert target("grouped over the loop, every").measured == pytest.approx(1.5)
+    assert target("untuned shapes: time").measured == pytest.approx(1.1)
+    assert target("quantising").measured == pytest.approx(0), "the headline is row-major"
     assert "| quantising: tiles over row_major | 1.040 | 1.040 |" in gemm.orders_table(RECORD)
-    assert target("W8A8 over cuBLAS INT8").value == pytest.approx(1.04 * CUBLAS["cublas_int8"] / SLOWDOWN)
+    assert target("W8A8 over cuBLAS INT8").measured == pytest.approx(1.04 * CUBLAS["cublas_int8"] / SLOWDOWN)
 
 
 @pytest.mark.smoke
@@ -128,9 +128,9 @@ def test_one_slow_point_is_found() -> None:
         here = row.measure == "headline" and [row.sizes[name] for name in "NKM"] == [largest.N, largest.K, 64]
         return replace(row, time_us=1e3, fraction=row.floor_us / 1e3) if here else row
 
-    before, after = (target("points slower", of).value for of in (RECORD, changed(slowed)))
+    before, after = (target("points slower", of).measured for of in (RECORD, changed(slowed)))
     assert after == before + 1
-    assert target("of the floor, 70B gate+up", changed(slowed)).value < 0.1
+    assert target("of the floor, 70B gate+up", changed(slowed)).measured < 0.1
     assert f"{largest}, M = 64 (0." in gemm.means_table(changed(slowed))
 
 
@@ -163,7 +163,7 @@ def test_the_first_table() -> None:
     cells = f"16 | {row.time_us:.1f} | {row.fraction:.2f} | {row['over g128']:.2f}x humming | "
     table = gemm.matrices_table(RECORD)
     assert f"| 7B O, 4096 x 4096 | {cells}" in table
-    part = gemm.at(POINTS, 16)
+    part = gemm.at_tokens(POINTS, 16)
     means = [f"{frames.mean(part[kind]):.2f}x" for kind in ("over g128", "over channel", "over wide")]
     assert f"| **mean** | 16 |  | {frames.fraction(part):.2f} | {' | '.join(means)} |" in table
     assert (
@@ -191,11 +191,11 @@ def test_figures(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "recorded", lambda: ladder_record.record())
+    monkeypatch.setattr(ladder, "load_record", lambda: ladder_record.record())
     assert sections.headline_section() == f"{frames.NOT_RECORDED}\n"
     with pytest.raises(FileError, match="python -m benchmarks gemm"):
         figures.picture("gemm_headline")
-    monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
+    monkeypatch.setattr(ladder, "load_record", lambda: RECORD)
     assert "(notebooks/figures/gemm_headline.png)" in sections.headline_section()
     for name in ("gemm_headline", "gemm_beyond"):
         assert figures.picture(name).axes
@@ -203,7 +203,7 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
 
 def test_what_a_record_lacks_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     one_kernel = replace(RECORD, rows=tuple(row for row in RECORD.rows if row.measure == "headline"))
-    monkeypatch.setattr(ladder, "recorded", lambda: one_kernel)
+    monkeypatch.setattr(ladder, "load_record", lambda: one_kernel)
     assert figures.picture("gemm_headline").axes
     with pytest.raises(FileError, match="lacks what is drawn here"):
         figures.picture("gemm_beyond")
@@ -232,7 +232,7 @@ def test_what_is_not_measured_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def measured() -> pd.DataFrame:
-    found = gemm.points(ladder.recorded())
+    found = gemm.points(ladder.load_record())
     if found.empty:
         pytest.skip("no record of what gemm_w4a8 launches yet: notebooks/results/h200/gemm.json has the ladder alone")
     return found
@@ -244,5 +244,5 @@ def test_the_record_is_whole(measured: pd.DataFrame) -> None:
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows)
     assert all(set(CUBLAS) <= set(row.peers) for row in rows)
     assert all((ladder.QSERVE in row.peers) == ((row.N, row.K, row.M) in stored_times()) for row in rows)
-    found = ladder.recorded()
+    found = ladder.load_record()
     assert len(gemm.untuned_points(found)) == 80 and len(gemm.chains(found)) == 14

@@ -36,7 +36,7 @@ def changed(change: Callable[[Row], Row]) -> Record:
 
 
 def target(start: str, of: Record | None = RECORD) -> Target:
-    (found,) = [t for t in targets.attention(of) if t.what.startswith(start)]
+    (found,) = [t for t in targets.attention(of) if t.name.startswith(start)]
     return found
 
 
@@ -57,7 +57,7 @@ def test_every_peer_has_a_name_and_a_line() -> None:
 
 def test_the_points_and_their_peers() -> None:
     assert places(POINTS) == [batch.place for heads in HEADS for batch in batches(heads)]
-    assert len(attention.batched(POINTS)) == 24 and len(attention.single(POINTS)) == 6
+    assert len(attention.batch_points(POINTS)) == 24 and len(attention.single(POINTS)) == 6
     assert len(attention.beside_all(POINTS)) == 24 and 256 not in {*attention.beside_all(POINTS).B}
     row = at(32, 32, 64, 1024)
     fastest = stored_attention()[32, 32, 64, 1024]["fi_xqa_fp8"]
@@ -75,18 +75,18 @@ def test_the_points_and_their_peers() -> None:
 def test_targets() -> None:
     for band, wanted in (("240", 0.95), ("60 to 240", 0.90), ("15 to 60", 0.75), ("3.8 to 15", 0.55)):
         found = target(f"of the floor where that is {band} µs")
-        assert found.least == wanted and found.value == pytest.approx(1 / SLOWDOWN) and found.verdict == "met"
-    assert target("of the floor, single sequences").least == 0.6
-    assert target("points slower").value == 0
-    assert target("ragged beside even").value == pytest.approx(1.2 / 1.1)
-    assert target("append, 4096 tokens").value == pytest.approx(1 / 1.2)
+        assert found.minimum == wanted and found.measured == pytest.approx(1 / SLOWDOWN) and found.verdict == "met"
+    assert target("of the floor, single sequences").minimum == 0.6
+    assert target("points slower").measured == 0
+    assert target("ragged beside even").measured == pytest.approx(1.2 / 1.1)
+    assert target("append, 4096 tokens").measured == pytest.approx(1 / 1.2)
     decode = attention.appends(RECORD, 64).time_us.max()
-    assert target("append, a token for each").value == pytest.approx(decode)
-    behind = attention.batched(attention.behind_append(RECORD))
+    assert target("append, a token for each").measured == pytest.approx(decode)
+    behind = attention.batch_points(attention.behind_append(RECORD))
     behind = behind[behind.heads == "heads 32/32"]
     over = frames.mean(row.peers["qserve_kv4"] / row.time_us for row in behind.itertuples() if row.B < 256)
-    assert target("append + attention over QServe KV4, MHA").value == pytest.approx(over)
-    assert target("append + attention over QServe KV4, GQA").least == 9.0
+    assert target("append + attention over QServe KV4, MHA").measured == pytest.approx(over)
+    assert target("append + attention over QServe KV4, GQA").minimum == 9.0
 
 
 def test_one_slow_point_is_found() -> None:
@@ -96,7 +96,7 @@ def test_one_slow_point_is_found() -> None:
 
     slow = changed(slowed)
     assert (
-        target("points slower", slow).value == 1
+        target("points slower", slow).measured == 1
         and target("of the floor where that is 240 µs", slow).verdict == "missed"
     )
     assert target("of the floor where that is 60 to 240 µs", slow).verdict == "met"
@@ -116,10 +116,10 @@ def test_what_is_not_in_the_record_is_not_judged(monkeypatch: pytest.MonkeyPatch
     assert {t.verdict for t in targets.attention(None)} == {""}
     rows = [row for row in RECORD.rows if row.measure == "attention"]
     alone = replace(RECORD, rows=tuple(replace(row, peers={}, more={}) for row in rows))
-    verdicts = {t.what: t.verdict for t in targets.attention(alone)}
+    verdicts = {t.name: t.verdict for t in targets.attention(alone)}
     assert sum(verdict == "met" for verdict in verdicts.values()) == 5, "the floor alone"
     assert "nan" not in "".join(table(alone) for table in TABLES)
-    assert attention.unequal(alone).empty and math.isnan(target("ragged", alone).value)
+    assert attention.unequal(alone).empty and math.isnan(target("ragged", alone).measured)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.__module__}.{t.__name__}")
@@ -145,10 +145,10 @@ def test_the_ablation() -> None:
 
 
 def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "recorded", lambda: None)
+    monkeypatch.setattr(attention, "load_record", lambda: None)
     with pytest.raises(FileError, match="python -m benchmarks attention"):
         figures.picture("attention_speedup")
-    monkeypatch.setattr(attention, "recorded", lambda: RECORD)
+    monkeypatch.setattr(attention, "load_record", lambda: RECORD)
     figure = figures.picture("attention_speedup")
     assert len(figure.axes) == len(HEADS) * 2
     first = at(32, 32, 1, 1024)
@@ -160,14 +160,14 @@ def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "recorded", lambda: None)
+    monkeypatch.setattr(attention, "load_record", lambda: None)
     assert sections.kv4_section() == f"{frames.NOT_RECORDED}\n"
-    monkeypatch.setattr(attention, "recorded", lambda: RECORD)
+    monkeypatch.setattr(attention, "load_record", lambda: RECORD)
     assert "(notebooks/figures/attention_speedup.png)" in sections.kv4_section()
 
 
 def test_the_record_is_whole() -> None:
-    found = attention.recorded()
+    found = attention.load_record()
     if found is None:
         pytest.skip(
             "no record of the suite yet: `python -m benchmarks attention` makes notebooks/results/h200/attention.json"

@@ -16,7 +16,7 @@ from ptxlab.errors import FileError
 from ptxlab.lowbit.bench.gemm import headline
 from ptxlab.lowbit.bench.shapes import CHAINS, DISSECTED, LAYERS, TOKENS
 from report import figures, frames, gemmplot, ladder, sections
-from tests.support.bench_rows import slowed
+from tests.support.bench_rows import slow_down
 from tests.support.ladder_record import NAMES, record
 
 RECORD = record()
@@ -81,7 +81,7 @@ def test_table() -> None:
     table = ladder.ladder_table(RECORD)
     lines = table.splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    assert [line.split("`")[1] for line in lines[2 : 2 + len(NAMES)]] == [ladder.short(name) for name in NAMES]
+    assert [line.split("`")[1] for line in lines[2 : 2 + len(NAMES)]] == [ladder.short_name(name) for name in NAMES]
     assert "made-up H200" in table and "cuBLAS ran beside `ptxlab`; the other peers were timed once before" in table
     assert "nan" not in table
 
@@ -96,7 +96,7 @@ def test_table_of_limits_names_the_worst_reasons() -> None:
 
 def test_table_of_main_loops() -> None:
     table = ladder.loop_table()
-    assert all(f"| `{ladder.short(name)}` | 16 |" in table for name in NAMES)
+    assert all(f"| `{ladder.short_name(name)}` | 16 |" in table for name in NAMES)
 
 
 @pytest.mark.full
@@ -126,7 +126,7 @@ def test_ablation_shows_every_gain() -> None:
 
 
 def test_every_step_has_its_colour() -> None:
-    assert set(gemmplot.COLOURS) == {ladder.short(name) for name in NAMES}
+    assert set(gemmplot.COLOURS) == {ladder.short_name(name) for name in NAMES}
 
 
 def test_ratios_are_of_a_layers_sums_and_leave_out_what_was_not_measured() -> None:
@@ -149,25 +149,25 @@ def test_documents_stand_beside_the_record() -> None:
 
 @pytest.mark.full
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "recorded", lambda: None)
+    monkeypatch.setattr(ladder, "load_record", lambda: None)
     assert frames.NOT_RECORDED in sections.ladder_section() and "![" not in sections.ladder_section()
     with pytest.raises(FileError, match="python -m benchmarks gemm"):
         figures.picture("ladder_times")
-    monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
+    monkeypatch.setattr(ladder, "load_record", lambda: RECORD)
     assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in sections.ladder_section()
     for name in figures.PICTURES:
         assert not name.startswith("ladder") or figures.picture(name).axes
 
 
 def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:
-    slow = replace(slowed(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
+    slow = replace(slow_down(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
     found = compare(replace(RECORD, rows=(slow, *RECORD.rows[1:])), RECORD)
     assert [slower.row for slower in found] == [slow]
 
 
 @pytest.fixture
 def measured() -> Record:
-    found = ladder.recorded()
+    found = ladder.load_record()
     if found is None:
         pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
     return found
@@ -185,4 +185,4 @@ def test_the_record_is_valid_and_whole(measured: Record) -> None:
 
 def test_the_first_step_is_no_slower_than_qserve(measured: Record) -> None:
     """QServe's own kernel of the same scheme, over the matrices of LLaMA-2-7B and -70B: at most 1.1 times its time."""
-    assert 1 / frames.mean(frames.over(ladder.of(ladder.points(measured), NAMES[0]), ladder.QSERVE)) <= 1.1
+    assert 1 / frames.mean(frames.over(ladder.select_step(ladder.points(measured), NAMES[0]), ladder.QSERVE)) <= 1.1

@@ -27,7 +27,7 @@ TABLES: tuple[Callable[[Record | None], str], ...] = (
 
 
 def target(start: str, of: Record | None = RECORD) -> Target:
-    (found,) = [t for t in targets.layers(of) if t.what.startswith(start)]
+    (found,) = [t for t in targets.layers(of) if t.name.startswith(start)]
     return found
 
 
@@ -95,16 +95,16 @@ def test_the_timeline_names_its_gaps() -> None:
 
 
 def test_targets() -> None:
-    assert target("of the floor, LLaMA-2-7B, batch 64").least == 0.76
-    assert target("of the floor, LLaMA-2-7B, batch 64").value == pytest.approx(1 / SLOWDOWN)
+    assert target("of the floor, LLaMA-2-7B, batch 64").minimum == 0.76
+    assert target("of the floor, LLaMA-2-7B, batch 64").measured == pytest.approx(1 / SLOWDOWN)
     assert target("of the floor, LLaMA-2-7B, batch 256").verdict == "missed"
     assert target("over the FP16 mix").verdict == "met"
-    assert target("over humming's mix, mean").value < 1.6
-    assert target("points slower than humming's mix").value == 1, "70B, one sequence, stored attention"
-    assert target("over the FP8 mix, 7B and 70B, every point").value <= 2.0
-    assert target("others, 7B and 70B, batch 16").most == 0.10
+    assert target("over humming's mix, mean").measured < 1.6
+    assert target("points slower than humming's mix").measured == 1, "70B, one sequence, stored attention"
+    assert target("over the FP8 mix, 7B and 70B, every point").measured <= 2.0
+    assert target("others, 7B and 70B, batch 16").maximum == 0.10
     bytes_of = [row.bytes for row in RECORD.rows if row.measure == suite.FUSED]
-    assert max(bytes_of) > 64e6 and target("fused kernels from 64 MB").least == 0.88
+    assert max(bytes_of) > 64e6 and target("fused kernels from 64 MB").minimum == 0.88
 
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
@@ -112,17 +112,17 @@ def test_what_is_not_in_the_record_is_not_judged() -> None:
     alone = replace(RECORD, rows=tuple(replace(row, peers={}) for row in RECORD.rows if row.measure == suite.MEASURE))
     assert "nan" not in "".join(table(alone) for table in TABLES)
     assert (
-        math.isnan(target("over the FP16 mix", alone).value)
+        math.isnan(target("over the FP16 mix", alone).measured)
         and target("of the floor, LLaMA-2-7B, batch 4", alone).verdict
     )
 
 
 def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "recorded", lambda *_: None)
+    monkeypatch.setattr(layer, "load_record", lambda *_: None)
     for name in ("layer_breakdown", "layer_timeline"):
         with pytest.raises(FileError, match="python -m benchmarks layer"):
             figures.picture(name)
-    monkeypatch.setattr(layer, "recorded", lambda *_: RECORD)
+    monkeypatch.setattr(layer, "load_record", lambda *_: RECORD)
     figure = figures.picture("layer_breakdown")
     first, row = figure.axes[0], POINTS.iloc[0]
     one = row.peers[row["FP8"]]
@@ -134,21 +134,21 @@ def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch)
     )
     assert [len(axes.patches) for axes in figures.picture("layer_timeline").axes] == [4, 4, 4]
     first_alone = [row for row in RECORD.rows if row.measure != suite.TIMELINE or row.sizes["hidden"] == 8192]
-    monkeypatch.setattr(layer, "recorded", lambda *_: replace(RECORD, rows=tuple(first_alone)))
+    monkeypatch.setattr(layer, "load_record", lambda *_: replace(RECORD, rows=tuple(first_alone)))
     assert len(figures.picture("layer_timeline").axes) == 1, "the others were not traced"
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("layer", "layer_fused", "layer_timeline", "layer_epilogues", "layer_d64")
-    monkeypatch.setattr(layer, "recorded", lambda *_: None)
+    monkeypatch.setattr(layer, "load_record", lambda *_: None)
     assert {sections.SECTIONS[name]() for name in names} == {f"{frames.NOT_RECORDED}\n"}
-    monkeypatch.setattr(layer, "recorded", lambda *_: RECORD)
+    monkeypatch.setattr(layer, "load_record", lambda *_: RECORD)
     assert "(notebooks/figures/layer_breakdown.png)" in sections.layer_section()
     assert "(notebooks/figures/layer_timeline.png)" in sections.layer_timeline_section()
 
 
 def test_the_record_is_whole() -> None:
-    found = layer.recorded()
+    found = layer.load_record()
     if found is None:
         pytest.skip("no record of the suite yet: `python -m benchmarks layer` makes notebooks/results/h200/layer.json")
     rows = layer.points(found)

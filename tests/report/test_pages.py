@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ptxlab
-from tests.support.pages import GUIDE, PAGES, ROOT, anchors, links, prose
+from tests.support.markdown_pages import GUIDE, PAGES, ROOT, anchors, links, prose
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

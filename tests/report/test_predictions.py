@@ -15,7 +15,7 @@ from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LLAMA
 from report import costplot, figures, frames, gemm, ladder, predictions, sections
-from report.predictions import W8A8, duels, slower_between
+from report.predictions import W8A8, ratios_to_8bit, slower_between
 from tests.support import ladder_record
 from tests.support.headline_record import record
 
@@ -87,17 +87,17 @@ def test_a_prediction_takes_bytes_tile_and_tensor_path_from_the_row() -> None:
 def test_where_a_ratio_is_above_one(ratios: dict[int, float], expected: list, words: str) -> None:
     found = slower_between(ratios)
     assert [end for pair in found for end in pair] == pytest.approx([e for pair in expected for e in pair], rel=1e-3)
-    assert predictions.said(ratios) == words
+    assert predictions.describe_slower_ranges(ratios) == words
 
 
 def test_duels_compare_the_same_matrix_at_the_same_tokens() -> None:
     exact = timed()
-    found = duels(exact, W8A8)
+    found = ratios_to_8bit(exact, W8A8)
     assert [*zip(found.layer, found.M, strict=True)] == [(str(layer), M) for layer in LLAMA for M in ALL_TOKENS]
     assert [*found.measured] == pytest.approx([*found.in_turn]) and (found.overlapped <= found.in_turn).all()
-    peer, row = duels(exact, "cublas_fp8").iloc[0], gemm.points(exact).iloc[0]
+    peer, row = ratios_to_8bit(exact, "cublas_fp8").iloc[0], gemm.points(exact).iloc[0]
     assert peer.measured == pytest.approx(row.time_us / row.peers["cublas_fp8"])
-    assert duels(RECORD, "nobody").empty and duels(None, W8A8).empty
+    assert ratios_to_8bit(RECORD, "nobody").empty and ratios_to_8bit(None, W8A8).empty
 
 
 def test_the_crossover_is_where_both_take_as_long() -> None:
@@ -110,7 +110,7 @@ def test_the_crossover_is_where_both_take_as_long() -> None:
 
 @pytest.mark.full
 def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
+    monkeypatch.setattr(ladder, "load_record", lambda: RECORD)
     section = sections.cost_section()
     tables = [block for block in section.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2 and all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables)
@@ -125,7 +125,7 @@ def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> Non
     labels = [text.get_text() for axes in panels for text in axes.get_legend().get_texts()]
     for name, mine in predictions.predictions(RECORD).groupby("kernel"):
         error, ideal = mine.error.mean(), mine.overlapped_error.mean()
-        assert f"{predictions.called(name)}: {error:.0%} ({ideal:.0%})" in labels
+        assert f"{predictions.display_name(name)}: {error:.0%} ({ideal:.0%})" in labels
     dots = sum(len(line.get_xdata()) for axes in panels for line in axes.lines if line.get_linestyle() == "None")
     assert dots == len(predictions.predictions(RECORD)), "every point"
     assert all(axes.get_ylim()[0] <= y <= axes.get_ylim()[1] for axes in panels for line in axes.lines
@@ -135,7 +135,7 @@ def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> Non
 def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = ladder_record.record()
     for found in (alone, None):
-        monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
+        monkeypatch.setattr(ladder, "load_record", lambda found=found: found)
         assert sections.cost_section() == f"{frames.NOT_RECORDED}\n" == predictions.crossover_table(found)
         with pytest.raises(FileError, match="python -m benchmarks gemm"):
             figures.picture("cost_roofline")
@@ -143,7 +143,7 @@ def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.Mo
 
 def test_nothing_recorded_is_faster_than_the_model_overlapped() -> None:
     """The model leaves things out, all of which take time: with measured ceilings it is a bound."""
-    measured = ladder.recorded()
+    measured = ladder.load_record()
     if measured is None:
         pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
     found = predictions.predictions(measured)

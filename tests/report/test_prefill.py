@@ -7,7 +7,7 @@ from benchmarks.peers_prefill import FA3
 from benchmarks.prefill import MEASURE
 from ptxlab.bench.record import Record
 from report import prefill
-from tests.support import made_up
+from tests.support import fake_rows
 
 FLOOR, OPERATIONS = 10.0, 6 * 10**9
 
@@ -15,7 +15,7 @@ FLOOR, OPERATIONS = 10.0, 6 * 10**9
 def record(*, checked: str = "") -> Record:
     """Return rows in which later panels are faster than the first; a peer takes half our time."""
     rows = tuple(
-        made_up.row(
+        fake_rows.row(
             FLOOR, 8 / (1 + at), 0, OPERATIONS, kernel="attention_kv4_prefill_sm90", measure=MEASURE, limit="MMA",
             sizes={"T": T, "C": C, "Hq": Hq, "Hkv": Hkv, "D": HEAD_DIM}, peers={FA3: FLOOR * 4 / (1 + at)},
             checked=checked,

@@ -10,7 +10,7 @@ from ptxlab import registry
 from ptxlab.errors import FileError
 from report import attention, headers, ladder, sections, w4a4
 from tests.support import w4a4_record
-from tests.support.bench_rows import slowed
+from tests.support.bench_rows import slow_down
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,28 +23,28 @@ def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.M
     made = "![picture](notebooks/figures/demo.png) and [page](https://example.org/notebooks/x)\n"
     monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: made)
     page = "before\n<!-- report: kernels -->\nold\n<!-- end -->\nafter\n"
-    moved = sections.renewed(page, ROOT / "notebooks" / "guide" / "kernels")
+    moved = sections.renew_sections(page, ROOT / "notebooks" / "guide" / "kernels")
     assert "![picture](../../figures/demo.png) and [page](https://example.org/notebooks/x)" in moved
-    assert sections.renewed(page, ROOT) == page.replace("old\n", made)
+    assert sections.renew_sections(page, ROOT) == page.replace("old\n", made)
     with pytest.raises(FileError, match=r"a section named one of .* \(got nosuch\)"):
-        sections.renewed(page.replace("kernels", "nosuch"), ROOT)
+        sections.renew_sections(page.replace("kernels", "nosuch"), ROOT)
 
 
 def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of half the speed puts every header that states a measurement out of date, and the check says so."""
     for module in (ladder, attention):
-        record = module.recorded()
+        record = module.load_record()
         assert record is not None
-        slower = replace(record, rows=tuple(slowed(row, 0.5) for row in record.rows))
-        monkeypatch.setattr(module, "recorded", lambda slower=slower: slower)
-    monkeypatch.setattr(w4a4, "recorded", w4a4_record.record)
+        slower = replace(record, rows=tuple(slow_down(row, 0.5) for row in record.rows))
+        monkeypatch.setattr(module, "load_record", lambda slower=slower: slower)
+    monkeypatch.setattr(w4a4, "load_record", w4a4_record.record)
     rows = {suite: headers.rows("h200", suite) for suite in ("dequant", "load")}
-    slower = {suite: {key: slowed(row, 0.5) for key, row in found.items()} for suite, found in rows.items()}
+    slower = {suite: {key: slow_down(row, 0.5) for key, row in found.items()} for suite, found in rows.items()}
     monkeypatch.setattr(headers, "rows", lambda gpu, suite: slower.get(suite, {}))
     stating = {
         source.name for _, (source, *_) in map(registry.find, registry.specs()) if "\n// Measured" in source.text
     }
-    texts = {path.stem: text for path, text in headers.outdated().items()}
+    texts = {path.stem: text for path, text in headers.corrected_sources().items()}
     recorded = {kernel for found in rows.values() for kernel, _, what in found if what == "streaming"}
     assert set(texts) == stating and recorded <= stating
     table = texts["attention_kv4_sm90"]

@@ -39,7 +39,7 @@ def test_requests_a_second_stand_beside_where_they_are_recorded() -> None:
 
 
 def test_the_headline_is_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "recorded", lambda suite: record())
+    monkeypatch.setattr(frames, "load_record", lambda suite: record())
     line = serving.headline()
     assert "LLaMA-2-7B at 11,398 tokens/s on one made-up H200" in line
     assert "2.0 times as many as vLLM's FP8, with 1.9 times the tokens" in line
@@ -47,5 +47,5 @@ def test_the_headline_is_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_void_reading_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "recorded", lambda suite: record("the card was throttled"))
+    monkeypatch.setattr(frames, "load_record", lambda suite: record("the card was throttled"))
     assert serving.headline() == serving.section() == frames.MISSING

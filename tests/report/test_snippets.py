@@ -24,7 +24,7 @@ import ptxlab
 from ptxlab.cli.app import build_app
 from ptxlab.cli.common import WIDTH, console
 from tests.support import plugin
-from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
+from tests.support.markdown_pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 
 pytest_plugins = "pytester"
 

@@ -10,8 +10,8 @@ import pytest
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.recipe.systems import SYSTEMS, ServingSystem
 from report import accuracy, frames, sections, systems
-from tests.support import made_up
-from tests.support.pages import ROOT
+from tests.support import fake_rows
+from tests.support.markdown_pages import ROOT
 from tests.support.small_models import write_folder
 
 
@@ -27,7 +27,7 @@ def test_the_figures_are_those_of_the_record(tmp_path: Path, monkeypatch: pytest
         {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": value}}
         for (ladder, step), value in {("float", "float32"): 20.0, ("systems", "Atom"): 25.0}.items()
     ]
-    record = {**made_up.ACCURACY, "windows": {"wikipedia": [2, 512]}, "calibration": [8, 512], "rows": rows}
+    record = {**fake_rows.ACCURACY, "windows": {"wikipedia": [2, 512]}, "calibration": [8, 512], "rows": rows}
     (tmp_path / "accuracy_systems.json").write_text(json.dumps(record))
     assert "--recipe atom --group 128 --out DIR` | 1.250x | [GEMM](notebooks/guide/w4a4.md)" in systems.section()
     text = sections.SECTIONS["accuracy_systems"]()
@@ -35,7 +35,7 @@ def test_the_figures_are_those_of_the_record(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_system_is_recorded_and_on_the_page() -> None:
-    measured = accuracy.points(systems.recorded())
+    measured = accuracy.points(systems.load_record())
     assert {system.name for system in SYSTEMS} == set(measured.step[measured.ladder == "systems"])
     page = (ROOT / "notebooks" / "guide" / "README.md").read_text()
     assert re.findall(r"`ptxlab (quantize MODEL [^`]*)`", page) == [command(system) for system in SYSTEMS]

@@ -12,7 +12,7 @@ from ptxlab.lowbit.bench.gemm.w4a4 import COMPARED
 from ptxlab.lowbit.cost.published import FIGURES
 from ptxlab.lowbit.cost.schedule import COMET, SCHEDULES
 from report import accuracy, figures, frames, headers, sections, targets, w4a4
-from tests.support import made_up, w4a4_record
+from tests.support import fake_rows, w4a4_record
 
 
 def rows(table: str) -> list[list[str]]:
@@ -69,7 +69,7 @@ def test_perplexity_beside_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": value}, "bytes": nbytes}
         for (ladder, step), (value, nbytes) in MEASURED.items()
     ]
-    found = {**made_up.ACCURACY, "windows": {"wikipedia": [4, 512]}, "calibration": [4, 256], "rows": lines}
+    found = {**fake_rows.ACCURACY, "windows": {"wikipedia": [4, 512]}, "calibration": [4, 256], "rows": lines}
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
     text = sections.SECTIONS["w4a4_accuracy"]()
@@ -110,7 +110,9 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "W4Ax: the same, stretch": ["at most 1.15x", "1.30x", "missed"],
         "W4Ax: points slower than cuBLAS INT8": ["at most 0", "40", "missed"],
     }
-    stated = {path.stem: " ".join(text.replace("\n//", "").split()) for path, text in headers.outdated().items()}
+    stated = {
+        path.stem: " ".join(text.replace("\n//", "").split()) for path, text in headers.corrected_sources().items()
+    }
     fives = {"gemm_w4a4_sm90": ("1.20", "1.06"), "gemm_w4ax_sm90": ("1.30", "0.98")}
     for name, (beside, int8) in fives.items():
         said = f"{', '.join([beside] * 5)} of gemm_w4a8's time, {', '.join([int8] * 5)} times as fast as cuBLAS INT8"
