@@ -108,7 +108,7 @@ def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
 
 def of_load(name: str) -> HolderMap:
     """Build the map of the tile that a `load_*` kernel brings to the lanes of a warp group, as 8-bit operand A."""
-    held = holders.holders(name)
+    held = holders.map_registers(name)
     share = held.wrong.mean()
     what = "a tile of 64 x 64 weights as the kernel brings it to 128 lanes" + (
         f"; {share:.0%} of it is not where the MMA wants it" if share else ""

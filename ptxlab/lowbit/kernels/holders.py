@@ -26,7 +26,7 @@ _RIGHT_QSERVE = "load_qserve_reorder"  # likewise, for a pair of MMAs below each
 
 
 @dataclass(frozen=True)
-class Holders:
+class RegisterMap:
     """Places in which the elements of a tile [64, 64] end up.
 
     Attributes:
@@ -55,23 +55,23 @@ def arrivals(name: str) -> np.ndarray:
     logical = "q8" if spec.inputs[0].dtype == "int8" else "q4"
     signed = spec.outputs[0].dtype == "int8"
     tiles = digits.astype(np.uint8) if not signed else (digits - 8).astype(np.int8)
-    got = run_spec(spec, sources[0], spec.pack({logical: tiles}), backend="emulator").outputs["fragments"]
-    nibbles = got.astype(np.int64)
+    registers = run_spec(spec, sources[0], spec.pack({logical: tiles}), backend="emulator").outputs["fragments"]
+    nibbles = registers.astype(np.int64)
     if signed:
         nibbles = (nibbles // 16 if logical == "q4" else nibbles) + 8  # COMET's come times 16
     return np.asarray(sum(nibbles[d] << 4 * d for d in range(_DIGITS)))
 
 
 @cache
-def holders(name: str) -> Holders:
+def map_registers(name: str) -> RegisterMap:
     """Find the place in which every element ends up, and whether the MMA wants it there."""
-    arrived = arrivals(name)
-    needed = arrivals(_RIGHT_QSERVE if name == _RIGHT_QSERVE else RIGHT)
-    places = np.argsort(arrived, axis=None)  # every element arrives exactly once
-    thread, at = np.divmod(places.reshape(TILE, TILE), 32)
-    register, byte = np.divmod(at, 4)
-    wrong = (arrived != needed).reshape(-1)[places].reshape(TILE, TILE)
-    return Holders(name, thread, register, byte, wrong)
+    arriving_positions = arrivals(name)
+    needed_positions = arrivals(_RIGHT_QSERVE if name == _RIGHT_QSERVE else RIGHT)
+    places = np.argsort(arriving_positions, axis=None)  # every element arrives exactly once
+    thread, byte_of_thread = np.divmod(places.reshape(TILE, TILE), 32)
+    register, byte = np.divmod(byte_of_thread, 4)
+    wrong = (arriving_positions != needed_positions).reshape(-1)[places].reshape(TILE, TILE)
+    return RegisterMap(name, thread, register, byte, wrong)
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class WarpAccess:
         text: the instruction.
         requests: instructions of the warp: one.
         wavefronts: passes over the banks.
-        least: passes that would do without conflicts.
+        min_wavefronts: passes that would do without conflicts.
         fronts: for each pass, which lanes each bank serves; a row of ldmatrix is its lane's.
     """
 
     text: str
     requests: int
     wavefronts: int
-    least: int
+    min_wavefronts: int
     fronts: tuple[dict[int, tuple[int, ...]], ...]
 
 
@@ -99,31 +99,32 @@ def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
     spec, sources = registry.find(name)
     logical = spec.example(np.random.default_rng(0), T=1)
     outcome = run_spec(spec, sources[0], spec.pack(logical), backend="emulator", count_banks=True)
-    return tuple(_of_one_warp(a) for a in outcome.shared if not a.text.startswith("st."))
+    return tuple(_first_warp_access(a) for a in outcome.shared if not a.text.startswith("st."))
 
 
-def _of_one_warp(access: SharedAccess) -> WarpAccess:
+def _first_warp_access(access: SharedAccess) -> WarpAccess:
     addresses = np.array(access.addresses)
     active = addresses >= 0
     fronts = banks.wavefronts(np.where(active, addresses, 0), access.width, active=active, store=access.store)
-    least = (access.wavefronts - access.conflicts) // access.requests
-    return WarpAccess(access.text, 1, len(fronts), least, tuple(fronts))
+    min_wavefronts = (access.wavefronts - access.conflicts) // access.requests
+    return WarpAccess(access.text, 1, len(fronts), min_wavefronts, tuple(fronts))
 
 
 def as_text(name: str) -> str:
     """Format the first MMA of warp 0: lane and register of each run of four channels, `!` where wrong."""
-    held = holders(name)
+    register_map = map_registers(name)
     lines = [f"{name}: lane and register whose bytes 0-3 get channels 4 i .. 4 i + 3 of the first operand A"]
     lines.append("row  " + "".join(f"{column:>7}" for column in range(0, MMA_K, 4)))
     for row in range(MMA_ROWS):
         cells = []
         for column in range(0, MMA_K, 4):
-            run = slice(column, column + 4)  # four neighbours stay together in every kernel: a register's four bytes
-            mark = "!" if held.wrong[row, run].any() else " "
-            cells.append(f"{held.thread[row, column]:>3}.a{held.register[row, column]}{mark}")
+            # Four neighbours stay together in every kernel: a register's four bytes.
+            columns = slice(column, column + 4)
+            mark = "!" if register_map.wrong[row, columns].any() else " "
+            cells.append(f"{register_map.thread[row, column]:>3}.a{register_map.register[row, column]}{mark}")
         lines.append(f"{row:>3}  " + "".join(f"{cell:>7}" for cell in cells))
-    if held.wrong.any():
-        lines.append(f"! {held.wrong.mean():.0%} of the tile is in another lane or register than its MMA wants")
+    if register_map.wrong.any():
+        lines.append(f"! {register_map.wrong.mean():.0%} of the tile is in another lane or register than its MMA wants")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.validate import is_one_of
 
-MOST = 4096  # kernels, calls and options that are remembered
+MAX_ENTRIES = 4096  # kernels, calls and options that are remembered
 _WIDTH = 120  # columns of a docstring
 _PLACEHOLDER = "{options}"
 
@@ -86,7 +86,7 @@ class Options:
 
     @classmethod
     def _with(cls, values: tuple[Any, ...]) -> Self:
-        return cls(**dict(zip((each.name for each in fields(cls)), values, strict=True)))
+        return cls(**dict(zip((f.name for f in fields(cls)), values, strict=True)))
 
     @property
     def check(self) -> bool:
@@ -101,14 +101,14 @@ class Options:
     @property
     def kernel_key(self) -> tuple[Any, ...]:
         """The values of all fields that select kernels or how they are launched."""
-        return tuple(getattr(self, each.name) for each in fields(self) if each.metadata["selects_kernel"])
+        return tuple(getattr(self, f.name) for f in fields(self) if f.metadata["selects_kernel"])
 
     def require_valid(self, call: str) -> None:
         """Raise ArgumentError, in the name of a call, for the first option that breaks its rule."""
-        for each in fields(self):
-            rule, argument = each.metadata["rule"], getattr(self, each.name)
+        for option_field in fields(self):
+            rule, argument = option_field.metadata["rule"], getattr(self, option_field.name)
             if rule and not rule.allows(argument):
-                raise ArgumentError(f"{call}: {each.name}", rule.text, rule.show(argument))
+                raise ArgumentError(f"{call}: {option_field.name}", rule.text, rule.show(argument))
 
 
 def early_launch(text: str) -> Any:
@@ -124,7 +124,7 @@ class LaunchOptions(Options):
     programmatic: bool = early_launch(", for which it waits by itself before it reads or writes anything.")
 
 
-@lru_cache(MOST, typed=True)  # typed: 1 == 1.0 == True, but rules tell them apart
+@lru_cache(MAX_ENTRIES, typed=True)  # typed: 1 == 1.0 == True, but rules tell them apart
 def _intern(options: Any, *values: Any) -> Any:
     return options._with(values)
 
@@ -135,7 +135,7 @@ def document_options(options: type[Options]) -> Callable[[Function], Function]:
     def document(function: Function) -> Function:
         if function.__doc__ is None:  # python -OO
             return function
-        texts = {each.name: each.metadata["text"] for each in fields(options)}
+        texts = {f.name: f.metadata["text"] for f in fields(options)}
         lines = [
             textwrap.fill(
                 f"{name}: {texts[name]}",

@@ -52,10 +52,10 @@ def to_device(packed: _Packed) -> _Packed:
     if not isinstance(packed, _KINDS):
         rule = f"must be of {', '.join(kind.__name__ for kind in _KINDS[:-1])} or {_KINDS[-1].__name__}"
         raise ArgumentError("packed", rule, type(packed).__name__)
-    moved: _Packed = with_arrays(packed, copied_to_device)
+    moved: _Packed = with_arrays(packed, copy_to_device)
     return moved
 
 
-def copied_to_device(array: Any) -> Any:
+def copy_to_device(array: Any) -> Any:
     """Copy a NumPy array to CuPy's; return an array on the GPU as it is."""
     return gpu.to_device(array) if isinstance(array, np.ndarray) else array

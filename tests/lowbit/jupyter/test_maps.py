@@ -56,7 +56,7 @@ def test_kernels_are_read_off_the_running_kernel() -> None:
     right, wrong = maps.find("load_dual_mma"), maps.find("load_ldmatrix_u4")
     np.testing.assert_array_equal(right.lane[:, :32], maps.find("wgmma.m64k32.a").lane)
     assert not right.wrong.any() and wrong.wrong.mean() == 0.75 and "75% of it" in wrong.what
-    np.testing.assert_array_equal(wrong.lane, holders.holders("load_ldmatrix_u4").thread)
+    np.testing.assert_array_equal(wrong.lane, holders.map_registers("load_ldmatrix_u4").thread)
 
 
 @pytest.mark.parametrize("name", maps.known())

@@ -17,7 +17,7 @@ def test_every_element_is_where_the_wgmma_wants_it(name: str) -> None:
     steps = [64 * operand.rows + operand.cols + 32 * step for step in range(2)]
     wanted = np.concatenate(steps, axis=1).reshape(128, 32)
     assert np.array_equal(holders.arrivals(name), wanted)
-    assert not holders.holders(name).wrong.any()
+    assert not holders.map_registers(name).wrong.any()
 
 
 def test_qserve_feeds_two_mma_below_each_other() -> None:
@@ -29,7 +29,7 @@ def test_qserve_feeds_two_mma_below_each_other() -> None:
 
 
 def test_ldmatrix_on_u4_is_right_in_a_quarter() -> None:
-    held = holders.holders("load_ldmatrix_u4")
+    held = holders.map_registers("load_ldmatrix_u4")
     assert held.wrong.mean() == 0.75
     assert sorted(np.unique(held.thread)) == list(range(128)), "every thread gets something, most of it not its own"
     assert held.thread[0, 4] == 0, "channels 4..7 of row 0 are lane 1's, and land with lane 0"
@@ -45,7 +45,7 @@ def test_text_names_lane_and_register_and_marks_what_is_wrong() -> None:
 @pytest.mark.parametrize("name", (*RIGHT, "load_qserve_reorder", "load_ldmatrix_u4"))
 def test_four_channels_are_bytes_0_to_3_of_one_register(name: str) -> None:
     """The pictures and the text have one label for the four."""
-    held = holders.holders(name)
+    held = holders.map_registers(name)
     assert np.array_equal(held.byte, np.broadcast_to(np.arange(64) % 4, (64, 64)))
     for places in (held.thread, held.register, held.wrong):
         assert np.array_equal(places, np.repeat(places[:, ::4], 4, axis=1))
@@ -71,7 +71,7 @@ def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, least: i
     accesses = holders.shared_accesses(name)
     assert sum(a.requests for a in accesses) == loads
     assert sum(a.wavefronts for a in accesses) == wavefronts
-    assert sum(a.least for a in accesses) == least
+    assert sum(a.min_wavefronts for a in accesses) == least
     for access in accesses:
         assert len(access.fronts) == access.wavefronts
         served = [(bank, lane) for front in access.fronts for bank, lanes in front.items() for lane in lanes]
@@ -87,7 +87,7 @@ def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> 
 @pytest.mark.parametrize("name", [*RIGHT, "load_ldmatrix_u4", "load_qserve_reorder"])
 def test_four_neighbours_share_a_register(name: str) -> None:
     """So a single label serves four channels, in the text and in the pictures."""
-    held = holders.holders(name)
+    held = holders.map_registers(name)
     for places in (held.thread, held.register):
         runs = places.reshape(64, 16, 4)
         assert (runs == runs[..., :1]).all()

@@ -10,7 +10,7 @@ import pytest
 
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels import operation
-from ptxlab.lowbit.kernels.operation import Operation, launches_within
+from ptxlab.lowbit.kernels.operation import Operation, record_launches
 from ptxlab.lowbit.kernels.options import Options
 from ptxlab.runtime.plan import Plan
 from tests.support import public_calls
@@ -105,7 +105,7 @@ def test_every_keyword_reaches_its_field(monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def launch_plans(name: str, arguments: dict[str, Any]) -> list[Plan]:
-    with launches_within() as noted:
+    with record_launches() as noted:
         CALLS[name].call(**arguments)
     return [plan for plans, _ in noted for plan in plans]
 

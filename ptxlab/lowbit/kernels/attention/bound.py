@@ -18,7 +18,7 @@ from ptxlab.spec.tolerance import Allowed
 
 _CERTAIN = 60.0  # an error of a score that allows everything
 BY_CHANCE = "; of 256 tokens and more, what all this exceeds by chance in less than one of 1e9 elements"
-_MANY = 256  # tokens from which on chance evens roundings out
+_LONG = 256  # tokens from which on chance evens roundings out
 _HOPELESS = 2.0**-8  # of sums, by their certain error alone: several times what chance allows, which nobody computes
 
 
@@ -46,8 +46,8 @@ def allowed_error(
     Returns:
         (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
     """
-    keys = k if isinstance(k, Operand) else Operand.of(k, roundings.apart)
-    values = v if isinstance(v, Operand) else Operand.of(v, roundings.apart, roundings.in_bytes)
+    keys = k if isinstance(k, Operand) else Operand.of(k, roundings.zero_at_end)
+    values = v if isinstance(v, Operand) else Operand.of(v, roundings.zero_at_end, roundings.in_bytes)
     (T, Hq, D), (Hkv, L, _) = q.shape, keys.numbers.shape
     out, lse = (Allowed(np.zeros_like(x), np.zeros_like(x[..., 0])) for x in (q, q[..., 0]))
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
@@ -58,21 +58,21 @@ def allowed_error(
         first, end = int(seen[0]), int(seen[-1]) + 1
         x, k_seen, v_seen = q[t].reshape(Hkv, Hq // Hkv, D), keys.slice(first, end), values.slice(first, end)
         scores = x @ k_seen.numbers.swapaxes(1, 2) * scale
-        own = _error_of_scores(x, k_seen, roundings) * scale + roundings.weight
-        wrong = own + keys.largest(x) @ np.abs(k_seen.numbers).swapaxes(1, 2) * (roundings.query * scale)
-        most = np.minimum(wrong + roundings.rescaled * L, _CERTAIN)
+        score_error = _bound_score_error(x, k_seen, roundings) * scale + roundings.weight
+        weight_error = score_error + keys.largest(x) @ np.abs(k_seen.numbers).swapaxes(1, 2) * (roundings.query * scale)
+        largest_error = np.minimum(weight_error + roundings.rescaled * L, _CERTAIN)
         peak = scores.max(axis=-1, keepdims=True)
         p = np.exp(scores - peak)
         total = p.sum(axis=-1, keepdims=True)
         p, log_total = p / total, (peak + np.log(total))[..., 0]
-        of_out, of_lse = (np.full_like(array, np.inf) for array in (x, log_total))
-        many = end - first >= _MANY
-        if not many or serial < _HOPELESS:
-            of_out = _error_of_mean(p, most, first, v_seen, roundings, serial, stored)
-            of_lse = np.log((p * np.exp(most)).sum(axis=-1)) + serial + 2.0**-22 * (1 + np.abs(log_total))
-        rms = np.sqrt((of_out**2).mean(axis=-1)), np.sqrt((of_lse**2).mean())
-        if many:
-            by_chance = chance.likely(
+        out_error, lse_error = (np.full_like(array, np.inf) for array in (x, log_total))
+        is_long = end - first >= _LONG
+        if not is_long or serial < _HOPELESS:
+            out_error = _bound_mean_error(p, largest_error, first, v_seen, roundings, serial, stored)
+            lse_error = np.log((p * np.exp(largest_error)).sum(axis=-1)) + serial + 2.0**-22 * (1 + np.abs(log_total))
+        rms = np.sqrt((out_error**2).mean(axis=-1)), np.sqrt((lse_error**2).mean())
+        if is_long:
+            by_chance = chance.estimate_errors(
                 x,
                 scores,
                 p,
@@ -80,50 +80,52 @@ def allowed_error(
                 k_seen,
                 v_seen,
                 first=first,
-                first_order=np.minimum(own if roundings.levels else wrong, _CERTAIN),
-                wrong=np.minimum(wrong, _CERTAIN),
+                first_order=np.minimum(score_error if roundings.levels else weight_error, _CERTAIN),
+                score_error=np.minimum(weight_error, _CERTAIN),
                 scale=scale,
                 roundings=roundings,
                 stored=stored,
             )
             heads = chance.rms_of_heads(by_chance.lse_fixed.ravel(), by_chance.lse_variance.ravel())
             rms = np.minimum(rms[0], by_chance.out_rms), np.minimum(rms[1], heads)
-            of_out, of_lse = np.minimum(of_out, by_chance.out), np.minimum(of_lse, by_chance.lse)
-        out.each[t], out.rms[t] = of_out.reshape(Hq, D), rms[0].reshape(Hq)
-        lse.each[t], lse.rms[t] = of_lse.reshape(Hq), rms[1]
+            out_error, lse_error = np.minimum(out_error, by_chance.out), np.minimum(lse_error, by_chance.lse)
+        out.per_element[t], out.rms[t] = out_error.reshape(Hq, D), rms[0].reshape(Hq)
+        lse.per_element[t], lse.rms[t] = lse_error.reshape(Hq), rms[1]
     return out, lse
 
 
-def _error_of_scores(x: F64, keys: Operand, roundings: Roundings) -> F64:
+def _bound_score_error(x: F64, keys: Operand, roundings: Roundings) -> F64:
     """Bound the error of scores before the scale, [Hkv, r, n]: products of queries x [Hkv, r, D] with keys.
 
     The queries x are as they are multiplied.
     """
     size = np.abs(x)
-    wrong: F64 = size @ keys.size.transpose(0, 2, 1) * roundings.score
+    error: F64 = size @ keys.size.transpose(0, 2, 1) * roundings.score
     if not roundings.levels:
-        wrong += roundings.aligned * _cut_of_scores(size * keys.grains[:, None])[..., None] * keys.units[:, None]
-    return wrong
+        error += (
+            roundings.aligned * _bound_score_truncation(size * keys.grains[:, None])[..., None] * keys.units[:, None]
+        )
+    return error
 
 
-def _error_of_mean(
-    p: F64, wrong: F64, first: int, values: Operand, roundings: Roundings, serial: float, stored: float
+def _bound_mean_error(
+    p: F64, weight_error: F64, first: int, values: Operand, roundings: Roundings, serial: float, stored: float
 ) -> F64:
-    """Bound the error of the mean of values [Hkv, r, D], with weights p [Hkv, r, n] of scores off by `wrong`."""
+    """Bound the error of the mean of values [Hkv, r, D], with weights p [Hkv, r, n] of scores off by `weight_error`."""
     numbers, added = values.numbers[:, None], values.added[:, None]
     mean = p @ values.numbers
-    least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
-    moved = ((p * np.expm1(wrong))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / least
+    smallest_sum = (p * np.exp(-weight_error)).sum(axis=-1, keepdims=True)
+    moved = ((p * np.expm1(weight_error))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / smallest_sum
     summed = p @ values.size * roundings.sum + p @ values.added * (roundings.adding + serial)
     weights = p * values.units[:, None]
     heaviest = weights.max(axis=-1, keepdims=True)
     lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
-    cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * added)
-    most: F64 = 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
-    return most
+    cut = _bound_value_truncation(weights, first, values.grains * roundings.aligned, p[..., None] * added)
+    bound: F64 = 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+    return bound
 
 
-def _cut_of_scores(terms: F64) -> F64:
+def _bound_score_truncation(terms: F64) -> F64:
     """Bound the bits that the MMAs of scores [...] cut off, from the terms of the queries' elements [..., D].
 
     An MMA has 16 terms and cuts off of the sum so far, twice if it takes them by 8. The most is lost if the largest
@@ -134,17 +136,17 @@ def _cut_of_scores(terms: F64) -> F64:
     return cut
 
 
-def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
+def _bound_value_truncation(weights: F64, first: int, grains: F64, terms: F64) -> F64:
     """Bound the bits that the MMAs of values [Hkv, r, D] cut off.
 
-    Of each term [Hkv, r, n, D] no more is lost than there is; of sums, as much as in `_cut_of_scores`. Token `first`
-    and those that follow have `weights` [Hkv, r, n]. An MMA takes 16 tokens from a multiple of 16 on.
+    Of each term [Hkv, r, n, D] no more is lost than there is; of sums, as much as in `_bound_score_truncation`. Token
+    `first` and those that follow have `weights` [Hkv, r, n]. An MMA takes 16 tokens from a multiple of 16 on.
     """
-    n, before = weights.shape[-1], first % 16
-    whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % 16)])
+    n, lead = weights.shape[-1], first % 16
+    whole = np.pad(weights, [(0, 0), (0, 0), (lead, -(lead + n) % 16)])
     largest = whole.reshape(*whole.shape[:-1], -1, 16).max(axis=-1)
     largest = np.maximum(largest, weights.max(axis=-1, keepdims=True) * 2.0**-14)
-    by_token = np.repeat(largest, 16, axis=-1)[..., before : before + n]
+    by_token = np.repeat(largest, 16, axis=-1)[..., lead : lead + n]
     of_terms = np.minimum(terms, by_token[..., None] * grains[:, None, None]).sum(axis=-2)
     cut: F64 = of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]
     return cut

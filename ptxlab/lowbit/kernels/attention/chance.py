@@ -22,7 +22,7 @@ _MMA = 16  # tokens
 _CUT = 20  # of what is aligned: an MMA's 16 products, and its sum (Hopper), or two (Ampere), twice as much each
 
 
-class Likely(NamedTuple):
+class LikelyErrors(NamedTuple):
     """Errors that are exceeded with a probability below 1e-9.
 
     Attributes:
@@ -40,7 +40,7 @@ class Likely(NamedTuple):
     lse_variance: F64
 
 
-def likely(
+def estimate_errors(
     x: F64,
     scores: F64,
     p: F64,
@@ -50,11 +50,11 @@ def likely(
     *,
     first: int,
     first_order: F64,
-    wrong: F64,
+    score_error: F64,
     scale: float,
     roundings: Roundings,
     stored: float,
-) -> Likely:
+) -> LikelyErrors:
     """Estimate the errors of attention of one query per head, which sees the n tokens of `keys` and `values`.
 
     Args:
@@ -66,7 +66,7 @@ def likely(
         values: n of them.
         first: token of the sequence, of those n.
         first_order: what each score may be off by its own roundings, and its weight, [Hkv, r, n].
-        wrong: by the query's too.
+        score_error: by the query's too.
         scale: of the scores.
         roundings: the kernel's.
         stored: the rounding of the output.
@@ -76,11 +76,11 @@ def likely(
     spread = np.sqrt(np.maximum(p @ numbers**2 - mean**2, 0))
     alike = roundings.aligned > 0 and not roundings.levels  # MMAs cut off of all scores in one direction
 
-    lse_fixed, fixed = _by_query(x, p, keys, mean, values, scale, roundings)
-    second_order = np.expm1(wrong) - wrong
+    lse_fixed, fixed = _query_rounding_changes(x, p, keys, mean, values, scale, roundings)
+    second_order = np.expm1(score_error) - score_error
     lse_fixed += _SHARED * np.abs((p * scores).sum(axis=-1)) + _APPROXIMATE + 2.0**-22 * np.abs(log_total)
     lse_fixed += (p * second_order).sum(axis=-1)
-    weighted = p**2 * _tokens_alike(scores)
+    weighted = p**2 * _count_equal_scores(scores)
     moved = weighted * first_order**2
     chains = max(roundings.serial, 8 * roundings.warps)
     additions = n / chains * (1 / chains + (p**2).sum(axis=-1)) + 32  # a heavy token makes its chain's sum large
@@ -89,12 +89,12 @@ def likely(
     if alike or keys.scheme.by_channel:  # where zeros are by channel, their part is one for all scores
         lse_fixed += (p * first_order).sum(axis=-1)
 
-    fixed += _SHARED * np.abs(_moved(p * scores, mean, numbers))
+    fixed += _SHARED * np.abs(_change_of_mean(p * scores, mean, numbers))
     fixed += np.sqrt((p * second_order**2).sum(axis=-1, keepdims=True)) * spread
     if alike:
         fixed += np.sqrt((p * first_order**2).sum(axis=-1, keepdims=True)) * spread
-    cut, variance = _cut_of_values(p, first, values, roundings)
-    lost, lost_variance = _below_fp16(p, values, roundings.floor)
+    cut, variance = _estimate_truncation(p, first, values, roundings)
+    lost, lost_variance = _estimate_underflow(p, values, roundings.floor)
     added = p @ values.size
     serial = n / roundings.promoted if roundings.promoted else 0 if roundings.aligned else n / roundings.serial
     variance += lost_variance + sums[..., None] * mean**2 + SINGLE**2 * ((serial + 32) / 3 + 4 * _RESCALINGS) * added**2
@@ -119,7 +119,7 @@ def likely(
     chance = (np.sqrt(trace) + _SIGMAS * np.sqrt(norm)) / numbers.shape[-1] ** 0.5
     out_rms = 1.01 * (np.sqrt((fixed**2).mean(axis=-1)) + chance) + 2.0**-25
     lse_fixed *= 1.01
-    return Likely(out, out_rms, lse_fixed + _SIGMAS * np.sqrt(lse_variance), lse_fixed, lse_variance)
+    return LikelyErrors(out, out_rms, lse_fixed + _SIGMAS * np.sqrt(lse_variance), lse_fixed, lse_variance)
 
 
 def rms_of_heads(fixed: F64, variance: F64) -> Any:
@@ -128,7 +128,7 @@ def rms_of_heads(fixed: F64, variance: F64) -> Any:
     return np.sqrt((fixed**2).mean(axis=-1)) + chance
 
 
-def _by_query(
+def _query_rounding_changes(
     x: F64, p: F64, keys: Operand, mean: F64, values: Operand, scale: float, roundings: Roundings
 ) -> tuple[Any, Any]:
     """Compute the change from rounding queries x: of the logarithm of the sum [Hkv, r], of the output [Hkv, r, D].
@@ -141,24 +141,24 @@ def _by_query(
     if not roundings.levels:
         return lse, out
     unit = np.maximum(keys.largest(x) / roundings.levels, 2.0**-126)
-    off = np.rint(x / unit) * unit - x
-    undecided = np.abs(np.abs(off) / unit - 0.5) < 2.0**-21 * np.abs(x / unit) + 2.0**-10
-    parts, rank = [np.where(undecided, 0, off)], np.cumsum(undecided, axis=-1)
+    rounding_error = np.rint(x / unit) * unit - x
+    undecided = np.abs(np.abs(rounding_error) / unit - 0.5) < 2.0**-21 * np.abs(x / unit) + 2.0**-10
+    parts, rank = [np.where(undecided, 0, rounding_error)], np.cumsum(undecided, axis=-1)
     parts += [np.where(undecided & (rank == i + 1), unit / 2, 0) for i in range(int(rank.max()))]
     for part in parts:
         moved = p * (part @ keys.numbers.swapaxes(1, 2)) * scale
         lse += np.abs(moved.sum(axis=-1))
-        out += np.abs(_moved(moved, mean, values.numbers))
+        out += np.abs(_change_of_mean(moved, mean, values.numbers))
     return lse, out
 
 
-def _moved(weights: F64, mean: F64, values: F64) -> F64:
+def _change_of_mean(weights: F64, mean: F64, values: F64) -> F64:
     """Compute the change of the mean that changes of the weights [Hkv, r, n] make."""
     moved: F64 = weights @ values - weights.sum(axis=-1, keepdims=True) * mean
     return moved
 
 
-def _tokens_alike(scores: F64) -> Any:
+def _count_equal_scores(scores: F64) -> Any:
     """Count the tokens of a row [..., n] that have a token's score, itself included: their roundings add up."""
     near: Any = np.clip(np.rint(scores / _ALIKE), -(2.0**44), 2.0**44).astype(np.int64).reshape(-1, scores.shape[-1])
     near = (near + np.arange(len(near), like=near)[:, None] * 2**46).ravel()  # rows apart
@@ -167,7 +167,7 @@ def _tokens_alike(scores: F64) -> Any:
     return counts.reshape(scores.shape)
 
 
-def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) -> tuple[Any, Any]:
+def _estimate_truncation(p: F64, first: int, values: Operand, roundings: Roundings) -> tuple[Any, Any]:
     """Estimate (fixed part, variance) [Hkv, r, D] of the bits that the MMAs of values cut off.
 
     Of terms and sum at most `cut` of their largest is cut off, evenly spread: half of it in the mean. Sums grow until
@@ -178,8 +178,8 @@ def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) ->
     tokens = n / roundings.warps
     tokens = min(tokens, roundings.promoted) if roundings.promoted else tokens
     mmas = tokens / _MMA + 1
-    weights, before = p * values.units[:, None], first % _MMA
-    whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % _MMA)])
+    weights, lead = p * values.units[:, None], first % _MMA
+    whole = np.pad(weights, [(0, 0), (0, 0), (lead, -(lead + n) % _MMA)])
     largest = whole.reshape(*p.shape[:2], -1, _MMA).max(axis=-1)
     grains, added, squares = values.grains[:, None], p @ values.added, tokens * (p**2 @ values.added**2)
     fixed = cut / 2 * mmas * np.minimum(added, added / 2 + _SIGMAS / 2 * np.sqrt(squares))
@@ -188,13 +188,13 @@ def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) ->
     return fixed, variance
 
 
-def _below_fp16(p: F64, values: Operand, floor: float) -> tuple[Any, Any]:
+def _estimate_underflow(p: F64, values: Operand, floor: float) -> tuple[Any, Any]:
     """Estimate (mean, variance) [Hkv, r, D] of the loss of weights below FP16's normal numbers.
 
     The smallest weights lose all that they are.
     """
     weights = p * values.units[:, None]
-    least = floor * weights.max(axis=-1, keepdims=True)
+    smallest = floor * weights.max(axis=-1, keepdims=True)
     size = np.abs(values.numbers) / values.units[..., None]
-    mean = np.where(weights < 2 * least, np.minimum(weights, least), 0.0) @ size
-    return mean, least**2 / 3 * (size**2).sum(axis=1)[:, None]
+    mean = np.where(weights < 2 * smallest, np.minimum(weights, smallest), 0.0) @ size
+    return mean, smallest**2 / 3 * (size**2).sum(axis=1)[:, None]

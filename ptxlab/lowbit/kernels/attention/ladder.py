@@ -45,7 +45,7 @@ def _example(
 
 
 def _pack(logical: Arrays) -> Arrays:
-    return {"q": logical["q"], **common.arrays_of(logical["cache"])}
+    return {"q": logical["q"], **common.cache_arrays(logical["cache"])}
 
 
 def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float) -> np.ndarray:
@@ -53,8 +53,8 @@ def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float) -> np.ndarra
 
 
 def _bound(q: np.ndarray, cache: KVCache, softmax_scale: float, *, roundings: Roundings) -> Allowed:
-    out, _ = common.error_of(q[:, None], cache, softmax_scale, roundings)
-    return Allowed(out.each[:, 0], out.rms[:, 0])
+    out, _ = common.bound_error(q[:, None], cache, softmax_scale, roundings)
+    return Allowed(out.per_element[:, 0], out.rms[:, 0])
 
 
 def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, half: bool = False) -> KernelSpec:

@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention import prefill_sm80
 from ptxlab.lowbit.kernels.attention.append import rows_with_gaps
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache, check_zeros, workspace_rules
-from ptxlab.lowbit.kernels.attention.common import arrays_of
+from ptxlab.lowbit.kernels.attention.common import cache_arrays
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.prefill import (
     CHUNKED,
@@ -30,7 +30,7 @@ from ptxlab.lowbit.kernels.operation import (
     Prepared,
     Results,
     Scratch,
-    copied,
+    copy_to_host,
     dtype_of,
 )
 from ptxlab.lowbit.kernels.spec_call import SpecCall, why_not
@@ -81,16 +81,16 @@ def attend_chunks(
     q: Any,
     cache: KVCache,
     starts: Any,
-    own: tuple[Any, Any],
+    own_kv: tuple[Any, Any],
     out: Any,
     lse: Any,
     workspace: DeviceMemory | None,
 ) -> Any:
     """Make the call of `attention_kv4` with `query_start_loc`; see there."""
-    arrays, tokens = {"q": q, **arrays_of(cache), "starts": starts, "out": out, "lse": lse}, {}
+    arrays, tokens = {"q": q, **cache_arrays(cache), "starts": starts, "out": out, "lse": lse}, {}
     pitches: dict[str, int] = {}
-    if any(x is not None for x in own):
-        tokens = dict(zip(OWN_TOKENS, own, strict=True))
+    if any(x is not None for x in own_kv):
+        tokens = dict(zip(OWN_TOKENS, own_kv, strict=True))
         for name, x in tokens.items():
             if x is None:
                 raise ArgumentError(f"{NAME}: {name}", "must be given too, as the other of k and v is", "None")
@@ -105,7 +105,7 @@ def _check(
     options: AttentionOptions,
     arrays: Mapping[str, Any],
     cache: KVCache,
-    own: Mapping[str, Any],
+    own_kv: Mapping[str, Any],
     pitches: Mapping[str, int],
 ) -> _ChunkCall:
     """Make the call; raises ArgumentError for what does not fit together."""
@@ -113,7 +113,7 @@ def _check(
     D, Hkv, B = cache.head_dim, cache.num_kv_heads, cache.batch
     if cache.scheme not in CHUNKED:
         raise ArgumentError(f"{NAME}: cache", f"scheme must be {CHUNKED[0]} with query_start_loc", cache.scheme)
-    spec = _choose(options, rotated=cache.rotated, own=bool(own))
+    spec = _choose(options, rotated=cache.rotated, has_own_kv=bool(own_kv))
     if len(shape) != 3 or shape[2] != D:
         raise ArgumentError(f"{NAME}: q", f"must be [T, Hq, {D}] with query_start_loc", f"shape {list(shape)}")
     if dtype not in DTYPES:
@@ -121,7 +121,7 @@ def _check(
     N, Hq, _ = shape
     if Hq % Hkv or not 1 <= Hq // Hkv <= MOST_RATIO:
         raise ArgumentError(f"{NAME}: q", f"Hq must be 1 to {MOST_RATIO} times the cache's {Hkv}", f"Hq={Hq}")
-    for name, x in own.items():
+    for name, x in own_kv.items():
         if shape_of(x) != (N, Hkv, D):
             rule = f"must be [{N}, {Hkv}, {D}], one for each query and kv head"
             raise ArgumentError(f"{NAME}: {name}", rule, f"shape {list(shape_of(x))}")
@@ -134,19 +134,19 @@ def _check(
     sizes["blocks"] = _blocks(spec, arrays["q"], sizes)
     sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
     operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
-    look = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
+    check_values = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
     if "parts" not in spec.symbols:
-        return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look)
+        return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, check_values)
     if not options.batch_invariant:
-        sizes["parts"] = choose_parts(sizes, own=bool(own))
+        sizes["parts"] = choose_parts(sizes, has_own_kv=bool(own_kv))
     memory = chunk_memory(D, sizes["blocks"]) if sizes["parts"] > 1 else ()
     rules = workspace_rules(f", kernel={PREFILL.name!r}")
-    return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look, memory, _KEPT, rules)
+    return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, check_values, memory, _KEPT, rules)
 
 
-def _choose(options: AttentionOptions, *, rotated: bool, own: bool = False) -> KernelSpec:
+def _choose(options: AttentionOptions, *, rotated: bool, has_own_kv: bool = False) -> KernelSpec:
     """Return the kernel asked for, or the highest that runs here; ArgumentError for another one's name."""
-    specs = _KERNELS[own, rotated]
+    specs = _KERNELS[has_own_kv, rotated]
     names = [spec.name for spec in specs]
     if not is_one_of(options.kernel, (*names, None)):
         rule = f"must be one of {', '.join(names)} with query_start_loc"
@@ -198,17 +198,17 @@ def _check_numbers(cache: KVCache, values: Mapping[str, np.ndarray], N: int) -> 
         raise ArgumentError(f"{NAME}: cache.lengths", rule, got)
 
 
-def _look(call: _ChunkCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+def _check_values(call: _ChunkCall, prepared: Prepared, memory: DeviceMemory | None) -> None:
     """Raise ArgumentError for numbers on the device that the kernel must not be given."""
     arrays = {operand.name: operand.array for operand in call.operands}
-    values = {name: copied(NAME, arrays[name]) for name in ("table", "lengths", "starts")}
+    values = {name: copy_to_host(NAME, arrays[name]) for name in ("table", "lengths", "starts")}
     cache = KVCache(
         pool=arrays["pool"], block_table=arrays["table"], lengths=arrays["lengths"],
         page_size=call.sizes["page"], head_dim=call.sizes["D"], scheme="kv4",
     )  # fmt: skip
     _check_numbers(cache, values, call.sizes["N"])
-    if used is not None:
-        check_zeros(used, prepared.kept)
+    if memory is not None:
+        check_zeros(memory, prepared.zero_buffers)
 
 
 _CHUNKS = Operation(
@@ -216,7 +216,7 @@ _CHUNKS = Operation(
     _check,
     _ChunkCall.prepare,
     _ChunkCall.on_host,
-    _look,
-    apart={"k": "k", "v": "v", "out": "out"},
+    _check_values,
+    disjoint={"k": "k", "v": "v", "out": "out"},
     written=("out",),
 )

@@ -10,12 +10,12 @@ from ptxlab.spec import Arrays, Launch, Sizes, sizes_rows
 WARPS = 4  # of a block of the launch, 16 rows each
 
 
-def keys_of(head_dim: int) -> int:
+def keys_per_block(head_dim: int) -> int:
     """Return the tokens of a block of keys: as many as leave room for two blocks of the launch on an A100's SM."""
     return 32 if head_dim == 256 else 64
 
 
-def blocks_of(head_dim: int) -> int:
+def blocks_per_sm(head_dim: int) -> int:
     """Return the blocks of the launch that share an SM, as registers allow."""
     return 4 if head_dim == 64 else 2
 
@@ -27,7 +27,7 @@ def shared_bytes(s: Sizes) -> int:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    tile = {"KEYS": keys_of(s["D"]), "WARPS": WARPS, "BLOCKS": blocks_of(s["D"])}
+    tile = {"KEYS": keys_per_block(s["D"]), "WARPS": WARPS, "BLOCKS": blocks_per_sm(s["D"])}
     return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **tile, "HEADROOM": HEADROOM}
 
 

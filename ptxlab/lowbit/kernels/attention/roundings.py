@@ -26,7 +26,7 @@ class Roundings:
         serial: tokens that are added one to another in FP32 are those of the sequence / `serial`.
         rescaled: of each weight, per token: sums so far are multiplied whenever a larger score turns up.
         floor: of each weight times scale, of the heaviest one; lost below the range of FP16.
-        apart: whether products are of the integers as they are, and the zero's part is taken off at the end.
+        zero_at_end: whether products are of the integers as they are, and the zero's part is taken off at the end.
         aligned: of the largest product of an MMA, where integers are FP16 subnormals v·2⁻²⁴. Products, and the sum so
             far, are shifted to the largest of their exponents, and what is below a last bit is cut off. There, a
             subnormal has the exponent of the smallest normal number, 2⁻¹⁴, however small it is: so every integer, 0
@@ -45,7 +45,7 @@ class Roundings:
     serial: int
     rescaled: float = 0.0
     floor: float = 0.0
-    apart: bool = False
+    zero_at_end: bool = False
     aligned: float = 0.0
     adding: float = 0.0
     in_bytes: bool = False
@@ -76,8 +76,8 @@ class Operand(NamedTuple):
     scheme: KVScheme
 
     @classmethod
-    def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "Operand":
-        """Build the operand of tokens [L, Hkv, D]; `apart` and `in_bytes` as in `Roundings`."""
+    def of(cls, x: QuantizedKV, zero_at_end: bool, in_bytes: bool = False) -> "Operand":
+        """Build the operand of tokens [L, Hkv, D]; `zero_at_end` and `in_bytes` as in `Roundings`."""
         (_, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
         integers = x.values.astype(np.float64)
@@ -88,9 +88,9 @@ class Operand(NamedTuple):
             units, grains, channels = np.ones_like(integers[..., 0].T), grains * scale, channels * scale
         else:
             units, scale, zero = scale.T, scale[..., None], zero[..., None]
-        if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
+        if zero_at_end and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
             integers, zero = integers + 128, zero + 128
-        size = added = integers + zero if apart else np.abs(integers - zero)
+        size = added = integers + zero if zero_at_end else np.abs(integers - zero)
         if in_bytes and scheme.bits == 4:  # the low nibble of d - 4 is in two sums, of which one is taken off
             added, grains = size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~low, grains * (1 + ~low)
         parts = (integers - zero) * scale, size * scale, added * scale

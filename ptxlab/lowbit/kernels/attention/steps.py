@@ -52,12 +52,12 @@ class AttentionStep:
         args = [arg for arg in self.spec.args if arg.name in ("partial", "stats", "segments")]
         return tuple(Scratch.of(arg, sizes) for arg in args)
 
-    def most_memory(self, D: int, sms: int) -> tuple[Scratch, ...]:
+    def max_memory(self, D: int, sms: int) -> tuple[Scratch, ...]:
         """List memory enough for any call on caches of this head dim."""
         return self.memory({"blocks": _RESIDENT * sms, "Hq": MOST_RATIO, "Hkv": 1, "T": MOST_TOKENS, "D": D})
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def zero_buffers(self) -> tuple[str, ...]:
         """The memory that every call finds and leaves at 0."""
         return tuple(arg.name for arg in self.spec.args if arg.role == "inout")
 
@@ -67,7 +67,7 @@ class AttentionStep:
         if cache.rotated:
             rule = f"rotated only for {_names(step for step in STEPS if step.blocks)}"
             raise ArgumentError(f"{NAME}: cache", rule, f"a rotated cache for {name}")
-        for argument, rule, got, wanted in (
+        for argument, rule, actual, required in (
             ("cache", "scheme must be", cache.scheme, scheme),
             ("cache", "head_dim must be", cache.head_dim, ladder.DIM),
             ("cache", "page_size must be", cache.page_size, ladder.PAGE),
@@ -76,8 +76,8 @@ class AttentionStep:
             ("window", "must be", call.options.window, None),
             ("return_lse", "must be", call.options.return_lse, False),
         ):
-            if got != wanted:
-                raise ArgumentError(f"{NAME}: {argument}", f"{rule} {wanted} for {name}", got)
+            if actual != required:
+                raise ArgumentError(f"{NAME}: {argument}", f"{rule} {required} for {name}", actual)
 
 
 STEPS = (
@@ -109,17 +109,19 @@ def choose(options: AttentionOptions) -> AttentionStep:
     if not is_one_of(kernel, (*(step.spec.name for step in STEPS), None)):
         raise ArgumentError(f"{NAME}: kernel", f"must be one of {_names(STEPS)}", kernel)
     steps = INVARIANT_STEPS if options.batch_invariant else STEPS
-    asked = [step for step in steps if kernel in (None, step.spec.name)]
-    if not asked:
+    candidates = [step for step in steps if kernel in (None, step.spec.name)]
+    if not candidates:
         rule = f"only for kernels that cut a sequence by its own length ({_names(steps)})"
         raise ArgumentError(f"{NAME}: batch_invariant", rule, kernel)
-    on_gpu = [step for step in asked if backend != "emulator" and why_not(step) is None]
-    emulated = [step for step in asked if backend != "gpu" and why_not(step, "emulator") is None]
+    on_gpu = [step for step in candidates if backend != "emulator" and why_not(step) is None]
+    emulated = [step for step in candidates if backend != "gpu" and why_not(step, "emulator") is None]
     if not (usable := on_gpu or emulated):
-        on = backend or "emulator"
-        working = [step for step in STEPS if why_not(step, on) is None]
+        assumed_backend = backend or "emulator"
+        working = [step for step in STEPS if why_not(step, assumed_backend) is None]
         remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
-        raise UnavailableError(f"{NAME}: {_names(asked[-1:])}: {why_not(asked[-1], on)}; {remedy}")
+        raise UnavailableError(
+            f"{NAME}: {_names(candidates[-1:])}: {why_not(candidates[-1], assumed_backend)}; {remedy}"
+        )
     step = usable[-1]
     if options.programmatic and not step.spec.after_wait:
         waiting = _names(step for step in STEPS if step.spec.after_wait)

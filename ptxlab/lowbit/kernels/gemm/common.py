@@ -30,7 +30,7 @@ QSERVE = (
 )
 
 
-def outputs(dtypes: tuple[str, ...], *sizes: str) -> tuple[Arg, ...]:
+def output_args(dtypes: tuple[str, ...], *sizes: str) -> tuple[Arg, ...]:
     """Return the last arguments of a GEMM: the bias, Y of a dtype by OUT, and M, N and these sizes as scalars."""
     return (
         Arg("bias", "float32", ("N",), optional=True),
@@ -40,11 +40,11 @@ def outputs(dtypes: tuple[str, ...], *sizes: str) -> tuple[Arg, ...]:
 
 
 # Behind the weight and the activations every step of W4A8 takes the same arguments.
-EPILOGUE = (Arg("x_scale", "float32", ("M",)), *outputs(DTYPES, "K"))
+EPILOGUE = (Arg("x_scale", "float32", ("M",)), *output_args(DTYPES, "K"))
 X_SCALE, *AFTER_SCALE = EPILOGUE  # kernels that take token sums take them behind the scales
 
 
-def anywhere(_: Sizes) -> bool:
+def suits_all_sizes(_: Sizes) -> bool:
     """Return True: the step suits all sizes."""
     return True
 
@@ -65,13 +65,13 @@ class GemmStep:
     scheme: str
     packing: str
     order: str = "row_major"
-    suits: Callable[[Sizes], bool] = anywhere
+    suits: Callable[[Sizes], bool] = suits_all_sizes
 
     @cached_property
     def buffers(self) -> tuple[tuple[str, str], ...]:
         """Arguments that are buffers of the packed weight, with the buffers' names."""
-        given = (arg.name for arg in self.spec.inputs if not arg.optional)
-        names = (name for name in given if name not in ("x", "x_scale", "x_sum", "offsets", "y"))
+        required_inputs = (arg.name for arg in self.spec.inputs if not arg.optional)
+        names = (name for name in required_inputs if name not in ("x", "x_scale", "x_sum", "offsets", "y"))
         return tuple((name, {"w_scale": "channel_scale", "w_zero": "channel_zero"}.get(name, name)) for name in names)
 
     @cached_property
@@ -91,8 +91,8 @@ class GemmStep:
 
     def sizes(self, M: int, N: int, K: int, group: int, rows: int = 1, E: int = 1) -> dict[str, int]:
         """Return the sizes that the kernel knows; `rows` are the tokens of a tile of activations, E the experts."""
-        known = {"M": M, "N": N, "K": K, "E": E, "g": group, "rows": rows}
-        return {name: size for name, size in known.items() if name in self.spec.symbols}
+        all_sizes = {"M": M, "N": N, "K": K, "E": E, "g": group, "rows": rows}
+        return {name: size for name, size in all_sizes.items() if name in self.spec.symbols}
 
 
 def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
@@ -113,13 +113,13 @@ def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
     )
 
 
-def tile_for(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) -> AnyTile:
+def look_up_tile(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) -> AnyTile:
     """Look up the tile in a table {most tokens: (rows, tile up to so many rows, tile beyond)}."""
     rows, narrow, wide = next(entry for tokens, entry in table.items() if sizes["M"] <= tokens)
     return narrow if sizes["N"] <= rows else wide
 
 
-def activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
+def draw_activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
     """Draw random activations with the epilogue's operands."""
     return {
         "x": rng.integers(-128, 128, size=(M, K), dtype=np.int8),
@@ -131,34 +131,34 @@ def activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
 def example_qoq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
     """Draw a QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq(rng.standard_normal((N, K), dtype=np.float32), group=g)
-    return {"weight": weight, **activations(rng, M, N, K)}
+    return {"weight": weight, **draw_activations(rng, M, N, K)}
 
 
 def example_lqq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
     """Draw an LQQ weight of random numbers, and random activations."""
     weight = quant.quantize_lqq(rng.standard_normal((N, K), dtype=np.float32), group=g)
-    return {"weight": weight, **activations(rng, M, N, K)}
+    return {"weight": weight, **draw_activations(rng, M, N, K)}
 
 
 def example_channel(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
     """Draw a per-channel QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq_channel(rng.standard_normal((N, K), dtype=np.float32))
-    return {"weight": weight, **activations(rng, M, N, K)}
+    return {"weight": weight, **draw_activations(rng, M, N, K)}
 
 
-def sums_agree(label: str, arrays: Arrays) -> None:
+def check_sums(label: str, arrays: Arrays) -> None:
     """Raise ArgumentError for the first token sum x_sum s32 [M] that is not that of x s8 [M, K], in row-major order."""
     if "x_sum" not in arrays or arrays["x"].ndim != 2:
         return
-    expected, given = arrays["x"].sum(axis=1, dtype=np.int32), arrays["x_sum"]
-    wrong = expected != given
+    expected_sums, x_sum = arrays["x"].sum(axis=1, dtype=np.int32), arrays["x_sum"]
+    wrong = expected_sums != x_sum
     if wrong.any():
         token = int(wrong.argmax())
-        rule = f"the sum of token {token} over K is {expected[token]}"
-        raise ArgumentError(f"{label}: x_sum", rule, f"x_sum[{token}] = {given[token]}")
+        rule = f"the sum of token {token} over K is {expected_sums[token]}"
+        raise ArgumentError(f"{label}: x_sum", rule, f"x_sum[{token}] = {x_sum[token]}")
 
 
-def epilogue(logical: Arrays) -> Arrays:
+def epilogue_arrays(logical: Arrays) -> Arrays:
     """Return the arguments of `EPILOGUE` that the logical inputs give; missing scales are 1."""
     return {"x_scale": logical.get("x_scale", np.ones(len(logical["x"]), np.float32)), **bias_of(logical)}
 
@@ -171,7 +171,7 @@ def bias_of(logical: Arrays) -> Arrays:
 def pack_plain(logical: Arrays) -> Arrays:
     """Pass all operands as they are; missing scales are 1."""
     ones = np.ones(len(logical["w"]), np.float32)
-    return {"w": logical["w"], "w_scale": logical.get("w_scale", ones), "x": logical["x"], **epilogue(logical)}
+    return {"w": logical["w"], "w_scale": logical.get("w_scale", ones), "x": logical["x"], **epilogue_arrays(logical)}
 
 
 def gemm_plain(
@@ -184,7 +184,9 @@ def gemm_plain(
 ) -> np.ndarray:
     """Compute the reference without dequantisation: the accumulators, or with `OUT` the scaled output."""
     accumulators = reference.gemm_accumulators(x, w.astype(np.int32))
-    return scaled(accumulators, x_scale, np.ones(len(w), np.float32) if w_scale is None else w_scale, bias, OUT)
+    return scale_accumulators(
+        accumulators, x_scale, np.ones(len(w), np.float32) if w_scale is None else w_scale, bias, OUT
+    )
 
 
 def gemm(
@@ -196,7 +198,7 @@ def gemm(
 ) -> np.ndarray:
     """Compute the reference with a two-level weight: the accumulators, or with `OUT` the scaled output."""
     accumulators = reference.gemm_accumulators(x, weight.exact_level1())
-    return scaled(accumulators, x_scale, weight.channel_scale, bias, OUT)
+    return scale_accumulators(accumulators, x_scale, weight.channel_scale, bias, OUT)
 
 
 def gemm_channel(
@@ -210,10 +212,10 @@ def gemm_channel(
     """Compute the reference with a per-channel weight; the token sum is that of `x` unless another is given."""
     sums = x.sum(axis=1, dtype=np.int32) if x_sum is None else x_sum
     accumulators = reference.gemm_accumulators_channel(x, weight.q4, weight.zero, sums)
-    return scaled(accumulators, x_scale, weight.scale, bias, OUT)
+    return scale_accumulators(accumulators, x_scale, weight.scale, bias, OUT)
 
 
-def scaled(
+def scale_accumulators(
     accumulators: np.ndarray, x_scale: np.ndarray | None, w_scale: np.ndarray, bias: np.ndarray | None, OUT: int
 ) -> np.ndarray:
     """Return the accumulators, or with `OUT` the scaled output; missing scales of tokens are 1."""
@@ -221,6 +223,6 @@ def scaled(
     return reference.gemm_epilogue(accumulators, scale, w_scale, bias, DTYPES[OUT])
 
 
-def rounded(total: np.ndarray, bias: np.ndarray | None, OUT: int) -> np.ndarray:
+def add_bias_and_round(sums: np.ndarray, bias: np.ndarray | None, OUT: int) -> np.ndarray:
     """Add the bias to float sums [M, N] and round to the output dtype of `FLOATS`."""
-    return reference.rounded_to(total if bias is None else total + bias, FLOATS[OUT])
+    return reference.rounded_to(sums if bias is None else sums + bias, FLOATS[OUT])

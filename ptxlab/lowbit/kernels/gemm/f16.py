@@ -48,14 +48,14 @@ def _bound(w: np.ndarray, x: np.ndarray) -> np.ndarray:
 
     Every MMA cuts the sum so far and 16 products off 2^-24 below the largest of them.
     """
-    wide_x, wide_w = (np.abs(each).astype(np.float64) for each in (x, w))
+    wide_x, wide_w = (np.abs(matrix).astype(np.float64) for matrix in (x, w))
     terms = wide_x @ wide_w.T
     cut = 17 * (x.shape[1] // 16) * 2.0**-24
     bound: np.ndarray = terms * (cut + 2.0**-11) + 2.0**-25
     return bound
 
 
-def in_order(w: Any, x: Any, mma: Callable[[Any, Any, Any], Any]) -> Any:
+def multiply_in_order(w: Any, x: Any, mma: Callable[[Any, Any, Any], Any]) -> Any:
     """Compute the kernel's bits, f16 [M, N], by an `mma` of (a f16 [N, 16], b f16 [16, M], c f32 [N, M])."""
     sums = np.zeros((len(w), len(x)), np.float32, like=w)
     for start in range(0, w.shape[1], _STEP):
@@ -110,8 +110,8 @@ def gemm_f16(x: Any, w: Any, *, out: Any = None, backend: str | None = None) -> 
         UnavailableError: no GPU backend here, or one below sm_80.
     """
     options = Options.of(backend)
-    made = _GEMM(options, (), {"x": x, "w": w, "y": out})
-    return made["y"] if out is None else out
+    outputs = _GEMM(options, (), {"x": x, "w": w, "y": out})
+    return outputs["y"] if out is None else out
 
 
 def _check(options: Options, arrays: Mapping[str, Any]) -> SpecCall:

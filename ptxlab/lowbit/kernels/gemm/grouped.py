@@ -12,13 +12,13 @@ from ptxlab.lowbit.kernels.gemm.common import (
     GROUPS,
     INT32,
     GemmStep,
-    activations,
+    check_sums,
+    draw_activations,
     gemm,
     gemm_channel,
     per_channel,
-    sums_agree,
 )
-from ptxlab.lowbit.kernels.gemm.strips import LAYOUT, SCHEMES, of_weight
+from ptxlab.lowbit.kernels.gemm.strips import LAYOUT, SCHEMES, group_constants
 from ptxlab.lowbit.kernels.gemm.strips_tiles import (
     BMS,
     COSTS,
@@ -27,11 +27,11 @@ from ptxlab.lowbit.kernels.gemm.strips_tiles import (
     SMS,
     StripTile,
     group_of,
-    kind,
-    narrowed,
-    of_a_tile,
     shared_bytes,
-    stream,
+    stream_microseconds,
+    tile_microseconds,
+    tiles_of_widths,
+    widest_of_kind,
 )
 from ptxlab.lowbit.quant import QoQChannelWeight, TwoLevelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
@@ -41,19 +41,19 @@ _MOST_EXPERTS = 65536
 
 def constants(tile: StripTile, strips: int, group: int) -> dict[str, int]:
     """Return the constants of the variant with this tile, up to so many strips, and as many stages as fit."""
-    ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
+    ring_bytes = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
     shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
-    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), **of_weight(group)}
+    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring_bytes), **group_constants(group)}
 
 
 def likely_token_tiles(s: Sizes, BM: int) -> int:
     """Estimate the tiles of tokens of all experts together, if every row takes any expert with the same probability."""
-    mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
-    deviation = math.sqrt(2 * mean * elsewhere) or math.inf
-    further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, ceil_div(s["M"], BM)))
+    mean, miss_probability = s["M"] / s["E"], 1 - 1 / s["E"]
+    deviation = math.sqrt(2 * mean * miss_probability) or math.inf
+    further_tiles = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, ceil_div(s["M"], BM)))
     if s["E"] == 1:
         return int(ceil_div(s["M"], BM))
-    mean_tiles: float = s["E"] * (1 - elsewhere ** s["M"] + sum(further))
+    mean_tiles: float = s["E"] * (1 - miss_probability ** s["M"] + sum(further_tiles))
     return math.ceil(mean_tiles - 0.4)  # one that is nearly as likely as not counts
 
 
@@ -69,11 +69,11 @@ def _row_tiles(N: int, strips: int) -> int:
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:
     """Yield tiles of which a block can do several, of any width, and of any height that needs most of their MMAs."""
-    for tile in narrowed(BMS):
+    for tile in tiles_of_widths(BMS):
         for strips in range(tile.strips * 3 // 4, tile.strips + 1) if tile.WK == 1 else ():
-            found = constants(tile, strips, group)
-            if found["STAGES"] >= 3:
-                yield found
+            variant = constants(tile, strips, group)
+            if variant["STAGES"] >= 3:
+                yield variant
 
 
 def _microseconds(s: Sizes) -> tuple[float, float, float]:
@@ -84,12 +84,14 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
     """
     tile, row_tiles = StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
     stages, height = ceil_div(s["K"], s["BK"]), s["N"] / 16 / row_tiles
-    cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
-    us, unluckily = (
-        ceil_div(token_tiles * row_tiles, SMS) * of_a_tile(tile, stages, height, group_of(s)) + cost.launch
+    cost = COSTS[widest_of_kind(tile)]
+    # A tile that holds all rows: one for each expert that has any.
+    active, likely = likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
+    us, us_with_one_more = (
+        ceil_div(token_tiles * row_tiles, SMS) * tile_microseconds(tile, stages, height, group_of(s)) + cost.launch
         for token_tiles in (likely, likely + (active < s["E"]))
     )
-    return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us, unluckily
+    return max(us, stream_microseconds({**s, "N": active * s["N"]}) + cost.drain), us, us_with_one_more
 
 
 def _choose(s: Sizes) -> dict[str, int]:
@@ -97,7 +99,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
     Of equals it is the one of the fewest tokens, then the lowest, so that more blocks share the work.
     """
-    return min(_candidates(group_of(s)), key=lambda found: _microseconds({**s, **found}))
+    return min(_candidates(group_of(s)), key=lambda variant: _microseconds({**s, **variant}))
 
 
 def _launch(s: Sizes) -> Launch:
@@ -108,11 +110,11 @@ def _launch(s: Sizes) -> Launch:
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int = 0) -> Arrays:
     """Draw random weights, per channel without `g`, and rows that go to random experts, to some never."""
-    drawn = [rng.standard_normal((N, K), dtype=np.float32) for _ in range(E)]
-    weights = [quant.quantize_lqq(w, group=g) if g else quant.quantize_qoq_channel(w) for w in drawn]
-    taken = rng.permutation(E)[: max(1, E - E // 3)]
-    counts = np.bincount(rng.choice(taken, M), minlength=E)
-    logical = {"weights": weights, "offsets": offsets_of(counts), **activations(rng, M, N, K)}
+    float_weights = [rng.standard_normal((N, K), dtype=np.float32) for _ in range(E)]
+    weights = [quant.quantize_lqq(w, group=g) if g else quant.quantize_qoq_channel(w) for w in float_weights]
+    active_experts = rng.permutation(E)[: max(1, E - E // 3)]
+    counts = np.bincount(rng.choice(active_experts, M), minlength=E)
+    logical = {"weights": weights, "offsets": offsets_of(counts), **draw_activations(rng, M, N, K)}
     return {**logical, "bias": rng.standard_normal((E, N), dtype=np.float32)}
 
 
@@ -146,17 +148,17 @@ def _reference(
     OUT: int = INT32,
 ) -> np.ndarray:
     """Compute one GEMM after the other, each on its expert's rows; at least one expert has rows."""
-    ys = []
+    outputs = []
     for expert, weight in enumerate(weights):
         rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
         if rows.start == rows.stop:
             continue
         inputs = x[rows], None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
         if isinstance(weight, TwoLevelWeight):
-            ys.append(gemm(weight, *inputs, OUT=OUT))
+            outputs.append(gemm(weight, *inputs, OUT=OUT))
         else:
-            ys.append(gemm_channel(weight, *inputs, OUT=OUT))
-    return np.concatenate(ys)
+            outputs.append(gemm_channel(weight, *inputs, OUT=OUT))
+    return np.concatenate(outputs)
 
 
 def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:
@@ -196,7 +198,7 @@ GROUPED = KernelSpec(
     example=_example,
     pack=_pack,
     reference=_reference,
-    agree=sums_agree,
+    agree=check_sums,
     arch="sm_90a",
     exact_arch=True,
     example_sizes=sizes_rows("M N K E g", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),

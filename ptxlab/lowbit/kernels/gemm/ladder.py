@@ -52,16 +52,16 @@ def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> Ge
     """
     steps = epilogues.STEPS[options.epilogue] if options.epilogue else LADDER
     if not is_one_of(options.kernel, (*(step.spec.name for step in steps), None)):
-        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(steps)}", options.kernel)
-    taking = _that_take([step for step in steps if options.kernel in (None, step.spec.name)], weight, order)
-    on_gpu = [step for step in taking if options.backend != "emulator" and why_not(step) is None]
-    emulated = [step for step in taking if options.backend != "gpu" and why_not(step, "emulator") is None]
+        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_kernel_names(steps)}", options.kernel)
+    accepting = _accepting_steps([step for step in steps if options.kernel in (None, step.spec.name)], weight, order)
+    on_gpu = [step for step in accepting if options.backend != "emulator" and why_not(step) is None]
+    emulated = [step for step in accepting if options.backend != "gpu" and why_not(step, "emulator") is None]
     if not (usable := on_gpu or emulated):
-        raise _unavailable(taking, weight, options.backend)
+        raise _unavailable(accepting, weight, options.backend)
     sizes = M, weight.N, weight.K, weight.group, 1
     step = next((step for step in reversed(usable) if step.suits(step.sizes(*sizes))), usable[-1])
     if options.programmatic and not step.spec.after_wait:
-        waiting = _names(step for step in LADDER if step.spec.after_wait)
+        waiting = _kernel_names(step for step in LADDER if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"
         raise ArgumentError("gemm_w4a8: programmatic", rule, step.spec.name)
     return step
@@ -86,34 +86,36 @@ def layout_here(scheme: str, backend: str | None = None, *, now: str = "strips")
     return now if now in running or not running else running[-1]
 
 
-def _that_take(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[GemmStep]:
-    fed = [step for step in steps if (step.scheme, step.packing) == (weight.scheme, weight.layout)]
-    if not fed:
-        raise ArgumentError("gemm_w4a8: weight", f"must be {_listed(steps)}", f"{weight.scheme} in {weight.layout}")
-    if not any(step.order == order for step in fed):
-        orders = " or ".join(dict.fromkeys(step.order for step in fed))
-        raise ArgumentError("gemm_w4a8: x_q", f"must be {orders} for {_names(fed)}", order)
-    return [step for step in fed if step.order == order]
+def _accepting_steps(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[GemmStep]:
+    matching = [step for step in steps if (step.scheme, step.packing) == (weight.scheme, weight.layout)]
+    if not matching:
+        raise ArgumentError(
+            "gemm_w4a8: weight", f"must be {_format_weights(steps)}", f"{weight.scheme} in {weight.layout}"
+        )
+    if not any(step.order == order for step in matching):
+        orders = " or ".join(dict.fromkeys(step.order for step in matching))
+        raise ArgumentError("gemm_w4a8: x_q", f"must be {orders} for {_kernel_names(matching)}", order)
+    return [step for step in matching if step.order == order]
 
 
-def _unavailable(taking: list[GemmStep], weight: PackedWeight, backend: str | None) -> UnavailableError:
-    reason = why_not(taking[-1], backend or "emulator")
-    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_names(taking)}: {reason}"
+def _unavailable(accepting: list[GemmStep], weight: PackedWeight, backend: str | None) -> UnavailableError:
+    reason = why_not(accepting[-1], backend or "emulator")
+    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_kernel_names(accepting)}: {reason}"
     working = [step for step in LADDER if why_not(step, backend or "emulator") is None]
     if not working:
         return UnavailableError(f'{problem}; pass backend="emulator"')
-    same = [step for step in working if step.scheme == weight.scheme]
-    return UnavailableError(f"{problem}; here a weight can be {_listed(same or working)}")
+    same_scheme = [step for step in working if step.scheme == weight.scheme]
+    return UnavailableError(f"{problem}; here a weight can be {_format_weights(same_scheme or working)}")
 
 
-def _listed(steps: Iterable[GemmStep]) -> str:
+def _format_weights(steps: Iterable[GemmStep]) -> str:
     """Format the weights that steps take, each with the steps that do."""
-    taking: dict[str, list[GemmStep]] = {}
+    steps_by_weight: dict[str, list[GemmStep]] = {}
     for step in steps:
-        taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step)
-    return " or ".join(f"{weight} ({_names(those)})" for weight, those in taking.items())
+        steps_by_weight.setdefault(f"{step.scheme} in {step.packing}", []).append(step)
+    return " or ".join(f"{weight} ({_kernel_names(accepting)})" for weight, accepting in steps_by_weight.items())
 
 
-def _names(steps: Iterable[GemmStep]) -> str:
+def _kernel_names(steps: Iterable[GemmStep]) -> str:
     """Format the names of the steps' kernels, each once: a kernel may be a step for several orders."""
     return ", ".join(dict.fromkeys(step.spec.name for step in steps))

@@ -18,14 +18,14 @@ from ptxlab.lowbit.kernels.gemm.common import (
     SUM_PAD,
     X_SCALE,
     GemmStep,
-    epilogue,
+    check_sums,
+    epilogue_arrays,
     example_channel,
     example_lqq,
     example_qoq,
     gemm,
     gemm_channel,
-    sums_agree,
-    tile_for,
+    look_up_tile,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
@@ -60,7 +60,7 @@ def _choose(sizes: Sizes) -> dict[str, int]:
 
     With few tokens strips are narrow, so that every SM has one, and the warps split K.
     """
-    return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32, "SUM_PAD": SUM_PAD}
+    return {**look_up_tile(_TILES, sizes)._asdict(), "OUT": INT32, "SUM_PAD": SUM_PAD}
 
 
 def _choose_groups(sizes: Sizes) -> dict[str, int]:
@@ -71,12 +71,14 @@ def _launch(sizes: Mapping[str, int]) -> Launch:
     """Return the launch of one block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
     s = sizes
     strips, steps = s["BN"] // 32, s["BK"] // 32
-    constants = max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0  # per strip: 32 scales, 32 offsets a group
-    stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * constants
-    results = s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4
+    constant_bytes = (
+        max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0
+    )  # per strip: 32 scales, 32 offsets a group
+    stage_bytes = strips * steps * 512 + s["BM"] * s["BK"] + strips * constant_bytes
+    result_bytes = s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4
     blocks = ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], s["BN"])
     threads = 32 * s["WN"] * s["WM"] * s["WK"]
-    return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))
+    return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage_bytes, result_bytes))
 
 
 def _pack_groups(logical: Arrays) -> Arrays:
@@ -88,7 +90,7 @@ def _pack_groups(logical: Arrays) -> Arrays:
         "offset": buffers["offset"],
         "w_scale": buffers["channel_scale"],
         "x": logical["x"],
-        **epilogue(logical),
+        **epilogue_arrays(logical),
     }
 
 
@@ -102,7 +104,7 @@ def _pack_channel(logical: Arrays) -> Arrays:
         "w_zero": buffers["channel_zero"],
         "x": x,
         "x_sum": logical.get("x_sum", x.sum(axis=1, dtype=np.int32)),
-        **epilogue(logical),
+        **epilogue_arrays(logical),
     }
 
 
@@ -153,7 +155,7 @@ CHANNEL = KernelSpec(
     example=example_channel,
     pack=_pack_channel,
     reference=gemm_channel,
-    agree=sums_agree,
+    agree=check_sums,
     arch="sm_80",
     example_sizes=sizes_rows("M N K", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )

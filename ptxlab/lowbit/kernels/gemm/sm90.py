@@ -17,17 +17,17 @@ from ptxlab.lowbit.kernels.gemm.common import (
     INT32,
     MANY,
     GemmStep,
-    epilogue,
+    epilogue_arrays,
     example_lqq,
     example_qoq,
     gemm,
-    tile_for,
+    look_up_tile,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 _SMS = SHEETS["h200"].sms  # where the tables below were measured
-_SHARED = 233_472  # bytes of an SM; a block can have 232,448, and takes 2 KiB beside its dynamic ones
-_BESIDE = 2048
+_SM_SHARED = 233_472  # bytes of an SM; a block can have 232,448, and takes 2 KiB beside its dynamic ones
+_STATIC_SHARED = 2048
 _STORE = {"STORE_TOKENS": 32, "STORE_PITCH": 68}  # of the tile through which results are stored: tokens, int32 of one
 _MOST_STAGES = 12
 
@@ -96,7 +96,7 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
     """Return a function that chooses the tile by tokens and rows."""
 
     def choose(s: Sizes) -> dict[str, int]:
-        tile = tile_for(table, s)
+        tile = look_up_tile(table, s)
         if s["g"] == 32 and tile.BM == 8:  # the constants of so many groups do not fit two blocks' share of registers
             tile = replace(tile, resident=1)
         return _constants(tile, s, names, dequantised)
@@ -110,7 +110,7 @@ def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised
     Returns the constants of a kernel by name.
     """
     cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
-    room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
+    room = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
     sizes = [_shared_bytes(tile, n, cluster, s["g"], dequantised) for n in range(1, _MOST_STAGES + 1)]
     constants = {
         "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": sum(size <= room for size in sizes), "CLUSTER": cluster,
@@ -145,9 +145,9 @@ def _task_bytes(s: Sizes, stages: int) -> int:
 
 def _choose_tasks(s: Sizes) -> dict[str, int]:
     """Choose ImFP's tokens and channels, in tiles of 64 rows without clusters; not from a sweep of their own."""
-    tile = tile_for(_IMFP, s)
+    tile = look_up_tile(_IMFP, s)
     constants = {"BM": tile.BM, "BK": tile.BK, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32}
-    room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
+    room = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
     fitting = (n for n in range(1, _MOST_STAGES + 1) if _task_bytes(constants, n) <= room)
     return {**constants, "STAGES": max(fitting), **_STORE}
 
@@ -165,7 +165,7 @@ def _pack(logical: Arrays) -> Arrays:
         "blocks": buffers["blocks"],
         "w_scale": buffers["channel_scale"],
         "x": logical["x"],
-        **epilogue(logical),
+        **epilogue_arrays(logical),
     }
 
 

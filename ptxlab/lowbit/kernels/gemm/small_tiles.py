@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.gemm.common import SUM_PAD
-from ptxlab.lowbit.kernels.gemm.strips_tiles import ROOM, SMS, block_bytes, group_of, stream
+from ptxlab.lowbit.kernels.gemm.strips_tiles import ROOM, SMS, block_bytes, group_of, stream_microseconds
 from ptxlab.spec import Sizes
 
 _ROOM_OF_TWO = 114_600  # bytes of shared memory of a block where an SM is to hold two
@@ -63,8 +63,8 @@ def choose(s: Sizes) -> dict[str, int]:
 def quickest(s: Sizes) -> SmallTile:
     """Return the quickest tile by the costs."""
     BM = max(1, ceil_div(s["M"], 8)) * 8
-    known = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
-    best = min(known, key=lambda tile: microseconds(tile, s)) if known else SmallTile(BM, 1, 8, 1)
+    candidates = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
+    best = min(candidates, key=lambda tile: microseconds(tile, s)) if candidates else SmallTile(BM, 1, 8, 1)
     return best._replace(BM=BM)
 
 
@@ -87,8 +87,8 @@ def microseconds(tile: SmallTile, s: Sizes) -> float:
     cost, strips = COSTS.get(tile._replace(BM=min(tile.BM, 16))), ceil_div(s["N"], 16)
     if cost is None:
         return math.inf
-    most = ceil_div(strips, min(strips, SMS * tile.RESIDENT))  # of a block
+    strips_per_block = ceil_div(strips, min(strips, SMS * tile.RESIDENT))  # of a block
     stages = ceil_div(s["K"], tile.SLICES * 128)
-    sums = ceil_div(most, tile.ROWS) * cost.sums
-    loop: float = most * stages * cost.strip + sums + cost.launch + s["K"] / 1000 * cost.channels
-    return max(loop, stream(s) + cost.drain)
+    sums = ceil_div(strips_per_block, tile.ROWS) * cost.sums
+    loop: float = strips_per_block * stages * cost.strip + sums + cost.launch + s["K"] / 1000 * cost.channels
+    return max(loop, stream_microseconds(s) + cost.drain)

@@ -18,14 +18,14 @@ from ptxlab.lowbit.kernels.gemm.common import (
     SUM_PAD,
     X_SCALE,
     GemmStep,
-    anywhere,
-    epilogue,
+    check_sums,
+    epilogue_arrays,
     example_channel,
     example_lqq,
     gemm,
     gemm_channel,
     per_channel,
-    sums_agree,
+    suits_all_sizes,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
@@ -34,7 +34,7 @@ SCHEMES, LAYOUT = ("lqq", "qoq", "qoq_channel"), "strips"
 
 def _choose(s: Sizes) -> dict[str, int]:
     order = int("rows" in s)
-    return {**strips_tiles.choose(s).constants, **of_weight(strips_tiles.group_of(s)), "ORDER": order}
+    return {**strips_tiles.choose(s).constants, **group_constants(strips_tiles.group_of(s)), "ORDER": order}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -43,7 +43,7 @@ def _launch(s: Sizes) -> Launch:
     Where a block can do several tiles, there are no more blocks than SMs.
     """
     tile, split = strips_tiles.StripTile(*(s[name] for name in strips_tiles.StripTile._fields)), s["SPLIT"]
-    blocks = strips_tiles.tiles(s, tile.BM, s["STRIPS"]) * split
+    blocks = strips_tiles.count_tiles(s, tile.BM, s["STRIPS"]) * split
     if tile.WK == split == 1:
         blocks = min(blocks, strips_tiles.SMS)
     shared = strips_tiles.shared_bytes(tile, s["STRIPS"], s["STAGES"], split, s["GROUP"])
@@ -51,10 +51,10 @@ def _launch(s: Sizes) -> Launch:
 
 
 def _choose_small(s: Sizes) -> dict[str, int]:
-    return {**small_tiles.choose(s), **of_weight(strips_tiles.group_of(s)), "ORDER": 0, "SUM_PAD": SUM_PAD}
+    return {**small_tiles.choose(s), **group_constants(strips_tiles.group_of(s)), "ORDER": 0, "SUM_PAD": SUM_PAD}
 
 
-def of_weight(group: int) -> dict[str, int]:
+def group_constants(group: int) -> dict[str, int]:
     """Return the constants for a group.
 
     Without groups the zero points leave with the token sums. With groups weights are SIGNED, so that no offset of 128
@@ -81,7 +81,7 @@ def _pack(logical: Arrays) -> Arrays:
         **({"w_zero": buffers["channel_zero"]} if "channel_zero" in buffers else {}),
         "x": x,
         "x_sum": x.sum(axis=1, dtype=np.int32),
-        **epilogue(logical),
+        **epilogue_arrays(logical),
     }
 
 
@@ -114,7 +114,7 @@ def _spec(name: str, summary: str, box: str, **fields: Any) -> KernelSpec:
         reference=gemm,
         arch="sm_90a",
         exact_arch=True,
-        agree=sums_agree,
+        agree=check_sums,
         after_wait=("x", "x_scale", "x_sum"),
         **fields,
     )
@@ -142,18 +142,18 @@ LARGE = _spec(
 )
 
 
-def _on(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
+def _with_activations(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
     """Build the same kernel on activations in another order; examples are drawn by the sizes of the spec itself."""
     return replace(spec, args=tuple(x if arg.name == "x" else arg for arg in spec.args), example_sizes=(), **fields)
 
 
-SMALL_FRAGMENTS = _on(
+SMALL_FRAGMENTS = _with_activations(
     SMALL,
     Arg("x", "int8", ("ceil_div(K, 64)", "ceil_div(M, 8)", "512"), "tma", box=("BM*SLICES", "128")),
     choose=lambda s: {**_choose_small(s), "ORDER": 1},
     pack=_pack_fragments,
 )
-LARGE_TILES = _on(
+LARGE_TILES = _with_activations(
     LARGE,
     Arg("x", "int8", ("ceil_div(M, rows)", "ceil_div(K, 128)", "128*rows"), "tma", box=("rows", "128")),
     rules=(*_RULES, f"rows in {strips_tiles.BMS}"),
@@ -161,7 +161,7 @@ LARGE_TILES = _on(
 )
 
 
-def _few(s: Sizes) -> bool:
+def _small_is_faster(s: Sizes) -> bool:
     """Tell if the kernel for few tokens is quicker.
 
     It takes up to 16 tokens, while all of X fits beside a ring worth having.
@@ -172,7 +172,7 @@ def _few(s: Sizes) -> bool:
     return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)
 
 
-def _channel(spec: KernelSpec) -> KernelSpec:
+def _per_channel_form(spec: KernelSpec) -> KernelSpec:
     """Build the same kernel for weights per channel."""
     return per_channel(
         spec,
@@ -183,35 +183,41 @@ def _channel(spec: KernelSpec) -> KernelSpec:
     )
 
 
-LARGE_CHANNEL, LARGE_CHANNEL_TILES = _channel(LARGE), _channel(LARGE_TILES)
-SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS = _channel(SMALL), _channel(SMALL_FRAGMENTS)
+LARGE_CHANNEL, LARGE_CHANNEL_TILES = _per_channel_form(LARGE), _per_channel_form(LARGE_TILES)
+SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS = _per_channel_form(SMALL), _per_channel_form(SMALL_FRAGMENTS)
 
 
-class Fed(NamedTuple):
+class StripKernel(NamedTuple):
     """A kernel on activations in one order: its spec for weights with groups and per channel, and where it suits."""
 
     order: str
     with_groups: KernelSpec
     channel: KernelSpec
-    suits: Callable[[Sizes], bool] = anywhere
+    suits: Callable[[Sizes], bool] = suits_all_sizes
 
 
-FED = (
-    Fed("row_major", LARGE, LARGE_CHANNEL),
-    Fed("tiles", LARGE_TILES, LARGE_CHANNEL_TILES),
-    Fed("fragment", SMALL_FRAGMENTS, SMALL_CHANNEL_FRAGMENTS),
-    Fed("row_major", SMALL, SMALL_CHANNEL, _few),
+STRIP_KERNELS = (
+    StripKernel("row_major", LARGE, LARGE_CHANNEL),
+    StripKernel("tiles", LARGE_TILES, LARGE_CHANNEL_TILES),
+    StripKernel("fragment", SMALL_FRAGMENTS, SMALL_CHANNEL_FRAGMENTS),
+    StripKernel("row_major", SMALL, SMALL_CHANNEL, _small_is_faster),
 )
 
 
-def steps(of: tuple[Fed, ...]) -> tuple[GemmStep, ...]:
+def build_steps(kernels: tuple[StripKernel, ...]) -> tuple[GemmStep, ...]:
     """Build the steps for every scheme."""
     return tuple(
-        GemmStep(fed.channel if scheme == "qoq_channel" else fed.with_groups, scheme, LAYOUT, fed.order, fed.suits)
+        GemmStep(
+            kernel.channel if scheme == "qoq_channel" else kernel.with_groups,
+            scheme,
+            LAYOUT,
+            kernel.order,
+            kernel.suits,
+        )
         for scheme in SCHEMES
-        for fed in of
+        for kernel in kernels
     )
 
 
-STEPS = steps(FED)
+STEPS = build_steps(STRIP_KERNELS)
 SPECS = (SMALL, LARGE)

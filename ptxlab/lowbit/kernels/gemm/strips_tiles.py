@@ -3,7 +3,7 @@
 The costs are fits to a sweep over layers of LLaMA-2-7B, -13B and -70B, LLaMA-3-8B, Mixtral and Yi-34B on an H200,
 groups of 128 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 0.8% from the best of each
 point in the mean, and they say what a matrix that no sweep has seen will like. Weights without groups take a twentieth
-less in most tiles, so the same costs choose for them, but for one (`LESS_WITHOUT_GROUPS`): 0.8% from the best
+less in most tiles, so the same costs choose for them, but for one (`UNGROUPED_FACTORS`): 0.8% from the best
 (`gemm_strips_channel.csv`).
 """
 
@@ -55,7 +55,7 @@ class StripCost(NamedTuple):
     drain: float
 
 
-# Of the widest tile of a kind; those of fewer tokens, as far as the kind before, only have narrower MMAs.
+# Costs of the widest tile of a kind. A tile of fewer tokens, down to the next kind, differs in narrower MMAs alone.
 COSTS = {
     StripTile(8, 1, 3, 1, 512): StripCost(0.370, 0.000, 0.000, 2.500, 0.000, 1.880, 1.8),
     StripTile(8, 2, 1, 1, 512): StripCost(0.677, 0.000, 0.000, 3.655, 0.000, 0.353, 2.5),
@@ -89,9 +89,9 @@ COSTS = {
 }
 # Weights without groups take so much of a stage's time in the one tile where the sweep finds enough of a difference to
 # choose by: two warp groups of 64 rows x 128 tokens, outside a cluster.
-LESS_WITHOUT_GROUPS = {StripTile(128, 2, 1, 1, 256): 0.91}
-_FULL = StripTile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
-_KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
+UNGROUPED_FACTORS = {StripTile(128, 2, 1, 1, 256): 0.91}
+_REGISTER_BOUND = StripTile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
+_KIND_WIDTHS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
 BMS = (8, 16, 32, *range(48, 257, 16))  # as wide as wgmma comes, but for 24
 
 
@@ -122,15 +122,15 @@ def choose(s: Sizes) -> StripChoice:
 def _choose(M: int, N: int, K: int, group: int, rows: int, sms: int) -> StripChoice:
     """Choose for sizes as numbers and a GPU of `SMS`; rows is 0 where X does not lie in tiles."""
     strips, channels = ceil_div(N, 16), ceil_div(K, 128)
-    of_stream = TUNED.stream_us(strips * channels * block_bytes(group))
+    stream_us = TUNED.stream_us(strips * channels * block_bytes(group))
 
-    def cost(chosen: StripChoice) -> tuple[float, int]:
-        return _total(chosen, M, strips, K, group, of_stream, sms), chosen.strips
+    def cost(choice: StripChoice) -> tuple[float, int]:
+        return _total(choice, M, strips, K, group, stream_us, sms), choice.strips
 
     return min(_candidates(M, strips, group, rows, sms), key=cost)
 
 
-def tiles(s: Sizes, BM: int, strips: int) -> int:
+def count_tiles(s: Sizes, BM: int, strips: int) -> int:
     """Count the tiles of Y."""
     return int(ceil_div(s["M"], BM) * ceil_div(_strips(s), strips))
 
@@ -152,43 +152,47 @@ def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: i
 
 
 @lru_cache
-def kind(tile: StripTile) -> StripTile:
+def widest_of_kind(tile: StripTile) -> StripTile:
     """Return the widest tile of this tile's kind, under which the costs are listed."""
-    return tile._replace(BM=next(BM for BM in _KINDS if tile.BM <= BM))
+    return tile._replace(BM=next(BM for BM in _KIND_WIDTHS if tile.BM <= BM))
 
 
-def widths(M: int) -> list[int]:
+def candidate_widths(M: int) -> list[int]:
     """List the tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
-    shares = [ceil_div(M, max(1, ceil_div(M, most))) for most in (256, 128, 64)]
+    shares = [ceil_div(M, max(1, ceil_div(M, limit))) for limit in (256, 128, 64)]
     return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
 
 
-def narrowed(wanted: Iterable[int]) -> Iterator[StripTile]:
+def tiles_of_widths(token_counts: Iterable[int]) -> Iterator[StripTile]:
     """Yield every tile of known cost that has one of these numbers of tokens."""
     for tile in COSTS:
-        yield from (narrow for BM in wanted if kind(narrow := tile._replace(BM=BM)) == tile)
+        narrower_tiles = (tile._replace(BM=BM) for BM in token_counts)
+        yield from (narrower for narrower in narrower_tiles if widest_of_kind(narrower) == tile)
 
 
 @lru_cache(maxsize=1024)
-def _tiles_of(wanted: tuple[int, ...], group: int) -> tuple[tuple[StripTile, int], ...]:
+def _tiles_with_splits(token_counts: tuple[int, ...], group: int) -> tuple[tuple[StripTile, int], ...]:
     """Return every tile of known cost with one of these numbers of tokens, with each size of its clusters."""
-    return tuple((tile, split) for tile in narrowed(wanted) for split in _splits(tile, group))
+    return tuple((tile, split) for tile in tiles_of_widths(token_counts) for split in _splits(tile, group))
 
 
 def _candidates(M: int, all_strips: int, group: int, rows: int, sms: int) -> Iterator[StripChoice]:
     """Yield tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
-    for tile, split in _tiles_of((rows,) if rows else tuple(widths(M)), group):
+    for tile, split in _tiles_with_splits((rows,) if rows else tuple(candidate_widths(M)), group):
         blocks, token_tiles = sms // split, max(1, ceil_div(M, tile.BM))
         heights = {ceil_div(all_strips, share) for n in range(1, 9) if (share := n * blocks // token_tiles)}
         for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
-            once = tile.WK == split == 1 or ceil_div(M, tile.BM) * ceil_div(all_strips, strips) <= blocks
-            if once and (stages := _stages(tile, strips, split, group)) >= 2 * tile.WK:
+            # Blocks of a cluster, and those with warp groups along K, do one tile each: all must run at once.
+            is_possible = tile.WK == split == 1 or ceil_div(M, tile.BM) * ceil_div(all_strips, strips) <= blocks
+            if is_possible and (stages := _stages(tile, strips, split, group)) >= 2 * tile.WK:
                 yield StripChoice(tile, strips, stages, split)
 
 
 def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
     """Return the cluster sizes of a tile."""
-    return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group in (128, NO_GROUPS)) else (1,)
+    widest = widest_of_kind(tile)
+    fits_registers = widest != _REGISTER_BOUND or group in (128, NO_GROUPS)
+    return (1, 2) if COSTS[widest].split < math.inf and fits_registers else (1,)
 
 
 @lru_cache(maxsize=16_384)
@@ -209,33 +213,34 @@ def _strips(s: Sizes) -> int:
     return int(ceil_div(s["N"], 16))
 
 
-def microseconds(chosen: StripChoice, s: Sizes) -> float:
+def microseconds(choice: StripChoice, s: Sizes) -> float:
     """Estimate the microseconds of a choice by the costs, but not less than the stream allows.
 
     They are rounds of blocks, each as long as its stages and the end of its tile.
     """
-    return _total(chosen, int(s["M"]), _strips(s), int(s["K"]), group_of(s), stream(s), SMS)
+    return _total(choice, int(s["M"]), _strips(s), int(s["K"]), group_of(s), stream_microseconds(s), SMS)
 
 
-def _total(chosen: StripChoice, M: int, all_strips: int, K: int, group: int, of_stream: float, sms: int) -> float:
+def _total(choice: StripChoice, M: int, all_strips: int, K: int, group: int, stream_us: float, sms: int) -> float:
     """Estimate the microseconds of a choice for sizes as numbers."""
-    tile, strips, _, split = chosen
-    cost = COSTS[kind(tile)]
-    high = ceil_div(all_strips, strips)
-    rounds = ceil_div(ceil_div(M, tile.BM) * high, sms // split)
-    once = of_a_tile(tile, ceil_div(K, tile.BK) / split, all_strips / high, group, split)
-    return max(rounds * once + cost.launch + (cost.split if split > 1 else 0), of_stream + cost.drain)
+    tile, strips, _, split = choice
+    cost = COSTS[widest_of_kind(tile)]
+    tile_rows = ceil_div(all_strips, strips)
+    rounds = ceil_div(ceil_div(M, tile.BM) * tile_rows, sms // split)
+    tile_us = tile_microseconds(tile, ceil_div(K, tile.BK) / split, all_strips / tile_rows, group, split)
+    return max(rounds * tile_us + cost.launch + (cost.split if split > 1 else 0), stream_us + cost.drain)
 
 
 @lru_cache(maxsize=65_536)
-def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
-    """Estimate the microseconds of so many stages of so many strips, and of the tile's end."""
-    cost = COSTS[kind(tile)]
-    stage = cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height
-    less = LESS_WITHOUT_GROUPS.get(kind(tile), 1) if group == NO_GROUPS and split == 1 else 1
-    return stages * stage * less + cost.tile
+def tile_microseconds(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
+    """Estimate the microseconds of a tile: `stages` stages of `height` strips, and its end."""
+    widest = widest_of_kind(tile)
+    cost = COSTS[widest]
+    stage = cost.stage + cost.wide * tile.BM / widest.BM + cost.strip * height
+    discount = UNGROUPED_FACTORS.get(widest, 1) if group == NO_GROUPS and split == 1 else 1
+    return stages * stage * discount + cost.tile
 
 
-def stream(s: Sizes) -> float:
+def stream_microseconds(s: Sizes) -> float:
     """Estimate the microseconds of a kernel that does nothing but stream the weights."""
     return TUNED.stream_us(_strips(s) * ceil_div(s["K"], 128) * block_bytes(group_of(s)))

@@ -20,11 +20,11 @@ from ptxlab.lowbit.kernels.gemm.common import (
     FLOATS,
     INT32,
     SUM_PAD,
+    add_bias_and_round,
     bias_of,
     gemm_plain,
-    outputs,
+    output_args,
     pack_plain,
-    rounded,
 )
 from ptxlab.lowbit.layout import atom
 from ptxlab.lowbit.quant import AtomRows
@@ -49,20 +49,20 @@ TILES = {16: W4A4Tile(64, 16, 1, 4), 32: W4A4Tile(64, 32, 1, 4), 64: W4A4Tile(12
 WIDEST = W4A4Tile(128, 128, 2, 4)
 
 
-def choose(s: Sizes, **more: int) -> dict[str, int]:
+def choose(s: Sizes, **constants: int) -> dict[str, int]:
     """Choose the tile for so many tokens; add more constants."""
-    return {**next((tile for tokens, tile in TILES.items() if s["M"] <= tokens), WIDEST)._asdict(), **more}
+    return {**next((tile for tokens, tile in TILES.items() if s["M"] <= tokens), WIDEST)._asdict(), **constants}
 
 
-def launcher(w: int, x: int, once: int = 0) -> Callable[[Sizes], Launch]:
+def launcher(w_bytes: int, x_bytes: int, tail_bytes: int = 0) -> Callable[[Sizes], Launch]:
     """Return a function that makes the launch of one block per BN rows and BM tokens.
 
-    A stage has `w` bytes of a row of W and `x` of X; `once` bytes of a row lie behind the ring.
+    A stage has `w_bytes` bytes of a row of W and `x_bytes` of X; `tail_bytes` bytes of a row lie behind the ring.
     """
 
     def launch(s: Sizes) -> Launch:
         blocks = ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], s["BN"])
-        shared = s["STAGES"] * (s["BN"] * w + s["BM"] * x) + (s["BN"] + s["BM"]) * once
+        shared = s["STAGES"] * (s["BN"] * w_bytes + s["BM"] * x_bytes) + (s["BN"] + s["BM"]) * tail_bytes
         return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared, s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4))
 
     return launch
@@ -112,7 +112,7 @@ def gemm_atom(
     With `halves` the product of two scales is rounded to FP16 before, as in Atom's code.
     """
     sums = reference.gemm_group_sums(x.q4, w.q4, x.q8, w.q8, w.group)
-    return rounded(reference.gemm_add_groups(sums, x.scales, w.scales, halves=halves), bias, OUT)
+    return add_bias_and_round(reference.gemm_add_groups(sums, x.scales, w.scales, halves=halves), bias, OUT)
 
 
 def _operand(name: str, rows: str, scales: str) -> tuple[Arg, ...]:
@@ -124,7 +124,7 @@ def _operand(name: str, rows: str, scales: str) -> tuple[Arg, ...]:
     )
 
 
-_OUTPUTS = outputs(FLOATS, "K", "outliers")
+_OUTPUTS = output_args(FLOATS, "K", "outliers")
 
 
 def _atom(name: str, summary: str, scales: str, **fields: Any) -> KernelSpec:
@@ -167,7 +167,7 @@ OUTLIER = _atom(
     "gemm_w4a4_outlier_sm80",
     "INT4, and outlier channels in INT8 at the end of the same loop (Atom §4.1, mixed precision)",
     "8",
-    launch=launcher(_ROW, _ROW, once=4),
+    launch=launcher(_ROW, _ROW, tail_bytes=4),
     choose=lambda s: choose(s, OUT=F32, SUM_PAD=SUM_PAD),
     rules=_SIZES,
     example_sizes=sizes_rows("M N K outliers", (1, 8, 64, 0), (5, 40, 256, 128), (17, 72, 192, 64)),

@@ -137,8 +137,8 @@ class _Product:
             if part in names:
                 arrays[names[part]] = array
         arrays |= {"bias": bias, "y": out, **weight.buffers}
-        results = self.operation(options, (weight.description, x.description), arrays, x, weight)
-        return results["y"] if out is None else out
+        outputs = self.operation(options, (weight.description, x.description), arrays, x, weight)
+        return outputs["y"] if out is None else out
 
     def _check(self, options: ProductOptions, arrays: Mapping[str, Any], x: Any, weight: Any) -> SpecCall:
         """Build the call; raise ArgumentError for operands that do not fit together."""

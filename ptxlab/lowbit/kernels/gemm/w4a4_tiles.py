@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.gemm import strips_tiles
-from ptxlab.lowbit.kernels.gemm.strips_tiles import MOST_STAGES, ROOM, tiles
+from ptxlab.lowbit.kernels.gemm.strips_tiles import MOST_STAGES, ROOM, count_tiles
 from ptxlab.lowbit.layout.atom import OUTLIER_BYTES, strip_bytes
 from ptxlab.spec import Launch, Sizes
 
@@ -44,7 +44,7 @@ def choose(kernel: Tiles, s: Sizes, channels: int) -> dict[str, int]:
     """
 
     def microseconds(tile: GroupTile) -> float:
-        rounds = ceil_div(tiles(s, tile.BM, 4 * tile.WN), strips_tiles.SMS)
+        rounds = ceil_div(count_tiles(s, tile.BM, 4 * tile.WN), strips_tiles.SMS)
         return rounds * (channels / 128 * kernel.costs[tile].stage + kernel.costs[tile].tile)
 
     best = min(kernel.costs, key=microseconds)
@@ -56,7 +56,7 @@ def launch(kernel: Tiles, s: Sizes) -> Launch:
     """Return the launch of persistent blocks: one warp group loads, WN multiply."""
     BM, WN = s["BM"], s["WN"]
     shared = s["STAGES"] * kernel.stage_bytes(BM, WN) + _buffer_bytes(WN)
-    return Launch((min(tiles(s, BM, 4 * WN), strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
+    return Launch((min(count_tiles(s, BM, 4 * WN), strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
 
 
 def _stage_bytes_w4a4(BM: int, WN: int) -> int:

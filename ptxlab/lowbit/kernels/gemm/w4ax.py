@@ -12,7 +12,7 @@ import numpy as np
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm import w4a4_tiles
-from ptxlab.lowbit.kernels.gemm.common import F32, FLOATS, SUM_PAD, bias_of, outputs, rounded
+from ptxlab.lowbit.kernels.gemm.common import F32, FLOATS, SUM_PAD, add_bias_and_round, bias_of, output_args
 from ptxlab.lowbit.kernels.gemm.w4a4 import TOKENS, TOTALS, choose, launcher
 from ptxlab.lowbit.layout import atom
 from ptxlab.lowbit.layout.atom import strip_bytes
@@ -49,7 +49,7 @@ def gemm_blocks(w: BlockRows, x: BlockRows, bias: np.ndarray | None = None, OUT:
     spans = (slice(k, k + 128) for k in range(0, x.shape[1], 128))
     sums = (reference.gemm_accumulators(x.q[:, span], w.q[:, span].astype(np.int32)) for span in spans)
     total = reference.gemm_add_groups(sums, x.scale, w.scale)
-    return rounded(total, bias, OUT)
+    return add_bias_and_round(total, bias, OUT)
 
 
 _SCALES = "ceil_div((K4 + K8)//128, 8)*8"
@@ -62,7 +62,7 @@ NAIVE = KernelSpec(
         Arg("x4", "uint8", ("M", "K4/2")),
         Arg("x8", "int8", ("M", "K8")),
         Arg("x_scale", "float16", ("M", _SCALES)),
-        *outputs(FLOATS, "K4", "K8"),
+        *output_args(FLOATS, "K4", "K8"),
     ),
     launch=launcher(64 + 4, 2 * 64 + 4),  # two scales of every row
     choose=lambda s: choose(s, STAGES=3, OUT=F32, SUM_PAD=SUM_PAD),  # COMET has the widest tile alone
@@ -85,9 +85,9 @@ def _pack_shared(logical: Arrays) -> Arrays:
     return {**_pack(logical), "counted": _counters(logical["w"], logical["x"])}
 
 
-def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Compute the reference, however many blocks share the tiles; the counters are 0 again."""
-    return gemm_blocks(w, x, **more), _counters(w, x)
+    return gemm_blocks(w, x, **options), _counters(w, x)
 
 
 def _counters(w: BlockRows, x: BlockRows) -> np.ndarray:
@@ -105,7 +105,7 @@ def _choose_shared(s: Sizes) -> dict[str, int]:
     return choose({**s, "M": max(s["M"], 32)}, STAGES=3, RATIO=2, OUT=F32)
 
 
-_, _Y, *_SCALARS = outputs(FLOATS, "K4", "K8")
+_, _Y, *_SCALARS = output_args(FLOATS, "K4", "K8")
 REMAP = replace(
     NAIVE,
     name="gemm_w4ax_remap_sm80",
@@ -143,9 +143,9 @@ def _pack_stolen(logical: Arrays) -> Arrays:
     return {**packed, "taken": np.zeros_like(packed["counted"], shape=logical["blocks"])}
 
 
-def _gemm_stolen(w: BlockRows, x: BlockRows, blocks: int, **bias: Any) -> tuple[np.ndarray, ...]:
+def _gemm_stolen(w: BlockRows, x: BlockRows, blocks: int, **options: Any) -> tuple[np.ndarray, ...]:
     """Return the reference, whoever takes what; the counters are 0 again."""
-    y, counted = _gemm_shared(w, x, blocks, **bias)
+    y, counted = _gemm_shared(w, x, blocks, **options)
     return y, counted, np.zeros_like(counted, shape=blocks)
 
 
@@ -178,7 +178,7 @@ SM90 = replace(
         Arg("strips", "uint8", ("ceil_div(N, 16)", f"(K4 + K8)//128*{strip_bytes(128, 0, 128)}")),
         Arg("x", "uint8", ("M", "K4//2 + K8"), "tma", box=(TOKENS, "64"), swizzle=64),
         Arg("x_scale", "float16", ("M", _SCALES), "tma", box=(TOKENS, "8")),
-        *outputs(FLOATS, "K4", "K8"),
+        *output_args(FLOATS, "K4", "K8"),
     ),
     launch=partial(w4a4_tiles.launch, w4a4_tiles.W4AX),
     choose=lambda s: {**w4a4_tiles.choose(w4a4_tiles.W4AX, s, s["K4"] + s["K8"]), "OUT": F32},

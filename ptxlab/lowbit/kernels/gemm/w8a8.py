@@ -4,7 +4,7 @@ other GPUs a loop on mma.sync, for INT8 LM heads."""
 import numpy as np
 
 from ptxlab.lowbit.kernels.gemm import strips_tiles, w4a4, w8a8_tiles
-from ptxlab.lowbit.kernels.gemm.common import EPILOGUE, INT32, SUM_PAD, activations, gemm_plain, pack_plain
+from ptxlab.lowbit.kernels.gemm.common import EPILOGUE, INT32, SUM_PAD, draw_activations, gemm_plain, pack_plain
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
@@ -15,7 +15,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 def _launch(s: Sizes) -> Launch:
     """Return the launch of persistent blocks, or of a cluster per tile if K is split."""
     tile, split = w8a8_tiles.W8A8Tile(*(s[name] for name in w8a8_tiles.W8A8Tile._fields)), s["SPLIT"]
-    tiles = w8a8_tiles.tiles(s, tile)
+    tiles = w8a8_tiles.count_tiles(s, tile)
     blocks = tiles * split if split > 1 else min(tiles, strips_tiles.SMS)
     shared = w8a8_tiles.shared_bytes(tile, s["STAGES"], split)
     return Launch((blocks, 1, 1), (128 * (tile.WN + 1), 1, 1), shared, (split, 1, 1))
@@ -24,7 +24,7 @@ def _launch(s: Sizes) -> Launch:
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
     """Draw random bytes."""
     w_scale = rng.uniform(1e-3, 1e-2, N).astype(np.float32)
-    return {"w": rng.integers(-128, 128, (N, K), np.int8), "w_scale": w_scale, **activations(rng, M, N, K)}
+    return {"w": rng.integers(-128, 128, (N, K), np.int8), "w_scale": w_scale, **draw_activations(rng, M, N, K)}
 
 
 W8A8 = KernelSpec(

@@ -59,8 +59,8 @@ def gemm_w8a8(
         raise ArgumentError(f"{NAME}: x", "must be row-major PackedActivations (ptxlab.quantize_activations)", got)
     arrays = {"x": x.x_q, "x_scale": x.scale, "w": weight.q8, "w_scale": weight.scale, "bias": bias, "y": out}
 
-    made = _GEMM(options, x.description, arrays, x, weight)
-    return made["y"] if out is None else out
+    outputs = _GEMM(options, x.description, arrays, x, weight)
+    return outputs["y"] if out is None else out
 
 
 def _check(

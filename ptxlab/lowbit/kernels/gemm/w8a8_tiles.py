@@ -65,7 +65,7 @@ def choose(s: Sizes) -> W8A8Choice:
     return W8A8Choice(tile, min(room // _stage_bytes(tile), MOST_STAGES), split)
 
 
-def tiles(s: Sizes, tile: W8A8Tile) -> int:
+def count_tiles(s: Sizes, tile: W8A8Tile) -> int:
     """Count the tiles of Y."""
     return int(ceil_div(s["M"], tile.BM) * ceil_div(s["N"], 64 * tile.WN))
 
@@ -79,11 +79,11 @@ def shared_bytes(tile: W8A8Tile, stages: int, split: int) -> int:
 def _candidates(s: Sizes) -> Iterator[tuple[W8A8Tile, int]]:
     """Yield tiles about as wide as there are tokens; K is split where all blocks run at once."""
     widest = next((BM for BM in _BMS if s["M"] <= BM), _BMS[-1])
-    wanted = {widest, *(BM for BM in _BMS if 32 <= BM < widest)}
+    token_counts = {widest, *(BM for BM in _BMS if 32 <= BM < widest)}
     for tile, cost in COSTS.items():
-        if tile.BM in wanted:
+        if tile.BM in token_counts:
             yield tile, 1
-            if cost.split < math.inf and 2 * tiles(s, tile) <= SMS:
+            if cost.split < math.inf and 2 * count_tiles(s, tile) <= SMS:
                 yield tile, 2
 
 
@@ -94,6 +94,6 @@ def _stage_bytes(tile: W8A8Tile) -> int:
 def _microseconds(s: Sizes, tile: W8A8Tile, split: int) -> float:
     """Estimate the microseconds of rounds of blocks, each as long as its stages and the end of its tile."""
     cost = COSTS[tile]
-    rounds = ceil_div(tiles(s, tile) * split, SMS)
+    rounds = ceil_div(count_tiles(s, tile) * split, SMS)
     stages = float(ceil_div(s["K"], tile.BK)) / split
     return rounds * (stages * cost.stage + cost.tile) + cost.launch + (cost.split if split > 1 else 0)

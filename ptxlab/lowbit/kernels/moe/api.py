@@ -108,8 +108,8 @@ def route_tokens(
         raise ArgumentError(f"{ROUTE}: out", "must be RoutedTokens", type(out).__name__)
     arrays = {part: getattr(tokens, part) for part in _PARTS} | {"x": normed, "router": router}
     arrays |= {} if out is None else out.arrays
-    made = _ROUTE(options, tokens.description, arrays, tokens)
-    return RoutedTokens.of(made) if out is None else out
+    outputs = _ROUTE(options, tokens.description, arrays, tokens)
+    return RoutedTokens.of(outputs) if out is None else out
 
 
 def _check_route(options: RouteOptions, arrays: Mapping[str, Any], tokens: PackedActivations) -> SpecCall:
@@ -121,13 +121,13 @@ def _check_route(options: RouteOptions, arrays: Mapping[str, Any], tokens: Packe
     dtype = _float_of(ROUTE, "normed", arrays["x"])
     sizes = {"M": M, "H": H, "K": H, "E": E, "k": k}
     shapes = (
-        *((part, f"tokens.{part}", of, size) for part, of, size in _packed(_PARTS, M, H)),
+        *((part, f"tokens.{part}", of, size) for part, of, size in _activation_arrays(_PARTS, M, H)),
         ("x", "normed", dtype, (M, H)),
         ("router", "router", dtype, (E, H)),
         *((name, f"out.{name}", of, (M, k)) for name, of in zip(_RESULTS, ("int32", "float32"), strict=False)),
         ("offsets", "out.offsets", "int32", (E + 1,)),
         ("place", "out.place", "int32", (M, k)),
-        *((name, f"out.rows.{name[4:]}", of, size) for name, of, size in _packed(_RESULTS[4:], M * k, H)),
+        *((name, f"out.rows.{name[4:]}", of, size) for name, of, size in _activation_arrays(_RESULTS[4:], M * k, H)),
     )
     return SpecCall(ROUTE, (CHOOSE, GATHER), _operands(ROUTE, arrays, shapes), sizes, dtype, options)
 
@@ -161,8 +161,8 @@ def combine_experts(
     if not isinstance(routed, RoutedTokens):
         raise ArgumentError(f"{COMBINED}: routed", "must be RoutedTokens", type(routed).__name__)
     arrays = {"results": results, "place": routed.place, "share": routed.share, "hidden": out}
-    made = _COMBINE(options, (), arrays)
-    return made["hidden"] if out is None else out
+    outputs = _COMBINE(options, (), arrays)
+    return outputs["hidden"] if out is None else out
 
 
 def _check_combine(options: LaunchOptions, arrays: Mapping[str, Any]) -> SpecCall:
@@ -187,7 +187,7 @@ def _check_row_major(label: str, packed: Any) -> None:
         raise ArgumentError(label, "must be row-major PackedActivations", got)
 
 
-def _packed(names: tuple[str, ...], rows: int, H: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _activation_arrays(names: tuple[str, ...], rows: int, H: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     yield from zip(names, ("int8", "float32", "int32"), ((rows, H), (rows,), (rows,)), strict=True)
 
 
@@ -196,7 +196,8 @@ def _operands(
 ) -> tuple[CallArray, ...]:
     """Make the arrays of a call: `shapes` has every array's name, label, dtype and shape."""
     return tuple(
-        CallArray(each, f"{name}: {label}", arrays.get(each), dtype, shape) for each, label, dtype, shape in shapes
+        CallArray(array_name, f"{name}: {label}", arrays.get(array_name), dtype, shape)
+        for array_name, label, dtype, shape in shapes
     )
 
 
@@ -209,5 +210,5 @@ def _float_of(name: str, label: str, array: Any) -> str:
 
 _ROUTE = Operation(ROUTE, _check_route, SpecCall.prepare, SpecCall.on_host)
 _COMBINE = Operation(
-    COMBINED, _check_combine, SpecCall.prepare, SpecCall.on_host, apart={"results": "results", "hidden": "out"}
+    COMBINED, _check_combine, SpecCall.prepare, SpecCall.on_host, disjoint={"results": "results", "hidden": "out"}
 )

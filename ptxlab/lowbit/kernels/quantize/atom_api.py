@@ -65,17 +65,17 @@ class _Quantizer:
         numbers: Numbers,
         *,
         parts: int = 1,
-        apart: tuple[str, ...] = (),
+        disjoint: tuple[str, ...] = (),
     ) -> None:
         """Store the parts in which the calls differ.
 
         `numbers` takes a call's floats by name, its sizes and dtype, and returns the floats to quantise, or raises
-        ArgumentError. It serves host arrays alone, as on a GPU nothing reads values. `specs`, `fit`, `parts`, `apart`
-        are those of `call.Quantizer`.
+        ArgumentError. It serves host arrays alone, as on a GPU nothing reads values. `specs`, `fit`, `parts` and
+        `disjoint` are those of `call.Quantizer`.
         """
         self.name, self.specs, self.fit, self.numbers, self.parts = specs[0].name, specs, fit, numbers, parts
-        names = {each: each for each in apart}
-        self._operation = Operation(self.name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
+        names = {array_name: array_name for array_name in disjoint}
+        self._operation = Operation(self.name, self._check, SpecCall.prepare, SpecCall.on_host, disjoint=names)
 
     def __call__(self, options: ReorderOptions, arrays: Mapping[str, Any], place: Any, out: Any) -> Any:
         """Return the activations: `out`, or new ones of the first array's kind.
@@ -84,9 +84,9 @@ class _Quantizer:
         """
         arrays, kind = {**arrays, "place": place}, AtomActivations if options.int8 is None else BlockActivations
         if out is None:
-            made = self._operation(options, (), arrays, None)
+            outputs = self._operation(options, (), arrays, None)
             M, channels = matrix_of(arrays, self.parts)
-            parts = {name: made[spec] for name, spec in _NAMES.items() if spec in made}
+            parts = {name: outputs[spec] for name, spec in _NAMES.items() if spec in outputs}
             return kind(M=M, **activation_fields(self.name, channels, options), **parts)
         if not isinstance(out, kind):
             raise ArgumentError(f"{self.name}: out", f"must be {kind.__name__}", type(out).__name__)
@@ -100,34 +100,39 @@ class _Quantizer:
         fields = {"M": M, **activation_fields(self.name, channels, options)}
         options = replace(options, layout=fields["layout"])
         if out is not None and (of_out := {name: getattr(out, name) for name in fields}) != fields:
-            expected, described = (", ".join(f"{name}={each[name]}" for name in fields) for each in (fields, of_out))
+            expected, described = (
+                ", ".join(f"{name}={sizes_of[name]}" for name in fields) for sizes_of in (fields, of_out)
+            )
             raise ArgumentError(f"{self.name}: out", f"must have {expected}", described)
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))
         if dtype not in (dtypes := self.specs[0].by_variant["IN"]):
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
         rows: dict[str, Any]
         if options.int8 is None:
-            results = activation_shapes(**fields)
+            output_shapes = activation_shapes(**fields)
             code, clip = RULES.index(options.rules), float(options.clip)
             rows = {"outliers": options.outliers, "g": options.group, "code": code, "clip": clip}
         else:
-            results = block_activation_shapes(**fields)
+            output_shapes = block_activation_shapes(**fields)
             rows = {"outliers": fields["K8"], "g": BLOCK, "code": COMET, "clip": 1.0}
         pairs = BY_PAIRS.index(fields["layout"])
         sizes = {"M": M, "K": channels - rows["outliers"], "pairs": pairs, **rows, **sizes}
         operands = [
-            CallArray(each, f"{self.name}: {each}", arrays[each], dtype, shape) for each, shape in shapes.items()
+            CallArray(array_name, f"{self.name}: {array_name}", arrays[array_name], dtype, shape)
+            for array_name, shape in shapes.items()
         ]
         operands.append(CallArray("place", f"{self.name}: place", arrays["place"], "int16", (channels,)))
-        operands += self._results(arrays, results)
+        operands += self._results(arrays, output_shapes)
 
-        def look(given: dict[str, np.ndarray]) -> None:
-            check_place(self.name, given)
-            y = self.numbers({each: floats(given[each]) for each in shapes}, {**sizes, "dtype": dtype})
-            ordered_rows(y, given["place"], **rows)  # or what is wrong with it
+        def check_values(host_arrays: dict[str, np.ndarray]) -> None:
+            check_place(self.name, host_arrays)
+            y = self.numbers(
+                {array_name: floats(host_arrays[array_name]) for array_name in shapes}, {**sizes, "dtype": dtype}
+            )
+            ordered_rows(y, host_arrays["place"], **rows)  # or what is wrong with it
 
         spec = choose_spec(self.specs, sizes, options.backend)
-        return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, options, look)
+        return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, options, check_values)
 
     def _results(self, arrays: Mapping[str, Any], shapes: Shapes) -> Iterator[CallArray]:
         """Yield the arrays of the activations."""
@@ -286,6 +291,6 @@ def _plain(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
 
 _REORDER = _Quantizer((REORDER, REORDER_BLOCK), fit_plain, _plain)
 _RMSNORM = _Quantizer(
-    (RMSNORM_REORDER, RMSNORM_REORDER_BLOCK), fit_normed, normed_numbers, apart=("x", "residual", "normed")
+    (RMSNORM_REORDER, RMSNORM_REORDER_BLOCK), fit_normed, normed_numbers, disjoint=("x", "residual", "normed")
 )
 _SILU_MUL = _Quantizer((SILU_MUL_REORDER, SILU_MUL_REORDER_BLOCK), fit_gated, gated_numbers, parts=2)

@@ -50,10 +50,10 @@ class Quantizer:
         name: str,
         specs: tuple[KernelSpec, ...],
         fit: Callable[[str, Mapping[str, Any], Any], Fitted],
-        look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
+        check_values: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
         *,
         parts: int = 1,
-        apart: tuple[str, ...] = (),
+        disjoint: tuple[str, ...] = (),
     ) -> None:
         """Store the parts in which the calls differ.
 
@@ -61,14 +61,14 @@ class Quantizer:
             name: of the call.
             specs: the kernel's forms, the fastest first; the first that runs here is taken.
             fit: makes of the call's name, its arrays of floats and its options their sizes, or raises ArgumentError.
-            look: takes a call's floats by name, its sizes and dtype, and raises ArgumentError where a row would have
+            check_values: raises ArgumentError, given a call's floats by name, its sizes and dtype, if a row would have
                 no scale: for host arrays alone, as on a GPU nothing reads values.
             parts: the first array has so many times the columns of the results.
-            apart: no two of these arrays may share memory.
+            disjoint: no two of these arrays may share memory.
         """
-        self.name, self.specs, self.fit, self.look, self.parts = name, specs, fit, look, parts
-        names = {each: each for each in apart}
-        self._operation = Operation(name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
+        self.name, self.specs, self.fit, self.check_values, self.parts = name, specs, fit, check_values, parts
+        names = {array_name: array_name for array_name in disjoint}
+        self._operation = Operation(name, self._check, SpecCall.prepare, SpecCall.on_host, disjoint=names)
 
     def __call__(
         self, options: QuantizeOptions, arrays: Mapping[str, Any], out: PackedActivations | None
@@ -78,9 +78,9 @@ class Quantizer:
         `arrays` are floats by argument of the kernel.
         """
         if out is None:
-            made = self._operation(options, (), arrays, None)
+            outputs = self._operation(options, (), arrays, None)
             (M, K), (rows, _) = matrix_of(arrays, self.parts), tile_of(options.layout, options.rows)
-            return PackedActivations(layout=options.layout, M=M, K=K, rows=rows, **made)
+            return PackedActivations(layout=options.layout, M=M, K=K, rows=rows, **outputs)
         if not isinstance(out, PackedActivations):
             raise ArgumentError(f"{self.name}: out", "must be PackedActivations", type(out).__name__)
         arrays = {**arrays, "x_q": out.x_q, "scale": out.scale, "token_sum": out.token_sum}
@@ -101,15 +101,18 @@ class Quantizer:
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
         sizes = {"M": M, "K": K, "rows": rows, "span": span, **sizes}
         operands = [
-            CallArray(each, f"{self.name}: {each}", arrays[each], dtype, shape) for each, shape in shapes.items()
+            CallArray(array_name, f"{self.name}: {array_name}", arrays[array_name], dtype, shape)
+            for array_name, shape in shapes.items()
         ]
         operands += self._results(arrays, stored_shape(options.layout, M, K, rows), M)
 
-        def look(numbers: dict[str, np.ndarray]) -> None:
-            self.look({each: floats(numbers[each]) for each in shapes}, {**sizes, "dtype": dtype})
+        def check_values(numbers: dict[str, np.ndarray]) -> None:
+            self.check_values(
+                {array_name: floats(numbers[array_name]) for array_name in shapes}, {**sizes, "dtype": dtype}
+            )
 
         spec = choose_spec(self.specs, sizes, options.backend)
-        return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, replace(options, rows=rows), look)
+        return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, replace(options, rows=rows), check_values)
 
     def _results(self, arrays: Mapping[str, Any], shape: tuple[int, ...], M: int) -> Iterator[CallArray]:
         """Yield the arrays of `PackedActivations`."""

@@ -125,7 +125,7 @@ def test_no_bound_is_looser_than_the_certain_one(
     elif spec is SM90:
         logical["blocks"] = 1
     both = spec.allowed(logical)
-    monkeypatch.setattr(bound, "_MANY", 1 << 30)
+    monkeypatch.setattr(bound, "_LONG", 1 << 30)
     for name, certain in spec.allowed(logical).items():
         assert (both[name].per_element <= certain.per_element).all()
         assert (both[name].per_element[:2] == certain.per_element[:2]).all(), "of few tokens it is certain"

@@ -43,7 +43,7 @@ def by_oracle(spec: KernelSpec, logical: Arrays, sizes: dict[str, Any], BF16: in
     q, k, v = (convert_to_dtype(logical[name], DTYPES[BF16]) for name in "qkv")
     options = {name: logical[name] for name in ("softmax_scale", "window", "parts")}
     config = {**spec.config_for(sizes), "BF16": BF16}
-    return exact.prefill(q, logical["cache"], logical["starts"], config=config, own=(k, v), **options)
+    return exact.prefill(q, logical["cache"], logical["starts"], config=config, own_kv=(k, v), **options)
 
 
 @pytest.mark.default_cases("sm80-1-pages of 32, a window-emulator")

@@ -400,7 +400,7 @@ def test_the_highest_step_that_suits_and_runs_is_taken(
 
 
 def test_shapes_are_remembered_up_to_a_limit(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation, "MOST", 2)
+    monkeypatch.setattr(operation, "MAX_ENTRIES", 2)
     fake.runs = False
     for tokens in (1, 2, 3, 1):
         call(x=X[:tokens])

@@ -11,7 +11,7 @@ from ptxlab import gpu, registry
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import EMULATED
 from ptxlab.lowbit.kernels.gemm import gemm_f16
-from ptxlab.lowbit.kernels.gemm.f16 import F16, ORDER, in_order
+from ptxlab.lowbit.kernels.gemm.f16 import F16, ORDER, multiply_in_order
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import verify
 from tests.support import gemm_checks as checks
@@ -41,7 +41,7 @@ def same(found: Any, right: Any) -> bool:
 def test_every_bit_in_the_emulator(M: int, N: int, steps: int, seed: int) -> None:
     logical = drawn(M, N, 32 * steps, seed)
     found = gemm_f16(logical["x"], logical["w"], backend="emulator")
-    assert same(found, in_order(**logical, mma=EMULATED.mma))
+    assert same(found, multiply_in_order(**logical, mma=EMULATED.mma))
     within = np.abs(found.astype(float) - logical["x"].astype(float) @ logical["w"].astype(float).T)
     assert (within <= F16.bound(**logical)).all()
 
@@ -56,7 +56,7 @@ def test_every_bit_on_a_gpu(M: int, N: int, K: int) -> None:
     logical = drawn(M, N, K)
     found = gemm_f16(*(gpu.to_device(logical[name]) for name in ("x", "w")))
     rows = np.unique(np.concatenate([np.arange(min(N, 40)), np.arange(max(0, N - 40), N)]))
-    right = in_order(logical["w"][rows], logical["x"], hopper_mma)
+    right = multiply_in_order(logical["w"][rows], logical["x"], hopper_mma)
     assert same(np.ascontiguousarray(gpu.to_host(found)[:, rows]), right)
 
 
@@ -65,7 +65,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(backend: str) -> None:
     assert verify.check_rows(verify.Job(F16, SOURCE, backend, {"M": 20, "N": 40, "K": 64})).passed
     logical = drawn(20, 40, 64)
     whole = gemm_f16(logical["x"], logical["w"], backend=backend)
-    assert backend == "gpu" or same(whole, in_order(**logical, mma=EMULATED.mma))
+    assert backend == "gpu" or same(whole, multiply_in_order(**logical, mma=EMULATED.mma))
     for row in (0, 9, 19):  # of tiles of 32, of 8
         assert same(gemm_f16(logical["x"][row : row + 1], logical["w"], backend=backend)[0], whole[row])
 
@@ -74,7 +74,7 @@ def test_another_order_has_other_bits() -> None:
     """This shows that the tests above can fail."""
     logical = drawn(5, 40, 96)
     swapped = {name: array[:, np.r_[32:64, 0:32, 64:96]] for name, array in logical.items()}
-    assert not same(in_order(**logical, mma=EMULATED.mma), in_order(**swapped, mma=EMULATED.mma))
+    assert not same(multiply_in_order(**logical, mma=EMULATED.mma), multiply_in_order(**swapped, mma=EMULATED.mma))
     assert sorted(ORDER) == list(range(32)) and ORDER[:5].tolist() == [0, 1, 2, 3, 8]
 
 

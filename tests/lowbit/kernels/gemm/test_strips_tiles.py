@@ -23,21 +23,21 @@ def plain_choice(s: dict[str, int]) -> Any:
     """Try everything, remember nothing."""
     best: Any = None
     group, all_strips = tiles.group_of(s), ceil_div(s["N"], 16)
-    for tile in tiles.narrowed([s["rows"]] if "rows" in s else tiles.widths(s["M"])):
+    for tile in tiles.tiles_of_widths([s["rows"]] if "rows" in s else tiles.candidate_widths(s["M"])):
         for split in tiles._splits(tile, group):
             blocks, of_tokens = tiles.SMS // split, max(1, ceil_div(s["M"], tile.BM))
             heights = {ceil_div(all_strips, rows) for n in range(1, 9) if (rows := n * blocks // of_tokens)}
             for strips in {min(tile.strips, h) for h in heights if h > tile.strips // 2} | {tile.strips}:
                 stages = tiles._stages.__wrapped__(tile, strips, split, group)
-                fits = tile.WK == split == 1 or tiles.tiles(s, tile.BM, strips) <= blocks
+                fits = tile.WK == split == 1 or tiles.count_tiles(s, tile.BM, strips) <= blocks
                 if not fits or stages < 2 * tile.WK:
                     continue
-                cost, high = tiles.COSTS[tiles.kind(tile)], ceil_div(all_strips, strips)
+                cost, high = tiles.COSTS[tiles.widest_of_kind(tile)], ceil_div(all_strips, strips)
                 of_stages = ceil_div(s["K"], tile.BK) / split
-                once = tiles.of_a_tile.__wrapped__(tile, of_stages, all_strips / high, group, split)
-                rounds = ceil_div(tiles.tiles(s, tile.BM, strips), blocks)
+                once = tiles.tile_microseconds.__wrapped__(tile, of_stages, all_strips / high, group, split)
+                rounds = ceil_div(tiles.count_tiles(s, tile.BM, strips), blocks)
                 busy = rounds * once + cost.launch + (cost.split if split > 1 else 0)
-                key = max(busy, tiles.stream(s) + cost.drain), strips
+                key = max(busy, tiles.stream_microseconds(s) + cost.drain), strips
                 if best is None or key < best[0]:
                     best = key, tiles.StripChoice(tile, strips, stages, split)
     return best[1]

@@ -138,7 +138,7 @@ def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
     sizes = {"M": M, "N": layer.N, "K": layer.K}
     tile, stages, split = w8a8_tiles.choose(sizes)
     assert stages >= 2
-    rounds = w8a8_tiles.tiles(sizes, tile) * split / 132
+    rounds = w8a8_tiles.count_tiles(sizes, tile) * split / 132
     assert rounds / ceil_div(rounds, 1) >= 0.6
 
 

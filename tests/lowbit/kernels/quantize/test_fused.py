@@ -15,7 +15,7 @@ from ptxlab import emulator, gpu, registry
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit import layout, quant, reference
 from ptxlab.lowbit.kernels.quantize import RMSNORM, SILU_MUL
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalize_rows
 from ptxlab.lowbit.kernels.quantize.specs import row_geometry
 from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.runtime import Kernel, run_spec
@@ -81,7 +81,7 @@ def problems(draw: st.DrawFn, chunks: int) -> dict[str, Any]:
     x = np.where(np.abs(wide(x)).max(axis=1, keepdims=True) < 2.0**14, x, middle) if draw(st.booleans()) else middle
     gamma = np.random.default_rng(draw(st.integers(0, 99))).uniform(-2, 2, shape[1]).astype(dtype)
     residual = normal(*shape).astype(dtype) if draw(st.booleans()) else None
-    extent = np.abs(normalized(wide(x), wide(gamma), EPS)).max(axis=1, keepdims=True)
+    extent = np.abs(normalize_rows(wide(x), wide(gamma), EPS)).max(axis=1, keepdims=True)
     x = np.where(extent > 2.0**-90, x, np.zeros_like(x))  # far from subnormal numbers, which f64 does not have there
     return {"x": x, "gamma": gamma, "residual": residual, "layout": order, "rows": rows}
 
@@ -92,7 +92,7 @@ def check_norm(backend: str, x: np.ndarray, gamma: np.ndarray, residual: np.ndar
     packed = ptxlab.rmsnorm_quantize(x, gamma, residual=kept, eps=EPS, normed=normed, backend=backend, **how)
     v = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)
     assert kept is None or np.array_equal(kept.view(np.uint16), v.view(np.uint16))
-    y = normalized(wide(v), wide(gamma), EPS)
+    y = normalize_rows(wide(v), wide(gamma), EPS)
     found = tokens_of(packed)
     assert same(found, quant.quantize_activations(y))
     assert np.array_equal(normed.view(np.uint16), y.astype(x.dtype).view(np.uint16))
@@ -240,7 +240,7 @@ def test_into_given_arrays_and_of_no_tokens() -> None:
         how: dict[str, Any] = {"layout": order, "rows": rows, "backend": "emulator"}
         out = ptxlab.quantize_activations(np.ones_like(x), **how)
         assert ptxlab.rmsnorm_quantize(x, gamma, out=out, **how) is out
-        assert same(tokens_of(out), quant.quantize_activations(normalized(wide(x), wide(gamma), EPS)))
+        assert same(tokens_of(out), quant.quantize_activations(normalize_rows(wide(x), wide(gamma), EPS)))
         assert ptxlab.silu_mul_quantize(np.concatenate([x, x], axis=1), out=out, **how) is out
         near(tokens_of(out), reference.gated(np.concatenate([wide(x)] * 2, axis=1)), 2.0**-19)
         empty = ptxlab.rmsnorm_quantize(x[:0], gamma, residual=x[:0].copy(), **how)
@@ -253,7 +253,7 @@ def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
     x, residual, gamma = (torch.from_numpy(wide(normal(*shape))).bfloat16() for shape in ((3, 96), (3, 96), (96,)))
     v = (x.float() + residual.float()).bfloat16()
     got = ptxlab.rmsnorm_quantize(x, gamma, residual=residual, layout="fragment", backend="emulator")
-    wanted = quant.quantize_activations(normalized(v.float().numpy(), gamma.float().numpy(), EPS))
+    wanted = quant.quantize_activations(normalize_rows(v.float().numpy(), gamma.float().numpy(), EPS))
     assert torch.equal(residual, v) and got.x_q.dtype == torch.int8
     assert np.array_equal(layout.from_fragment_order(got.x_q.numpy(), 3, 96), wanted.q)
 
@@ -334,7 +334,7 @@ def test_device_arrays(fake: FakeGpu) -> None:
     v = x + residual
     arrays = [DeviceArray(array) for array in (x, gamma, residual)]
     got = ptxlab.rmsnorm_quantize(arrays[0], arrays[1], residual=arrays[2], programmatic=True)
-    wanted = quant.quantize_activations(normalized(wide(v), wide(gamma), EPS))
+    wanted = quant.quantize_activations(normalize_rows(wide(v), wide(gamma), EPS))
     assert np.array_equal(got.x_q.host, wanted.q) and np.array_equal(arrays[2].host, v)
     gate_up = DeviceArray(normal(5, 192))
     assert ptxlab.silu_mul_quantize(gate_up, out=got) is got

@@ -47,12 +47,12 @@ class Arithmetic:
         )
 
 
-def _rounded_once(a: Any, b: Any, c: Any) -> Any:
+def _mma_rounded_once(a: Any, b: Any, c: Any) -> Any:
     """Multiply as `emulator.ops.mma` does: sum the products in float64, add c, round once."""
     return canonical((c + widen(a, "f16") @ widen(b, "f16")).astype(np.float32), "f32")
 
 
-EMULATED = Arithmetic.of(lambda opcode: alu_operation(opcode).compute, _rounded_once)  # of NumPy arrays
+EMULATED = Arithmetic.of(lambda opcode: alu_operation(opcode).compute, _mma_rounded_once)  # of NumPy arrays
 TRUNCATING = replace(EMULATED, mma=hopper_mma)  # the same, but for tensor cores that cut off
 
 

@@ -104,6 +104,6 @@ class AttentionLaunch:
         return self.warps // self.share
 
 
-def beside(array: Any, example: Any) -> Any:
+def to_device_of(array: Any, example: Any) -> Any:
     """Copy a NumPy array to the library and device of `example`."""
     return np.asarray(array, like=example)

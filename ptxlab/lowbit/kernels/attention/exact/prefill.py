@@ -16,7 +16,7 @@ import numpy as np
 from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.words import as_words
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import EMULATED, Arithmetic, hopper
-from ptxlab.lowbit.kernels.attention.exact.launched import beside, require_constants
+from ptxlab.lowbit.kernels.attention.exact.launched import require_constants, to_device_of
 from ptxlab.lowbit.kernels.attention.prefill import ROWS
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.nibbles import unpack_u4
@@ -67,7 +67,7 @@ class QueryTile(NamedTuple):
 class PrefillLaunch:
     """The kernel, compiled with the constants `config`, on one sequence: `queries` new tokens, its last ones.
 
-    `own` are these tokens' keys and values [queries, Hkv, D] as `q` is, or None where they are the cache's.
+    `own_kv` are these tokens' keys and values [queries, Hkv, D] as `q` is, or None where they are the cache's.
     """
 
     cache: KVCache
@@ -80,7 +80,7 @@ class PrefillLaunch:
     parts: int
     config: Mapping[str, int]
     arithmetic: Arithmetic
-    own: tuple[Any, Any] | None = None
+    own_kv: tuple[Any, Any] | None = None
 
     @property
     def block_keys(self) -> int:
@@ -116,7 +116,7 @@ def prefill(
     window: int = 0,
     parts: int = 1,
     arithmetic: Arithmetic | None = None,
-    own: tuple[Any, Any] | None = None,
+    own_kv: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Attend as the prefill kernels do, bit for bit.
 
@@ -129,7 +129,7 @@ def prefill(
         window: tokens that a query sees, 0 for all.
         parts: of a tile at most, where config has SPLIT.
         arithmetic: of what runs it: by default `EMULATED` for NumPy arrays, and `hopper()` for CuPy arrays.
-        own: keys and values [N, Hkv, D] of the queries' own tokens, as q, where config has OWN: not rotated.
+        own_kv: keys and values [N, Hkv, D] of the queries' own tokens, as q, where config has OWN: not rotated.
 
     Returns:
         (out like q, lse f32 [N, Hq]); rows that belong to no sequence are 0 and -inf.
@@ -137,7 +137,7 @@ def prefill(
     Raises:
         ArgumentError: constants of the variant are not those of the arrays.
     """
-    require_constants(config, q, cache, OWN=int(own is not None))
+    require_constants(config, q, cache, OWN=int(own_kv is not None))
     if arithmetic is None:
         arithmetic = EMULATED if isinstance(q, np.ndarray) else hopper()
     out, lse = np.zeros_like(q), np.zeros(q.shape[:-1], np.float32, like=q) - np.float32(np.inf)
@@ -145,60 +145,60 @@ def prefill(
     for sequence, (begin, end) in enumerate(pairwise(starts.tolist())):
         if begin == end:
             continue
-        of = PrefillLaunch(
+        launch = PrefillLaunch(
             cache, sequence, lengths[sequence], end - begin, group, softmax_scale, window, parts, config, arithmetic,
-            None if own is None else (own[0][begin:end], own[1][begin:end]),
+            None if own_kv is None else (own_kv[0][begin:end], own_kv[1][begin:end]),
         )  # fmt: skip
         with np.errstate(all="ignore"):
-            out[begin:end], lse[begin:end] = _attend(of, q[begin:end])
+            out[begin:end], lse[begin:end] = _attend(launch, q[begin:end])
     return out, lse
 
 
-def _attend(of: PrefillLaunch, q: Any) -> tuple[Any, Any]:
+def _attend(launch: PrefillLaunch, q: Any) -> tuple[Any, Any]:
     """Attend for the queries of one sequence: out like q [queries, Hq, D], and lse [queries, Hq]."""
-    heads, D = of.cache.num_kv_heads, of.cache.head_dim
-    rows = floats(q).reshape(of.queries, heads, of.group, D).swapaxes(0, 1).reshape(heads, -1, D)
-    tiles = [_attend_tile(of, tile, rows[:, tile.first : tile.stop]) for tile in of.tiles()]
+    heads, D = launch.cache.num_kv_heads, launch.cache.head_dim
+    rows = floats(q).reshape(launch.queries, heads, launch.group, D).swapaxes(0, 1).reshape(heads, -1, D)
+    tiles = [_attend_tile(launch, tile, rows[:, tile.first : tile.stop]) for tile in launch.tiles()]
     out, lse = (np.concatenate(arrays, axis=1) for arrays in zip(*tiles, strict=True))
-    out = bfloat16_bits(out) if of.config["BF16"] else out.astype(np.float16)
-    by_token = (x.reshape(heads, of.queries, of.group, *x.shape[2:]).swapaxes(0, 1) for x in (out, lse))
-    out, lse = (x.reshape(of.queries, heads * of.group, *x.shape[3:]) for x in by_token)
+    out = bfloat16_bits(out) if launch.config["BF16"] else out.astype(np.float16)
+    by_token = (x.reshape(heads, launch.queries, launch.group, *x.shape[2:]).swapaxes(0, 1) for x in (out, lse))
+    out, lse = (x.reshape(launch.queries, heads * launch.group, *x.shape[3:]) for x in by_token)
     return out, lse
 
 
-def _attend_tile(of: PrefillLaunch, tile: QueryTile, x: Any) -> tuple[Any, Any]:
+def _attend_tile(launch: PrefillLaunch, tile: QueryTile, x: Any) -> tuple[Any, Any]:
     """Attend for the rows f32 [heads, rows, D] of a tile: results f32 [heads, rows, D], logarithms [heads, rows]."""
-    rows = _round_queries(of, tile, x)
-    parts = [_sum_blocks(of, rows, blocks) for blocks in of.parts_of(tile)]
-    sums = parts[0] if len(parts) == 1 else _merge(of, parts)
+    rows = _round_queries(launch, tile, x)
+    parts = [_sum_blocks(launch, rows, blocks) for blocks in launch.parts_of(tile)]
+    sums = parts[0] if len(parts) == 1 else _merge(launch, parts)
     a, b, c, d = (sums.weights[..., lane] for lane in range(_LANES))
-    add, mul = of.arithmetic.add, of.arithmetic.mul
+    add, mul = launch.arithmetic.add, launch.arithmetic.mul
     weights = add(add(a, b), add(c, d))
-    none = weights == 0
-    inverse = np.where(none, np.float32(0), of.arithmetic.exact_reciprocal(weights))
-    lse = np.where(none, np.float32(-np.inf), mul(add(sums.largest, of.arithmetic.log2(weights)), _LN2))
+    is_empty = weights == 0
+    inverse = np.where(is_empty, np.float32(0), launch.arithmetic.exact_reciprocal(weights))
+    lse = np.where(is_empty, np.float32(-np.inf), mul(add(sums.largest, launch.arithmetic.log2(weights)), _LN2))
     return mul(sums.values, inverse[..., None]), lse
 
 
-def _round_queries(of: PrefillLaunch, tile: QueryTile, x: Any) -> TileRows:
+def _round_queries(launch: PrefillLaunch, tile: QueryTile, x: Any) -> TileRows:
     """Round queries to f16, over the power of two that leads each row. A row with an infinity becomes NaN."""
-    x = of.cache.rotate(x)
+    x = launch.cache.rotate(x)
     largest = np.abs(x).max(axis=-1)  # NaN of a NaN
     exponent = np.where(np.isnan(largest), _SMALLEST, np.maximum(largest, _SMALLEST)).view(np.int32) & 0x7F800000
     power, inverse = exponent.view(np.float32), (0x7F000000 - exponent).view(np.float32)
-    queries = of.arithmetic.mul(x, (inverse + (largest - largest))[..., None]).astype(np.float16)
-    token = np.minimum(np.arange(tile.first, tile.stop) // of.group, of.queries - 1)
-    factors = of.arithmetic.mul(np.float32(of.softmax_scale) * _LOG2E, power)
-    return TileRows(queries, factors, beside(of.context - of.queries + token + 1, x))
+    queries = launch.arithmetic.mul(x, (inverse + (largest - largest))[..., None]).astype(np.float16)
+    token = np.minimum(np.arange(tile.first, tile.stop) // launch.group, launch.queries - 1)
+    factors = launch.arithmetic.mul(np.float32(launch.softmax_scale) * _LOG2E, power)
+    return TileRows(queries, factors, to_device_of(launch.context - launch.queries + token + 1, x))
 
 
-def _restore(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
+def _restore(launch: PrefillLaunch, block: int) -> tuple[Any, Any]:
     """Restore a block's keys and values: f16 [heads, tokens, D] each, 0 behind the last token."""
-    cache = of.cache
-    token = block * of.block_keys + np.arange(of.block_keys, like=cache.pool)
-    cached = of.context if of.own is None else of.context - of.queries
+    cache = launch.cache
+    token = block * launch.block_keys + np.arange(launch.block_keys, like=cache.pool)
+    cached = launch.context if launch.own_kv is None else launch.context - launch.queries
     place = np.clip(token, 0, max(0, cached - 1))
-    page, offset = cache.block_table[of.sequence, place // cache.page_size], place % cache.page_size
+    page, offset = cache.block_table[launch.sequence, place // cache.page_size], place % cache.page_size
     both = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
     is_stored = (token < cached)[:, None]
 
@@ -210,68 +210,68 @@ def _restore(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
         return ((integers - zero) * scale).astype(np.float16).swapaxes(0, 1)
 
     keys, values = restore(both.part(0)), restore(both.part(1))
-    if of.own is not None:
-        is_own = ((token >= cached) & (token < of.context))[:, None]
-        row = np.clip(token - cached, 0, of.queries - 1)
-        k, v = (floats(x)[row].swapaxes(0, 1) for x in of.own)  # [heads, tokens, D]
+    if launch.own_kv is not None:
+        is_own = ((token >= cached) & (token < launch.context))[:, None]
+        row = np.clip(token - cached, 0, launch.queries - 1)
+        k, v = (floats(x)[row].swapaxes(0, 1) for x in launch.own_kv)  # [heads, tokens, D]
         keys = np.where(is_own, cache.rotate(k).astype(np.float16), keys)
         values = np.where(is_own, v.astype(np.float16), values)
     return keys, values
 
 
-def _sum_blocks(of: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
+def _sum_blocks(launch: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
     """Add up blocks of keys, one after the other."""
-    fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
-    shape, headroom = rows.queries.shape, np.float32(of.config["HEADROOM"])
+    fma, mul, exp2 = launch.arithmetic.fma, launch.arithmetic.mul, launch.arithmetic.exp2
+    shape, headroom = rows.queries.shape, np.float32(launch.config["HEADROOM"])
     largest, weights, values = (
         np.zeros(s, np.float32, like=rows.queries) for s in (shape[:2], (*shape[:2], _LANES), shape)
     )
     largest = largest + _LOWEST
     for block in blocks:
-        k, v = _restore(of, block)
-        score = _scores(of, rows, k, block)
-        top = np.where(np.isnan(score), np.float32(-np.inf), score).max(axis=-1)
-        previous, peak = largest, mul(top, rows.factors)
+        k, v = _restore(launch, block)
+        score = _scores(launch, rows, k, block)
+        largest_score = np.where(np.isnan(score), np.float32(-np.inf), score).max(axis=-1)
+        previous, peak = largest, mul(largest_score, rows.factors)
         largest = np.where(peak > previous + headroom, peak, previous)
         rescale = exp2(previous - largest)[..., None]
         weight = exp2(fma(score, rows.factors[..., None], -largest[..., None]))
-        weights = fma(weights, rescale, _by_lane(of, weight))
-        values = _multiply(of, weight.astype(np.float16), v, mul(values, rescale))
+        weights = fma(weights, rescale, _by_lane(launch, weight))
+        values = _multiply(launch, weight.astype(np.float16), v, mul(values, rescale))
     return Sums(largest, weights, values)
 
 
-def _scores(of: PrefillLaunch, rows: TileRows, keys: Any, block: int) -> Any:
+def _scores(launch: PrefillLaunch, rows: TileRows, keys: Any, block: int) -> Any:
     """Multiply queries and keys: f32 [heads, rows, tokens]; -inf for what is not seen."""
-    start = np.zeros((*rows.queries.shape[:2], of.block_keys), np.float32, like=keys)
-    score = _multiply(of, rows.queries, keys.swapaxes(1, 2), start)
-    token, ends = block * of.block_keys + np.arange(of.block_keys, like=keys), rows.ends[:, None]
+    start = np.zeros((*rows.queries.shape[:2], launch.block_keys), np.float32, like=keys)
+    score = _multiply(launch, rows.queries, keys.swapaxes(1, 2), start)
+    token, ends = block * launch.block_keys + np.arange(launch.block_keys, like=keys), rows.ends[:, None]
     seen = token < ends
-    if of.window:
-        seen = seen & (token >= ends - of.window)
+    if launch.window:
+        seen = seen & (token >= ends - launch.window)
     return np.where(seen, score, np.float32(-np.inf))
 
 
-def _multiply(of: PrefillLaunch, a: Any, b: Any, sums: Any) -> Any:
+def _multiply(launch: PrefillLaunch, a: Any, b: Any, sums: Any) -> Any:
     """Add a [heads, rows, n] times b [heads, n, columns] to sums, 16 of n at a time."""
     for first in range(0, a.shape[-1], _MMA):
         terms = slice(first, first + _MMA)
-        sums = of.arithmetic.mma(a[..., terms], b[:, terms], sums)
+        sums = launch.arithmetic.mma(a[..., terms], b[:, terms], sums)
     return sums
 
 
-def _by_lane(of: PrefillLaunch, weight: Any) -> Any:
+def _by_lane(launch: PrefillLaunch, weight: Any) -> Any:
     """Add up the weights [heads, rows, tokens] of each lane's columns: f32 [heads, rows, 4]."""
     columns = weight.reshape(*weight.shape[:2], -1, _LANES, _NEIGHBOURS)
     total = np.zeros_like(columns[:, :, 0, :, 0])
     for eight in range(columns.shape[2]):
         for neighbour in range(_NEIGHBOURS):
-            total = of.arithmetic.add(total, columns[:, :, eight, :, neighbour])
+            total = launch.arithmetic.add(total, columns[:, :, eight, :, neighbour])
     return total
 
 
-def _merge(of: PrefillLaunch, parts: list[Sums]) -> Sums:
+def _merge(launch: PrefillLaunch, parts: list[Sums]) -> Sums:
     """Add up the parts of a tile in the order of their keys: statistics first, then values."""
-    fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
+    fma, mul, exp2 = launch.arithmetic.fma, launch.arithmetic.mul, launch.arithmetic.exp2
     largest, weights = np.zeros_like(parts[0].largest) + _LOWEST, np.zeros_like(parts[0].weights)
     for part in parts:
         previous, largest = largest, np.maximum(largest, part.largest)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, beside
+from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, to_device_of
 from ptxlab.lowbit.kernels.attention.exact.shares import Shares
 from ptxlab.lowbit.kernels.attention.sm90 import LARGEST
 from ptxlab.spec.dtypes import floats
@@ -26,35 +26,38 @@ class Queries(NamedTuple):
     ends: Any
 
 
-def rows(of: AttentionLaunch, shares: Shares, some: Any) -> tuple[Any, Any, Any]:
+def query_rows(launch: AttentionLaunch, shares: Shares, segments: Any) -> tuple[Any, Any, Any]:
     """Return rows of q and new tokens, s64 [n, C], of the columns of segments, and if a column exists, bool [n, C]."""
-    column = shares.split[some][:, None] * of.config["COLUMNS"] + np.arange(of.columns)
-    token = column // of.group
-    row = (shares.sequence[some][:, None] * of.T + token) * of.Hq + shares.head[some][:, None] * of.group
-    return row + column % of.group, token, column < of.group * of.T
+    column = shares.split[segments][:, None] * launch.config["COLUMNS"] + np.arange(launch.columns)
+    token = column // launch.group
+    sequence, head = shares.sequence[segments][:, None], shares.head[segments][:, None]
+    row = (sequence * launch.T + token) * launch.Hq + head * launch.group + column % launch.group
+    return row, token, column < launch.group * launch.T
 
 
-def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queries:
+def quantize_queries(launch: AttentionLaunch, q: Any, shares: Shares, segments: slice) -> Queries:
     """Quantise the queries of segments."""
-    fma, reciprocal = of.arithmetic.fma, of.arithmetic.reciprocal
-    row, token, there = rows(of, shares, some)
-    x = floats(q.reshape(-1, of.D)[beside(np.where(there, row, 0), q)])
-    if of.by_channel:
-        assert of.cache.k_channel is not None
-        k_scale, k_zero = (constant[beside(shares.head[some], q)][:, None] for constant in of.cache.k_channel)
+    fma, reciprocal = launch.arithmetic.fma, launch.arithmetic.reciprocal
+    row, token, exists = query_rows(launch, shares, segments)
+    x = floats(q.reshape(-1, launch.D)[to_device_of(np.where(exists, row, 0), q)])
+    if launch.by_channel:
+        assert launch.cache.k_channel is not None
+        k_scale, k_zero = (
+            constant[to_device_of(shares.head[segments], q)][:, None] for constant in launch.cache.k_channel
+        )
         x = x * k_scale
-    x = of.cache.rotate(x)
+    x = launch.cache.rotate(x)
     largest = np.maximum(np.abs(x).max(axis=-1), np.float32(2.0**-100))  # NaN of a NaN
     unit = fma(largest, np.float32(1) / np.float32(LARGEST), largest - largest)  # NaN of an infinity
     shifted = fma(x, reciprocal(unit)[..., None], _SHIFT)
     integers = _integers(shifted.view(np.int32))
     sums = integers.sum(axis=-1).astype(np.float32)  # exact
-    if of.by_channel:
-        sums = np.zeros_like(sums) if of.signed else _with_zeros(of, shifted - _SHIFT, k_zero)
-    times = np.float32(16 if of.bits == 4 else 1)  # of the scores' integers
-    factors = unit * (np.float32(of.softmax_scale) * _LOG2E / times)
-    ends = of.lengths[shares.sequence[some]][:, None] - of.T + 1 + token
-    return Queries(integers.swapaxes(1, 2).astype(np.float64), sums * -times, factors, beside(ends, q))
+    if launch.by_channel:
+        sums = np.zeros_like(sums) if launch.signed else _sum_with_zeros(launch, shifted - _SHIFT, k_zero)
+    score_factor = np.float32(16 if launch.bits == 4 else 1)  # of the scores' integers
+    factors = unit * (np.float32(launch.softmax_scale) * _LOG2E / score_factor)
+    ends = launch.lengths[shares.sequence[segments]][:, None] - launch.T + 1 + token
+    return Queries(integers.swapaxes(1, 2).astype(np.float64), sums * -score_factor, factors, to_device_of(ends, q))
 
 
 def _integers(bits: Any) -> Any:
@@ -63,20 +66,20 @@ def _integers(bits: Any) -> Any:
     return high * 256 + low
 
 
-def _with_zeros(of: AttentionLaunch, integers: Any, zeros: Any) -> Any:
+def _sum_with_zeros(launch: AttentionLaunch, integers: Any, zeros: Any) -> Any:
     """Sum the integers times a key's zeros by channel, in the kernel's order.
 
     Each of four lanes adds up its part of a query, then the lanes' sums are added two by two.
     """
-    words, per_word = of.D * of.bits // 128, 32 // of.bits  # of a lane; integers
-    together = min(words, 4) * per_word  # dims that follow each other
+    words, per_word = launch.D * launch.bits // 128, 32 // launch.bits  # of a lane; integers
+    adjacent = min(words, 4) * per_word  # dims that follow each other
 
     def by_lane(x: Any) -> Any:
         shape = x.shape[:-1]
-        return x.reshape(*shape, -1, 4, together).swapaxes(-3, -2).reshape(*shape, 4, -1)
+        return x.reshape(*shape, -1, 4, adjacent).swapaxes(-3, -2).reshape(*shape, 4, -1)
 
     integers, zeros = by_lane(integers), by_lane(zeros)
     total = np.zeros(integers.shape[:-1], np.float32, like=integers)
     for i in range(integers.shape[-1]):
-        total = of.arithmetic.fma(integers[..., i], zeros[..., i], total)
+        total = launch.arithmetic.fma(integers[..., i], zeros[..., i], total)
     return (total[..., 0] + total[..., 1]) + (total[..., 2] + total[..., 3])

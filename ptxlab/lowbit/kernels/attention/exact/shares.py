@@ -49,27 +49,27 @@ class Shares:
         tiles = ceil_div(lengths, TILE) - begin
         pad = np.where(lengths > 0, np.maximum(EXTRA - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
         units, cost = heads * splits, pad + tiles
-        piece = _piece(cost, units, groups, blocks)
+        piece = _block_share(cost, units, groups, blocks)
 
-        each = np.repeat(np.arange(len(lengths)), units)  # the sequence of each unit
-        start = np.cumsum(cost[each]) - tiles[each]  # where a unit's tiles lie among all costs
-        inside = tiles[each] > 0
-        each, start = each[inside], start[inside]
-        unit = np.tile(np.arange(units), len(lengths))[inside]
-        pieces = np.full(len(each), piece)
+        unit_sequence = np.repeat(np.arange(len(lengths)), units)  # the sequence of each unit
+        start = np.cumsum(cost[unit_sequence]) - tiles[unit_sequence]  # where a unit's tiles lie among all costs
+        has_tiles = tiles[unit_sequence] > 0
+        unit_sequence, start = unit_sequence[has_tiles], start[has_tiles]
+        unit = np.tile(np.arange(units), len(lengths))[has_tiles]
+        pieces = np.full(len(unit_sequence), piece)
         if part:
-            start, pieces = np.zeros_like(start), np.maximum(part, ceil_div(tiles[each], MOST_PARTS))
-        stop = start + tiles[each]
+            start, pieces = np.zeros_like(start), np.maximum(part, ceil_div(tiles[unit_sequence], MOST_PARTS))
+        stop = start + tiles[unit_sequence]
         parts = ceil_div(stop, pieces) - start // pieces
 
-        number = np.repeat(np.arange(len(each)), parts)
+        number = np.repeat(np.arange(len(unit_sequence)), parts)
         first, segment = np.cumsum(parts) - parts, np.arange(len(number))
         piece_at = start[number] // pieces[number] + segment - first[number]
         low = np.maximum(start[number], piece_at * pieces[number])
         high = np.minimum(stop[number], (piece_at + 1) * pieces[number])
         block = segment if part else piece_at
-        count, sequence = high - low, each[number]
-        before = np.cumsum(count) - count  # tiles of the blocks before, and of this block's segments before
+        count, sequence = high - low, unit_sequence[number]
+        tiles_before = np.cumsum(count) - count  # tiles of the blocks before, and of this block's segments before
         of_block = np.searchsorted(block, block)  # its first segment
         return cls(
             sequence=sequence,
@@ -78,16 +78,16 @@ class Shares:
             number=number,
             position=(begin[sequence] + low - start[number]) * TILE,
             tiles=count,
-            turn=(before - before[of_block]) % groups,
+            turn=(tiles_before - tiles_before[of_block]) % groups,
             first=first,
             parts=parts,
         )
 
 
-def _piece(cost: S64, units: int, groups: int, blocks: int) -> int:
+def _block_share(cost: S64, units: int, groups: int, blocks: int) -> int:
     """Compute the cost of one block's work."""
-    most = max(1, int(cost.max(initial=0)))
-    piece = max(groups, min(most // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
-    whole = ceil_div(len(cost) * units, blocks) * most  # whole units alone, where all are alike
-    alike = bool((cost == most).all())
-    return whole if alike and piece <= whole <= piece + SLACK else piece
+    max_cost = max(1, int(cost.max(initial=0)))
+    piece = max(groups, min(max_cost // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
+    whole_units = ceil_div(len(cost) * units, blocks) * max_cost  # whole units alone, where all are alike
+    alike = bool((cost == max_cost).all())
+    return whole_units if alike and piece <= whole_units <= piece + SLACK else piece

@@ -6,8 +6,8 @@ import numpy as np
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention.exact import tokens
-from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, beside
-from ptxlab.lowbit.kernels.attention.exact.queries import Queries, quantized
+from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, to_device_of
+from ptxlab.lowbit.kernels.attention.exact.queries import Queries, quantize_queries
 from ptxlab.lowbit.kernels.attention.exact.shares import Shares
 from ptxlab.lowbit.kernels.attention.sm90 import TILE
 
@@ -30,80 +30,85 @@ class Warps(NamedTuple):
     largest_then: Any
 
 
-def of_segments(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Warps:
+def compute_warps(launch: AttentionLaunch, q: Any, shares: Shares, segments: slice) -> Warps:
     """Compute the state of all warps of n segments, [n · warps, ..]; warps without a tile keep the lowest score."""
-    queries, warp = quantized(of, q, shares, some), np.arange(of.warps)
-    skip = (warp // of.share - shares.turn[some][:, None]) % of.groups
-    count = np.maximum(ceil_div(shares.tiles[some][:, None] - skip, of.groups), 0).ravel()  # tiles of a warp
+    queries, warp = quantize_queries(launch, q, shares, segments), np.arange(launch.warps)
+    skip = (warp // launch.share - shares.turn[segments][:, None]) % launch.groups
+    count = np.maximum(ceil_div(shares.tiles[segments][:, None] - skip, launch.groups), 0).ravel()  # tiles of a warp
     busiest = np.argsort(-count, kind="stable")
-    segment, warp = np.divmod(busiest, of.warps)
-    position = shares.position[some][segment] + warp % of.share * of.config["TOKENS"] + skip.ravel()[busiest] * TILE
-    sequence, head = (beside(array[some][segment], q) for array in (shares.sequence, shares.head))
+    segment, warp = np.divmod(busiest, launch.warps)
+    position = (
+        shares.position[segments][segment]
+        + warp % launch.share * launch.config["TOKENS"]
+        + skip.ravel()[busiest] * TILE
+    )
+    sequence, head = (to_device_of(array[segments][segment], q) for array in (shares.sequence, shares.head))
     busy = [int((count > step).sum()) for step in range(int(count.max()) + 1)]  # warps that have so many tiles and more
 
-    warps = _before(of, len(count), q)
+    warps = _initial_warps(launch, len(count), q)
     for step, n in enumerate(busy[:-1]):
-        mine = Queries(*(array[beside(segment[:n], q)] for array in queries))
-        first = beside(position[:n] + step * of.groups * TILE, q)
-        _tile(of, Warps(*(array[:n] for array in warps)), mine, first, sequence[:n], head[:n])
-        whole = of.promote and (step + 1) % of.promote == 0
-        _promote(of, Warps(*(array[0 if whole else busy[step + 1] : n] for array in warps)), step)
-    in_order = beside(np.argsort(busiest), q)
+        step_queries = Queries(*(array[to_device_of(segment[:n], q)] for array in queries))
+        first = to_device_of(position[:n] + step * launch.groups * TILE, q)
+        _add_tile(launch, Warps(*(array[:n] for array in warps)), step_queries, first, sequence[:n], head[:n])
+        whole = launch.promote and (step + 1) % launch.promote == 0
+        _promote(launch, Warps(*(array[0 if whole else busy[step + 1] : n] for array in warps)), step)
+    in_order = to_device_of(np.argsort(busiest), q)
     return Warps(*(array[in_order] for array in warps))
 
 
-def _before(of: AttentionLaunch, n: int, q: Any) -> Warps:
+def _initial_warps(launch: AttentionLaunch, n: int, q: Any) -> Warps:
     """Return the state of n warps before their first tile."""
-    shapes = (n, of.columns), (n, 8, of.columns), (n, of.D + 1, of.columns)
+    shapes = (n, launch.columns), (n, 8, launch.columns), (n, launch.D + 1, launch.columns)
     largest, weights, accumulators = (np.zeros(shape, np.float32, like=q) for shape in shapes)
     return Warps(largest + _LOWEST, weights, accumulators, accumulators.copy(), largest + _LOWEST)
 
 
-def _tile(of: AttentionLaunch, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
+def _add_tile(launch: AttentionLaunch, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
     """Add the tokens of a warp's tile, from `first` on, to the warp's state, in place."""
-    fma, mul, exp2, mma = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2, of.arithmetic.mma
-    at = first[:, None] + np.arange(of.config["TOKENS"], like=first)
-    read = tokens.read(of, at, sequence, head)
-    score = _scores(of, read, queries, at[..., None])
+    fma, mul, exp2, mma = launch.arithmetic.fma, launch.arithmetic.mul, launch.arithmetic.exp2, launch.arithmetic.mma
+    token = first[:, None] + np.arange(launch.config["TOKENS"], like=first)
+    read = tokens.read(launch, token, sequence, head)
+    score = _scores(launch, read, queries, token[..., None])
 
     # Sums are of the largest score so far. (Where no column of a warp has a larger one, it does not multiply by 1.)
     largest = np.fmax(warps.largest, np.where(np.isnan(score), _LOWEST, score).max(axis=1))
-    less = exp2(warps.largest - largest)[:, None]
-    weights, accumulators = mul(warps.weights, less), mul(warps.accumulators, less)
-    weight, inverse = exp2(score - largest[:, None]), of.arithmetic.reciprocal(read.v_scale)
-    for row in range(0, of.config["TOKENS"], 8):
+    rescale = exp2(warps.largest - largest)[:, None]
+    weights, accumulators = mul(warps.weights, rescale), mul(warps.accumulators, rescale)
+    weight, inverse = exp2(score - largest[:, None]), launch.arithmetic.reciprocal(read.v_scale)
+    for row in range(0, launch.config["TOKENS"], 8):
         eight = slice(row, row + 8)
         weights = fma(weight[:, eight], inverse[:, eight], weights)
     rounded = weight.astype(np.float16)
-    for row in range(0, of.config["TOKENS"], _MMA):
+    for row in range(0, launch.config["TOKENS"], _MMA):
         sixteen = slice(row, row + _MMA)
         accumulators = mma(read.operands[:, sixteen].swapaxes(1, 2), rounded[:, sixteen], accumulators)
     warps.largest[:], warps.weights[:], warps.accumulators[:] = largest, weights, accumulators
 
 
-def _promote(of: AttentionLaunch, warps: Warps, step: int) -> None:
+def _promote(launch: AttentionLaunch, warps: Warps, step: int) -> None:
     """Add what tensor cores have added up, truncating, to sums that round, and begin anew.
 
     `step` counts tiles: the first time there is nothing to add to.
     """
     sums = warps.accumulators.copy()
-    if of.bits == 4:
-        words = sums[:, : of.D].reshape(-1, of.D // 8, 2, 4, of.columns)  # high nibbles have the low ones with them
-        words[:, :, 1] = of.arithmetic.sub(words[:, :, 1], words[:, :, 0])
-        sums[:, : of.D] = words.reshape(-1, of.D, of.columns)
-    if of.promote and step >= of.promote:
-        less = of.arithmetic.exp2(warps.largest_then - warps.largest)[:, None]
-        sums = of.arithmetic.fma(warps.sums, less, sums)
+    if launch.bits == 4:
+        # High nibbles have been multiplied with the low ones of their bytes, whose sums are taken off.
+        words = sums[:, : launch.D].reshape(-1, launch.D // 8, 2, 4, launch.columns)
+        words[:, :, 1] = launch.arithmetic.sub(words[:, :, 1], words[:, :, 0])
+        sums[:, : launch.D] = words.reshape(-1, launch.D, launch.columns)
+    if launch.promote and step >= launch.promote:
+        rescale = launch.arithmetic.exp2(warps.largest_then - warps.largest)[:, None]
+        sums = launch.arithmetic.fma(warps.sums, rescale, sums)
     warps.sums[:], warps.largest_then[:], warps.accumulators[:] = sums, warps.largest, 0
 
 
-def _scores(of: AttentionLaunch, read: tokens.Tokens, queries: Queries, token: Any) -> Any:
+def _scores(launch: AttentionLaunch, read: tokens.Tokens, queries: Queries, token: Any) -> Any:
     """Compute scores f32 [n, tokens, C] in base 2, plus the logarithm of the value's scale; -inf for unseen tokens."""
-    fma, sums, factors, ends = of.arithmetic.fma, *(array[:, None] for array in queries[1:])
-    score = (read.keys @ queries.integers * (16 if of.bits == 4 else 1)).astype(np.float32)  # of exact sums
-    score = score + sums if of.by_channel else of.arithmetic.mul(fma(read.k_zero, sums, score), read.k_scale)
-    score = fma(score, factors, of.arithmetic.log2(read.v_scale))
+    fma, sums, factors, ends = launch.arithmetic.fma, *(array[:, None] for array in queries[1:])
+    score = (read.keys @ queries.integers * (16 if launch.bits == 4 else 1)).astype(np.float32)  # of exact sums
+    score = score + sums if launch.by_channel else launch.arithmetic.mul(fma(read.k_zero, sums, score), read.k_scale)
+    score = fma(score, factors, launch.arithmetic.log2(read.v_scale))
     seen = token < ends
-    if of.window:
-        seen = seen & (token >= ends - of.window)
+    if launch.window:
+        seen = seen & (token >= ends - launch.window)
     return np.where(seen, score, np.float32(-np.inf))

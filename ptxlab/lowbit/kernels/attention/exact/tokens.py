@@ -24,9 +24,9 @@ class Tokens(NamedTuple):
     v_scale: Any
 
 
-def read(of: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
+def read(launch: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
     """Read tokens s64 [n, tokens] of sequences and kv heads [n]; beyond the end scales are 1, and zeros 0."""
-    cache = of.cache
+    cache = launch.cache
     length = cache.lengths[sequence].astype(np.int64)[:, None]
     place = np.minimum(token, length - 1)
     page, offset = cache.block_table[sequence[:, None], place // cache.page_size], place % cache.page_size
@@ -41,18 +41,18 @@ def read(of: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
             scale, zero = (np.where(token < length, pairs[..., i], x) for i, x in enumerate((scale, zero)))
         constants.append((scale, zero))
     (k_scale, k_zero), (v_scale, v_zero) = constants
-    keys = unpack_u4(as_words(raw[0])) if of.bits == 4 else raw[0].view(np.int8 if of.signed else np.uint8)
-    zeros = np.ones_like(v_zero) if of.by_channel else v_zero  # by channel they are the sum of the weights
-    operands = np.concatenate([_operands(of, raw[1]), zeros[..., None]], axis=-1)
+    keys = unpack_u4(as_words(raw[0])) if launch.bits == 4 else raw[0].view(np.int8 if launch.signed else np.uint8)
+    zeros = np.ones_like(v_zero) if launch.by_channel else v_zero  # by channel they are the sum of the weights
+    operands = np.concatenate([_operands(launch, raw[1]), zeros[..., None]], axis=-1)
     scales = (x[..., None].astype(np.float32) for x in (k_scale, k_zero, v_scale))
     return Tokens(keys.astype(np.float64), operands, *scales)
 
 
-def _operands(of: AttentionLaunch, raw: Any) -> Any:
+def _operands(launch: AttentionLaunch, bytes_of_values: Any) -> Any:
     """Convert values to FP16 subnormals: 8 bits without a sign; 4 bits as low nibbles, and high ones in their bytes."""
-    if of.bits == 8:
-        integers = raw ^ np.uint8(0x80) if of.signed else raw
+    if launch.bits == 8:
+        integers = bytes_of_values ^ np.uint8(0x80) if launch.signed else bytes_of_values
     else:
-        words = raw.reshape(*raw.shape[:-1], -1, 4)
-        integers = np.stack([words & np.uint8(0x0F), words], axis=-2).reshape(*raw.shape[:-1], -1)
+        words = bytes_of_values.reshape(*bytes_of_values.shape[:-1], -1, 4)
+        integers = np.stack([words & np.uint8(0x0F), words], axis=-2).reshape(*bytes_of_values.shape[:-1], -1)
     return integers.astype(np.uint16).view(np.float16)
