@@ -8,7 +8,7 @@ import pytest
 import ptxlab
 from ptxlab.debugger import Commands, DebuggerError, Session
 from ptxlab.debugger.variables import constant, template_arguments
-from tests.support.emulated import line_of
+from tests.support.small_kernels import line_of
 
 TEXT = """
 #define WIDTH (ROWS * 8)  // columns

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from ptxlab import emulator, runtime
 from ptxlab.debugger import DebuggerError, Session, State
 from ptxlab.errors import ArgumentError, MemoryFault
-from tests.support.debugged import COUNT, SCALE, loaded, scaled, session
-from tests.support.emulated import HEADER, line_of
+from tests.support.debug_sessions import COUNT, SCALE, load_text, start_scale_session, start_session
+from tests.support.small_kernels import HEADER, line_of
 
 
 @pytest.fixture
 def scale() -> Iterator[Session]:
-    with scaled() as made:
+    with start_scale_session() as made:
         yield made
 
 
@@ -67,7 +67,7 @@ def test_opcodes_and_instructions(scale: Session) -> None:
 
 def test_a_step_follows_one_warp_or_all() -> None:
     """Warp 1 leaves the loop at once, so its next line is behind it; anyone's next one is in it."""
-    with session(COUNT, np.zeros(1, np.uint32), 3, block=64, checks="") as count:
+    with start_session(COUNT, np.zeros(1, np.uint32), 3, block=64, checks="") as count:
         count.stop_at("bra")
         count.go_on()
         count.look_at(0, 32)
@@ -104,7 +104,7 @@ def test_backwards_is_the_same_state(scale: Session) -> None:
 @given(st.lists(st.sampled_from(["step", "instruction", "anyone", "back", "back all", "go on", "rewind"]), max_size=8))
 def test_any_way_to_a_moment_finds_the_same(moves: list[str]) -> None:
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    with scaled() as scale:
+    with start_scale_session() as scale:
         scale.stop_at("setp")
         acts = {"step": scale.step, "instruction": lambda: scale.step("instruction"),
                 "anyone": lambda: scale.step("instruction", everyone=True), "back": scale.back,
@@ -124,25 +124,27 @@ def test_a_nan_and_the_operands_it_came_from() -> None:
     x = np.full(64, 3, np.float32)
     x[37] = 0  # of thread 58, by way of the turn
     text = SCALE.replace("sub.f32 %d, %w, 0f40400000", "mul.f32 %d, %w, 0f00000000")
-    with session(text, x, np.zeros(64, np.float32), np.float32(0), block=64) as scale:
+    with start_session(text, x, np.zeros(64, np.float32), np.float32(0), block=64) as scale:
         scale.step()
         before = here(scale)
         scale.stop_at("nan")
         assert here(scale) == before
         stop = scale.go_on()
         assert (stop.moment.findings[0].kind, stop.moment.findings[0].thread) == ("nan", (58, 0, 0))
-        assert stop.moment.after and line(scale) == line_of(text, "div.rn") and scale.focus == (0, 58)
+        assert stop.moment.is_after and line(scale) == line_of(text, "div.rn") and scale.focus == (0, 58)
         assert np.isnan(lanes(scale, "%w")[58 % 32])
         scale.back("instruction")
         assert not stop.ended and (lanes(scale, "%w")[58 % 32], lanes(scale, "%d")[58 % 32]) == (0, 0)
         scale.go_on()
-        assert scale.now.moment.after  # the same again
+        assert scale.now.moment.is_after  # the same again
 
 
 def test_any_finding_but_not_of_floats_unasked() -> None:
     """Without the barrier there is a race; the division by 0 makes an infinity, which `finding` does not mean."""
     text = SCALE.replace("bar.sync 0;", "").replace("xor.b32 %turned, %at, 124", "xor.b32 %turned, %at, 252")
-    with session(text, np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.float32(0), block=64) as scale:
+    with start_session(
+        text, np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.float32(0), block=64
+    ) as scale:
         scale.stop_at("infinity")
         scale.forget(1)
         scale.stop_at("finding")
@@ -157,7 +159,7 @@ def test_any_finding_but_not_of_floats_unasked() -> None:
 
 def test_a_fault_stops_where_it_is_and_ends_the_launch() -> None:
     x = np.zeros(32, np.float32)
-    with session(SCALE, x, np.zeros(16, np.float32), np.float32(0)) as scale:
+    with start_session(SCALE, x, np.zeros(16, np.float32), np.float32(0)) as scale:
         stop = scale.go_on()
         assert stop.reason == "error" and isinstance(stop.moment.error, MemoryFault) and not stop.ended
         assert line(scale) == line_of(SCALE, "st.global")
@@ -167,7 +169,7 @@ def test_a_fault_stops_where_it_is_and_ends_the_launch() -> None:
 
 
 def test_a_deadlock_leaves_the_state() -> None:
-    with session(f"{HEADER}.visible .entry k() {{ .reg .b32 %r; mov.u32 %r, 7; bar.sync 0, 64; ret; }}") as stuck:
+    with start_session(f"{HEADER}.visible .entry k() {{ .reg .b32 %r; mov.u32 %r, 7; bar.sync 0, 64; ret; }}") as stuck:
         stop = stuck.go_on()
         assert stop.ended and "deadlock" in str(stop.moment.error)
         assert lanes(stuck, "%r").tolist() == [7] * 32
@@ -175,7 +177,7 @@ def test_a_deadlock_leaves_the_state() -> None:
 
 def test_the_callers_arrays_stay() -> None:
     x, y = np.arange(128, dtype=np.float32), np.zeros(128, np.float32)
-    with session(SCALE, x, y, np.float32(1), block=128) as scale:
+    with start_session(SCALE, x, y, np.float32(1), block=128) as scale:
         assert scale.go_on().ended and lanes(scale, "y").any()
     assert not y.any()
 
@@ -184,7 +186,7 @@ def test_one_wave_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of a later wave is not there before its turn; then it has a state of its own."""
     monkeypatch.setattr(emulator.launch, "WAVE_LANES", 64)
     text = COUNT.replace("mov.u32 %i, 0", "mov.u32 %i, %ctaid.x").replace("setp.lt", "setp.eq")
-    with session(text, np.zeros(1, np.uint32), 99, block=64, grid=3, checks="") as count:
+    with start_session(text, np.zeros(1, np.uint32), 99, block=64, grid=3, checks="") as count:
         count.look_at(2, 5)
         with pytest.raises(DebuggerError, match="runs in another wave"):
             State(count)
@@ -209,7 +211,7 @@ def test_a_race_that_does_not_matter_is_passed_over() -> None:
     text = f"{HEADER}.visible .entry k(.param .u64 out) {{\n{body}\n}}"
     out = np.zeros(1, np.uint32)
     assert not runtime.load(text)(out.copy(), grid=1, block=64, backend="emulator", checks=["race"]).findings
-    with session(text, out, block=64, checks="race") as kernel:
+    with start_session(text, out, block=64, checks="race") as kernel:
         kernel.stop_at("race")
         kernel.stop_at("mov.u32")
         stops = [kernel.go_on().moment.key for _ in range(2)]
@@ -224,7 +226,7 @@ def test_the_groups_of_mma_come_one_by_one() -> None:
     mma = "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {{{}}}, {{%a0, %a0}}, {{%b0}}, {{{}}};"
     first, second = ", ".join(f"%c{i}" for i in range(4)), ", ".join(f"%c{i}" for i in range(4, 8))
     body = "\n".join([header, mma.format(first, first), mma.format(second, second), "ret;"])
-    with session(f"{HEADER}.visible .entry k() {{\n{body}\n}}") as kernel:
+    with start_session(f"{HEADER}.visible .entry k() {{\n{body}\n}}") as kernel:
         kernel.stop_at("mma")
         kernel.go_on()
         kernel.step()
@@ -257,7 +259,7 @@ def test_without_a_debugger_nothing_is_watched() -> None:
         return []
 
     def launch() -> None:
-        loaded(COUNT)(np.zeros(1, np.uint32), 3, grid=1, block=32, backend="emulator")
+        load_text(COUNT)(np.zeros(1, np.uint32), 3, grid=1, block=32, backend="emulator")
 
     with emulator.watched(attach):
         launch()
@@ -267,7 +269,7 @@ def test_without_a_debugger_nothing_is_watched() -> None:
 
 def test_a_call_of_two_kernels() -> None:
     """The moments of both count on; a breakpoint in one is none in the other."""
-    first, second = loaded(COUNT, "first.ptx"), loaded(SCALE, "second.ptx")
+    first, second = load_text(COUNT, "first.ptx"), load_text(SCALE, "second.ptx")
 
     def call() -> None:
         first(np.zeros(1, np.uint32), 2, grid=1, block=32, backend="emulator")
@@ -326,7 +328,7 @@ def test_what_cannot_be_done(scale: Session) -> None:
 
 def test_a_warp_that_has_ended() -> None:
     text = COUNT.replace("@%second bra DONE", "@%second ret")
-    with session(text, np.zeros(1, np.uint32), 5, block=64, checks="") as count:
+    with start_session(text, np.zeros(1, np.uint32), 5, block=64, checks="") as count:
         count.stop_at("add")
         count.go_on()
         count.look_at(0, 40)
@@ -337,11 +339,11 @@ def test_a_warp_that_has_ended() -> None:
 
 def test_a_launch_that_is_refused_is_no_session() -> None:
     with pytest.raises(ArgumentError, match="2 arguments"):
-        session(COUNT, np.zeros(1, np.uint32))
+        start_session(COUNT, np.zeros(1, np.uint32))
     with pytest.raises(ArgumentError, match="block: has at most 1024 threads"):
-        session(COUNT, np.zeros(1, np.uint32), 3, block=2000)
+        start_session(COUNT, np.zeros(1, np.uint32), 3, block=2000)
     with pytest.raises(DebuggerError, match="the call has launched nothing in the emulator"):
-        Session(lambda: None, loaded(COUNT))
+        Session(lambda: None, load_text(COUNT))
 
 
 # Lines of k.cu: 2 has two instructions, around those of a function inlined from it, which itself inlines another.
@@ -383,7 +385,7 @@ def frames(session: Session) -> tuple[int, ...]:
 
 
 def test_a_line_stops_once_where_its_instructions_begin() -> None:
-    with session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
+    with start_session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
         kernel.stop_at("k.cu:2")
         kernel.stop_at("k.cu:9")
         stops = [kernel.go_on().moment.instruction.text for _ in range(6)]
@@ -399,13 +401,13 @@ def test_a_line_stops_once_where_its_instructions_begin() -> None:
     ],
 )
 def test_a_step_by_calls_stays_out_of_functions(unit: str, visited: list[tuple[int, ...]]) -> None:
-    with session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
+    with start_session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
         seen = [frames(kernel), *(kernel.step(unit) and frames(kernel) for _ in visited[1:])]
         assert seen == visited
 
 
 def test_a_step_by_calls_within_a_function_comes_back_to_its_caller() -> None:
-    with session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
+    with start_session(INLINED, np.zeros(1, np.uint32), checks="") as kernel:
         kernel.stop_at("k.cu:7")
         kernel.go_on()
         seen = [kernel.step("call") and frames(kernel) for _ in range(3)]
@@ -431,7 +433,7 @@ OTHER:
     mov.u32 %a, 3;
 DONE:
     ret; }}"""
-    with session(text, block=64, checks="") as kernel:
+    with start_session(text, block=64, checks="") as kernel:
         kernel.stop_at("k.cu:5")
         assert kernel.go_on().moment.warps.tolist() == [0]
         kernel.forget(1)
@@ -448,7 +450,7 @@ def test_blocks_and_threads_are_numbered_with_x_fastest() -> None:
         @!%q ret;
         st.global.u32 [%o+400], %x;
         ret; }}"""
-    with session(text, np.zeros(1, np.uint32), grid=(3, 2), block=(16, 4), checks="") as kernel:
+    with start_session(text, np.zeros(1, np.uint32), grid=(3, 2), block=(16, 4), checks="") as kernel:
         kernel.stop_at("st.global")
         kernel.go_on()
         assert kernel.focus == (4, 48)

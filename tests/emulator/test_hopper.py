@@ -8,7 +8,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.hardware.fragments import wgmma_d
 from tests.support.axes import both_modes
-from tests.support.emulated import cuda, run, told
+from tests.support.small_kernels import cuda_to_ptx, findings_or_error, run_text
 from tests.support.wgmma import cores
 
 STEPS, N = 7, 16
@@ -73,9 +73,18 @@ def outcome(source: str, mode: str, seed: int = 0) -> tuple[bool, list[str]]:
     """Run the kernel; return whether the product is right, and the findings."""
     out = np.zeros((128, N // 2), np.uint32)
     images = [np.concatenate([cores(step) for step in matrix]) for matrix in (A, B)]
-    result = run(cuda(source, "compute_90a"), *images, out, np.int32(STEPS), threads=160, checks=emulator.CHECKS,
-                 mode=mode, seed=seed, max_steps=100_000)  # fmt: skip
-    return np.array_equal(wgmma_d(N).gather(out, np.int32), TRUTH), [str(finding) for finding in result.findings]
+    run = run_text(
+        cuda_to_ptx(source, "compute_90a"),
+        *images,
+        out,
+        np.int32(STEPS),
+        threads=160,
+        checks=emulator.CHECKS,
+        mode=mode,
+        seed=seed,
+        max_steps=100_000,
+    )
+    return np.array_equal(wgmma_d(N).gather(out, np.int32), TRUTH), [str(finding) for finding in run.findings]
 
 
 @pytest.mark.smoke
@@ -108,5 +117,5 @@ def test_it_is_right_and_clean(mode):
 @both_modes
 def test_no_step_can_be_left_out(step, said, mode):
     assert SOURCE.count(step) == 1
-    found = told(lambda: outcome(SOURCE.replace(step, ""), mode)[1])
+    found = findings_or_error(lambda: outcome(SOURCE.replace(step, ""), mode)[1])
     assert re.search(said, found)

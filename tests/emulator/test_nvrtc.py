@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from tests.support.emulated import cuda
+from tests.support.small_kernels import cuda_to_ptx
 
 GRID_BARRIER = r"""
 __device__ unsigned arrived;
@@ -23,7 +23,7 @@ extern "C" __global__ void meet(int* y) {
 
 def test_as_many_blocks_wait_for_each_other_as_an_h200_has_sms():
     y = np.zeros(132 * 512, np.int32)
-    emulator.run(cuda(GRID_BARRIER), None, [y], grid=132, block=512, max_steps=20_000)
+    emulator.run(cuda_to_ptx(GRID_BARRIER), None, [y], grid=132, block=512, max_steps=20_000)
     assert (y == 132).all()
 
 
@@ -91,7 +91,7 @@ extern "C" __global__ void last_block(const int* x, int* partial, int* sum) {
 
 @pytest.fixture(scope="module")
 def module():
-    return emulator.parse(cuda(SOURCE), "k.ptx")
+    return emulator.parse(cuda_to_ptx(SOURCE), "k.ptx")
 
 
 def run(module, entry, *args, grid=1, block=32, **more):
@@ -133,7 +133,7 @@ def test_64_bit_division(module):
 
 
 def test_struct_by_value():
-    text = cuda('struct S { int n; float s; int t[4]; };\nextern "C" __global__ void k(S p, float* y)'
+    text = cuda_to_ptx('struct S { int n; float s; int t[4]; };\nextern "C" __global__ void k(S p, float* y)'
                 "{ int i = threadIdx.x; if (i < p.n) y[i] = p.s * i + p.t[i & 3]; }")  # fmt: skip
     y = np.zeros(32, np.float32)
     struct = np.int32(20).tobytes() + np.float32(0.5).tobytes() + np.array([10, 20, 30, 40], np.int32).tobytes()
@@ -184,7 +184,7 @@ def test_libraries_of_cuda():
     """The compiler's own arithmetic, functions and tables: argument reduction of sin calls a function, switch jumps."""
     x = np.random.default_rng(4).standard_normal(32).astype(np.float32) * 3
     y, z, w = np.zeros((5, 32), np.float32), np.zeros((4, 32)), np.zeros(32, np.uint32)
-    run(emulator.parse(cuda(MATHS)), "k", x, y, z, w)
+    run(emulator.parse(cuda_to_ptx(MATHS)), "k", x, y, z, w)
     wide = x.astype(np.float64)
     large = (x * np.float32(1e6)).astype(np.float64)
     # within 2 units in the last place, which is what CUDA promises for these functions
@@ -218,7 +218,7 @@ def test_functions_of_the_headers_for_halves(kind, arch):
     """Their inline assembly declares registers without blanks. To 2 units in the last place."""
     one, two, bits = ("__half", "__half2", 10) if kind == "fp" else ("__nv_bfloat16", "__nv_bfloat162", 7)
     text = HALVES.format(kind=kind, one=one, two=two) + "".join(f"ALL({name})\n" for name in HALF)
-    module = emulator.parse(cuda(text, arch))
+    module = emulator.parse(cuda_to_ptx(text, arch))
     x = np.linspace(0.1, 3, 64, dtype=np.float32)
     x = x.astype(np.float16) if kind == "fp" else (x.view(np.uint32) >> 16).astype(np.uint16)
     numbers = x.astype(np.float64) if kind == "fp" else (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

@@ -17,10 +17,10 @@ from ptxlab.emulator import EmulatorOptions, OptionKeywords
 from ptxlab.emulator.options import KINDS
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.runtime.schedules import CHECK
-from tests.support.emulated import kernel, record_options
+from tests.support.small_kernels import kernel_text, record_options
 
 GUIDE = Path(__file__).parents[2] / "notebooks" / "guide"
-TEXT = kernel("bar.sync 0; ret;", ".param .u64 x")
+TEXT = kernel_text("bar.sync 0; ret;", ".param .u64 x")
 SOURCE = ptxlab.Source.from_text(TEXT, "k.ptx")
 (BARRIER,) = emulator.statements_of(emulator.parse(TEXT, "k.ptx").entries["k"])
 SPEC = ptxlab.KernelSpec(

@@ -8,7 +8,7 @@ import pytest
 
 from ptxlab.emulator.front import refusals
 from ptxlab.errors import SourceError, UnknownInstruction
-from tests.support.emulated import kernel, run
+from tests.support.small_kernels import kernel_text, run_text
 
 PAGE = Path(__file__).parents[2] / "notebooks/guide/emulator.md"
 ROWS = re.findall(r"^\| (.+ not emulated)(?: \(.+\))? \| `(.+;)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -23,4 +23,4 @@ def test_the_guide_lists_every_reason() -> None:
 @pytest.mark.parametrize(("reason", "example"), ROWS, ids=[example.split()[0] for _, example in ROWS])
 def test_an_example_is_refused(reason: str, example: str) -> None:
     with pytest.raises((UnknownInstruction, SourceError), match=re.escape(reason)):
-        run(kernel(example, outside=".func again { call again; ret; }"), np.zeros(1))
+        run_text(kernel_text(example, outside=".func again { call again; ret; }"), np.zeros(1))

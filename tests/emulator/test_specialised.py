@@ -10,20 +10,20 @@ from ptxlab import emulator
 from ptxlab.hardware.fragments import wgmma_d
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
-from tests.support import specialised
+from tests.support import specialised_gemm
 from tests.support.axes import both_modes
-from tests.support.emulated import told
+from tests.support.small_kernels import findings_or_error
 
 
 def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, tokens: int = 40, channels: int = 128,
             depth: int = 512, blocks: int = 2, backend: str = "emulator") -> tuple[bool, list[str]]:  # fmt: skip
     """Run the GEMM; return whether the product is right, and the findings."""
-    args, right, _ = specialised.problem(seed, tokens, channels, depth)
+    args, right, _ = specialised_gemm.problem(seed, tokens, channels, depth)
     kernel = ptxlab.load(Source.from_text(source, "gemm.cu"), arch="sm_90a")
-    launch = Launch((blocks, 1, 1), (specialised.THREADS, 1, 1), specialised.SHARED_BYTES, (2, 1, 1))
+    launch = Launch((blocks, 1, 1), (specialised_gemm.THREADS, 1, 1), specialised_gemm.SHARED_BYTES, (2, 1, 1))
     result = kernel.launch(args, launch, backend=backend, checks=checks, mode=mode, seed=seed)
-    registers = args[2].reshape(-1, specialised.ACC, 2, 128).transpose(0, 2, 3, 1)
-    sums = wgmma_d(specialised.BM).gather(np.ascontiguousarray(registers), np.int32)
+    registers = args[2].reshape(-1, specialised_gemm.ACC, 2, 128).transpose(0, 2, 3, 1)
+    sums = wgmma_d(specialised_gemm.BM).gather(np.ascontiguousarray(registers), np.int32)
     return np.array_equal(sums.reshape(right.shape), right), [str(f) for f in (result.findings if result else ())]
 
 
@@ -33,7 +33,7 @@ def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, to
 def test_it_is_right_and_clean(blocks: int, mode: str) -> None:
     for seed, (tokens, channels, depth) in enumerate([(19, 256, 768), (40, 128, 512), (1, 384, 256)]):
         sizes = {"tokens": tokens, "channels": channels, "depth": depth}
-        assert outcome(specialised.SOURCE, mode, seed, blocks=blocks, **sizes) == (True, [])
+        assert outcome(specialised_gemm.SOURCE, mode, seed, blocks=blocks, **sizes) == (True, [])
 
 
 BOX = r"cp\.async\.bulk\.tensor\.2d"
@@ -46,7 +46,7 @@ ENDED = r"shared memory of block \(\d,0,0\), which (may have|has) ended"
 @pytest.mark.parametrize("blocks", [2, 8, 132])
 def test_hardware_agrees(blocks: int) -> None:
     sizes = {"tokens": 301, "channels": 1024, "depth": 4096}
-    assert outcome(specialised.SOURCE, "early", blocks=blocks, backend="gpu", **sizes) == (True, [])
+    assert outcome(specialised_gemm.SOURCE, "early", blocks=blocks, backend="gpu", **sizes) == (True, [])
 
 
 FENCE = 'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
@@ -126,6 +126,6 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_found(mistake: str, mode: str) -> None:
     step, instead, said = MISTAKES[mistake]
-    assert specialised.SOURCE.count(step) == 1
-    found = told(lambda: outcome(specialised.SOURCE.replace(step, instead), mode)[1])
+    assert specialised_gemm.SOURCE.count(step) == 1
+    found = findings_or_error(lambda: outcome(specialised_gemm.SOURCE.replace(step, instead), mode)[1])
     assert re.search(said, found), found or "nothing"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import UnknownInstruction
-from tests.support.emulated import kernel, run
+from tests.support.small_kernels import kernel_text, run_text
 
 FORMS = """
 add.lo.u32 %r1, %r2, %r3
@@ -55,4 +55,4 @@ OPERANDS = "{%r1, %r2, %r3, %r4}, {%r5, %r6, %r7, %r8}, {%r9, %r10}, {%r1, %r2, 
 )
 def test_other_forms_are_unknown(form: str) -> None:
     with pytest.raises(UnknownInstruction):
-        run(kernel(f"{form};"), np.zeros(1))
+        run_text(kernel_text(f"{form};"), np.zeros(1))

@@ -6,7 +6,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator import CHECKS, Ran, needs_of, statements_of
 from ptxlab.errors import EmulationError
-from tests.support.emulated import COPY_PROLOGUE, STORE, cuda, kernel, line_of, run
+from tests.support.small_kernels import COPY_PROLOGUE, STORE, cuda_to_ptx, kernel_text, line_of, run_text
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 PREPARE = "shl.b32 %r7, %r0, 3; add.u32 %r7, %r6, %r7; mov.u64 %x9, 5;\n"
@@ -40,7 +40,7 @@ bar.sync 1;
 
 def needs(body: str, seeds: int = 2) -> dict[str, tuple[str, bool]]:
     """Return (why, whether another one does its work) of each statement that was tried, by its source line."""
-    text = kernel(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
+    text = kernel_text(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     module = emulator.parse(text, "k.ptx")
 
     def attempt(mode, seed, without) -> Ran:
@@ -87,7 +87,7 @@ def test_one_line_of_cuda_is_one_statement():
         }
         y[threadIdx.x] = sum;
     }"""
-    module = emulator.parse(cuda(source, "compute_80"), "k.ptx")
+    module = emulator.parse(cuda_to_ptx(source, "compute_80"), "k.ptx")
     (entry,) = module.entries.values()
     barriers = [i for i in entry.instructions if i.opcode.startswith("bar")]
     assert len(barriers) >= 5 and len(statements_of(entry)) == len({(i.path, i.line) for i in barriers})
@@ -100,11 +100,11 @@ def test_the_kernel_itself_has_to_be_right():
 
 def test_an_error_is_a_need():
     """An error, and another result; the first schedule that shows it ends the search."""
-    text = kernel("mov.u32 %s, 1;\nbar.sync 0;\n" + STORE)
+    text = kernel_text("mov.u32 %s, 1;\nbar.sync 0;\n" + STORE)
     (barrier,) = statements_of(emulator.parse(text, "k.ptx").entries["k"])
     assert (barrier.line, barrier.is_tried, str(barrier)) == (line_of(text, "bar"), True, "k.ptx:9: `bar.sync`")
     out = np.zeros(32, np.uint32)
-    assert run(text, out, without=[barrier]).steps == run(text, out).steps and (out == 1).all()
+    assert run_text(text, out, without=[barrier]).steps == run_text(text, out).steps and (out == 1).all()
 
     def attempt(mode, seed, without) -> Ran:
         if without:

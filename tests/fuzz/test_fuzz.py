@@ -92,7 +92,7 @@ def test_products_of_halves_have_the_model_of_the_hardware(monkeypatch: pytest.M
     """The emulator adds up exactly, so that it differs from the model unless it computes by it."""
     program = next(p for n in range(9) if (p := examine.build(3, n, "mma_roundings")).slots[0].expected is not None)
     assert compare(program, rows := slots_of(program), rows, models=True).differences
-    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    tensor_cores.patch_emulator(hopper_mma, monkeypatch)
     rows = slots_of(program)
     assert not compare(program, rows, rows, models=True).differences
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support import boxes, mma_words, wgmma, wmma
+from tests.support import mma_words, tensor_copies, wgmma, wmma
 
 RECORDED = Path(__file__).parent / "forms.npz"
 
@@ -22,7 +22,7 @@ def _wgmma(case: str, type_name: str, d: str, b_type: str, backend: str) -> np.n
 
 
 def _wmma(form: tuple[str, str, str], layouts: tuple[str, str, str], backend: str) -> np.ndarray:
-    return wmma.multiplied(*form, layouts, backend)[0]
+    return wmma.run_wmma(*form, layouts, backend)[0]
 
 
 def _words(function: Callable[..., tuple[np.ndarray, np.ndarray]], *form: str) -> Form:
@@ -31,18 +31,18 @@ def _words(function: Callable[..., tuple[np.ndarray, np.ndarray]], *form: str) -
 
 def _moved(axes: int, back: str, backend: str) -> np.ndarray:
     """Move a box that ends behind the array on its first axes."""
-    place = (*(size - 1 for size in boxes.SHAPES[axes][:-1]), boxes.SHAPES[axes][-1] - 4)
-    return boxes.move(axes, place, back, backend)[1]
+    place = (*(size - 1 for size in tensor_copies.SHAPES[axes][:-1]), tensor_copies.SHAPES[axes][-1] - 4)
+    return tensor_copies.move_box(axes, place, back, backend)[1]
 
 
 def _reduced(reduction: tuple, backend: str) -> np.ndarray:
-    return boxes.reduce(*reduction, backend)[0].view(np.uint8)
+    return tensor_copies.reduce(*reduction, backend)[0].view(np.uint8)
 
 
 def _brought(swizzle: int, backend: str) -> np.ndarray:
     """Bring two boxes of bytes, the second partly in front of the matrix."""
     width = swizzle or 48
-    return boxes.bring(boxes.ARRAY, (16, width), swizzle, 55, 0, 1024, 1, backend)[0]
+    return tensor_copies.load_boxes(tensor_copies.ARRAY, (16, width), swizzle, 55, 0, 1024, 1, backend)[0]
 
 
 def forms() -> dict[str, Form]:
@@ -60,14 +60,14 @@ def forms() -> dict[str, Form]:
         for layouts in wmma.LAYOUTS:
             found[f"wmma {' '.join(form)} {layouts[0]}"] = partial(_wmma, form, layouts)
     for shape in mma_words.F64:
-        found[f"mma f64 {shape}"] = _words(mma_words.f64, shape)
+        found[f"mma f64 {shape}"] = _words(mma_words.run_f64, shape)
     for shape, op in mma_words.BITS:
-        found[f"mma b1 {shape} {op}"] = _words(mma_words.bits, shape, op)
-    for axes in boxes.SHAPES:
-        found[f"tensor store {axes}d"] = partial(_moved, axes, boxes.STORE)
-        found[f"tensor reduction {axes}d"] = partial(_moved, axes, boxes.REDUCE)
+        found[f"mma b1 {shape} {op}"] = _words(mma_words.run_bits, shape, op)
+    for axes in tensor_copies.SHAPES:
+        found[f"tensor store {axes}d"] = partial(_moved, axes, tensor_copies.STORE)
+        found[f"tensor reduction {axes}d"] = partial(_moved, axes, tensor_copies.REDUCE)
     for swizzle in (0, 32, 64, 128):
         found[f"tensor load swizzle {swizzle}"] = partial(_brought, swizzle)
-    for reduction in boxes.REDUCTIONS:
+    for reduction in tensor_copies.REDUCTIONS:
         found[f"bulk reduction {reduction[0]}"] = partial(_reduced, reduction)
     return found

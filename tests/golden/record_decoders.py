@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.small_models import CONFIGS, some_tokens, write_folder
+from tests.support.small_models import CONFIGS, random_tokens, write_folder
 
 PATH = Path(__file__).with_name("decoders.npz")
 
@@ -31,7 +31,7 @@ def record() -> None:
     recorded: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for family in CONFIGS:
-            logits, perplexity = by_transformers(write_folder(Path(folder) / family, family), some_tokens())
+            logits, perplexity = by_transformers(write_folder(Path(folder) / family, family), random_tokens())
             recorded |= {f"{family}.logits": logits[0, :, ::10], f"{family}.perplexity": perplexity}
     np.savez_compressed(PATH, **recorded)
 

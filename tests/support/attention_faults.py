@@ -33,34 +33,34 @@ class Problem:
 
     Attributes:
         q: f16 [1, 1, Hq, D].
-        cache: of the sequence; its pool has, behind its pages, `swapped` and `lasts`.
+        cache: of the sequence; its pool has, behind its pages, `swapped` and `other_last_pages`.
         swapped: pages of the sequence of which there is one with the integers of keys and values swapped.
         swaps: where those are in the pool.
-        lasts: where pages with another last token are.
+        other_last_pages: where pages with another last token are.
     """
 
     q: np.ndarray
     cache: KVCache
     swapped: np.ndarray
     swaps: np.ndarray
-    lasts: np.ndarray
+    other_last_pages: np.ndarray
 
     @property
     def length(self) -> int:
         return int(self.cache.lengths[0])
 
     @property
-    def whole(self) -> int:
-        """Pages that are full."""
+    def full_pages(self) -> int:
+        """Number of full pages."""
         return self.length // PAGE
 
-    def right(self, draws: int = DRAWS) -> Draws:
+    def unchanged(self, draws: int = DRAWS) -> Draws:
         return Draws(np.repeat(self.cache.block_table, draws, axis=0), np.repeat(self.cache.lengths, draws))
 
-    def with_other_lasts(self) -> Draws:
-        """Return the right draws, each with another last token."""
-        draws = self.right()
-        draws.table[:, -1] = np.resize(self.lasts, DRAWS)
+    def with_other_last_tokens(self) -> Draws:
+        """Return the unchanged draws, each with another last token."""
+        draws = self.unchanged()
+        draws.table[:, -1] = np.resize(self.other_last_pages, DRAWS)
         return draws
 
 
@@ -68,52 +68,54 @@ def problem(data: kvdata.Data, heads: tuple[int, int], length: int, spare: int =
     """Make a problem with `spare` pages whose keys and values are swapped, and as many with another last token."""
     rng, (Hq, Hkv) = np.random.default_rng(seed), heads
     pages = ceil_div(length, PAGE)
-    own = kvdata.random_pages(rng, pages, Hkv, data=data)
+    sequence_pages = kvdata.random_pages(rng, pages, Hkv, data=data)
     table = rng.permutation(pages).astype(np.int32)[None]
     lengths = np.array([length], np.int32)
-    cache = KVCache(pool=own, block_table=table, lengths=lengths, page_size=PAGE, head_dim=HEAD_DIM, scheme="kv4")
+    cache = KVCache(
+        pool=sequence_pages, block_table=table, lengths=lengths, page_size=PAGE, head_dim=HEAD_DIM, scheme="kv4"
+    )
     kvdata.let_last_stand_out(cache)
     swapped = rng.permutation(length // PAGE)[:spare]
-    swaps, lasts = own[table[0, swapped]], np.repeat(own[table[0, -1:]], spare, axis=0)
+    swaps, lasts = sequence_pages[table[0, swapped]], np.repeat(sequence_pages[table[0, -1:]], spare, axis=0)
     features = PageView.of(swaps, "kv4", PAGE, HEAD_DIM).features
     features[...] = features[:, ::-1].copy()
     features = PageView.of(lasts, "kv4", PAGE, HEAD_DIM).features[..., (length - 1) % PAGE, :]
     features[...] = rng.integers(0, 256, features.shape, dtype=np.uint8)
-    places = np.split(np.arange(pages, pages + len(swapped) + spare, dtype=np.int32), [len(swapped)])
+    page_numbers = np.split(np.arange(pages, pages + len(swapped) + spare, dtype=np.int32), [len(swapped)])
     q = kvdata.random_queries(rng, (1, 1, Hq, HEAD_DIM))
-    return Problem(q, replace(cache, pool=np.concatenate([own, swaps, lasts])), swapped, *places)
+    return Problem(q, replace(cache, pool=np.concatenate([sequence_pages, swaps, lasts])), swapped, *page_numbers)
 
 
-def page_skipped(of: Problem, rng: np.random.Generator) -> Draws:
-    return _without(of, first := rng.integers(0, of.whole, DRAWS), first + 1)
+def page_skipped(problem: Problem, rng: np.random.Generator) -> Draws:
+    return _remove_pages(problem, first := rng.integers(0, problem.full_pages, DRAWS), first + 1)
 
 
-def neighbours_page(of: Problem, rng: np.random.Generator) -> Draws:
-    table, lengths = of.right()
-    first = rng.integers(0, of.whole - 1, DRAWS)
-    table[np.arange(DRAWS), first] = of.cache.block_table[0, first + 1]
+def neighbours_page(problem: Problem, rng: np.random.Generator) -> Draws:
+    table, lengths = problem.unchanged()
+    first = rng.integers(0, problem.full_pages - 1, DRAWS)
+    table[np.arange(DRAWS), first] = problem.cache.block_table[0, first + 1]
     return Draws(table, lengths)
 
 
-def integers_swapped(of: Problem, rng: np.random.Generator) -> Draws:
+def integers_swapped(problem: Problem, rng: np.random.Generator) -> Draws:
     """Swap the integers of keys and values of one page in each draw."""
-    table, lengths = of.right()
-    which = rng.integers(0, len(of.swaps), DRAWS)
-    table[np.arange(DRAWS), of.swapped[which]] = of.swaps[which]
+    table, lengths = problem.unchanged()
+    swap = rng.integers(0, len(problem.swaps), DRAWS)
+    table[np.arange(DRAWS), problem.swapped[swap]] = problem.swaps[swap]
     return Draws(table, lengths)
 
 
-def last_token_lost(of: Problem, rng: np.random.Generator) -> Draws:
-    """Drop the last token of each draw; the results are compared with those of `with_other_lasts`."""
-    table, lengths = of.with_other_lasts()
+def last_token_lost(problem: Problem, rng: np.random.Generator) -> Draws:
+    """Drop the last token of each draw; the results are compared with those of `with_other_last_tokens`."""
+    table, lengths = problem.with_other_last_tokens()
     return Draws(table, lengths - 1)
 
 
-def part_dropped(of: Problem, rng: np.random.Generator) -> Draws:
+def part_dropped(problem: Problem, rng: np.random.Generator) -> Draws:
     """Drop a run of pages in each draw, such as another block hands over."""
-    count = rng.integers(1, max(2, of.whole // 2), DRAWS)
-    first = rng.integers(0, of.whole - count)
-    return _without(of, first, first + count)
+    count = rng.integers(1, max(2, problem.full_pages // 2), DRAWS)
+    first = rng.integers(0, problem.full_pages - count)
+    return _remove_pages(problem, first, first + count)
 
 
 FAULTS: tuple[Callable[[Problem, np.random.Generator], Draws], ...] = (
@@ -125,9 +127,9 @@ FAULTS: tuple[Callable[[Problem, np.random.Generator], Draws], ...] = (
 )
 
 
-def _without(of: Problem, first: np.ndarray, end: np.ndarray) -> Draws:
+def _remove_pages(problem: Problem, first: np.ndarray, end: np.ndarray) -> Draws:
     """Remove the pages first .. end - 1 from each draw."""
-    table, lengths = of.right()
+    table, lengths = problem.unchanged()
     place = np.arange(table.shape[1])
     place = np.minimum(place + (place >= first[:, None]) * (end - first)[:, None], table.shape[1] - 1)
     return Draws(np.take_along_axis(table, place, axis=1), (lengths - (end - first) * PAGE).astype(np.int32))
@@ -141,10 +143,10 @@ class Sums(NamedTuple):
     values: Any
 
 
-def page_sums(of: Problem, tokens: int, shift: Any = None) -> Sums:
+def page_sums(problem: Problem, tokens: int, shift: Any = None) -> Sums:
     """Compute the sums of the first `tokens` of every page of the pool, in NumPy or CuPy."""
-    Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
-    pool, q = of.cache.pool, of.q.reshape(Hkv, Hq // Hkv, HEAD_DIM).astype(np.float64)
+    Hkv, Hq = problem.cache.num_kv_heads, problem.q.shape[2]
+    pool, q = problem.cache.pool, problem.q.reshape(Hkv, Hq // Hkv, HEAD_DIM).astype(np.float64)
     keys, values = (
         unpack_pages(pool[:, part].copy(), "kv4", HEAD_DIM, PAGE, len(pool) * PAGE)
         .dequantize()
@@ -166,9 +168,9 @@ def page_sums(of: Problem, tokens: int, shift: Any = None) -> Sums:
 class Expected:
     """Attention in float64 of any sequence over the pages of a problem, by their sums."""
 
-    def __init__(self, of: Problem) -> None:
-        self.whole = page_sums(of, PAGE)
-        self.of, self._lasts = of, {PAGE: self.whole}
+    def __init__(self, problem: Problem) -> None:
+        self.page_sums = page_sums(problem, PAGE)
+        self.problem, self._sums_by_end = problem, {PAGE: self.page_sums}
 
     def __call__(self, draws: Draws) -> tuple[Any, Any]:
         """Compute (out f64 [draws, 1, 1, Hq, D], lse f64 [draws, 1, 1, Hq]) of draws.
@@ -176,23 +178,23 @@ class Expected:
         All draws end at the same place in their last pages.
         """
         (end,) = {int((length - 1) % PAGE) + 1 for length in draws.lengths}
-        if end not in self._lasts:
-            self._lasts[end] = page_sums(self.of, end, self.whole.shift)
-        lasts, pages = self._lasts[end], ceil_div(draws.lengths, PAGE)
+        if end not in self._sums_by_end:
+            self._sums_by_end[end] = page_sums(self.problem, end, self.page_sums.shift)
+        last_sums, pages = self._sums_by_end[end], ceil_div(draws.lengths, PAGE)
         rows = np.arange(len(pages))
-        used = np.zeros((len(pages), len(self.whole.weights)))  # how often each page is, but as the last one
+        used = np.zeros((len(pages), len(self.page_sums.weights)))  # how often each page is, but as the last one
         for i in range(draws.table.shape[1]):
             used[rows, draws.table[:, i]] += i < pages - 1
         last = draws.table[rows, pages - 1]
-        used, last = (np.asarray(array, like=self.whole.weights) for array in (used, last))
-        Hq = self.whole.weights.shape[1]
-        total = used @ self.whole.weights + lasts.weights[last]
-        out = (used @ self.whole.values.reshape(len(self.whole.values), -1)).reshape(len(pages), Hq, -1)
-        out = (out + lasts.values[last]) / total[..., None]
-        return out[:, None, None], (np.log(total) + self.whole.shift.reshape(-1))[:, None, None]
+        used, last = (np.asarray(array, like=self.page_sums.weights) for array in (used, last))
+        Hq = self.page_sums.weights.shape[1]
+        total = used @ self.page_sums.weights + last_sums.weights[last]
+        out = (used @ self.page_sums.values.reshape(len(self.page_sums.values), -1)).reshape(len(pages), Hq, -1)
+        out = (out + last_sums.values[last]) / total[..., None]
+        return out[:, None, None], (np.log(total) + self.page_sums.shift.reshape(-1))[:, None, None]
 
 
-def refused(got: np.ndarray, right: np.ndarray, allowed: Allowed) -> np.ndarray:
+def misses_bound(outputs: np.ndarray, expected: np.ndarray, allowed: Allowed) -> np.ndarray:
     """Tell which results [draws, ...] have an element, or a row, that is further off than allowed."""
-    elements, rows = misses(got, right, allowed)
-    return elements.reshape(len(got), -1).any(axis=-1) | rows.reshape(len(got), -1).any(axis=-1)
+    elements, rows = misses(outputs, expected, allowed)
+    return elements.reshape(len(outputs), -1).any(axis=-1) | rows.reshape(len(outputs), -1).any(axis=-1)

@@ -72,8 +72,8 @@ def rising_scores(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens)
     """
     for queries, keys in zip(q, k, strict=True):
         heads, D = keys.shape[1:]
-        mine = queries.reshape(-1, heads, queries.shape[-2] // heads, D)[-1, :, 0]
-        keys[:] = mine * np.linspace(0, 1, len(keys), dtype=np.float32)[:, None, None]
+        last_queries = queries.reshape(-1, heads, queries.shape[-2] // heads, D)[-1, :, 0]
+        keys[:] = last_queries * np.linspace(0, 1, len(keys), dtype=np.float32)[:, None, None]
 
 
 def a_sign_per_tile(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
@@ -99,9 +99,9 @@ CASES = (
 )
 
 
-def at_edges(page_size: int) -> tuple[int, ...]:
+def edge_lengths(page_size: int) -> tuple[int, ...]:
     """List lengths at which the first page or the second tile is just full, lacks a token, or has one token more."""
-    return tuple(edge + beside for edge in (page_size, 2 * TILE) for beside in (-1, 0, 1))
+    return tuple(edge + offset for edge in (page_size, 2 * TILE) for offset in (-1, 0, 1))
 
 
 def problem(
@@ -140,11 +140,13 @@ def problem(
     return q, cache
 
 
-def moved(cache: KVCache, to: Any) -> KVCache:
-    """Send the arrays of a cache one by one, by `to`."""
-    fields: dict[str, Any] = {name: to(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
+def map_arrays(cache: KVCache, convert: Any) -> KVCache:
+    """Send the arrays of a cache one by one, by `convert`."""
+    fields: dict[str, Any] = {name: convert(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
     channels = {name: getattr(cache, name) for name in ("k_channel", "v_channel")}
-    return replace(cache, **fields | {name: both and tuple(map(to, both)) for name, both in channels.items()})
+    return replace(
+        cache, **fields | {name: constants and tuple(map(convert, constants)) for name, constants in channels.items()}
+    )
 
 
 def check(
@@ -153,25 +155,27 @@ def check(
     backend: str = "emulator",
     inputs: Arrays | None = None,
     runs: int = 1,
-    **how: Any,
+    **options: Any,
 ) -> Arrays:
     """Run it with all checks, and hold every output against the reference within its bound; returns the outputs.
 
     With `runs` it runs again so often, and must give the same bits.
     """
-    sizes = {name: value for name, value in logical.items() if isinstance(value, (int, float))} | how.pop("sizes", {})
-    how = {"config": None, "checks": emulator.CHECKS if backend == "emulator" else (), **how}
+    sizes = {name: number for name, number in logical.items() if isinstance(number, (int, float))} | options.pop(
+        "sizes", {}
+    )
+    options = {"config": None, "checks": emulator.CHECKS if backend == "emulator" else (), **options}
     source, packed = registry.find(spec.name)[1][0], inputs or spec.pack(logical)
-    first, *others = (run_spec(spec, source, packed, sizes=sizes, backend=backend, **how) for _ in range(runs))
-    assert [str(finding) for outcome in (first, *others) for finding in outcome.findings] == []
-    compare(spec, first.outputs, logical, how["config"])
-    for outcome in others:
+    first, *repeats = (run_spec(spec, source, packed, sizes=sizes, backend=backend, **options) for _ in range(runs))
+    assert [str(finding) for outcome in (first, *repeats) for finding in outcome.findings] == []
+    compare(spec, first.outputs, logical, options["config"])
+    for outcome in repeats:
         for name, output in first.outputs.items():
             assert np.array_equal(output, outcome.outputs[name], equal_nan=True), f"{name}: another run, other bits"
     return first.outputs
 
 
-def check_the_unseen(variant: Any, logical: Arrays, outputs: Arrays) -> None:
+def check_empty_sequence(variant: Any, logical: Arrays, outputs: Arrays) -> None:
     """Assert that the second sequence, which is empty, gives zeros, and that the other results are finite.
 
     The logarithm is finite for each query that sees a token.

@@ -25,7 +25,7 @@ ROW = Row(
 )
 
 
-def slowed(row: Row, speed: float) -> Row:
+def slow_down(row: Row, speed: float) -> Row:
     """Slow a row down to this share of its rate, in every replay."""
     times = {name: getattr(row, name) / speed for name in ("time_us", "fastest_us", "slowest_us")}
     return replace(row, rate=speed * row.rate, fraction=speed * row.fraction, **times)

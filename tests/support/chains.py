@@ -9,14 +9,14 @@ import numpy as np
 from ptxlab import gpu
 
 
-def same_bits_as_plain(chain: Callable[[bool], None], written: Sequence[Any]) -> None:
+def assert_same_bits_as_plain(chain: Callable[[bool], None], written: Sequence[Any]) -> None:
     """Assert that 50 replays of the chain, launched programmatically, write the same bits as one plain launch.
 
     `chain` enqueues the launches, which it is told whether to launch programmatically; `written` are CuPy's arrays.
     """
     import cupy
 
-    found: list[list[np.ndarray]] = []
+    outputs: list[list[np.ndarray]] = []
     for programmatic, times in ((False, 1), (True, 50)):
         chain(programmatic)
         graph = gpu.capture([partial(chain, programmatic)])
@@ -26,5 +26,5 @@ def same_bits_as_plain(chain: Callable[[bool], None], written: Sequence[Any]) ->
             cupy.cuda.Device().synchronize()
             graph.replay()
             graph.synchronize()
-            found.append([array.get() for array in written])
-    assert all(np.array_equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+            outputs.append([array.get() for array in written])
+    assert all(np.array_equal(a, b) for replayed in outputs[1:] for a, b in zip(outputs[0], replayed, strict=True))

@@ -7,7 +7,7 @@ import numpy as np
 from ptxlab import runtime
 from ptxlab.debugger import Session
 from ptxlab.sources import Source
-from tests.support.emulated import HEADER
+from tests.support.small_kernels import HEADER
 
 # y = x / (x - 3) through shared memory, turned around in each warp; odd threads take a step more.
 SCALE = f"""{HEADER}
@@ -68,15 +68,17 @@ DONE:
 """
 
 
-def loaded(text: str, name: str = "k.ptx") -> runtime.Kernel:
+def load_text(text: str, name: str = "k.ptx") -> runtime.Kernel:
     return runtime.load(Source.from_text(text, name))
 
 
-def session(text: str, *args: Any, block: Any = 32, grid: Any = 1, checks: Any = "all", **more: Any) -> Session:
-    return Session.of(loaded(text), *args, block=block, grid=grid, checks=checks, **more)
+def start_session(
+    text: str, *args: Any, block: Any = 32, grid: Any = 1, checks: Any = "all", **options: Any
+) -> Session:
+    return Session.of(load_text(text), *args, block=block, grid=grid, checks=checks, **options)
 
 
-def scaled(**more: Any) -> Session:
+def start_scale_session(**options: Any) -> Session:
     """Debug `scale` on 0 .. 127, with 3 / 0 in one place."""
     x = np.arange(128, dtype=np.float32)
-    return session(SCALE, x, np.zeros(128, np.float32), np.float32(0.5), block=128, **more)
+    return start_session(SCALE, x, np.zeros(128, np.float32), np.float32(0.5), block=128, **options)

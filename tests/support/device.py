@@ -75,8 +75,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid}: its file must name a gpu or backend, or `pytest -m gpu` leaves it out")
 
 
-def _measures(item: pytest.Item | None) -> bool:
-    return item is not None and all(item.get_closest_marker(name) for name in ("gpu", "timing"))
+def _measures(test: pytest.Item | None) -> bool:
+    return test is not None and all(test.get_closest_marker(name) for name in ("gpu", "timing"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,20 +29,20 @@ class DispatchingArray:
         return to_device(function(*to_host(args), **to_host(kwargs)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        return to_device(flushed(getattr(ufunc, method)(*to_host(args), **to_host(kwargs))))
+        return to_device(flush_subnormals(getattr(ufunc, method)(*to_host(args), **to_host(kwargs))))
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.array, name)
-        if not callable(value):
-            return to_device(value) if isinstance(value, np.ndarray) else value
-        computed = flushed if name in ("astype", "sum") else lambda array: array
-        return lambda *args, **kwargs: to_device(computed(value(*to_host(args), **to_host(kwargs))))
+        attribute = getattr(self.array, name)
+        if not callable(attribute):
+            return to_device(attribute) if isinstance(attribute, np.ndarray) else attribute
+        finish = flush_subnormals if name in ("astype", "sum") else lambda array: array
+        return lambda *args, **kwargs: to_device(finish(attribute(*to_host(args), **to_host(kwargs))))
 
     def __getitem__(self, index: Any) -> Any:
         return to_device(self.array[to_host(index)])
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.array[to_host(index)] = to_host(value)
+    def __setitem__(self, index: Any, elements: Any) -> None:
+        self.array[to_host(index)] = to_host(elements)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -57,7 +57,7 @@ class DispatchingArray:
         return float(self.array)
 
 
-def flushed(array: Any) -> Any:
+def flush_subnormals(array: Any) -> Any:
     """Replace subnormal float32 numbers by zeros."""
     if getattr(array, "dtype", None) != np.float32:
         return array
@@ -65,7 +65,7 @@ def flushed(array: Any) -> Any:
 
 
 def _operator(name: str) -> Any:
-    return lambda self, *others: to_device(flushed(getattr(self.array, name)(*to_host(others))))
+    return lambda self, *operands: to_device(flush_subnormals(getattr(self.array, name)(*to_host(operands))))
 
 
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne neg invert"
@@ -74,17 +74,19 @@ for _name in _OPERATORS.split(" "):
     setattr(DispatchingArray, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def to_host(value: Any) -> Any:
-    if isinstance(value, DispatchingArray):
-        return value.array
-    if isinstance(value, np.ndarray) and value.ndim:
+def to_host(argument: Any) -> Any:
+    if isinstance(argument, DispatchingArray):
+        return argument.array
+    if isinstance(argument, np.ndarray) and argument.ndim:
         raise TypeError("a NumPy array among device arrays")
-    if isinstance(value, tuple | list):
-        return type(value)(to_host(item) for item in value)
-    return {key: to_host(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(argument, tuple | list):
+        return type(argument)(to_host(element) for element in argument)
+    return {key: to_host(element) for key, element in argument.items()} if isinstance(argument, dict) else argument
 
 
-def to_device(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return DispatchingArray(value)
-    return type(value)(to_device(item) for item in value) if isinstance(value, tuple | list) else value
+def to_device(returned: Any) -> Any:
+    if isinstance(returned, np.ndarray | np.generic):
+        return DispatchingArray(returned)
+    return (
+        type(returned)(to_device(element) for element in returned) if isinstance(returned, tuple | list) else returned
+    )

@@ -13,7 +13,7 @@ from ptxlab.profile.nsight import ncu as module
 STALLS = {"long_scoreboard": 2.5, "barrier": 1.5, "selected": 1.0, "not_selected": 0.3, "wait_not_issued": 0.1}
 
 
-def printed(names: Sequence[str], metrics: Sequence[str]) -> str:
+def raw_page_csv(names: Sequence[str], metrics: Sequence[str]) -> str:
     """Write the output of ncu with --csv --page raw.
 
     Other output comes first, then the header, a line of units, and a line per launch.
@@ -22,7 +22,7 @@ def printed(names: Sequence[str], metrics: Sequence[str]) -> str:
     columns += [f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS]
     lines = [columns, ["", "", "", *("%" for _ in columns[3:])]]
     for number, name in enumerate(names):
-        values = [f"1,{number:03}.5" for _ in metrics] + [str(value) for value in STALLS.values()]
+        values = [f"1,{number:03}.5" for _ in metrics] + [str(average) for average in STALLS.values()]
         lines.append([str(number), "7", f"{name}(const uint4 *, int)", *values])
     return "==PROF== Connected\n" + "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines) + "\n"
 

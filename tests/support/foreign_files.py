@@ -39,12 +39,12 @@ def qserve_nibbles(q4: np.ndarray) -> np.ndarray:
 def qserve_constants(constants: np.ndarray) -> np.ndarray:
     """Reorder integers [N, G] as QServe's constants s8 [G, N]; they wrap."""
     N, G = constants.shape
-    found = np.empty((G, N), np.int8)
+    reordered = np.empty((G, N), np.int8)
     for n in range(N):
         for g in range(G):
             place = n - n % 32 + _ROWS_OF_32.index(n % 32)
-            found[g, place] = (int(constants[n, g]) + 128) % 256 - 128
-    return found
+            reordered[g, place] = (int(constants[n, g]) + 128) % 256 - 128
+    return reordered
 
 
 def qserve(q4: np.ndarray, s1: np.ndarray, s2: np.ndarray, zeros: np.ndarray) -> Arrays:
@@ -63,17 +63,17 @@ def qserve_channel(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Array
     return {"qweight": qserve_nibbles(q4), "s1_scales": half, "s1_szeros": (zero * half).astype(np.float16)}
 
 
-def words(nibbles: np.ndarray, order: list[int]) -> np.ndarray:
+def pack_words(nibbles: np.ndarray, order: list[int]) -> np.ndarray:
     """Pack nibbles [a, b] into s32 [a, b/8].
 
     The lowest nibble of a word is the one at `order[0]` of its eight.
     """
     a, b = nibbles.shape
-    found = np.zeros((a, b // 8), np.uint32)
+    packed = np.zeros((a, b // 8), np.uint32)
     for i in range(a):
         for j in range(0, b, 8):
-            found[i, j // 8] = sum(int(nibbles[i, j + at]) << 4 * place for place, at in enumerate(order))
-    return found.view(np.int32)
+            packed[i, j // 8] = sum(int(nibbles[i, j + element]) << 4 * place for place, element in enumerate(order))
+    return packed.view(np.int32)
 
 
 STRAIGHT, OF_AWQ = [0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 5, 7]
@@ -88,8 +88,8 @@ def gptq(
     """
     K, G = q4.shape[1], scale.shape[1]
     return {
-        "qweight": np.ascontiguousarray(words(q4, STRAIGHT).T),
-        "qzeros": words(((zero.astype(np.int64) + stored) & 15).T, STRAIGHT),
+        "qweight": np.ascontiguousarray(pack_words(q4, STRAIGHT).T),
+        "qzeros": pack_words(((zero.astype(np.int64) + stored) & 15).T, STRAIGHT),
         "scales": np.ascontiguousarray(scale.T.astype(np.float16)),
         "g_idx": (np.arange(K) // (K // G) if order is None else order).astype(np.int32),
     }
@@ -98,23 +98,23 @@ def gptq(
 def awq(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Arrays:
     """Write the arrays of AutoAWQ's version gemm."""
     return {
-        "qweight": words(q4.T, OF_AWQ),
-        "qzeros": words(zero.astype(np.int64).T, OF_AWQ),
+        "qweight": pack_words(q4.T, OF_AWQ),
+        "qzeros": pack_words(zero.astype(np.int64).T, OF_AWQ),
         "scales": np.ascontiguousarray(scale.T.astype(np.float16)),
     }
 
 
-def compressed(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> Arrays:
+def compressed_tensors(q4: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> Arrays:
     """Write the arrays of pack-quantized, symmetric without `zero`."""
-    found = {
-        "weight_packed": words(q4, STRAIGHT),
+    arrays = {
+        "weight_packed": pack_words(q4, STRAIGHT),
         "weight_scale": scale.astype(np.float16),
         "weight_shape": np.array(q4.shape, np.int64),
     }
     if zero is not None:
         padded = np.pad(zero.astype(np.int64), ((0, -len(zero) % 8), (0, 0)))
-        found["weight_zero_point"] = np.ascontiguousarray(words(padded.T, STRAIGHT).T)
-    return found
+        arrays["weight_zero_point"] = np.ascontiguousarray(pack_words(padded.T, STRAIGHT).T)
+    return arrays
 
 
 def compressed_integers(q4: np.ndarray, scale: np.ndarray) -> Arrays:
@@ -122,7 +122,7 @@ def compressed_integers(q4: np.ndarray, scale: np.ndarray) -> Arrays:
     return {"weight": (q4.astype(np.int8) - 8).astype(np.int8), "weight_scale": scale.astype(np.float16)}
 
 
-def affine(w: np.ndarray, group: int, *, symmetric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize_affine(w: np.ndarray, group: int, *, symmetric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Quantise w [N, K] to q4 u8, scale f16 [N, G], zero u8 [N, G]."""
     groups = w.reshape(len(w), -1, group).astype(np.float32)
     if symmetric:
@@ -136,7 +136,7 @@ def affine(w: np.ndarray, group: int, *, symmetric: bool = False) -> tuple[np.nd
     return q4.reshape(w.shape), scale, zero
 
 
-def two_level(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def quantize_two_levels(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Quantise w [N, K] by QServe's two levels: q4 u8, s1 f16 [N], s2 and zeros [N, G].
 
     The zeros are any integer in -128..0 (PostScale).
@@ -149,29 +149,29 @@ def two_level(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.nda
     return q4.reshape(w.shape), s1, s2, low.astype(int)
 
 
-def of_format(name: str, w: np.ndarray, group: int = 64) -> Arrays:
+def quantize_as(name: str, w: np.ndarray, group: int = 64) -> Arrays:
     """Quantise a matrix to a format by its short name, and return the format's arrays."""
-    channel = affine(w, w.shape[1])
+    channel = quantize_affine(w, w.shape[1])
     match name:
         case "qserve":
-            return qserve(*two_level(w, group))
+            return qserve(*quantize_two_levels(w, group))
         case "qserve_channel":
             return qserve_channel(channel[0], channel[1][:, 0], channel[2][:, 0])
         case "w4a8":
-            return compressed_integers(*affine(w, w.shape[1], symmetric=True)[:2])
+            return compressed_integers(*quantize_affine(w, w.shape[1], symmetric=True)[:2])
         case "w4a16":
-            return compressed(*affine(w, group, symmetric=True)[:2])
+            return compressed_tensors(*quantize_affine(w, group, symmetric=True)[:2])
         case "w4a16_asymmetric":
-            return compressed(*affine(w, group))
+            return compressed_tensors(*quantize_affine(w, group))
         case "gptq":
-            return gptq(*affine(w, group))
+            return gptq(*quantize_affine(w, group))
         case "auto_round":  # symmetric; half of the scales are negative
-            q4, scale, zero = affine(w, group, symmetric=True)
+            q4, scale, zero = quantize_affine(w, group, symmetric=True)
             sign = np.where(np.arange(scale.size).reshape(scale.shape) % 2, -1, 1)
             mirrored = np.repeat(sign < 0, group, axis=1)
             return gptq(np.where(mirrored, 16 - q4.clip(1), q4), scale * sign, zero)
         case "awq":
-            return awq(*affine(w, group))
+            return awq(*quantize_affine(w, group))
     raise ValueError(name)
 
 
@@ -189,17 +189,17 @@ def write_model(folder: Path, format: str, *, container: str = "safetensors", gr
     config = {**small_models.CONFIGS["llama3"], **SMALL, **changes}
     (folder / "config.json").write_text(json.dumps(config))
     small_models.tokenizer().save(str(folder / "tokenizer.json"))
-    made: Arrays = {}
+    arrays: Arrays = {}
     for name, array in small_models.tensors(config).items():
         if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             module = name.removesuffix("weight")
-            made |= {f"{module}{part}": value for part, value in of_format(format, array, group).items()}
+            arrays |= {f"{module}{part}": content for part, content in quantize_as(format, array, group).items()}
         else:
-            made[name] = array.astype(np.float16)
+            arrays[name] = array.astype(np.float16)
     if container == "torch":
-        write_torch(folder / "quant_model.pt", made)
+        write_torch(folder / "quant_model.pt", arrays)
     else:
-        save_file(made, folder / "model.safetensors")
+        save_file(arrays, folder / "model.safetensors")
     return folder
 
 
@@ -211,9 +211,9 @@ def add_tensors(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def write_torch(path: Path, arrays: Mapping[str, np.ndarray], compression: int = zipfile.ZIP_STORED) -> Path:
     """Write a file as `torch.save` writes an OrderedDict of tensors."""
-    items = b"".join(text(name) + tensor(array, key) for key, (name, array) in enumerate(arrays.items()))
+    entries = b"".join(push_text(name) + push_tensor(array, key) for key, (name, array) in enumerate(arrays.items()))
     contents = {f"data/{key}": array.tobytes() for key, array in enumerate(arrays.values())}
-    return write_archive(path, ORDERED_DICT + b"(" + items + b"u", contents, compression)
+    return write_archive(path, ORDERED_DICT + b"(" + entries + b"u", contents, compression)
 
 
 def write_archive(
@@ -229,26 +229,28 @@ def write_archive(
     return path
 
 
-def text(value: str) -> bytes:
+def push_text(string: str) -> bytes:
     """Return the opcodes that push a string."""
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    return b"X" + struct.pack("<I", len(string.encode())) + string.encode()
 
 
-def number(value: int) -> bytes:
+def push_number(integer: int) -> bytes:
     """Return the opcodes that push an integer."""
-    return b"J" + struct.pack("<i", value)
+    return b"J" + struct.pack("<i", integer)
 
 
-def tensor(
-    array: np.ndarray, key: int, first: int = 0, strides: tuple[int, ...] | None = None, kind: str = ""
+def push_tensor(
+    array: np.ndarray, key: int, offset: int = 0, strides: tuple[int, ...] | None = None, kind: str = ""
 ) -> bytes:
     """Return the opcodes that push a tensor stored in the member `data/key`."""
     kind = kind or _STORAGES[array.dtype.str[1:]]
     steps = [int(np.prod(array.shape[i + 1 :])) for i in range(array.ndim)] if strides is None else strides
-    storage = b"(" + text("storage") + f"ctorch\n{kind}Storage\n".encode()
-    storage += text(str(key)) + text("cpu") + number(array.size) + b"tQ"
-    sizes = b"".join(b"(" + b"".join(map(number, each)) + b"t" for each in (array.shape, steps))
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(first) + sizes + b"\x89" + ORDERED_DICT + b"tR"
+    storage = b"(" + push_text("storage") + f"ctorch\n{kind}Storage\n".encode()
+    storage += push_text(str(key)) + push_text("cpu") + push_number(array.size) + b"tQ"
+    sizes = b"".join(b"(" + b"".join(map(push_number, numbers)) + b"t" for numbers in (array.shape, steps))
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + push_number(offset) + sizes + b"\x89" + ORDERED_DICT + b"tR"
+    )
 
 
 def refused_mutants(path: Path, read: Callable[[], object], header: int = 0) -> int:

@@ -33,5 +33,7 @@ def product(weight: Any, x: np.ndarray, x_scale: np.ndarray, bias: np.ndarray | 
     return reference.gemm_epilogue(reference.gemm_accumulators(x, integers), x_scale, scale, bias, dtype)
 
 
-def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X) -> np.ndarray:
+def expected_product(
+    scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X
+) -> np.ndarray:
     return product(SCHEMES[scheme], x, X_SCALE[: len(x)], bias, dtype)

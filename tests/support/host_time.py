@@ -28,15 +28,15 @@ def host_us(call: Callable[[], Any]) -> float:
 
     for _ in range(50):
         call()
-    taken = []
+    times_us = []
     for i in range(CALLS):
         if i % BETWEEN == 0:
             cupy.cuda.Device().synchronize()
         start = time.perf_counter_ns()
         call()
-        taken.append((time.perf_counter_ns() - start) / 1e3)
+        times_us.append((time.perf_counter_ns() - start) / 1e3)
     cupy.cuda.Device().synchronize()
-    return statistics.median(taken)
+    return statistics.median(times_us)
 
 
 def calls(to: To, width: int = 4096) -> dict[str, Callable[[], Any]]:
@@ -54,7 +54,7 @@ def gemm_calls(to: To, width: int) -> dict[str, Callable[[], Any]]:
     experts = ptxlab.to_device(ptxlab.stack_experts([small] * E))
     a = to(rng.standard_normal((M, K), dtype=np.float32).astype(np.float16))
     x, y = ptxlab.quantize_activations(a), to(np.zeros((M, N), np.float16))
-    few = ptxlab.quantize_activations(to(rng.standard_normal((M, 512), dtype=np.float32).astype(np.float16)))
+    narrow_x = ptxlab.quantize_activations(to(rng.standard_normal((M, 512), dtype=np.float32).astype(np.float16)))
     offsets, of_experts = to(np.linspace(0, M, E + 1).astype(np.int32)), to(np.zeros((M, 512), np.float16))
     return {
         "gemm_w4a8, out given": lambda: ptxlab.gemm_w4a8(x, weight=strips, out=y),
@@ -62,7 +62,7 @@ def gemm_calls(to: To, width: int) -> dict[str, Callable[[], Any]]:
         "gemm_w4a8, arrays, no sums, out given": lambda: ptxlab.gemm_w4a8(x.x_q, x.scale, strips, out=y),
         "gemm_w4a8, per channel, sums made (2 launches)": lambda: ptxlab.gemm_w4a8(x.x_q, x.scale, channel, out=y),
         "gemm_w4a8_grouped, out given": lambda: ptxlab.gemm_w4a8_grouped(
-            few, weights=experts, offsets=offsets, out=of_experts
+            narrow_x, weights=experts, offsets=offsets, out=of_experts
         ),
         "quantize_activations, out given": lambda: ptxlab.quantize_activations(a, out=x),
         "quantize_activations, out made": lambda: ptxlab.quantize_activations(a),
@@ -96,16 +96,17 @@ def main() -> None:
     libraries: dict[str, To] = {"cupy": cupy.asarray}
     if importlib.util.find_spec("torch"):
         libraries["torch"] = lambda a: importlib.import_module("torch").from_numpy(a.copy()).cuda()
-    found = {
-        name: {what: round(host_us(call), 1) for what, call in calls(to).items()} for name, to in libraries.items()
+    host_times = {
+        name: {call_name: round(host_us(call), 1) for call_name, call in calls(to).items()}
+        for name, to in libraries.items()
     }
     if "--json" in sys.argv:
         origin = {"device": gpu.device_info().name, "version": ptxlab.__version__}
-        print(json.dumps({**origin, "host_us": found}, indent=1))
+        print(json.dumps({**origin, "host_us": host_times}, indent=1))
         return
-    for library, times in found.items():
+    for library, times in host_times.items():
         print(f"{library}: host µs, median of {CALLS} calls")
-        print(*(f"  {what:50} {us:6.1f}" for what, us in times.items()), sep="\n")
+        print(*(f"  {call_name:50} {us:6.1f}" for call_name, us in times.items()), sep="\n")
 
 
 if __name__ == "__main__":

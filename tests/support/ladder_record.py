@@ -7,7 +7,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.gemm.problem import packed_bytes, sizes_at, variant
 from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
-from tests.support import made_up
+from tests.support import fake_rows
 
 NAMES = [spec.name for spec in kernels.gemm.STEPS]
 # Time over the floor at few and at many tokens, step by step.
@@ -28,12 +28,12 @@ COUNTED = {
 def row(name: str, layer: Layer, M: int) -> Row:
     spec = registry.specs()[name]
     sizes = sizes_at(spec, layer, M)
-    few, many = SLOWDOWN[name]
+    slowdown_of_few, slowdown_of_many = SLOWDOWN[name]
     counted = COUNTED if layer == DISSECTED and M in DISSECTED_TOKENS else {}
-    return made_up.gemm(
+    return fake_rows.gemm(
         packed_bytes(spec, sizes),
         2 * M * layer.N * layer.K,
-        (few + (many - few) * M / 256) * (1 + 4000 / layer.N / 8),
+        (slowdown_of_few + (slowdown_of_many - slowdown_of_few) * M / 256) * (1 + 4000 / layer.N / 8),
         kernel=name,
         measure="gemm",
         sizes=sizes,

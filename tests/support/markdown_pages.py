@@ -38,5 +38,5 @@ def anchors(page: Path) -> set[str]:
 
 def links(page: Path) -> list[str]:
     """List the targets of a page's links and pictures, except those on the web."""
-    found = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(page)))
-    return [link for link in found if not re.match(r"https?:", link)]
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(page)))
+    return [link for link in targets if not re.match(r"https?:", link)]

@@ -56,10 +56,10 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
     """
     lines = [line.partition("//")[0].rstrip() for line in text.splitlines()]
     for number, line in enumerate(lines):
-        found = INSTRUCTION.match(line)
-        if found is None:
+        match = INSTRUCTION.match(line)
+        if match is None:
             continue
-        start, opcode = found.start("opcode"), found["opcode"]
+        start, opcode = match.start("opcode"), match["opcode"]
         assert opcode in siblings, f"say in SIBLINGS what {opcode} of line {number + 1} becomes in a mutant"
         special = SPECIAL.search(line)
         if special or siblings[opcode] != opcode:
@@ -70,10 +70,10 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
                 f"{number + 1}: {opcode} => {changed.strip()}",
                 "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
             )
-        for value in IMMEDIATE.finditer(found["rest"]):
-            at = found.start("rest") + value.start()
-            bumped = str(int(value[0], 0) + 1)
-            changed = line[:at] + bumped + line[at + len(value[0]) :]
+        for immediate in IMMEDIATE.finditer(match["rest"]):
+            column = match.start("rest") + immediate.start()
+            bumped = str(int(immediate[0], 0) + 1)
+            changed = line[:column] + bumped + line[column + len(immediate[0]) :]
             yield (
                 f"{number + 1}: {line.strip()} => {bumped}",
                 "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
@@ -110,8 +110,8 @@ def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarra
         for logical in inputs:
             expected = spec.reference(**logical)
             poison = np.full_like(expected.view(np.uint8), 0xA5).view(expected.dtype)
-            how: dict[str, Any] = {"backend": "emulator", "unchecked": True, "checks": ("race", "init")}
-            run_spec(spec, mutant, spec.pack(logical), out={"out": poison}, **how)
+            options: dict[str, Any] = {"backend": "emulator", "unchecked": True, "checks": ("race", "init")}
+            run_spec(spec, mutant, spec.pack(logical), out={"out": poison}, **options)
             if poison.tobytes() != expected.tobytes():
                 return True
     except (SourceError, UnknownInstruction):  # no mutant, but nonsense: it would count as killed for the wrong reason

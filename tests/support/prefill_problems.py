@@ -55,15 +55,15 @@ def chunks_of(
     return {**logical, "blocks": blocks, "parts": parts}, sizes
 
 
-def with_own(problem: tuple[Arrays, dict[str, Any]], gap: int = 8) -> tuple[Arrays, dict[str, Any]]:
+def with_own_kv(problem: tuple[Arrays, dict[str, Any]], gap: int = 8) -> tuple[Arrays, dict[str, Any]]:
     """Give a problem own keys and values, rows of k with a `gap`. Its cache has no number of these tokens."""
     logical, sizes = problem
     width = sizes["Hkv"] * sizes["D"]
     shape = sizes["N"], sizes["Hkv"], sizes["D"]
     k, v = np.random.default_rng(1).standard_normal((2, *shape), dtype=np.float32)
-    own = {"k": k, "v": v, "k_pitch": width + gap, "v_pitch": width}
-    pitches = {name: own[name] for name in ("k_pitch", "v_pitch")}
-    return {**logical, **own, "cache": forget_own(logical["cache"], logical["starts"])}, {**sizes, **pitches}
+    new_kv = {"k": k, "v": v, "k_pitch": width + gap, "v_pitch": width}
+    pitches = {name: new_kv[name] for name in ("k_pitch", "v_pitch")}
+    return {**logical, **new_kv, "cache": forget_own(logical["cache"], logical["starts"])}, {**sizes, **pitches}
 
 
 def run(
@@ -75,7 +75,7 @@ def run(
     config: Mapping[str, int] = {},
     *,
     spec: KernelSpec = PREFILL,
-    **how: Any,
+    **options: Any,
 ) -> tuple[Arrays, Any]:
     """Launch the kernel with further constants.
 
@@ -88,7 +88,7 @@ def run(
         arrays[name] = array.view(np.uint16) if BF16 else array
     config = {**spec.config_for(sizes), "BF16": BF16, **config}
     source, sizes = source or source_of(spec), {name: sizes[name] for name in sizes if name in spec.symbols}
-    outcome = ptxlab.run_spec(spec, source, arrays, sizes=sizes, backend=backend, config=config, **how)
+    outcome = ptxlab.run_spec(spec, source, arrays, sizes=sizes, backend=backend, config=config, **options)
     return outcome.outputs, outcome
 
 

@@ -22,8 +22,8 @@ from ptxlab.prove.solve import ask
 from ptxlab.runtime import Kernel, load
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.claims import KernelClaim
-from tests.support.emulated import HEADER
 from tests.support.mutation import battery, is_killed, mutants
+from tests.support.small_kernels import HEADER
 
 NAMES = [name for name, spec in registry.specs().items() if spec.family == "dequant"]
 # The list of `tests/lowbit/kernels/test_mutation.py`, and what a contract within its rules cannot tell.
@@ -40,7 +40,7 @@ SURVIVORS = (
 )
 
 
-def of_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
+def load_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
     """Load a kernel of one thread around a body; %o points to `out`."""
     path = folder / "body.ptx"
     path.write_text(f"""{HEADER}.visible .entry body({params}) {{
@@ -49,7 +49,7 @@ def of_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
     return load(path)
 
 
-def in_loop(body: str) -> str:
+def loop_text(body: str) -> str:
     """Write a kernel with this body as its loop, from the label `again`.
 
     %a and %b are for loads from %x, %s is a sum, %n a number.
@@ -69,10 +69,10 @@ def entry_of(text: str, folder: Path) -> Entry:
     return entry
 
 
-def loop_verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Path) -> str:
+def loop_verdict(text: str, rule: str, loop: LoopClaim, *numbers: int, tmp_path: Path) -> str:
     """Return a solver's verdict on a claim about the loop of a kernel with this text."""
     steps = loops.steps_of(entry_of(text, tmp_path))
-    return decide(Claim("k", what, "", lambda: getattr(loops, what)(steps, loop, *more))).verdict
+    return decide(Claim("k", rule, "", lambda: getattr(loops, rule)(steps, loop, *numbers))).verdict
 
 
 def contract(spec: KernelSpec) -> list[KernelClaim]:
@@ -80,8 +80,8 @@ def contract(spec: KernelSpec) -> list[KernelClaim]:
 
     Claims that repeat it for one quantiser, or beside another kernel, are left out.
     """
-    first, *others = (claim for claim in spec.claims if claim.expect == "proved")
-    return [replace(first, alone=False), *(claim for claim in others if not claim.alone and not claim.equals)]
+    first, *further = (claim for claim in spec.claims if claim.expect == "proved")
+    return [replace(first, alone=False), *(claim for claim in further if not claim.alone and not claim.equals)]
 
 
 def verdict(spec: KernelSpec, text: str) -> str:
@@ -89,8 +89,8 @@ def verdict(spec: KernelSpec, text: str) -> str:
 
     The text is refuted by the first claim that it breaks.
     """
-    found = (verdict_on(spec, claim, text) for claim in contract(spec))
-    return next((said for said in found if said != "proved"), "proved")
+    verdicts = (verdict_on(spec, claim, text) for claim in contract(spec))
+    return next((judged for judged in verdicts if judged != "proved"), "proved")
 
 
 def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
@@ -99,48 +99,56 @@ def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
     A word that the mutant stores as the kernel does needs no solver; of the others the easiest goes first.
     """
     source = registry.find(spec.name)[1][0]
-    changed, kept = (query(spec, replace(source, text=t), claim) for t in (text, source.text))
-    known = [z3.And(*one.assume, z3.Not(one.holds)) for one in kept]
-    asked = [one for one in changed if not any(z3.And(*one.assume, z3.Not(one.holds)).eq(k) for k in known)]
+    mutant_queries, kernel_queries = (query(spec, replace(source, text=t), claim) for t in (text, source.text))
+    kernel_conditions = [z3.And(*condition.assume, z3.Not(condition.holds)) for condition in kernel_queries]
+    open_queries = [
+        condition
+        for condition in mutant_queries
+        if not any(z3.And(*condition.assume, z3.Not(condition.holds)).eq(k) for k in kernel_conditions)
+    ]
     for seconds in (1, 600):
-        said = {ask(one, seconds=seconds).verdict for one in asked}
-        if "refuted" in said or not said - {"proved"}:
+        verdicts = {ask(condition, seconds=seconds).verdict for condition in open_queries}
+        if "refuted" in verdicts or not verdicts - {"proved"}:
             break
-    return "refuted" if "refuted" in said else "undecided" if "undecided" in said else "proved"
+    return "refuted" if "refuted" in verdicts else "undecided" if "undecided" in verdicts else "proved"
 
 
 def survivors(name: str, every: int = 1, first: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (mutant, verdict) of all mutants that are not refuted, among every `every`-th one."""
     spec, sources = registry.find(name)
-    for what, text in list(mutants(sources[0].text))[first::every]:
-        if (said := verdict(spec, text)) != "refuted":
-            yield what, said
+    for mutant, text in list(mutants(sources[0].text))[first::every]:
+        if (outcome := verdict(spec, text)) != "refuted":
+            yield mutant, outcome
 
 
-def explained(what: str) -> str:
+def survivor_reason(mutant: str) -> str:
     """Return the reason why a survivor is not refuted; empty if it is not on the list."""
-    return next((why for pattern, why in SURVIVORS if re.search(pattern, what)), "")
+    return next((why for pattern, why in SURVIVORS if re.search(pattern, mutant)), "")
 
 
-def compared(name: str) -> dict[str, object]:
+def compare_with_tests(name: str) -> dict[str, object]:
     """Judge every mutant of a kernel by the prover and by the tests; list those that either of them lets pass."""
     spec, (source, *_) = registry.find(name)
-    inputs, made, passed = battery(spec), list(mutants(source.text)), []
-    for what, text in made:
-        said, tests = verdict(spec, text), is_killed(spec, replace(source, text=text), inputs)
-        print(f"{name} {what}: {said}, {'killed' if tests else 'survives the tests'}", flush=True)
-        if said != "refuted" or not tests:
-            passed.append({"mutant": what, "verdict": said, "killed_by_tests": tests, "why": explained(what)})
-    return {"kernel": name, "mutants": len(made), "not_by_both": passed}
+    inputs, all_mutants, passed = battery(spec), list(mutants(source.text)), []
+    for mutant, text in all_mutants:
+        prover_verdict, killed = verdict(spec, text), is_killed(spec, replace(source, text=text), inputs)
+        print(f"{name} {mutant}: {prover_verdict}, {'killed' if killed else 'survives the tests'}", flush=True)
+        if prover_verdict != "refuted" or not killed:
+            passed.append(
+                {"mutant": mutant, "verdict": prover_verdict, "killed_by_tests": killed, "why": survivor_reason(mutant)}
+            )
+    return {"kernel": name, "mutants": len(all_mutants), "not_by_both": passed}
 
 
 def main(path: Path, names: list[str]) -> int:
     """Compare and record; the exit status is 1 if the prover lets a mutant pass that has no reason."""
-    kept = {one["kernel"]: one for one in json.loads(path.read_text())} if path.exists() else {}
+    records = {record["kernel"]: record for record in json.loads(path.read_text())} if path.exists() else {}
     for name in names or NAMES:
-        kept[name] = compared(name)
-        write_text(path, json.dumps([kept[name] for name in NAMES if name in kept], indent=1) + "\n")
-    return int(any(m["verdict"] != "refuted" and not m["why"] for one in kept.values() for m in one["not_by_both"]))
+        records[name] = compare_with_tests(name)
+        write_text(path, json.dumps([records[name] for name in NAMES if name in records], indent=1) + "\n")
+    return int(
+        any(m["verdict"] != "refuted" and not m["why"] for record in records.values() for m in record["not_by_both"])
+    )
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def other_value(name: str, option: str) -> Any:
 
 def options_of_calls() -> Iterator[tuple[str, str]]:
     """Yield (call, option) for every option of every public call."""
-    for name, each in CALLS.items():
-        yield from ((name, option.name) for option in fields(each.options))
+    for name, public_call in CALLS.items():
+        yield from ((name, option.name) for option in fields(public_call.options))
 
 
 def arguments(to_array: ToArray, to_place: ToPlace, rows: int = M) -> dict[str, dict[str, Any]]:

@@ -49,9 +49,9 @@ weights = st.builds(
 
 def random_kv(scheme: str, tokens: int, heads: int, D: int, seed: int = 0) -> QuantizedKV:
     """Make a KV page's tokens of any integers, with any bits for the constants stored beside them, NaN included."""
-    rng, known = np.random.default_rng(seed), KV_SCHEMES[scheme]
-    values = rng.integers(-128 if known.low else 0, known.high + 1, (tokens, heads, D)).astype(known.dtype)
-    if known.by_channel:
+    rng, kv_scheme = np.random.default_rng(seed), KV_SCHEMES[scheme]
+    values = rng.integers(-128 if kv_scheme.low else 0, kv_scheme.high + 1, (tokens, heads, D)).astype(kv_scheme.dtype)
+    if kv_scheme.by_channel:
         scale, zero = rng.standard_normal((2, heads, D)).astype(np.float32)
     else:
         scale, zero = rng.integers(0, 2**16, (2, tokens, heads), np.uint16).view(np.float16)
@@ -61,10 +61,10 @@ def random_kv(scheme: str, tokens: int, heads: int, D: int, seed: int = 0) -> Qu
 def assert_equal(a: Any, b: Any) -> None:
     """Assert that two objects have the same fields with the same bits, NaN included."""
     assert type(a) is type(b)
-    for name, value in vars(a).items():
-        other = getattr(b, name)
-        if isinstance(value, np.ndarray):
-            assert (other.dtype, other.shape) == (value.dtype, value.shape), name
-            assert other.tobytes() == value.tobytes(), name
+    for name, field_a in vars(a).items():
+        field_b = getattr(b, name)
+        if isinstance(field_a, np.ndarray):
+            assert (field_b.dtype, field_b.shape) == (field_a.dtype, field_a.shape), name
+            assert field_b.tobytes() == field_a.tobytes(), name
         else:
-            assert other == value, name
+            assert field_b == field_a, name

@@ -71,17 +71,17 @@ class Recorder:
         self.written = f"recorded in {self.path}"
 
     def record(self) -> gpu_tests.GpuTests:
-        info = gpu.device_info() if gpu.why_not(None) is None else None
+        device = gpu.device_info() if gpu.why_not(None) is None else None
         skipped: dict[str, list[str]] = {}
         for test, why in self.of("skipped"):
             skipped.setdefault(why, []).append(test)
         return gpu_tests.GpuTests(
             command=shlex.join(["pytest", *_without_option(self.config.invocation_params.args)]),
-            part=shlex.join(_narrowed(self.config)),
-            device={"name": info.name, "slug": info.slug, "driver": info.driver}
-            if info
+            part=shlex.join(_narrowing_arguments(self.config)),
+            device={"name": device.name, "slug": device.slug, "driver": device.driver}
+            if device
             else {"name": platform.processor() or platform.machine(), "slug": "cpu"},
-            versions={**bench.versions(info), "pytest": pytest.__version__},
+            versions={**bench.versions(device), "pytest": pytest.__version__},
             commit=self.commit,
             date=self.date,
             seconds=round(monotonic() - self.start, 1),
@@ -93,7 +93,9 @@ class Recorder:
 
     def of(self, outcome: str) -> Iterator[tuple[str, str]]:
         """Yield the tests with an outcome, in order, each with the reason."""
-        return ((test, why) for test, (found, why) in sorted(self.outcomes.items()) if found == outcome)
+        return (
+            (test, why) for test, (outcome_of_test, why) in sorted(self.outcomes.items()) if outcome_of_test == outcome
+        )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.write_line(self.written)
@@ -109,20 +111,20 @@ def _problem(report: pytest.TestReport) -> str:
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     if hasattr(report, "wasxfail"):
         return f"fails as expected: {report.wasxfail}"
-    where = report.longrepr  # path, line, reason
-    return str(where[2] if isinstance(where, tuple | list) else where).removeprefix("Skipped: ")
+    location = report.longrepr  # path, line, reason
+    return str(location[2] if isinstance(location, tuple | list) else location).removeprefix("Skipped: ")
 
 
 def _without_option(words: tuple[str, ...]) -> list[str]:
     """Remove the option that names the record's file, which is a path of some machine."""
-    kept = [word for word in words if not word.startswith(f"{OPTION}=")]
-    if OPTION in kept:
-        at = kept.index(OPTION)
-        del kept[at : at + 2]
-    return kept
+    remaining = [word for word in words if not word.startswith(f"{OPTION}=")]
+    if OPTION in remaining:
+        index = remaining.index(OPTION)
+        del remaining[index : index + 2]
+    return remaining
 
 
-def _narrowed(config: pytest.Config) -> list[str]:
+def _narrowing_arguments(config: pytest.Config) -> list[str]:
     """List what makes the run narrower than `pytest -m gpu`.
 
     These are paths, and options that choose tests or end it early.

@@ -15,7 +15,7 @@ from ptxlab.errors import EmulationError
 HEADER = ".version 8.1\n.target sm_90\n.address_size 64\n"
 
 
-def kernel(body: str, params: str = ".param .u64 out", outside: str = "", directives: str = "") -> str:
+def kernel_text(body: str, params: str = ".param .u64 out", outside: str = "", directives: str = "") -> str:
     """Write a module with one entry `k` around a body.
 
     The registers %r, %s, %t (b32), %x, %y (b64), %f (f32), %p, %q are declared.
@@ -39,15 +39,17 @@ COPY_PROLOGUE = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 4; mov.u32 %r2, buf; a
 """
 
 
-def values(body: str, threads: int = 32, blocks: int = 1, **more) -> np.ndarray:
+def run_body(body: str, threads: int = 32, blocks: int = 1, **options) -> np.ndarray:
     """Run a body and return the final %s of each thread."""
     out = np.zeros(threads * blocks, np.uint32)
-    emulator.run(kernel(body + STORE, outside=more.pop("outside", "")), "k", [out], grid=blocks, block=threads, **more)
+    emulator.run(
+        kernel_text(body + STORE, outside=options.pop("outside", "")), "k", [out], grid=blocks, block=threads, **options
+    )
     return out
 
 
-def run(text: str, *args, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
-    return emulator.run(emulator.parse(text, "k.ptx"), None, args, grid=blocks, block=threads, **more)
+def run_text(text: str, *args, threads: int = 32, blocks: int = 1, **options) -> emulator.Result:
+    return emulator.run(emulator.parse(text, "k.ptx"), None, args, grid=blocks, block=threads, **options)
 
 
 def record_options(monkeypatch: pytest.MonkeyPatch) -> list[emulator.EmulatorOptions]:
@@ -63,10 +65,10 @@ def record_options(monkeypatch: pytest.MonkeyPatch) -> list[emulator.EmulatorOpt
     return options
 
 
-def told(outcome: Callable[[], list[str]]) -> str:
+def findings_or_error(get_findings: Callable[[], list[str]]) -> str:
     """Run a function and return its findings, or the error that it ends with, as text."""
     try:
-        return "\n".join(outcome())
+        return "\n".join(get_findings())
     except EmulationError as error:
         return str(error)
 
@@ -77,13 +79,13 @@ def line_of(text: str, part: str) -> int:
 
 
 @functools.cache
-def cuda(source: str, arch: str = "compute_90") -> str:
+def cuda_to_ptx(source: str, arch: str = "compute_90") -> str:
     """Compile a CUDA source to PTX by NVRTC."""
     from cuda.bindings import nvrtc
     from cuda.pathfinder import find_nvidia_header_directory
 
-    def check(result):
-        status, *values = result
+    def check(returned):
+        status, *values = returned
         assert int(status) == 0, status
         return values[0] if values else None
 

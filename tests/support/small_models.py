@@ -50,11 +50,11 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     H, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     D = H // config["num_attention_heads"]
     of_kv = config["num_key_value_heads"] * D
-    made = {"model.embed_tokens.weight": rng.standard_normal((V, H)), "model.norm.weight": rng.uniform(0.5, 1.5, H)}
+    weights = {"model.embed_tokens.weight": rng.standard_normal((V, H)), "model.norm.weight": rng.uniform(0.5, 1.5, H)}
     if not config["tie_word_embeddings"]:
-        made["lm_head.weight"] = rng.standard_normal((V, H)) / 4
+        weights["lm_head.weight"] = rng.standard_normal((V, H)) / 4
     for i in range(config["num_hidden_layers"]):
-        of = f"model.layers.{i}."
+        prefix = f"model.layers.{i}."
         ffn = {"mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
         if config["model_type"] == "mixtral":
             of_experts = range(config["num_local_experts"])
@@ -65,12 +65,12 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
             "self_attn.q_proj": (H, H), "self_attn.k_proj": (of_kv, H), "self_attn.v_proj": (of_kv, H),
             "self_attn.o_proj": (H, H), **ffn,
         }.items():  # fmt: skip
-            made[f"{of}{name}.weight"] = rng.standard_normal((N, K)) / np.sqrt(K)
+            weights[f"{prefix}{name}.weight"] = rng.standard_normal((N, K)) / np.sqrt(K)
             if config["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
-                made[f"{of}{name}.bias"] = rng.standard_normal(N)
+                weights[f"{prefix}{name}.bias"] = rng.standard_normal(N)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            made[f"{of}{name}.weight"] = rng.uniform(0.5, 1.5, H)
-    return {name: array.astype(np.float32) for name, array in made.items()}
+            weights[f"{prefix}{name}.weight"] = rng.uniform(0.5, 1.5, H)
+    return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
 def tokenizer() -> tokenizers.Tokenizer:
@@ -78,13 +78,13 @@ def tokenizer() -> tokenizers.Tokenizer:
     bytes_of_text = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<end>", "<turn>", *bytes_of_text, "th", "the", "Ġthe"]
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
-    made = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(["<end>", "<turn>"])
-    return made
+    bpe = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.add_special_tokens(["<end>", "<turn>"])
+    return bpe
 
 
-def some_tokens(windows: int = 2, length: int = 24) -> np.ndarray:
+def random_tokens(windows: int = 2, length: int = 24) -> np.ndarray:
     """Return random token ids [windows, length], always the same ones."""
     return np.random.RandomState(1).randint(0, VOCABULARY, (windows, length))
 
@@ -95,13 +95,15 @@ def write_folder(folder: Path, family: str, *, shards: int = 1, **changes: Any) 
     config = {**_FAMILIES[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save(str(folder / "tokenizer.json"))
-    made = tensors(config)
+    weights = tensors(config)
     if shards == 1:
-        save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(made)}
+    files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(weights)}
     for file in {*files.values()}:
-        save_file({name: made[name] for name in made if files[name] == file}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: weights[name] for name in weights if files[name] == file}, folder / file, metadata={"format": "pt"}
+        )
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
@@ -153,8 +155,8 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     writer.add_token_types([3, 3, *[1] * 259, *[5] * (VOCABULARY - 261)])  # control, normal, unused
     writer.add_token_merges([" ".join(pair) for pair in words["merges"]])
     writer.add_eos_token_id(1)
-    for key, value in metadata.items():
-        getattr(writer, f"add_{key}")(value)
+    for key, setting in metadata.items():
+        getattr(writer, f"add_{key}")(setting)
     kind = gguf.GGMLQuantizationType[quantization]
     if "num_local_experts" in config:
         writer.add_expert_count(config["num_local_experts"])

@@ -14,22 +14,24 @@ SMALL = Config(
 )
 
 
-def quantized(**changes: Any) -> QuantizedModel:
+def quantized_model(**changes: Any) -> QuantizedModel:
     """Quantise a tiny model with these fields of its config, scheme or dtype changed."""
-    how = {name: changes.pop(name) for name in ("scheme", "dtype") if name in changes}
-    return QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, **changes)), group=32, **how)
+    options = {name: changes.pop(name) for name in ("scheme", "dtype") if name in changes}
+    return QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, **changes)), group=32, **options)
 
 
-def some_prompts(lengths: tuple[int, ...], vocabulary: int = SMALL.vocabulary) -> list[list[int]]:
+def random_prompts(lengths: tuple[int, ...], vocabulary: int = SMALL.vocabulary) -> list[list[int]]:
     """Make random prompts of these lengths, the same for the same lengths."""
     rng = np.random.default_rng(sum(lengths))
     return [rng.integers(0, vocabulary, length).tolist() for length in lengths]
 
 
-def relative(found: Any, right: Any) -> float:
+def relative_error(logits: Any, expected: Any) -> float:
     """Return the difference of logits [R, V], relative to their spread.
 
     Both are root mean squares, each row less its mean.
     """
-    found, right = (x.astype(np.float64) - x.astype(np.float64).mean(axis=1, keepdims=True) for x in (found, right))
-    return float(np.sqrt(((found - right) ** 2).mean() / (right**2).mean()))
+    logits, expected = (
+        x.astype(np.float64) - x.astype(np.float64).mean(axis=1, keepdims=True) for x in (logits, expected)
+    )
+    return float(np.sqrt(((logits - expected) ** 2).mean() / (expected**2).mean()))

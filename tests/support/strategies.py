@@ -63,7 +63,9 @@ def near_edges(edges: tuple[int, ...], lowest: int, highest: int) -> st.SearchSt
 
 
 @cache
-def filled(dtype: type[np.generic], shape: tuple[int, ...], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+def mostly_constant(
+    dtype: type[np.generic], shape: tuple[int, ...], elements: st.SearchStrategy[int]
+) -> st.SearchStrategy[Any]:
     """Draw arrays that repeat one drawn element except at some drawn places.
 
     They are cheap to draw, and neighbours differ.
@@ -87,14 +89,14 @@ def floats(dtype: np.dtype, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndar
 @cache
 def q4_matrix(rows: int, K: int) -> st.SearchStrategy[Array]:
     """Draw q4 u8 [rows, K] in 0..15."""
-    return filled(np.uint8, (rows, K), near_edges(Q4_EDGES, 0, 15))
+    return mostly_constant(np.uint8, (rows, K), near_edges(Q4_EDGES, 0, 15))
 
 
 @cache
 def words(rows: int, count: int) -> st.SearchStrategy[Array]:
     """Draw words u32 [rows, count] of any bits."""
     edges = (0, 0x0F0F0F0F, 0x7F7F7F7F, 0x80808080, 0xF0F0F0F0, 0xFFFFFFFF)
-    return filled(np.uint32, (rows, count), near_edges(edges, 0, 2**32 - 1))
+    return mostly_constant(np.uint32, (rows, count), near_edges(edges, 0, 2**32 - 1))
 
 
 @cache
@@ -144,7 +146,7 @@ def int4_inputs(draw: st.DrawFn) -> Inputs:
     The scale is above zero, and 8 times it is finite; subnormal scales are among them.
     """
     shape = draw(shapes())
-    q4 = draw(filled(np.int8, (shape.rows, shape.K), near_edges((-8, -1, 0, 1, 7), -8, 7)))
+    q4 = draw(mostly_constant(np.int8, (shape.rows, shape.K), near_edges((-8, -1, 0, 1, 7), -8, 7)))
     bits = near_edges((1, 0x3FF, 0x400, 0x3C00, 0x6FFF), 1, 0x6FFF)  # from 2^-24 to 8188
     scale = draw(hnp.arrays(np.uint16, (shape.rows, shape.groups), elements=bits)).view(np.float16)
     return {"q4": q4, "scale": scale}
@@ -161,10 +163,10 @@ def integer_group(draw: st.DrawFn, group: int, lowest: int = -119, highest: int 
     low = draw(near_edges(MINIMUM_EDGES, lowest, highest - extent))
     kind = draw(st.sampled_from(("two-valued", "ramp", "arbitrary")))  # extent 0 makes each of them constant
     if kind == "two-valued":
-        return low + extent * draw(filled(np.int64, (group,), st.integers(0, 1)))
+        return low + extent * draw(mostly_constant(np.int64, (group,), st.integers(0, 1)))
     if kind == "ramp":
         return low + np.arange(group) * extent // (group - 1)
-    return draw(filled(np.int64, (group,), st.integers(low, low + extent)))
+    return draw(mostly_constant(np.int64, (group,), st.integers(low, low + extent)))
 
 
 @st.composite

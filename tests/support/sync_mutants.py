@@ -28,7 +28,7 @@ Change = Callable[[emulator.Instruction, int], emulator.Instruction]
 _add = Findings.add
 
 
-def without(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+def remove(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
     """Remove an instruction by a jump to the next one; a wait for an mbarrier succeeds at once instead."""
     if "_wait" in instruction.opcode and instruction.opcode.startswith("mbarrier"):
         zero = ir.Immediate(0)
@@ -36,37 +36,37 @@ def without(instruction: emulator.Instruction, index: int) -> emulator.Instructi
     return replace(instruction, opcode="bra", operands=(ir.Label("what follows", index + 1),), guard=None)
 
 
-def not_expecting(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+def expect_no_bytes(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
     """Change an arrival to one that expects no bytes."""
     opcode = instruction.opcode.replace(".expect_tx", "")
     return replace(instruction, opcode=opcode, operands=instruction.operands[:2])
 
 
-def alone(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+def count_own_vote(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
     """Change a vote to one in which every lane only sees its own part."""
     return replace(instruction, opcode="mov.pred", operands=instruction.operands[:2])
 
 
-def places(kernel: Kernel, which: re.Pattern[str] = SYNCHRONISING) -> dict[tuple[str, Place], list[int]]:
+def statements_by_place(kernel: Kernel, pattern: re.Pattern[str] = SYNCHRONISING) -> dict[tuple[str, Place], list[int]]:
     """Find statements by opcode and place, each with the instructions that the compiler made of it."""
-    found: dict[tuple[str, Place], list[int]] = {}
+    copies_by_place: dict[tuple[str, Place], list[int]] = {}
     for index, instruction in enumerate(kernel.module.entries[kernel.entry].instructions):
-        if which.match(instruction.opcode):
+        if pattern.match(instruction.opcode):
             place = ((instruction.path, instruction.line), *instruction.callers)
-            found.setdefault((instruction.opcode, place), []).append(index)
-    return found
+            copies_by_place.setdefault((instruction.opcode, place), []).append(index)
+    return copies_by_place
 
 
-def statements(kernel: Kernel) -> dict[Statement, list[int]]:
+def waits_by_line(kernel: Kernel) -> dict[Statement, list[int]]:
     """Find waits by opcode and line of the kernel's own source, inlined functions included."""
-    found: dict[Statement, list[int]] = {}
-    for (opcode, place), copies in places(kernel, WAITS).items():
+    copies_by_statement: dict[Statement, list[int]] = {}
+    for (opcode, place), copies in statements_by_place(kernel, WAITS).items():
         line = next(line for path, line in place if path == kernel.source.path)
-        found.setdefault((opcode, line), []).extend(copies)
-    return found
+        copies_by_statement.setdefault((opcode, line), []).extend(copies)
+    return copies_by_statement
 
 
-def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> emulator.Module:
+def apply_change(kernel: Kernel, copies: Iterable[int], change: Change = remove) -> emulator.Module:
     """Return the kernel's module with these instructions changed."""
     entry = kernel.module.entries[kernel.entry]
     code = list(entry.instructions)
@@ -75,11 +75,11 @@ def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> 
     return replace(kernel.module, entries={entry.name: replace(entry, instructions=code)})
 
 
-def unnoticed(kernel: Kernel, notices: Callable[[emulator.Module], object]) -> list[Statement]:
+def unnoticed_removals(kernel: Kernel, notices: Callable[[emulator.Module], object]) -> list[Statement]:
     """List the waits whose removal no check notices; there have to be some waits."""
-    found = statements(kernel)
-    assert found
-    return [statement for statement, copies in found.items() if not notices(changed(kernel, copies))]
+    copies_by_statement = waits_by_line(kernel)
+    assert copies_by_statement
+    return [statement for statement, copies in copies_by_statement.items() if not notices(apply_change(kernel, copies))]
 
 
 def end_at_first_finding(patch: pytest.MonkeyPatch) -> None:

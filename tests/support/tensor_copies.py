@@ -65,24 +65,26 @@ REDUCE = "cp.reduce.async.bulk.tensor.AXES.global.shared::cta.add.tile.bulk_grou
 CHECKED = {"checks": emulator.CHECKS | {"proxy"}}
 
 
-def move(axes: int, place: tuple[int, ...], back: str, backend: str = "emulator", **more: Any) -> tuple[Any, ...]:
+def move_box(
+    axes: int, place: tuple[int, ...], back: str, backend: str = "emulator", **options: Any
+) -> tuple[Any, ...]:
     """Move a box; return the array `to` before and after, the expected one, and the findings.
 
     `place` is in the order of the axes.
     """
-    rng, how = np.random.default_rng(axes), {k: more.pop(k) for k in ("fence", "wait") if k in more}
+    rng, source_options = np.random.default_rng(axes), {k: options.pop(k) for k in ("fence", "wait") if k in options}
     x, y = (rng.integers(-99, 99, SHAPES[axes]).astype(np.float32) for _ in range(2))
-    box, before = BOXES[axes], y.copy()
-    kernel = ptxlab.load(source(axes, back, **how), arch="sm_90a")
+    box, initial = BOXES[axes], y.copy()
+    kernel = ptxlab.load(source(axes, back, **source_options), arch="sm_90a")
     size = int(np.prod(box)) * 4
-    numbers = map(np.int32, (size, *reversed(place)))
-    outcome = kernel(TensorMap(x, box), TensorMap(y, box), *numbers, grid=1, block=32, backend=backend, **more)
-    expected = before.copy()
+    scalars = map(np.int32, (size, *reversed(place)))
+    outcome = kernel(TensorMap(x, box), TensorMap(y, box), *scalars, grid=1, block=32, backend=backend, **options)
+    expected = initial.copy()
     for offsets in itertools.product(*map(range, box)):
-        at = tuple(p + o for p, o in zip(place, offsets, strict=True))
-        if all(0 <= i < n for i, n in zip(at, x.shape, strict=True)):
-            expected[at] = 2 * x[at] + (before[at] if "reduce" in back else 0)
-    return before, y, expected, [str(finding) for finding in outcome.findings]
+        index = tuple(p + o for p, o in zip(place, offsets, strict=True))
+        if all(0 <= i < n for i, n in zip(index, x.shape, strict=True)):
+            expected[index] = 2 * x[index] + (initial[index] if "reduce" in back else 0)
+    return initial, y, expected, [str(finding) for finding in outcome.findings]
 
 
 BULK = """
@@ -165,18 +167,28 @@ boxes(const __grid_constant__ TensorMap map, unsigned* image, int row, int colum
 """
 
 
-def bring(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int,
-          backend: str = "emulator", source: str = SOURCE, **options: Any) -> tuple[np.ndarray, list[str]]:  # fmt: skip
+def load_boxes(
+    array: np.ndarray,
+    box: tuple[int, int],
+    swizzle: int,
+    row: int,
+    column: int,
+    place: int,
+    further_boxes: int,
+    backend: str = "emulator",
+    source: str = SOURCE,
+    **options: Any,
+) -> tuple[np.ndarray, list[str]]:
     """Bring boxes to shared memory; return the kernel's picture of shared memory, and the findings."""
     image = np.zeros(IMAGE, np.uint8)
     tensor_map = TensorMap(array, box, swizzle)
-    numbers = map(np.int32, (row, column, tensor_map.box_bytes, place, more))
+    scalars = map(np.int32, (row, column, tensor_map.box_bytes, place, further_boxes))
     kernel = ptxlab.load(Source.from_text(source, "<boxes>"), arch="sm_90a")
-    before = array.tobytes()
+    content = array.tobytes()
     outcome = kernel(
-        tensor_map, image.view(np.uint32), *numbers, grid=1, block=128, shared_bytes=IMAGE, backend=backend, **options
+        tensor_map, image.view(np.uint32), *scalars, grid=1, block=128, shared_bytes=IMAGE, backend=backend, **options
     )
-    assert array.tobytes() == before
+    assert array.tobytes() == content
     return image, [str(finding) for finding in outcome.findings]
 
 

@@ -19,12 +19,12 @@ def ampere_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return c
 
 
-def in_the_emulator(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def patch_emulator(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the emulator compute every MMA of FP16 operands with FP32 sums by the model."""
     operands: list[np.ndarray] = []
     dots, accumulation = mma.dots, mma.accumulation
 
-    def kept(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def dots_and_remember(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         operands[:] = a, b
         return dots(a, b)
 
@@ -43,5 +43,5 @@ def in_the_emulator(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return accumulate if form.d == "f32" else accumulation(form)
 
-    monkeypatch.setattr(mma, "dots", kept)
+    monkeypatch.setattr(mma, "dots", dots_and_remember)
     monkeypatch.setattr(mma, "accumulation", truncating)

@@ -51,10 +51,10 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Holder]]:
         return holders[-1]
 
     yield make
-    for each in holders:
-        each.may_go.set()
-        each.join(AT_ONCE)
-        each.lock.close()
+    for thread in holders:
+        thread.may_go.set()
+        thread.join(AT_ONCE)
+        thread.lock.close()
 
 
 def waits(holder: Holder) -> bool:
@@ -70,12 +70,12 @@ def test_many_share_it_and_one_has_it_alone(holder: Callable[[str], Holder]) -> 
     assert waits(alone)
     second.done()
     assert alone.has_it.wait(AT_ONCE)
-    behind = [holder("shared"), holder("alone")]
-    assert all(map(waits, behind))
+    waiting = [holder("shared"), holder("alone")]
+    assert all(map(waits, waiting))
     alone.done()
-    for each in behind:  # whichever comes first
-        each.may_go.set()
-    assert all(each.has_it.wait(AT_ONCE) for each in behind)
+    for thread in waiting:  # whichever comes first
+        thread.may_go.set()
+    assert all(thread.has_it.wait(AT_ONCE) for thread in waiting)
 
 
 def test_who_wants_it_alone_keeps_nobody_from_sharing_it(holder: Callable[[str], Holder]) -> None:
@@ -95,10 +95,10 @@ def test_it_is_kept_alone_from_one_test_to_the_next(tmp_path: Path, holder: Call
     lock = DeviceLock(tmp_path, "gpu")
     lock.acquire(alone=True)
     lock.acquire(alone=True)
-    other = holder("shared")
-    assert waits(other)
+    sharer = holder("shared")
+    assert waits(sharer)
     lock.release()
-    assert other.has_it.wait(AT_ONCE)
+    assert sharer.has_it.wait(AT_ONCE)
     lock.close()
 
 
@@ -116,10 +116,10 @@ def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str],
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout and process.stdout.readline()
-        other = holder("shared")
-        assert waits(other)
+        sharer = holder("shared")
+        assert waits(sharer)
         process.kill()
-    assert other.has_it.wait(AT_ONCE)
+    assert sharer.has_it.wait(AT_ONCE)
 
 
 def item(*marks: str, seconds: int = 0) -> Any:
@@ -130,10 +130,10 @@ def item(*marks: str, seconds: int = 0) -> Any:
 def test_what_measures_comes_last_and_the_longest_first() -> None:
     """A short one stands behind each long one."""
     measuring, longest, longer = item("gpu", "timing", seconds=90), item("gpu", seconds=80), item("gpu", seconds=20)
-    short, other, third = item("gpu"), item("gpu"), item(seconds=50)
-    items = [measuring, short, longer, other, longest, third]
-    pytest_collection_modifyitems(items)
-    assert items == [longest, short, longer, other, third, measuring]
+    short, second_short, without_gpu = item("gpu"), item("gpu"), item(seconds=50)
+    tests = [measuring, short, longer, second_short, longest, without_gpu]
+    pytest_collection_modifyitems(tests)
+    assert tests == [longest, short, longer, second_short, without_gpu, measuring]
 
 
 SUITE = """
@@ -218,8 +218,8 @@ class Span(NamedTuple):
     start: float
     end: float
 
-    def overlaps(self, other: "Span") -> bool:
-        return self.start < other.end and other.start < self.end
+    def overlaps(self, span: "Span") -> bool:
+        return self.start < span.end and span.start < self.end
 
 
 @pytest.mark.full
@@ -233,30 +233,32 @@ def test_a_file_without_tests_on_a_gpu_is_left_unread(tmp_path: Path) -> None:
     assert run("unread", "-m", "gpu", text=broken).returncode == 0
     assert run("read", "-m", "gpu", text=f"# gpu\n{broken}").returncode == 2
     hidden = "import pytest\nmark = getattr(pytest.mark, 'g' + 'pu')\n@mark\ndef test_hidden():\n    pass\n"
-    found = run("hidden", text=hidden)
-    assert found.returncode == 4 and "test_hidden: its file must name a gpu" in found.stderr, found.stderr
+    completed = run("hidden", text=hidden)
+    assert completed.returncode == 4 and "test_hidden: its file must name a gpu" in completed.stderr, completed.stderr
 
 
 @pytest.mark.full
 def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     start = monotonic()
     left_out = 'import pytest\npytest.importorskip("no_such_module", reason="no_such_module is not installed")\n# gpu\n'
-    done = run_suite(
+    completed = run_suite(
         tmp_path, "-m", "gpu", "-n", "2", "--dist", "worksteal", "--record-tests", "tests.json", left_out=left_out
     )
-    assert done.returncode == 1 and "recorded in tests.json" in done.stdout, done.stdout + done.stderr
-    found = gpu_tests.load(tmp_path / "tests.json")
-    assert (found.command, found.part) == ("pytest -m gpu -n 2 --dist worksteal", "")
-    assert (found.commit, found.sources) == ("0123456789", gpu_tests.digests())
-    assert 0.3 < found.seconds < monotonic() - start and {"name", "slug"} <= set(found.device)
-    assert {"ptxlab", "python", "numpy", "pytest"} <= set(found.versions)
+    assert completed.returncode == 1 and "recorded in tests.json" in completed.stdout, (
+        completed.stdout + completed.stderr
+    )
+    record = gpu_tests.load(tmp_path / "tests.json")
+    assert (record.command, record.part) == ("pytest -m gpu -n 2 --dist worksteal", "")
+    assert (record.commit, record.sources) == ("0123456789", gpu_tests.digests())
+    assert 0.3 < record.seconds < monotonic() - start and {"name", "slug"} <= set(record.device)
+    assert {"ptxlab", "python", "numpy", "pytest"} <= set(record.versions)
     file = "suite/test_mini.py"
-    assert found.passed == {file: 10}
-    assert found.failed == {
+    assert record.passed == {file: 10}
+    assert record.failed == {
         f"{file}::test_fails": "AssertionError: numbers differ",
         f"{file}::test_passes_and_cannot_clean_up": "teardown: ValueError: left behind",
     }
-    assert found.skipped == {
+    assert record.skipped == {
         "no tool here": [f"{file}::test_skips[no tool0]", f"{file}::test_skips[no tool1]"],
         "no card here": [f"{file}::test_skips[no card]"],
         "fails as expected: not yet": [f"{file}::test_not_yet"],
@@ -271,7 +273,7 @@ def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     }
     assert "long" in first.values(), "it is ahead of the short ones"
     assert len(alone) == 3 and sum(span.name == "shares" for span in spans) == 6
-    assert not any(one.overlaps(other) for one in alone for other in spans if other is not one)
+    assert not any(measuring.overlaps(span) for measuring in alone for span in spans if span is not measuring)
 
 
 def test_what_measures_is_marked() -> None:

@@ -78,10 +78,10 @@ def test_a_test_has_one_outcome_the_worst(tmp_path: Path) -> None:
         report("skipped", "setup", ["x.py", 3, "Skipped: no torch"], test="tests/test_a.py::test_d"),
     ):
         recorder.pytest_runtest_logreport(outcome)
-    found = recorder.record()
-    assert found.passed == {"tests/test_a.py": 1}
-    assert found.failed == {"tests/test_a.py::test_b": "teardown: tests/x.py: gone"}
-    assert found.skipped == {"no torch": ["tests/test_a.py::test_d"]}
+    record = recorder.record()
+    assert record.passed == {"tests/test_a.py": 1}
+    assert record.failed == {"tests/test_a.py::test_b": "teardown: tests/x.py: gone"}
+    assert record.skipped == {"no torch": ["tests/test_a.py::test_d"]}
 
 
 @pytest.mark.default_cases("3")

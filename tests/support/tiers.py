@@ -67,8 +67,8 @@ class Progress:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a test whose call and teardown passed; take out one that has failed, whatever it did before."""
         if report.failed and report.nodeid in (passed := self.load()):
-            kept = sorted(passed - {report.nodeid})
-            self.path.write_text("".join(f"{nodeid}\n" for nodeid in kept), encoding="utf-8")
+            remaining = sorted(passed - {report.nodeid})
+            self.path.write_text("".join(f"{nodeid}\n" for nodeid in remaining), encoding="utf-8")
         if report.when == "call" and report.passed:
             self._finished_calls.add(report.nodeid)
         elif report.when == "teardown" and report.passed and report.nodeid in self._finished_calls:

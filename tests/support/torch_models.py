@@ -27,12 +27,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def small(family: str = "llama", dtype: str = "float16", **changes: Any) -> Any:
+def small_model(family: str = "llama", dtype: str = "float16", **changes: Any) -> Any:
     """Make a small model whose weights matter for its results; they are the same each time."""
     kind, differs = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(**{**SHARED, **differs, **changes})
     model, rng = getattr(transformers, f"{kind}ForCausalLM")(config), np.random.RandomState(1)
-    for name, each in model.named_parameters():
-        values = rng.standard_normal(each.shape) / np.sqrt(each.shape[-1]) + (1 if "norm" in name else 0)
-        each.data = torch.from_numpy(values.astype(np.float32))
+    for name, parameter in model.named_parameters():
+        values = rng.standard_normal(parameter.shape) / np.sqrt(parameter.shape[-1]) + (1 if "norm" in name else 0)
+        parameter.data = torch.from_numpy(values.astype(np.float32))
     return model.to(getattr(torch, dtype)).eval()

@@ -7,7 +7,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.lowbit.bench.gemm.problem import packed_bytes, sizes_at
 from ptxlab.lowbit.bench.gemm.w4a4 import COMPARED, LADDER_LAYER, MEASURES
 from ptxlab.lowbit.bench.shapes import LLAMA, Layer
-from tests.support import made_up
+from tests.support import fake_rows
 
 SLOWDOWN = {"gemm_w4a8_sm90": 1.1, "gemm_w8a8_sm90": 1.2, "gemm_w4a4_sm90": 1.32, "gemm_w4ax_sm90": 1.43}
 IN_SOFTWARE = 100.0  # kernels for INT4 tensor cores
@@ -19,12 +19,12 @@ def row(name: str, measure: str, layer: Layer, M: int) -> Row:
     face = {"face": "gemm_w4a8"} if name == "gemm_w4a8_sm90" else {}
     floor = layer.N * layer.K * M / 1e9  # the same for all, so that times compare as slowdowns do
     nbytes = spec.bytes_moved({**spec.config_for(sizes), "OUT": 0, **sizes})
-    more = {"packed_bytes": packed_bytes(spec, sizes), "stream_us": floor}
+    columns = {"packed_bytes": packed_bytes(spec, sizes), "stream_us": floor}
     peers = {"cublas_fp8": floor * 1.0, "cublas_int8": floor * 1.4}
     slowdown = SLOWDOWN.get(name, IN_SOFTWARE)
-    return made_up.row(
+    return fake_rows.row(
         floor, slowdown, nbytes, 2 * M * layer.N * layer.K, kernel=name, measure=measure, sizes=sizes, limit="made up",
-        peers=peers, more=more, activations="row_major", **face,
+        peers=peers, more=columns, activations="row_major", **face,
     )  # fmt: skip
 
 

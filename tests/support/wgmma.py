@@ -9,7 +9,7 @@ import ptxlab
 from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.descriptors import MatrixDescriptor
 from ptxlab.hardware.fragments import mma_a, wgmma_d
-from tests.support.emulated import HEADER
+from tests.support.small_kernels import HEADER
 
 
 def cores(matrix: np.ndarray) -> np.ndarray:
@@ -28,13 +28,13 @@ TO_BITS = {
 }
 
 
-def numbers(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
+def draw_operand(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
     """Draw [rows, 32 bytes] small multiples of 1/8, and return them in float32 and as bits.
 
     Every sum of them is exact.
     """
-    most, columns = (2, 32) if type_name in ("e4m3", "e5m2") else (64, 8 if type_name == "tf32" else 16)
-    values = (rng.integers(-most, most + 1, (rows, columns)) / 8).astype(np.float32)
+    largest, columns = (2, 32) if type_name in ("e4m3", "e5m2") else (64, 8 if type_name == "tf32" else 16)
+    values = (rng.integers(-largest, largest + 1, (rows, columns)) / 8).astype(np.float32)
     return values, TO_BITS[type_name](values)
 
 
@@ -47,18 +47,18 @@ def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
 
     Return the image, and leading and stride in bytes.
     """
-    rows, each = bits.shape[0], span // 2
+    rows, rows_per_atom = bits.shape[0], span // 2
     stride = span * 8  # to the next 8 of K
     leading = 2 * stride  # to the next atom of rows
-    image = np.zeros(leading * ceil_div(rows, each), np.uint8)
+    image = np.zeros(leading * ceil_div(rows, rows_per_atom), np.uint8)
     for row, k in np.ndindex(bits.shape):
-        at = row // each * leading + k // 8 * stride + k % 8 * span + row % each * 2
-        at ^= at >> 3 & (span - 16)
-        image[at : at + 2] = bits[row, k : k + 1].view(np.uint8)
+        address = row // rows_per_atom * leading + k // 8 * stride + k % 8 * span + row % rows_per_atom * 2
+        address ^= address >> 3 & (span - 16)
+        image[address : address + 2] = bits[row, k : k + 1].view(np.uint8)
     return image, leading, stride
 
 
-def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
+def kernel_text(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
     """Write a kernel that computes D = A·B [+ 1] with the image of both in `tile`.
 
     `a` is code and operand, `b` a descriptor, from its start.
@@ -93,21 +93,21 @@ def problem(case: str, type_name: str, n: int, d: str = "f32") -> tuple[str, np.
     Operands are from registers and shared memory, K-major and MN-major (`b 64`: of B, with a swizzle of 64 bytes).
     """
     rng = np.random.default_rng(len(case))
-    (a, a_bits), (b, b_bits) = numbers(rng, 64, type_name), numbers(rng, n, type_name)
+    (a, a_bits), (b, b_bits) = draw_operand(rng, 64, type_name), draw_operand(rng, n, type_name)
     spans = dict(zip(case.split()[::2], case.split()[1::2], strict=False)) if " " in case else {}
     images: list[np.ndarray] = []
-    descriptors, at = [], 0
+    descriptors, offset = [], 0
     for name, bits in (("a", a_bits), ("b", b_bits)):
         if name in spans:
             image, leading, stride = mn_major(bits, span := int(spans[name]))
         else:
             image, leading, stride, span = k_major(bits), 128, 256, 16
         images.append(np.concatenate([image, np.zeros(-len(image) % 1024, np.uint8)]))
-        descriptors.append(MatrixDescriptor(at, stride, leading, span).encode())
-        at += len(images[-1])
+        descriptors.append(MatrixDescriptor(offset, stride, leading, span).encode())
+        offset += len(images[-1])
     width, depth = 8 * a_bits.itemsize, a_bits.shape[1]
-    held = mma_a(depth, width).scatter(a_bits.reshape(4, 16, depth)).reshape(128, 4)
-    own = (
+    fragments = mma_a(depth, width).scatter(a_bits.reshape(4, 16, depth)).reshape(128, 4)
+    operand_a = (
         ("mov.b64 %da, 0;", "{%a0, %a1, %a2, %a3}")
         if case == "registers"
         else (f"mov.b64 %da, {descriptors[0]};", "%da")
@@ -115,23 +115,23 @@ def problem(case: str, type_name: str, n: int, d: str = "f32") -> tuple[str, np.
     layouts = ", 0" if case == "registers" else f", {int('a' in spans)}, {int('b' in spans)}"
     constants = "-1, 1" + layouts * (width == 16)
     form = f"m64n{n}k{depth}.{d}.{type_name}.{type_name}"
-    text = floats(own, str(descriptors[1]), at, n, form, constants, adds=1)
-    return text, np.concatenate([*images, np.zeros(2048, np.uint8)]), held, 1 - a @ b.T
+    text = kernel_text(operand_a, str(descriptors[1]), offset, n, form, constants, adds=1)
+    return text, np.concatenate([*images, np.zeros(2048, np.uint8)]), fragments, 1 - a @ b.T
 
 
 NARROW = [(t, d) for t in ("tf32", "e4m3", "e5m2", "f16") for d in ("f32", "f16") if (t, d) not in (("tf32", "f16"),)]
 
 
-def run_narrow(case: str, type_name: str, d: str, b_type: str = "", **how: Any) -> tuple[np.ndarray, np.ndarray]:
+def run_narrow(case: str, type_name: str, d: str, b_type: str = "", **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Compute D by the kernel, and return it with the expected one.
 
     If `b_type` is given, B is read as that other type of fp8, which makes another D.
     """
-    text, image, held, right = problem(case, type_name, 64, d)
+    text, image, fragments, right = problem(case, type_name, 64, d)
     text = text.replace(f"{type_name}.{type_name}", f"{type_name}.{b_type or type_name}")
     fragment = wgmma_d(64, True, 16 if d == "f16" else 32)
     out = np.zeros((128, 32), np.uint32)
-    outcome = ptxlab.load(text)(image, held, out, grid=1, block=128, **how)
+    outcome = ptxlab.load(text)(image, fragments, out, grid=1, block=128, **options)
     assert not outcome.findings
-    held_d = np.ascontiguousarray(out.reshape(128, -1)[:, : fragment.registers])
-    return fragment.gather(held_d, np.dtype(d.replace("f", "float"))).astype(np.float32), right
+    d_fragments = np.ascontiguousarray(out.reshape(128, -1)[:, : fragment.registers])
+    return fragment.gather(d_fragments, np.dtype(d.replace("f", "float"))).astype(np.float32), right

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 import ptxlab
-from tests.support.emulated import HEADER
+from tests.support.small_kernels import HEADER
 
 SHAPES = {"m16n16k16": (16, 16, 16), "m8n32k16": (8, 32, 16), "m32n8k16": (32, 8, 16), "m16n16k8": (16, 16, 8),
           "m8n8k4": (8, 8, 4)}  # fmt: skip
@@ -40,21 +40,21 @@ def registers(shape: str, t: str, operand: str, prefix: str) -> tuple[str, str]:
 
 
 def kernel(shape: str, t: str, d: str, layouts: tuple[str, str, str], strides: tuple[int, int, int]) -> str:
-    held = {x: registers(shape, t if x in "ab" else d, x, x) for x in "abcd"}
+    operands = {x: registers(shape, t if x in "ab" else d, x, x) for x in "abcd"}
     types = f"{d}.{d}" if t == "f16" else f"{d}.{t}.{t}.{d}"
     a, b, c = layouts
     return f"""{HEADER}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc, .param .u64 pd) {{
-    .reg .b64 %x<4>; {" ".join(declared for _, declared in held.values())}
+    .reg .b64 %x<4>; {" ".join(declared for _, declared in operands.values())}
     ld.param.u64 %x0, [pa]; ld.param.u64 %x1, [pb]; ld.param.u64 %x2, [pc]; ld.param.u64 %x3, [pd];
-    wmma.load.a.sync.aligned.{a}.{shape}.global.{t} {held["a"][0]}, [%x0], {strides[0]};
-    wmma.load.b.sync.aligned.{b}.{shape}.{t} {held["b"][0]}, [%x1], {strides[1]};
-    wmma.load.c.sync.aligned.{c}.{shape}.global.{d} {held["c"][0]}, [%x2], {strides[2]};
-    wmma.mma.sync.aligned.{a}.{b}.{shape}.{types}{".rn" * (t == "f64")} {", ".join(held[x][0] for x in "dabc")};
-    wmma.store.d.sync.aligned.{c}.{shape}.global.{d} [%x3], {held["d"][0]}, {strides[2]};
+    wmma.load.a.sync.aligned.{a}.{shape}.global.{t} {operands["a"][0]}, [%x0], {strides[0]};
+    wmma.load.b.sync.aligned.{b}.{shape}.{t} {operands["b"][0]}, [%x1], {strides[1]};
+    wmma.load.c.sync.aligned.{c}.{shape}.global.{d} {operands["c"][0]}, [%x2], {strides[2]};
+    wmma.mma.sync.aligned.{a}.{b}.{shape}.{types}{".rn" * (t == "f64")} {", ".join(operands[x][0] for x in "dabc")};
+    wmma.store.d.sync.aligned.{c}.{shape}.global.{d} [%x3], {operands["d"][0]}, {strides[2]};
     ret; }}"""
 
 
-def stored(matrix: np.ndarray, layout: str) -> tuple[np.ndarray, int]:
+def lay_out(matrix: np.ndarray, layout: str) -> tuple[np.ndarray, int]:
     """Lay a matrix out in memory, with a gap behind each row or column; return it and the stride."""
     lines = matrix if layout == "row" else matrix.T
     padded = np.zeros((lines.shape[0], lines.shape[1] + GAP), matrix.dtype)
@@ -65,19 +65,19 @@ def stored(matrix: np.ndarray, layout: str) -> tuple[np.ndarray, int]:
 LAYOUTS = [("row", "col", "row"), ("col", "row", "col")]
 
 
-def multiplied(
-    shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str, **more: Any
+def run_wmma(
+    shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Multiply by wmma; return what it stores and the expected image, gaps between the lines included."""
     rng, (m, n, k) = np.random.default_rng(0), SHAPES[shape]
     low = 0 if t == "u8" else -4
     a, b, c = (rng.integers(low, 5, s) for s in ((m, k), (k, n), (m, n)))
     images, strides = zip(
-        *(stored(x.astype(DTYPES[e]), layout) for x, e, layout in zip((a, b, c), (t, t, d), layouts, strict=True)),
+        *(lay_out(x.astype(DTYPES[e]), layout) for x, e, layout in zip((a, b, c), (t, t, d), layouts, strict=True)),
         strict=True,
     )
     out = np.zeros_like(images[2])
     raw = [x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x for x in images]
     text = kernel(shape, t, d, layouts, strides)
-    assert not ptxlab.load(text)(*raw, out, grid=1, block=32, backend=backend, **more).findings
-    return out, stored((a @ b + c).astype(DTYPES[d]), layouts[2])[0]
+    assert not ptxlab.load(text)(*raw, out, grid=1, block=32, backend=backend, **options).findings
+    return out, lay_out((a @ b + c).astype(DTYPES[d]), layouts[2])[0]

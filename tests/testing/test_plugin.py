@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ptxlab.emulator import EmulatorOptions
-from tests.support.emulated import record_options
 from tests.support.plugin import OPTIONS
+from tests.support.small_kernels import record_options
 
 pytest_plugins = "pytester"
 

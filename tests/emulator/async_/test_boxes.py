@@ -11,8 +11,19 @@ from ptxlab import emulator
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault, UnknownInstruction
 from ptxlab.lowbit.layout import TensorMap
 from tests.support.axes import both_modes, on_every_backend
-from tests.support.boxes import BOXES, BULK, CHECKED, REDUCE, REDUCTIONS, SHAPES, STORE, move, reduce, source
-from tests.support.emulated import told
+from tests.support.small_kernels import findings_or_error
+from tests.support.tensor_copies import (
+    BOXES,
+    BULK,
+    CHECKED,
+    REDUCE,
+    REDUCTIONS,
+    SHAPES,
+    STORE,
+    move_box,
+    reduce,
+    source,
+)
 
 
 @pytest.mark.default_cases(
@@ -28,7 +39,7 @@ def test_there_and_back(axes: int, back: str, mode: str, backend: str) -> None:
     beyond = tuple(size - 1 for size in SHAPES[axes][:-1])
     for place in ((0,) * axes, (1,) * (axes - 1) + (4 if axes > 1 else 16,), (*beyond, SHAPES[axes][-1] - 4)):
         options = {**CHECKED, "mode": mode} if backend == "emulator" else {}
-        before, y, expected, found = move(axes, place, back, backend, **options)
+        before, y, expected, found = move_box(axes, place, back, backend, **options)
         np.testing.assert_array_equal(y, expected)
         assert found == [] and not np.array_equal(y, before)
 
@@ -39,12 +50,12 @@ def test_nothing_is_written_from_in_front_of_the_array(place: tuple[int, ...], b
     """An H200 takes it for an illegal instruction."""
     rule = r"may end behind the array, but not begin in front of it: \("
     with pytest.raises(MemoryFault, match=rule + ", ".join(map(str, reversed(place)))):
-        move(2, place, back)
+        move_box(2, place, back)
 
 
 @both_modes
 def test_a_store_of_what_threads_wrote_needs_a_fence(mode: str) -> None:
-    found = told(lambda: move(2, (0, 0), STORE, fence="", **CHECKED, mode=mode)[-1])
+    found = findings_or_error(lambda: move_box(2, (0, 0), STORE, fence="", **CHECKED, mode=mode)[-1])
     assert "async-dirty" in found and "without a fence.proxy.async" in found
 
 
@@ -60,7 +71,7 @@ def test_copies_are_told_to_every_block_that_acquires_in_scope_cta(mode: str) ->
 
 
 def test_a_store_that_nobody_waits_for() -> None:
-    found = told(lambda: move(2, (0, 0), STORE, wait="wait_group 1", **CHECKED)[-1])
+    found = findings_or_error(lambda: move_box(2, (0, 0), STORE, wait="wait_group 1", **CHECKED)[-1])
     assert "async" in found and "ends" in found
 
 
@@ -221,9 +232,9 @@ def test_integers_that_are_not_combined(operation: str, dtype: Any) -> None:
 
 def test_reductions_that_there_are_not() -> None:
     with pytest.raises(EmulationError, match=r"\.and of elements of type float32"):
-        move(2, (0, 0), REDUCE.replace("cta.add", "cta.and"))
+        move_box(2, (0, 0), REDUCE.replace("cta.add", "cta.and"))
     with pytest.raises(UnknownInstruction):
-        move(2, (0, 0), STORE.replace(".tile.", ".im2col_no_offs."))
+        move_box(2, (0, 0), STORE.replace(".tile.", ".im2col_no_offs."))
     with pytest.raises(ArgumentError, match=r"tensor map: box: 3 sizes, each 1 to 256 \(got \(4, 16\)\)"):
         TensorMap(np.zeros((2, 4, 16), np.float32), (4, 16))
 

@@ -17,8 +17,8 @@ from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch
 from tests.support.axes import both_modes, on_every_backend
-from tests.support.boxes import ARRAY, IMAGE, SOURCE, bring
-from tests.support.emulated import told
+from tests.support.small_kernels import findings_or_error
+from tests.support.tensor_copies import ARRAY, IMAGE, SOURCE, load_boxes
 
 
 def expected(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int):
@@ -62,7 +62,7 @@ def copies(draw: st.DrawFn) -> tuple:
 @settings(max_examples=60, deadline=None)
 def test_boxes_land_where_the_definition_says(backend: str, copy: tuple, mode: str) -> None:
     options = {"checks": emulator.CHECKS, "mode": mode} if backend == "emulator" else {}
-    image, found = bring(*copy, backend=backend, **options)
+    image, found = load_boxes(*copy, backend=backend, **options)
     assert found == [] and np.array_equal(image, expected(*copy))
 
 
@@ -73,7 +73,7 @@ PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
 @both_modes
 def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
     wait = SOURCE[SOURCE.index("/* WAIT */") : SOURCE.index("    for (int i = threadIdx.x; i < 8192; i += 128) image")]
-    image, found = bring(*PLAIN, source=SOURCE.replace(wait, "\n"), checks=emulator.CHECKS, mode=mode)
+    image, found = load_boxes(*PLAIN, source=SOURCE.replace(wait, "\n"), checks=emulator.CHECKS, mode=mode)
     assert any("async" in line and "still being written by line" in line and "tensor.2d" in line for line in found)
     assert mode == "early" or not np.array_equal(image, expected(*PLAIN))
 
@@ -81,12 +81,12 @@ def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
 @both_modes
 def test_a_box_over_what_threads_have_written_needs_a_fence(mode: str) -> None:
     source = SOURCE.replace('asm volatile("fence.proxy.async;" ::: "memory");', "")
-    found = "\n".join(bring(*PLAIN, source=source, checks=emulator.CHECKS, mode=mode)[1])
+    found = "\n".join(load_boxes(*PLAIN, source=source, checks=emulator.CHECKS, mode=mode)[1])
     assert re.search(r"async-dirty: .*tensor\.2d.* copies over byte \d+ .* `st\.shared.*, wrote without a fence", found)
 
 
 def test_overlapping_boxes_are_found() -> None:
-    _, found = bring(*PLAIN[:-1], 1, source=SOURCE.replace("i * 16384", "i * 1024"), checks=["async"])
+    _, found = load_boxes(*PLAIN[:-1], 1, source=SOURCE.replace("i * 16384", "i * 1024"), checks=["async"])
     assert any("copies to byte 2048" in line and "still being written" in line for line in found)
 
 
@@ -113,7 +113,7 @@ def test_overlapping_boxes_are_found() -> None:
 )
 def test_what_a_kernel_may_not_do(change: tuple, place: int, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        bring(*PLAIN[:5], place, 0, source=SOURCE.replace(*change))
+        load_boxes(*PLAIN[:5], place, 0, source=SOURCE.replace(*change))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_block_may_not_end_before_its_boxes_have_come(mode: str) -> None:
                          cluster=4, backend="emulator", mode=mode, checks=["race", "async"])  # fmt: skip
         return [str(finding) for finding in outcome.findings]
 
-    assert re.search(r"shared memory of block \(0,0,0\), which (may have|has) ended", told(findings))
+    assert re.search(r"shared memory of block \(0,0,0\), which (may have|has) ended", findings_or_error(findings))
 
 
 SPEC = KernelSpec(

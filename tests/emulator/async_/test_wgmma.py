@@ -13,8 +13,8 @@ from ptxlab.hardware.descriptors import MatrixDescriptor
 from ptxlab.hardware.fragments import wgmma_d
 from tests.golden.fragments import fragment_cases
 from tests.support.axes import both_modes
-from tests.support.emulated import HEADER, line_of, run
-from tests.support.wgmma import CASES, NARROW, cores, floats, numbers, problem, run_narrow
+from tests.support.small_kernels import HEADER, line_of, run_text
+from tests.support.wgmma import CASES, NARROW, cores, draw_operand, kernel_text, problem, run_narrow
 
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")
 PROXY, FENCE = "fence.proxy.async.shared::cta;", "wgmma.fence.sync.aligned;"
@@ -25,7 +25,7 @@ SECOND = [line for line in CASE.ptx.split("\n") if "wgmma.mma_async" in line][1]
 def outcome(text: str, mode: str) -> tuple[np.ndarray, list[tuple[str, int]]]:
     out = np.zeros(CASE.out, np.uint32)
     arguments = [*(array.copy() for array in CASE.inputs.values()), out]
-    result = run(text, *arguments, threads=CASE.threads, checks=emulator.CHECKS, mode=mode)
+    result = run_text(text, *arguments, threads=CASE.threads, checks=emulator.CHECKS, mode=mode)
     return out, sorted({(finding.kind, finding.line) for finding in result.findings})
 
 
@@ -47,7 +47,7 @@ STORES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "st.global.b32"
 def test_a_block_without_a_whole_warp_group_is_refused(threads: int) -> None:
     arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
     with pytest.raises(EmulationError, match=rf"the four warps of a warp group \(a block of {threads} threads\)"):
-        run(CASE.ptx, *arguments, threads=threads)
+        run_text(CASE.ptx, *arguments, threads=threads)
 
 
 @both_modes
@@ -164,7 +164,7 @@ def test_a_wgmma_waits_for_those_whose_registers_it_shares(mode, first, second, 
     text = CASE.ptx.replace(SECOND, sharing)
     assert outcome(text, mode)[1] == [("async", LAUNCHES[1])] * bool(message)
     arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
-    findings = run(text, *arguments, threads=CASE.threads, checks=["async"], mode=mode).findings
+    findings = run_text(text, *arguments, threads=CASE.threads, checks=["async"], mode=mode).findings
     assert all(message in str(finding) for finding in findings)
     assert outcome(text.replace(sharing, f"{COMMIT} {WAIT} {FENCE} {sharing}"), mode)[1] == []
 
@@ -214,7 +214,7 @@ def test_both_operands_from_shared_memory(a_type, b_type, mode):
     image = np.concatenate([cores(a).view(np.uint8), cores(b).view(np.uint8)])
     out = np.zeros((256, n // 2), np.uint32)
     text = from_shared(n, types=f"{a_type}.{b_type}")
-    assert not run(text, image, out[:128], threads=128, checks=emulator.CHECKS, mode=mode).findings
+    assert not run_text(text, image, out[:128], threads=128, checks=emulator.CHECKS, mode=mode).findings
     assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), 2 * (a.astype(np.int64) @ b.T.astype(np.int64)))
 
 
@@ -228,7 +228,7 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
     first = text.split("\n")[line_of(text, "wgmma.mma_async") - 1]
     text = text.replace(first, "").replace(".satfinite", satfinite)
     image, out = np.concatenate([cores(a), cores(b)]).view(np.uint8), np.zeros((256, n // 2), np.uint32)
-    assert not run(text, image, out[:128], threads=128, checks=emulator.CHECKS, mode=mode).findings
+    assert not run_text(text, image, out[:128], threads=128, checks=emulator.CHECKS, mode=mode).findings
     sums = wgmma_d(n).gather(start.view(np.uint32), np.int32) + a.astype(np.int64) @ b.T.astype(np.int64)
     clamped = sums.clip(-(2**31), 2**31 - 1)
     assert (sums > clamped).any() and (sums < clamped).any()
@@ -239,7 +239,7 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
 def test_the_first_product_may_not_add():
     text = from_shared(8).replace("%a, %b, %p;", "%a, %b, %q;")
     arguments = np.zeros(4096, np.uint8), np.zeros((128, 4), np.uint32)
-    (finding,) = run(text, *arguments, threads=128, checks=["init"]).findings
+    (finding,) = run_text(text, *arguments, threads=128, checks=["init"]).findings
     assert finding.line == line_of(text, "mma_async") and "adds to %d0, which was never written" in finding.message
 
 
@@ -255,7 +255,7 @@ def test_the_first_product_may_not_add():
 def test_refused(more, error, said):
     image, out = np.zeros(4096, np.uint8), np.zeros((128, 16), np.uint32)
     with pytest.raises(error, match=said):
-        run(from_shared(32, more), image, out, threads=128)
+        run_text(from_shared(32, more), image, out, threads=128)
 
 
 # Floating operands
@@ -285,7 +285,7 @@ def test_refused(more, error, said):
 def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) -> None:
     text, image, held, right = problem(case, type_name, n)
     out = np.zeros((128, n // 2), np.uint32)
-    assert not run(text, image, held, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
+    assert not run_text(text, image, held, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
     assert np.array_equal(wgmma_d(n, True).gather(out, np.float32), right)
 
 
@@ -313,17 +313,19 @@ def test_where_a_nan_arises(d: str, planted: int, kinds: list[str], case: str, m
     text, image, held, _ = problem(case, "f16", 64, d)
     image.view(np.uint16)[-1024 - 8 :][:8] = planted  # B's end, before 2,048 bytes that nobody reads
     text = text.replace(" -1, 1", " 1, 1")
-    found = run(text, image, held, np.zeros((128, 32), np.uint32), threads=128, checks=["float"], mode=mode).findings
+    found = run_text(
+        text, image, held, np.zeros((128, 32), np.uint32), threads=128, checks=["float"], mode=mode
+    ).findings
     assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "mma_async")) for kind in kinds]
 
 
 def test_fp8_operands_may_differ() -> None:
     text, image, held, right = problem("shared", "e4m3", 64)
     out = np.zeros((128, 32), np.uint32)
-    run(text.replace("e4m3.e4m3", "e4m3.e5m2"), image, held, out, threads=128)
+    run_text(text.replace("e4m3.e4m3", "e4m3.e5m2"), image, held, out, threads=128)
     codes = np.arange(256, dtype=np.uint8)
     as_e5m2 = codes.view(ml_dtypes.float8_e5m2).astype(np.float32)
-    (a, _), (_, b_bits) = (numbers(rng := np.random.default_rng(6), 64, "e4m3"), numbers(rng, 64, "e4m3"))
+    (a, _), (_, b_bits) = (draw_operand(rng := np.random.default_rng(6), 64, "e4m3"), draw_operand(rng, 64, "e4m3"))
     assert np.array_equal(wgmma_d(64, True).gather(out, np.float32), 1 - a @ as_e5m2[b_bits].T)
     assert not np.array_equal(right, 1 - a @ as_e5m2[b_bits].T)
 
@@ -356,15 +358,15 @@ def test_floats_on_hopper(case: str, type_name: str) -> None:
     ],
 )
 def test_constants_that_no_wgmma_takes(form: str, constants: str, said: str) -> None:
-    text = floats(("mov.b64 %da, 0;", "%da"), "0", 2048, 8, form, constants)
+    text = kernel_text(("mov.b64 %da, 0;", "%da"), "0", 2048, 8, form, constants)
     with pytest.raises(SourceError, match=said):
-        run(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
+        run_text(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
 
 
 def test_an_mn_major_operand_without_a_swizzle_is_refused() -> None:
     descriptor = MatrixDescriptor(1024, 256, 128).encode()
-    text = floats(
+    text = kernel_text(
         (f"mov.b64 %da, {descriptor};", "%da"), str(descriptor), 2048, 8, "m64n8k16.f32.f16.f16", "1, 1, 0, 1"
     )
     with pytest.raises(EmulationError, match="an MN-major operand needs a swizzle"):
-        run(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
+        run_text(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.hardware.banks import collisions
-from tests.support.emulated import STORE, kernel_text, line_of, run_text
+from tests.support.small_kernels import STORE, kernel_text, line_of, run_text
 
 SHARED = ".shared .align 128 .b8 pad[256]; .shared .align 128 .b8 buf[4096];"
 START = "mov.u32 %r0, %tid.x; mov.u32 %s, pad; mov.u32 %r2, buf; and.b32 %r9, %r0, 31;\n"

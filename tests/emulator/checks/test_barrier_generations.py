@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import Deadlock
-from tests.support.emulated import STORE, kernel_text, line_of, run_text
+from tests.support.small_kernels import STORE, kernel_text, line_of, run_text
 
 START = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; setp.ge.u32 %p, %r0, 64; setp.eq.u32 %q, %r1, 0; mov.u32 %s, 1;\n"
 GROUPS = "@%p bra SECOND;\n{}bra DONE;\nSECOND:\n{}DONE:\n"  # of two warps each

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
-from tests.support.emulated import STORE, cuda_to_ptx, kernel_text, line_of, run_text
+from tests.support.small_kernels import STORE, cuda_to_ptx, kernel_text, line_of, run_text
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 4 .b8 buf[512];"
@@ -106,7 +106,9 @@ def test_annotation_in_inline_assembly():
         d[threadIdx.x] = r;
     }"""
     out, a = np.zeros(32, np.uint32), np.arange(32, dtype=np.uint32)
-    found = [(f.kind, f.lane, f.thread, f.count) for f in run_text(cuda_to_ptx(source), out, a, checks=["lanes"]).findings]
+    found = [
+        (f.kind, f.lane, f.thread, f.count) for f in run_text(cuda_to_ptx(source), out, a, checks=["lanes"]).findings
+    ]
     assert found == [("range", 0, (15, 0, 0), 17), ("carry", 1, (15, 0, 0), 17)]
 
 

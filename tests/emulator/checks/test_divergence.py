@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock
-from tests.support.emulated import STORE, cuda_to_ptx, kernel_text, run_text
+from tests.support.small_kernels import STORE, cuda_to_ptx, kernel_text, run_text
 
 START = "mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 31; mov.u32 %r5, buf; ld.param.u64 %x1, [out]; mov.u32 %s, 1;\n"
 HALF = "setp.lt.u32 %p, %r1, 16;\n"
@@ -102,5 +102,7 @@ def test_what_nvrtc_makes(body: str, line: str | None) -> None:
         'extern "C" __global__ void k(float* y, const float* x, int n) { __shared__ float s[64]; int i = threadIdx.x;'
     )
     x = np.linspace(0, 1, 64, dtype=np.float32)
-    result = run_text(cuda_to_ptx(head + body + " }"), np.zeros(64, np.float32), x, np.int32(40), threads=64, checks=["divergence"])
+    result = run_text(
+        cuda_to_ptx(head + body + " }"), np.zeros(64, np.float32), x, np.int32(40), threads=64, checks=["divergence"]
+    )
     assert [(f.kind, f.text.split()[0]) for f in result.findings] == ([("divergence", line)] if line else [])

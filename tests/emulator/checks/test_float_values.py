@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.emulator.options import checks_of
-from tests.support.emulated import HEADER, STORE, kernel_text, line_of, run_text
+from tests.support.small_kernels import HEADER, STORE, kernel_text, line_of, run_text
 
 LANE = "mov.u32 %r0, %tid.x; cvt.rn.f32.u32 %f0, %r0; ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, 4;\n"
 READ = LANE + "add.u64 %x1, %x1, %x2; ld.global.f32 %f1, [%x1]; mov.u32 %s, 0;\n"

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import COPY_PROLOGUE, STORE, kernel_text, run_text
+from tests.support.small_kernels import COPY_PROLOGUE, STORE, kernel_text, run_text
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 BEGIN = """@!%q bra READY;

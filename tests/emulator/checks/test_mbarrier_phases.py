@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from tests.support.emulated import COPY_PROLOGUE, STORE, kernel_text, run_text
+from tests.support.small_kernels import COPY_PROLOGUE, STORE, kernel_text, run_text
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 BEGIN = "@%q mbarrier.init.shared.b64 [%r5], 1;\nfence.mbarrier_init.release.cluster;\nbar.sync 0;\n"

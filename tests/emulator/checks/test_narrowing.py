@@ -7,7 +7,7 @@ import pytest
 
 import ptxlab
 from ptxlab import Launch, emulator
-from tests.support.emulated import STORE, kernel_text, run_text
+from tests.support.small_kernels import STORE, kernel_text, run_text
 
 # %r1 is -64, -60 .. 60; %x0 and %x1 are where each thread stores a byte, and a word.
 START = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; sub.s32 %r1, %r1, 64; mov.u32 %s, 0; ld.param.u64 %x0, [a];

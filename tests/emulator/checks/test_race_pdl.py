@@ -6,7 +6,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator import Finding
 from tests.support.axes import both_modes
-from tests.support.emulated import kernel_text, line_of, run_text
+from tests.support.small_kernels import kernel_text, line_of, run_text
 
 PARAMS = ".param .u64 out, .param .u64 x, .param .u64 w"
 SHARED = ".shared .align 128 .b8 buf[1024]; .shared .align 8 .b64 bar[2];"

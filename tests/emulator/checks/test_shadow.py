@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab.emulator.checks.shadow import UNITS, Shadow, coarsest
 from ptxlab.errors import ArgumentError
-from tests.support.emulated import STORE, kernel_text, run_text
+from tests.support.small_kernels import STORE, kernel_text, run_text
 
 SIZE = 256
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ptxlab.emulator.checks.step_clock import BYTES_PER_STEP, LATENCY
-from tests.support.emulated import STORE, kernel_text, run_text, run_body
+from tests.support.small_kernels import STORE, kernel_text, run_body, run_text
 
 ROUNDS = 50
 # Warp 1 goes round a loop of three instructions; warp 0 does not.
@@ -69,5 +69,7 @@ def test_later_waves_begin_where_earlier_ones_ended() -> None:
 
 def test_global_variables_are_handed_back() -> None:
     body = "mov.u64 %x0, counts; mov.u32 %r0, %tid.x; atom.global.add.u32 %r1, [%x0+4], 1; ret;"
-    result = run_text(kernel_text(body, outside=".visible .global .align 4 .u32 counts[2] = {7, 8};"), np.zeros(1, np.uint32))
+    result = run_text(
+        kernel_text(body, outside=".visible .global .align 4 .u32 counts[2] = {7, 8};"), np.zeros(1, np.uint32)
+    )
     assert np.frombuffer(result.variables["counts"], np.uint32).tolist() == [7, 40]

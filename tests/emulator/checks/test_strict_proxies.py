@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
-from tests.support.emulated import HEADER, kernel_text, run_text
+from tests.support.small_kernels import HEADER, kernel_text, run_text
 
 STRICT = emulator.CHECKS | {"proxy"}
 FENCE, GLOBAL_FENCE = "fence.proxy.async.shared::cta;", "fence.proxy.async.global;"

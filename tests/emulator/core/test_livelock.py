@@ -6,15 +6,15 @@ import pytest
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError
 from tests.support.axes import both_modes
-from tests.support.emulated import STORE, kernel, run
+from tests.support.small_kernels import STORE, kernel_text, run_text
 
 START = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mov.u32 %r5, buf;\n"
 POLL = "ld.volatile.global.u32 %r1, [%x1];\nsetp.eq.u32 %p, %r1, 0;\n"
 
 
 def outcome(body: str, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
-    text = kernel(START + body + STORE, outside=".shared .align 8 .b8 buf[8];")
-    return run(text, np.zeros(threads * blocks, np.uint32), threads=threads, blocks=blocks, **more)
+    text = kernel_text(START + body + STORE, outside=".shared .align 8 .b8 buf[8];")
+    return run_text(text, np.zeros(threads * blocks, np.uint32), threads=threads, blocks=blocks, **more)
 
 
 def test_who_spins_and_who_waits_for_them() -> None:

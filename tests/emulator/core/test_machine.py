@@ -6,7 +6,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
 from tests.support.axes import both_modes
-from tests.support.emulated import HEADER, STORE, kernel, line_of, run, values
+from tests.support.small_kernels import HEADER, STORE, kernel_text, line_of, run_body, run_text
 
 TID = "mov.u32 %r0, %tid.x;"
 
@@ -21,7 +21,7 @@ def test_divergence_and_reconvergence():
     ONE: mov.u32 %s, 7;
     JOIN: add.u32 %s, %s, 1;"""
     expected = [{0: t + 1001, 1: 8}.get(t % 4, 10 * t + 1) for t in range(64)]
-    assert values(body, threads=64).tolist() == expected
+    assert run_body(body, threads=64).tolist() == expected
 
 
 def test_lanes_meet_again_behind_a_branch():
@@ -29,13 +29,13 @@ def test_lanes_meet_again_behind_a_branch():
     out = np.zeros(32, np.uint32)
     body = f"""{TID} and.b32 %r1, %r0, 1; setp.eq.u32 %p, %r1, 0; @%p bra A; mov.u32 %s, 1; bra J;
     A: mov.u32 %s, 2; J: {STORE}"""
-    result = run(kernel(body), out)
+    result = run_text(kernel_text(body), out)
     assert result.steps == 4 + 3 + 9  # before, the two sides (2 + 1), the store
 
 
 def test_loops_with_different_counts():
     body = f"{TID} mov.u32 %s, 0; L: add.u32 %s, %s, %r0; sub.s32 %r0, %r0, 1; setp.gt.s32 %p, %r0, 0; @%p bra L;"
-    assert values(body, threads=100).tolist() == [0, *(t * (t + 1) // 2 for t in range(1, 100))]
+    assert run_body(body, threads=100).tolist() == [0, *(t * (t + 1) // 2 for t in range(1, 100))]
 
 
 SPIN = """.reg .b32 %seen;
@@ -50,8 +50,8 @@ SPIN_PARAMS = ".param .u64 out, .param .u64 flag"
 @pytest.mark.parametrize("writer", [0, 1])
 def test_spinning_on_a_global_flag_does_not_starve_the_writer(writer):
     out, flag = np.zeros(2, np.uint32), np.zeros(1, np.uint32)
-    text = kernel(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS)
-    result = run(text, out, flag, threads=1, blocks=2, checks=["race", "init"])
+    text = kernel_text(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS)
+    result = run_text(text, out, flag, threads=1, blocks=2, checks=["race", "init"])
     assert out.tolist() == [42, 42] and flag[0] == 1 and not result.findings
 
 
@@ -64,21 +64,21 @@ def test_lanes_of_a_warp_take_turns_at_a_lock():
     ld.volatile.global.u32 %r2, [%x2]; add.u32 %r2, %r2, 1; st.volatile.global.u32 [%x2], %r2;
     atom.global.exch.b32 %r1, [%x1], 0; ret;"""
     lock, total = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
-    run(kernel(body, params), lock, total, threads=32, blocks=2)
+    run_text(kernel_text(body, params), lock, total, threads=32, blocks=2)
     assert total[0] == 64
 
 
 def test_step_budget_says_where_it_spins():
-    text = kernel("ld.param.u64 %x1, [out];\nL: ld.volatile.global.u32 %r1, [%x1]; bra L; ret;")
+    text = kernel_text("ld.param.u64 %x1, [out];\nL: ld.volatile.global.u32 %r1, [%x1]; bra L; ret;")
     said = r"still running after 5000 steps: k.ptx:\d+: .*thread \(0,0,0\) and 31 more"
     with pytest.raises(EmulationError, match=said):
-        run(text, np.zeros(4, np.uint32), max_steps=5000)
+        run_text(text, np.zeros(4, np.uint32), max_steps=5000)
 
 
 def test_barrier_deadlock_names_every_waiter():
-    text = kernel(f"{TID} setp.lt.u32 %p, %r0, 32;\n@%p bar.sync 1, 96;\n@!%p bar.sync 2;\nret;")
+    text = kernel_text(f"{TID} setp.lt.u32 %p, %r0, 32;\n@%p bar.sync 1, 96;\n@!%p bar.sync 2;\nret;")
     with pytest.raises(Deadlock) as caught:
-        run(text, np.zeros(4, np.uint32), threads=64)
+        run_text(text, np.zeros(4, np.uint32), threads=64)
     first, second = str(caught.value).split("\n")[1:]
     assert f"k.ptx:{line_of(text, 'bar.sync 1')}: " in first and "96 threads of its block at barrier 1" in first
     assert f"k.ptx:{line_of(text, 'bar.sync 2')}: " in second and "thread (32,0,0) and 31 more" in second
@@ -86,7 +86,7 @@ def test_barrier_deadlock_names_every_waiter():
 
 def test_barrier_after_early_exit():
     body = f"{TID} setp.gt.u32 %p, %r0, 40; @%p ret; bar.sync 0; mov.u32 %s, 5; bar.sync 1, 64; "
-    assert values(body, threads=64).tolist() == [5] * 41 + [0] * 23
+    assert run_body(body, threads=64).tolist() == [5] * 41 + [0] * 23
 
 
 def test_named_barriers_hand_over():
@@ -96,13 +96,13 @@ def test_named_barriers_hand_over():
     bar.sync 3, 64; ld.shared.u32 %s, [%r2]; """
     out = np.zeros(64, np.uint32)
     outside = ".shared .align 4 .b8 buf[128];"
-    result = run(kernel(body + STORE, outside=outside), out, threads=64, checks=["race", "init"])
+    result = run_text(kernel_text(body + STORE, outside=outside), out, threads=64, checks=["race", "init"])
     assert out.tolist() == [*range(32, 64), *[0] * 32] and not result.findings
 
 
 def test_barrier_reductions():
     body = f"{TID} setp.lt.u32 %p, %r0, 10; bar.red.popc.u32 %s, 0, %p; bar.red.and.pred %q, 1, 64, %p;"
-    assert set(values(body + "@%q mov.u32 %s, 0;", threads=64)) == {10}
+    assert set(run_body(body + "@%q mov.u32 %s, 0;", threads=64)) == {10}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_barrier_reductions():
     ],
 )
 def test_shuffles_and_votes(body, expected):
-    assert values("mov.u32 %r0, %laneid; " + body).tolist() == [expected(i) for i in range(32)]
+    assert run_body("mov.u32 %r0, %laneid; " + body).tolist() == [expected(i) for i in range(32)]
 
 
 def test_lanes_of_a_collective_wait_for_each_other():
@@ -127,16 +127,16 @@ def test_lanes_of_a_collective_wait_for_each_other():
     LOW: mov.u32 %r1, %r0; bra JOIN;
     mov.u32 %r1, 77;
     JOIN: shfl.sync.bfly.b32 %s, %r1, 16, 31, -1;"""
-    assert values(body).tolist() == [*range(116, 132), *range(16)]
+    assert run_body(body).tolist() == [*range(116, 132), *range(16)]
     few = "mov.u32 %r0, %laneid; mov.u32 %s, 9; setp.lt.u32 %p, %r0, 2; @%p shfl.sync.bfly.b32 %s, %r0, 1, 31, 3;"
-    assert values(few).tolist() == [1, 0, *[9] * 30]
+    assert run_body(few).tolist() == [1, 0, *[9] * 30]
 
 
 def test_missing_lane_of_a_mask_is_a_deadlock():
     body = """mov.u32 %r0, %laneid; setp.lt.u32 %p, %r0, 7; @%p bra S; bar.sync 0;
     S: shfl.sync.bfly.b32 %s, %r0, 1, 31, -1; ret;"""
     with pytest.raises(Deadlock, match="the rest of its warp"):
-        run(kernel(body), np.zeros(1))
+        run_text(kernel_text(body), np.zeros(1))
 
 
 def test_special_registers_in_three_dimensions():
@@ -148,7 +148,7 @@ def test_special_registers_in_three_dimensions():
     mov.u32 %r8, %warpid; mad.lo.u32 %r8, %r8, 1000, %r7;
     st.global.u32 [%x1], %r8; ret;"""
     out = np.zeros(180, np.uint32)
-    emulator.run(kernel(body), None, [out], grid=(3, 2), block=(5, 3, 2))
+    emulator.run(kernel_text(body), None, [out], grid=(3, 2), block=(5, 3, 2))
     assert out.tolist() == list(range(180))
 
 
@@ -157,21 +157,21 @@ def test_switch():
     T: .branchtargets A, B, C, A;
     brx.idx %r1, T;
     A: add.u32 %s, %s, 1; B: add.u32 %s, %s, 10; C: add.u32 %s, %s, 100;"""
-    assert values(body).tolist() == [111, 110, 100, 111] * 8
+    assert run_body(body).tolist() == [111, 110, 100, 111] * 8
     with pytest.raises(EmulationError, match="index 7 of 4 targets"):
-        values(body.replace("and.b32 %r1, %r0, 3", "and.b32 %r1, %r0, 7"))
+        run_body(body.replace("and.b32 %r1, %r0, 3", "and.b32 %r1, %r0, 7"))
 
 
 def test_one_array_twice():
     both = np.zeros(32, np.uint32)
     body = f"""{OUT_AT} ld.param.u64 %x3, [b]; add.u64 %x3, %x3, %x2; st.global.u32 [%x1], %r0; ld.global.u32 %s, [%x3];
     add.u32 %s, %s, 100; st.global.u32 [%x3], %s; ret;"""
-    run(kernel(body, ".param .u64 out, .param .u64 b"), both, both)
+    run_text(kernel_text(body, ".param .u64 out, .param .u64 b"), both, both)
     assert both.tolist() == list(range(100, 132))
 
 
 def test_many_waves():
-    assert (values("mov.u32 %s, %ctaid.x;", threads=1000, blocks=300) == np.repeat(np.arange(300), 1000)).all()
+    assert (run_body("mov.u32 %s, %ctaid.x;", threads=1000, blocks=300) == np.repeat(np.arange(300), 1000)).all()
 
 
 @both_modes
@@ -188,17 +188,27 @@ def test_sums_in_shared_memory(add: str, mode: str) -> None:
     sums = np.array([-5 + sum(60 - t for t in range(128) if t % 8 == i) for i in range(8)] * 16)
     out = np.zeros(128, np.int32)
     for text in (body, body.replace("bar.sync 0; ld", "ld"), body.replace("bar.sync 0;\n", "")):
-        ptx, clean = kernel(text + STORE, outside=".shared .align 4 .b8 buf[32];"), text == body
-        findings = run(ptx, out, threads=128, mode=mode, checks=emulator.CHECKS).findings
+        ptx, clean = kernel_text(text + STORE, outside=".shared .align 4 .b8 buf[32];"), text == body
+        findings = run_text(ptx, out, threads=128, mode=mode, checks=emulator.CHECKS).findings
         assert [f.kind for f in findings][:1] == ([] if clean else ["race"])
         assert not clean or (out == sums).all()
 
 
 def test_atomics_on_one_address():
     params, out, total = ".param .u64 out, .param .u64 sum", np.zeros(96, np.uint32), np.zeros(1, np.uint32)
-    run(kernel("ld.param.u64 %x1, [sum]; atom.global.inc.u32 %s, [%x1], 49;" + STORE, params), out, total, threads=96)
+    run_text(
+        kernel_text("ld.param.u64 %x1, [sum]; atom.global.inc.u32 %s, [%x1], 49;" + STORE, params),
+        out,
+        total,
+        threads=96,
+    )
     assert out.tolist() == [i % 50 for i in range(96)] and total[0] == 46
-    run(kernel(f"{TID} ld.param.u64 %x1, [sum]; red.global.max.u32 [%x1], %r0; ret;", params), out, total, threads=96)
+    run_text(
+        kernel_text(f"{TID} ld.param.u64 %x1, [sum]; red.global.max.u32 [%x1], %r0; ret;", params),
+        out,
+        total,
+        threads=96,
+    )
     assert total[0] == 95
 
 
@@ -225,10 +235,10 @@ OUT_AT = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4
     ],
 )  # fmt: skip
 def test_access_out_of_bounds(access, said):
-    text = kernel(OUT_AT + access + "\nret;", outside=".shared .align 8 .b8 buf[64]; .const .f32 half = 0.5;")
+    text = kernel_text(OUT_AT + access + "\nret;", outside=".shared .align 8 .b8 buf[64]; .const .f32 half = 0.5;")
     out = np.zeros(32, np.uint32)
     with pytest.raises(MemoryFault, match=said) as caught:
-        run(text, out)
+        run_text(text, out)
     assert f"k.ptx:{line_of(text, access)}: " in str(caught.value)
     assert not out.any()
 
@@ -236,7 +246,7 @@ def test_access_out_of_bounds(access, said):
 def test_neighbouring_buffers_are_apart():
     a, b = np.arange(32, dtype=np.uint32), np.arange(32, dtype=np.uint32)
     with pytest.raises(MemoryFault, match=r"byte 128 of argument 0"):
-        run(kernel(OUT_AT + "st.global.u32 [%x1+4], 7; ret;", ".param .u64 out, .param .u64 b"), a, b)
+        run_text(kernel_text(OUT_AT + "st.global.u32 [%x1+4], 7; ret;", ".param .u64 out, .param .u64 b"), a, b)
     assert b.tolist() == list(range(32))
 
 
@@ -249,29 +259,29 @@ def test_spaces_and_generic_addresses():
     mov.u64 %x7, table; cvta.const.u64 %x7, %x7; ld.u8 %r7, [%x7+2]; ld.const.s8 %r8, [table+3];
     add.u32 %s, %r3, %r5; mad.lo.u32 %s, %r6, 100, %s; add.u32 %s, %s, %r7; add.u32 %s, %s, %r8; @!%p mov.u32 %s, 0;"""
     outside = ".shared .align 8 .b8 buf[256]; .const .align 1 .b8 table[4] = {0, 0, 50, -1};"
-    assert values(body, threads=64, blocks=3, outside=outside).tolist() == [5 + 100 * t + 49 for t in range(64)] * 3
+    assert run_body(body, threads=64, blocks=3, outside=outside).tolist() == [5 + 100 * t + 49 for t in range(64)] * 3
 
 
 def test_dynamic_shared_memory_lies_behind_the_static():
     outside = ".extern .shared .align 16 .b8 dyn[];"
     body = """.shared .align 4 .b8 fixed[20];
     mov.u32 %r1, dyn; mov.u32 %r2, fixed; sub.u32 %s, %r1, %r2; st.shared.u32 [dyn+60], %s;"""
-    assert set(values(body, outside=outside, shared_bytes=64)) == {32}
+    assert set(run_body(body, outside=outside, shared_bytes=64)) == {32}
     with pytest.raises(MemoryFault, match="out of bounds"):
-        values(body, outside=outside, shared_bytes=60)
+        run_body(body, outside=outside, shared_bytes=60)
 
 
 def test_narrow_and_wide_registers():
     body = """mov.u32 %r1, 0x12F4; cvt.u16.u32 %h1, %r1; mov.b32 %r2, {%h1, %h1};
     mov.b32 {%h2, %h3}, %r2; cvt.s32.s8 %s, %h3; """
-    assert set(values(body)) == {0xFFFFFFF4}
+    assert set(run_body(body)) == {0xFFFFFFF4}
 
 
 # Launches
 
 
 def test_arguments_are_refused_before_anything_runs():
-    text = kernel("st.global.u32 [%x1], 1;", ".param .u64 out, .param .u32 n, .param .align 4 .b8 s[8]")
+    text = kernel_text("st.global.u32 [%x1], 1;", ".param .u64 out, .param .u32 n, .param .align 4 .b8 s[8]")
     good = [np.zeros(4, np.uint32), np.uint32(4), bytes(8)]
     bad = {
         "takes 3 arguments": good[:2],
@@ -301,17 +311,17 @@ def test_read_only_arrays():
     frozen.flags.writeable = False
     out = np.zeros(32, np.uint32)
     read = "ld.param.u64 %x1, [b]; ld.global.u32 %s, [%x1+8];" + STORE
-    run(kernel(read, ".param .u64 out, .param .u64 b"), out, frozen)
+    run_text(kernel_text(read, ".param .u64 out, .param .u64 b"), out, frozen)
     assert set(out) == {2}
     with pytest.raises(ArgumentError, match=r"argument 0 \(out\).*writeable"):
-        run(kernel(STORE), frozen)
+        run_text(kernel_text(STORE), frozen)
 
 
 def test_unknown_instruction_is_named_before_anything_runs():
     out = np.zeros(32, np.uint32)
-    text = kernel(STORE + "\nfrobnicate.u32 %r1, %r2;")
+    text = kernel_text(STORE + "\nfrobnicate.u32 %r1, %r2;")
     with pytest.raises(UnknownInstruction, match=rf"k.ptx:{line_of(text, 'frobnicate')}: `frobnicate.u32 %r1, %r2`"):
-        run(text, out)
+        run_text(text, out)
 
 
 def test_reqntid():
@@ -326,7 +336,11 @@ def test_the_address_of_a_parameter_in_32_bits():
     body = """mov.u32 %r0, words; cvt.u64.u32 %x1, %r0; cvta.param.u64 %x2, %x1; ld.u32 %r1, [%x2+4];
     ld.param.u64 %x3, [out]; st.global.u32 [%x3], %r1; ret;"""
     out = np.zeros(1, np.uint32)
-    run(kernel(body, ".param .u64 out, .param .align 16 .b8 words[16]"), out, np.arange(4, dtype=np.uint32).tobytes())
+    run_text(
+        kernel_text(body, ".param .u64 out, .param .align 16 .b8 words[16]"),
+        out,
+        np.arange(4, dtype=np.uint32).tobytes(),
+    )
     assert out[0] == 1
 
 
@@ -334,9 +348,9 @@ def test_the_address_of_a_parameter_in_32_bits():
 def test_the_address_of_a_parameter_fits_32_bits(mode: str) -> None:
     """Threads choose among parameters, as Triton has them do for a tuple of pointers."""
     choose = "mov.u32 %t, %tid.x; setp.lt.u32 %p, %t, 16; mov.b32 %r0, a; mov.b32 %r1, b; selp.b32 %r2, %r0, %r1, %p;"
-    text = kernel(f"{choose} ld.param.u32 %s, [%r2+AT]; {STORE}", ".param .u32 a, .param .u32 b, .param .u64 out")
+    text = kernel_text(f"{choose} ld.param.u32 %s, [%r2+AT]; {STORE}", ".param .u32 a, .param .u32 b, .param .u64 out")
     out = np.zeros(32, np.int32)
-    run(text.replace("+AT", ""), np.uint32(7), np.uint32(9), out, threads=32, mode=mode)
+    run_text(text.replace("+AT", ""), np.uint32(7), np.uint32(9), out, threads=32, mode=mode)
     assert out.tolist() == [7] * 16 + [9] * 16
     with pytest.raises(MemoryFault, match="out of bounds"):
-        run(text.replace("AT", "4096"), np.uint32(7), np.uint32(9), out, threads=32, mode=mode)
+        run_text(text.replace("AT", "4096"), np.uint32(7), np.uint32(9), out, threads=32, mode=mode)

@@ -6,14 +6,14 @@ import pytest
 import ptxlab
 from ptxlab import Launch, emulator
 from ptxlab.errors import SourceError
-from tests.support.emulated import kernel
+from tests.support.small_kernels import kernel_text
 
 WGMMA, SETMAXNREG = "wgmma.fence.sync.aligned;", "setmaxnreg.inc.sync.aligned.u32 128;"
 ONE_WARP_GROUP = Launch((1, 1, 1), (128, 1, 1))
 
 
 def module(line: str, target: str) -> str:
-    return kernel(f"{line}\nret;", directives=".maxntid 128").replace("sm_90", target)
+    return kernel_text(f"{line}\nret;", directives=".maxntid 128").replace("sm_90", target)
 
 
 @pytest.mark.parametrize(

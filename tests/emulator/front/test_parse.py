@@ -4,16 +4,16 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator.front.ir import Address, Immediate, Vector
 from ptxlab.errors import MemoryFault, SourceError, UnknownInstruction
-from tests.support.emulated import HEADER, STORE, kernel, line_of, run, values
+from tests.support.small_kernels import HEADER, STORE, kernel_text, line_of, run_body, run_text
 
 
 def only(body: str, outside: str = ""):
-    return emulator.parse(kernel(body, outside=outside)).entries["k"].instructions[-1]
+    return emulator.parse(kernel_text(body, outside=outside)).entries["k"].instructions[-1]
 
 
 def test_a_type_that_there_is_not_is_an_unknown_instruction():
     with pytest.raises(UnknownInstruction, match=r"`cvta\.to\.global\.u2 %x1, %x2`"):
-        values("cvta.to.global.u2 %x1, %x2;")
+        run_body("cvta.to.global.u2 %x1, %x2;")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_operands():
 
 def test_scopes_shadow():
     body = "mov.u32 %s, 1; { .reg .b32 %s; mov.u32 %s, 2; { .reg .b32 %s; mov.u32 %s, 3; } } add.u32 %s, %s, 4;"
-    assert (values(body) == 5).all()
+    assert (run_body(body) == 5).all()
 
 
 def test_annotation_belongs_to_its_line():
     body = "add.u32 %r1, %r2,\n  %r3;  // @lanes d:u8x4 a:u8x4 b:u8x4\nadd.u32 %r1, %r2, %r3; // @lane\n"
-    first, second = emulator.parse(kernel(body)).entries["k"].instructions
+    first, second = emulator.parse(kernel_text(body)).entries["k"].instructions
     assert str(first.lanes["d"]) == "u8x4" and second.lanes is None
 
 
@@ -146,7 +146,7 @@ WRONG = {
 
 @pytest.mark.parametrize("body", WRONG)
 def test_wrong_source_names_the_line(body):
-    text = kernel("mov.u32 %r1, 0;\n" + body)
+    text = kernel_text("mov.u32 %r1, 0;\n" + body)
     line = line_of(text, body)
     with pytest.raises(SourceError) as caught:
         emulator.run(emulator.parse(text, "wrong.ptx"), "k", [np.zeros(1)], grid=1, block=1)
@@ -165,11 +165,11 @@ def test_truncated_or_foreign_files(text):
 def test_a_loc_ends_with_its_line():
     """Or lines behind it would be counted wrong."""
     with pytest.raises(SourceError, match=r"expected an instruction, found '\.loc'"):
-        emulator.parse(kernel(".loc\n1 2 3\nret;"))
+        emulator.parse(kernel_text(".loc\n1 2 3\nret;"))
 
 
 def test_blanks_and_comments_stand_anywhere():
-    text = kernel("/* two\nlines */ ret ; // done\n\n\t ret;\r\n") + " \t"
+    text = kernel_text("/* two\nlines */ ret ; // done\n\n\t ret;\r\n") + " \t"
     first = line_of(text, "two")
     assert [i.line - first for i in emulator.parse(text).entries["k"].instructions] == [1, 3]
 
@@ -193,9 +193,9 @@ def test_functions_are_put_in_place():
         return 0 if x > 20 else 3 * x
 
     expected = [triple(triple(triple(i) if i < 10 else i)) for i in range(32)]
-    assert values(body, outside=FUNCTIONS + LATER, checks=["init"]).tolist() == expected
+    assert run_body(body, outside=FUNCTIONS + LATER, checks=["init"]).tolist() == expected
     out = np.zeros(32, np.uint32)
-    run(kernel(body + STORE, outside=FUNCTIONS) + LATER, out)
+    run_text(kernel_text(body + STORE, outside=FUNCTIONS) + LATER, out)
     assert out.tolist() == expected
 
 
@@ -203,7 +203,7 @@ def chain(length: int, calls: str) -> str:
     """Write a kernel that calls the last of `length` functions, each of which calls the one before."""
     functions = [".func f0 () { .reg .b32 %z; mov.b32 %z, 1; ret; }"]
     functions += [f".func f{i} () {{ {calls.format(i - 1)} ret; }}" for i in range(1, length)]
-    return kernel(f"call f{length - 1};", outside="\n".join(functions))
+    return kernel_text(f"call f{length - 1};", outside="\n".join(functions))
 
 
 @pytest.mark.timeout(60)
@@ -215,11 +215,11 @@ def test_calls_that_grow_exponentially_are_refused():
 
 def test_what_is_nested_too_deeply_is_refused_in_a_line():
     emulator.parse(chain(100, "call f{0};"))
-    emulator.parse(kernel("{" * 100 + "}" * 100))
+    emulator.parse(kernel_text("{" * 100 + "}" * 100))
     for text, said in (
         (chain(1500, "call f{0};"), "nested too deeply: calls, in f1499"),
-        (kernel("{" * 5000 + "}" * 5000), "nested too deeply: braces"),
-        (kernel("mov.b32 %r1, " + "{" * 5000), "nested too deeply: braces"),
+        (kernel_text("{" * 5000 + "}" * 5000), "nested too deeply: braces"),
+        (kernel_text("mov.b32 %r1, " + "{" * 5000), "nested too deeply: braces"),
         (HEADER + ".global .b32 x[2] = " + "{" * 5000, "nested too deeply: braces"),
     ):
         with pytest.raises(SourceError, match=said) as caught:
@@ -229,7 +229,7 @@ def test_what_is_nested_too_deeply_is_refused_in_a_line():
 
 def test_directives_need_no_blanks():
     """CUDA's fp16 header writes them so."""
-    assert (values("{.reg.b32 z<2>;mov.b32 z1,7;.shared.align 8 .b8 room[4];mov.b32 %s,z1;}") == 7).all()
+    assert (run_body("{.reg.b32 z<2>;mov.b32 z1,7;.shared.align 8 .b8 room[4];mov.b32 %s,z1;}") == 7).all()
 
 
 def test_functions_that_cannot_be():
@@ -238,13 +238,13 @@ def test_functions_that_cannot_be():
     with pytest.raises(SourceError, match="2 results and parameters, not 1"):
         only("call triple, (%s);", outside=FUNCTIONS)
     with pytest.raises(UnknownInstruction, match="call other"):
-        values("call other, (%x1, %x2);", outside=".extern .func vprintf (.param .b64 a, .param .b64 b);")
+        run_body("call other, (%x1, %x2);", outside=".extern .func vprintf (.param .b64 a, .param .b64 b);")
 
 
 @pytest.mark.parametrize("folder", ["/elsewhere", "/elsewhere/mine.cu"])
 def test_a_source_is_called_as_it_was_named_wherever_it_was_compiled(folder: str) -> None:
     """NVRTC puts the folder that it ran in before a relative path, and what it made comes from the cache."""
-    text = kernel(".loc 1 7 3\n mov.u32 %r1, 1; .loc 2 5 1\n mov.u32 %r1, 2;")
+    text = kernel_text(".loc 1 7 3\n mov.u32 %r1, 1; .loc 2 5 1\n mov.u32 %r1, 2;")
     text += f'.file 1 "{folder}/mine.cu"\n.file 2 "/elsewhere/not_mine.cu"\n'
     entry = next(iter(emulator.parse(text, "PTX of mine.cu", "mine.cu").entries.values()))
     assert [(i.path, i.line) for i in entry.instructions[:2]] == [("mine.cu", 7), ("/elsewhere/not_mine.cu", 5)]
@@ -262,7 +262,7 @@ CONSTANTS = {
 def test_constant_expressions() -> None:
     found = np.zeros(len(CONSTANTS), np.int64)
     body = "".join(f"mov.u64 %x2, {text}; st.global.u64 [%x1+{i}*8], %x2;\n" for i, text in enumerate(CONSTANTS))
-    run(kernel(f"ld.param.u64 %x1, [out];\n{body} ret;"), found, threads=1)
+    run_text(kernel_text(f"ld.param.u64 %x1, [out];\n{body} ret;"), found, threads=1)
     assert dict(zip(CONSTANTS, found.tolist(), strict=True)) == CONSTANTS
 
 
@@ -279,9 +279,9 @@ def test_constant_expressions() -> None:
 )
 def test_memory_bombs_are_refused(body: str, outside: str, said: str) -> None:
     with pytest.raises(SourceError, match=said):
-        values(body, outside=outside)
+        run_body(body, outside=outside)
 
 
 def test_an_offset_beyond_any_address_is_a_fault() -> None:
     with pytest.raises(MemoryFault, match=r"out of bounds|not a multiple"):
-        values("ld.param.u64 %x1, [out]; ld.global.u32 %r1, [%x1-9223372036854775804];")
+        run_body("ld.param.u64 %x1, [out]; ld.global.u32 %r1, [%x1-9223372036854775804];")

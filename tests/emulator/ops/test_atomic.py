@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import MemoryFault, SourceError, UnknownInstruction
-from tests.support.emulated import STORE, kernel, run
+from tests.support.small_kernels import STORE, kernel_text, run_text
 
 # Two lanes share a vector, whose elements are registers of their own.
 PLACE = (
@@ -15,8 +15,8 @@ HALVES = "mov.b32 %r4, 0x3C014000; mov.b32 %r5, 0x00010001;\n"  # (2, 1 + 2^-10)
 
 def run_body(body: str, a: np.ndarray) -> np.ndarray:
     """Run a body, which changes `a`; return what each lane has in %s."""
-    text, out = kernel(PLACE + body + STORE, ".param .u64 out, .param .u64 a"), np.zeros(32, np.uint32)
-    run(text, out, a, checks=("race", "init"))
+    text, out = kernel_text(PLACE + body + STORE, ".param .u64 out, .param .u64 a"), np.zeros(32, np.uint32)
+    run_text(text, out, a, checks=("race", "init"))
     return out
 
 
@@ -50,7 +50,13 @@ def numbers_taken(mode: str, seed: int) -> list[int]:
     """Return what each lane gets where all add 1 to a counter."""
     numbers = np.zeros(32, np.uint32)
     body = "ld.param.u64 %x1, [a]; atom.global.add.u32 %s, [%x1], 1;\n"
-    run(kernel(body + STORE, ".param .u64 out, .param .u64 a"), numbers, np.zeros(1, np.uint32), mode=mode, seed=seed)
+    run_text(
+        kernel_text(body + STORE, ".param .u64 out, .param .u64 a"),
+        numbers,
+        np.zeros(1, np.uint32),
+        mode=mode,
+        seed=seed,
+    )
     return numbers.tolist()
 
 
@@ -102,9 +108,9 @@ def test_smaller_and_larger_halves(opcode: str, expected: list[int]) -> None:
 
 def test_a_generic_address_of_shared_memory_is_refused() -> None:
     line = "cvta.shared.u64 %x2, tile; red.add.v2.f32 [%x2], {%f1, %f1};\n"
-    text = kernel(".shared .align 16 .b8 tile[16];\n" + line + "ret;")
+    text = kernel_text(".shared .align 16 .b8 tile[16];\n" + line + "ret;")
     with pytest.raises(MemoryFault, match="vectors are added in global memory alone"):
-        run(text, np.zeros(1))
+        run_text(text, np.zeros(1))
 
 
 @pytest.mark.parametrize(

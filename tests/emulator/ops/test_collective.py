@@ -5,13 +5,13 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, PtxlabError, SourceError, UnknownInstruction
-from tests.support.emulated import STORE, cuda, kernel, run
+from tests.support.small_kernels import STORE, cuda_to_ptx, kernel_text, run_text
 
 START = "mov.u32 %r0, %tid.x; setp.lt.u32 %p, %r0, 32;\n"
 
 
 def outcome(body: str, threads: int = 64) -> emulator.Result:
-    return run(kernel(START + body + STORE), np.zeros(threads, np.uint32), threads=threads, checks=["init"])
+    return run_text(kernel_text(START + body + STORE), np.zeros(threads, np.uint32), threads=threads, checks=["init"])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_volatile_reduction_relies_on_running_in_step(step: str, accesses: lis
     """Five of its six steps rely on it: the first reads what lies behind the barrier of the block."""
     source = REDUCTION.replace("STEPS", "".join(step.format(32 >> i) for i in range(6)))
     x, y = np.arange(64, dtype=np.float32), np.zeros(1, np.float32)
-    found = run(cuda(source), y, x, threads=64, checks=emulator.CHECKS).findings
+    found = run_text(cuda_to_ptx(source), y, x, threads=64, checks=emulator.CHECKS).findings
     assert y[0] == x.sum() and {f.kind for f in found} <= {"race"}
     assert [f.text.split(".shared")[0] for f in sorted(found, key=lambda f: f.line)] == accesses
 

@@ -6,7 +6,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.errors import UnknownInstruction
 from tests.golden.cases import BLOCK, Case
-from tests.support.emulated import kernel, run, values
+from tests.support.small_kernels import kernel_text, run_body, run_text
 
 
 def draw(template: str) -> dict[str, np.ndarray]:
@@ -129,7 +129,7 @@ def test_floats_of_a_warp(form: str, mask: str, expected: float) -> None:
     @%p mov.f32 %f1, {"0f7FC00001" if mask == "1" else "0fC0000000" if "abs" not in form else "0f40000000"};
     mov.b32 %s, 0; mov.u32 %r3, {mask}; shr.u32 %r4, %r3, %r1; and.b32 %r4, %r4, 1; setp.ne.u32 %p, %r4, 0;
     @%p redux.sync.{form}.f32 %f2, %f1, %r3; @%p mov.b32 %s, %f2;"""
-    actual = values(body)[: bin(int(mask, 0)).count("1")].view(np.float32)
+    actual = run_body(body)[: bin(int(mask, 0)).count("1")].view(np.float32)
     assert np.array_equal(actual, np.full(len(actual), expected, np.float32), equal_nan=True)
 
 
@@ -142,4 +142,4 @@ def test_floats_of_a_warp(form: str, mask: str, expected: float) -> None:
 )  # fmt: skip
 def test_forms_that_ptxas_refuses_for_sm_100(form: str) -> None:
     with pytest.raises(UnknownInstruction):
-        run(kernel(f"{form};"), np.zeros(1))
+        run_text(kernel_text(f"{form};"), np.zeros(1))

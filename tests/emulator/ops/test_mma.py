@@ -15,7 +15,7 @@ from ptxlab.emulator.ops.narrow_floats import to_narrow
 from ptxlab.errors import Deadlock, EmulationError, SourceError
 from ptxlab.hardware import fragments
 from tests.support.axes import on_every_backend
-from tests.support.emulated import HEADER, line_of, run
+from tests.support.small_kernels import HEADER, line_of, run_text
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16}
 RANGES = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}
@@ -84,7 +84,7 @@ def test_integers(k, a_type, b_type, satfinite, warps, extreme, seed):
     registers_b = scattered(fragments.mma_b(full), b.swapaxes(1, 2), depth)
     d = fragments.mma_c().scatter(c.astype(np.int32)).reshape(-1, 4)
     text = kernel(one(k, f"s32.{a_type}.{b_type}.s32", satfinite, depth), a=2 * depth, b=depth)
-    assert not run(text, registers_a, registers_b, d, threads=32 * warps, checks=emulator.CHECKS).findings
+    assert not run_text(text, registers_a, registers_b, d, threads=32 * warps, checks=emulator.CHECKS).findings
     exact = c + a @ b.swapaxes(1, 2)
     expected = exact.clip(-(2**31), 2**31 - 1) if satfinite else exact
     result = fragments.mma_c().gather(d.reshape(warps, 32, 4), np.int32)
@@ -97,7 +97,7 @@ def test_extremes():
         text = kernel(one(32, f"s32.{a_type}.{b_type}.s32"))
         for c in (2**31 - 1, -(2**31)):
             d = np.full((32, 4), c, np.int32)
-            run(text, np.full((32, 16), a & 255, np.uint8), np.full((32, 8), b & 255, np.uint8), d)
+            run_text(text, np.full((32, 16), a & 255, np.uint8), np.full((32, 8), b & 255, np.uint8), d)
             assert (d == np.array([c + 32 * a * b]).astype(np.int32)).all()
 
 
@@ -106,8 +106,8 @@ def test_depths_of_floats():
     half = np.random.default_rng(0).integers(-8, 9, (32, 2, 2)).astype(np.float16).view(np.uint32)[..., 0]
     b = half[::-1, :1].copy()
     one_step, two = np.zeros((2, 32, 4), np.float32)
-    run(kernel(one(8, "f32.f16.f16.f32", depth=1), a=2, b=1), half, b, one_step)
-    run(kernel(one(16, "f32.f16.f16.f32")), np.pad(half, ((0, 0), (0, 2))), np.pad(b, ((0, 0), (0, 1))), two)
+    run_text(kernel(one(8, "f32.f16.f16.f32", depth=1), a=2, b=1), half, b, one_step)
+    run_text(kernel(one(16, "f32.f16.f16.f32")), np.pad(half, ((0, 0), (0, 2))), np.pad(b, ((0, 0), (0, 1))), two)
     assert np.array_equal(one_step, two) and one_step.any()
 
 
@@ -123,7 +123,7 @@ def test_floats_are_rounded_once(d_type):
     d = fragment.scatter(c).reshape(-1, count)
     text = kernel(one(16, f"{d_type}.f16.f16.{d_type}", count=count), d=count)
     operands = fragments.mma_a(16).scatter(a).reshape(-1, 4), fragments.mma_b(16).scatter(b).reshape(-1, 2)
-    run(text, *operands, d, threads=128)
+    run_text(text, *operands, d, threads=128)
     with np.errstate(all="ignore"):
         expected = (c + a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
     result = fragment.gather(d.reshape(4, 32, count), dtype)
@@ -136,7 +136,7 @@ def test_floats_are_rounded_once(d_type):
 def test_constants():
     text = one(32).replace("}, {%d0, %d1, %d2, %d3};", "}, {0, 1, 2, -3};").replace("{%b0, ", "{0x01010101, ")
     a, b, d = np.full((32, 16), 1, np.uint8), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.int32)
-    run(kernel(text), a, b, d)
+    run_text(kernel(text), a, b, d)
     assert (d == [16, 17, 18, 13]).all()
 
 
@@ -157,7 +157,7 @@ def outcome(body: str, warps: int, monkeypatch, fused: bool) -> tuple[np.ndarray
             group(*where) if fused else where[1] + 1))  # fmt: skip
         rng = np.random.default_rng(5)
         a, b, d = (rng.integers(0, 2**32, (32 * warps, n), np.uint32) for n in (12, 8, 16))
-        run(kernel(body, a=12, b=8, d=16), a, b, d, threads=32 * warps)
+        run_text(kernel(body, a=12, b=8, d=16), a, b, d, threads=32 * warps)
     return d, sizes
 
 
@@ -209,7 +209,7 @@ def test_some_of_the_warps():
     body = "shr.u32 %u, %t, 5; setp.eq.u32 %p, %u, 1;\n"
     for text in (body + "@%p bra L;\n" + one(32) + "\nL:\n", body + "@!%p " + one(32)):
         d = np.zeros((96, 4), np.int32)
-        run(kernel(text), np.full((96, 16), 1, np.uint8), np.full((96, 8), 2, np.uint8), d, threads=96)
+        run_text(kernel(text), np.full((96, 16), 1, np.uint8), np.full((96, 8), 2, np.uint8), d, threads=96)
         assert (d.reshape(3, -1) == [[64], [0], [64]]).all()
 
 
@@ -218,7 +218,7 @@ def test_many_warps():
     body = "setp.lt.u32 %p, %t, 40000; @!%p ret;\n" + "".join(line(4 * i, 0, 2 * i, 4 * i) for i in range(3))
     a, b = np.full((65536, 12 * 4), 255, np.uint8), np.full((65536, 8 * 4), 3, np.uint8)
     d = np.zeros((65536, 16), np.int32)
-    run(kernel(body, a=12, b=8, d=16), a, b, d, threads=64, blocks=1024)
+    run_text(kernel(body, a=12, b=8, d=16), a, b, d, threads=64, blocks=1024)
     assert (d[:40000, :12] == -96).all() and not d[40000:].any() and not d[:, 12:].any()
 
 
@@ -235,7 +235,7 @@ def test_refused(change, threads, error, said):
     text = kernel(change + one(32))
     arrays = (np.zeros((threads, n), np.uint32) for n in (4, 2, 4))
     with pytest.raises(error, match=said) as caught:
-        run(text, *arrays, threads=threads)
+        run_text(text, *arrays, threads=threads)
     assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(caught.value)
 
 
@@ -243,7 +243,7 @@ def test_uninitialised_registers():
     body = "".join(line(4 * i, 0, 2 * i, 4 * i) for i in range(2)).replace("%b2", "%x").replace("{%d4,", "{%y,", 1)
     text = kernel(".reg .b32 %x, %y;\n" + body, a=12, b=8, d=16)
     arrays = (np.zeros((32, n), np.uint32) for n in (12, 8, 16))
-    findings = run(text, *arrays, checks=["init"]).findings
+    findings = run_text(text, *arrays, checks=["init"]).findings
     assert [(f.line, f.message, f.count) for f in findings] == [
         (line_of(text, "%x, %b3"), "%x is read, but never written", 32)
     ]
@@ -253,7 +253,7 @@ def test_uninitialised_registers():
 def test_wrong_operands(change):
     text = kernel(one(32).replace(*change))
     with pytest.raises(SourceError) as caught:
-        run(text, *(np.zeros((32, n), np.uint32) for n in (4, 2, 4)))
+        run_text(text, *(np.zeros((32, n), np.uint32) for n in (4, 2, 4)))
     assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import ptxlab
 from tests.support.axes import on_every_backend
-from tests.support.emulated import HEADER
+from tests.support.small_kernels import HEADER
 
 LANES = np.arange(32)
 

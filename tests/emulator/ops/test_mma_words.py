@@ -5,14 +5,14 @@ import pytest
 
 from ptxlab.errors import UnknownInstruction
 from tests.support.axes import on_every_backend
-from tests.support.emulated import run
-from tests.support.mma_words import BITS, F64, bits, f64, kernel, multiplied
+from tests.support.mma_words import BITS, F64, kernel, run_bits, run_f64, run_mma
+from tests.support.small_kernels import run_text
 
 
 @on_every_backend
 @pytest.mark.parametrize("shape", F64)
 def test_f64(shape: str, backend: str) -> None:
-    np.testing.assert_array_equal(*f64(shape, backend))
+    np.testing.assert_array_equal(*run_f64(shape, backend))
 
 
 @on_every_backend
@@ -21,13 +21,13 @@ def test_f64_rounds_each_sum(rounding: str, last_bit: float, backend: str) -> No
     a, b, c = np.zeros((8, 4)), np.ones((4, 8)), np.ones((8, 8))
     a[:, 3] = 2.0**-60
     text = kernel(f"m8n8k4.row.col.{rounding}.f64.f64.f64.f64", (1, 1, 2), "f64", "f64")
-    np.testing.assert_array_equal(multiplied(text, a, b, c, backend), c + last_bit)
+    np.testing.assert_array_equal(run_mma(text, a, b, c, backend), c + last_bit)
 
 
 @on_every_backend
 @pytest.mark.parametrize(("shape", "op"), BITS)
 def test_bits(shape: str, op: str, backend: str) -> None:
-    np.testing.assert_array_equal(*bits(shape, op, backend))
+    np.testing.assert_array_equal(*run_bits(shape, op, backend))
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_bits(shape: str, op: str, backend: str) -> None:
 )
 def test_forms_that_there_are_not(form: str, counts: tuple[int, int, int], word: str, d: str) -> None:
     with pytest.raises(UnknownInstruction):
-        run(kernel(form, counts, word, d), np.zeros(999), np.zeros(999))
+        run_text(kernel(form, counts, word, d), np.zeros(999), np.zeros(999))

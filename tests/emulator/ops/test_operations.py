@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator
 from tests.golden.cases import BLOCK, Case
-from tests.support.emulated import values
+from tests.support.small_kernels import run_body
 
 
 def s(x: int, bits: int = 32) -> int:
@@ -435,5 +435,5 @@ def test_every_half_times_every_nibble():
 @pytest.mark.parametrize("kind", ["u32", "s32"])
 def test_division_by_zero_gives_what_gpus_give(kind):
     """The quotient is all ones, and the remainder the dividend; the manual leaves it open."""
-    assert (values(f"mov.u32 %r1, %tid.x; div.{kind} %s, %r1, 0;") == 2**32 - 1).all()
-    assert values(f"mov.u32 %r1, %tid.x; rem.{kind} %s, %r1, 0;").tolist() == list(range(32))
+    assert (run_body(f"mov.u32 %r1, %tid.x; div.{kind} %s, %r1, 0;") == 2**32 - 1).all()
+    assert run_body(f"mov.u32 %r1, %tid.x; rem.{kind} %s, %r1, 0;").tolist() == list(range(32))

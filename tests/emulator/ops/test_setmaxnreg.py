@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import EmulationError, SourceError
-from tests.support.emulated import kernel, run, values
+from tests.support.small_kernels import kernel_text, run_body, run_text
 
 
 def execute(body: str, threads: int = 384, directives: str = "") -> None:
     start = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 7; setp.eq.u32 %p, %r1, 0; shr.u32 %r2, %r0, 5;\n"
-    run(kernel(start + body + "\nret;", "", directives=directives), threads=threads, blocks=2)
+    run_text(kernel_text(start + body + "\nret;", "", directives=directives), threads=threads, blocks=2)
 
 
 SPLIT = """@!%p bra CONSUMER;
@@ -52,4 +52,4 @@ def test_numbers_of_registers_that_there_are_not(count: str) -> None:
 
 def test_waiting_for_other_grids_and_for_time_is_over_at_once() -> None:
     body = "griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 1000; mov.u32 %s, 7;"
-    assert (values(body) == np.full(32, 7)).all()
+    assert (run_body(body) == np.full(32, 7)).all()

@@ -7,8 +7,8 @@ import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, MemoryFault, UnknownInstruction
 from tests.support.axes import on_every_backend
-from tests.support.emulated import HEADER, line_of, run
-from tests.support.wmma import DTYPES, FORMS, LAYOUTS, kernel, multiplied
+from tests.support.small_kernels import HEADER, line_of, run_text
+from tests.support.wmma import DTYPES, FORMS, LAYOUTS, kernel, run_wmma
 
 REGISTERS = {"f16": (8, "b32"), "f64": (1, "f64"), "tf32": (4, "b32")}
 
@@ -18,13 +18,13 @@ REGISTERS = {"f16": (8, "b32"), "f64": (1, "f64"), "tf32": (4, "b32")}
 @pytest.mark.parametrize(("shape", "t", "d"), FORMS)
 def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str) -> None:
     for how in [{"checks": "all", "mode": mode} for mode in emulator.MODES] if backend == "emulator" else [{}]:
-        np.testing.assert_array_equal(*multiplied(shape, t, d, layouts, backend, **how))
+        np.testing.assert_array_equal(*run_wmma(shape, t, d, layouts, backend, **how))
 
 
 def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:
     a, out = np.eye(8, 4), np.zeros((8, 8))
     text = kernel("m8n8k4", "f64", "f64", ("row", "col", "row"), (4, 4, 8)).replace(".rn ", " ")
-    run(text, a, a, out.copy(), out)
+    run_text(text, a, a, out.copy(), out)
     np.testing.assert_array_equal(out, a @ a.T)
 
 
@@ -36,7 +36,7 @@ def test_where_a_nan_arises(d: str, planted: float, kinds: list[str]) -> None:
     a, c = np.zeros((16, 16), np.float16), np.zeros((16, 16), DTYPES[d])
     a[3, 3] = planted
     text = kernel("m16n16k16", "f16", d, ("row", "col", "row"), (16, 16, 16))
-    found = run(text, a, a, c, c.copy(), checks=["float"]).findings
+    found = run_text(text, a, a, c, c.copy(), checks=["float"]).findings
     assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "wmma.mma")) for kind in kinds]
 
 
@@ -44,9 +44,9 @@ def test_integers_wrap_or_are_clamped() -> None:
     a, b = np.full((16, 16), 127, np.int8), np.full((16, 16), 127, np.int8)
     c, d = np.full((16, 16), 2**31 - 1, np.int32), np.zeros((16, 16), np.int32)
     text = kernel("m16n16k16", "s8", "s32", ("row", "col", "row"), (16, 16, 16))
-    run(text, a, b, c, d)
+    run_text(text, a, b, c, d)
     assert (d == 2**31 - 1 + 16 * 127 * 127 - 2**32).all()
-    run(text.replace(".s8.s8.s32", ".s8.s8.s32.satfinite"), a, b, c, d)
+    run_text(text.replace(".s8.s8.s32", ".s8.s8.s32.satfinite"), a, b, c, d)
     assert (d == 2**31 - 1).all()
 
 
@@ -95,7 +95,7 @@ def test_elements_of_less_than_a_byte(shape: str, t: str, per_word: int, operati
 def test_a_stride_within_a_word_is_refused() -> None:
     text = small("m8n8k32", "s4", "").replace("mov.b32 %s, 256", "mov.b32 %s, 36")
     with pytest.raises(EmulationError, match="the stride is no multiple of 8"):
-        run(text, *np.zeros((4, 64), np.uint32))
+        run_text(text, *np.zeros((4, 64), np.uint32))
 
 
 def test_f64_is_a_chain_of_fused_products() -> None:
@@ -103,7 +103,7 @@ def test_f64_is_a_chain_of_fused_products() -> None:
     a[1], a[2, 3] = -0.0, 2.0**-60
     c[2] = 1
     text = kernel("m8n8k4", "f64", "f64", ("row", "col", "row"), (4, 4, 8))
-    run(text.replace(".rn ", ".rp "), a, b, c, out)
+    run_text(text.replace(".rn ", ".rp "), a, b, c, out)
     assert not np.signbit(out[0]).any() and np.signbit(out[1]).all() and (out[2] == 1 + 2.0**-52).all()
 
 
@@ -111,7 +111,7 @@ def test_a_matrix_that_reaches_beyond_its_buffer() -> None:
     text = kernel("m16n16k16", "f16", "f32", ("row", "col", "row"), (24, 16, 16))
     a, c = np.zeros((16, 16), np.float16), np.zeros((16, 16), np.float32)
     with pytest.raises(MemoryFault, match="out of bounds"):
-        run(text, a, a, c, c.copy())
+        run_text(text, a, a, c, c.copy())
 
 
 @pytest.mark.parametrize("form", [
@@ -125,4 +125,4 @@ def test_forms_that_there_are_not(form: tuple[str, str]) -> None:
     text = kernel("m16n16k16", "f16", "f32", ("row", "col", "row"), (16, 16, 16)).replace(*form)
     c = np.zeros((16, 16), np.float32)
     with pytest.raises(UnknownInstruction):
-        run(text, c, c, c, c)
+        run_text(text, c, c, c, c)

@@ -9,7 +9,7 @@ import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
 from tests.support.axes import both_modes
-from tests.support.emulated import STORE, kernel, line_of, run, told
+from tests.support.small_kernels import STORE, findings_or_error, kernel_text, line_of, run_text
 
 BLOCKS, THREADS = 6, 64
 SHARED = ".shared .align 128 .b8 buf[1024]; .shared .align 8 .b64 bar[2]; .shared .align 16 .b8 got[1024];"
@@ -28,13 +28,13 @@ BEFORE = [1000 * (b // 3 * 3 + (b - 1) % 3) + t for b in range(BLOCKS) for t in 
 
 
 def module(body: str) -> str:
-    return kernel(START + body + STORE, outside=SHARED)
+    return kernel_text(START + body + STORE, outside=SHARED)
 
 
 def outcome(body: str, mode: str = "late", cluster: int = 3, checks=emulator.CHECKS) -> tuple[list[int], list[str]]:
     """Run a body; return what the threads have in %s, and the findings."""
     out = np.zeros(BLOCKS * THREADS, np.uint32)
-    result = run(module(body), out, threads=THREADS, blocks=BLOCKS, cluster=cluster, checks=checks, mode=mode)
+    result = run_text(module(body), out, threads=THREADS, blocks=BLOCKS, cluster=cluster, checks=checks, mode=mode)
     return out.tolist(), [str(finding) for finding in result.findings]
 
 
@@ -42,7 +42,7 @@ def test_who_is_who() -> None:
     names = ["cluster_ctarank", "cluster_nctarank", *(f"{name}.{axis}" for name in (
         "cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid") for axis in "xyz")]  # fmt: skip
     store = "".join(f"mov.u32 %r0, %{name}; st.global.u32 [%x0+{4 * i}], %r0;\n" for i, name in enumerate(names))
-    text = kernel(
+    text = kernel_text(
         "mov.u32 %r0, %ctaid.x; mov.u32 %r1, %ctaid.y; mov.u32 %r2, %nctaid.x; mad.lo.u32 %r0, %r1, %r2, %r0;"
         f"ld.param.u64 %x0, [out]; mad.wide.u32 %x0, %r0, {4 * len(names)}, %x0; {store} ret;"
     )
@@ -115,7 +115,7 @@ def test_nobody_may_end_while_others_use_its_memory(mode: str) -> None:
     body = LAST + FETCH[: FETCH.rindex("barrier.cluster.arrive")]
     place = rf"k\.ptx:{line_of(module(body), 'ld.shared::cluster')}: "
     ended = r".* shared memory of block \(\d,0,0\), which (may have|has) ended"
-    assert re.search(place + ended, told(lambda: outcome(body, mode)[1]))
+    assert re.search(place + ended, findings_or_error(lambda: outcome(body, mode)[1]))
 
 
 ASYNC = INIT.replace("COUNT", "1") + (
@@ -137,7 +137,7 @@ def test_what_is_sent_tells_an_mbarrier_there(name: str, mode: str) -> None:
     hasty = body.replace(WAIT, "")
     assert any(line.startswith("async: ") and "still being written" in line for line in outcome(hasty, mode)[1])
     leaving = body[: body.rindex("barrier.cluster.arrive")].replace("ld.shared.u32 %s, [%r4];", "").replace(WAIT, "")
-    assert re.search("which (may have|has) ended", told(lambda: outcome(leaving, mode)[1]))
+    assert re.search("which (may have|has) ended", findings_or_error(lambda: outcome(leaving, mode)[1]))
 
 
 @both_modes
@@ -183,7 +183,7 @@ def test_one_copy_for_several_blocks(mode: str) -> None:
     text = module(MULTICAST.replace("MASK", "7")).replace("st.global.u32 [%y]", "st.global.u32 [%y+256]")
     out = np.zeros((BLOCKS + 1) * THREADS, np.uint32)
     out[:THREADS] = np.arange(THREADS)
-    result = run(text, out, threads=THREADS, blocks=BLOCKS, cluster=3, checks=emulator.CHECKS, mode=mode)
+    result = run_text(text, out, threads=THREADS, blocks=BLOCKS, cluster=3, checks=emulator.CHECKS, mode=mode)
     assert not result.findings and (out.reshape(-1, THREADS) == np.arange(THREADS)).all()
     with pytest.raises(EmulationError, match="block 3 of a cluster of 3"):
         outcome(MULTICAST.replace("MASK", "15"), mode)
@@ -239,14 +239,14 @@ def test_hardware_agrees(body: str) -> None:
 
 
 def test_sizes_of_clusters() -> None:
-    text = kernel("ret;", directives=".reqnctapercluster 2, 1, 1")
+    text = kernel_text("ret;", directives=".reqnctapercluster 2, 1, 1")
     out = np.zeros(1, np.uint32)
     emulator.run(text, None, [out], grid=4, block=32)
     emulator.run(text, None, [out], grid=4, block=32, cluster=(2, 1, 1))
     with pytest.raises(ArgumentError, match=r"by \.reqnctapercluster of k"):
         emulator.run(text, None, [out], grid=4, block=32, cluster=4)
     with pytest.raises(ArgumentError, match=r"cluster: has at most 16 blocks \(got \(32, 1, 1\)\)"):
-        emulator.run(kernel("ret;"), None, [out], grid=32, block=32, cluster=32)
+        emulator.run(kernel_text("ret;"), None, [out], grid=32, block=32, cluster=32)
 
 
 def test_the_address_of_a_peer_in_a_local_form() -> None:

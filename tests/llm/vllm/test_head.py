@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.runner import quantized_head
+from ptxlab.llm.model.runner import quantize_head
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
 
@@ -39,7 +39,7 @@ def test_logits_are_exact_sums(configured: Configured, family: str, tied: bool) 
 
     folder = model.config._name_or_path
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    head = quantized_head(load_file(f"{folder}/model.safetensors")[name].astype(np.float16))
+    head = quantize_head(load_file(f"{folder}/model.safetensors")[name].astype(np.float16))
     tokens = quant.quantize_activations(x.float().numpy())
     sums = tokens.q.astype(np.int32) @ head.q8.astype(np.int32).T
     expected = reference.gemm_epilogue(sums, tokens.scale, head.scale, None, "float16")

@@ -7,7 +7,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.lowbit.bench.gemm import limits, problem
 from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, Layer
-from tests.support.fake_ncu import ncu, printed
+from tests.support.fake_ncu import ncu, raw_page_csv
 from tests.support.ladder_record import NAMES, row
 
 __all__ = ["ncu"]
@@ -17,7 +17,7 @@ def test_rows_of_the_dissected_matrix_get_counters(ncu: SimpleNamespace) -> None
     rows = [row(name, layer, M) for layer in (LAYERS[0], DISSECTED) for name in NAMES[:2] for M in (4, 16, 256)]
     rows = [type(r)(**{**vars(r), "more": {"registers": 128}}) for r in rows]
     counted = [name for name in NAMES[:2] for _ in DISSECTED_TOKENS]
-    ncu.output = printed(counted, list(limits.METRICS.values()))
+    ncu.output = raw_page_csv(counted, list(limits.METRICS.values()))
     found = limits.with_limits(rows)
     with_counters = [r for r in found if "tensor_pct" in r.more]
     assert [(r.kernel, r.sizes["M"]) for r in with_counters] == [(n, M) for n in NAMES[:2] for M in DISSECTED_TOKENS]

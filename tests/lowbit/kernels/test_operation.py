@@ -277,7 +277,7 @@ def test_a_call_keeps_no_array_alive(calls: Calls, fake: FakeGpu) -> None:
 def test_memory_of_streams_is_given_back_and_made_again(fake: FakeGpu) -> None:
     """Two streams, two calls that need some: after the release the next call makes its own, and results are right."""
     x, scale, weight = (on_device(a) for a in (gemm_calls.X, gemm_calls.X_SCALE, gemm_calls.WEIGHTS["qoq_channel"]))
-    q, cache = attention_calls.sent(attention_calls.Q), attention_calls.on_device(attention_calls.CACHE)
+    q, cache = attention_calls.to_device_array(attention_calls.Q), attention_calls.on_device(attention_calls.CACHE)
     assert ptxlab.release_memory() == 0
     for fake.stream in (7, 8):
         ptxlab.gemm_w4a8(x, scale, weight)
@@ -288,8 +288,10 @@ def test_memory_of_streams_is_given_back_and_made_again(fake: FakeGpu) -> None:
     assert ptxlab.release_memory() == 0
     for _ in range(2):
         out, loads = ptxlab.gemm_w4a8(x, scale, weight), fake.loads
-        assert np.array_equal(out.host, gemm_calls.expected("qoq_channel"))
-        attention_calls.hold(attention_calls.Q, attention_calls.CACHE, ptxlab.attention_kv4(q, cache).host)
+        assert np.array_equal(out.host, gemm_calls.expected_product("qoq_channel"))
+        attention_calls.assert_within_bound(
+            attention_calls.Q, attention_calls.CACHE, ptxlab.attention_kv4(q, cache).host
+        )
         assert ptxlab.release_memory() > 0 and fake.loads == loads  # kernels stay
 
 
@@ -309,12 +311,12 @@ def test_memory_on_a_gpu_goes_back_to_the_pool(cupy: Any) -> None:
             ptxlab.gemm_w4a8(x, scale, weight, out=out)
         assert pool.used_bytes() > used and ptxlab.release_memory() == 4 * M and pool.used_bytes() == used
         stream.synchronize()
-        assert np.array_equal(out.get(), gemm_calls.expected("qoq_channel"))
+        assert np.array_equal(out.get(), gemm_calls.expected_product("qoq_channel"))
 
 
 @pytest.mark.smoke
 def test_a_workspace_is_its_owners(fake: FakeGpu) -> None:
-    q, cache = attention_calls.sent(attention_calls.Q), attention_calls.on_device(attention_calls.CACHE)
+    q, cache = attention_calls.to_device_array(attention_calls.Q), attention_calls.on_device(attention_calls.CACHE)
     workspace = ptxlab.attention_workspace(cache)
     ptxlab.attention_kv4(q, cache, workspace=workspace)
     assert ptxlab.release_memory() == 0 and workspace.nbytes > 0

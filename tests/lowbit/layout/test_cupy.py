@@ -15,7 +15,7 @@ from ptxlab.lowbit.layout.activations import (
     to_swizzled_tiles,
 )
 from ptxlab.lowbit.quant import KV_SCHEMES, LQQWeight, quantize_kv, quantize_lqq
-from tests.support.quantized import KINDS, random_weight
+from tests.support.random_weights import KINDS, random_weight
 
 pytestmark = pytest.mark.gpu
 N, K = 57344, 8192  # gate and up of LLaMA-2-70B

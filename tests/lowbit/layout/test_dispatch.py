@@ -22,7 +22,7 @@ from ptxlab.lowbit.layout import (
 )
 from ptxlab.lowbit.quant.tiled import with_arrays
 from tests.support.dispatching_array import DispatchingArray, to_device
-from tests.support.quantized import KINDS, random_weight
+from tests.support.random_weights import KINDS, random_weight
 
 
 def assert_same(on_device: Any, on_host: Any) -> None:

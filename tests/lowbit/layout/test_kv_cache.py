@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout import PAGE_SIZES, KVCache, gather, pack_pages, page_bytes, scatter, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV, quantize_kv
 from ptxlab.lowbit.reference import rotate_heads
-from tests.support.quantized import assert_equal, every_scheme, random_kv
+from tests.support.random_weights import assert_equal, every_scheme, random_kv
 
 
 def shuffled_cache(scheme, page_size, lengths, heads, D, seed, spare=3) -> KVCache:

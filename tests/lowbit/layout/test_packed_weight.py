@@ -14,7 +14,7 @@ from ptxlab.lowbit import quant
 from ptxlab.lowbit.layout import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.lowbit.layout.packed_weight import VERSION
 from tests.support import strategies
-from tests.support.quantized import KINDS, assert_equal, random_weight, weights
+from tests.support.random_weights import KINDS, assert_equal, random_weight, weights
 
 
 @pytest.mark.smoke

@@ -15,7 +15,7 @@ from ptxlab.lowbit.layout import pack, pack_u4
 from ptxlab.lowbit.layout.nibbles import exchange_nibbles
 from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, QoQWeight, quantize_lqq, quantize_qoq
 from tests.support import strategies
-from tests.support.quantized import random_weight, weights
+from tests.support.random_weights import random_weight, weights
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4

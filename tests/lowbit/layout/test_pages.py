@@ -9,7 +9,7 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV
-from tests.support.quantized import assert_equal, every_scheme, random_kv
+from tests.support.random_weights import assert_equal, every_scheme, random_kv
 
 every_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.lowbit.layout import LAYOUTS, load, pack, packed_names, save, unpack
 from ptxlab.lowbit.layout.packed_weight import VERSION
-from tests.support.quantized import KINDS, assert_equal, random_weight
+from tests.support.random_weights import KINDS, assert_equal, random_weight
 
 WEIGHT = random_weight(KINDS[0], 24, 192, 64, 0)
 

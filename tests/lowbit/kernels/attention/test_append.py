@@ -25,11 +25,11 @@ from tests.support.append_problems import (
     Problem,
     any_constants,
     beyond_the_levels,
-    changed,
-    huge,
+    gaussian_kv,
+    huge_quotients,
+    make_problem,
     next_to_ties,
-    normal,
-    problem_of,
+    replace_in_source,
     rotated_to_ties,
     rotations,
     scales,
@@ -68,7 +68,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> Problem:
     k, v = (np.where(np.abs(np.float32(x)).max(axis=-1, keepdims=True) < MOST, x, np.zeros_like(x)) for x in (k, v))
     rope = rotations(shape[0], shape[2], index, draw(st.booleans())) if draw(st.booleans()) else None
     scheme, page_size = draw(st.sampled_from(sorted(KV_SCHEMES))), draw(st.sampled_from(PAGE_SIZES))
-    return problem_of(k, v, scheme, page_size, index=index, rope=rope)
+    return make_problem(k, v, scheme, page_size, index=index, rope=rope)
 
 
 @pytest.mark.full
@@ -76,7 +76,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> Problem:
 @settings(max_examples=30)
 def test_every_byte_in_the_emulator(problem: Problem) -> None:
     pool, outcome = problem.run()
-    assert np.array_equal(pool, problem.wanted) and outcome.findings == ()
+    assert np.array_equal(pool, problem.expected_pool) and outcome.findings == ()
 
 
 @pytest.mark.long(40)
@@ -95,7 +95,7 @@ def test_every_byte_on_the_gpu(problem: Problem) -> None:
 def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) -> None:
     for page_size, dtype in zip(PAGE_SIZES, (*DTYPES, DTYPES[0]), strict=True):
         rope = rotations(21, D, np.int32, positions=page_size == 16)
-        problem_of(*normal(21, 3, D, dtype), scheme, page_size, pages=3, rope=rope).check(backend)
+        make_problem(*gaussian_kv(21, 3, D, dtype), scheme, page_size, pages=3, rope=rope).check(backend)
 
 
 @pytest.mark.default_cases("kv8_channel-16-emulator")
@@ -105,14 +105,16 @@ def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) 
 def test_the_first_and_last_slots_of_pages(scheme: str, size: int, backend: str) -> None:
     """The slots are those of the pool's first page, of its last one, and on both sides of a page boundary."""
     slots = np.array([0, size - 1, size, 2 * size - 1, 3 * size - 1], np.int32)
-    problem = problem_of(*normal(len(slots), 2, 64), scheme, size, pages=3)
+    problem = make_problem(*gaussian_kv(len(slots), 2, 64), scheme, size, pages=3)
     replace(problem, slots=slots).check(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (2, 40), (64, 8), (7, 33)])
 def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend: str) -> None:
-    problem_of(*normal(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(backend)
+    make_problem(*gaussian_kv(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(
+        backend
+    )
 
 
 @pytest.mark.default_cases("1-kv4")
@@ -122,9 +124,9 @@ def test_rows_that_a_thread_keeps(rows: int, scheme: str) -> None:
     """Heads of each size take turns."""
     D = HEAD_DIMS[(rows // 2 + list(KV_SCHEMES).index(scheme)) % len(HEAD_DIMS)]
     for T in (1, 5, 8):
-        problem = problem_of(*normal(T, 3, D), scheme, 16, rope=rotations(T, D, np.int32, False))
+        problem = make_problem(*gaussian_kv(T, 3, D), scheme, 16, rope=rotations(T, D, np.int32, False))
         pool, outcome = problem.run(rows=rows)
-        assert np.array_equal(pool, problem.wanted) and outcome.findings == ()
+        assert np.array_equal(pool, problem.expected_pool) and outcome.findings == ()
 
 
 @pytest.mark.default_cases("kv4-bfloat16-emulator")
@@ -136,22 +138,22 @@ def test_quotients_are_those_of_an_ieee_division(scheme: str, dtype: np.dtype, b
     rows, bits = 128 if backend == "emulator" else 8192, KV_SCHEMES[scheme].bits
     exact = max(1, {DTYPES[0]: 11, DTYPES[1]: 8}[dtype] - bits)
     k, v = (ties(scales(rows, exact), 64, bits).astype(dtype)[:, None] for _ in "kv")
-    problem_of(k, v, scheme, 16).check(backend)
+    make_problem(k, v, scheme, 16).check(backend)
     x, rope = rotated_to_ties(rows, bits)
-    problem_of(x, x, scheme, 16, rope=rope).check(backend)
+    make_problem(x, x, scheme, 16, rope=rope).check(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scheme", ["kv4", "kv8"])
 def test_levels_are_clipped(scheme: str, backend: str) -> None:
     x = beyond_the_levels(60, KV_SCHEMES[scheme].bits)
-    problem_of(x, np.abs(x), scheme, 16).check(backend)
+    make_problem(x, np.abs(x), scheme, 16).check(backend)
 
 
 @pytest.mark.default_cases("of any size-kv8_channel-emulator", "with infinite quotients-kv8_channel-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scheme", ["kv4_channel", "kv8_channel"])
-@pytest.mark.parametrize("drawn", [any_constants, huge], ids=["of any size", "with infinite quotients"])
+@pytest.mark.parametrize("drawn", [any_constants, huge_quotients], ids=["of any size", "with infinite quotients"])
 def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, backend: str) -> None:
     drawn(scheme).check(backend)
 
@@ -159,13 +161,13 @@ def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, back
 @pytest.mark.full
 def test_what_padding_brings_does_not_matter() -> None:
     """Its positions may even lie outside the tables, where a stray read would show."""
-    k, v = normal(8, 2, 64)
-    problem = problem_of(k, v, "kv4", 16, rope=rotations(8, 64, np.int32, True))
+    k, v = gaussian_kv(8, 2, 64)
+    problem = make_problem(k, v, "kv4", 16, rope=rotations(8, 64, np.int32, True))
     padding = problem.slots < 0
     assert padding.sum() == 2
     k[padding], problem.rope[2][padding] = np.nan, 2**31 - 1
     for rows in (1, 2, 4):
-        assert np.array_equal(problem.run(rows=rows)[0], problem.wanted)
+        assert np.array_equal(problem.run(rows=rows)[0], problem.expected_pool)
     problem.check("emulator")
 
 
@@ -173,10 +175,10 @@ def test_what_padding_brings_does_not_matter() -> None:
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e38])
 def test_tokens_that_no_host_lets_through_show_in_their_scale(wrong: float, rope: bool) -> None:
-    k, v = normal(5, 2, 64, DTYPES[1])
-    problem = problem_of(k, v, "kv4", 16, pages=1, rope=rotations(5, 64, np.int32, False) if rope else None)
+    k, v = gaussian_kv(5, 2, 64, DTYPES[1])
+    problem = make_problem(k, v, "kv4", 16, pages=1, rope=rotations(5, 64, np.int32, False) if rope else None)
     problem = replace(problem, slots=np.arange(5, dtype=np.int32))
-    right = problem.wanted
+    right = problem.expected_pool
     v[0, 1, 60] = k[2, 0, 5] = wrong
     pool, _ = problem.run()
     scales, wanted = (
@@ -264,7 +266,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     (source,) = registry.find(APPEND.name)[1]
-    assert any(is_killed(problem, changed(source, *CHANGES[change])) for problem in battery())
+    assert any(is_killed(problem, replace_in_source(source, *CHANGES[change])) for problem in battery())
 
 
 def battery() -> list[Problem]:
@@ -272,16 +274,16 @@ def battery() -> list[Problem]:
     x = ties(scales(64, 7), 64, 4).astype(np.float16)[:, None]
     turned, rope = rotated_to_ties(128, 4)
     beyond = beyond_the_levels(40, 4)
-    padded = problem_of(*normal(9, 3, 64), "kv4", 16, rope=rotations(9, 64, np.int32, True))
+    padded = make_problem(*gaussian_kv(9, 3, 64), "kv4", 16, rope=rotations(9, 64, np.int32, True))
     padded.rope[2][padded.slots < 0] = 2**31 - 1
-    full = problem_of(*normal(9, 3, 64), "kv4", 16, pages=1)
+    full = make_problem(*gaussian_kv(9, 3, 64), "kv4", 16, pages=1)
     full = replace(full, slots=np.arange(9, dtype=np.int32) + 7)
     return [
-        problem_of(x, np.abs(x), "kv4", 16),
-        problem_of(beyond, beyond, "kv4", 16),
-        problem_of(turned, turned, "kv4", 16, rope=rope),
+        make_problem(x, np.abs(x), "kv4", 16),
+        make_problem(beyond, beyond, "kv4", 16),
+        make_problem(turned, turned, "kv4", 16, rope=rope),
         any_constants("kv4_channel"),
-        huge("kv4_channel"),
+        huge_quotients("kv4_channel"),
         next_to_ties("kv4_channel", tiny=False),
         next_to_ties("kv4_channel", tiny=True),
         padded,
@@ -294,7 +296,7 @@ def is_killed(problem: Problem, source: Any) -> bool:
         pool, outcome = problem.run(source, rows=4)
     except EmulationError:  # a stray access
         return True
-    return bool(outcome.findings) or not np.array_equal(pool, problem.wanted)
+    return bool(outcome.findings) or not np.array_equal(pool, problem.expected_pool)
 
 
 @pytest.mark.full

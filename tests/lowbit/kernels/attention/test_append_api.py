@@ -13,7 +13,7 @@ from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.layout import KVCache
 from tests.support.append_problems import ON_GPU, Problem
-from tests.support.attention_calls import changed, on_device, sent
+from tests.support.attention_calls import copy_with, on_device, to_device_array
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
 T, H, D, PAGE = 6, 2, 64, 16
@@ -35,7 +35,7 @@ def new_cache(scheme: str = "kv4") -> KVCache:
 
 
 def wanted(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv4") -> np.ndarray:
-    return Problem(K, V, new_cache(scheme), slots, rope).wanted
+    return Problem(K, V, new_cache(scheme), slots, rope).expected_pool
 
 
 def apart(x: np.ndarray, pitch: int) -> np.ndarray:
@@ -47,9 +47,9 @@ def apart(x: np.ndarray, pitch: int) -> np.ndarray:
 
 def call(cache: KVCache, slots: Any = SLOTS, rope: Any = None, **options: Any) -> None:
     """Call `append_kv4` on device arrays."""
-    rope = rope and tuple(map(sent, rope))
-    slots = slots if isinstance(slots, DeviceArray) else sent(slots)
-    ptxlab.append_kv4(sent(K), sent(V), cache, slots, rope=rope, **options)
+    rope = rope and tuple(map(to_device_array, rope))
+    slots = slots if isinstance(slots, DeviceArray) else to_device_array(slots)
+    ptxlab.append_kv4(to_device_array(K), to_device_array(V), cache, slots, rope=rope, **options)
 
 
 @pytest.mark.default_cases("None-int32-kv4")
@@ -78,10 +78,12 @@ def test_tokens_may_lie_apart(fake: FakeGpu, view: str) -> None:
     ptxlab.append_kv4(k, v, cache, SLOTS, rope=ROPE, backend="emulator")
     assert np.array_equal(cache.pool, wanted(ROPE))
     device = on_device(new_cache())
-    rope = tuple(map(sent, ROPE))
+    rope = tuple(map(to_device_array, ROPE))
     for _ in range(2):
         device.pool.host[...] = WILD
-        ptxlab.append_kv4(DeviceArray(k, has_gaps=True), DeviceArray(v, has_gaps=True), device, sent(SLOTS), rope=rope)
+        ptxlab.append_kv4(
+            DeviceArray(k, has_gaps=True), DeviceArray(v, has_gaps=True), device, to_device_array(SLOTS), rope=rope
+        )
         assert np.array_equal(device.pool.host, wanted(ROPE))
     call(device, SLOTS, ROPE)  # not with the plan of those
     assert np.array_equal(device.pool.host, wanted(ROPE)) and fake.loads == 2 and fake.allocations == 0
@@ -106,11 +108,11 @@ def test_torch_on_the_cpu() -> None:
     pool = torch.from_numpy(WILD.copy())
     k, v = (torch.from_numpy(x).bfloat16() for x in (K, V))
     ptxlab.append_kv4(k, v, replace(cache, pool=pool), torch.from_numpy(SLOTS.astype(np.int64)), backend="emulator")
-    assert np.array_equal(pool.numpy(), Problem(k.float().numpy(), v.float().numpy(), new_cache(), SLOTS).wanted)
+    assert np.array_equal(pool.numpy(), Problem(k.float().numpy(), v.float().numpy(), new_cache(), SLOTS).expected_pool)
 
 
 def test_other_slots_need_no_other_kernel(fake: FakeGpu) -> None:
-    cache, slots = on_device(new_cache()), sent(SLOTS.copy())
+    cache, slots = on_device(new_cache()), to_device_array(SLOTS.copy())
     rope = COS, SIN, np.minimum(POSITIONS, 29)  # no token will be padding
     call(cache, slots, rope)
     fake.capturing = True
@@ -134,7 +136,7 @@ def test_no_tokens_launch_nothing(fake: FakeGpu) -> None:
     cache = new_cache()
     ptxlab.append_kv4(K[:0], V[:0], cache, SLOTS[:0], rope=(COS[:0], SIN[:0]), backend="emulator")
     cache = on_device(cache)
-    ptxlab.append_kv4(sent(K[:0]), sent(V[:0]), cache, sent(SLOTS[:0]))
+    ptxlab.append_kv4(to_device_array(K[:0]), to_device_array(V[:0]), cache, to_device_array(SLOTS[:0]))
     assert np.array_equal(cache.pool.host, WILD) and fake.launched == []
 
 
@@ -154,10 +156,10 @@ def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [
-    ({"slots": changed(SLOTS, 4, 48)}, r"slots: must be below 48, the pages' tokens \(got slots\[4\] = 48\)"),
-    ({"slots": changed(SLOTS, 5, 40)}, r"slots: must be distinct \(got slots\[5\] = 40\)"),
-    ({"rope": (COS, SIN, changed(POSITIONS, 2, 30))}, r"positions: must lie in 0..29 \(got positions\[2\] = 30\)"),
-    ({"rope": (COS, SIN, changed(POSITIONS, 3, -1))}, r"positions: must lie in 0..29 \(got positions\[3\] = -1\)"),
+    ({"slots": copy_with(SLOTS, 4, 48)}, r"slots: must be below 48, the pages' tokens \(got slots\[4\] = 48\)"),
+    ({"slots": copy_with(SLOTS, 5, 40)}, r"slots: must be distinct \(got slots\[5\] = 40\)"),
+    ({"rope": (COS, SIN, copy_with(POSITIONS, 2, 30))}, r"positions: must lie in 0..29 \(got positions\[2\] = 30\)"),
+    ({"rope": (COS, SIN, copy_with(POSITIONS, 3, -1))}, r"positions: must lie in 0..29 \(got positions\[3\] = -1\)"),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *PLACES,
@@ -191,8 +193,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope": (COS, SIN[:4])}, r"append_kv4: rope sin: shape \[30, 32\] \(got \[4, 32\]\)"),
     ({"rope": (COS[:, :8], SIN)}, r"append_kv4: rope cos: shape \[30, 32\] \(got \[30, 8\]\)"),
     ({"rope": (COS, SIN, POSITIONS.astype(np.int64))}, r"append_kv4: rope positions: dtype int32 \(got int64\)"),
-    ({"k": changed(K, (2, 1, 5), np.nan)}, r"append_kv4: k: must be finite in float32 \(got k\[2, 1, 5\] is nan\)"),
-    ({"v": changed(V, (0, 0, 9), np.inf)}, r"append_kv4: v: must be finite in float32 \(got v\[0, 0, 9\] is inf\)"),
+    ({"k": copy_with(K, (2, 1, 5), np.nan)}, r"append_kv4: k: must be finite in float32 \(got k\[2, 1, 5\] is nan\)"),
+    ({"v": copy_with(V, (0, 0, 9), np.inf)}, r"append_kv4: v: must be finite in float32 \(got v\[0, 0, 9\] is inf\)"),
     ({"check": 1}, r"append_kv4: check: must be True or False \(got 1\)"),
     ({"programmatic": 1}, r"append_kv4: programmatic: must be True or False \(got 1\)"),
     ({"backend": "tpu"}, r"backend: one of gpu, emulator \(got tpu\)"),

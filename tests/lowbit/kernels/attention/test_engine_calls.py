@@ -13,8 +13,8 @@ from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import PageView
 from ptxlab.lowbit.quant import quantize_kv
 from ptxlab.runtime.verify import compare
-from tests.support.attention_calls import hold
-from tests.support.attention_problems import moved
+from tests.support.attention_calls import assert_within_bound
+from tests.support.attention_problems import map_arrays
 
 TOKENS, HQ, HKV, D = 96, 4, 2, 128  # of a step, padding included
 SEQUENCES, PAGES_EACH, PAGE = 5, 4, 64
@@ -87,7 +87,7 @@ def test_a_graph_of_a_step_is_replayed_on_other_steps(cupy: Any) -> None:
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        host = moved(cache, lambda array: array.get())
+        host = map_arrays(cache, lambda array: array.get())
         assert np.array_equal(host.pool, step.append(pool))
         count = int(step.starts[-1])
         chunks = {"q": queries[:count].astype(np.float32), "cache": host, "starts": step.starts}
@@ -95,4 +95,4 @@ def test_a_graph_of_a_step_is_replayed_on_other_steps(cupy: Any) -> None:
         outputs = {"out": out[:count].get(), "lse": lse[:count].get(), "arrivals": PREFILL.pack(logical)["arrivals"]}
         compare(PREFILL, outputs, logical)
         assert np.isnan(out[count:].get()).all()
-        hold(latest[:, None], host, decoded[:, None].get())
+        assert_within_bound(latest[:, None], host, decoded[:, None].get())

@@ -14,7 +14,7 @@ from ptxlab.lowbit.layout import KVCache, pack_u4
 from ptxlab.runtime import Kernel, by_name, load, run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from tests.support import attention_problems as problems
-from tests.support import waits
+from tests.support import sync_mutants
 from tests.support.axes import on_every_backend
 from tests.support.skeletons import inline_skeletons
 
@@ -50,7 +50,7 @@ def test_near_float64_in_hard_cases(spec: KernelSpec, backend: str, change: prob
 @every_step
 @on_every_backend
 def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> None:
-    lengths = problems.at_edges(ladder.PAGE)
+    lengths = problems.edge_lengths(ladder.PAGE)
     q, cache = problems.problem(4, lengths, Hq=2, Hkv=1, scheme=scheme_of(spec), spare=0)
     problems.check(spec, logical_of(spec, q, cache), backend)
 
@@ -203,4 +203,6 @@ def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.Mon
         for mode in emulator.MODES:
             problems.check(spec, logical_of(spec, q, cache), mode=mode)
 
-    assert waits.unnoticed(kernel, lambda module: waits.diagnosis(module, check, monkeypatch)) == []
+    assert (
+        sync_mutants.unnoticed_removals(kernel, lambda module: sync_mutants.diagnosis(module, check, monkeypatch)) == []
+    )

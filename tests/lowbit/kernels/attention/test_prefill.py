@@ -19,7 +19,7 @@ from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from tests.support.attention_calls import on_device, sent
+from tests.support.attention_calls import on_device, to_device_array
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import FakeGpu
 from tests.support.prefill_problems import SHAPES, SPECS, chunks_of, on_every_kernel, run, source_of
@@ -382,7 +382,11 @@ def test_bad_input_is_refused_by_name(message: str) -> None:
 def test_the_highest_kernel_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, call = FakeGpu(monkeypatch), {**CALL, "backend": None}
     fake.runs = False
-    call |= {"q": sent(Q), "cache": on_device(LOGICAL["cache"]), "query_start_loc": sent(LOGICAL["starts"])}
+    call |= {
+        "q": to_device_array(Q),
+        "cache": on_device(LOGICAL["cache"]),
+        "query_start_loc": to_device_array(LOGICAL["starts"]),
+    }
     for fake.arch, kernel in ((90, None), (80, None), (90, PREFILL_SM80.name)):
         operation._ready.clear()  # calls that were made for another GPU
         ptxlab.attention_kv4(**call, kernel=kernel)

@@ -21,12 +21,12 @@ from tests.support.append_problems import (
     ON_GPU,
     RNG,
     FusedProblem,
-    changed,
-    normal,
-    problem_of,
+    gaussian_kv,
+    make_problem,
+    replace_in_source,
     rotations,
 )
-from tests.support.attention_calls import on_device, sent
+from tests.support.attention_calls import on_device, to_device_array
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
 
@@ -46,7 +46,7 @@ def fused(
     """Make a problem in which every fourth token is padding, with a position far outside the tables."""
     q = (RNG.standard_normal((tokens, ratio * heads, D)) * 3).astype(dtype)
     rope = rotations(tokens, D, index, positions)
-    problem = problem_of(*normal(tokens, heads, D, dtype), scheme, size, index=index, rope=rope)
+    problem = make_problem(*gaussian_kv(tokens, heads, D, dtype), scheme, size, index=index, rope=rope)
     if positions:
         wild = RNG.choice([-1, -(2**31), 50, 2**31 - 1], tokens)
         rope[2][problem.slots < 0] = wild[problem.slots < 0]
@@ -74,7 +74,11 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> FusedProblem:
 @settings(max_examples=8)
 def test_every_bit_in_the_emulator(problem: FusedProblem, rows: int) -> None:
     q, pool, outcome = problem.run(rows=rows)
-    assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted) and outcome.findings == ()
+    assert (
+        np.array_equal(q, problem.expected_rows)
+        and np.array_equal(pool, problem.kv.expected_pool)
+        and outcome.findings == ()
+    )
 
 
 @pytest.mark.long(30)
@@ -101,7 +105,7 @@ def test_rows_of_a_thread_have_tokens_or_heads_of_their_own(rows: int, scheme: s
     """A thread's rows are tokens with constants by channel, each at its own position; else heads of one token."""
     problem = fused(rows + 1, rows + 1, 1, 64, scheme)
     q, pool, _ = problem.run(rows=rows)
-    assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted)
+    assert np.array_equal(q, problem.expected_rows) and np.array_equal(pool, problem.kv.expected_pool)
 
 
 @pytest.mark.default_cases("3-8-8-emulator", "2-40-1-emulator")
@@ -135,7 +139,7 @@ CHANGES = {
 @pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
-    source = changed(registry.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
+    source = replace_in_source(registry.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
     assert any(is_killed(problem, source) for problem in battery())
 
 
@@ -147,8 +151,8 @@ def test_the_kernel_itself_passes() -> None:
 def battery() -> list[FusedProblem]:
     full = fused(9, 3, 2, 64)
     slots = np.arange(9, dtype=np.int32) + 7
-    cache = replace(full.of.cache, pool=full.of.cache.pool[:1])
-    rope = (*full.of.rope[:2], np.clip(full.of.rope[2], 0, 49))
+    cache = replace(full.kv.cache, pool=full.kv.cache.pool[:1])
+    rope = (*full.kv.rope[:2], np.clip(full.kv.rope[2], 0, 49))
     return [fused(9, 3, 2, 64), replace(full, of=replace(full.of, cache=cache, slots=slots, rope=rope))]
 
 
@@ -157,27 +161,29 @@ def is_killed(problem: FusedProblem, source: Any) -> bool:
         q, pool, outcome = problem.run(source, rows=4)
     except EmulationError:  # a stray access
         return True
-    right = np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted)
+    right = np.array_equal(q, problem.expected_rows) and np.array_equal(pool, problem.kv.expected_pool)
     return bool(outcome.findings) or not right
 
 
 PROBLEM = fused(6, 2, 3, 64, kept=False)
-QKV, ROPE = PROBLEM.qkv, PROBLEM.of.rope
+QKV, ROPE = PROBLEM.qkv, PROBLEM.kv.rope
 
 
 def call(fake_cache: Any, **options: Any) -> Any:
     """Call `rope_append_kv4` on device arrays."""
-    rope = tuple(map(sent, ROPE))
-    return ptxlab.rope_append_kv4(sent(QKV), fake_cache, sent(PROBLEM.of.slots), rope=rope, **options)
+    rope = tuple(map(to_device_array, ROPE))
+    return ptxlab.rope_append_kv4(
+        to_device_array(QKV), fake_cache, to_device_array(PROBLEM.kv.slots), rope=rope, **options
+    )
 
 
 def test_on_the_device_q_is_made_or_given(fake: FakeGpu) -> None:
-    for out in (None, sent(np.zeros((6, 6, 64), np.float16))):
-        cache = on_device(replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy()))
+    for out in (None, to_device_array(np.zeros((6, 6, 64), np.float16))):
+        cache = on_device(replace(PROBLEM.kv.cache, pool=PROBLEM.kv.cache.pool.copy()))
         q = call(cache, out=out)
         assert q is out or out is None
-        assert np.array_equal(q.host, PROBLEM.wanted)
-        assert np.array_equal(cache.pool.host, PROBLEM.of.wanted)
+        assert np.array_equal(q.host, PROBLEM.expected_rows)
+        assert np.array_equal(cache.pool.host, PROBLEM.kv.expected_pool)
     assert fake.launched[0] == (ROPE_APPEND.name, fake.launched[0][1]) and fake.loads == 1
 
 
@@ -185,14 +191,14 @@ def test_on_the_device_q_is_made_or_given(fake: FakeGpu) -> None:
 def test_rows_may_lie_apart(fake: FakeGpu) -> None:
     rows = np.full((6, QKV.shape[1] + 40), np.nan, np.float16)
     rows[:, 16:-24] = QKV
-    qkv, rope, slots = rows[:, 16:-24], tuple(map(sent, ROPE)), sent(PROBLEM.of.slots)
+    qkv, rope, slots = rows[:, 16:-24], tuple(map(to_device_array, ROPE)), to_device_array(PROBLEM.kv.slots)
     assert not qkv.flags.c_contiguous
-    cache = replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy())
-    q = ptxlab.rope_append_kv4(qkv, cache, PROBLEM.of.slots, rope=ROPE, backend="emulator")
-    assert np.array_equal(q, PROBLEM.wanted) and np.array_equal(cache.pool, PROBLEM.of.wanted)
-    device = on_device(replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy()))
+    cache = replace(PROBLEM.kv.cache, pool=PROBLEM.kv.cache.pool.copy())
+    q = ptxlab.rope_append_kv4(qkv, cache, PROBLEM.kv.slots, rope=ROPE, backend="emulator")
+    assert np.array_equal(q, PROBLEM.expected_rows) and np.array_equal(cache.pool, PROBLEM.kv.expected_pool)
+    device = on_device(replace(PROBLEM.kv.cache, pool=PROBLEM.kv.cache.pool.copy()))
     q = ptxlab.rope_append_kv4(DeviceArray(qkv, has_gaps=True), device, slots, rope=rope)
-    assert np.array_equal(q.host, PROBLEM.wanted) and np.array_equal(device.pool.host, PROBLEM.of.wanted)
+    assert np.array_equal(q.host, PROBLEM.expected_rows) and np.array_equal(device.pool.host, PROBLEM.kv.expected_pool)
     assert len(fake.launched) == 1
     inside = DeviceArray(rows.reshape(-1)[16 + QKV.shape[1] :][: 6 * 6 * 64].reshape(6, 6, 64))
     with pytest.raises(ArgumentError, match=r"out: must not share memory with qkv \(got some of it\)"):
@@ -206,39 +212,39 @@ def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
     """
     room = np.concatenate([QKV.reshape(-1), np.zeros(6 * 6 * 64, np.float16)])
     qkv, ends = room[: QKV.size].reshape(QKV.shape), (0, QKV.size - 8)  # inside, and by eight values
-    cache, pool = on_device(PROBLEM.of.cache), PROBLEM.of.cache.pool.copy()
+    cache, pool = on_device(PROBLEM.kv.cache), PROBLEM.kv.cache.pool.copy()
     refused = r"^rope_append_kv4: out: must not share memory with qkv \(got some of it\)$"
-    rope, slots = tuple(map(sent, ROPE)), sent(PROBLEM.of.slots)
+    rope, slots = tuple(map(to_device_array, ROPE)), to_device_array(PROBLEM.kv.slots)
     apart = room[QKV.size :].reshape(6, 6, 64)
-    ptxlab.rope_append_kv4(sent(qkv), cache, slots, rope=rope, out=sent(apart))
+    ptxlab.rope_append_kv4(to_device_array(qkv), cache, slots, rope=rope, out=to_device_array(apart))
     for begin in ends:
         out = room[begin:][: 6 * 6 * 64].reshape(6, 6, 64)
         with pytest.raises(ArgumentError, match=refused):
-            ptxlab.rope_append_kv4(sent(qkv), cache, slots, rope=rope, out=sent(out))
+            ptxlab.rope_append_kv4(to_device_array(qkv), cache, slots, rope=rope, out=to_device_array(out))
         with pytest.raises(ArgumentError, match=refused):
-            ptxlab.rope_append_kv4(qkv, PROBLEM.of.cache, PROBLEM.of.slots, rope=ROPE, out=out, backend="emulator")
-    assert len(fake.launched) == 1 and np.array_equal(qkv, QKV) and np.array_equal(PROBLEM.of.cache.pool, pool)
+            ptxlab.rope_append_kv4(qkv, PROBLEM.kv.cache, PROBLEM.kv.slots, rope=ROPE, out=out, backend="emulator")
+    assert len(fake.launched) == 1 and np.array_equal(qkv, QKV) and np.array_equal(PROBLEM.kv.cache.pool, pool)
 
 
 def test_a_capture_needs_an_array_for_q(fake: FakeGpu) -> None:
-    cache = on_device(PROBLEM.of.cache)
+    cache = on_device(PROBLEM.kv.cache)
     fake.runs = False
     call(cache)
     fake.capturing = True
     with pytest.raises(ArgumentError, match=r"rope_append_kv4: out: must be given in a capture: .*\[6, 6, 64\] of fl"):
         call(cache)
-    call(cache, out=sent(np.zeros((6, 6, 64), np.float16)))
+    call(cache, out=to_device_array(np.zeros((6, 6, 64), np.float16)))
 
 
 def test_no_tokens(fake: FakeGpu) -> None:
-    empty = {"slots": PROBLEM.of.slots[:0], "rope": tuple(array[:0] for array in ROPE[:2]), "backend": "emulator"}
-    assert ptxlab.rope_append_kv4(QKV[:0], PROBLEM.of.cache, **empty).shape == (0, 6, 64)
+    empty = {"slots": PROBLEM.kv.slots[:0], "rope": tuple(array[:0] for array in ROPE[:2]), "backend": "emulator"}
+    assert ptxlab.rope_append_kv4(QKV[:0], PROBLEM.kv.cache, **empty).shape == (0, 6, 64)
 
 
 def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
     fake.arch = 75
     with pytest.raises(UnavailableError, match=r"rope_append_kv4: it runs on sm_80, and this is sm_75; pass backend="):
-        call(on_device(PROBLEM.of.cache))
+        call(on_device(PROBLEM.kv.cache))
 
 
 @pytest.mark.full
@@ -246,12 +252,14 @@ def test_torch_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
     problem = fused(5, 2, 2, 64, dtype=DTYPES[1], kept=False)
     qkv = torch.from_numpy(problem.qkv.view(np.int16)).view(torch.bfloat16)
-    pool = problem.of.cache.pool.copy()
+    pool = problem.kv.cache.pool.copy()
     q = ptxlab.rope_append_kv4(
-        qkv, replace(problem.of.cache, pool=pool), problem.of.slots, rope=problem.of.rope, backend="emulator"
+        qkv, replace(problem.kv.cache, pool=pool), problem.kv.slots, rope=problem.kv.rope, backend="emulator"
     )
-    assert q.dtype == torch.bfloat16 and np.array_equal(q.view(torch.int16).numpy().view(np.uint16), problem.wanted)
-    assert np.array_equal(pool, problem.of.wanted)
+    assert q.dtype == torch.bfloat16 and np.array_equal(
+        q.view(torch.int16).numpy().view(np.uint16), problem.expected_rows
+    )
+    assert np.array_equal(pool, problem.kv.expected_pool)
 
 
 def twice(slots: np.ndarray) -> np.ndarray:
@@ -261,7 +269,7 @@ def twice(slots: np.ndarray) -> np.ndarray:
 
 
 NAN = QKV.copy()
-NAN[PROBLEM.of.slots >= 0, 6 * 64 + 5] = np.nan
+NAN[PROBLEM.kv.slots >= 0, 6 * 64 + 5] = np.nan
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"qkv": QKV.reshape(6, -1, 64)},
@@ -272,8 +280,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"qkv": QKV.astype(np.float32)}, r"qkv: dtype float16 or bfloat16 \(got float32\)"),
     ({"qkv": NAN}, r"rope_append_kv4: k: must be finite in float32 \(got k\[\d, 0, \d+\] is nan\)"),
     ({"cache": QKV}, r"cache: must be a KVCache \(got ndarray\)"),
-    ({"slots": PROBLEM.of.slots[:5]}, r"slots: shape \[6\] \(got \[5\]\)"),
-    ({"slots": twice(PROBLEM.of.slots)}, r"slots: must be distinct \(got slots\[1\]"),
+    ({"slots": PROBLEM.kv.slots[:5]}, r"slots: shape \[6\] \(got \[5\]\)"),
+    ({"slots": twice(PROBLEM.kv.slots)}, r"slots: must be distinct \(got slots\[1\]"),
     ({"rope": None}, r"rope: must be \(cos, sin\) or \(cos, sin, positions\) \(got None\)"),
     ({"rope": (ROPE[0][:4], ROPE[1][:4])}, r"rope cos: must have 6 rows or more, one for each token \(got 4\)"),
     ({"rope": (*ROPE[:2], ROPE[2].astype(np.int64))}, r"rope positions: dtype int32 \(got int64\)"),
@@ -292,8 +300,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, Any], message: str) -> None:
-    cache, before = PROBLEM.of.cache, PROBLEM.of.cache.pool.copy()
-    given = {"qkv": QKV, "cache": cache, "slots": PROBLEM.of.slots, "rope": ROPE, "backend": "emulator", **change}
+    cache, before = PROBLEM.kv.cache, PROBLEM.kv.cache.pool.copy()
+    given = {"qkv": QKV, "cache": cache, "slots": PROBLEM.kv.slots, "rope": ROPE, "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message) as raised:
         ptxlab.rope_append_kv4(**given)
     assert "\n" not in str(raised.value) and np.array_equal(cache.pool, before)
@@ -305,11 +313,11 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, A
 def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> None:
     """The kernel before it in the graph makes qkv, for which a programmatic launch has to wait."""
     problem = fused(64, 8, 4, 128, size=64)
-    cache = replace(problem.of.cache, **{n: cupy.asarray(getattr(problem.of.cache, n)) for n in
+    cache = replace(problem.kv.cache, **{n: cupy.asarray(getattr(problem.kv.cache, n)) for n in
                                          ("pool", "block_table", "lengths")})  # fmt: skip
-    source, qkv, slots = map(cupy.asarray, (problem.qkv, problem.qkv, problem.of.slots))
-    rope = tuple(map(cupy.asarray, problem.of.rope))
-    out, keys = (cupy.empty(x.shape, cupy.float16) for x in (problem.q, problem.of.k))
+    source, qkv, slots = map(cupy.asarray, (problem.qkv, problem.qkv, problem.kv.slots))
+    rope = tuple(map(cupy.asarray, problem.kv.rope))
+    out, keys = (cupy.empty(x.shape, cupy.float16) for x in (problem.q, problem.kv.k))
 
     def layer() -> None:
         cupy.multiply(source, 1, out=qkv)
@@ -319,10 +327,10 @@ def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> Non
     graph = gpu.capture([layer])
     for _ in range(20):
         other = fused(64, 8, 4, 128, size=64)
-        new = replace(problem, q=other.q, of=replace(problem.of, k=other.of.k, v=other.of.v))
-        source[...], cache.pool[...] = cupy.asarray(new.qkv), cupy.asarray(problem.of.cache.pool)
+        new = replace(problem, q=other.q, kv=replace(problem.of, k=other.kv.k, v=other.kv.v))
+        source[...], cache.pool[...] = cupy.asarray(new.qkv), cupy.asarray(problem.kv.cache.pool)
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
         found = np.concatenate([out.get(), keys.get()], axis=1)
-        assert np.array_equal(found, new.wanted) and np.array_equal(cache.pool.get(), new.of.wanted)
+        assert np.array_equal(found, new.expected_rows) and np.array_equal(cache.pool.get(), new.kv.expected_pool)

@@ -23,12 +23,12 @@ from tests.support.append_problems import (
     RNG,
     FusedProblem,
     Problem,
-    normal,
-    problem_of,
+    gaussian_kv,
+    make_problem,
     rotations,
 )
-from tests.support.attention_calls import hold
-from tests.support.attention_variants import AMPERE, HOPPER, Variant, of_each
+from tests.support.attention_calls import assert_within_bound
+from tests.support.attention_variants import AMPERE, HOPPER, Variant, parametrize_variants
 from tests.support.axes import on_every_backend
 
 SCHEMES = ("kv4", "kv8")
@@ -67,7 +67,7 @@ def rotated_problem(
 ) -> Problem:
     """Make tokens with an outlier channel, every fourth of which is padding, for a cache whose keys are rotated."""
     angles = rotations(tokens, D, np.int32, positions=True) if rope else None
-    problem = problem_of(*normal(tokens, heads, D, dtype), scheme, size, rope=angles)
+    problem = make_problem(*gaussian_kv(tokens, heads, D, dtype), scheme, size, rope=angles)
     return replace(problem, cache=replace(problem.cache, rotated=True))
 
 
@@ -98,10 +98,14 @@ def test_with_any_rows_of_a_thread(D: int, rows: int) -> None:
     """The problems have heads that no group of lanes takes whole, and tokens of padding; all checks are on."""
     problem = rotated_problem(7, 5, D, "kv4")
     pool, outcome = problem.run(rows=rows)
-    assert np.array_equal(pool, problem.wanted) and outcome.findings == ()
-    fused = FusedProblem(normal(7, 10, D)[0], problem, kept=False)
+    assert np.array_equal(pool, problem.expected_pool) and outcome.findings == ()
+    fused = FusedProblem(gaussian_kv(7, 10, D)[0], problem, with_keys=False)
     q, pool, outcome = fused.run(rows=rows)
-    assert np.array_equal(q, fused.wanted) and np.array_equal(pool, problem.wanted) and outcome.findings == ()
+    assert (
+        np.array_equal(q, fused.expected_rows)
+        and np.array_equal(pool, problem.expected_pool)
+        and outcome.findings == ()
+    )
 
 
 @pytest.mark.long(20)
@@ -120,7 +124,7 @@ def test_every_byte_on_the_gpu(**drawn: Any) -> None:
     problem = rotated_problem(**drawn)
     problem.check("gpu")
     if drawn["rope"]:
-        q = normal(drawn["tokens"], 2 * drawn["heads"], drawn["D"], drawn["dtype"])[0]
+        q = gaussian_kv(drawn["tokens"], 2 * drawn["heads"], drawn["D"], drawn["dtype"])[0]
         FusedProblem(q, problem).check("gpu")
 
 
@@ -134,22 +138,22 @@ def of_rotated(variant: Variant, *drawn: Any, **options: Any) -> tuple[Arrays, A
 
 @pytest.mark.full
 @on_every_backend
-@of_each(*BY_TOKEN)
+@parametrize_variants(*BY_TOKEN)
 def test_attention_near_float64(variant: Variant, backend: str) -> None:
     """The reference takes the queries as float32 rotates them; all checks are on."""
     logical, arrays, how = of_rotated(variant, 1, (75, 0, 1, 130), problems.outlier_keys, blocks=2)
-    problems.check_the_unseen(variant, logical, problems.check(variant.spec, logical, backend, arrays, **how))
+    problems.check_empty_sequence(variant, logical, problems.check(variant.spec, logical, backend, arrays, **how))
 
 
 @pytest.mark.full
 @on_every_backend
-@of_each(*(variant for variant in BY_TOKEN if variant.tile))
+@parametrize_variants(*(variant for variant in BY_TOKEN if variant.tile))
 def test_attention_bit_for_bit(variant: Variant, backend: str) -> None:
     logical, arrays, how = of_rotated(variant, 2, (130, 0, 20), window=100, blocks=3)
     written = problems.check(variant.spec, logical, backend, arrays, **how)
     put, back = TRANSFERS[backend]
     of = {name: logical[name] for name in ("softmax_scale", "window", "blocks")}
-    cache = problems.moved(logical["cache"], put)
+    cache = problems.map_arrays(logical["cache"], put)
     bits_of = exact.attention(put(arrays["q"]), cache, **of, config=how["config"])
     for name, right in zip(("out", "lse"), bits_of, strict=True):
         assert np.array_equal(written[name], back(right)), name
@@ -169,7 +173,7 @@ def filled(rotated: bool, k: np.ndarray, v: np.ndarray, backend: str, scheme: st
     cache = KVCache.empty(1, 3, Hkv, D, scheme=scheme, rotated=rotated)
     cache.lengths[:] = T
     put, _ = TRANSFERS[backend]
-    cache = problems.moved(cache, put)
+    cache = problems.map_arrays(cache, put)
     ptxlab.append_kv4(put(k), put(v), cache, put(np.arange(T, dtype=np.int32)), backend=backend)
     return cache
 
@@ -194,7 +198,7 @@ def test_calls_on_plain_and_rotated_caches_in_turn(kernel: str, backend: str) ->
         out, lse = map(back, ptxlab.attention_kv4(put(q), caches[rotated], **how))
         error[rotated] = float(np.abs(lse.reshape(right.shape) - right).mean())
         if "query_start_loc" not in how:
-            hold(q, problems.moved(caches[rotated], back), out, lse)
+            assert_within_bound(q, problems.map_arrays(caches[rotated], back), out, lse)
     assert error[True] < 0.5 * error[False]
 
 

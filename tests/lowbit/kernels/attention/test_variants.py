@@ -8,36 +8,36 @@ from hypothesis import given, settings
 
 from ptxlab.runtime import Kernel
 from tests.support import attention_problems as problems
-from tests.support.attention_variants import AMPERE, HOPPER, Variant, drawn, of_each
+from tests.support.attention_variants import AMPERE, HOPPER, Variant, parametrize_variants, problem_strategies
 from tests.support.axes import on_every_backend
 
 
 @pytest.mark.full
 @on_every_backend
-@of_each(*AMPERE[:3], *HOPPER[:3])
+@parametrize_variants(*AMPERE[:3], *HOPPER[:3])
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
 def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, backend: str) -> None:
     logical, arrays = variant.problem(1, (75, 0, 1, 130), change, blocks=2)
-    problems.check_the_unseen(variant, logical, variant.check(logical, arrays, backend))
+    problems.check_empty_sequence(variant, logical, variant.check(logical, arrays, backend))
 
 
 @pytest.mark.full
 @on_every_backend
-@of_each(*AMPERE, *HOPPER)
+@parametrize_variants(*AMPERE, *HOPPER)
 def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
-    variant.check(*variant.problem(4, problems.at_edges(variant.page), blocks=3), backend)
+    variant.check(*variant.problem(4, problems.edge_lengths(variant.page), blocks=3), backend)
 
 
 @pytest.mark.full
-@of_each(*AMPERE, *HOPPER)
+@parametrize_variants(*AMPERE, *HOPPER)
 @settings(max_examples=4)
-@given(**drawn(300, 4))
+@given(**problem_strategies(300, 4))
 def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
     variant.check(*variant.problem(seed, **how), mode=mode, seed=seed)
 
 
 @pytest.mark.default_cases("sm80-128-64-4-0-1-1-0")
-@of_each(AMPERE[0], HOPPER[0])
+@parametrize_variants(AMPERE[0], HOPPER[0])
 def test_the_logarithms_may_be_left_out(variant: Variant) -> None:
     """The kernel is given a null pointer."""
     logical, arrays = variant.problem(0, (70, 0), blocks=2)

@@ -29,7 +29,7 @@ from tests.support.gemm_calls import (
     M,
     N,
     X,
-    expected,
+    expected_product,
     product,
 )
 
@@ -39,13 +39,13 @@ from tests.support.gemm_calls import (
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_on_the_host(scheme: str, dtype: str) -> None:
     y = ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS[scheme], bias=BIAS, out_dtype=dtype, backend="emulator")
-    wanted = expected(scheme, dtype, BIAS)
+    wanted = expected_product(scheme, dtype, BIAS)
     assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
 
 
 def test_accumulators_need_no_scale() -> None:
     y = ptxlab.gemm_w4a8(X, weight=WEIGHTS["qoq"], out_dtype="int32", backend="emulator")
-    assert np.array_equal(y, expected("qoq", "int32"))
+    assert np.array_equal(y, expected_product("qoq", "int32"))
 
 
 @pytest.mark.full
@@ -85,7 +85,7 @@ def test_tiles_that_no_wgmma_has_are_refused() -> None:
 def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
     out = np.zeros((M, N), np.float32)
     assert ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS["qoq"], out=out, backend="emulator") is out
-    assert np.array_equal(out, expected("qoq", "float32"))
+    assert np.array_equal(out, expected_product("qoq", "float32"))
 
 
 STEPS = list(dict.fromkeys((step.spec.name, step.scheme, step.packing) for step in ladder.LADDER))
@@ -101,7 +101,7 @@ STEPS = list(dict.fromkeys((step.spec.name, step.scheme, step.packing) for step 
 def test_every_step_by_name_and_of_no_tokens(kernel: str, scheme: str, packing: str) -> None:
     weight = ptxlab.pack(SCHEMES[scheme], packing)
     y = ptxlab.gemm_w4a8(X, X_SCALE, weight, bias=BIAS, kernel=kernel, backend="emulator")
-    assert np.array_equal(y, expected(scheme, bias=BIAS))
+    assert np.array_equal(y, expected_product(scheme, bias=BIAS))
     y = ptxlab.gemm_w4a8(X[:0], X_SCALE[:0], weight, kernel=kernel, backend="emulator")
     assert y.shape == (0, N) and y.dtype == np.float16
 
@@ -111,7 +111,7 @@ def test_torch_on_the_cpu() -> None:
     x, scale = torch.from_numpy(X), torch.from_numpy(X_SCALE)
     y = ptxlab.gemm_w4a8(x, scale, WEIGHTS["qoq_channel"], out_dtype="bfloat16", backend="emulator")
     assert y.dtype == torch.bfloat16
-    assert np.array_equal(y.view(torch.uint16).numpy(), expected("qoq_channel", "bfloat16"))
+    assert np.array_equal(y.view(torch.uint16).numpy(), expected_product("qoq_channel", "bfloat16"))
 
 
 def test_the_accumulators_kernel_reads_no_scale() -> None:
@@ -198,7 +198,7 @@ def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str) -> None:
     y = call(scheme, bias=DeviceArray(BIAS), out_dtype=dtype)
-    wanted = expected(scheme, dtype, BIAS)
+    wanted = expected_product(scheme, dtype, BIAS)
     assert y.dtype == wanted.dtype and np.array_equal(y.host, wanted)
     sums = [("sum_activations_s8", 7)] if scheme == "qoq_channel" else []
     name = "gemm_w4a8_lqq_imfp_sm90" if scheme == "lqq" else f"gemm_w4a8_{scheme}_sm80"
@@ -214,7 +214,7 @@ def test_after_the_first_call_of_a_shape_nothing_is_loaded_or_allocated(fake: Fa
         fake.stream = stream
         assert call("qoq_channel", out=out) is out
     assert (fake.loads, fake.allocations) == (loads, allocations)
-    assert np.array_equal(out.host, expected("qoq_channel"))
+    assert np.array_equal(out.host, expected_product("qoq_channel"))
     fake.stream = 9  # calls on another stream may run at the same time: they get memory of their own
     call("qoq_channel", out=out)
     assert (fake.loads, fake.allocations) == (loads, allocations + 1)
@@ -227,19 +227,19 @@ def test_a_tensor_map_is_encoded_once_for_each_address(fake: FakeGpu) -> None:
     here, there = DeviceArray(X), DeviceArray(X[::-1])
     for x in (here, there, here, there):
         y = ptxlab.gemm_w4a8(x, scale, weight)
-        assert np.array_equal(y.host, expected("lqq", x=x.host))
+        assert np.array_equal(y.host, expected_product("lqq", x=x.host))
     assert fake.encoded == 2 and fake.loads == 1
 
 
 def test_a_given_sum_or_packed_activations_need_no_other_kernel(fake: FakeGpu) -> None:
     y = call("qoq_channel", x_sum=DeviceArray(X.sum(axis=1, dtype=np.int32)))
     assert [name for name, _ in fake.launched] == ["gemm_w4a8_qoq_channel_sm80"]
-    assert np.array_equal(y.host, expected("qoq_channel"))
+    assert np.array_equal(y.host, expected_product("qoq_channel"))
 
 
 def test_accumulators_from_device_arrays_need_no_scale(fake: FakeGpu) -> None:
     y = ptxlab.gemm_w4a8(DeviceArray(X), weight=on_device(WEIGHTS["qoq"]), out_dtype="int32")
-    assert np.array_equal(y.host, expected("qoq", "int32"))
+    assert np.array_equal(y.host, expected_product("qoq", "int32"))
 
 
 @pytest.mark.parametrize("scheme", WEIGHTS)
@@ -262,12 +262,12 @@ def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu, monkeypatch: p
     sums = [False] if scheme == "qoq_channel" else []
     for programmatic in (False, True, False, True):
         y = call(scheme, programmatic=programmatic)
-        assert np.array_equal(y.host, expected(scheme))
+        assert np.array_equal(y.host, expected_product(scheme))
         assert [geometry.programmatic for geometry in fake.geometries] == [*sums, programmatic]
         fake.geometries.clear()
     assert fake.loads == 2 * (1 + len(sums))
     y = ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS[scheme], backend="emulator", programmatic=True)
-    assert np.array_equal(y, expected(scheme))
+    assert np.array_equal(y, expected_product(scheme))
 
 
 def test_a_programmatic_call_in_a_capture_is_prepared_before(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_workspace_serves_fewer_tokens_too(fake: FakeGpu) -> None:
     assert workspace.nbytes == 4 * M and ptxlab.gemm_workspace(on_device(WEIGHTS["qoq"]), M).nbytes == 0
     for tokens in (M, 2):
         y = call("qoq_channel", x=X[:tokens], workspace=workspace)
-        assert np.array_equal(y.host, expected("qoq_channel", x=X[:tokens]))
+        assert np.array_equal(y.host, expected_product("qoq_channel", x=X[:tokens]))
     with pytest.raises(
         ArgumentError, match=r"workspace: must be gemm_workspace\(weight, 5\) or larger \(got one for M=2"
     ):
@@ -329,7 +329,7 @@ def test_a_capture_is_told_what_to_make_before_it(fake: FakeGpu) -> None:
     call("qoq_channel", out=out, workspace=workspace)
     fake.capturing, allocations = True, fake.allocations
     call("qoq_channel", out=out, workspace=workspace)
-    assert fake.allocations == allocations and np.array_equal(out.host, expected("qoq_channel"))
+    assert fake.allocations == allocations and np.array_equal(out.host, expected_product("qoq_channel"))
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,13 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     spec, groups = (GROUPED, {"g": first.group}) if isinstance(first, TwoLevelWeight) else (GROUPED_CHANNEL, {})
     sizes = {"M": M, "N": first.shape[0], "K": K, "E": len(logical["weights"]), **groups}
     config = {**spec.config_for(sizes), **config} | ({} if groups else {"SIGNED": 0})
-    return checks.output(spec, spec.pack(dict(logical)), backend, sizes=groups, config=config, **options)
+    return checks.run_checked(spec, spec.pack(dict(logical)), backend, sizes=groups, config=config, **options)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile['BM']}-{tile['STRIPS']}")
 @given(
-    logical=gemm_problems.grouped(experts=5, tokens=40, rows=300, groups=7),
+    logical=gemm_problems.grouped_experts(experts=5, tokens=40, rows=300, groups=7),
     signed=st.integers(0, 1),
     mode=st.sampled_from(emulator.MODES),
     sms=st.sampled_from((1, 3, 132)),
@@ -77,9 +77,12 @@ def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypa
 
 @pytest.mark.long(20)
 @pytest.mark.gpu
-@given(logical=gemm_problems.grouped(experts=12, tokens=200, rows=1200, groups=12), tile=st.sampled_from(({}, *TILES)))
+@given(
+    logical=gemm_problems.grouped_experts(experts=12, tokens=200, rows=1200, groups=12),
+    tile=st.sampled_from(({}, *TILES)),
+)
 def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
-    checks.exact_twice(lambda: output(logical, "gpu", tile), GROUPED.reference(**logical))
+    checks.assert_exact_twice(lambda: output(logical, "gpu", tile), GROUPED.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -136,7 +139,7 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
     sizes = {"M": 256, "N": 4096, "K": 4096, "E": 8}
-    image = checks.built_as_meant(GROUPED, dict(config), sizes)
+    image = checks.compile_checked(GROUPED, dict(config), sizes)
     assert image.warnings == ()
     shared = GROUPED.launch({**sizes, **dict(config)}).shared_bytes
     assert image.resources[GROUPED.name].shared + shared <= 232_448

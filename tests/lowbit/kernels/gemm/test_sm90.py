@@ -47,7 +47,7 @@ def accumulators(
     sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical)}
     usual = spec.config_for(sizes)
     config = {**usual, **{name: value for name, value in tile.items() if name in usual}}
-    return checks.output(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
+    return checks.run_checked(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
 
 
 @pytest.mark.full
@@ -69,7 +69,7 @@ def test_accumulators_are_exact_in_the_emulator(
 def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject, tile: dict[str, int]) -> None:
     spec = SPECS[name]
     logical = data.draw(problems(spec, tokens=300, rows=640, groups=12))
-    checks.exact_twice(lambda: accumulators(spec, logical, "gpu", tile), spec.reference(**logical))
+    checks.assert_exact_twice(lambda: accumulators(spec, logical, "gpu", tile), spec.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, N: int, tokens: tu
     for M, g in zip(tokens, itertools.cycle(groups_of(spec))):
         sizes = {"M": M, "N": N, "K": 8192, "g": g}
         config = {**spec.config_for(sizes), "OUT": 0}
-        checks.built_as_meant(spec, config, sizes)
+        checks.compile_checked(spec, config, sizes)
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> 
     sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical), "rows": rows}
     how = {"mode": mode} if backend == "emulator" else {}
     config, inputs = {**spec.config_for(sizes), "STAGES": 3}, spec.pack({**logical, "rows": rows})
-    y = checks.output(spec, inputs, backend, sizes=sizes, config=config, **how)
+    y = checks.run_checked(spec, inputs, backend, sizes=sizes, config=config, **how)
     assert np.array_equal(y, spec.reference(**logical))

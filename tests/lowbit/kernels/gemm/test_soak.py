@@ -89,7 +89,7 @@ def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytes
     """The emulator gives the same bits each time, counters and the gaps between outputs included."""
     soak.emulate_launches(monkeypatch)
     sizes = spec.example_sizes[1]
-    case = soak.Launched.of(spec, sizes, np.random.default_rng(0))
+    case = soak.SpecLaunch.of(spec, sizes, np.random.default_rng(0))
     assert np.array_equal(case.call(), case.expected) and np.array_equal(case.call(), case.expected)
     assert [*case.outputs(case.expected)] == [arg.name for arg in spec.outputs]
     assert not np.shares_memory(case.call(), case.call()) and str(case).startswith(f"{spec.name}(M=5, ")
@@ -101,7 +101,7 @@ def test_twenty_thousand_launches_by_spec_beside_a_busy_stream() -> None:
     """The kernels of W4A4, W4Ax, 8 and 16 bits that run here are launched; on Hopper INT4 MMAs are software."""
     rng = np.random.default_rng(0)
     specs = [spec for spec in BY_SPEC if gpu.why_not(spec.arch, exact=spec.exact_arch) is None]
-    soak.endure([soak.Launched.of(spec, draw_sizes(spec, rng), rng) for spec in specs for _ in range(CASES)], rng)
+    soak.endure([soak.SpecLaunch.of(spec, draw_sizes(spec, rng), rng) for spec in specs for _ in range(CASES)], rng)
 
 
 @pytest.mark.long(40)

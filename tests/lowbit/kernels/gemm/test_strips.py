@@ -31,7 +31,7 @@ from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
-from tests.support.quantized import weight_of
+from tests.support.random_weights import weight_of
 
 SOURCES = {spec.name: registry.find(spec.name)[1][0] for spec in strips.SPECS}
 Config = dict[str, int]
@@ -90,7 +90,7 @@ def output(spec: KernelSpec, logical: Mapping[str, Any], backend: str, config: C
     inputs = spec.pack({**logical, **rows})
     if config["SIGNED"]:
         del inputs["x_sum"]  # the kernel is given a null pointer
-    return checks.output(spec, inputs, backend, sizes=sizes, config=config, **options)
+    return checks.run_checked(spec, inputs, backend, sizes=sizes, config=config, **options)
 
 
 def problems(**limits: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -192,7 +192,7 @@ def test_a_few_tokens_are_exact_in_the_emulator(
 def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
     logical = data.draw(problems(tokens=300, rows=1200, groups=20))
     config, spec = {**config, "SIGNED": signed}, spec_for(logical, small=False, order=order)
-    checks.exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
+    checks.assert_exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
 
 
 @pytest.mark.long(30)
@@ -201,7 +201,7 @@ def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, 
 def test_a_few_tokens_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
     logical = data.draw(problems(tokens=16 if config.get("SLICES") == 16 else 32, rows=4800, groups=36))
     config, spec = {**config, "SIGNED": signed}, spec_for(logical, small=True, order=order)
-    checks.exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
+    checks.assert_exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -379,7 +379,7 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(
 ) -> None:
     sizes = {"M": tokens, "N": 4096, "K": 4096, **({"g": group} if group else {})}
     config = {**spec.config_for(sizes), **config, "OUT": 0, "SIGNED": signed}
-    checks.built_as_meant(spec, config, sizes)
+    checks.compile_checked(spec, config, sizes)
 
 
 @pytest.mark.parametrize("M", [1, 8, 16])

@@ -19,7 +19,7 @@ from ptxlab.sources import Source
 from tests.support import strategies
 from tests.support.axes import on_every_backend
 from tests.support.mutation import SIBLINGS, mutants
-from tests.support.quantized import weight_of
+from tests.support.random_weights import weight_of
 
 TILE, (SOURCE,) = registry.find("gemm_tile_lqq_sm80")
 CHECKS = ("lanes", "race", "init", "async")
@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn, tiles: int) -> dict[str, Any]:
     scale = draw(hnp.arrays(np.uint8, (N, K // g), elements=strategies.near_edges((1, 15, 16), 1, 16)))
     offset = draw(hnp.arrays(np.uint8, scale.shape, elements=strategies.near_edges((0, 9, 15, 247, 255), 0, 255)))
     q4 = np.minimum(draw(strategies.q4_matrix(N, K)), np.repeat((255 - offset) // scale, g, axis=1))
-    x = draw(strategies.filled(np.int8, (M, K), strategies.near_edges((-128, -127, 127), -128, 127)))
+    x = draw(strategies.mostly_constant(np.int8, (M, K), strategies.near_edges((-128, -127, 127), -128, 127)))
     return {"weight": lqq(q4, scale, offset), "x": x}
 
 

@@ -48,7 +48,7 @@ def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any 
     """Run a W4Ax kernel under the emulator's checks and return Y; `config` overrides chosen constants."""
     sizes = sizes_of(spec, **logical)
     config = {**spec.config_for(sizes), **(config or {})}
-    return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
+    return checks.run_checked(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
 
 
 def sizes_of(spec: KernelSpec, x: BlockRows, w: BlockRows, blocks: int = 0, **_: Any) -> dict[str, int]:
@@ -67,8 +67,8 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
     M, N, blocks = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), draw(st.integers(1, blocks))
     int8 = draw(st.integers(0, blocks))
     four, eight = ((R, 128 * count) for R, count in ((M, blocks - int8), (M, int8)))
-    q = [draw(strategies.filled(np.int8, shape, of)) for shape, of in ((four, Q4), (eight, Q8))]
-    w = draw(strategies.filled(np.int8, (N, 128 * blocks), Q4))
+    q = [draw(strategies.mostly_constant(np.int8, shape, of)) for shape, of in ((four, Q4), (eight, Q8))]
+    w = draw(strategies.mostly_constant(np.int8, (N, 128 * blocks), Q4))
     scales = [draw(hnp.arrays(np.float16, (R, blocks), elements=SCALES, fill=SCALES)) for R in (M, N)]
     return {"x": BlockRows(np.concatenate(q, axis=1), scales[0], int8), "w": BlockRows(w, scales[1])}
 
@@ -93,7 +93,7 @@ def test_any_problem_is_exact_in_the_emulator(
 @given(logical=problems(tokens=300, rows=320, blocks=8), blocks=st.integers(1, 200))
 def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> None:
     given = shared_by(spec, logical, blocks)
-    checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
+    checks.assert_exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
 
 
 class DeviceArray(np.ndarray):
@@ -214,7 +214,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile) -> None:
     sizes = {"M": 128, "N": 4096, "K4": 3328, "K8": 768}
     config = {**choose(W4AX._replace(costs={tile: W4AX.costs[tile]}), sizes, 4096), "OUT": 0}
-    checks.built_as_meant(SM90, config, sizes)
+    checks.compile_checked(SM90, config, sizes)
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
 

@@ -75,7 +75,7 @@ def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
     chosen = spec.config_for(sizes)
     config = chosen | TILE | ({"RATIO": ratio} if "RATIO" in chosen else {})
     with emulator.watched(attach):
-        y = checks.output(spec, spec.pack(logical), "emulator", config=config, sizes=sizes)
+        y = checks.run_checked(spec, spec.pack(logical), "emulator", config=config, sizes=sizes)
     assert np.array_equal(y, spec.reference(**logical)[0])
     (watcher,) = watchers
     turns: list[list[tuple[Tile, int]]] = [[] for _ in range(sms)]

@@ -41,7 +41,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     """Run W8A8 under the emulator's checks and return Y; `config` overrides chosen constants."""
     (M, K), N = logical["x"].shape, len(logical["w"])
     config = {**W8A8.config_for({"M": M, "N": N, "K": K}), **config}
-    return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
+    return checks.run_checked(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
 
 
 @pytest.mark.full
@@ -75,7 +75,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
 @pytest.mark.gpu
 @given(logical=gemm_problems.w8a8(tokens=600, rows=1200, sixteens=120), tile=st.sampled_from(({}, *TILES)))
 def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
-    checks.exact_twice(lambda: output(logical, "gpu", tile), W8A8.reference(**logical))
+    checks.assert_exact_twice(lambda: output(logical, "gpu", tile), W8A8.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -125,7 +125,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
-    assert checks.built_as_meant(W8A8, dict(config), {"M": 256, "N": 4096, "K": 4096}).warnings == ()
+    assert checks.compile_checked(W8A8, dict(config), {"M": 256, "N": 4096, "K": 4096}).warnings == ()
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)

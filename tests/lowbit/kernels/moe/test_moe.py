@@ -18,7 +18,7 @@ from ptxlab.lowbit.kernels.moe.specs import router_logits
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.runtime.verify import Job, verify
-from tests.support import chains, waits
+from tests.support import chains, sync_mutants
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
@@ -357,11 +357,13 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
         ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check()
-    found = waits.places(kernel)
+    found = sync_mutants.statements_by_place(kernel)
     assert found
     for (opcode, place), copies in found.items():
         with monkeypatch.context() as patch:
-            assert waits.diagnosis(waits.changed(kernel, copies), check, patch), f"{opcode} of {place}"
+            assert sync_mutants.diagnosis(sync_mutants.apply_change(kernel, copies), check, patch), (
+                f"{opcode} of {place}"
+            )
 
 
 @pytest.mark.default_cases("combine_experts")
@@ -405,4 +407,4 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int) -> None:
             ptxlab.route_tokens(tokens, normed, router, 2, out=routed, **how)
             ptxlab.combine_experts(results, routed, out=hidden, **how)
 
-    chains.same_bits_as_plain(chain, (hidden, normed, *routed.arrays.values()))
+    chains.assert_same_bits_as_plain(chain, (hidden, normed, *routed.arrays.values()))

@@ -20,7 +20,7 @@ from ptxlab.lowbit.kernels.quantize.specs import row_geometry
 from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.runtime.verify import Job, verify
-from tests.support import chains, waits
+from tests.support import chains, sync_mutants
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 from tests.support.strategies import floats
@@ -406,9 +406,11 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
             ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check()
-    for (opcode, place), copies in waits.places(kernel).items():
+    for (opcode, place), copies in sync_mutants.statements_by_place(kernel).items():
         with monkeypatch.context() as patch:
-            assert waits.diagnosis(waits.changed(kernel, copies), check, patch), f"{opcode} of {place}"
+            assert sync_mutants.diagnosis(sync_mutants.apply_change(kernel, copies), check, patch), (
+                f"{opcode} of {place}"
+            )
 
 
 @pytest.mark.default_cases("quantize_activations_s8")
@@ -453,4 +455,4 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
             ptxlab.quantize_activations(written, **how)
 
     written = (residual, first, second, out.x_q, out.scale, out.token_sum, gated.x_q, gated.scale, gated.token_sum)
-    chains.same_bits_as_plain(chain, written)
+    chains.assert_same_bits_as_plain(chain, written)

@@ -37,7 +37,7 @@ def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytes
     rng = np.random.default_rng(0)
     for sizes in (draw_sizes(spec, rng) for _ in range(200)):
         assert sizes["M"] in TOKENS
-    case = soak.Launched.of(spec, spec.example_sizes[1] | ({"added": 0} if "added" in spec.symbols else {}), rng)
+    case = soak.SpecLaunch.of(spec, spec.example_sizes[1] | ({"added": 0} if "added" in spec.symbols else {}), rng)
     assert np.array_equal(case.call(), case.expected)
     assert {"x_q", "x8", "x_scale"} <= {*case.outputs(case.expected)}
 
@@ -47,4 +47,6 @@ def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytes
 @pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_90")
 def test_twenty_thousand_rows_in_order_beside_a_busy_stream() -> None:
     rng = np.random.default_rng(0)
-    soak.endure([soak.Launched.of(spec, draw_sizes(spec, rng), rng) for spec in atom.SPECS for _ in range(CASES)], rng)
+    soak.endure(
+        [soak.SpecLaunch.of(spec, draw_sizes(spec, rng), rng) for spec in atom.SPECS for _ in range(CASES)], rng
+    )
