@@ -308,7 +308,9 @@ def test_sass_side_by_side_and_as_json(cli: Any) -> None:
 
 @pytest.mark.full
 def test_sass_names_registers_that_a_wgmma_may_still_read(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptxlab.cli.sass.describe_overwritten_operands", lambda instructions: [f"{len(instructions) > 9}: overwritten"])
+    monkeypatch.setattr(
+        "ptxlab.cli.sass.describe_overwritten_operands", lambda instructions: [f"{len(instructions) > 9}: overwritten"]
+    )
     code, out, _ = cli("sass", "dequant_lqq.ptx", "--json")
     assert code == 0 and json.loads(out)["warnings"] == ["True: overwritten"]
     assert "True: overwritten" in cli("sass", "dequant_lqq.ptx")[1]
