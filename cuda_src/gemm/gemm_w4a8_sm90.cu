@@ -48,25 +48,220 @@ using ptxlab::u32;
 using ptxlab::u64;
 static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
-constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
-constexpr int WGS = WN * WK, TILES = WN * MN;
-static_assert(STRIPS <= TILES * 4, "a warp has MN strips");
+using Ring = ptxlab::StripRing<Stage, STAGES>;
+using Slot = ptxlab::Slot<STAGES>;
+using TokenConstants = ptxlab::TokenConstants<BM>;
+
+constexpr int kConsumerGroups = WN * WK, kMmaTiles = WN * MN;  // warp groups that multiply; MMAs of 64 rows of a tile
+constexpr int kThreads = 128 * (kConsumerGroups + 1);
+constexpr int kConsumerRegisters = kConsumerGroups == 1   ? 240
+                                   : kConsumerGroups == 2 ? 232
+                                   : kConsumerGroups == 3 ? 152
+                                                          : 112;
+constexpr int kProducerRegisters = kConsumerGroups == 1 ? 56 : kConsumerGroups <= 3 ? 40 : 24;
+constexpr int kStageBlocks = BK / 128, kStageBlockBytes = kStageBlocks * Stage::BLOCK;  // of a strip
+constexpr int kWarpStrips = (STRIPS + 3) / 4;                                           // that a producer warp copies
+constexpr int kThreadTokens = (BM + 127) / 128;  // whose constants a thread of a warp group loads
+constexpr int kWarpBufferBytes = 512;            // in which a warp transposes results
+static_assert(STRIPS <= kMmaTiles * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
-using Sums = ptxlab::Epilogue<TILES, BM, SPLIT>;
+using ClusterSums = ptxlab::Epilogue<kMmaTiles, BM, SPLIT>;
 
-constexpr int THREADS = 128 * (WGS + 1);
-constexpr int MORE = WGS == 1 ? 240 : WGS == 2 ? 232 : WGS == 3 ? 152 : 112, FEWER = WGS == 1 ? 56 : WGS <= 3 ? 40 : 24;
-
-// What a warp group needs to make numbers of its sums.
-struct Scales {
-    float x_scale[BM];
-    int x_sum[BM];
+struct Arguments {
+    const unsigned char *strips, *w_zero;
+    const ptxlab::TensorMap* x;
+    const float *w_scale, *x_scale, *bias;
+    const int* x_sum;
+    void* y;
+    int M, N, K;
 };
+
+__device__ __forceinline__ void init_barriers(const Ring& ring, u64* received) {
+    for (int s = 0; s < STAGES; ++s) {
+        ptxlab::mbarrier_init(&ring.full[s], 4);
+        ptxlab::mbarrier_init(&ring.empty[s], 128 * WN);
+    }
+    if (SPLIT > 1) ClusterSums{nullptr, nullptr, received, int(ptxlab::cluster_rank())}.expect();
+    ptxlab::fence_mbarrier_init();
+}
+
+// How Y is cut into tiles, and which stages of K are this block's.
+struct Schedule {
+    int slice;     // of K: the rank in the cluster
+    int w_blocks;  // of 128 channels
+    int num_strips, num_token_tiles, num_row_tiles, num_tiles;
+    int tile_tokens;
+    int first_stage, num_stages;
+    ptxlab::RowTiles row_tiles;
+
+    __device__ __forceinline__ Schedule(int M, int N, int K)
+        : slice(SPLIT > 1 ? ptxlab::cluster_rank() : 0), w_blocks((K + 127) / 128), num_strips((N + 15) / 16),
+          num_token_tiles((M + BM - 1) / BM), num_row_tiles((num_strips + STRIPS - 1) / STRIPS),
+          num_tiles(num_token_tiles * num_row_tiles), tile_tokens(ORDER == 1 ? BM : (even_share(M) + 7) / 8 * 8),
+          first_stage((K + BK - 1) / BK * slice / SPLIT),
+          num_stages((K + BK - 1) / BK * (slice + 1) / SPLIT - first_stage), row_tiles(num_strips, num_row_tiles) {}
+
+    // One tile spares a division, which the first copy would wait for.
+    __device__ __forceinline__ int even_share(int M) const {
+        return num_token_tiles == 1 ? M : (M + num_token_tiles - 1) / num_token_tiles;
+    }
+    __device__ __forceinline__ ptxlab::TileCoord coord(int tile_index) const {
+        return ptxlab::tile_coord(tile_index, num_token_tiles, num_row_tiles);
+    }
+};
+
+// Zeros in the rows of X that no copy writes and wgmma reads.
+__device__ __forceinline__ void clear_padding(unsigned char* ring, int tile_tokens) {
+    const int padding_chunks = (BM - tile_tokens) * 8;  // of 16 bytes, in 128 channels
+    for (int x_tile = threadIdx.x / 32; x_tile < STAGES * kStageBlocks; x_tile += kThreads / 32) {
+        unsigned char* x = ring + x_tile / kStageBlocks * Stage::BYTES + x_tile % kStageBlocks * (BM * 128);
+        for (int i = threadIdx.x % 32; i < padding_chunks; i += 32)
+            *reinterpret_cast<int4*>(x + tile_tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
+    }
+    ptxlab::fence_proxy_async();
+}
+
+// The warp group that loads. One thread of each warp asks the copy engine: for every fourth strip; in the last warp, which
+// has the fewest strips, for X too.
+__device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
+                                        Slot& slot TIMELINE_PARAMETER) {
+    const bool elected = ptxlab::elect();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const u32 strip_pitch = schedule.w_blocks * Stage::BLOCK, ring_address = ptxlab::shared_address(ring.stages),
+              full_address = ptxlab::shared_address(ring.full);
+    const int first_stage = schedule.first_stage, num_stages = schedule.num_stages;
+    int tile_index = blockIdx.x / SPLIT, height = 0, token_tile = 0;  // height: strips from this warp's first on
+    const unsigned char* w = nullptr;                                 // this warp's weights of the next stage
+    const auto begin_tile = [&] {
+        const ptxlab::TileCoord tile = schedule.coord(tile_index);
+        const int strip0 = schedule.row_tiles.first_strip(tile.row_tile) + warp;
+        height = schedule.row_tiles.first_strip(tile.row_tile + 1) - strip0;
+        w = arguments.strips + size_t(strip0) * strip_pitch + first_stage * kStageBlockBytes;
+        token_tile = tile.token_tile;
+    };
+    const auto load_w = [&](int stage, int slot_index) {
+        // Past the end of K any blocks will do, as X is zero.
+        const int valid_blocks = min(kStageBlocks, schedule.w_blocks - stage * kStageBlocks);
+        const u32 barrier = full_address + slot_index * 8,
+                  bytes = (warp == 3 ? schedule.tile_tokens * BK : 0) + max(0, height + 3) / 4 * kStageBlockBytes;
+        const u32 w_slot = ring_address + slot_index * Stage::BYTES + Stage::X_BYTES + warp * Stage::W_SLOT;
+        if (elected) {
+            ptxlab::mbarrier_arrive_expect(&ring.full[slot_index], bytes);
+#pragma unroll
+            for (int i = 0; i < kWarpStrips; ++i)
+                if (4 * i < height)
+                    ptxlab::bulk_load(w_slot + 4 * i * Stage::W_SLOT, w + size_t(4 * i * strip_pitch),
+                                      valid_blocks * Stage::BLOCK, barrier);
+        }
+#pragma unroll 1
+        for (int b = valid_blocks; b < kStageBlocks; ++b)
+            for (int i = 0; i < height; i += 4)
+                if (elected)
+                    ptxlab::bulk_load(w_slot + i * Stage::W_SLOT + b * Stage::BLOCK, w + size_t(i * strip_pitch),
+                                      Stage::BLOCK, barrier);
+        w += kStageBlockBytes;
+    };
+    const auto load_x = [&](int stage, int slot_index) {
+        const u32 x_slot = ring_address + slot_index * Stage::BYTES, barrier = full_address + slot_index * 8;
+#pragma unroll
+        for (int i = 0; i < kStageBlocks; ++i) {
+            const int k_tile = stage * kStageBlocks + i;
+            const int column = ORDER == 0 ? k_tile * 128 : 0;
+            const int row = ORDER == 0                   ? token_tile * schedule.tile_tokens
+                            : k_tile < schedule.w_blocks ? (token_tile * schedule.w_blocks + k_tile) * BM
+                                                         : -BM;
+            if (elected && warp == 3) ptxlab::tensor_load(x_slot + i * BM * 128, arguments.x, column, row, barrier);
+        }
+    };
+    ptxlab::fewer_registers<kProducerRegisters>();
+    bool has_w = num_stages > 0;
+    PHASE(LOAD);
+    if (has_w) begin_tile(), load_w(first_stage, 0);  // weights do not wait for the kernel before
+    if (elected) ptxlab::launch_dependents();
+    ptxlab::wait_for_predecessors();
+    for (; tile_index < schedule.num_tiles; tile_index += gridDim.x / SPLIT) {
+        if (!has_w) begin_tile();
+        for (int stage = first_stage; stage < first_stage + num_stages; ++stage, slot.advance()) {
+            if (!has_w) {
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&ring.empty[slot.index], slot.parity ^ 1);
+                PHASE(LOAD);
+                load_w(stage, slot.index);
+            }
+            load_x(stage, slot.index);
+            has_w = false;
+        }
+    }
+    PHASE(WAIT_GROUP);
+    __syncwarp();
+    if (SPLIT > 1) ptxlab::cluster_wait();
+}
+
+// Hands the sums of a warp group along K > 0 over through the ring, which is free, as a block has one tile.
+__device__ __forceinline__ void store_partial_sums(const int (&acc)[MN][BM / 2], int4* partial, int wn, int wk) {
+#pragma unroll
+    for (int h = 0; h < MN; ++h)
+#pragma unroll
+        for (int j = 0; j < BM / 8; ++j)
+            partial[(((wk - 1) * kMmaTiles + wn * MN + h) * (BM / 8) + j) * 128] =
+                make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
+}
+
+__device__ __forceinline__ void add_partial_sums(int (&acc)[MN][BM / 2], const int4* partial, int wn) {
+#pragma unroll
+    for (int h = 0; h < MN; ++h)
+#pragma unroll
+        for (int j = 0; j < BM / 8; ++j)
+#pragma unroll
+            for (int k = 0; k < WK - 1; ++k) {
+                const int4 addend = partial[((k * kMmaTiles + wn * MN + h) * (BM / 8) + j) * 128];
+                acc[h][4 * j] += addend.x, acc[h][4 * j + 1] += addend.y, acc[h][4 * j + 2] += addend.z,
+                    acc[h][4 * j + 3] += addend.w;
+            }
+}
+
+// Who a consumer thread is: its warp group along the rows and along K; in it thread, warp and lane.
+struct ConsumerThread {
+    int group = threadIdx.x / 128 - 1, wn = group % WN, wk = group / WN;
+    int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+};
+
+// Rows and tokens of a tile; its height in strips.
+struct Tile {
+    int token0, strip0, end_strip, height;
+
+    __device__ __forceinline__ Tile(const Schedule& schedule, int tile_index) {
+        const ptxlab::TileCoord tile = schedule.coord(tile_index);
+        token0 = tile.token_tile * schedule.tile_tokens, strip0 = schedule.row_tiles.first_strip(tile.row_tile);
+        end_strip = schedule.row_tiles.first_strip(tile.row_tile + 1), height = end_strip - strip0;
+    }
+};
+
+// Constants of the lane's rows of W, and where its warp's strips lie in the ring's first slot. A warp without a strip
+// takes the last one again.
+__device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], float (&bias)[MN][2], int (&zero)[MN][2],
+                                                   u32 (&strip_address)[MN], const Arguments& arguments,
+                                                   const unsigned char* stages, const Tile& tile,
+                                                   const ConsumerThread& self) {
+    const int N = arguments.N;
+#pragma unroll
+    for (int h = 0; h < MN; ++h) {
+        const int strip = (self.wn * MN + h) * 4 + self.warp, n = (tile.strip0 + strip) * 16 + self.lane / 4;
+        strip_address[h] =
+            ptxlab::shared_address(stages) + Stage::X_BYTES + max(0, min(strip, tile.height - 1)) * Stage::W_SLOT;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            w_scale[h][r] = arguments.w_scale[min(n + 8 * r, N - 1)];
+            zero[h][r] = GROUP == 0 ? arguments.w_zero[min(n + 8 * r, N - 1)] : 128;
+            bias[h][r] = arguments.bias ? arguments.bias[min(n + 8 * r, N - 1)] : -0.0f;
+        }
+    }
+}
 
 }  // namespace
 
 // What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
     const unsigned char* __restrict__ strips,  // u8  [N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,         // f32 [N]
     const unsigned char* __restrict__ w_zero,  // u8  [N]; null unless GROUP == 0
@@ -77,208 +272,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
     const float* __restrict__ bias,  // f32 [N], or null
     void* __restrict__ y,            // [M, N], by OUT; [M, N / 2] if FUSED == 1
     int M, int N, int K) {
-    extern __shared__ __align__(1024) unsigned char ring[];
-    __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    extern __shared__ __align__(1024) unsigned char stages[];  // then sums of other blocks, buffers, TokenConstants
+    __shared__ u64 full[STAGES], empty[STAGES], received;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    if (threadIdx.x == 128) {  // not a warp that asks for copies: it has divisions to do
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 4);
-            ptxlab::mbarrier_init(&empty[s], 128 * WN);
-        }
-        if (SPLIT > 1) Sums{nullptr, nullptr, &arrived, int(ptxlab::cluster_rank())}.expect();
-        ptxlab::fence_mbarrier_init();
-    }
-    const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
-    const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS,
-              tiles = token_tiles * row_tiles;
-    // of a tile; one spares a division, which the first copy would wait for
-    const int tokens = ORDER == 1 ? BM : ((token_tiles == 1 ? M : (M + token_tiles - 1) / token_tiles) + 7) / 8 * 8;
-    const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
-    // strips of a row tile; tiles that have one more
-    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
-    const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
-
-    unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
-    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;  // 512 bytes of each warp
-    Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
-
-    if (tokens < BM) {                          // what wgmma reads behind the copies' rows
-        const int missing = (BM - tokens) * 8;  // 16 bytes each, of 128 channels
-        for (int tile = threadIdx.x / 32; tile < STAGES * (BK / 128); tile += THREADS / 32) {
-            unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
-            for (int i = threadIdx.x % 32; i < missing; i += 32)
-                *reinterpret_cast<int4*>(x_tile + tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
-        }
-        ptxlab::fence_proxy_async();
-    }
+    const Ring ring{stages, full, empty};
+    if (threadIdx.x == 128) init_barriers(ring, &received);  // not by the producer, which has divisions to do
+    const Arguments arguments{strips, w_zero, &x, w_scale, x_scale, bias, x_sum, y, M, N, K};
+    const Schedule schedule(M, N, K);
+    unsigned char* cluster_sums = stages + STAGES * Stage::BYTES;
+    const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &received, schedule.slice};
+    if (schedule.tile_tokens < BM) clear_padding(stages, schedule.tile_tokens);
     __syncthreads();
     if (SPLIT > 1) ptxlab::cluster_arrive();
-
-    ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp asks, the copy engine does
-        const bool elected = ptxlab::elect();
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring),
-                  full_at = ptxlab::shared_address(full);
-        int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
-        const unsigned char* from = nullptr;  // this warp's weights of the next stage
-        const auto begin = [&] {
-            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-            const int strip0 = strip_of(place.row_tile) + warp;
-            height = strip_of(place.row_tile + 1) - strip0;
-            from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
-            token_tile = place.token_tile;
-        };
-        const auto load_w = [&](int stage, int slot_index) {  // every fourth strip
-            // blocks; behind the end of K any will do, as X is zero
-            const int there = min(BK / 128, w_blocks - stage * (BK / 128));
-            const u32 barrier = full_at + slot_index * 8,
-                      bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
-            const u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
-            if (elected) {
-                ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
-#pragma unroll
-                for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                    if (4 * i < height)
-                        ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
-            }
-#pragma unroll 1
-            for (int b = there; b < BK / 128; ++b)
-                for (int i = 0; i < height; i += 4)
-                    if (elected)
-                        ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
-            from += BK / 128 * BLOCK;
-        };
-        const auto load_x = [&](int stage, int slot_index) {  // by the last warp, which has the fewest strips
-            const u32 to = ring_at + slot_index * STAGE_BYTES, barrier = full_at + slot_index * 8;
-#pragma unroll
-            for (int i = 0; i < BK / 128; ++i) {
-                const int k_tile = stage * (BK / 128) + i;
-                const int column = ORDER == 0 ? k_tile * 128 : 0;
-                const int row = ORDER == 0          ? token_tile * tokens
-                                : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM
-                                                    : -BM;
-                if (elected && warp == 3) ptxlab::tensor_load(to + i * BM * 128, &x, column, row, barrier);
-            }
-        };
-        ptxlab::fewer_registers<FEWER>();
-        bool begun = stages > 0;
-        PHASE(LOAD);
-        if (begun) begin(), load_w(first, 0);  // weights do not wait for the kernel before
-        if (elected) ptxlab::launch_dependents();
-        ptxlab::wait_for_predecessors();
-        for (; tile < tiles; tile += gridDim.x / SPLIT) {
-            if (!begun) begin();
-            for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
-                if (!begun) {
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
-                    PHASE(LOAD);
-                    load_w(stage, slot.index);
-                }
-                load_x(stage, slot.index);
-                begun = false;
-            }
-        }
-        PHASE(WAIT_GROUP);
-        __syncwarp();
-        if (SPLIT > 1) ptxlab::cluster_wait();
+    unsigned char* buffers = cluster_sums + ClusterSums::RECEIVE_BYTES;
+    Slot slot;
+    if (threadIdx.x < 128) {
+        produce(arguments, schedule, ring, slot TIMELINE_ARGUMENT);
         return;
     }
-    ptxlab::more_registers<MORE>();
-    const int group = threadIdx.x / 128 - 1, wn = group % WN, wk = group / WN;
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    Scales* scales = all_scales + wn;
+
+    // The consumer. NOTE as a function of its own, as the producer is, ptxas gives it other registers.
+    ptxlab::more_registers<kConsumerRegisters>();
+    const ConsumerThread self;
+    const int wn = self.wn, wk = self.wk, thread = self.thread, warp = self.warp, lane = self.lane;
+    TokenConstants* token_constants = reinterpret_cast<TokenConstants*>(buffers + WN * 4 * kWarpBufferBytes) + wn;
     if (WK > 1)
         for (int i = 0; i < wk; ++i) slot.advance();
-    for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, strip0 = strip_of(place.row_tile),
-                  end = strip_of(place.row_tile + 1), height = end - strip0;
+    for (int tile_index = blockIdx.x / SPLIT; tile_index < schedule.num_tiles; tile_index += gridDim.x / SPLIT) {
+        const Tile tile(schedule, tile_index);
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];
-        u32 at[MN];
-        float ws[MN][2], b[MN][2];
-        int zero[MN][2];
-#pragma unroll
-        for (int h = 0; h < MN; ++h) {
-            const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            at[h] = ptxlab::shared_address(ring) + X_BYTES + max(0, min(strip, height - 1)) * W_SLOT;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                ws[h][r] = w_scale[min(n + 8 * r, N - 1)];
-                zero[h][r] = GROUP == 0 ? w_zero[min(n + 8 * r, N - 1)] : 128;
-                b[h][r] = bias ? bias[min(n + 8 * r, N - 1)] : -0.0f;
-            }
-        }
-        float xs[(BM + 127) / 128];
-        int xsum[(BM + 127) / 128];
+        u32 a[2][MN][2][4], strip_address[MN];
+        float row_scale[MN][2], row_bias[MN][2];
+        int row_zero[MN][2];
+        load_row_constants(row_scale, row_bias, row_zero, strip_address, arguments, stages, tile, self);
+        float token_scale[kThreadTokens];
+        int token_sum[kThreadTokens];
         ptxlab::wait_for_predecessors();
-#pragma unroll
-        for (int i = 0; i < (BM + 127) / 128; ++i) {
-            const int token = min(token0 + i * 128 + thread, M - 1);
-            xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
-        }
-        uint4 q[2][MN];
-        Stage::Constants c[MN], c_next[MN];
-        ptxlab::multiply_strips<Stage, WK, SIGNED, true>(acc, a, at, q, c, c_next, ring, full, empty, slot, wk, stages,
-                                                         w_blocks, lane TIMELINE_ARGUMENT);
+        ptxlab::load_token_constants<OUT != 3, !SIGNED>(token_scale, token_sum, x_scale, x_sum, tile.token0, M, thread);
+        uint4 words[2][MN];
+        Stage::Constants constants[MN], next_constants[MN];
+        ptxlab::multiply_strips<Stage, WK, SIGNED, true>(acc, a, strip_address, words, constants, next_constants,
+                                                         stages, full, empty, slot, wk, schedule.num_stages,
+                                                         schedule.w_blocks, lane TIMELINE_ARGUMENT);
 
         PHASE(REDUCE);
         if (WK > 1) {  // one tile per block: the ring is free
-            int4* partial = reinterpret_cast<int4*>(ring) + thread;
-            ptxlab::sync_threads(8, 128 * WGS);
-            if (wk > 0) {
-#pragma unroll
-                for (int h = 0; h < MN; ++h)
-#pragma unroll
-                    for (int j = 0; j < BM / 8; ++j)
-                        partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] =
-                            make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
-            }
-            ptxlab::sync_threads(8, 128 * WGS);
+            int4* partial = reinterpret_cast<int4*>(stages) + thread;
+            ptxlab::sync_threads(8, 128 * kConsumerGroups);
+            if (wk > 0) store_partial_sums(acc, partial, wn, wk);
+            ptxlab::sync_threads(8, 128 * kConsumerGroups);
             if (wk > 0) {
                 if (SPLIT > 1) ptxlab::cluster_wait();
                 return;
             }
-#pragma unroll
-            for (int h = 0; h < MN; ++h)
-#pragma unroll
-                for (int j = 0; j < BM / 8; ++j)
-#pragma unroll
-                    for (int k = 0; k < WK - 1; ++k) {
-                        const int4 more = partial[((k * TILES + wn * MN + h) * (BM / 8) + j) * 128];
-                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z,
-                            acc[h][4 * j + 3] += more.w;
-                    }
+            add_partial_sums(acc, partial, wn);
         }
         if (SPLIT > 1) ptxlab::cluster_wait();
 #pragma unroll
         for (int h = 0; h < MN; ++h) sums.send(acc[h], wn * MN + h, thread);
-        ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
-#pragma unroll
-        for (int i = 0; i < (BM + 127) / 128; ++i)
-            if (i * 128 + thread < BM)
-                scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
-        ptxlab::sync_warp_group(wn);
+        ptxlab::share_token_constants(token_constants, token_scale, token_sum, wn, thread);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
-            const int tile_row = wn * MN + h;
+            const int mma_tile = wn * MN + h;
             PHASE(REDUCE);
-            sums.receive(acc[h], tile_row, thread);
+            sums.receive(acc[h], mma_tile, thread);
             PHASE(EPILOGUE);
-            const ptxlab::Scaling scaling{scales->x_scale,
-                                          SIGNED ? nullptr : scales->x_sum,
-                                          {zero[h][0], zero[h][1]},
-                                          {ws[h][0], ws[h][1]},
-                                          {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM, FUSED>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
-                                                    (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
-                                                    min(N, end * 16),
-                                                    [&](int piece) { return Sums::owner(tile_row, piece) == slice; });
+            const ptxlab::Scaling scaling{token_constants->x_scale,
+                                          SIGNED ? nullptr : token_constants->x_sum,
+                                          {row_zero[h][0], row_zero[h][1]},
+                                          {row_scale[h][0], row_scale[h][1]},
+                                          {row_bias[h][0], row_bias[h][1]}};
+            ptxlab::store_fragments<OUT, BM, FUSED>(
+                acc[h], scaling, y, buffers + (wn * 4 + warp) * kWarpBufferBytes, lane, tile.token0,
+                (tile.strip0 + mma_tile * 4 + warp) * 16, min(M, tile.token0 + schedule.tile_tokens), N,
+                min(N, tile.end_strip * 16),
+                [&](int piece) { return ClusterSums::owner(mma_tile, piece) == schedule.slice; });
         }
     }
 }

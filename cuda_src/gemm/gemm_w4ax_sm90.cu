@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
         // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
-        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
         const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
         float row_bias[2];
 #pragma unroll

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
     const auto place_of = [&](int tile) {
-        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
         return Place{place.row_tile * ROWS, place.token_tile * tokens};
     };
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;

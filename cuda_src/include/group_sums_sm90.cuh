@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_tiles(Slot<SLOTS>& slot, unsigned char* rin
                                            bool elected, const LoadW& load_w, const LoadX& load_x,
                                            const Prepare& prepare TIMELINE_PARAMETER) {
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const TilePlace place = tile_place(tile, token_tiles, row_tiles);
+        const TileCoord place = tile_coord(tile, token_tiles, row_tiles);
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage, slot.advance()) {
             unsigned char* to = ring + slot.index * STAGE_BYTES;

@@ -1,4 +1,4 @@
-// In which order the tiles of Y are worked on.
+// The order in which the tiles of Y are worked on.
 #pragma once
 
 namespace ptxlab {
@@ -7,21 +7,22 @@ namespace ptxlab {
 // longer (notebooks/guide/decisions/0028-tiles-in-bands.md).
 constexpr int BAND = 16;
 
-struct TilePlace {
+struct TileCoord {
     int row_tile, token_tile;
 };
 
-// Tile `tile` of token_tiles x row_tiles. Within a band the token tiles of a row tile follow each other, so that blocks
-// that run side by side read the same weights; then the next row tile; then the next band.
-__device__ __forceinline__ TilePlace tile_place(int tile, int token_tiles, int row_tiles) {
-    if (token_tiles == 1) return {tile, 0};  // spares divisions, which the first copy would wait for
-    int before = 0;                          // token tiles
+// Coordinates of tile `tile_index` of token_tiles x row_tiles. Within a band the token tiles of a row tile follow each
+// other, so that blocks that run side by side read the same weights; then the next row tile; then the next band.
+__device__ __forceinline__ TileCoord tile_coord(int tile_index, int token_tiles, int row_tiles) {
+    if (token_tiles == 1) return {tile_index, 0};  // spares divisions, which the first copy would wait for
+    int first_token_tile = 0;                      // of the band
     if (token_tiles > BAND) {
-        const int band = tile / (BAND * row_tiles);
-        before = band * BAND, tile -= before * row_tiles, token_tiles = min(BAND, token_tiles - before);
+        const int band = tile_index / (BAND * row_tiles);
+        first_token_tile = band * BAND, tile_index -= first_token_tile * row_tiles;
+        token_tiles = min(BAND, token_tiles - first_token_tile);
     }
-    const int row_tile = tile / token_tiles;
-    return {row_tile, before + tile - row_tile * token_tiles};
+    const int row_tile = tile_index / token_tiles;
+    return {row_tile, first_token_tile + tile_index - row_tile * token_tiles};
 }
 
 }  // namespace ptxlab

@@ -19,8 +19,8 @@ from tests.support.fake_gpu import FakeGpu
 
 RNG = np.random.default_rng(0)
 SIZES = {"M": 5, "N": 136, "K": 768, "g": 128}
-WAIT = "        ptxlab::wait_for_predecessors();\n        for (; tile < tiles;"
-LOADED = "        __syncwarp();\n        if (SPLIT > 1) ptxlab::cluster_wait();\n        return;"
+WAIT = "    ptxlab::wait_for_predecessors();\n    for (; tile_index < schedule.num_tiles;"
+LOADED = "    __syncwarp();\n    if (SPLIT > 1) ptxlab::cluster_wait();\n}"
 
 
 @pytest.mark.full

@@ -129,7 +129,7 @@ SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
     (
         r"_(excp|imfp|w8a8|w4a8)_sm90$",
-        r"cluster_wait\(\);\n *(\} else|return;)",
+        r"cluster_wait\(\);\n *(\} else|return;|\})",
         "these warps touch no other block's memory; they wait since whoever arrives at the cluster's barrier has to",
     ),
     (
