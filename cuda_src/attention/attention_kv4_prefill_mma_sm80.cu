@@ -110,25 +110,15 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
     constexpr int kPairs = kTokenChunks / 2, kShare = kChunks / kThreads;
     const int token = threadIdx.x / 2 % KEYS, share = threadIdx.x / (2 * KEYS) * kShare;
     if (OWN && token >= tokens) return;
-    u32 constants = reinterpret_cast<const u32*>(stage + KEYS * kTokenBytes)[token];
-    if (token >= tokens) constants = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
-    const __half2 scale = __half2half2(__ushort_as_half(constants & 0xffff));
-    const uint2 bias = ptxlab::bias_u4_f16(__ushort_as_half(constants >> 16));
+    u32 pair = reinterpret_cast<const u32*>(stage + KEYS * kTokenBytes)[token];
+    if (token >= tokens) pair = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
+    const ptxlab::TokenDequantiser dequantiser(pair);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
         // Eight lanes have two chunks of each of four tokens: these are in all banks, as read and as written.
         const int chunk = (share + i + token * kPairs / 4) % kPairs * 2 + threadIdx.x % 2;
-        const uint4 words = *reinterpret_cast<const uint4*>(stage + token * kTokenBytes + chunk * 16);
-        const u32 word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            uint4 h = ptxlab::dequant_u4_f16_minus(word[w], bias);
-            h.x = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.x), scale));
-            h.y = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.y), scale));
-            h.z = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.z), scale));
-            h.w = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.w), scale));
-            *reinterpret_cast<uint4*>(block + ptxlab::swizzled_piece<KEYS>(token, chunk * 4 + w)) = h;
-        }
+        const uint4 integers = *reinterpret_cast<const uint4*>(stage + token * kTokenBytes + chunk * 16);
+        dequantiser.restore_chunk<KEYS>(block, token, chunk, integers);
     }
 }
 
@@ -189,9 +179,9 @@ __device__ __forceinline__ void multiply_values(float (&o)[D / 2], const u32 (&w
 // Stores a warp's queries for `multiply_keys`, and states what softmax begins with.
 __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, const unsigned short* q, const Tile& tile,
                                                     int group, int Hq, float softmax_scale) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 2, number = tile.row + row;
-    const unsigned short* of_row = tile.has(number, group) ? q + tile.place(number, group, Hq) * D : nullptr;
-    const float power = ptxlab::HalfQuery<D, BF16>(of_row).store<kRows, ROTATED>(queries, row);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 2, query_row = tile.first_row + row;
+    const unsigned short* elements = tile.has(query_row, group) ? q + tile.q_row(query_row, group, Hq) * D : nullptr;
+    const float power = ptxlab::HalfQuery<D, BF16>(elements).store<kRows, ROTATED>(queries, row);
     __syncwarp();
     SoftmaxRows rows;
 #pragma unroll
@@ -199,7 +189,7 @@ __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, cons
         const int of_warp = r * 8 + lane / 4;
         rows.factor[r] = softmax_scale * ptxlab::kLog2E * __shfl_sync(~0u, power, of_warp * 2);
         rows.largest[r] = ptxlab::kLowestScore;
-        rows.end[r] = tile.visible_end(tile.row + threadIdx.x / 32 * 16 + of_warp, group);
+        rows.end[r] = tile.visible_end(tile.first_row + threadIdx.x / 32 * 16 + of_warp, group);
     }
     return rows;
 }
@@ -208,17 +198,16 @@ __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, cons
 __device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o)[D / 2], const SoftmaxRows& rows,
                                       const Tile& tile, int group, int Hq) {
     const int lane = threadIdx.x % 32;
-    ptxlab::put_in_order<D>(o);
+    ptxlab::put_in_order(o);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float sum = rows.total(r);
-        const int number = tile.row + threadIdx.x / 32 * 16 + r * 8 + lane / 4;
-        if (tile.has(number, group)) {
-            const bool none = sum == 0;
-            const size_t row = tile.place(number, group, Hq);
-            ptxlab::store_row<BF16, D>(reinterpret_cast<u32*>(out + row * D) + lane % 4, o, r, none ? 0 : 1 / sum);
-            if (lse && lane % 4 == 0)
-                lse[row] = none ? -ptxlab::infinity() : (rows.largest[r] + ptxlab::log2_approx(sum)) * ptxlab::kLn2;
+        const int query_row = tile.first_row + threadIdx.x / 32 * 16 + r * 8 + lane / 4;
+        if (tile.has(query_row, group)) {
+            const bool sees_none = sum == 0;
+            const size_t row = tile.q_row(query_row, group, Hq);
+            ptxlab::store_row<BF16>(reinterpret_cast<u32*>(out + row * D) + lane % 4, o, r, sees_none ? 0 : 1 / sum);
+            if (lse && lane % 4 == 0) lse[row] = sees_none ? -ptxlab::infinity() : rows.lse(r, sum);
         }
     }
 }
@@ -264,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
     Pages pages = {pool, table, Hkv, P};
     Tile tile;
     while (scheduler.next(tile)) {
-        const int first_end = tile.visible_end(tile.row + first_row, group);
-        const int last_end = tile.visible_end(tile.row + first_row + 15, group);
+        const int first_end = tile.visible_end(tile.first_row + first_row, group);
+        const int last_end = tile.visible_end(tile.first_row + first_row + 15, group);
         const bool sees = tile.begin < tile.end;
         PHASE(LOAD);
         if (sees) {

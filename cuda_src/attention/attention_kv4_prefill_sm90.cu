@@ -17,16 +17,13 @@
 // PDL        everything waits for the kernel before.
 // Guide      notebooks/guide/kernels_attention.md: rows, restoring, scores, softmax
 // PTX ISA    9.7.15.5 wgmma, 9.7.9.25 bulk copies, 9.7.13.15 mbarrier, 9.7.19.5 setmaxnreg, 9.7.3 ex2, lg2
-#include "dequant.cuh"
-#include "exponent.cuh"
 #include "griddep.cuh"
-#include "hadamard.cuh"
 #include "mbarrier.cuh"
 #include "named_barrier.cuh"
-#include "output.cuh"
 #include "own_tokens.cuh"
-#include "pack.cuh"
 #include "parts.cuh"
+#include "prefill_rows.cuh"
+#include "prefill_tiles.cuh"
 #include "timeline.cuh"
 #include "wgmma_f16.cuh"
 
@@ -53,27 +50,40 @@
 
 namespace {
 
+using ptxlab::Tile;
 using ptxlab::u32;
 using ptxlab::u64;
 
-constexpr int kGroupRows = 64, kGroups = 2, kRows = kGroups * kGroupRows;        // rows of a consumer group, of a tile
-constexpr int kThreads = 128, kBlockThreads = (PRODUCERS + kGroups) * kThreads;  // of a warp group
-constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages = KEYS / PAGE;
+// Threads and rows
+constexpr int kGroups = 2, kGroupRows = 64, kRows = kGroups * kGroupRows;  // consumer groups; rows of one, of a tile
+constexpr int kThreads = 128, kBlockThreads = (PRODUCERS + kGroups) * kThreads;  // of a warp group; of a block
+constexpr int kFirstTurnBarrier = 3;  // named barriers at which the consumer groups wait for their turn
+// Bytes
+constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4);
+constexpr int kPages = KEYS / PAGE, kCopyBytes = kPages * kPageBytes;  // of a block's keys, or values
+constexpr int kQueryBytes = kGroupRows * D * 2, kBlockBytes = KEYS * D * 2;
+constexpr int kQueryColumnBytes = kGroupRows * 128, kColumnBytes = KEYS * 128;  // of 64 elements of all rows
+// Work of a producer's thread
 constexpr int kPageLanes = kPages > 4 ? kPages : 1;  // that share a block's pages: there are no registers for eight
 constexpr int kLanePages = kPages / kPageLanes;      // of a lane
-constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or values
-constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
-constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
+constexpr int kTokenChunks = kTokenBytes / 16;       // of 16 bytes
+constexpr int kChunks = KEYS * kTokenChunks / kThreads;
+static_assert(kChunks * (kThreads / KEYS) == kTokenChunks);
 // Registers that consumers give up for pages, and for own tokens.
 constexpr int kPageRegisters = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && (SPLIT || OWN))) ? 8 : 0;
 constexpr int kOwnRegisters = OWN && D == 256 && PAGE == 16 ? 8 : 0;
 constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters + kOwnRegisters;
 constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters - kOwnRegisters;
-constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
-constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
-constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
-constexpr bool kTileInShared = SPLIT && D == 256;            // registers have no room for it beside the sums
+constexpr bool kTileInShared = SPLIT && D == 256;  // registers have no room for it beside the sums
 constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
+static_assert(!SPLIT || (OWN ? D == 64 : D < 256 || PAGE == 64));  // registers would spill
+static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
+
+using Scheduler = ptxlab::TileScheduler<kRows, KEYS, true, SPLIT ? PART_BLOCKS : 0>;
+using SoftmaxRows = ptxlab::SoftmaxRows<KEYS>;
+using Scores = float[KEYS / 2];     // of a thread: of two rows
+using Weights = u32[KEYS / 16][4];  // the same as operand A
+using ValueSums = float[D / 2];     // of two rows
 #if OWN
 using OwnKeys = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, ROTATED>;
 using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
@@ -81,8 +91,12 @@ using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
 struct OwnKeys {};
 struct OwnValues {};
 #endif
-static_assert(!SPLIT || (OWN ? D == 64 : D < 256 || PAGE == 64));  // registers would spill
-static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
+
+struct SharedMemory {
+    unsigned char queries[kGroups][kQueryBytes];
+    unsigned char keys[STAGES][kBlockBytes], values[STAGES][kBlockBytes];                    // restored
+    unsigned char key_pages[PAGE_STAGES][kCopyBytes], value_pages[PAGE_STAGES][kCopyBytes];  // copied
+};
 
 // Of keys or of values: pages that are copied, blocks that are restored.
 struct Barriers {
@@ -97,113 +111,22 @@ struct Barriers {
     }
 };
 
-// 128 rows of one sequence and one KV head, and the blocks of keys that some of them see.
-struct Tile {
-    int sequence, head, row, queries;  // row: the first one's number among queries * (Hq / Hkv)
-    int start, context;                // the sequence's first query in q; its tokens
-    int begin, end;                    // blocks
-    int item, part, parts;             // the work item; which part of the tile it is, and of how many
-
-    // Leaves own tokens out: what remains lies in the cache.
-    __device__ __forceinline__ void keep_cached() {
-        context -= queries;
-        end = min(end, (context + KEYS - 1) / KEYS);
-    }
-};
-
-// Deals work items to blocks, in every other round in reverse, so that none has the longest of each. All lanes of a warp
-// ask together. A tile has `parts` items; where it has few blocks of keys, only the first of them have any.
-struct Scheduler {
-    const int *starts, *lengths;
-    int sequences, heads, group, window, parts;
-    int round = 0, base = 0, passed = 0;  // rounds dealt; the first of 32 sequences; items of those ahead of it
-
-    __device__ __forceinline__ bool next(Tile& tile) {
-        do {
-            const int number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-            ++round;
-            if (!find(tile, number)) return false;
-        } while (SPLIT && !take_part(tile));
-        return true;
-    }
-
-    // The tile of a work item.
-    __device__ __forceinline__ bool find(Tile& tile, int number) {
-        const int lane = threadIdx.x % 32;
-        for (;; base += 32) {
-            const int sequence = base + lane;
-            const int queries = sequence < sequences ? starts[sequence + 1] - starts[sequence] : 0;
-            const int of_lane = (queries * group + kRows - 1) / kRows * heads * parts;
-            int through_lane = of_lane;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int lower = __shfl_up_sync(~0u, through_lane, step);
-                if (lane >= step) through_lane += lower;
-            }
-            const u32 holders = __ballot_sync(~0u, number - passed < through_lane);
-            if (holders) {
-                const int holder = __ffs(holders) - 1,
-                          first = number - passed - __shfl_sync(~0u, through_lane - of_lane, holder);
-                const int local = first / parts, tiles = __shfl_sync(~0u, of_lane, holder) / parts / heads;
-                tile.item = number, tile.part = first % parts;
-                tile.sequence = base + holder, tile.head = local % heads;
-                tile.row = (tiles - 1 - local / heads) * kRows;
-                tile.queries = __shfl_sync(~0u, queries, holder);
-                tile.start = starts[tile.sequence], tile.context = lengths[tile.sequence];
-                const int first_token = tile.context - tile.queries + tile.row / group;
-                const int last_token =
-                    tile.context - tile.queries + min(tile.queries - 1, (tile.row + kRows - 1) / group);
-                tile.begin = window > 0 ? max(0, first_token - window + 1) / KEYS : 0;
-                tile.end = max(tile.begin, (last_token + KEYS) / KEYS);
-                if (last_token < 0) tile.end = tile.begin;
-                return true;
-            }
-            if (base + 32 >= sequences) return false;
-            passed += __shfl_sync(~0u, through_lane, 31);
-        }
-    }
-
-    // Cuts a tile's blocks into even parts, of PART_BLOCKS or more; false if this part has none.
-    __device__ __forceinline__ bool take_part(Tile& tile) const {
-        const int blocks = tile.end - tile.begin;
-        tile.parts = max(1, min(parts, blocks / PART_BLOCKS));
-        tile.end = tile.begin + blocks * (tile.part + 1) / tile.parts;
-        tile.begin += blocks * tile.part / tile.parts;
-        return tile.part < tile.parts;
-    }
-};
-
 // Restores a block's keys or values, whose first `tokens` are there: f16 [KEYS][D] in columns of 64 elements under the
 // 128-byte swizzle. The eight elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7):
 // queries have the same, and results are put in order when they are stored. With OWN the others are left alone.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* pages, int tokens) {
-    constexpr int kPerToken = kTokenBytes / 16;
-    const int token = threadIdx.x % KEYS,
-              share = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
+    const int token = threadIdx.x % KEYS;
+    const int share = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
     if (OWN && token >= tokens) return;
     const unsigned char* page = pages + token / PAGE * kPageBytes;
     u32 pair = *reinterpret_cast<const u32*>(page + PAGE * kTokenBytes + token % PAGE * 4);
     if (token >= tokens) pair = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
-    const __half2 scale = __half2half2(__ushort_as_half(pair & 0xffff));
-    const uint2 bias = ptxlab::bias_u4_f16(__ushort_as_half(pair >> 16));
+    const ptxlab::TokenDequantiser dequantiser(pair);
     const unsigned char* row = page + token % PAGE * kTokenBytes;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
         const int chunk = share * kChunks + (i + token / 2) % kChunks;  // lanes of a row of banks take turns
-        static_assert(kChunks * (kThreads / KEYS) == kPerToken);
-        const uint4 words = *reinterpret_cast<const uint4*>(row + chunk * 16);
-        const u32 word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            uint4 h = ptxlab::dequant_u4_f16_minus(word[w], bias);
-            h.x = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.x), scale));
-            h.y = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.y), scale));
-            h.z = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.z), scale));
-            h.w = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.w), scale));
-            const int vector = chunk * 4 + w;  // of 16 bytes
-            *reinterpret_cast<uint4*>(block + vector / 8 * kColumnBytes + token * 128 + (vector % 8 ^ token % 8) * 16) =
-                h;
-        }
+        dequantiser.restore_chunk<KEYS>(block, token, chunk, *reinterpret_cast<const uint4*>(row + chunk * 16));
     }
 }
 
@@ -260,7 +183,7 @@ struct Producer {
     __device__ __forceinline__ void begin() {
         has_tile = scheduler.next(tile);
         block = has_tile ? tile.begin : 0;
-        if constexpr (OWN) tile.keep_cached();
+        if constexpr (OWN) tile.keep_cached<KEYS>();
     }
 
     __device__ __forceinline__ void look_ahead() {
@@ -309,109 +232,56 @@ __device__ __forceinline__ void produce(Scheduler scheduler, Producer<Own> produ
             producer.produce(tile, tile.context - block * KEYS TIMELINE_ARGUMENT);
 }
 
-__device__ __forceinline__ float element(u32 word, int half) {
-    const u32 bits = half ? word >> 16 : word & 0xffff;
-    return BF16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
-}
-
-// Half a row of queries, of a tile's 64 rows from `first_row` on: two threads have one.
-struct Query {
-    static constexpr int kVectors = D / 16;
-    uint4 x[kVectors];
+// Half a row of queries, of a consumer group's rows from `first_row` on: two threads have one.
+struct HalfQuery {
+    static constexpr int kPieces = D / 16;
+    uint4 x[kPieces];
 
     // Where it lies; null beyond the tile's last row.
-    __device__ __forceinline__ static const uint4* place(const unsigned short* q, const Tile& tile, int group,
-                                                         int first_row, int Hq) {
-        const int number = first_row + threadIdx.x % kThreads / 2;
-        if (number >= tile.queries * group) return nullptr;
-        const size_t row = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
-        return reinterpret_cast<const uint4*>(q + row * D) + threadIdx.x % 2 * kVectors;
+    __device__ __forceinline__ static const uint4* find(const unsigned short* q, const Tile& tile, int group,
+                                                        int first_row, int Hq) {
+        const int query_row = first_row + threadIdx.x % kThreads / 2;
+        if (query_row >= tile.queries * group) return nullptr;
+        const size_t row = tile.q_row(query_row, group, Hq);
+        return reinterpret_cast<const uint4*>(q + row * D) + threadIdx.x % 2 * kPieces;
     }
 
-    __device__ __forceinline__ explicit Query(const uint4* half_row) {
+    __device__ __forceinline__ explicit HalfQuery(const uint4* half_row) {
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) x[i] = half_row ? half_row[i] : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < kPieces; ++i) x[i] = half_row ? half_row[i] : make_uint4(0, 0, 0, 0);
     }
 
     // To shared memory as f16, over the power of two that leads the row; by this and softmax_scale scores are multiplied.
     __device__ __forceinline__ void store(unsigned char* rows, float* factors, float softmax_scale) const {
         const int row = threadIdx.x % kThreads / 2, half = threadIdx.x % 2;
-        float values[kVectors][8], largest = 0;
+        float elements[kPieces][8], largest = 0;
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
+        for (int i = 0; i < kPieces; ++i) {
             const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                values[i][e] = element(words[e / 2], e % 2);
-                largest = ptxlab::max_nan(largest, fabsf(values[i][e]));
+                elements[i][e] = ptxlab::element<BF16>(words[e / 2], e % 2);
+                largest = ptxlab::max_nan(largest, fabsf(elements[i][e]));
             }
         }
-        if constexpr (ROTATED) largest = ptxlab::rotate_query<D / 2, 2>(values, half);
+        if constexpr (ROTATED) largest = ptxlab::rotate_query<D / 2, 2>(elements, half);
         largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
         const float power = ptxlab::leading_power(fmaxf(largest, 0x1p-100f));
         const float inverse = ptxlab::inverse_power(power) + (largest - largest);  // NaN of infinity
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
+        for (int i = 0; i < kPieces; ++i) {
             u32 h[4];
 #pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {  // elements 0, 2; 1, 3; 4, 6; 5, 7
+            for (int pair = 0; pair < 4; ++pair) {  // in the order of restored words
                 const int low = pair / 2 * 4 + pair % 2;
-                h[pair] = ptxlab::as_bits(__floats2half2_rn(values[i][low] * inverse, values[i][low + 2] * inverse));
+                h[pair] =
+                    ptxlab::as_bits(__floats2half2_rn(elements[i][low] * inverse, elements[i][low + 2] * inverse));
             }
-            const int chunk = half * kVectors + i;
-            *reinterpret_cast<uint4*>(rows + chunk / 8 * kQueryColumnBytes + row * 128 + (chunk % 8 ^ row % 8) * 16) =
+            *reinterpret_cast<uint4*>(rows + ptxlab::swizzled_piece<kGroupRows>(row, half * kPieces + i)) =
                 make_uint4(h[0], h[1], h[2], h[3]);
         }
-        if (half == 0) factors[row] = softmax_scale * kLog2E * power;
+        if (half == 0) factors[row] = softmax_scale * ptxlab::kLog2E * power;
         ptxlab::fence_proxy_async();
-    }
-};
-
-// What a thread keeps of its two rows of a tile.
-struct Rows {
-    float factor[2], largest[2], sum[2];
-    int end[2];  // the first token that the row does not see
-
-    // Scores of one block to weights 2^(score - largest). Where `rescale` is not 1, earlier sums are to be multiplied by
-    // it: `largest` stays while no score exceeds it by more than kHeadroom, so that few blocks ask for that.
-    __device__ __forceinline__ void weigh(float (&s)[KEYS / 2], float (&rescale)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float top = s[2 * r];
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            const float reference = largest[r];
-            const float peak = top * factor[r];
-            largest[r] = peak > reference + kHeadroom ? peak : reference;
-            rescale[r] = ptxlab::exp2_approx(reference - largest[r]);
-            float of_block = 0;
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i += 4)
-#pragma unroll
-                for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                    s[i + e] = ptxlab::exp2_approx(fmaf(s[i + e], factor[r], -largest[r]));
-                    of_block += s[i + e];
-                }
-            sum[r] = fmaf(sum[r], rescale[r], of_block);
-        }
-    }
-
-    // Adds another part's sum of weights to row r's.
-    __device__ __forceinline__ void add_part(int r, float of_part, float weights) {
-        const float reference = fmaxf(largest[r], of_part);
-        sum[r] = fmaf(weights, ptxlab::exp2_approx(of_part - reference),
-                      sum[r] * ptxlab::exp2_approx(largest[r] - reference));
-        largest[r] = reference;
-    }
-
-    __device__ __forceinline__ void mask(float (&s)[KEYS / 2], int position, int window) const {
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i) {
-            const int key = position + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, r = i / 2 % 2;
-            if (key >= end[r] || (window > 0 && key < end[r] - window)) s[i] = -ptxlab::infinity();
-        }
     }
 };
 
@@ -430,12 +300,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[D / 2], const u32 (&w
     ptxlab::wgmma_commit();
 }
 
-__device__ __forceinline__ void round_weights(u32 (&weights)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; ++i)
-        weights[i / 4][i % 4] = ptxlab::as_bits(__floats2half2_rn(s[2 * i], s[2 * i + 1]));
-}
-
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&d)[COUNT]) {
 #pragma unroll
@@ -449,51 +313,39 @@ struct Results {
     int Hq;
 
     // A lane's two rows: where its pairs of elements go, null beyond the tile's last row; what sums are multiplied by.
-    struct Place {
+    struct LaneRows {
         u32* pairs[2];
         float inverse[2];
     };
 
-    __device__ __forceinline__ Place finish(const Rows& rows, const Tile& tile, int group, int first_row) const {
+    // Writes the logarithms of a consumer group's rows from `first_row` on, and says where their sums go.
+    __device__ __forceinline__ LaneRows finish(const SoftmaxRows& rows, const Tile& tile, int group,
+                                               int first_row) const {
         const int lane = threadIdx.x % 32;
-        Place place;
+        LaneRows lane_rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float sum = rows.sum[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const int number = first_row + threadIdx.x % kThreads / 32 * 16 + r * 8 + lane / 4;
-            place.pairs[r] = nullptr, place.inverse[r] = 0;
-            if (number >= tile.queries * group) continue;
-            const bool none = sum == 0;
-            const size_t row = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
-            place.inverse[r] = none ? 0 : 1 / sum;
-            place.pairs[r] = reinterpret_cast<u32*>(out + row * D) + lane % 4;
-            if (lse && lane % 4 == 0)
-                lse[row] = none ? -ptxlab::infinity() : (rows.largest[r] + ptxlab::log2_approx(sum)) * 0.693147181f;
+            const float sum = rows.total(r);
+            const int query_row = first_row + threadIdx.x % kThreads / 32 * 16 + r * 8 + lane / 4;
+            lane_rows.pairs[r] = nullptr, lane_rows.inverse[r] = 0;
+            if (query_row >= tile.queries * group) continue;
+            const bool sees_none = sum == 0;
+            const size_t row = tile.q_row(query_row, group, Hq);
+            lane_rows.inverse[r] = sees_none ? 0 : 1 / sum;
+            lane_rows.pairs[r] = reinterpret_cast<u32*>(out + row * D) + lane % 4;
+            if (lse && lane % 4 == 0) lse[row] = sees_none ? -ptxlab::infinity() : rows.lse(r, sum);
         }
-        return place;
+        return lane_rows;
     }
 
-    // Sums of elements from 8 * `first` on.
+    // Sums of elements from 8 * `first_vector` on.
     template <int COUNT>
-    __device__ __forceinline__ static void store(float (&o)[COUNT], const Place& place, int first) {
-        const bool odd = threadIdx.x % 2;
+    __device__ __forceinline__ static void store(float (&o)[COUNT], const LaneRows& lane_rows, int first_vector) {
+        ptxlab::put_in_order(o);
 #pragma unroll
-        for (int i = 0; i < COUNT; i += 2) {  // elements (0, 2) and (1, 3) of two lanes become (0, 1) and (2, 3)
-            const float neighbour = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
-            if (odd) o[i] = neighbour;
-            else o[i + 1] = neighbour;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (!place.pairs[r]) continue;
-            const float inverse = place.inverse[r];
-#pragma unroll
-            for (int i = 0; i < COUNT / 4; ++i)
-                place.pairs[r][(first + i) * 4] =
-                    ptxlab::rounded_pair<BF16>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
-        }
+        for (int r = 0; r < 2; ++r)
+            if (lane_rows.pairs[r])
+                ptxlab::store_row<BF16>(lane_rows.pairs[r] + first_vector * 4, o, r, lane_rows.inverse[r]);
     }
 };
 
@@ -504,18 +356,19 @@ struct Workspace {
     float4* partial;
     int* arrivals;  // [items][kWarps], 0 between launches; of a tile the first item's
 
-    // A warp's part 0 of a tile.
+    // The lane's vectors of part 0 of a tile.
     __device__ __forceinline__ float4* first_part(const Tile& tile) const {
         const int warp = threadIdx.x / 32 - PRODUCERS * 4;
         return partial + size_t(tile.item - tile.part) * kPitch + warp * (kVectors * 32) + threadIdx.x % 32;
     }
 
     // Hands over this part of 16 rows. True in the warp that comes last.
-    __device__ __forceinline__ bool hand_over(const float (&o)[D / 2], const Rows& rows, const Tile& tile) const {
-        float4* const to = first_part(tile) + size_t(tile.part) * kPitch;
+    __device__ __forceinline__ bool hand_over(const ValueSums& o, const SoftmaxRows& rows, const Tile& tile) const {
+        float4* const lane_part = first_part(tile) + size_t(tile.part) * kPitch;
 #pragma unroll
-        for (int v = 0; v < D / 8; ++v) to[v * 32] = make_float4(o[4 * v], o[4 * v + 1], o[4 * v + 2], o[4 * v + 3]);
-        to[D / 8 * 32] = make_float4(rows.largest[0], rows.largest[1], rows.sum[0], rows.sum[1]);
+        for (int v = 0; v < D / 8; ++v)
+            lane_part[v * 32] = make_float4(o[4 * v], o[4 * v + 1], o[4 * v + 2], o[4 * v + 3]);
+        lane_part[D / 8 * 32] = make_float4(rows.largest[0], rows.largest[1], rows.sum[0], rows.sum[1]);
         int* const count = arrivals + (tile.item - tile.part) * kWarps + threadIdx.x / 32 - PRODUCERS * 4;
         if (!ptxlab::last_of(count, tile.parts)) return false;
         if (threadIdx.x % 32 == 0) *count = 0;
@@ -525,31 +378,31 @@ struct Workspace {
     // Adds up the parts of 16 rows, always in the same order, and stores the results.
     __device__ __forceinline__ void merge(const Results& results, const Tile& tile, int group, int first_row) const {
         const float4* const parts = first_part(tile);
-        Rows rows;
-        rows.largest[0] = rows.largest[1] = kLowest, rows.sum[0] = rows.sum[1] = 0;
+        SoftmaxRows rows;
+        rows.largest[0] = rows.largest[1] = ptxlab::kLowestScore;
         for (int part = 0; part < tile.parts; ++part) {
             const float4 stats = __ldcg(parts + size_t(part) * kPitch + D / 8 * 32);
             rows.add_part(0, stats.x, stats.z), rows.add_part(1, stats.y, stats.w);
         }
-        const Results::Place place = results.finish(rows, tile, group, first_row);
+        const Results::LaneRows lane_rows = results.finish(rows, tile, group, first_row);
 #pragma unroll 1
-        for (int first = 0; first < D / 8; first += kBatch) {
+        for (int first_vector = 0; first_vector < D / 8; first_vector += kBatch) {
             float o[4 * kBatch] = {};
 #pragma unroll 2
             for (int part = 0; part < tile.parts; ++part) {
-                const float4* const of_part = parts + size_t(part) * kPitch;
-                const float4 stats = __ldcg(of_part + D / 8 * 32);
+                const float4* const lane_part = parts + size_t(part) * kPitch;
+                const float4 stats = __ldcg(lane_part + D / 8 * 32);
                 const float factor[2] = {ptxlab::exp2_approx(stats.x - rows.largest[0]),
                                          ptxlab::exp2_approx(stats.y - rows.largest[1])};
 #pragma unroll
                 for (int v = 0; v < kBatch; ++v) {
-                    const float4 x = __ldcg(of_part + (first + v) * 32);
+                    const float4 x = __ldcg(lane_part + (first_vector + v) * 32);
                     o[4 * v] = fmaf(x.x, factor[0], o[4 * v]), o[4 * v + 1] = fmaf(x.y, factor[0], o[4 * v + 1]);
                     o[4 * v + 2] = fmaf(x.z, factor[1], o[4 * v + 2]),
                               o[4 * v + 3] = fmaf(x.w, factor[1], o[4 * v + 3]);
                 }
             }
-            Results::store(o, place, first);
+            Results::store(o, lane_rows, first_vector);
         }
     }
 };
@@ -568,17 +421,17 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
         if (lane == 0) ptxlab::mbarrier_arrive(barrier);
     };
     while (has_tile) {
-        const int first_row = tile.row + consumer * kGroupRows;
+        const int first_row = tile.first_row + consumer * kGroupRows;
         PHASE(SETUP);
         ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
         if (kTileInShared && threadIdx.x % kThreads == 0) shared_tile = tile;
-        Query(Query::place(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
+        HalfQuery(HalfQuery::find(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
         ptxlab::sync_warp_group(consumer);
-        Rows rows;
+        SoftmaxRows rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = warp * 16 + r * 8 + lane / 4, token = min((first_row + row) / group, tile.queries - 1);
-            rows.factor[r] = factors[row], rows.largest[r] = kLowest, rows.sum[r] = 0;
+            rows.factor[r] = factors[row], rows.largest[r] = ptxlab::kLowestScore;
             rows.end[r] = tile.context - tile.queries + token + 1;
         }
         const int first_end = tile.context - tile.queries + min(first_row / group, tile.queries - 1) + 1;
@@ -596,7 +449,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
             const int position = block * KEYS;
             if (position + KEYS > first_end || (scheduler.window > 0 && position < last_end - scheduler.window))
                 rows.mask(s, position, scheduler.window);
-            rows.weigh(s, rescale);
+            rows.weigh(s, rescale, HEADROOM);
         };
         if (tile.begin < tile.end) {
             PHASE(WAIT_GROUP);
@@ -610,7 +463,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
             release(&of_keys.empty[key_slot.index]), key_slot.advance();
             PHASE(SOFTMAX);
             finish_scores(tile.begin);
-            round_weights(weights, s);
+            ptxlab::round_weights<KEYS>(weights, s);
             for (int block = tile.begin + 1; block < tile.end; ++block) {
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
@@ -636,7 +489,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
 #pragma unroll
                     for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
                 }
-                round_weights(weights, s);
+                ptxlab::round_weights<KEYS>(weights, s);
             }
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
@@ -659,7 +512,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
             has_tile = scheduler.next(following);
             if (has_tile)  // the next queries come to the L2 while results are stored
                 if (const uint4* half_row =
-                        Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
+                        HalfQuery::find(q, following, group, following.first_row + consumer * kGroupRows, Hq))
                     for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
             if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
             else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);

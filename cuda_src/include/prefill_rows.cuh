@@ -6,11 +6,9 @@
 #include "mma_f16.cuh"
 #include "output.cuh"
 #include "pack.cuh"
+#include "scores.cuh"
 
 namespace ptxlab {
-
-constexpr float kLowestScore = -1e30f;  // below any score, yet finite
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 // Where 16 bytes of a row of 16-bit elements lie: columns of 64 elements, [ROWS] rows of 128 bytes under the 128-byte
 // swizzle, so that eight rows of a piece are in different banks.
@@ -18,6 +16,36 @@ template <int ROWS>
 __device__ __forceinline__ int swizzled_piece(int row, int piece) {
     return piece / 8 * (ROWS * 128) + row * 128 + (piece % 8 ^ row % 8) * 16;
 }
+
+// A token's constants of 4 bits: its scale, and what its zero point is taken off with.
+struct TokenDequantiser {
+    __half2 scale;
+    uint2 bias;
+
+    // Of (scale, zero) f16.
+    __device__ __forceinline__ explicit TokenDequantiser(u32 pair)
+        : scale(__half2half2(__ushort_as_half(pair & 0xffff))), bias(bias_u4_f16(__ushort_as_half(pair >> 16))) {}
+
+    // The eight elements of a word, in the order in which they come out: 0, 2, 1, 3, 4, 6, 5, 7.
+    __device__ __forceinline__ uint4 restore(u32 word) const {
+        uint4 h = dequant_u4_f16_minus(word, bias);
+        h.x = as_bits(__hmul2(as_half2(h.x), scale));
+        h.y = as_bits(__hmul2(as_half2(h.y), scale));
+        h.z = as_bits(__hmul2(as_half2(h.z), scale));
+        h.w = as_bits(__hmul2(as_half2(h.w), scale));
+        return h;
+    }
+
+    // Restores the 32 elements of chunk `chunk` of a token, into a block of [BLOCK_KEYS] tokens.
+    template <int BLOCK_KEYS>
+    __device__ __forceinline__ void restore_chunk(unsigned char* block, int token, int chunk,
+                                                  const uint4& integers) const {
+        const u32 words[4] = {integers.x, integers.y, integers.z, integers.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            *reinterpret_cast<uint4*>(block + swizzled_piece<BLOCK_KEYS>(token, chunk * 4 + w)) = restore(words[w]);
+    }
+};
 
 // Half a query in a thread's registers: lanes 2 r and 2 r + 1 of a warp have row r, four pieces of 16 bytes by turns, which
 // eight lanes store to different banks. f16 (KIND 0) or bf16 (1).
@@ -35,11 +63,6 @@ struct HalfQuery {
 
     __device__ __forceinline__ static int piece(int i) { return i / 4 * 8 + threadIdx.x % 2 * 4 + i % 4; }
 
-    __device__ __forceinline__ static float element(unsigned word, int half) {
-        const unsigned bits = half ? word >> 16 : word & 0xffff;
-        return KIND == 1 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
-    }
-
     // Stores it as f16 over the power of two that leads the row, eight elements in the order 0, 2, 1, 3, 4, 6, 5, 7 of
     // restored words; with ROTATE, rotated as the cache's keys are. Returns that power. A row with an infinity becomes NaN.
     template <int ROWS, bool ROTATE>
@@ -50,7 +73,7 @@ struct HalfQuery {
             const unsigned words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                elements[i][e] = element(words[e / 2], e % 2);
+                elements[i][e] = element<KIND == 1>(words[e / 2], e % 2);
                 largest = max_nan(largest, fabsf(elements[i][e]));
             }
         }
@@ -106,6 +129,13 @@ struct SoftmaxRows {
         }
     }
 
+    // Adds another part's sum of weights to row g + 8 r's.
+    __device__ __forceinline__ void add_part(int r, float part_largest, float weights) {
+        const float reference = fmaxf(largest[r], part_largest);
+        sum[r] = fmaf(weights, exp2_approx(part_largest - reference), sum[r] * exp2_approx(largest[r] - reference));
+        largest[r] = reference;
+    }
+
     __device__ __forceinline__ void mask(float (&s)[BLOCK_KEYS / 2], int position, int window) const {
 #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 2; ++i) {
@@ -121,6 +151,11 @@ struct SoftmaxRows {
         of_row += __shfl_xor_sync(~0u, of_row, 2);
         return of_row;
     }
+
+    // The natural logarithm of the sum of exponentials of row g + 8 r, of its weights' total.
+    __device__ __forceinline__ float lse(int r, float row_total) const {
+        return (largest[r] + log2_approx(row_total)) * kLn2;
+    }
 };
 
 // Weights of 16 keys each, as operand A.
@@ -132,11 +167,11 @@ __device__ __forceinline__ void round_weights(unsigned (&weights)[BLOCK_KEYS / 1
 }
 
 // Sums over values in the order of restored words, (0, 2) and (1, 3) of two lanes, become (0, 1) and (2, 3).
-template <int DIM>
-__device__ __forceinline__ void put_in_order(float (&o)[DIM / 2]) {
+template <int COUNT>
+__device__ __forceinline__ void put_in_order(float (&o)[COUNT]) {
     const bool odd = threadIdx.x % 2;
 #pragma unroll
-    for (int i = 0; i < DIM / 2; i += 2) {
+    for (int i = 0; i < COUNT; i += 2) {
         const float neighbour = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
         if (odd) o[i] = neighbour;
         else o[i + 1] = neighbour;
@@ -144,10 +179,10 @@ __device__ __forceinline__ void put_in_order(float (&o)[DIM / 2]) {
 }
 
 // Stores row g + 8 r, divided by its sum of weights: f16 (KIND 0) or bf16 (1). `lane_row` begins at the lane's elements.
-template <int KIND, int DIM>
-__device__ __forceinline__ void store_row(unsigned* lane_row, const float (&o)[DIM / 2], int r, float inverse) {
+template <int KIND, int COUNT>
+__device__ __forceinline__ void store_row(unsigned* lane_row, const float (&o)[COUNT], int r, float inverse) {
 #pragma unroll
-    for (int i = 0; i < DIM / 8; ++i)
+    for (int i = 0; i < COUNT / 4; ++i)
         lane_row[i * 4] = rounded_pair<KIND>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
 }
 
