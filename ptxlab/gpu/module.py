@@ -107,12 +107,12 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     """
     import cupy
 
-    arch = target() or device_info().arch
+    arch, kind = image_form()
     is_cuda = source.language == "cu"
-    content = toolchain.cuda_digest(source, arch, output=_kind(), defines=defines) if is_cuda else source.text
+    content = toolchain.cuda_digest(source, arch, output=kind, defines=defines) if is_cuda else source.text
     key = (content, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
     if key not in _loaded:
-        _loaded[key] = _load(source, entry, _file(source, arch, defines))
+        _loaded[key] = _load(source, entry, _file(source, arch, kind, defines))
     return _loaded[key]
 
 
@@ -133,17 +133,18 @@ def _load(source: Source, entry: str, path: Path) -> GpuKernel:
     return GpuKernel(entry, source, raw)
 
 
-def _kind() -> toolchain.Kind:
-    """Return the kind of image to load.
+def image_form() -> tuple[str, toolchain.Kind]:
+    """Return architecture and kind of what CUDA C++ is compiled to.
 
     It is machine code of this GPU, or PTX of another architecture, which the driver compiles.
     """
-    return "cubin" if target() is None else "ptx"
+    other = target()
+    return (device_info().arch, "cubin") if other is None else (other, "ptx")
 
 
-def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
+def _file(source: Source, arch: str, kind: toolchain.Kind, defines: Mapping[str, int | str]) -> Path:
     if source.language == "cu":
-        return toolchain.compile_cuda(source, arch, output=_kind(), defines=defines).path
+        return toolchain.compile_cuda(source, arch, output=kind, defines=defines).path
     if defines:
         raise ArgumentError("defines", f"none, since {source.label} is PTX", dict(defines))
     # Under a name that changes with the text, because CuPy remembers modules by their path.
