@@ -138,8 +138,8 @@ def image_form() -> tuple[str, toolchain.Kind]:
 
     It is machine code of this GPU, or PTX of another architecture, which the driver compiles.
     """
-    other = target()
-    return (device_info().arch, "cubin") if other is None else (other, "ptx")
+    arch = target()
+    return (device_info().arch, "cubin") if arch is None else (arch, "ptx")
 
 
 def _file(source: Source, arch: str, kind: toolchain.Kind, defines: Mapping[str, int | str]) -> Path:

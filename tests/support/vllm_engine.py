@@ -47,9 +47,12 @@ def run_engine(
     Raises AssertionError with the errors and last lines of a process that fails.
     """
     job, answer = work / "job.json", work / "result.json"
-    sampling = {name: settings.pop(name, other) for name, other in (("new", 64), ("of_prompts", False), ("arch", None))}
+    defaults = {"new": 64, "of_prompts": False, "arch": None}
+    for_process = {name: settings.pop(name, default) for name, default in defaults.items()}
     engine = {"model": str(folder), **COMMON, **settings}
-    job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **sampling}))
+    job.write_text(
+        json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **for_process})
+    )
     command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(answer)]
     environment = {"VLLM_CACHE_ROOT": str(work / "compiled"), **environment}  # of this engine alone
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)

@@ -71,10 +71,10 @@ def pack_quantised(weight: QuantizedWeight, loaded: Tensor, layout: str) -> dict
 
 def repack(loaded: dict[str, Tensor], matrix: MatrixShape, layout: str) -> dict[str, Tensor]:
     """Return the buffers of a packed matrix in another layout, bit for bit, on its device."""
-    like = next(iter(loaded.values()))
-    with gpu.caller_stream() if like.is_cuda else nullcontext():
+    buffer = next(iter(loaded.values()))
+    with gpu.caller_stream() if buffer.is_cuda else nullcontext():
         weight = unpack(matrix.weight({name: gpu.as_array(name, tensor) for name, tensor in loaded.items()}))
-        return {name: gpu.like(array, like) for name, array in pack(weight, layout).buffers.items()}
+        return {name: gpu.like(array, buffer) for name, array in pack(weight, layout).buffers.items()}
 
 
 def _pack_affine(

@@ -34,8 +34,8 @@ def choose_spec(specs: Sequence[KernelSpec], sizes: Mapping[str, Any], backend: 
     """
     taking = [spec for spec in specs if _takes(spec, sizes)] or specs[:1]
     is_for_gpu = backend != "emulator" and gpu.why_not(None) is None
-    runs_at = ("gpu",) if is_for_gpu else tuple(each for each in ("gpu", "emulator") if backend in (None, each))
-    running = [spec for each in runs_at for spec in specs if why_not(spec, each) is None]
+    backends = ("gpu",) if is_for_gpu else tuple(name for name in ("gpu", "emulator") if backend in (None, name))
+    running = [spec for name in backends for spec in specs if why_not(spec, name) is None]
     if usable := [spec for spec in running if spec in taking]:
         return usable[0]
     # An older GPU is told the least that it would have to be.
