@@ -30,7 +30,7 @@ from ptxlab.gpu.floats import float_instruction
 from ptxlab.gpu.graph import Graph, Timing, adopt, call_times, capture, time_calls
 from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.marks import Marked, profiled
-from ptxlab.gpu.module import GpuKernel, image_form, load, load_image
+from ptxlab.gpu.module import GpuKernel, image_kind, load, load_image
 from ptxlab.gpu.tensor_map import encode
 from ptxlab.gpu.view import View, current_device, flat_rows, handed, is_capturing, new, stream_handle, view
 
@@ -65,7 +65,7 @@ __all__ = [
     "free_pool",
     "gumbel",
     "handed",
-    "image_form",
+    "image_kind",
     "is_capturing",
     "is_device_array",
     "launch",

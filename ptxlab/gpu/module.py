@@ -107,12 +107,12 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     """
     import cupy
 
-    arch, kind = image_form()
+    arch = target() or device_info().arch
     is_cuda = source.language == "cu"
-    content = toolchain.cuda_digest(source, arch, output=kind, defines=defines) if is_cuda else source.text
+    content = toolchain.cuda_digest(source, arch, output=image_kind(), defines=defines) if is_cuda else source.text
     key = (content, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
     if key not in _loaded:
-        _loaded[key] = _load(source, entry, _file(source, arch, kind, defines))
+        _loaded[key] = _load(source, entry, _file(source, arch, defines))
     return _loaded[key]
 
 
@@ -133,18 +133,17 @@ def _load(source: Source, entry: str, path: Path) -> GpuKernel:
     return GpuKernel(entry, source, raw)
 
 
-def image_form() -> tuple[str, toolchain.Kind]:
-    """Return architecture and kind of what CUDA C++ is compiled to.
+def image_kind() -> toolchain.Kind:
+    """Return the kind of image that CUDA C++ is compiled to.
 
     It is machine code of this GPU, or PTX of another architecture, which the driver compiles.
     """
-    arch = target()
-    return (device_info().arch, "cubin") if arch is None else (arch, "ptx")
+    return "cubin" if target() is None else "ptx"
 
 
-def _file(source: Source, arch: str, kind: toolchain.Kind, defines: Mapping[str, int | str]) -> Path:
+def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
     if source.language == "cu":
-        return toolchain.compile_cuda(source, arch, output=kind, defines=defines).path
+        return toolchain.compile_cuda(source, arch, output=image_kind(), defines=defines).path
     if defines:
         raise ArgumentError("defines", f"none, since {source.label} is PTX", dict(defines))
     # Under a name that changes with the text, because CuPy remembers modules by their path.

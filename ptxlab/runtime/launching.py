@@ -41,7 +41,10 @@ class Launches:
 
 def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:
     """Compile the CUDA C++ among them side by side, each variant once: loading finds them in the cache."""
-    arch, kind = gpu.image_form()  # asked here: other threads know of no `compiling_for`
+    arch, kind = (
+        gpu.target() or gpu.device_info().arch,
+        gpu.image_kind(),
+    )  # asked here: other threads know of no `compiling_for`
     distinct = {(source, tuple(constants.items())) for source, constants in variants if source.language == "cu"}
     with ThreadPoolExecutor() as pool:
         jobs = [
