@@ -127,8 +127,8 @@ def table1_rows(
         for scheme in TABLE1_CACHES if launched is not None else ():
             assert launched is not None
             progress(f"{batch}: {FACE}, {scheme}")
-            known = KV_SCHEMES[scheme]  # tells the rows of one kernel apart
-            config = {"bits": known.bits, **({"channel": 1} if known.by_channel else {})}
+            kv_scheme = KV_SCHEMES[scheme]  # tells the rows of one kernel apart
+            config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
             yield timed(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=config)
 
 
@@ -147,8 +147,8 @@ def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Call
             of_plain, of_rotated = zip(*pairs, strict=True)
             unrotated_us = median(measured.us for measured, _ in of_plain)
             measured, ready = sorted(of_rotated, key=lambda reading: reading[0].us)[_PAIRS // 2]
-            config, more = {"appended": int(appended)}, {UNROTATED: unrotated_us}
-            yield row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=more)
+            config, beside_it = {"appended": int(appended)}, {UNROTATED: unrotated_us}
+            yield row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=beside_it)
 
 
 def _time_step(step: AttentionStep, of: Problem, appended: bool) -> tuple[Measured, AttentionLaunches]:

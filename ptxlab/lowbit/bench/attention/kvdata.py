@@ -99,16 +99,16 @@ def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
 
 def let_last_stand_out(cache: KVCache) -> None:
     """Give the last token of every sequence a key that counts as much as a page of others, in place."""
-    known = KV_SCHEMES[cache.scheme]
-    levels = 2.0**known.bits - 1
+    kv_scheme = KV_SCHEMES[cache.scheme]
+    levels = 2.0**kv_scheme.bits - 1
     last, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
     view = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0)
     page = cache.block_table[sequences, last // PAGE]
     if view.constants is None:  # the upper half of the integers then does it
         assert cache.k_channel is not None
         shape = len(sequences), cache.num_kv_heads, cache.head_dim
-        upper = np.random.default_rng(0).integers((known.low + known.high + 1) // 2, known.high + 1, shape)
-        tokens = QuantizedKV(cache.scheme, np.array(upper.astype(known.dtype), like=sequences), *cache.k_channel)
+        upper = np.random.default_rng(0).integers((kv_scheme.low + kv_scheme.high + 1) // 2, kv_scheme.high + 1, shape)
+        tokens = QuantizedKV(cache.scheme, np.array(upper.astype(kv_scheme.dtype), like=sequences), *cache.k_channel)
         return view.write(tokens, page * PAGE + last % PAGE)
     view.constants[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
     view.constants[page, :, last % PAGE, 1] = _STANDING_OUT[1]
