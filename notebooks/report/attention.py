@@ -1,6 +1,7 @@
 """`attention_kv4` as recorded, beside its floor and everyone else: points, tables and the figure."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ from ptxlab.lowbit.bench.attention import (
     LADDER,
     MEASURE,
     RAGGED,
+    ROTATION_MEASURE,
+    ROTATION_PART,
     TABLE1_MEASURE,
     TABLE1_PART,
     TABLE1_STEPS,
+    UNROTATED,
     WITH_APPEND,
     append,
     merge,
@@ -57,6 +61,11 @@ A100_TABLE1 = {  # tokens -> QServe Table 1, on an A100: how many times as fast 
     1024: (0.88, 1.49),
     1536: (0.90, 1.51),
 }
+TABLE1_COLUMNS = (  # of what is launched: the row's config, and the cache in words
+    ({"bits": 8}, "8 bits"),
+    ({"bits": 8, "channel": 1}, "8 bits, static"),
+    ({"bits": 4}, "4 bits"),
+)
 A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100 (QServe §6.4); KV8: TensorRT-LLM's (QServe Table 1)
     "attention_kv8": 420,
     "attention_kv4_naive": 480,
@@ -88,8 +97,10 @@ def table1(record: Record | None) -> str:
     teaching = rows[rows.face != FACE]
     times = {name: teaching[teaching.kernel == name].set_index("L").time_us for name in TABLE1_STEPS}
     launched = rows[rows.face == FACE]
-    bits_of = launched.config.map(lambda config: config["bits"])
-    times |= {f"{FACE}, {bits} bits": launched[bits_of == bits].set_index("L").time_us for bits in (8, 4)}
+    for config, cache in TABLE1_COLUMNS:
+        of_cache = launched[launched.config.map(lambda row_config, config=config: row_config == config)]
+        if not of_cache.empty:
+            times[f"{FACE}, {cache}"] = of_cache.set_index("L").time_us
     kv8_us, naive_us, kv4_us = (times[name] for name in TABLE1_STEPS)
     table = pd.DataFrame({f"`{name}`": us for name, us in times.items()})
     table["naive over 8 bits"], table["prefetch over 8 bits"] = kv8_us / naive_us, kv8_us / kv4_us
@@ -98,10 +109,49 @@ def table1(record: Record | None) -> str:
     formats = {name: "{:.1f}" if "`" in name else "{:.2f}x" for name in table.columns[1:-1]}
     note = (
         f"µs at 64 sequences, heads 32/32. QServe: on an A100 (QServe Table 1), its 8-bit kernel that of TensorRT-LLM"
-        f" with static scales; here scales are per token and head. Measured on one {record.device['name']}:"
+        f" with static scales; here scales are per token and head, or per channel where it says static. Measured on one"
+        f" {record.device['name']}:"
         f" `ptxlab bench attention --only {TABLE1_PART}`, {record.date[:10]}, commit {record.revision}."
     )
     return f"{markdown(table, formats)}\n{note}\n"
+
+
+def load_rotation_record() -> Record | None:
+    """Load the record of `ptxlab bench attention --only rotation` on the H200, or return None if there is none."""
+    return frames.load_record(f"attention_{ROTATION_PART}")
+
+
+def rotation_table(record: Record | None) -> str:
+    """Build the table of what rotation costs: µs with and without, behind an appended token and alone."""
+    rows = frame(record, ROTATION_MEASURE)
+    if record is None or rows.empty:
+        return MISSING
+    table = pd.DataFrame(
+        {
+            "heads": [f"{Hq}/{Hkv}" for Hq, Hkv in zip(rows.Hq, rows.Hkv, strict=True)],
+            "sequences": [f"{B} x {L:,}" for B, L in zip(rows.B, rows.L, strict=True)],
+            "launches": ["append, attention" if c["appended"] else "attention" for c in rows.config],
+            "as they come": rows[UNROTATED],
+            "rotated": rows.time_us,
+            "over it": rows.time_us / rows[UNROTATED] - 1,
+        }
+    )
+    note = (
+        f"µs, medians of five readings in turns, on one {record.device['name']}: `ptxlab bench attention --only"
+        f" {ROTATION_PART}`, {record.date[:10]}, commit {record.revision}."
+    )
+    return f"{markdown(table, {'as they come': '{:.1f}', 'rotated': '{:.1f}', 'over it': '{:+.1%}'})}\n{note}\n"
+
+
+def rotated_us(place: Mapping[str, int]) -> float | None:
+    """Return the recorded µs of attention alone on a rotated cache at a place, or None."""
+    rows = frame(load_rotation_record(), ROTATION_MEASURE)
+    if rows.empty:
+        return None
+    alone = rows[
+        (rows[list(place)] == list(place.values())).all(axis=1) & ~rows.config.map(lambda c: bool(c["appended"]))
+    ]
+    return None if alone.empty else float(alone.time_us.iloc[0])
 
 
 def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:

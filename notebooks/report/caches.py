@@ -10,8 +10,8 @@ from report.style import bare, title
 
 PLACE = {"Hq": 32, "Hkv": 8, "B": 64, "L": 4096}  # of the decode step whose time stands in the table
 OURS = ("KV4", "KV4, SmoothAttention")  # run on the attention kernel of plain KV4 as it is
-# kernels without a record at `PLACE`
-UNRECORDED = ("KV4, keys rotated", "KV4, keys rotated, SmoothAttention", "KV4, rotation", "KV8")
+ROTATED = ("KV4, keys rotated", "KV4, keys rotated, SmoothAttention", "KV4, rotation")  # on that of rotated caches
+UNRECORDED = (*ROTATED, "KV8")  # unless the record of rotation has `PLACE`
 PEERS = {"float32": "f16", "FP8 e4m3, scale 1": "fp8"}  # rows whose time is that of the fastest such peer
 COLOURS = {"KV4, keys rotated": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
 
@@ -42,9 +42,11 @@ def points(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
 
 def decode_times() -> dict[str, str]:
     """Return the time of a decode step's attention by format: of this project's kernel, or of the fastest peer."""
+    times = dict.fromkeys(UNRECORDED, "not recorded")
+    if (rotated := attention.rotated_us(PLACE)) is not None:
+        times |= dict.fromkeys(ROTATED, f"{rotated:.0f} µs")
     measured = attention.points(attention.load_record())
     measured = measured[(measured[list(PLACE)] == list(PLACE.values())).all(axis=1)]
-    times = dict.fromkeys(UNRECORDED, "not recorded")
     if measured.empty:
         return times
     row = measured.iloc[0]

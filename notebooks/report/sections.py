@@ -373,6 +373,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "kv4": kv4_section,
     "attention_table1": lambda: attention.table1(attention.load_table1_record()),
+    "attention_rotation": lambda: attention.rotation_table(attention.load_rotation_record()),
     "prefill": prefill.section,
     "served": serving.headline,
     "serving": serving.section,

@@ -30,7 +30,7 @@ from ptxlab.gpu.floats import float_instruction
 from ptxlab.gpu.graph import Graph, Timing, call_times, capture, time_calls, wrap_graph
 from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.marks import NamedRange, profiling
-from ptxlab.gpu.module import GpuKernel, load, load_image
+from ptxlab.gpu.module import GpuKernel, image_kind, load, load_image
 from ptxlab.gpu.tensor_map import encode
 from ptxlab.gpu.view import View, current_device, flat_rows, hand_to_caller, is_capturing, new, stream_handle, view
 
@@ -64,6 +64,7 @@ __all__ = [
     "free_pool",
     "gumbel",
     "hand_to_caller",
+    "image_kind",
     "install_hint",
     "is_capturing",
     "is_device_array",

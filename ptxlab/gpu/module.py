@@ -109,7 +109,7 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
 
     arch = target() or device_info().arch
     is_cuda = source.language == "cu"
-    content = toolchain.cuda_digest(source, arch, output=_kind(), defines=defines) if is_cuda else source.text
+    content = toolchain.cuda_digest(source, arch, output=image_kind(), defines=defines) if is_cuda else source.text
     key = (content, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
     if key not in _kernels:
         _kernels[key] = _load(source, entry, _file(source, arch, defines))
@@ -133,8 +133,8 @@ def _load(source: Source, entry: str, path: Path) -> GpuKernel:
     return GpuKernel(entry, source, raw)
 
 
-def _kind() -> toolchain.Kind:
-    """Return the kind of image to load.
+def image_kind() -> toolchain.Kind:
+    """Return the kind of image that CUDA C++ is compiled to.
 
     It is machine code of this GPU, or PTX of another architecture, which the driver compiles.
     """
@@ -143,7 +143,7 @@ def _kind() -> toolchain.Kind:
 
 def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
     if source.language == "cu":
-        return toolchain.compile_cuda(source, arch, output=_kind(), defines=defines).path
+        return toolchain.compile_cuda(source, arch, output=image_kind(), defines=defines).path
     if defines:
         raise ArgumentError("defines", f"none, since {source.label} is PTX", dict(defines))
     # Under a name that changes with the text, because CuPy remembers modules by their path.

@@ -41,10 +41,16 @@ class Launches:
 
 def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:
     """Compile the CUDA C++ among them side by side, each variant once: loading finds them in the cache."""
-    arch = gpu.device_info().arch
+    arch, kind = (
+        gpu.target() or gpu.device_info().arch,
+        gpu.image_kind(),
+    )  # asked here: other threads know of no `compiling_for`
     distinct = {(source, tuple(constants.items())) for source, constants in variants if source.language == "cu"}
     with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(toolchain.compile_cuda, source, arch, defines=dict(named)) for source, named in distinct]
+        jobs = [
+            pool.submit(toolchain.compile_cuda, source, arch, output=kind, defines=dict(named))
+            for source, named in distinct
+        ]
         for job in jobs:
             job.result()
 

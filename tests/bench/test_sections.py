@@ -133,6 +133,7 @@ def test_the_suite_attention_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatc
     monkeypatch.setattr(attention, "unequal", lambda step, batch, *_: made_up.section(f"unequal {batch}")())
     monkeypatch.setattr(attention, "ladder_rows", lambda step, *_: made_up.section(step.spec.name)())
     monkeypatch.setattr(attention, "table1_rows", lambda *_: made_up.section("table1")())
+    monkeypatch.setattr(attention, "rotation_rows", lambda *_: iter(()))
     monkeypatch.setattr(merge, "rows", made_up.section("merge"))
     monkeypatch.setattr(append, "rows", made_up.section("append"))
     complete, _ = made_up.run("attention", tmp_path / "all.json")

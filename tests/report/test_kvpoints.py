@@ -187,8 +187,17 @@ def test_qserves_table_1_stands_beside_its_own_ratios() -> None:
     first = replace(RECORD.rows[0], measure=TABLE1_MEASURE, sizes=sizes, face="")
     rows = [replace(first, kernel=name, time_us=us) for name, us in times.items()]
     rows += [
-        replace(first, kernel="any", face=FACE, time_us=us, config={"bits": bits}) for bits, us in ((8, 9), (4, 5))
+        replace(first, kernel="any", face=FACE, time_us=us, config=config)
+        for config, us in (({"bits": 8}, 9), ({"bits": 8, "channel": 1}, 8), ({"bits": 4}, 5))
     ]
     text = attention.table1(replace(RECORD, rows=tuple(rows)))
-    assert "| 512 | 30.0 | 40.0 | 20.0 | 9.0 | 5.0 | 0.75x | 1.50x | 0.87x, 1.44x |" in text
+    assert "| 512 | 30.0 | 40.0 | 20.0 | 9.0 | 8.0 | 5.0 | 0.75x | 1.50x | 0.87x, 1.44x |" in text
     assert attention.table1(None) == frames.MISSING
+
+
+def test_what_rotation_costs_stands_beside_keys_as_they_come() -> None:
+    first = replace(RECORD.rows[0], measure="rotation", face=FACE, time_us=20.6, more={"unrotated_us": 20.0})
+    rows = tuple(replace(first, config={"appended": appended}) for appended in (1, 0))
+    text = attention.rotation_table(replace(RECORD, rows=rows))
+    assert "| append, attention | 20.0 | 20.6 | +3.0% |" in text and "| attention | 20.0 | 20.6 |" in text
+    assert attention.rotation_table(None) == frames.MISSING

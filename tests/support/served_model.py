@@ -27,10 +27,9 @@ def load_model(config: VllmConfig) -> Any:
 
 def packed_weight(layer: Any) -> PackedWeight:
     """Return the packed weight that a linear layer has."""
-    method, N, K = layer.quant_method, layer.channel_scale.shape[0], layer.input_size_per_partition
-    buffers = {name: getattr(layer, name).numpy() for name in method.names}
-    sizes = {"N": N, "K": K, "group": method.group, "protective_range": 0 if method.scheme == "qoq_channel" else 119}
-    return PackedWeight(layout="strips", scheme=method.scheme, buffers=buffers, **sizes)
+    method = layer.quant_method
+    weight: PackedWeight = method.matrix.weight({name: getattr(layer, name).numpy() for name in method.names})
+    return weight
 
 
 class ServedModel:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ptxlab import gpu
+
 COMMON: dict[str, Any] = {
     "dtype": "float16", "max_model_len": 1024, "enable_prefix_caching": False, "seed": 0,
     # A size of the cache that is given is not derived from free memory, which other tests' engines change meanwhile.
@@ -27,8 +29,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8-bit cache": {"kv_cache_dtype": "int8_per_token_head"},
     "head in INT8": {"additional_config": {"ptxlab": {"head": "int8"}}},
     "batch invariance": {},
+    "kernels for Ampere": {"arch": "sm_80"},
 }  # fmt: skip
-ENVIRONMENT = {"batch invariance": {"VLLM_BATCH_INVARIANT": "1"}}
+ENVIRONMENT = {
+    "batch invariance": {"VLLM_BATCH_INVARIANT": "1"},
+    "kernels for Ampere": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},  # a process of the engine's own chooses by its GPU
+}
 
 
 def run_engine(
@@ -36,13 +42,17 @@ def run_engine(
 ) -> dict[str, Any]:
     """Serve prompts (token ids) on an engine for `folder`, and return `tokens` and `logprobs` of each.
 
-    Settings are arguments of the engine, and `new`, the tokens to make (64), and `of_prompts`, whether logarithms of
-    the prompts' likelihoods are wanted. Raises AssertionError with the errors and last lines of a process that fails.
+    Settings are arguments of the engine, and `new`, the tokens to make (64), `of_prompts`, whether logarithms of the
+    prompts' likelihoods are wanted, and `arch`, for which kernels are chosen and compiled if not for the GPU at hand.
+    Raises AssertionError with the errors and last lines of a process that fails.
     """
     job, answer = work / "job.json", work / "result.json"
-    sampling = {"new": settings.pop("new", 64), "of_prompts": settings.pop("of_prompts", False)}
+    defaults = {"new": 64, "of_prompts": False, "arch": None}
+    for_process = {name: settings.pop(name, default) for name, default in defaults.items()}
     engine = {"model": str(folder), **COMMON, **settings}
-    job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **sampling}))
+    job.write_text(
+        json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **for_process})
+    )
     command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(answer)]
     environment = {"VLLM_CACHE_ROOT": str(work / "compiled"), **environment}  # of this engine alone
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
@@ -81,4 +91,6 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(serve(json.loads(Path(sys.argv[1]).read_text()))))
+    given_job = json.loads(Path(sys.argv[1]).read_text())
+    with gpu.compiling_for(given_job["arch"]):
+        Path(sys.argv[2]).write_text(json.dumps(serve(given_job)))

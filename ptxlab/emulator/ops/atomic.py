@@ -14,7 +14,7 @@ import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess, decode
 from ptxlab.emulator.core.addressing import elements, locator
-from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, count_of
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, count_of, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
@@ -113,21 +113,30 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     # of integers, whose order cannot be told from their result
     update_all = None if returns or is_float(t) else COMBINE.get(access.operation[0])
 
+    def tell(lanes: Lanes, offsets: Array) -> None:  # the checks, which take the last lane for the last writer
+        for watcher in watchers:
+            watcher.atomic(access, lanes, offsets)
+
     def atomic(lanes: Lanes) -> None:
         offsets = locate(lanes)
         if count > 1 and machine.launch.is_shared(offsets).any():
             _, place = machine.first_fault(instruction, lanes, machine.launch.is_shared(offsets))
             raise MemoryFault(f"{place}: vectors are added in global memory alone, this is shared memory")
-        for watcher in watchers:
-            watcher.atomic(access, lanes, offsets)
         places = offsets // size
         operands = [read(lanes) for read in readers]
         if update_all is not None:
+            tell(lanes, offsets)
             update_all.at(view, places, operands[0])
             return
-        old = np.empty((len(places), *view.shape[1:]), view.dtype)
         order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
-        for part in (order[position] for position in split_into_rounds(places[order])):
+        parts = [order[position] for position in split_into_rounds(places[order])]
+        if in_any_order and len(parts) > 1:
+            by_turns = np.concatenate(parts)
+            tell(indices_of(lanes)[by_turns], offsets[by_turns])
+        else:
+            tell(lanes, offsets)
+        old = np.empty((len(places), *view.shape[1:]), view.dtype)
+        for part in parts:
             old[part] = view[places[part]]
             view[places[part]] = function(offsets[part], old[part], *[operand[part] for operand in operands])
         for write, column in zip(writers, old.reshape(len(places), -1).T, strict=False):  # none for a sink

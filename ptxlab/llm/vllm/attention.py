@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.torch.operators import attention_workspace
+from ptxlab.llm.vllm.kernels import CAPABILITIES, HIGHEST, is_served
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS
 from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.layout.kv_cache import HEAD_DIMS
@@ -92,8 +93,10 @@ class KV4Backend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Return why the kernels cannot run on the GPU, or not on such a cache, or None."""
-        if tuple(device_capability) != (9, 0):
-            return f"ptxlab's kernel for prompts needs compute capability 9.0, not {device_capability.as_version_str()}"
+        if not is_served(device_capability):
+            return f"ptxlab's kernels need compute capability {CAPABILITIES}, not {device_capability.as_version_str()}"
+        if envs.VLLM_BATCH_INVARIANT and tuple(device_capability) != HIGHEST:
+            return f"VLLM_BATCH_INVARIANT=1 needs compute capability 9.0, not {device_capability.as_version_str()}"
         if envs.VLLM_BATCH_INVARIANT and CACHE_DTYPES.get(kv_cache_dtype) not in (*CHUNKED, None):
             return f"VLLM_BATCH_INVARIANT=1 needs a cache of 4 bits, not {kv_cache_dtype}"
         return None

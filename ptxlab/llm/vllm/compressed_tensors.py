@@ -102,8 +102,8 @@ class IntegerLinearMethod(W4A8LinearMethod):
 
     def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
         """Pack the integers, and log the error where scales had to be rounded."""
-        group = None if self.scheme == CHANNEL else self.group
-        buffers, error = pack_integers(loaded.pop("weight"), loaded.pop("weight_scale"), group)
+        group = None if self.matrix.scheme == CHANNEL else self.matrix.group
+        buffers, error = pack_integers(loaded.pop("weight"), loaded.pop("weight_scale"), group, self.matrix.layout)
         if error:
             log.info(
                 "ptxlab: %s: packed with a relative error of %.4f, as scales of groups are rounded", self.prefix, error

@@ -1,26 +1,30 @@
 """Kernels of a model's products, compiled side by side before vLLM captures graphs, in which nothing may compile."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 
 from ptxlab.llm.vllm import log
 from ptxlab.llm.vllm.options import CHANNEL
-from ptxlab.llm.vllm.packing import LAYOUT
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
 from ptxlab.lowbit.kernels.gemm.options import GemmOptions
-from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
+from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8, W8A8_SM80
+from ptxlab.lowbit.kernels.spec_call import choose_spec
 from ptxlab.lowbit.layout import PackedWeight, buffer_shapes
+from ptxlab.lowbit.layout.packings import Shapes
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
 from ptxlab.runtime.launching import compile_all
 from ptxlab.sources import Source, sources_of_kernel
 from ptxlab.spec.dtypes import name_of
 
+LOWEST, HIGHEST = (8, 0), (9, 0)  # compute capabilities
+CAPABILITIES = "8.0 to 9.0 (Ampere, Ada, Hopper)"
 _STEP = 64  # between numbers of tokens beyond the captured ones, which have few tiles to choose from
 
 
@@ -28,24 +32,34 @@ _STEP = 64  # between numbers of tokens beyond the captured ones, which have few
 class MatrixShape:
     """A packed matrix [N, K] of a layer."""
 
+    layout: str
     scheme: str
     N: int
     K: int
     group: int
 
-    def weight(self) -> PackedWeight:
-        """Return a weight of this shape, whose memory is never touched."""
-        shapes = buffer_shapes(LAYOUT, self.scheme, self.N, self.K, self.group)
-        buffers = {name: np.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()}
+    def shapes(self) -> Shapes:
+        """Return dtype and shape of each buffer. Raises ArgumentError for sizes that no kernel supports."""
+        return buffer_shapes(self.layout, self.scheme, self.N, self.K, self.group)
+
+    def weight(self, buffers: Mapping[str, Any] | None = None) -> PackedWeight:
+        """Return the weight of these buffers; without any, one whose memory is never touched."""
+        if buffers is None:
+            buffers = {name: np.zeros(shape, dtype) for name, (dtype, shape) in self.shapes().items()}
         return PackedWeight(
-            layout=LAYOUT,
+            layout=self.layout,
             scheme=self.scheme,
             N=self.N,
             K=self.K,
             group=self.group,
             protective_range=0 if self.scheme == CHANNEL else PROTECTIVE_RANGE,
-            buffers=buffers,
+            buffers=dict(buffers),
         )
+
+
+def is_served(capability: tuple[int, int] | None) -> bool:
+    """Tell whether the plugin serves on a GPU of this compute capability; None: there is no GPU."""
+    return capability is not None and LOWEST <= tuple(capability) <= HIGHEST
 
 
 def token_counts(vllm_config: VllmConfig) -> tuple[int, ...]:
@@ -75,7 +89,9 @@ def head_variants(
     counts, out = tuple(tokens), {"OUT": DTYPES.index(dtype)}
     for N, K in heads:
         for M in counts:
-            yield sources_of_kernel(W8A8.name)[0], {**W8A8.config_for({"M": M, "N": N, "K": K}), **out}
+            sizes = {"M": M, "N": N, "K": K}
+            spec = choose_spec((W8A8, W8A8_SM80), sizes, None)
+            yield sources_of_kernel(spec.name)[0], {**spec.config_for(sizes), **out}
 
 
 class ProductKernels:

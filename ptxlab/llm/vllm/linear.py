@@ -16,20 +16,22 @@ from ptxlab.llm.torch import operators as _operators  # noqa: F401  (defines tor
 from ptxlab.llm.vllm import NAME
 from ptxlab.llm.vllm.kernels import MatrixShape, ProductKernels
 from ptxlab.llm.vllm.options import ServingOptions
-from ptxlab.llm.vllm.packing import LAYOUT, quantise_and_pack
+from ptxlab.llm.vllm.packing import quantise_and_pack
 from ptxlab.llm.vllm.rotation import rotate_back, rotate_values
-from ptxlab.lowbit.layout import buffer_shapes
+from ptxlab.lowbit.kernels.gemm.ladder import layout_here
 
 
 class W4A8LinearMethod(LinearMethodBase):
     """Method of one linear layer: what is loaded is packed and dropped before the next layer is loaded.
 
-    The layer then has the buffers of a `PackedWeight` in `strips` as parameters, and its bias in f32.
+    The layer then has the buffers of a `PackedWeight` as parameters, in the layout that the kernels of this GPU read,
+    and its bias in f32.
 
     Attributes:
         kernels: those of all layers.
         prefix: the layer's name.
-        scheme, group, names: of the packed weight, and its buffers, once the layer's sizes are known.
+        matrix: the packed weight's layout, scheme and sizes, once the layer's sizes are known.
+        names: of its buffers, likewise.
         is_packed: whether the layer has been loaded.
         is_dummy: whether vLLM fills what is loaded with numbers of its own.
     """
@@ -38,7 +40,7 @@ class W4A8LinearMethod(LinearMethodBase):
 
     def __init__(self, kernels: ProductKernels, prefix: str) -> None:
         self.kernels, self.prefix = kernels, prefix
-        self.scheme, self.group, self.names = "", 0, tuple[str, ...]()
+        self.matrix, self.names = MatrixShape("", "", 0, 0, 0), tuple[str, ...]()
         self.is_packed, self.is_dummy = False, get_current_vllm_config().load_config.load_format == "dummy"
 
     @abstractmethod
@@ -66,11 +68,12 @@ class W4A8LinearMethod(LinearMethodBase):
         """Give the layer what the checkpoint has, without memory. Raises ArgumentError for sizes no kernel supports."""
         N, K = sum(output_partition_sizes), input_size_per_partition
         try:
-            self.scheme, self.group = self.choose_format(K)
-            self.names = tuple(buffer_shapes(LAYOUT, self.scheme, N, K, self.group))
+            scheme, group = self.choose_format(K)
+            self.matrix = MatrixShape(layout_here(scheme), scheme, N, K, group)
+            self.names = tuple(self.matrix.shapes())
         except ArgumentError as error:
             raise self._error(error.rule, error.value) from None
-        self.kernels.matrices.add(MatrixShape(self.scheme, N, K, self.group))
+        self.kernels.matrices.add(self.matrix)
         loader = extra_weight_attrs.get("weight_loader")
         for name, parameter in self.loaded_parameters(N, K, params_dtype, loader).items():
             layer.register_parameter(name, parameter)
@@ -117,9 +120,9 @@ class W4A8LinearMethod(LinearMethodBase):
             token_sum,
             [getattr(layer, name) for name in self.names],
             bias,
-            layout=LAYOUT,
-            scheme=self.scheme,
-            group=self.group,
+            layout=self.matrix.layout,
+            scheme=self.matrix.scheme,
+            group=self.matrix.group,
             out_dtype=x.dtype,
         )
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -178,4 +181,4 @@ class FloatLinearMethod(W4A8LinearMethod):
                 layer.bias[values] = rotate_values(layer.bias[values], head_dim)
         elif head_dim is not None and self.prefix.endswith(".o_proj"):
             weight = rotate_back(weight, head_dim)
-        return quantise_and_pack(weight, self.scheme, self.group)
+        return quantise_and_pack(weight, self.matrix.scheme, self.matrix.group, self.matrix.layout)

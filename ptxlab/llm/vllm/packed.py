@@ -1,7 +1,7 @@
 """Folders of `ptxlab quantize --recipe` and `ptxlab import`: packed weights, which are loaded as they are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -10,14 +10,14 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.checkpoints.folder import CONFIG_VERSION, METHOD
-from ptxlab.llm.vllm.kernels import ProductKernels
+from ptxlab.llm.vllm.kernels import MatrixShape, ProductKernels
 from ptxlab.llm.vllm.linear import W4A8LinearMethod
-from ptxlab.llm.vllm.packing import LAYOUT
-from ptxlab.lowbit.layout import buffer_shapes
+from ptxlab.llm.vllm.packing import repack
 from ptxlab.lowbit.layout.packed_weight import SCHEMES
 from ptxlab.validate import is_integer, is_one_of
 
 _CONFIG = "quantization_config"
+_LAYOUT = "strips"  # of weights in folders
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def _settings(name: str, config: Any) -> tuple[str, int]:
     scheme, group, layout = (config.get(key) for key in ("scheme", "group", "layout"))
     if not is_one_of(scheme, SCHEMES):
         raise ArgumentError(f"{name}: scheme", f"must be one of {', '.join(SCHEMES)} in vLLM", scheme)
-    if layout != LAYOUT or config.get("interleaved", False):
-        rule = f"must be {LAYOUT}, rows in their own order; `ptxlab import FOLDER --out NEW` rewrites the folder"
-        raise ArgumentError(f"{name}: layout", rule, f"{layout}, interleaved" if layout == LAYOUT else layout)
+    if layout != _LAYOUT or config.get("interleaved", False):
+        rule = f"must be {_LAYOUT}, rows in their own order; `ptxlab import FOLDER --out NEW` rewrites the folder"
+        raise ArgumentError(f"{name}: layout", rule, f"{layout}, interleaved" if layout == _LAYOUT else layout)
     if not is_integer(group):
         raise ArgumentError(f"{name}: group", "must be an integer", group)
     return str(scheme), group
@@ -94,15 +94,19 @@ class PackedLinearMethod(W4A8LinearMethod):
     def loaded_parameters(self, N: int, K: int, dtype: torch.dtype, weight_loader: Any) -> dict[str, nn.Parameter]:
         """Return the buffers."""
         parameters = {}
-        for name, (kind, shape) in buffer_shapes(LAYOUT, self.scheme, N, K, self.group).items():
+        for name, (kind, shape) in self._stored_matrix().shapes().items():
             empty = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
             parameters[name] = nn.Parameter(empty, requires_grad=False)
             set_weight_attrs(parameters[name], {"weight_loader": self._load_whole})
         return parameters
 
     def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers as they are."""
-        return loaded
+        """Return the buffers as they are, or repacked for the kernels of this GPU."""
+        stored = self._stored_matrix()
+        return loaded if stored == self.matrix else repack(loaded, stored, self.matrix.layout)
+
+    def _stored_matrix(self) -> MatrixShape:
+        return replace(self.matrix, layout=_LAYOUT)
 
     def _load_whole(self, param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
         """Copy a buffer; vLLM fills in `param` by this name.

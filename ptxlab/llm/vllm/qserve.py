@@ -105,4 +105,4 @@ class QServeLinearMethod(W4A8LinearMethod):
         expected = QoQChannelWeight if self.checkpoint_group is None else LQQWeight
         if not isinstance(weight, expected):
             raise ArgumentError("s1_szeros", "must be integers 0..15 times s1_scales", "others")
-        return pack_quantised(weight, qweight)
+        return pack_quantised(weight, qweight, self.matrix.layout)

@@ -17,7 +17,7 @@ from ptxlab.llm.vllm.attention import KV4Impl
 from ptxlab.llm.vllm.checkpoints import QuantizedCheckpoint, find_checkpoint
 from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint
 from ptxlab.llm.vllm.head import Int8HeadMethod
-from ptxlab.llm.vllm.kernels import ProductKernels
+from ptxlab.llm.vllm.kernels import LOWEST, ProductKernels
 from ptxlab.llm.vllm.linear import FloatLinearMethod
 from ptxlab.llm.vllm.options import ServingOptions
 
@@ -47,8 +47,9 @@ class PtxlabConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the compute capability times ten; `serving` refuses those above, too."""
-        return 90
+        """Return the lowest compute capability times ten; `serving` refuses others, too."""
+        major, minor = LOWEST
+        return 10 * major + minor
 
     @staticmethod
     def get_config_filenames() -> list[str]:

@@ -14,12 +14,12 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.vllm import NAME, log
 from ptxlab.llm.vllm.attention import CACHE_DTYPES, PAGE, KV4Backend
 from ptxlab.llm.vllm.checkpoints import find_checkpoint
+from ptxlab.llm.vllm.kernels import CAPABILITIES, is_served
 from ptxlab.llm.vllm.options import ServingOptions
 from ptxlab.llm.vllm.quantization import ARCHITECTURES, PtxlabConfig
 from ptxlab.lowbit.kernels.attention.call import MOST_TOKENS
 
 DEFAULT_CACHE = "int4_per_token_head"
-CAPABILITY = (9, 0)  # kernels for `strips` and for prompts run there alone
 
 
 class _ServedConfig(VerifyAndUpdateConfig):
@@ -84,9 +84,9 @@ def _describe_cache(dtype: str, backend: Any, rotated: str) -> str:
 def _refuse(vllm_config: VllmConfig) -> None:
     """Raise ArgumentError for the first feature of vLLM that the plugin does not support."""
     capability = current_platform.get_device_capability()
-    if not current_platform.is_cuda() or capability is None or tuple(capability) != CAPABILITY:
+    if not current_platform.is_cuda() or not is_served(capability):
         got = "none" if capability is None else capability.as_version_str()
-        raise ArgumentError(f"--quantization {NAME}", "needs a GPU of compute capability 9.0 (H100, H200)", got)
+        raise ArgumentError(f"--quantization {NAME}", f"needs a GPU of compute capability {CAPABILITIES}", got)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
     unsupported = {

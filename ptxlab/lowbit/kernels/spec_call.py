@@ -29,14 +29,17 @@ def why_not(spec: KernelSpec, backend: str | None) -> str | None:
 def choose_spec(specs: Sequence[KernelSpec], sizes: Mapping[str, Any], backend: str | None) -> KernelSpec:
     """Choose the first, the fastest, that takes the sizes and runs on the GPU here, or without one in the emulator.
 
-    Where none does, the first that takes the sizes, or of all, whose own refusal says why.
+    Where none does, one whose own refusal says why: the last that runs but does not take the sizes, which names its
+    limit; else one that takes the sizes but does not run.
     """
     accepting = [spec for spec in specs if _accepts_sizes(spec, sizes)] or specs[:1]
-    on_gpu = [spec for spec in accepting if backend != "emulator" and why_not(spec, "gpu") is None]
-    emulated = [spec for spec in accepting if backend != "gpu" and why_not(spec, "emulator") is None]
-    if not on_gpu and backend != "emulator" and gpu.why_not(None) is None:
-        return accepting[-1]  # an older GPU is told the least that it would have to be
-    return (on_gpu or emulated or accepting)[0]
+    is_for_gpu = backend != "emulator" and gpu.why_not(None) is None
+    backends = ("gpu",) if is_for_gpu else tuple(name for name in ("gpu", "emulator") if backend in (None, name))
+    running = [spec for name in backends for spec in specs if why_not(spec, name) is None]
+    if usable := [spec for spec in running if spec in accepting]:
+        return usable[0]
+    # An older GPU is told the least that it would have to be.
+    return running[-1] if running else accepting[-1 if is_for_gpu else 0]
 
 
 def _accepts_sizes(spec: KernelSpec, sizes: Mapping[str, Any]) -> bool:

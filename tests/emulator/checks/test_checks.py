@@ -332,6 +332,16 @@ def test_who_has_seen_a_flag_resets_it_by_an_ordinary_store(read: str, clean: bo
     assert kinds(outcome)[:1] == ([] if clean else [("race", line_of(text, "st.global.u32 [%x2], 0"))])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_last_at_a_counter_resets_it(seed: int) -> None:
+    """In mode late the last to come is any of the blocks that come with one instruction."""
+    body = """ld.param.u64 %x2, [a]; fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 %r1, [%x2], 1;
+        setp.ne.u32 %p, %r1, 4; @%p ret; fence.acq_rel.gpu; st.global.u32 [%x2], 0; ret;"""
+    arrays = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    outcome = run_text(kernel_text(body, TWO), *arrays, threads=1, blocks=5, checks=["race"], mode="late", seed=seed)
+    assert kinds(outcome) == []
+
+
 WARP_FLAG = """mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
     mul.wide.u32 %x3, %r0, 4; add.u64 %x3, %x1, %x3; mov.u32 %r4, 9;
     setp.eq.u32 %q, %r0, 0; setp.eq.u32 %p, %r1, 1; @%p bra READ;

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ common.Progress.__call__ = slowed
 common.Progress.beat = lambda progress, ended: None  # steps alone are said
 main()
 """
+
+
+@pytest.fixture(autouse=True)
+def default_interrupts() -> Iterator[None]:
+    """Have commands take Ctrl-C also where a shell started the tests behind `&`, so that all ignore it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 def interrupt(title: str, step: int, *arguments: object) -> str:

@@ -146,7 +146,17 @@ def decode_tokens(runner: KernelRunner) -> list[list[int]]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens are those of `KernelRunner`, eager, and as `generate` compiles a static cache by itself.
+    require_tokens_of_our_runner(family, monkeypatch, compiled=compiled)
+
+
+@pytest.mark.long(20)
+def test_kernels_for_ampere_generate_the_tokens_of_our_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpu.compiling_for("sm_80"):
+        require_tokens_of_our_runner(FAMILIES[0], monkeypatch, compiled=False)
+
+
+def require_tokens_of_our_runner(family: str, monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> None:
+    """Compare tokens with those of `KernelRunner`, eager, or as `generate` compiles a static cache by itself.
 
     Prompts go token by token, as the rows of a torch model all go through the decode kernel. Inductor adds to the
     residual stream in float32 and rounds once for several layers unless it is told otherwise.

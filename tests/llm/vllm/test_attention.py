@@ -138,8 +138,10 @@ def test_a_run_that_measures_memory_has_no_metadata(small_model: Any) -> None:
         "MLA": ({"use_mla": True}, "MLA not supported"),
         "cache": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
         "block": ({"block_size": 16}, "block_size not supported"),
-        "Ampere": ({"device_capability": (8, 0)}, "needs compute capability 9.0, not 8.0"),
-        "Blackwell": ({"device_capability": (10, 0)}, "needs compute capability 9.0, not 10.0"),
+        "Turing": ({"device_capability": (7, 5)}, "need compute capability 8.0 to 9.0 (Ampere, Ada, Hopper), not 7.5"),
+        "Ampere": ({"device_capability": (8, 0)}, None),
+        "Ada": ({"device_capability": (8, 9)}, None),
+        "Blackwell": ({"device_capability": (10, 0)}, "(Ampere, Ada, Hopper), not 10.0"),
         "encoder": ({"attn_type": "encoder"}, "attention type encoder not supported"),
         "batch invariance, windows": ({"use_batch_invariant": True}, None),
         "8 bits": ({"kv_cache_dtype": "int8_per_token_head"}, None),
@@ -176,6 +178,9 @@ def test_batch_invariance_needs_4_bits(vllm: None, monkeypatch: pytest.MonkeyPat
     assert KV4Backend.supports_combination(kv_cache_dtype=CACHE, **combination) is None
     reason = KV4Backend.supports_combination(kv_cache_dtype="int8_per_token_head", **combination)
     assert reason == "VLLM_BATCH_INVARIANT=1 needs a cache of 4 bits, not int8_per_token_head"
+    combination["device_capability"] = DeviceCapability(8, 9)
+    reason = KV4Backend.supports_combination(kv_cache_dtype=CACHE, **combination)
+    assert reason == "VLLM_BATCH_INVARIANT=1 needs compute capability 9.0, not 8.9"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_checkpoint_is_claimed_and_loaded(
     expected = np.concatenate([floats[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
     got = unpack(packed_weight(layer.self_attn.qkv_proj)).dequantize()
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-    assert error <= largest_error and layer.mlp.down_proj.quant_method.group == (group or 192)
+    assert error <= largest_error and layer.mlp.down_proj.quant_method.matrix.group == (group or 192)
     logged = [line for line in lines if "layers.0.self_attn.qkv_proj" in line]
     assert logged == ([] if group is None else [
         "ptxlab: model.layers.0.self_attn.qkv_proj: packed with a relative error of"
@@ -81,10 +81,10 @@ def test_scales_that_are_multiples_of_one_are_exact(vllm: None) -> None:
     q = rng.integers(-8, 8, (32, 256)).astype(np.int8)
     multiples = rng.integers(1, 16, (32, 4)).astype(np.float32)
     scale = multiples * rng.uniform(0.5, 2, (32, 1)).astype(np.float16).astype(np.float32)
-    buffers, error = pack_integers(torch.from_numpy(q), torch.from_numpy(scale), 64)
+    buffers, error = pack_integers(torch.from_numpy(q), torch.from_numpy(scale), 64, "strips")
     assert error == 0.0 and {*buffers} >= {"strips", "channel_scale"}
     scale[3, 1] *= 1.01
-    assert 0 < pack_integers(torch.from_numpy(q), torch.from_numpy(scale), 64)[1] < 0.02
+    assert 0 < pack_integers(torch.from_numpy(q), torch.from_numpy(scale), 64, "strips")[1] < 0.02
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_integers_of_more_bits_are_refused(vllm: None) -> None:
     from ptxlab.llm.vllm.packing import pack_integers
 
     with pytest.raises(ArgumentError, match=r"must be of 4 bits, -8..7 \(got -9..0\)"):
-        pack_integers(torch.tensor([[0] * 63 + [-9]] * 8, dtype=torch.int8), torch.ones(8, 1), None)
+        pack_integers(torch.tensor([[0] * 63 + [-9]] * 8, dtype=torch.int8), torch.ones(8, 1), None, "strips")

@@ -18,6 +18,7 @@ Configured = Callable[..., Any]
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_engine_takes_the_settings(configured: Configured, packed_folder: Callable[..., Path], name: str) -> None:
     settings = {**COMMON, **SETTINGS[name], "max_model_len": 128}
+    settings.pop("arch", None)  # of its process
     config = configured(model=packed_folder("smollm"), quantization=None, **settings)
     assert config.attention_config.backend.name == "CUSTOM"
     dtype = SETTINGS[name].get("kv_cache_dtype", "int4_per_token_head")

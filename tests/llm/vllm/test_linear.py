@@ -23,13 +23,14 @@ def matrices(folder: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
+@pytest.mark.parametrize("layout", ["strips", "qserve"])
 @pytest.mark.parametrize("elements", [1, 64 * 48, 1 << 26])
-def test_pieces_are_packed_as_the_whole(scheme: str, elements: int) -> None:
+def test_pieces_are_packed_as_the_whole(scheme: str, layout: str, elements: int) -> None:
     from ptxlab.llm.vllm.packing import quantise_and_pack
 
     weight = torch.randn(120, 192, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    whole = pack(quantiser(scheme)(weight.float().numpy(), 64), "strips")
-    got = quantise_and_pack(weight, scheme, 64, elements)
+    whole = pack(quantiser(scheme)(weight.float().numpy(), 64), layout)
+    got = quantise_and_pack(weight, scheme, 64, layout, elements)
     assert {*got} == {*whole.buffers}
     assert all(np.array_equal(got[name].numpy(), whole.buffers[name]) for name in got)
 

@@ -76,8 +76,8 @@ def test_matrices_of_other_formats_are_loaded_by_name(configured: Configured, pa
         path, model.config, model.recipe, embedding=model.embedding, final_norm=model.final_norm, head=model.head
     )
     layers = load_model(configured(model=path)).model.layers
-    formats = [(layer.mlp.down_proj.quant_method.scheme, layer.mlp.down_proj.quant_method.group) for layer in layers]
-    assert formats == [("lqq", 64), ("qoq_channel", 192)]
+    matrices = [layer.mlp.down_proj.quant_method.matrix for layer in layers]
+    assert [(matrix.scheme, matrix.group) for matrix in matrices] == [("lqq", 64), ("qoq_channel", 192)]
 
 
 def _by_channel(weight: Any) -> Any:

@@ -95,12 +95,17 @@ def test_other_architectures_are_refused(configured: Configured) -> None:
         configured(changes={"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"})
 
 
-def test_other_gpus_are_refused(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
+def test_other_gpus_are_refused(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
-    monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(10, 0))
-    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 9.0 \(H100, H200\) \(got 10.0"):
+    monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(*capability))
+    got = "{}.{}".format(*capability)
+    rule = rf"(needs a GPU of compute capability 8.0 to 9.0 \(Ampere, Ada, Hopper\) \(got {got}|Minimum capability: 80)"
+    with pytest.raises(ValueError, match=rule):
         configured()
 
 

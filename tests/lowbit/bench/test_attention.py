@@ -243,7 +243,7 @@ def test_every_size_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch, step: Any)
 def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[str, ...]] = []
 
-    def compile_cuda(source: Any, arch: str, *, defines: dict[str, int]) -> None:
+    def compile_cuda(source: Any, arch: str, *, output: str, defines: dict[str, int]) -> None:
         compiled.append((source.label, *map(str, defines.items())))
 
     emulated_gpu.setattr(toolchain, "compile_cuda", compile_cuda)
@@ -277,6 +277,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "TABLE1", (Batch(2, 2, (66, 66)),))
+    small.setattr(attention, "ROTATED", (Batch(2, 2, (66,)),))
     small.setattr(attention, "compile_all", lambda planned, appending: None)
     small.setattr(merge, "BATCHES", (Batch(2, 1, (70,)),))
     small.setattr(append, "HEADS", (1,))
@@ -284,7 +285,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     family = [name for name, spec in specs().items() if spec.family == "attention"]
     rows = attention.rows(family, CEILINGS, quiet)
     both = {"attention": 2, "append and attention": 2}
-    counts = {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5, "table 1": 5}
+    counts = {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5, "table 1": 6, "rotation": 2}
     assert Counter(row.measure for row in rows) == both | counts
     record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
@@ -299,11 +300,23 @@ def test_table_1_alone(small: pytest.MonkeyPatch) -> None:
     small.setattr(attention, "TABLE1", (Batch(2, 2, (3, 3)), Batch(2, 2, (66, 66))))
     family = [name for name, spec in specs().items() if spec.family == "attention"]
     rows = attention.rows(family, CEILINGS, quiet, only=["table1"])
-    kernels = ["attention_kv8", "attention_kv4_naive", "attention_kv4_prefetch", *2 * ["attention_kv4_sm90"]]
+    kernels = ["attention_kv8", "attention_kv4_naive", "attention_kv4_prefetch", *3 * ["attention_kv4_sm90"]]
     assert [(row.kernel, row.sizes["L"]) for row in rows] == [(name, L) for L in (3, 66) for name in kernels]
     assert {row.measure for row in rows} == {"table 1"} and len({row.key for row in rows}) == len(rows)
-    assert [row.bytes // (2 * 2 * 2 * 66) for row in rows[5:]] == [132, 68, 68, 132, 68]
-    assert [row.config for row in rows[3:5]] == [{"bits": 8}, {"bits": 4}]
+    assert [row.bytes // (2 * 2 * 2 * 66) for row in rows[6:]] == [132, 68, 68, 132, 128, 68]
+    assert [row.config for row in rows[3:6]] == [{"bits": 8}, {"bits": 8, "channel": 1}, {"bits": 4}]
+
+
+@pytest.mark.full
+def test_rotation_alone(small: pytest.MonkeyPatch) -> None:
+    """Measure rotated caches beside the same pages unrotated, behind an appended token and alone."""
+    small.setattr(attention, "ROTATED", (Batch(2, 1, (66,)),))
+    family = [name for name, spec in specs().items() if spec.family == "attention"]
+    rows = attention.rows(family, CEILINGS, quiet, only=["rotation"])
+    assert [(row.kernel, row.measure, row.config) for row in rows] == [
+        ("attention_kv4_sm90", "rotation", {"appended": appended}) for appended in (1, 0)
+    ]
+    assert all(row.variant["ROTATED"] == 1 and row.more["unrotated_us"] == 10 for row in rows)
 
 
 def test_the_lengths_of_table_1(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -316,16 +329,19 @@ def test_the_lengths_of_table_1(emulated_gpu: pytest.MonkeyPatch) -> None:
             for batch, scheme in product(shapes.TABLE1, attention.TABLE1_CACHES):
                 sizes = attention_problem.sizes_at(step, batch, scheme, 2 * sum(batch.pages()))
                 assert step.spec.launch({**sizes, **step.config(sizes, "float16")}).shared_bytes <= 227 << 10
-    with pytest.raises(ArgumentError, match=r"only: one of table1 \(got table2\)"):
+    with pytest.raises(ArgumentError, match=r"only: one of table1, rotation \(got table2\)"):
         attention.part(["table2"])
     assert (
-        attention.SUITE.record_name(["table1"]) == "attention_table1" and attention.SUITE.record_name([]) == "attention"
+        attention.SUITE.record_name(["table1"]) == "attention_table1"
+        and attention.SUITE.record_name([]) == "attention"
+        and attention.SUITE.record_name(["rotation"]) == "attention_rotation"
     )
 
 
 def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> None:
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "TABLE1", ())
+    small.setattr(attention, "ROTATED", ())
     small.setattr(attention, "compile_all", lambda planned, appending: None)
     (row,) = attention.rows(["attention_kv8"], CEILINGS, quiet)
     assert (row.kernel, row.measure, row.face) == ("attention_kv8", "ladder", "") and row.bytes == 65 * 2 * 2 * 132

@@ -1,7 +1,9 @@
 """Suite `attention`: what `attention_kv4` launches beside its floor and the peers given, its ladder, `append_kv4`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from ptxlab import gpu
@@ -36,7 +38,11 @@ RAGGED, EVEN = "ragged", "even"
 PROGRAMMATIC = "programmatic_us"  # in `more`: launched before the launch before has ended
 TABLE1_MEASURE, TABLE1_PART = "table 1", "table1"  # QServe's Table 1: of the rows; the word of `--only`
 TABLE1_STEPS = ("attention_kv8", "attention_kv4_naive", "attention_kv4_prefetch")
-TABLE1_CACHES = ("kv8", "kv4")  # of the kernel that `attention_kv4` chooses
+TABLE1_CACHES = ("kv8", "kv8_channel", "kv4")  # of the kernel that `attention_kv4` chooses
+ROTATION_MEASURE = ROTATION_PART = "rotation"  # of rows; the word of `--only`
+ROTATED = tuple(even(heads, *of) for heads in HEADS[:2] for of in ((1, 1024), (1, 4096), (64, 4096)))
+UNROTATED = "unrotated_us"  # in `more`: the same with keys as they come
+_PAIRS = 5  # readings of rotated and unrotated launches, in turns, whose medians count
 ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
 
 
@@ -64,9 +70,14 @@ def rows(
     launched = chosen if chosen in steps else None
     tabled = [step for step in steps if step.spec.name in TABLE1_STEPS or step is launched]
     of_table = [(step, batch) for step in tabled for batch in TABLE1]
-    if part(only):
-        compile_all(of_table, appending=False)
-        return [*keep(TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress))]
+    if only:
+        parts = {
+            TABLE1_PART: (TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress)),
+            ROTATION_PART: (ROTATION_MEASURE, partial(rotation_rows, launched, ceilings, progress)),
+        }
+        part(only)
+        compile_all(of_table if TABLE1_PART in only else (), appending=False)
+        return [row for word, measured in parts.items() if word in only for row in keep(*measured)]
     planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
     compile_all([*planned, *of_table], appending)
     measured: list[Row] = []
@@ -80,6 +91,7 @@ def rows(
     for step in steps:
         measured += keep(step.spec.name, partial(ladder_rows, step, ceilings, progress))
     measured += keep(TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress))
+    measured += keep(ROTATION_MEASURE, partial(rotation_rows, launched, ceilings, progress))
     if merging:
         measured += keep(merge.MEASURE, partial(merge.rows, ceilings, progress))
     if appending:
@@ -88,11 +100,12 @@ def rows(
 
 
 def part(words: Sequence[str]) -> tuple[Batch, ...]:
-    """Return the batches of the part that words name: `table1`, QServe's Table 1. Raise ArgumentError for others."""
+    """Return the batches of the parts that words name, Table 1 and rotation. Raise ArgumentError for others."""
+    batches_of = {TABLE1_PART: TABLE1, ROTATION_PART: ROTATED}
     for word in words:
-        if word != TABLE1_PART:
-            raise ArgumentError("only", f"one of {TABLE1_PART}", word)
-    return TABLE1 if words else ()
+        if word not in batches_of:
+            raise ArgumentError("only", f"one of {', '.join(batches_of)}", word)
+    return tuple(batch for word in dict.fromkeys(words) for batch in batches_of[word])
 
 
 def table1_rows(
@@ -103,7 +116,8 @@ def table1_rows(
 ) -> Iterator[Row]:
     """Measure QServe's Table 1: its three kernels, and what `attention_kv4` launches with 8 and with 4 bits.
 
-    QServe's 8-bit cache has static scales per tensor (TensorRT-LLM's); here they are per token and head.
+    QServe's 8-bit cache has static scales (TensorRT-LLM's): per tensor there, per channel in `kv8_channel`; those of
+    `kv8` are per token and head.
     """
     for batch in TABLE1:
         for step in steps:
@@ -113,8 +127,36 @@ def table1_rows(
         for scheme in TABLE1_CACHES if launched is not None else ():
             assert launched is not None
             progress(f"{batch}: {FACE}, {scheme}")
-            bits = {"bits": KV_SCHEMES[scheme].bits}  # tells the rows of one kernel apart
-            yield timed(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=bits)
+            kv_scheme = KV_SCHEMES[scheme]  # tells the rows of one kernel apart
+            config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
+            yield timed(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=config)
+
+
+def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure rotation of keys and queries: in a decoder's step of append and attention, and in attention alone.
+
+    Launches on a rotated cache and on the same pages unrotated take turns; a row has the median of each.
+    """
+    for batch in ROTATED if step is not None else ():
+        assert step is not None
+        progress(f"{batch}: {FACE}, rotated and not")
+        plain = random_problem(batch)
+        rotated = replace(plain, caches=[replace(cache, rotated=True) for cache in plain.caches])
+        for appended in (True, False):
+            pairs = [[_time_step(step, of, appended) for of in (plain, rotated)] for _ in range(_PAIRS)]
+            of_plain, of_rotated = zip(*pairs, strict=True)
+            unrotated_us = median(measured.us for measured, _ in of_plain)
+            measured, ready = sorted(of_rotated, key=lambda reading: reading[0].us)[_PAIRS // 2]
+            config, beside_it = {"appended": int(appended)}, {UNROTATED: unrotated_us}
+            yield row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=beside_it)
+
+
+def _time_step(step: AttentionStep, of: Problem, appended: bool) -> tuple[Measured, AttentionLaunches]:
+    if appended:
+        measured, ready, _ = behind_append(step, of)
+        return measured, ready
+    ready = launches(step, of)
+    return measure(ready.calls), ready
 
 
 def at(
@@ -237,7 +279,7 @@ def _batches() -> list[Batch]:
 
 
 def _record_of(only: Sequence[str]) -> str:
-    return f"attention_{TABLE1_PART}" if only else ""
+    return f"attention_{only[0]}" if len({*only}) == 1 else ""
 
 
 SUITE = Suite("attention", rows, takes=frozenset({"peers"}), part=part, record_of=_record_of, keeps=True)

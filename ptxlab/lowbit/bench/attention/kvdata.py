@@ -5,7 +5,7 @@ that lie along it stand out for all heads, and those against it are hardly seen.
 results, and the last token of a sequence as much as a page.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.lowbit.layout import KVCache, page_bytes
 from ptxlab.lowbit.layout.pages import PageView
-from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV, calibrate_kv
 
 _OFFSET = 0.5  # of queries
+_CHANNEL_RANGES = 1.6, 3.0  # of keys and of values by channel, to both sides of 0
 _STANDING_OUT = 1.6, 0.0  # the last token's key: 4 or 5 above one whose numbers are around 0
 
 
@@ -32,6 +33,7 @@ class Constants(NamedTuple):
     v_zero: np.ndarray
 
 
+Channel = tuple[np.ndarray, np.ndarray]  # scale and zero
 Data = Callable[[np.random.Generator, tuple[int, ...]], Constants]
 
 
@@ -70,6 +72,8 @@ def random_pages(
     shape = pages, 2, Hkv, page_bytes(scheme, PAGE, D)
     filled = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
     constants = PageView.of(filled, scheme, PAGE, D).constants
+    if KV_SCHEMES[scheme].low == -127:
+        filled[filled == 0x80] = 0x81  # no quantiser writes -128
     if constants is not None:  # per token and head; those by channel are not in the pages
         levels = 2.0 ** KV_SCHEMES[scheme].bits - 1
         drawn = data(rng, (pages, Hkv, PAGE))
@@ -77,6 +81,12 @@ def random_pages(
         zeros = np.rint(np.stack([drawn.k_zero, drawn.v_zero], axis=1) * levels)
         constants[...] = np.stack([scales, zeros], axis=-1)
     return filled
+
+
+def random_channels(rng: np.random.Generator, Hkv: int, scheme: str, D: int = HEAD_DIM) -> Iterator[Channel]:
+    """Yield scale and zero f32 [Hkv, D] of keys and of values by channel, calibrated on uniform numbers."""
+    for largest in _CHANNEL_RANGES:
+        yield calibrate_kv(rng.uniform(-largest, largest, (PAGE, Hkv, D)).astype(np.float32), scheme)
 
 
 def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
@@ -89,10 +99,16 @@ def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
 
 def let_last_stand_out(cache: KVCache) -> None:
     """Give the last token of every sequence a key that counts as much as a page of others, in place."""
-    levels = 2.0 ** KV_SCHEMES[cache.scheme].bits - 1
+    kv_scheme = KV_SCHEMES[cache.scheme]
+    levels = 2.0**kv_scheme.bits - 1
     last, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
-    keys = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0).constants
-    assert keys is not None
+    view = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0)
     page = cache.block_table[sequences, last // PAGE]
-    keys[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
-    keys[page, :, last % PAGE, 1] = _STANDING_OUT[1]
+    if view.constants is None:  # the upper half of the integers then does it
+        assert cache.k_channel is not None
+        shape = len(sequences), cache.num_kv_heads, cache.head_dim
+        upper = np.random.default_rng(0).integers((kv_scheme.low + kv_scheme.high + 1) // 2, kv_scheme.high + 1, shape)
+        tokens = QuantizedKV(cache.scheme, np.array(upper.astype(kv_scheme.dtype), like=sequences), *cache.k_channel)
+        return view.write(tokens, page * PAGE + last % PAGE)
+    view.constants[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
+    view.constants[page, :, last % PAGE, 1] = _STANDING_OUT[1]

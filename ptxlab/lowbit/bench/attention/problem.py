@@ -11,7 +11,7 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.bench.attention import kvdata
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE, Batch
 from ptxlab.lowbit.kernels.attention import exact
-from ptxlab.lowbit.kernels.attention.common import cache_arrays
+from ptxlab.lowbit.kernels.attention.common import cache_arrays, channel_constants
 from ptxlab.lowbit.kernels.attention.sm90 import SM90
 from ptxlab.lowbit.kernels.attention.steps import AttentionStep
 from ptxlab.lowbit.layout import KVCache, page_bytes
@@ -47,7 +47,7 @@ def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int, sms: in
         "pages": pages,
         "page": PAGE,
         "bits": KV_SCHEMES[scheme].bits,
-        "channel": 0,
+        "channel": int(KV_SCHEMES[scheme].by_channel),
         "window": 0,
         "softmax_scale": batch.D**-0.5,
     }
@@ -100,6 +100,8 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
     tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
     tables[:, used] = rng.permutation(pages) + pages * np.arange(copies)[:, None]
     lengths = gpu.to_device(np.array(batch.lengths, np.int32))
+    channels = kvdata.random_channels(rng, batch.Hkv, scheme, batch.D) if KV_SCHEMES[scheme].by_channel else ()
+    k_channel, v_channel = ((gpu.to_device(a), gpu.to_device(b)) for a, b in channels) if channels else (None, None)
     caches = [
         KVCache(
             pool=pool,
@@ -108,6 +110,8 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
             page_size=PAGE,
             head_dim=batch.D,
             scheme=scheme,
+            k_channel=k_channel,
+            v_channel=v_channel,
         )
         for table in tables
     ]
@@ -247,7 +251,8 @@ def launches(
     def ready(**written: Any) -> tuple[gpu.GpuKernel, list[Call]]:
         each = ({name: array[i] for name, array in written.items()} for i in range(copies))
         arrays = (
-            {"q": of.q, **cache_arrays(cache), **scratch, **ours} for cache, ours in zip(of.caches, each, strict=True)
+            {"q": of.q, **cache_arrays(cache), **channel_constants(cache), **scratch, **ours}
+            for cache, ours in zip(of.caches, each, strict=True)
         )
         return prepare_launches(spec, sizes, config, arrays, programmatic=programmatic)
 
