@@ -294,7 +294,7 @@ def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
     """A sum over 32 lanes, by shuffles: its limits, and the input that reaches one of them."""
     path, wrong, out = tmp_path / "sum.ptx", tmp_path / "wrong.npz", tmp_path / "out.npz"
     path.write_text(
-        small_kernels.kernel(
+        small_kernels.kernel_text(
             """mov.u32 %r0, %tid.x; cvt.u64.u32 %x1, %r0; ld.param.u64 %x0, [x]; add.u64 %x0, %x0, %x1;
             ld.global.s8 %r1, [%x0]; mov.u32 %r2, 16;
             again: shfl.sync.bfly.b32 %r3, %r1, %r2, 31, -1; add.s32 %r1, %r1, %r3; shr.u32 %r2, %r2, 1;

@@ -153,7 +153,7 @@ def battery() -> list[FusedProblem]:
     slots = np.arange(9, dtype=np.int32) + 7
     cache = replace(full.kv.cache, pool=full.kv.cache.pool[:1])
     rope = (*full.kv.rope[:2], np.clip(full.kv.rope[2], 0, 49))
-    return [fused(9, 3, 2, 64), replace(full, of=replace(full.of, cache=cache, slots=slots, rope=rope))]
+    return [fused(9, 3, 2, 64), replace(full, kv=replace(full.kv, cache=cache, slots=slots, rope=rope))]
 
 
 def is_killed(problem: FusedProblem, source: Any) -> bool:
@@ -327,7 +327,7 @@ def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> Non
     graph = gpu.capture([layer])
     for _ in range(20):
         other = fused(64, 8, 4, 128, size=64)
-        new = replace(problem, q=other.q, kv=replace(problem.of, k=other.kv.k, v=other.kv.v))
+        new = replace(problem, q=other.q, kv=replace(problem.kv, k=other.kv.k, v=other.kv.v))
         source[...], cache.pool[...] = cupy.asarray(new.qkv), cupy.asarray(problem.kv.cache.pool)
         cupy.cuda.Device().synchronize()
         graph.replay()

@@ -33,7 +33,7 @@ def groups_of(spec: KernelSpec) -> list[int]:
 
 
 def problems(spec: KernelSpec, **limits: int) -> st.SearchStrategy[dict[str, Any]]:
-    return (gemm_problems.qoq if "_qoq_" in spec.name else gemm_problems.lqq)(of=groups_of(spec), **limits)
+    return (gemm_problems.qoq if "_qoq_" in spec.name else gemm_problems.lqq)(group_sizes=groups_of(spec), **limits)
 
 
 def group(logical: Mapping[str, Any]) -> int:
