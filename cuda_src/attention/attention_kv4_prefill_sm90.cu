@@ -260,7 +260,7 @@ struct HalfQuery {
             const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                elements[i][e] = ptxlab::element<BF16>(words[e / 2], e % 2);
+                elements[i][e] = ptxlab::HalfQuery<D, BF16>::element(words[e / 2], e % 2);
                 largest = ptxlab::max_nan(largest, fabsf(elements[i][e]));
             }
         }

@@ -12,6 +12,13 @@ __device__ __forceinline__ float low_half(u32 pair) { return __low2float(as_half
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(as_half2(pair)); }
 __device__ __forceinline__ u32 half_pair(float low, float high) { return as_bits(__floats2half2_rn(low, high)); }
 
+// An element of a word of two, f16 or bf16.
+template <bool BFLOAT16>
+__device__ __forceinline__ float element(u32 word, int half) {
+    const u32 bits = half ? word >> 16 : word & 0xffff;
+    return BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
+}
+
 // PAGE_TOKENS rows of DIMS integers, then (scale, zero) f16 of each token unless constants are per channel.
 template <int DIMS, int PAGE_TOKENS, int BITS_PER_INTEGER, bool PER_CHANNEL>
 struct KvPage {

@@ -56,7 +56,7 @@ struct OwnTokens {
         const unsigned words[4] = {x.x, x.y, x.z, x.w};
         float elements[8];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) elements[e] = element<KIND == 1>(words[e / 2], e % 2);
+        for (int e = 0; e < 8; ++e) elements[e] = HalfQuery<DIM, KIND>::element(words[e / 2], e % 2);
         if constexpr (ROTATE) rotate_head<8, kLanes>(elements, lane);
         unsigned h[4];
 #pragma unroll

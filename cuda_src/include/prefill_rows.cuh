@@ -61,6 +61,11 @@ struct HalfQuery {
             x[i] = row ? reinterpret_cast<const uint4*>(row)[piece(i)] : make_uint4(0, 0, 0, 0);
     }
 
+    __device__ __forceinline__ static float element(unsigned word, int half) {
+        const unsigned bits = half ? word >> 16 : word & 0xffff;
+        return KIND == 1 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
+    }
+
     __device__ __forceinline__ static int piece(int i) { return i / 4 * 8 + threadIdx.x % 2 * 4 + i % 4; }
 
     // Stores it as f16 over the power of two that leads the row, eight elements in the order 0, 2, 1, 3, 4, 6, 5, 7 of
@@ -73,7 +78,7 @@ struct HalfQuery {
             const unsigned words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                elements[i][e] = element<KIND == 1>(words[e / 2], e % 2);
+                elements[i][e] = element(words[e / 2], e % 2);
                 largest = max_nan(largest, fabsf(elements[i][e]));
             }
         }
