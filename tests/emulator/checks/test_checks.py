@@ -334,7 +334,7 @@ def test_who_has_seen_a_flag_resets_it_by_an_ordinary_store(read: str, clean: bo
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whoever_is_last_at_a_counter_resets_it(seed: int) -> None:
-    """In mode late the last to come is any of the blocks that come with one instruction."""
+    """The last to come is in mode late any of the blocks that come with one instruction."""
     body = """ld.param.u64 %x2, [a]; fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 %r1, [%x2], 1;
         setp.ne.u32 %p, %r1, 4; @%p ret; fence.acq_rel.gpu; st.global.u32 [%x2], 0; ret;"""
     arrays = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
