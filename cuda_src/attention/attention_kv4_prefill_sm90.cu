@@ -113,20 +113,34 @@ struct Barriers {
 
 // Restores a block's keys or values, whose first `tokens` are there: f16 [KEYS][D] in columns of 64 elements under the
 // 128-byte swizzle. The eight elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7):
-// queries have the same, and results are put in order when they are stored. With OWN the others are left alone.
+// queries have the same, and results are put in order when they are stored. With OWN the others are left alone. Spelt out
+// here: through TokenDequantiser the machine code of some forms differs.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* pages, int tokens) {
-    const int token = threadIdx.x % KEYS;
-    const int share = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
+    const int token = threadIdx.x % KEYS,
+              share = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
     if (OWN && token >= tokens) return;
     const unsigned char* page = pages + token / PAGE * kPageBytes;
     u32 pair = *reinterpret_cast<const u32*>(page + PAGE * kTokenBytes + token % PAGE * 4);
     if (token >= tokens) pair = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
-    const ptxlab::TokenDequantiser dequantiser(pair);
+    const __half2 scale = __half2half2(__ushort_as_half(pair & 0xffff));
+    const uint2 bias = ptxlab::bias_u4_f16(__ushort_as_half(pair >> 16));
     const unsigned char* row = page + token % PAGE * kTokenBytes;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
         const int chunk = share * kChunks + (i + token / 2) % kChunks;  // lanes of a row of banks take turns
-        dequantiser.restore_chunk<KEYS>(block, token, chunk, *reinterpret_cast<const uint4*>(row + chunk * 16));
+        const uint4 words = *reinterpret_cast<const uint4*>(row + chunk * 16);
+        const u32 word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            uint4 h = ptxlab::dequant_u4_f16_minus(word[w], bias);
+            h.x = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.x), scale));
+            h.y = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.y), scale));
+            h.z = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.z), scale));
+            h.w = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.w), scale));
+            const int vector = chunk * 4 + w;  // of 16 bytes
+            *reinterpret_cast<uint4*>(block + vector / 8 * kColumnBytes + token * 128 + (vector % 8 ^ token % 8) * 16) =
+                h;
+        }
     }
 }
 
@@ -338,14 +352,25 @@ struct Results {
         return lane_rows;
     }
 
-    // Sums of elements from 8 * `first_vector` on.
+    // Sums of elements from 8 * `first_vector` on. Spelt out here: through `store_row` the machine code of parts differs.
     template <int COUNT>
     __device__ __forceinline__ static void store(float (&o)[COUNT], const LaneRows& lane_rows, int first_vector) {
-        ptxlab::put_in_order(o);
+        const bool odd = threadIdx.x % 2;
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (lane_rows.pairs[r])
-                ptxlab::store_row<BF16>(lane_rows.pairs[r] + first_vector * 4, o, r, lane_rows.inverse[r]);
+        for (int i = 0; i < COUNT; i += 2) {  // elements (0, 2) and (1, 3) of two lanes become (0, 1) and (2, 3)
+            const float neighbour = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
+            if (odd) o[i] = neighbour;
+            else o[i + 1] = neighbour;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (!lane_rows.pairs[r]) continue;
+            const float inverse = lane_rows.inverse[r];
+#pragma unroll
+            for (int i = 0; i < COUNT / 4; ++i)
+                lane_rows.pairs[r][(first_vector + i) * 4] =
+                    ptxlab::rounded_pair<BF16>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+        }
     }
 };
 
