@@ -92,12 +92,6 @@ struct OwnKeys {};
 struct OwnValues {};
 #endif
 
-struct SharedMemory {
-    unsigned char queries[kGroups][kQueryBytes];
-    unsigned char keys[STAGES][kBlockBytes], values[STAGES][kBlockBytes];                    // restored
-    unsigned char key_pages[PAGE_STAGES][kCopyBytes], value_pages[PAGE_STAGES][kCopyBytes];  // copied
-};
-
 // Of keys or of values: pages that are copied, blocks that are restored.
 struct Barriers {
     u64 copied[PAGE_STAGES], taken[PAGE_STAGES];

@@ -80,9 +80,9 @@ __device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4
 
 // acc += the products of a warp group, MMAS of 64 rows x TOKENS, over every STEP-th stage from `first_stage` on. A slot
 // is given back when wgmma has read it, while the next stage is worked on. FILLED: past the end of K the copies bring any
-// weights, as X is zero there; else a stage's first block serves for them, and every warp group has a stage. The caller declares the registers, or ptxas chooses
-// others: a as [unit of 64 k][MMA of 64 rows][MMA of 32 k][register], `words` of this unit and the next, the strip's
-// address in the ring's first slot.
+// weights, as X is zero there; else a stage's first block serves for them, and every warp group has a stage. The caller
+// declares the registers, or ptxas chooses others: a as [unit of 64 k][MMA of 64 rows][MMA of 32 k][register], `words`
+// of this unit and the next, the strip's address in the ring's first slot.
 template <class Stage, int STEP, bool AS_S8, bool FILLED, int MMAS, int SUMS, int SLOTS>
 __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)[2][MMAS][2][4],
                                                 const u32 (&strip_address)[MMAS], uint4 (&words)[2][MMAS],

@@ -3,7 +3,7 @@
 // Contract   v = x, or with RESIDUAL v = residual = round(x + residual); y = v gamma / sqrt(mean(v^2) + eps) in f32;
 //            then `quantize_activations_s8` of y, not rounded before. With NORMED y is written too, as IN has it. Every
 //            operation is IEEE's and in an order that the width alone decides: the same bits for a row in any batch,
-//            and the same as `kernels.quantize.rmsnorm.normalized`. A row whose squares add up to no number gets a
+//            and the same as `kernels.quantize.rmsnorm.normalize_rows`. A row whose squares add up to no number gets a
 //            scale that is none. x, residual, gamma f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
 // Shows      a row stays in registers; one exchange for sum and maximum, as max |v gamma| / rms = max |y|; a row of
 //            more than 512 threads is a cluster's (CLUSTER blocks), whose warps send each other words by st.async;

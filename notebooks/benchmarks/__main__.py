@@ -33,7 +33,8 @@ def benchmark(
 ) -> None:
     """Time kernels beside other projects on this machine's GPU, and record it.
 
-    --only names a part: of gemm w4a4, g64, 7B, 70B; of attention table1; of layer and decode a model, B=16, a mix
+    --only names a part: of gemm w4a4, g64, 7B, 70B; of attention table1, rotation;
+    of layer and decode a model, B=16, a mix
     (fp8_row ...), alone (no mix);
     of decode also w4a4, w4ax, channel, channel_sm80, liquid, whose steps are measured for no other word;
     of layer also fused, timeline, d64, epilogues; of prefill heads (32/8), D=64, T=512, C=8192, short, alone, bytes;

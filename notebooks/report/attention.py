@@ -98,7 +98,7 @@ def table1(record: Record | None) -> str:
     times = {name: teaching[teaching.kernel == name].set_index("L").time_us for name in TABLE1_STEPS}
     launched = rows[rows.face == FACE]
     for config, cache in TABLE1_COLUMNS:
-        of_cache = launched[launched.config.map(lambda row_config, config=config: row_config == config)]
+        of_cache = launched[[row_config == config for row_config in launched.config]]
         if not of_cache.empty:
             times[f"{FACE}, {cache}"] = of_cache.set_index("L").time_us
     kv8_us, naive_us, kv4_us = (times[name] for name in TABLE1_STEPS)
@@ -148,9 +148,8 @@ def rotated_us(place: Mapping[str, int]) -> float | None:
     rows = frame(load_rotation_record(), ROTATION_MEASURE)
     if rows.empty:
         return None
-    alone = rows[
-        (rows[list(place)] == list(place.values())).all(axis=1) & ~rows.config.map(lambda c: bool(c["appended"]))
-    ]
+    is_alone = [not config["appended"] for config in rows.config]
+    alone = rows[(rows[list(place)] == list(place.values())).all(axis=1) & is_alone]
     return None if alone.empty else float(alone.time_us.iloc[0])
 
 

@@ -22,7 +22,8 @@ Out = Annotated[
     typer.Option(help="Where to write the record; default: notebooks/results/<gpu>/, here for FILE.py or no checkout."),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option(help="Of a suite, one part: of gemm w4a4, g64, 7B, 70B; of attention table1.")
+    list[str] | None,
+    typer.Option(help="Of a suite, one part: of gemm w4a4, g64, 7B, 70B; of attention table1, rotation."),
 ]
 Picture = Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")]
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 from ptxlab import gpu
@@ -143,12 +142,16 @@ def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Call
         plain = random_problem(batch)
         rotated = replace(plain, caches=[replace(cache, rotated=True) for cache in plain.caches])
         for appended in (True, False):
-            pairs = [[_time_step(step, of, appended) for of in (plain, rotated)] for _ in range(_PAIRS)]
-            of_plain, of_rotated = zip(*pairs, strict=True)
-            unrotated_us = median(measured.us for measured, _ in of_plain)
-            measured, ready = sorted(of_rotated, key=lambda reading: reading[0].us)[_PAIRS // 2]
-            config, beside_it = {"appended": int(appended)}, {UNROTATED: unrotated_us}
-            yield row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=beside_it)
+            readings: dict[bool, list[Measured]] = {False: [], True: []}
+            for is_rotated in (False, True) * _PAIRS:
+                of = rotated if is_rotated else plain
+                measured, ready = _time_step(step, of, appended)
+                readings[is_rotated].append(measured)
+                if not is_rotated and len(readings[False]) == _PAIRS:
+                    ready.check(plain)  # before other keys are appended; `row` checks the last rotated ones
+            unrotated, measured = (sorted(of_kind, key=lambda m: m.us)[_PAIRS // 2] for of_kind in readings.values())
+            config, extra = {"appended": int(appended)}, {UNROTATED: unrotated.us}
+            yield row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=extra)
 
 
 def _time_step(step: AttentionStep, of: Problem, appended: bool) -> tuple[Measured, AttentionLaunches]:

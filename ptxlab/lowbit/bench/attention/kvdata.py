@@ -104,11 +104,12 @@ def let_last_stand_out(cache: KVCache) -> None:
     last, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
     view = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0)
     page = cache.block_table[sequences, last // PAGE]
-    if view.constants is None:  # the upper half of the integers then does it
+    if view.constants is None:  # of a scheme by channel: the upper half of the integers does it
         assert cache.k_channel is not None
         shape = len(sequences), cache.num_kv_heads, cache.head_dim
         upper = np.random.default_rng(0).integers((kv_scheme.low + kv_scheme.high + 1) // 2, kv_scheme.high + 1, shape)
         tokens = QuantizedKV(cache.scheme, np.array(upper.astype(kv_scheme.dtype), like=sequences), *cache.k_channel)
-        return view.write(tokens, page * PAGE + last % PAGE)
-    view.constants[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
-    view.constants[page, :, last % PAGE, 1] = _STANDING_OUT[1]
+        view.write(tokens, page * PAGE + last % PAGE)
+    else:
+        view.constants[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
+        view.constants[page, :, last % PAGE, 1] = _STANDING_OUT[1]

@@ -108,7 +108,7 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
 
 
 def check_norm(backend: str, x: np.ndarray, residual: np.ndarray | None, place: np.ndarray, **how: Any) -> None:
-    """Assert that y has the bits of `normalized`, in any order, and so have the integers made of it."""
+    """Assert that y has the bits of `normalize_rows`, in any order, and so have the integers made of it."""
     gamma = np.random.default_rng(1).uniform(-2, 2, x.shape[1]).astype(x.dtype)
     written, kept = np.empty_like(x), None if residual is None else residual.copy()
     more = {"residual": kept, "normed": written, "eps": EPS, "backend": backend}

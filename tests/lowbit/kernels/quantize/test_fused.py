@@ -87,7 +87,7 @@ def problems(draw: st.DrawFn, chunks: int) -> dict[str, Any]:
 
 
 def check_norm(backend: str, x: np.ndarray, gamma: np.ndarray, residual: np.ndarray | None, **how: Any) -> None:
-    """Assert that the kernel's bits are those of `normalized`, and that these are near the f64 reference."""
+    """Assert that the kernel's bits are those of `normalize_rows`, and that these are near the f64 reference."""
     normed, kept = np.empty_like(x), None if residual is None else residual.copy()
     packed = ptxlab.rmsnorm_quantize(x, gamma, residual=kept, eps=EPS, normed=normed, backend=backend, **how)
     v = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)
