@@ -26,7 +26,7 @@ def slowed(progress, *how):
         print("waits", file=sys.stderr, flush=True)
         time.sleep(60)
 common.Progress.__call__ = slowed
-common.Progress.beat = lambda progress, ended: None  # steps alone are said
+common.Progress.report_while_running = lambda progress, ended: None  # steps alone are said
 main()
 """
 

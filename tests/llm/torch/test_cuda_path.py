@@ -244,7 +244,7 @@ def test_what_the_public_call_has_to_look_at_is_not_repeated(fake: TensorGpu) ->
     normed, rng = operators.ON_CUDA["rmsnorm_quantize"], np.random.default_rng(0)
     x, residual, gamma = gaussian(rng, M, K), gaussian(rng, M, K), gaussian(rng, K)
     normed(x, gamma, residual)
-    assert len(normed._known) == 1
+    assert len(normed._recorded) == 1
     both = gaussian(rng, 2 * M, K)
     with pytest.raises(ArgumentError, match="rmsnorm_quantize: residual: must not share memory with x"):
         normed(both[:M], gamma, both[1 : M + 1])
@@ -254,16 +254,16 @@ def test_what_the_public_call_has_to_look_at_is_not_repeated(fake: TensorGpu) ->
         normed(x, gamma.float(), residual)
     normed(x[:1].clone(), gamma, residual[:1].clone())
     normed(x, gamma, residual, 1e-6)
-    assert len(normed._known) == 3, "batches and options are told apart"
+    assert len(normed._recorded) == 3, "batches and options are told apart"
     append, k = operators.ON_CUDA["append_kv4"], gaussian(rng, M, Hkv, D)
     pool, slots = caches(rng)["pool"], torch.tensor([0, 1, -1])
     append(k, k, pool, slots)
-    assert not append._known, "which of two equal addresses is the keys'?"
+    assert not append._recorded, "which of two equal addresses is the keys'?"
     product, of = operators.ON_CUDA["gemm_w4a8"], products(rng)
     for _ in range(2):  # token sums that nobody gives are made in memory of the stream
         product(of["x_q"], of["x_scale"], None, weight(rng, "qoq_channel", "qserve")[1], layout="qserve",
                 scheme="qoq_channel", out_dtype=torch.float16)  # fmt: skip
-    assert not product._known
+    assert not product._recorded
 
 
 def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:

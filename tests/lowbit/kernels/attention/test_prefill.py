@@ -239,7 +239,7 @@ CHANGES = {
         "values beyond the end": ("if (token >= tokens) constants = 0;", ""),
         "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
         "scale of another token": ("(stage + KEYS * kTokenBytes)[token];", "(stage + KEYS * kTokenBytes)[token ^ 1];"),
-        "results out of order": ("    ptxlab::put_in_order<D>(o);\n", ""),
+        "results out of order": ("    ptxlab::put_in_order(o);\n", ""),
         "the first half of a page again": ("const int slot = block * KEYS % PAGE;", "const int slot = 0;"),
         "copies are not waited for": ("ptxlab::cp_async_wait<0>();\n            __syncthreads();  // the keys", "//"),
         "values are replaced while they are read": ("__syncthreads();  // the keys are restored,", "//"),
