@@ -66,7 +66,7 @@ figures.picture("ladder_peers")
 
 # %%
 for spec in kernels.gemm.STEPS:
-    print(f"{ladder.short(spec.name):18} {spec.summary}")
+    print(f"{ladder.short_name(spec.name):18} {spec.summary}")
 
 # %% [markdown]
 # ## Instructions per weight

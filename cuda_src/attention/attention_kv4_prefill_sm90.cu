@@ -435,7 +435,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
     ptxlab::Slot<STAGES> key_slot, value_slot;
     Tile tile, following = {};
     bool has_tile = scheduler.next(tile);
-    if (consumer == 1) ptxlab::arrive_threads(3, kGroups * kThreads);  // the first group begins
+    if (consumer == 1) ptxlab::arrive_threads(kFirstTurnBarrier, kGroups * kThreads);  // the first group begins
     const auto release = [&](u64* barrier) {
         if (lane == 0) ptxlab::mbarrier_arrive(barrier);
     };
@@ -459,7 +459,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
         float o[D / 2] = {}, s[KEYS / 2], rescale[2];
         u32 weights[KEYS / 16][4];
         const auto begin_scores = [&](int slot) {
-            ptxlab::sync_threads(3 + consumer, kGroups * kThreads);
+            ptxlab::sync_threads(kFirstTurnBarrier + consumer, kGroups * kThreads);
             ptxlab::wgmma_fence();
             multiply_keys(s, query, ptxlab::swizzled_128(keys + slot * kBlockBytes));
         };

@@ -1,4 +1,4 @@
-"""Kernels with the headers in their own text that they share with the next step of a ladder.
+"""Kernels with the headers in their own text that they share with a kernel of their kind.
 
 Tests change or take out one statement of a kernel at a time, and tell statements apart by the line of the kernel.
 """
@@ -15,6 +15,8 @@ SKELETONS = (
     "kv4_halves.cuh",
     "kv4_features.cuh",
     "group_sums_sm90.cuh",
+    "prefill_rows.cuh",
+    "prefill_tiles.cuh",
 )
 
 

@@ -16,6 +16,7 @@ from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support.axes import on_every_backend
 from tests.support.prefill_problems import SHAPES, chunks_of, run, source_of, with_own_kv
+from tests.support.skeletons import inline_skeletons
 from tests.support.result_bits import difference
 
 FORMS = {
@@ -111,7 +112,7 @@ CHANGES = {
                 "        if (has_pages)",
             ),
             "own keys of the token before": ("of.start - cached, of.head", "of.start - cached - 1, of.head"),
-            "pages of own tokens are copied": ("if constexpr (OWN) tile.keep_cached();", ""),
+            "pages of own tokens are copied": ("if constexpr (OWN) tile.keep_cached<KEYS>();", ""),
         },
     ),
     "sm80": (
@@ -133,7 +134,7 @@ CHANGES = {
 )
 def test_a_changed_kernel_is_noticed(kernel: str, change: str) -> None:
     spec, changes = CHANGES[kernel]
-    (old, new), source = changes[change], source_of(spec)
+    (old, new), source = changes[change], inline_skeletons(source_of(spec))
     assert source.text.count(old) == 1
     logical, sizes = problem_of(spec, {"new": (70, 3), "past": (100, 200)})
     changed = replace(source, text=source.text.replace(old, new))
