@@ -16,8 +16,8 @@ from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.dtypes import convert_to_dtype
 from tests.support.axes import on_every_backend
 from tests.support.prefill_problems import SHAPES, chunks_of, run, source_of, with_own_kv
-from tests.support.skeletons import inline_skeletons
 from tests.support.result_bits import difference
+from tests.support.skeletons import inline_skeletons
 
 FORMS = {
     "sm90": prefill.OWN,
