@@ -33,7 +33,7 @@ def benchmark(
 ) -> None:
     """Time kernels beside other projects on this machine's GPU, and record it.
 
-    --only names a part: of gemm w4a4, g64, 7B, 70B; of attention table1, rotation;
+    --only names a part: of gemm w4a4, g64, compute_80, 7B, 70B; of attention table1, rotation;
     of layer and decode a model, B=16, a mix
     (fp8_row ...), alone (no mix);
     of decode also w4a4, w4ax, channel, channel_sm80, liquid, whose steps are measured for no other word;

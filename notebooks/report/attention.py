@@ -148,7 +148,7 @@ def rotated_us(place: Mapping[str, int]) -> float | None:
     rows = frame(load_rotation_record(), ROTATION_MEASURE)
     if rows.empty:
         return None
-    is_alone = [not config["appended"] for config in rows.config]
+    is_alone = ~rows.config.map(lambda config: bool(config["appended"]))
     alone = rows[(rows[list(place)] == list(place.values())).all(axis=1) & is_alone]
     return None if alone.empty else float(alone.time_us.iloc[0])
 

@@ -10,7 +10,7 @@ from ptxlab import registry
 from ptxlab.bench.record import Record
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
-from ptxlab.lowbit.bench.gemm import groups, headline
+from ptxlab.lowbit.bench.gemm import ampere, groups, headline
 from ptxlab.lowbit.bench.gemm.limits import STALL
 from ptxlab.lowbit.bench.gemm.steps import MEASURE
 from ptxlab.lowbit.bench.shapes import CHAINS, DISSECTED, DISSECTED_TOKENS, TOKENS, Layer
@@ -108,22 +108,44 @@ def groups_table(record: Record | None) -> str:
     rows = points(record)
     if record is None or rows.empty:
         return MISSING
-    matrices = rows.drop_duplicates(["N", "K"])
     kernels_of = {f"`{short_name(name)}`": select_step(rows, name) for name in steps(rows)}
     kernels_of[f"`{headline.FACE}`"] = frame(record, headline.MEASURE)
+    return f"{_table_of_times(kernels_of)}\nGroups of {groups.GROUP}; {_origin_of_part(record, rows, groups.PART)}\n"
+
+
+def load_compute_80_record() -> Record | None:
+    """Load the record of `ptxlab bench gemm --only compute_80` on the H200, or return None if there is none."""
+    return frames.load_record(f"gemm_{ampere.PART}")
+
+
+def compute_80_table(record: Record | None) -> str:
+    """Build the table of the steps for Ampere, compiled for sm_80: fractions of the floor, and times of a layer."""
+    rows = frame(record, ampere.MEASURE)
+    if record is None or rows.empty:
+        return MISSING
+    kernels_of = {f"`{name}`": rows[rows.kernel == name] for name in rows.kernel.unique()}
+    return f"{_table_of_times(kernels_of)}\nPTX for `sm_80`; {_origin_of_part(record, rows, ampere.PART)}\n"
+
+
+def _table_of_times(kernels_of: dict[str, pd.DataFrame]) -> str:
+    """Build a table with the fraction of the floor of each kernel, and the time of its matrices added up."""
     lines = []
     for name, times in kernels_of.items():
         rows_by_tokens = {M: times[times.M == M] for M in _SHOWN_TOKENS}
         line = {"step": name} | {f"of the floor, M = {M}": fraction(rows_by_tokens[M]) for M in _SHOWN_TOKENS}
         lines.append(line | {f"µs, M = {M}": rows_by_tokens[M].time_us.sum() for M in _SHOWN_TOKENS})
     table = pd.DataFrame(lines)
-    formats = {name: "{:.1f}" if name.startswith("µs") else "{:.2f}" for name in table.columns[1:]}
-    note = (
-        f"Groups of {groups.GROUP}; µs: the {len(matrices)} matrices of a layer of {matrices.model.iloc[0]}, added up."
-        f" Measured on one {record.device['name']}: `ptxlab bench gemm --only {groups.PART} --only 7B`,"
+    return markdown(table, {name: "{:.1f}" if name.startswith("µs") else "{:.2f}" for name in table.columns[1:]})
+
+
+def _origin_of_part(record: Record, rows: pd.DataFrame, part: str) -> str:
+    """Say which matrices `_table_of_times` adds up, and where they were measured."""
+    matrices = rows.drop_duplicates(["N", "K"])
+    return (
+        f"µs: the {len(matrices)} matrices of a layer of {matrices.model.iloc[0]}, added up."
+        f" Measured on one {record.device['name']}: `ptxlab bench gemm --only {part} --only 7B`,"
         f" {record.date[:10]}, commit {record.revision}."
     )
-    return f"{markdown(table, formats)}\n{note}\n"
 
 
 def documents_table(record: Record | None = None) -> str:

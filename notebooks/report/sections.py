@@ -358,6 +358,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_section,
     "ladder_documents": ladder.documents_table,
     "ladder_g64": lambda: ladder.groups_table(ladder.load_groups_record()),
+    "compute_80": lambda: ladder.compute_80_table(ladder.load_compute_80_record()),
     "cost": cost_section,
     "w4a4_choice": w4a4.choice_table,
     "w4a4_measured": lambda: w4a4.measured_table(w4a4.load_record()),

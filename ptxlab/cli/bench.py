@@ -23,7 +23,7 @@ Out = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(help="Of a suite, one part: of gemm w4a4, g64, 7B, 70B; of attention table1, rotation."),
+    typer.Option(help="Of a suite, one part: of gemm w4a4, g64, compute_80, 7B, 70B; of attention table1, rotation."),
 ]
 Picture = Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")]
 

@@ -65,8 +65,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     ("options", "message"),
     [
         (("dequant", "--only", "fused"), "only: must be empty for the suite dequant (got fused)"),
-        (("gemm", "--only", "fused"), "only: one of w4a4, g64, 7B, 70B (got fused)"),
-        (("gemm", "--only", "7B"), "only: must name a part too, w4a4 or g64 (got 7B)"),
+        (("gemm", "--only", "fused"), "only: one of w4a4, g64, compute_80, 7B, 70B (got fused)"),
+        (("gemm", "--only", "7B"), "only: must name a part too: w4a4, g64, compute_80 (got 7B)"),
         (("layer",), "suite: one that this command has; run `python -m benchmarks layer` in notebooks/ (got layer)"),
     ],
 )

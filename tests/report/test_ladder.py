@@ -52,6 +52,14 @@ def test_the_matrices_of_a_layer_are_added_up_in_groups_of_64() -> None:
     assert ladder.groups_table(None) == frames.MISSING
 
 
+def test_the_matrices_of_a_layer_are_added_up_as_code_for_ampere() -> None:
+    two = [r for r in RECORD.rows if r.kernel == NAMES[0] and r.sizes["M"] == 16][:2]
+    as_ampere = [replace(r, measure="compute_80", time_us=5.0, fraction=0.5) for r in two]
+    text = ladder.compute_80_table(replace(RECORD, rows=(*two, *as_ampere)))
+    assert f"| `{NAMES[0]}` | 0.50 |  |  | 10.0 | 0.0 | 0.0 |" in text and "the 2 matrices" in text
+    assert ladder.compute_80_table(replace(RECORD, rows=tuple(two))) == frames.MISSING == ladder.compute_80_table(None)
+
+
 def test_speed_over_a_peer() -> None:
     sizes = {**FIRST.sizes, "N": 1}  # not among the stored peers
     rows = points(

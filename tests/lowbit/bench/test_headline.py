@@ -15,7 +15,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.bench import gemm
-from ptxlab.lowbit.bench.gemm import chain, grouped, groups, headline, problem, quantiser, steps, w4a4
+from ptxlab.lowbit.bench.gemm import ampere, chain, grouped, groups, headline, problem, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import Point
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import (
@@ -309,6 +309,25 @@ def test_the_ladder_in_groups_of_64(emulated_gpu: pytest.MonkeyPatch) -> None:
         "gemm_part",
         "gemm_part",
     ]
+
+
+def test_steps_for_ampere_are_compiled_for_it(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """Measure each step for sm_80 while kernels are compiled for that, in a record of its own."""
+    compiled: list[Any] = []
+    targets: list[str | None] = []
+    emulated_gpu.setattr(ampere, "TOKENS", (3,))
+    emulated_gpu.setattr(ampere, "compile_all", lambda planned: compiled.extend((*p, gpu.target()) for p in planned))
+    emulated_gpu.setattr(ampere, "streams", lambda: stream_us)
+    emulated_gpu.setattr(gemm, "LLAMA", (SMALL,))
+    rows = gemm.rows(
+        [*registry.specs()], Ceilings(4.6, 4.2), lambda _: targets.append(gpu.target()), only=["compute_80"]
+    )
+    kernels = ["gemm_w4a8_qoq_sm80", "gemm_w4a8_lqq_sm80", "gemm_w4a8_qoq_channel_sm80"]
+    assert [(row.measure, row.kernel) for row in rows] == [("compute_80", name) for name in kernels]
+    assert all("bit for bit" in row.checked and not row.peers for row in rows)
+    assert [(step.spec.name, arch) for step, _, arch in compiled] == [(name, "sm_80") for name in kernels]
+    assert targets == [None] + ["sm_80"] * len(kernels) and gpu.target() is None
+    assert gemm.SUITE.record_name(["compute_80"]) == "gemm_compute_80"
 
 
 @pytest.mark.default_cases("row_major")

@@ -8,13 +8,13 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench import stream
-from ptxlab.lowbit.bench.gemm import chain, grouped, groups, headline, limits, points, quantiser, steps, w4a4
+from ptxlab.lowbit.bench.gemm import ampere, chain, grouped, groups, headline, limits, points, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import StreamTime
 from ptxlab.lowbit.bench.gemm.problem import steps_of
 from ptxlab.lowbit.bench.peers import NO_PEERS, Peers
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
 
-PARTS = {w4a4.PART: w4a4.compared_rows, groups.PART: groups.compared_rows}
+PARTS = {w4a4.PART: w4a4.compared_rows, groups.PART: groups.compared_rows, ampere.PART: ampere.compared_rows}
 
 
 def rows(
@@ -60,17 +60,17 @@ def rows(
 
 
 def part(words: Sequence[str]) -> tuple[Layer, ...]:
-    """Find the matrices of the parts that words name: `w4a4` or `g64`, with `7B` or `70B` of that model alone.
+    """Find the matrices of the parts that words name, with `7B` or `70B` of that model alone.
 
-    `w4a4` is W4A4 and W4Ax beside W4A8, W8A8 and cuBLAS, `g64` the ladder in groups of 64. Raises ArgumentError for
-    another word, and for no part.
+    `w4a4` is W4A4 and W4Ax beside W4A8, W8A8 and cuBLAS, `g64` the ladder in groups of 64, `compute_80` its steps for
+    Ampere compiled for that. Raises ArgumentError for another word, and for no part.
     """
     models = dict.fromkeys(layer.model for layer in LLAMA)
     for word in words:
         if word not in (*PARTS, *models):
             raise ArgumentError("only", f"one of {', '.join((*PARTS, *models))}", word)
     if words and not PARTS.keys() & set(words):
-        raise ArgumentError("only", f"must name a part too, {' or '.join(PARTS)}", ", ".join(words))
+        raise ArgumentError("only", f"must name a part too: {', '.join(PARTS)}", ", ".join(words))
     return tuple(layer for layer in LLAMA if layer.model in words or not {*words} & {*models})
 
 
