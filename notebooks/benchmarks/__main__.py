@@ -36,7 +36,7 @@ def benchmark(
     --only names a part: of gemm w4a4, g64, compute_80, 7B, 70B; of attention table1, rotation;
     of layer and decode a model, B=16, a mix
     (fp8_row ...), alone (no mix);
-    of decode also w4a4, w4ax, channel, channel_sm80, liquid, whose steps are measured for no other word;
+    of decode also w4a4, w4ax, groups, channel, channel_sm80, liquid, whose steps are measured for no other word;
     of layer also fused, timeline, d64, epilogues; of prefill heads (32/8), D=64, T=512, C=8192, short, alone, bytes;
     of vllm models (7B, 8B, 70B), variants (ptxlab, kv8, head8, int4), of which two a call end within ten minutes,
     and arrivals, the requests a second at 50 ms a token in place of all else.

@@ -14,8 +14,8 @@ What others take are rows of their own: `beside`, a step of B sequences less the
 Steps in W4A4 (Atom) and W4Ax (COMET) are rows of a measure of their own, `four bits`, and only where a word asks for
 them. So are steps with weights per channel, QServe's setting on an A100 (QServe §6.3), `per channel`: with the GEMM
 that `gemm_w4a8` chooses, and with `gemm_w4a8_qoq_channel_sm80`; of the former also QServe's rule, `generate per
-channel`. So are steps with LiquidServe's settings, groups of 64 and a static cache of 8 bits by channel (LiquidGEMM
-§6, §7.1), `static cache`.
+channel`. `in groups` and `generate in groups` are the same of our own weights. So are steps with LiquidServe's
+settings, groups of 64 and a static cache of 8 bits by channel (LiquidGEMM §6, §7.1), `static cache`.
 """
 
 import subprocess
@@ -76,8 +76,8 @@ MIX = "mixes"
 FIRST_TOKEN, NEW = "first token", "nothing shared"  # the measure of `first_token_rows`, and its peer
 WITHOUT = "without"  # ours with gemm_w4a8_qoq_sm80, the rewrite of QServe's GEMM, in place of ours
 _STEPS_WITHOUT, _WARM = 64, 8
-FOUR_BITS, CHANNEL, CHANNEL_RULE = "four bits", "per channel", "generate per channel"  # measures of `system_rows`
-STATIC_CACHE = "static cache"  # likewise
+FOUR_BITS, STATIC_CACHE = "four bits", "static cache"  # measures of `system_rows`
+CHANNEL, CHANNEL_RULE, GROUPS, GROUPS_RULE = "per channel", "generate per channel", "in groups", "generate in groups"
 FOUR_BIT_BATCHES = (8, 16, 32, 64, 128, 256)  # Atom §5.3.2
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
 _PAD = 16
@@ -113,6 +113,7 @@ class System:
 SYSTEMS = {
     "w4a4": System("atom"),
     "w4ax": System("fmpq"),
+    "groups": System("lqq", GROUPS, rule=GROUPS_RULE, experts=True),
     "channel": System("qoq_channel", CHANNEL, rule=CHANNEL_RULE, experts=True),
     "channel_sm80": System("qoq_channel", CHANNEL, layout="qserve", programmatic=False),
     "liquid": System("lqq", STATIC_CACHE, experts=True, group=64, cache="kv8_channel"),

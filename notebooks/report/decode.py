@@ -18,6 +18,8 @@ from benchmarks.decode import (
     FOUR_BIT_BATCHES,
     FOUR_BITS,
     GENERATE,
+    GROUPS,
+    GROUPS_RULE,
     MEASURE,
     MIX,
     MODELS,
@@ -55,11 +57,13 @@ FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of
 TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock at which 132 SMs of 8,192 INT8 operations a cycle make TOPS
 OURS = "ptxlab"
 _SYSTEMS = {
+    "groups": "W4A8 in groups of 128",
     "channel": "W4A8 per channel (QServe)",
     "liquid": "W4A8 in groups of 64, static KV8 (LiquidServe)",
     "w4a4": "W4A4 (Atom)",
     "w4ax": "W4Ax (COMET)",
 }
+_RULES, _RULE = (GROUPS_RULE, CHANNEL_RULE), f"QServe's rule within {BUDGETS[0]} GB, tokens/s"
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
 _LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": PURPLE, "humming g128": RED, "FP16": GREY}
 
@@ -262,27 +266,24 @@ def limits_table(records: list[Record]) -> str:
     return _format_table(rows, columns, records)
 
 
-def systems_table(records: list[Record], systems: Record | None) -> str:
+def systems_table(systems: Record | None) -> str:
     """Build the table of steady steps of one model with other systems' weights, by batch, in ms and tokens/s.
 
-    QServe's rule stands below.
+    The last column is QServe's rule, where it is measured.
     """
     if systems is None:
         return MISSING
-    model = points([systems], CHANNEL).model.iloc[0]
-    steps = points(records, MEASURE).query("model == @model")
-    lines = [{"weights": "W4A8 in groups of 128 (the table above)", **_by_batch(steps)}]
+    lines = []
     for kernel, name in _SYSTEMS.items():
         of_kernel = replace(systems, rows=tuple(row for row in systems.rows if row.kernel == kernel))
-        steps_of_kernel = [points([of_kernel], measure) for measure in (CHANNEL, STATIC_CACHE, FOUR_BITS)]
-        lines.append({"weights": name, **_by_batch(pd.concat(steps_of_kernel))})
-    rule = points([systems], CHANNEL_RULE).query("L == @BUDGETS[0]").iloc[0]
-    device, fastest_step = systems.device["name"], max(row.rate for row in systems.rows if row.measure == CHANNEL)
+        steps = pd.concat([points([of_kernel], m) for m in (GROUPS, CHANNEL, STATIC_CACHE, FOUR_BITS)])
+        rates = [f"{row.rate:,.0f}" for row in of_kernel.rows if row.measure in _RULES and row.sizes["L"] == BUDGETS[0]]
+        lines.append({"weights": name, **_by_batch(steps), _RULE: "".join(rates)})
+    model = points([systems], CHANNEL).model.iloc[0]
     note = (
-        f"{model}; milliseconds and tokens/s. By QServe's rule, prompts included, weights per channel make"
-        f" {rule['rate']:,.0f} tokens/s within {BUDGETS[0]} GB, in steps alone {fastest_step:,.0f}. Measured on one"
-        f" {device} by `python -m benchmarks decode` with `--only` of {model} and each system,"
-        f" {systems.date[:10]}, commit {systems.revision}; the first row is of an earlier run."
+        f"{model}; milliseconds and tokens/s of steps alone; QServe's rule has prompts of {PROMPT:,} tokens in its"
+        f" time. Measured on one {systems.device['name']} in one run by `python -m benchmarks decode` with `--only` of"
+        f" {model} and each system, {systems.date[:10]}, commit {systems.revision}."
     )
     return f"{markdown(pd.DataFrame(lines))}\n{note}\n"
 

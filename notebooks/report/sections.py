@@ -386,7 +386,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "decode_limits": lambda: decode.limits_table(decode.load_records()),
     "decode_peaks": lambda: decode.peaks_table(decode.load_records()),
     "decode_prompts": lambda: decode.prompts_table(decode.load_alone_record()),
-    "decode_systems": lambda: decode.systems_table(decode.load_records(), decode.load_systems_record()),
+    "decode_systems": lambda: decode.systems_table(decode.load_systems_record()),
     "decode_targets": lambda: targets.table(targets.whole_models(decode.load_records())),
     "decode_generate": lambda: decode.generate_table(decode.load_records()),
     "layer_fused": layer_fused_section,

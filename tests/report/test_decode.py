@@ -59,17 +59,18 @@ def test_first_tokens_stand_beside_those_of_new_prompts() -> None:
     assert decode.prompts_table(None) == MISSING
 
 
-def test_weights_of_other_systems_stand_below_the_models_own_steps() -> None:
-    (step, rule), measures = record().rows, (models.CHANNEL, models.FOUR_BITS)
-    kernels = {"channel": measures[0], "w4a4": measures[1]}
+def test_weights_of_other_systems_stand_below_the_models_own() -> None:
+    step, rule = record().rows
+    measures = {"groups": models.GROUPS, "channel": models.CHANNEL, "w4a4": models.FOUR_BITS}
+    rules = {"groups": models.GROUPS_RULE, "channel": models.CHANNEL_RULE}
     system_rows = [
-        *(replace(step, kernel=name, measure=measure, time_us=2000.0) for name, measure in kernels.items()),
-        replace(rule, measure=models.CHANNEL_RULE, kernel="channel"),
+        *(replace(step, kernel=name, measure=measure, time_us=2000.0) for name, measure in measures.items()),
+        *(replace(rule, kernel=name, measure=measure) for name, measure in rules.items()),
     ]
-    text = decode.systems_table([record()], replace(record(), rows=tuple(system_rows)))
-    assert "(the table above) |  | 4.00 ms, 4,000 |  |" in text and "| W4A4 (Atom) |  | 2.00 ms, 4,000 |  |" in text
-    assert "| W4Ax (COMET) |  |  |" in text and "make 12,000 tokens/s within 80 GB" in text
-    assert decode.systems_table([record()], None) == MISSING
+    text = decode.systems_table(replace(record(), rows=tuple(system_rows)))
+    assert "| W4A8 in groups of 128 |  | 2.00 ms, 4,000 |  |  |  |  | 12,000 |" in text
+    assert "| W4A4 (Atom) |  | 2.00 ms, 4,000 |  |  |  |  |  |" in text and "| W4Ax (COMET) |  |  |" in text
+    assert decode.systems_table(None) == MISSING
 
 
 def test_the_table_says_what_attended_the_prompts() -> None:
