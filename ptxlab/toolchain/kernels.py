@@ -126,8 +126,15 @@ class Kernels:
             symbols = entry_symbols(image.data.decode())
             if (symbol := image.symbols.get(expression)) in symbols:
                 return source, str(symbol)
-            if new := [symbol for symbol in symbols if symbol not in self.symbols]:  # nvcc does not say which it is
-                return source, new[0]
+            # nvcc does not say which symbol it is. `f<half>` is `f<__half>`, and host code may launch it already.
+            template = expression.partition("<")[0]
+            of_template = [symbol for symbol in symbols if mangled.name_of(symbol).partition("<")[0] == template]
+            candidates = [symbol for symbol in of_template if symbol not in self.symbols] or of_template
+            if len(candidates) == 1:
+                return source, candidates[0]
+            if candidates:
+                names = ", ".join(mangled.distinct_names(candidates))
+                raise ArgumentError(f"{self.source.path}: entry", f"as nvcc spells it, one of {names}", name)
         raise error or self._no_such_kernel(name)
 
     def _is_template(self, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Kernels as people have them: seven files in the ordinary style, found by their C++ names, run on the emulator."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError, CompileError, MemoryFault
 from ptxlab.sources import Source
-from ptxlab.toolchain import compile_cuda, find, nvcc, pytorch
+from ptxlab.toolchain import NO_DEFINES, compile_cuda, find, nvcc, pytorch
+from ptxlab.toolchain.kernels import Kernels
 
 PLAIN = """__global__ void scale(float* x, float by, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -221,6 +223,30 @@ def test_a_host_function_that_a_kernel_calls_is_named() -> None:
     text = "float half(float x) { return x / 2; }\n__global__ void k(float* x) { x[0] = half(x[0]); }\n"
     with pytest.raises(CompileError, match=r":2: half is declared for the host: write __device__ before it"):
         ptxlab.load(text)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find("nvcc") is None or shutil.which("g++") is None, reason="nvcc needs a host compiler")
+def test_an_instance_that_host_code_launches_is_found_by_a_typedef() -> None:
+    """Kernels of libraries are none of the file's, and nvcc spells `half` as `__half`."""
+    text = (
+        "#include <cuda_fp16.h>\n"
+        "namespace cub { template <class T> __global__ void empty() {} template __global__ void empty<int>(); }\n"
+        "template <class T> __global__ void relu(T* x) { x[0] = x[0] * T(2); }\n"
+        "void launch(half* x) { relu<half><<<1, 1>>>(x); }\n"
+    )
+    assert find_by_nvcc(text, "relu<half>") == "_Z4reluI6__halfEvPT_"
+    assert find_by_nvcc(text, "relu<float>") == "_Z4reluIfEvPT_"
+    text += "void launch(float* x) { relu<float><<<1, 1>>>(x); }\n"
+    rule = r"entry: as nvcc spells it, one of relu<(float|__half)>, relu<(float|__half)> \(got relu<half>\)"
+    with pytest.raises(ArgumentError, match=rule):
+        find_by_nvcc(text, "relu<half>")
+
+
+def find_by_nvcc(text: str, name: str) -> str:
+    source = Source.from_text(text)
+    by_nvcc = replace(source, build=replace(source.build, compiler="nvcc"))
+    return Kernels(by_nvcc, "sm_80", NO_DEFINES).find(name)[1]
 
 
 @pytest.mark.full
