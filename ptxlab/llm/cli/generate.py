@@ -170,7 +170,7 @@ def generate(
 ) -> None:
     """Continue a text with W4A8 weights and a 4-bit or 8-bit KV cache, in the integers that the kernels compute.
 
-    Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
+    Folders of W4A4 and W4Ax run too. Without a GPU the same integers are computed in NumPy. Weights that are not
     quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
     computing = Computing(model, _backend(backend, scheme), scheme, group, head, cache, rotated, memory, quiet=as_json)

@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.gemm import sm90
 from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
-from tests.support.axes import on_every_backend
+from tests.support.axes import both_modes, on_every_backend
 
 SPECS = {spec.name: spec for spec in sm90.SPECS}
 CHECKS = ("race", "init", "async")
@@ -60,6 +60,17 @@ def test_accumulators_are_exact_in_the_emulator(
     spec = SPECS[name]
     logical = data.draw(problems(spec, tokens=40, rows=200, groups=6))
     assert np.array_equal(accumulators(spec, logical, "emulator", tile, mode=mode), spec.reference(**logical))
+
+
+@pytest.mark.full
+@both_modes
+def test_warp_groups_share_the_tasks_of_tile_after_tile(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """One block has three tiles and the other two, each of four tasks and handed over, through a ring of two slots."""
+    monkeypatch.setattr(sm90, "_SMS", 2)
+    logical = sm90.DYNAMIC.example(np.random.default_rng(0), M=8, N=264, K=448, g=64)
+    tile = {"BM": 8, "BK": 128, "STAGES": 2, "RESIDENT": 1}
+    y = accumulators(sm90.DYNAMIC, logical, "emulator", tile, mode=mode)
+    assert np.array_equal(y, sm90.DYNAMIC.reference(**logical))
 
 
 @pytest.mark.long(20)
