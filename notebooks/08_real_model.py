@@ -31,7 +31,7 @@ from IPython.display import Markdown
 
 from ptxlab.llm.accuracy.text import open_text, tokens_of
 from ptxlab.llm.checkpoints import open_model
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.model.floats import negative_log_likelihood
 from ptxlab.llm.model.numerics import FakeQuantized
@@ -61,7 +61,7 @@ config
 
 # %%
 rounded = QuantizedModel.rounded(model, scheme="lqq", group=64, rounding="search")
-weights = dequantized(rounded)  # what the integers stand for
+weights = dequantize_model(rounded)  # what the integers stand for
 weights = replace(weights, layers=list(weights.layers))
 
 

@@ -147,13 +147,13 @@ def test_w4a4_is_timed_beside_w4a8(launched: None, monkeypatch: pytest.MonkeyPat
 def test_a_chain_takes_about_as_long_as_its_links(launched: None) -> None:
     layers, stream_us = LAYERS[:4], points.streams()
     logical = [{**headline.weight_of(layer), **problem.tokens(layer, 16)} for layer in layers]
-    row = chain.chain(layers, 16, logical, stream_us, {})
+    row = chain.measure_chain(layers, 16, logical, stream_us, {})
     alone = [
-        headline.launched(
+        headline.measure_launched(
             layer,
             16,
             inputs,
-            problem.expected(headline.chosen(layer, 16).spec, inputs),
+            problem.expected_bits(headline.choose_step(layer, 16).spec, inputs),
             measured_as="",
             stream_us=stream_us,
             peers={},
@@ -166,34 +166,34 @@ def test_a_chain_takes_about_as_long_as_its_links(launched: None) -> None:
 
 def test_a_loop_over_experts(launched: None) -> None:
     weights = [headline.weight_of(EXPERT, seed=expert) for expert in range(EXPERTS)]
-    experts = grouped.Experts(EXPERT, weights, problem.tokens(EXPERT, 32), grouped.routed(16))
-    row = grouped.loop(experts, points.streams())
+    experts = grouped.Experts(EXPERT, weights, problem.tokens(EXPERT, 32), grouped.route_at_random(16))
+    row = grouped.measure_loop(experts, points.streams())
     assert row.more["launches"] > 4 and 0.05 < row.fraction < 1.1
 
 
 def test_experts_at_once(launched: None) -> None:
     weights = [headline.weight_of(EXPERT, seed=expert) for expert in range(EXPERTS)]
-    experts = grouped.Experts(EXPERT, weights, problem.tokens(EXPERT, 32), grouped.routed(16))
-    row = grouped.at_once(experts, points.streams(), 100.0)
+    experts = grouped.Experts(EXPERT, weights, problem.tokens(EXPERT, 32), grouped.route_at_random(16))
+    row = grouped.measure_grouped(experts, points.streams(), 100.0)
     assert row.checked.startswith(f"in each of 3 places all {32 * 4096} results of ") and 0.1 < row.fraction < 1.1
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
-    row = quantiser.quantised(quantiser._activations(64, 4096), order, ceilings)
+    row = quantiser.measure_quantiser(quantiser._activations(64, 4096), order, ceilings)
     assert 0.5 < row.time_us < 20
 
 
 @pytest.mark.parametrize("tokens", [64, 512])
 @pytest.mark.parametrize("rope", [False, True])
 def test_appending_is_timed_and_exact(tokens: int, rope: bool, ceilings) -> None:
-    row = append.appended(tokens, 8, "kv4", rope, ceilings)
+    row = append.measure_append(tokens, 8, "kv4", rope, ceilings)
     assert 0.5 < row.time_us < 50 and row.fraction < 1.05
 
 
 @pytest.mark.parametrize("batch", [even((32, 32), 4, 1024), even((64, 8), 1, 4096)], ids=str)
 def test_attention_is_timed_alone_and_behind_an_append(batch: Batch, ceilings) -> None:
-    behind, alone = attention.at(choose(AttentionOptions(backend="gpu")), batch, ceilings, lambda _: None)
+    behind, alone = attention.batch_rows(choose(AttentionOptions(backend="gpu")), batch, ceilings, lambda _: None)
     assert 1 < alone.time_us < 200 and 1 < behind.time_us < 200 and 0.02 < alone.fraction < 1.05
     assert alone.checked.startswith(f"all {len(batch.lengths) * batch.Hq * 128} results of ")
     assert behind.more["plain_us"] > 1
@@ -209,14 +209,14 @@ def test_a_step_of_attention_is_timed_and_within_its_bound(step, ceilings, monke
 
 
 def test_a_ragged_batch_is_timed(ceilings) -> None:
-    rows = attention.unequal(
+    rows = attention.ragged_rows(
         choose(AttentionOptions(backend="gpu")), Batch(32, 8, (1, 700, 64, 3000)), ceilings, lambda _: None
     )
     assert [row.measure for row in rows] == ["ragged", "even"]
 
 
 def test_parts_are_merged_by_either_kernel(ceilings) -> None:
-    row = merge.merged(merge.BATCHES[0], ceilings)
+    row = merge.measure_merge(merge.BATCHES[0], ceilings)
     assert 1 < row.more["fused_us"] < 100 and 1 < row.time_us < 100
 
 

@@ -71,7 +71,7 @@ def rows(with_grouped: bool = True) -> Iterator[Row]:
 
 
 def routed_rows(layer: Layer, tokens: int, with_grouped: bool) -> Iterator[Row]:
-    offsets = grouped.routed(tokens)
+    offsets = grouped.route_at_random(tokens)
     active = int((offsets[1:] > offsets[:-1]).sum())
     sizes = {"tokens": tokens, "N": layer.N, "K": layer.K, "g": 128}
     work = active * layer.N * layer.K * 33 // 64, 2 * int(offsets[-1]) * layer.N * layer.K

@@ -8,7 +8,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.lowbit.bench import attention
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention.problem import scheme_of
-from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, evened, ragged
+from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, even_batch_like, ragged_batch
 from ptxlab.lowbit.kernels.attention.steps import STEPS
 from tests.support import fake_rows
 
@@ -42,9 +42,9 @@ def rows() -> Iterator[Row]:
     for pair in HEADS:
         for batch in batches(pair):
             yield from batch_rows(batch)
-        uneven = ragged(pair)
+        uneven = ragged_batch(pair)
         yield batch_row(attention.RAGGED, uneven, 1.2, face="attention_kv4")
-        yield batch_row(attention.EVEN, evened(uneven), 1.1, face="attention_kv4")
+        yield batch_row(attention.EVEN, even_batch_like(uneven), 1.1, face="attention_kv4")
     for place, step in enumerate(STEPS):
         yield batch_row(attention.LADDER, attention.ABLATION, 8 - place, scheme_of(step), kernel=step.spec.name)
     for batch in merge.BATCHES:

@@ -20,7 +20,7 @@ def compile_timed_variants() -> None:
             patch.setattr(headline, "ALL_TOKENS", (1, 100))
             patch.setattr(headline, "UNTUNED", ())
             timed += headline.points([step.spec.name for step in headline.steps()])
-        timed += [headline.at(layer, 16) for layer in LAYERS[:4]]
-        timed += [headline.at(EXPERT, int(M)) for M in np.diff(grouped.routed(16)) if M]
+        timed += [headline.point_at(layer, 16) for layer in LAYERS[:4]]
+        timed += [headline.point_at(EXPERT, int(M)) for M in np.diff(grouped.route_at_random(16)) if M]
         timed.append((grouped.STEP, grouped.sizes_at(EXPERT, 32)))
     points.compile_all(timed)

@@ -97,18 +97,18 @@ def audit_input(
     peaks, squares, exact = channel_sizes(x, "max"), channel_sizes(x), x @ w.T
     rows = []
     weight: Any
-    read: Any
+    rounded_input: Any
     for scheme in schemes:
         if scheme == "atom":
             channels8, order = group, outlier_order(squares, group)
             weight = quantize_atom_weight(w[:, order], group, group)
-            read = quantize_atom_activations(x[:, order], group, group)
+            rounded_input = quantize_atom_activations(x[:, order], group, group)
         else:
             channels8 = int8_blocks(peaks, most=most, block=group) * group
             order = outlier_order(peaks, channels8) if channels8 < len(peaks) else np.arange(len(peaks))
             weight = quantize_block_weight(w[:, order], group)
-            read = quantize_blocks(x[:, order], channels8 // group, group)
-        w_seen, x_seen = weight.dequantize(), read.dequantize()
+            rounded_input = quantize_blocks(x[:, order], channels8 // group, group)
+        w_rounded, x_rounded = weight.dequantize(), rounded_input.dequantize()
         rows.append(
             InputRow(
                 tensor=tensor,
@@ -117,9 +117,9 @@ def audit_input(
                 channels=len(peaks),
                 outliers=int((peaks > OUTLIER * np.median(peaks)).sum()),
                 channels8=channels8,
-                weight_error=_relative(w_seen, w[:, order]),
-                input_error=_relative(x_seen, x[:, order]),
-                output_error=_relative(x_seen @ w_seen.T, exact),
+                weight_error=_relative(w_rounded, w[:, order]),
+                input_error=_relative(x_rounded, x[:, order]),
+                output_error=_relative(x_rounded @ w_rounded.T, exact),
             )
         )
     return rows
@@ -144,21 +144,21 @@ def audit_model(
     check_options(schemes, group, most)
     if model.config.experts:
         raise ArgumentError("model", "must be dense: W4A4 has no experts", f"{model.config.experts} experts")
-    named = {(i, fused): f"layers.{i}.{fused}" for i in range(model.config.layers) for fused in FUSED}
-    wanted = {place for place, name in named.items() if fnmatchcase(name, pattern)}
-    if not wanted:
+    names = {(i, fused): f"layers.{i}.{fused}" for i in range(model.config.layers) for fused in FUSED}
+    selected = {place for place, name in names.items() if fnmatchcase(name, pattern)}
+    if not selected:
         raise ArgumentError("pattern", "must match a matrix such as layers.0.qkv", pattern)
 
     def rows() -> Iterator[InputRow | SkippedTensor]:
         states = [model.embed(batch) for batch in model.batches(tokens)]
-        for index in range(1 + max(i for i, _ in wanted)):
+        for index in range(1 + max(i for i, _ in selected)):
             layer, inputs = model.layers[index], _Inputs()
             for i, x in enumerate(states):
                 states[i] = model.run_layer(x, layer, inputs, index=index)
             for fused, parts in FUSED.items():
-                name = named[index, fused]
+                name = names[index, fused]
                 progress(name)
-                if (index, fused) not in wanted:
+                if (index, fused) not in selected:
                     continue
                 w, x = np.concatenate([layer[part] for part in parts]), np.concatenate(inputs.seen[parts[0]])
                 try:
@@ -171,22 +171,22 @@ def audit_model(
 
 def input_totals(rows: list[InputRow]) -> list[InputTotal]:
     """Return one total per scheme, in the order in which the rows name the schemes."""
-    found = []
+    totals = []
     for scheme in dict.fromkeys(row.scheme for row in rows):
-        some = [row for row in rows if row.scheme == scheme]
-        worst = max(some, key=lambda row: row.output_error)
-        found.append(
+        scheme_rows = [row for row in rows if row.scheme == scheme]
+        worst = max(scheme_rows, key=lambda row: row.output_error)
+        totals.append(
             InputTotal(
                 scheme=scheme,
                 group=worst.group,
-                tensors=len(some),
-                share8=sum(row.channels8 for row in some) / sum(row.channels for row in some),
-                mean_error=fmean(row.output_error for row in some),
+                tensors=len(scheme_rows),
+                share8=sum(row.channels8 for row in scheme_rows) / sum(row.channels for row in scheme_rows),
+                mean_error=fmean(row.output_error for row in scheme_rows),
                 worst_error=worst.output_error,
                 worst=worst.tensor,
             )
         )
-    return found
+    return totals
 
 
 def check_options(schemes: tuple[str, ...], group: int, most: float) -> None:
@@ -210,6 +210,6 @@ class _Inputs(Numerics):
         return EXACT.product(name, x, layer)
 
 
-def _relative(seen: Any, exact: Any) -> float:
+def _relative(approximate: Any, exact: Any) -> float:
     norm = float(np.linalg.norm(exact))
-    return float(np.linalg.norm(seen - exact)) / norm if norm else 0.0
+    return float(np.linalg.norm(approximate - exact)) / norm if norm else 0.0

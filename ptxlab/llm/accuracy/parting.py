@@ -50,8 +50,8 @@ def parting(runner: Runner, request: Request) -> Parting | None:
         probe = replace(request, tokens=request.tokens[:position])
         (alone,) = choose_tokens([probe], logits)
         if alone != token:
-            of_row = (gpu.to_host(logits) if gpu.is_device_array(logits) else logits)[0].astype(np.float64)
-            return Parting(position, token, alone, _margin(probe, of_row, token, alone), float(of_row.std()))
+            row_logits = (gpu.to_host(logits) if gpu.is_device_array(logits) else logits)[0].astype(np.float64)
+            return Parting(position, token, alone, _margin(probe, row_logits, token, alone), float(row_logits.std()))
         if position + 1 < len(request.tokens):
             logits = runner.decode(np.array([token], np.int32))
     return None

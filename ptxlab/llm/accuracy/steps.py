@@ -168,10 +168,10 @@ def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
     return recipe.but(**{name: getattr(full, name) for name in names})
 
 
-def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def sort_rows(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sort measurements by the order of the table, then by seed."""
-    places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
-    return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
+    places = {(table_row.ladder, table_row.step): place for place, table_row in enumerate(rows())}
+    return sorted(measurements, key=lambda row: (places[row["ladder"], row["step"]], row["seed"]))
 
 
 def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
@@ -186,8 +186,8 @@ def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatMod
     if start == "file":
         return model
     H = model.config.hidden
-    new = rotate_model(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
-    return replace(new, layers=list(new.layers))
+    rotated = rotate_model(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
+    return replace(rotated, layers=list(rotated.layers))
 
 
 def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
@@ -196,12 +196,15 @@ def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
     mixed = np.eye(n)
     for _ in range(2):
         order = rng.permutation(n)[: n // 2 * 2].reshape(2, -1)
-        one, other = order
+        first, second = order
         angle = rng.uniform(np.pi / 10, np.pi / 2 - np.pi / 10, n // 2)
-        turn = np.eye(n)
-        turn[one, one] = turn[other, other] = np.cos(angle)
-        turn[one, other], turn[other, one] = -np.sin(angle), np.sin(angle)
-        mixed = mixed @ turn
+        rotation = np.eye(n)
+        rotation[first, first] = rotation[second, second] = np.cos(angle)
+        rotation[first, second], rotation[second, first] = (
+            -np.sin(angle),
+            np.sin(angle),
+        )
+        mixed = mixed @ rotation
     return mixed
 
 
@@ -233,20 +236,26 @@ def measure(
 
     if model.config.experts:
         raise ArgumentError("model", "must be dense: some rows are W4A4's", f"{model.config.experts} experts")
-    known = list(done)
+    measurements = list(done)
     for row in chosen:
         recipe = row.recipe.to_json()
         for seed in range(seeds if row.repeats else 1):
             progress(row.name)
-            place = {"ladder": row.ladder, "step": row.step, "seed": seed}
-            same = [each for each in known if each["seed"] == seed and Recipe.settings_of(each["recipe"]) == recipe]
-            if not any(place.items() <= each.items() for each in same):
-                found = same[0] if same else _measured(model, calibration, texts, row.recipe, seed)
-                known.append({**found, **place})
-                yield {**found, **place}
+            row_keys = {"ladder": row.ladder, "step": row.step, "seed": seed}
+            same_recipe = [
+                earlier
+                for earlier in measurements
+                if earlier["seed"] == seed and Recipe.settings_of(earlier["recipe"]) == recipe
+            ]
+            if not any(row_keys.items() <= earlier.items() for earlier in same_recipe):
+                measurement = (
+                    same_recipe[0] if same_recipe else _measure_recipe(model, calibration, texts, row.recipe, seed)
+                )
+                measurements.append({**measurement, **row_keys})
+                yield {**measurement, **row_keys}
 
 
-def _measured(
+def _measure_recipe(
     model: FloatModel, calibration: Callable[[int], Tokens], texts: Mapping[str, Tokens], recipe: Recipe, seed: int
 ) -> dict[str, Any]:
     start = perf_counter()
@@ -281,10 +290,14 @@ def gemm_bytes(config: Config, recipe: Recipe, layer: QuantizedLayer, tokens: in
         if recipe.acts == 8:
             per_token = K + 4
         elif recipe.acts == 4:
-            group, of = recipe.group or K - recipe.kept, layer.inputs.get(name)
-            wide = of.int8 * group if of and of.int8 is not None else recipe.kept
+            group, layer_input = recipe.group or K - recipe.kept, layer.inputs.get(name)
+            wide_channels = layer_input.int8 * group if layer_input and layer_input.int8 is not None else recipe.kept
             wide_bytes = 1 if recipe.int8 is not None else recipe.kept_bits / 8
-            per_token = (K - wide) / 2 + wide * wide_bytes + 2 * ((K - recipe.kept) / group + bool(recipe.kept))
+            per_token = (
+                (K - wide_channels) / 2
+                + wide_channels * wide_bytes
+                + 2 * ((K - recipe.kept) / group + bool(recipe.kept))
+            )
         total += N * per_row + tokens * per_token
     return round(total)
 
@@ -298,8 +311,12 @@ def _weight_bytes(recipe: Recipe, K: int) -> float:
     if recipe.scheme == "qoq_channel":
         return K / 2 + 4 + 1
     if recipe.scheme == "int4":
-        four = K - recipe.kept
-        return four / 2 + recipe.kept * recipe.kept_bits / 8 + 2 * (four / (recipe.group or four) + bool(recipe.kept))
+        four_bit_channels = K - recipe.kept
+        return (
+            four_bit_channels / 2
+            + recipe.kept * recipe.kept_bits / 8
+            + 2 * (four_bit_channels / (recipe.group or four_bit_channels) + bool(recipe.kept))
+        )
     assert recipe.group is not None
     return K / 2 + 2 * K / recipe.group + 4
 
@@ -307,4 +324,4 @@ def _weight_bytes(recipe: Recipe, K: int) -> float:
 def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = errors[0] if errors else {}
     of_layers = {name: [error for layer in errors if (error := layer[name]) is not None] for name in names}
-    return {name: float(np.mean(of)) for name, of in of_layers.items() if of}
+    return {name: float(np.mean(errors_of_name)) for name, errors_of_name in of_layers.items() if errors_of_name}

@@ -60,12 +60,12 @@ def windows(tokens: npt.NDArray[np.integer], length: int = 2048, count: int | No
 
     Raises ArgumentError if the tokens do not fill one window, or `count` windows.
     """
-    for name, value, least in (("length", length, 2), ("windows", 1 if count is None else count, 1)):
-        require_integer(name, value, least)
-    there = len(tokens) // length
-    if not there:
+    for name, number, lower_bound in (("length", length, 2), ("windows", 1 if count is None else count, 1)):
+        require_integer(name, number, lower_bound)
+    available = len(tokens) // length
+    if not available:
         raise ArgumentError("length", f"at most {len(tokens)}, the tokens of the text", length)
-    if there < (count or 1):
-        raise ArgumentError("windows", f"at most {there}, as the text has {len(tokens)} tokens", count or 1)
-    every = tokens[: there * length].reshape(there, length)
-    return every if count is None else every[np.arange(count) * there // count]
+    if available < (count or 1):
+        raise ArgumentError("windows", f"at most {available}, as the text has {len(tokens)} tokens", count or 1)
+    all_windows = tokens[: available * length].reshape(available, length)
+    return all_windows if count is None else all_windows[np.arange(count) * available // count]

@@ -19,13 +19,13 @@ def read_wiki(path: Path) -> list[str]:
     try:
         with bz2.open(path) as file:
             pages = ElementTree.parse(file).getroot().iterfind("{*}page")
-            articles = [plain(page.findtext("{*}revision/{*}text") or "") for page in pages if not _redirects(page)]
+            articles = [plain(page.findtext("{*}revision/{*}text") or "") for page in pages if not _is_redirect(page)]
     except (OSError, EOFError, ElementTree.ParseError) as error:
         raise FileError(f"{path}: not a readable .xml.bz2 of MediaWiki ({error})") from None
     return [article for article in articles if len(article) >= SHORTEST]
 
 
-def _redirects(page: ElementTree.Element) -> bool:
+def _is_redirect(page: ElementTree.Element) -> bool:
     return page.find("{*}redirect") is not None
 
 
@@ -54,14 +54,14 @@ _LAST = [
 
 def plain(markup: str) -> str:
     """Strip a page's wiki markup to paragraphs separated by empty lines, without lists, tables and headings."""
-    text = _replaced(markup, _FIRST)
-    before = ""
-    while text != before:
-        before, text = text, _replaced(text, _NESTED)
-    return html.unescape(_replaced(text, _LAST)).strip()
+    text = _replace_patterns(markup, _FIRST)
+    previous_text = ""
+    while text != previous_text:
+        previous_text, text = text, _replace_patterns(text, _NESTED)
+    return html.unescape(_replace_patterns(text, _LAST)).strip()
 
 
-def _replaced(text: str, patterns: list[tuple[str, str]]) -> str:
+def _replace_patterns(text: str, patterns: list[tuple[str, str]]) -> str:
     for pattern, replacement in patterns:
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
     return text

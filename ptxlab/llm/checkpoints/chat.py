@@ -44,16 +44,16 @@ class ChatTemplate:
         config = path / _CONFIG
         settings = read_object(config)
         extra = settings.get("extra_special_tokens")
-        named: dict[str, str] = {}
+        defined: dict[str, str] = {}
         unset: set[str] = set()
-        mapped = {} if "added_tokens_decoder" in settings else read_object(path / _MAP)
-        for part in (settings, mapped, extra if isinstance(extra, dict) else {}):
+        special_tokens_map = {} if "added_tokens_decoder" in settings else read_object(path / _MAP)
+        for part in (settings, special_tokens_map, extra if isinstance(extra, dict) else {}):
             tokens = {name: _content(token) for name, token in part.items() if name.endswith("_token")}
-            named |= {name: token for name, token in tokens.items() if token is not None}
+            defined |= {name: token for name, token in tokens.items() if token is not None}
             unset |= {name for name in tokens if part[name] is None}
-        without = frozenset(unset - named.keys())
+        tokens_unset = frozenset(unset - defined.keys())
         if (path / _FILE).is_file():
-            return cls(read_text(path / _FILE), named, path / _FILE, without)
+            return cls(read_text(path / _FILE), defined, path / _FILE, tokens_unset)
         text = settings.get("chat_template")
         if isinstance(text, list):  # several by name
             text = next((entry.get("template") for entry in text if _is_default(entry)), None)
@@ -61,7 +61,7 @@ class ChatTemplate:
             raise FileError(
                 f"{config}: chat_template: must be a template, or a list of them by name (got {text!r:.40})"
             )
-        return None if text is None else cls(text, named, config, without)
+        return None if text is None else cls(text, defined, config, tokens_unset)
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any], *, begins: bool = False) -> Self | None:
@@ -75,7 +75,7 @@ class ChatTemplate:
         ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
         named = {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
         if begins and "bos" in named:
-            text = _begun(text)
+            text = _begin_with_start_token(text)
         return cls(text, {f"{name}_token": tokens[i] for name, i in named.items()}, path)
 
     @property
@@ -117,11 +117,11 @@ def read_object(file: Path) -> Mapping[str, Any]:
     return content
 
 
-def _begun(text: str) -> str:
+def _begin_with_start_token(text: str) -> str:
     """Put the start token ahead of a template, unless it is there; `+` keeps blanks at the seams."""
-    inside = _LAST_LINE_END.sub("", text)
-    begun = "{{ whole if whole.startswith(bos_token) else bos_token ~ whole }}"
-    return f"{{% set whole +%}}{inside}{{%+ endset %}}{begun}"
+    template = _LAST_LINE_END.sub("", text)
+    start_once = "{{ whole if whole.startswith(bos_token) else bos_token ~ whole }}"
+    return f"{{% set whole +%}}{template}{{%+ endset %}}{start_once}"
 
 
 def _content(token: Any) -> str | None:

@@ -143,38 +143,43 @@ def plan(
     buffer_shapes(layout, scheme, 8, 128, 128 if scheme == "qoq_channel" else group)  # refuses bad arguments
     if METADATA_KEY in checkpoint.metadata:
         raise ArgumentError("path", "must not hold packed weights already", path)
-    tensors = [_plan(info, scheme, group, layout, pattern, protective_range) for info in checkpoint.tensors.values()]
+    tensors = [
+        _plan(tensor_info, scheme, group, layout, pattern, protective_range)
+        for tensor_info in checkpoint.tensors.values()
+    ]
     matched = [tensor for tensor in tensors if fnmatchcase(tensor.info.name, pattern)]
     if not matched:
         raise ArgumentError("pattern", f"must match a tensor of {path}", pattern)
     if not any(tensor.fields for tensor in matched):
         reasons = [f"{tensor.described}: {tensor.reason}" for tensor in sorted(matched, key=lambda t: not t.selected)]
-        more = [f"and {len(reasons) - _LISTED} more"] if len(reasons) > _LISTED else []
-        raise FileError(f"{path}: no tensor can be packed: {'; '.join(reasons[:_LISTED] + more)}")
+        remainder = [f"and {len(reasons) - _LISTED} more"] if len(reasons) > _LISTED else []
+        raise FileError(f"{path}: no tensor can be packed: {'; '.join(reasons[:_LISTED] + remainder)}")
     return Conversion(checkpoint, tensors)
 
 
-def _plan(info: TensorInfo, scheme: str, group: int, layout: str, pattern: str, protective_range: int) -> PlannedTensor:
-    if not fnmatchcase(info.name, pattern):
-        return PlannedTensor(info, None, "not selected", selected=False)
-    if len(info.shape) != 2:
-        return PlannedTensor(info, None, "not a matrix", selected=False)
-    if info.dtype not in FLOATS:
-        return PlannedTensor(info, None, f"not of {', '.join(FLOATS)}")
-    if _EMBEDDING.search(info.name) and not _EMBEDDING.search(pattern):
-        return PlannedTensor(info, None, "an embedding, which the pattern does not name")
-    (N, K), channel = info.shape, scheme == "qoq_channel"
+def _plan(
+    tensor: TensorInfo, scheme: str, group: int, layout: str, pattern: str, protective_range: int
+) -> PlannedTensor:
+    if not fnmatchcase(tensor.name, pattern):
+        return PlannedTensor(tensor, None, "not selected", selected=False)
+    if len(tensor.shape) != 2:
+        return PlannedTensor(tensor, None, "not a matrix", selected=False)
+    if tensor.dtype not in FLOATS:
+        return PlannedTensor(tensor, None, f"not of {', '.join(FLOATS)}")
+    if _EMBEDDING.search(tensor.name) and not _EMBEDDING.search(pattern):
+        return PlannedTensor(tensor, None, "an embedding, which the pattern does not name")
+    (N, K), channel = tensor.shape, scheme == "qoq_channel"
     try:
         buffer_shapes(layout, scheme, N, K, K if channel else group)
     except ArgumentError as error:
-        return PlannedTensor(info, None, f"{error.rule} ({error.value})")
-    of_groups = (K, 0) if channel else (group, protective_range)
-    return PlannedTensor(info, header_fields(layout, scheme, N, K, *of_groups))
+        return PlannedTensor(tensor, None, f"{error.rule} ({error.value})")
+    group_fields = (K, 0) if channel else (group, protective_range)
+    return PlannedTensor(tensor, header_fields(layout, scheme, N, K, *group_fields))
 
 
 def _digest(weight: QuantizedWeight) -> str:
     digest = hashlib.sha256()
-    for name, value in vars(weight).items():
+    for name, array in vars(weight).items():
         digest.update(name.encode())
-        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

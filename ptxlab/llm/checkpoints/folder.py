@@ -113,8 +113,8 @@ def packing_config(folder: Path, layers: int) -> dict[str, Any]:
 
 def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write recipe.json: the recipe (JSON values) and its digest."""
-    found = {"schema": SCHEMA, "digest": digest(recipe), "recipe": dict(recipe)}
-    write_text(folder / RECIPE, json.dumps(found, indent=1) + "\n")
+    content = {"schema": SCHEMA, "digest": digest(recipe), "recipe": dict(recipe)}
+    write_text(folder / RECIPE, json.dumps(content, indent=1) + "\n")
 
 
 def load(folder: Path | str) -> QuantizedModel:
@@ -208,14 +208,14 @@ def read_recipe(folder: Path) -> dict[str, Any]:
     """Read the recipe of a folder. Raises FileError if the file is damaged or its digest is wrong."""
     path = folder / RECIPE
     try:
-        found = read_json(path)
-        recipe, stated, schema = dict(found["recipe"]), found["digest"], found["schema"]
+        content = read_json(path)
+        recipe, stored_digest, schema = dict(content["recipe"]), content["digest"], content["schema"]
     except (KeyError, TypeError, ValueError):
         raise FileError(f"{path}: must hold schema, digest and recipe") from None
     if not is_one_of(schema, _READ):
         raise FileError(f"{path}: schema must be {' or '.join(map(str, _READ))} (got {schema!r})")
-    if stated != digest(recipe):
-        raise FileError(f"{path}: the digest must be that of the recipe, {digest(recipe)} (got {stated!r})")
+    if stored_digest != digest(recipe):
+        raise FileError(f"{path}: the digest must be that of the recipe, {digest(recipe)} (got {stored_digest!r})")
     return recipe
 
 
@@ -234,9 +234,9 @@ def _on_host(plain: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _read(file: Checkpoint, name: str, shape: tuple[int, ...]) -> Any:
     """Read a tensor as it was saved, bfloat16 as its bits. Raises FileError for another shape or dtype."""
-    info = file.tensors.get(name)
-    if info is None or info.shape != shape or info.dtype not in _STORED.values():
-        got = f"{info.dtype} {list(info.shape)}" if info else "no such tensor"
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.shape != shape or tensor.dtype not in _STORED.values():
+        got = f"{tensor.dtype} {list(tensor.shape)}" if tensor else "no such tensor"
         raise FileError(f"{file.path}: {name} must be {list(shape)} of {', '.join(_STORED.values())} (got {got})")
-    dtype = next(dtype for dtype, spelling in _STORED.items() if spelling == info.dtype)
+    dtype = next(dtype for dtype, spelling in _STORED.items() if spelling == tensor.dtype)
     return file.read_bytes(name).view(np.dtype(dtype)).reshape(shape)

@@ -97,15 +97,15 @@ class ForeignCheckpoint:
         self.matrices: dict[str, ForeignMatrix] = {}
         self.tensors: dict[str, TensorInfo] = {}
         modules: dict[str, dict[str, TensorInfo]] = {}
-        for name, info in self.file.tensors.items():
+        for name, tensor in self.file.tensors.items():
             if not name.isprintable():
                 raise FileError(f"{self.path}: a tensor's name must be printable (got {name[:40]!r})")
             module, _, part = name.rpartition(".")
-            modules.setdefault(module, {})[part] = info
+            modules.setdefault(module, {})[part] = tensor
         for module, parts in modules.items():
             if _MARKS & parts.keys():
                 self._add(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
-            self.tensors |= {info.name: info for info in parts.values()}
+            self.tensors |= {tensor.name: tensor for tensor in parts.values()}
         if (declared := self.declared[0].format) and not self.matrices:
             raise FileError(f"{self.path}: no matrix is quantised, where the config declares {declared}")
 
@@ -142,35 +142,39 @@ class ForeignCheckpoint:
 
     def _add(self, name: str, parts: dict[str, TensorInfo]) -> None:
         """Recognise a matrix."""
-        found = {part: info.shape for part, info in parts.items()}
+        shapes = {part: tensor.shape for part, tensor in parts.items()}
         for format in _FORMATS:
             if not {*format.needs} <= parts.keys():
                 continue
-            if len(found[format.needs[0]]) != 2 or (sizes := format.sizes(found)) is None:
+            if len(shapes[format.needs[0]]) != 2 or (sizes := format.sizes(shapes)) is None:
                 continue
             self._check_tensors(format, parts, *sizes)
             declared = self._declared_of(name, format, parts, *sizes)
             N, K, groups = sizes
             group = _group_size(declared, K, groups)
-            tensors = {part: info.name for part, info in parts.items()}
+            tensors = {part: tensor.name for part, tensor in parts.items()}
             self.matrices[name] = ForeignMatrix(name, format, declared, tensors, N, K, groups, group)
             self.tensors[name] = TensorInfo(name, (N, K), "F32", 4 * N * K)
             return
-        has = ", ".join(f"{part} {[*shape]}" for part, shape in sorted(found.items()))
-        near = max(_FORMATS, key=lambda format: len({*format.needs} & parts.keys()) - 0.1 * len(format.needs))
-        lacking = [part for part in near.needs if part not in parts]
-        rule = f"{near.name} needs {', '.join(lacking)}" if lacking else f"not the shapes of {near.name}"
-        raise FileError(f"{self.path}: {name}: {rule} (got {has})")
+        listed_shapes = ", ".join(f"{part} {[*shape]}" for part, shape in sorted(shapes.items()))
+        nearest_format = max(_FORMATS, key=lambda format: len({*format.needs} & parts.keys()) - 0.1 * len(format.needs))
+        lacking = [part for part in nearest_format.needs if part not in parts]
+        rule = (
+            f"{nearest_format.name} needs {', '.join(lacking)}"
+            if lacking
+            else f"not the shapes of {nearest_format.name}"
+        )
+        raise FileError(f"{self.path}: {name}: {rule} (got {listed_shapes})")
 
     def _check_tensors(self, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int) -> None:
         expected = format.shapes(N, K, groups)
-        for part, info in parts.items():
+        for part, tensor in parts.items():
             if part not in expected:
-                raise FileError(f"{self.path}: {info.name}: not known in {format.name}")
+                raise FileError(f"{self.path}: {tensor.name}: not known in {format.name}")
             kind, shape = expected[part]
-            if info.shape != shape or (info.dtype not in FLOATS if kind == "float" else info.dtype != kind):
-                got = f"{info.dtype} {[*info.shape]}"
-                raise FileError(f"{self.path}: {info.name}: must be {kind} {[*shape]} in {format.name} (got {got})")
+            if tensor.shape != shape or (tensor.dtype not in FLOATS if kind == "float" else tensor.dtype != kind):
+                got = f"{tensor.dtype} {[*tensor.shape]}"
+                raise FileError(f"{self.path}: {tensor.name}: must be {kind} {[*shape]} in {format.name} (got {got})")
 
     def _declared_of(
         self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
@@ -179,31 +183,31 @@ class ForeignCheckpoint:
         with in_file(self.path), naming(name):
             if not N or not K or not groups:
                 raise ArgumentError("shape", "must not be empty", f"N={N}, K={K}, {groups} groups")
-            fitting, errors = [], []
+            matching, errors = [], []
             for declared in self.declared:
                 try:
                     _check_declared(name, declared, format, {*parts}, K, groups)
-                    fitting.append(declared)
+                    matching.append(declared)
                 except ArgumentError as error:
                     errors.append(error)
-            if not fitting and len(errors) > 1:
+            if not matching and len(errors) > 1:
                 raise ArgumentError(
                     "config_groups", "must have the groups of every matrix", f"{groups} groups of K={K}"
                 )
-            if not fitting:
+            if not matching:
                 raise errors[0]
-            sizes = sorted({_group_size(declared, K, groups) for declared in fitting})
+            sizes = sorted({_group_size(declared, K, groups) for declared in matching})
             if len(sizes) > 1:
                 rule = f"must tell the size of {groups} groups of K={K}"
                 raise ArgumentError("config_groups", rule, " or ".join(map(str, sizes)))
         return min(
-            fitting, key=lambda declared: declared.symmetric is not False
+            matching, key=lambda declared: declared.symmetric is not False
         )  # one without zero points would fit too
 
     def _array(self, name: str) -> Array:
-        info = self.file.tensors[name]
-        if info.dtype in _INTEGERS:
-            return self.file.read_bytes(name).view(_INTEGERS[info.dtype]).reshape(info.shape)
+        tensor = self.file.tensors[name]
+        if tensor.dtype in _INTEGERS:
+            return self.file.read_bytes(name).view(_INTEGERS[tensor.dtype]).reshape(tensor.shape)
         floats = self.file.read(name).astype(np.float32, copy=False)
         extremes(name.rpartition(".")[2], floats)  # all are finite
         return floats
@@ -287,7 +291,7 @@ def _qserve_channel(arrays: Arrays) -> AffineWeight:
     )
 
 
-def _compressed(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
+def _compressed_words(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
     shape = tuple(arrays["weight_shape"].tolist())
     if shape != (matrix.N, matrix.K):
         raise ArgumentError("weight_shape", f"4 bits in weight_packed are {[matrix.N, matrix.K]}", [*shape])
@@ -343,8 +347,8 @@ def _affine(matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, ar
     if matrix.declared.symmetric and (zero != 8).any():
         raise ArgumentError("zero points", "must be 8, as the config says", f"{zero.min()}..{zero.max()}")
     group_of = _column_groups(matrix, arrays)
-    equal = matrix.K // matrix.groups
-    is_regular = matrix.K % matrix.groups == 0 and (group_of == np.arange(matrix.K) // equal).all()
+    columns_per_group = matrix.K // matrix.groups
+    is_regular = matrix.K % matrix.groups == 0 and (group_of == np.arange(matrix.K) // columns_per_group).all()
     return AffineWeight(
         q4=np.ascontiguousarray(q4),
         scale=np.ascontiguousarray(scale),
@@ -377,7 +381,7 @@ _FORMATS = (
     ForeignFormat(
         "QServe per group",
         ("qweight", "s1_scales", "s2_scales", "s2_zeros"),
-        lambda found: _qserve_sizes(found["qweight"], (*found["s2_scales"], 0)[0]),
+        lambda shapes: _qserve_sizes(shapes["qweight"], (*shapes["s2_scales"], 0)[0]),
         lambda N, K, G: {
             "qweight": ("I8", (N, K // 2)),
             "s1_scales": ("float", (N,)),
@@ -390,7 +394,7 @@ _FORMATS = (
     ForeignFormat(
         "QServe per channel",
         ("qweight", "s1_scales", "s1_szeros"),
-        lambda found: _qserve_sizes(found["qweight"], 1),
+        lambda shapes: _qserve_sizes(shapes["qweight"], 1),
         lambda N, K, G: {
             "qweight": ("I8", (N, K // 2)),
             "s1_scales": ("float", (N,)),
@@ -401,7 +405,7 @@ _FORMATS = (
     ForeignFormat(
         PACKED,
         ("weight_packed", "weight_scale", "weight_shape"),
-        lambda found: (found["weight_packed"][0], 8 * found["weight_packed"][1], (*found["weight_scale"], 1, 1)[1]),
+        lambda shapes: (shapes["weight_packed"][0], 8 * shapes["weight_packed"][1], (*shapes["weight_scale"], 1, 1)[1]),
         lambda N, K, G: {
             "weight_packed": ("I32", (N, K // 8)),
             "weight_scale": ("float", (N, G)),
@@ -409,12 +413,12 @@ _FORMATS = (
             "weight_zero_point": ("I32", (ceil_div(N, 8), G)),
             "weight_g_idx": ("I32", (K,)),
         },
-        _compressed,
+        _compressed_words,
     ),
     ForeignFormat(
         INTEGERS,
         ("weight", "weight_scale"),
-        lambda found: (found["weight"][0], found["weight"][1], (*found["weight_scale"], 1, 1)[1]),
+        lambda shapes: (shapes["weight"][0], shapes["weight"][1], (*shapes["weight_scale"], 1, 1)[1]),
         lambda N, K, G: {
             "weight": ("I8", (N, K)),
             "weight_scale": ("float", (N, G)),
@@ -425,9 +429,9 @@ _FORMATS = (
     ForeignFormat(
         GPTQ,
         ("qweight", "qzeros", "scales"),
-        lambda found: (
-            (found["qweight"][1], 8 * found["qweight"][0], found["scales"][0])
-            if found["qweight"][1:] == found["scales"][1:]
+        lambda shapes: (
+            (shapes["qweight"][1], 8 * shapes["qweight"][0], shapes["scales"][0])
+            if shapes["qweight"][1:] == shapes["scales"][1:]
             else None
         ),
         lambda N, K, G: {
@@ -441,9 +445,9 @@ _FORMATS = (
     ForeignFormat(
         AWQ,
         ("qweight", "qzeros", "scales"),
-        lambda found: (
-            (8 * found["qweight"][1], found["qweight"][0], found["scales"][0])
-            if found["scales"][1:] == (8 * found["qweight"][1],)
+        lambda shapes: (
+            (8 * shapes["qweight"][1], shapes["qweight"][0], shapes["scales"][0])
+            if shapes["scales"][1:] == (8 * shapes["qweight"][1],)
             else None
         ),
         lambda N, K, G: {

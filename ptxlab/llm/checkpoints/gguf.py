@@ -48,8 +48,8 @@ class GgufFile(TensorFile):
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """Read the tensor `name`, dequantised to float32. Raises ArgumentError for a name that is not in the file."""
-        info = self._info(name)
-        return _dequantized(self.read_bytes(name), info.dtype).reshape(info.shape)
+        tensor = self._info(name)
+        return _dequantize(self.read_bytes(name), tensor.dtype).reshape(tensor.shape)
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """See `TensorFile.read_bytes`."""
@@ -69,10 +69,10 @@ class GgufFile(TensorFile):
             self.metadata[key] = header.value(header.number("<u4"))
         offsets = {}
         for _ in range(tensors):
-            info, offsets[info.name] = header.tensor()
-            if info.name in self.tensors:
-                raise ValueError(f"{info.name} occurs twice")
-            self.tensors[info.name] = info
+            tensor, offsets[tensor.name] = header.tensor()
+            if tensor.name in self.tensors:
+                raise ValueError(f"{tensor.name} occurs twice")
+            self.tensors[tensor.name] = tensor
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment must be an integer, 1 or more; it is {alignment!r}")
@@ -157,11 +157,11 @@ def _type(number: int) -> tuple[str, int, int]:
     gguf = library()
     kind = gguf.GGMLQuantizationType(number)
     per_block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    _dequantized(np.zeros(nbytes, np.uint8), kind.name)
+    _dequantize(np.zeros(nbytes, np.uint8), kind.name)
     return kind.name, per_block, nbytes
 
 
-def _dequantized(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
+def _dequantize(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
     gguf = library()
     values: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[dtype])
     return values

@@ -143,8 +143,8 @@ def _write_file(
     checkpoint: ForeignCheckpoint, out: Path, layout: str, unchecked: bool, progress: Progress
 ) -> list[ImportedMatrix]:
     fields = {name: _fields(checkpoint, matrix, layout) for name, matrix in checkpoint.matrices.items()}
-    announced = [info for info in checkpoint.tensors.values() if info.name not in fields]
-    announced += [info for name, each in fields.items() for info in announce(name, each)]
+    announced = [tensor for tensor in checkpoint.tensors.values() if tensor.name not in fields]
+    announced += [tensor for name, header in fields.items() for tensor in announce(name, header)]
     rows = []
 
     def arrays() -> Iterator[tuple[str, Any]]:
@@ -193,23 +193,23 @@ def _write_model(
             weights = {}
             for fused, parts in fused_parts(config).items():
                 names = [tensor_name(part, index) for part in parts]
-                if lacking := next((name for name in names if name not in checkpoint.matrices), None):
-                    raise FileError(f"{checkpoint.path}: {lacking}: must be quantised, as {formats[0]} has others")
-                each = [checkpoint.weight(name) for name in names]
-                for name, part in zip(names, each, strict=True):
+                if missing_name := next((name for name in names if name not in checkpoint.matrices), None):
+                    raise FileError(f"{checkpoint.path}: {missing_name}: must be quantised, as {formats[0]} has others")
+                foreign_weights = [checkpoint.weight(name) for name in names]
+                for name, part in zip(names, foreign_weights, strict=True):
                     if isinstance(part, LQQWeight) and not unchecked:
                         require_no_overflow(name, part)
                 with naming(names[0]):
-                    conversion = convert_parts(each)
+                    conversion = convert_parts(foreign_weights)
                 weights[fused] = conversion.weight
                 rows.append(_row(checkpoint.matrices[names[0]], conversion, f"layer {index} {fused}"))
             with naming(f"layer {index}"):
                 packed = pack_layer(config, layer, weights, layout, unchecked=unchecked)
             folders.save_layer(partial, index, packed)
             progress(f"layer {index}", config.layers)
-        about = {"steps": ["imported"], "formats": formats, "layout": layout, "model": config.name}
+        recipe = {"steps": ["imported"], "formats": formats, "layout": layout, "model": config.name}
         ends = convert_ends(model, "float16")
-        folders.save_ends(partial, config, about, **ends)
+        folders.save_ends(partial, config, recipe, **ends)
         tokenizer.save(partial)
     return rows
 
@@ -220,11 +220,11 @@ def _row(matrix: ForeignMatrix, conversion: ConvertedWeight, name: str = "") -> 
         scheme, group, overflows = "lqq", weight.group, weight.overflows()
     else:
         scheme, group, overflows = "qoq_channel", weight.shape[1], np.zeros(0, bool)
-    first = ""
+    first_overflow = ""
     try:
         require_no_overflow("", weight)
     except ArgumentError as overflow:
-        first = str(overflow.value)
+        first_overflow = str(overflow.value)
     return ImportedMatrix(
         name=name or matrix.name,
         format=matrix.format.name,
@@ -235,5 +235,5 @@ def _row(matrix: ForeignMatrix, conversion: ConvertedWeight, name: str = "") -> 
         requantised=conversion.requantised,
         groups=overflows.size,
         overflows=int(overflows.sum()),
-        overflow=first,
+        overflow=first_overflow,
     )

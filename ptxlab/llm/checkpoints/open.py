@@ -88,7 +88,7 @@ def open_model(
         rule = f"one of {', '.join(MODELS)}"
         raise missing(source, f"no model: a folder, a .gguf file, or {rule}{nearest_of(rule, str(source))}")
     if is_quantized(path):
-        model = dequantized(load(path))
+        model = dequantize_model(load(path))
         return model, open_tokenizer(path, model.config)
     return _open_folder(path)
 
@@ -129,7 +129,7 @@ def stored_numerics(folder: Path) -> FakeQuantized:
     return numerics_of(load_layer(folder, 0, config))
 
 
-def dequantized(model: QuantizedModel) -> FloatModel:
+def dequantize_model(model: QuantizedModel) -> FloatModel:
     """Convert a quantised model to a float32 model; a layer is dequantised each time it is needed."""
     return FloatModel(
         config=model.config,
@@ -148,15 +148,17 @@ def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
         config = Config.from_gguf(file.metadata, tied_head=tied, rope_factors=factors)
     heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
 
-    def in_halves(name: str, array: Any) -> Any:
+    def deinterleave_heads(name: str, array: Any) -> Any:
         """Reorder rows of q and k for `reference.rope`: GGUF's `llama` interleaves the two halves of a head."""
         if name not in heads:
             return array
         return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
 
     names = _GGUF | (_GGUF_STACKS if config.experts else {})
-    model = _model(_Weights(file, names, config, in_halves, in_stacks=bool(config.experts)), unused={_ROPE_FACTORS})
-    return model, _fitting(Tokenizer.from_gguf(path, file.metadata), config, path)
+    model = _model(
+        _Weights(file, names, config, deinterleave_heads, in_stacks=bool(config.experts)), unused={_ROPE_FACTORS}
+    )
+    return model, _require_fit(Tokenizer.from_gguf(path, file.metadata), config, path)
 
 
 def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
@@ -167,8 +169,10 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
     file = ForeignCheckpoint(path)
     unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
     unused |= file.zero_biases()
-    if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
-        raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
+    if unsupported := next((tensor for name, tensor in file.tensors.items() if tensor.dtype not in FLOATS), None):
+        raise FileError(
+            f"{path}: {unsupported.name}: dtype must be one of {', '.join(FLOATS)} (got {unsupported.dtype})"
+        )
     if config.tied_head and _HUGGING_FACE["head"] in file.tensors:  # transformers believes the file, not the config
         untied = _model(_Weights(file, _HUGGING_FACE, replace(config, tied_head=False)), unused)
         model = replace(untied, config=config, head=None) if (untied.head == untied.embedding).all() else untied
@@ -179,10 +183,10 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
 
 def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
     """Open the tokenizer of a Hugging Face folder or of a quantised model's. Raises FileError if it is broken."""
-    return _fitting(Tokenizer.from_folder(folder), config, folder)
+    return _require_fit(Tokenizer.from_folder(folder), config, folder)
 
 
-def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
+def _require_fit(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
     if tokenizer.vocabulary > config.vocabulary:
         raise FileError(f"{path}: tokenizer: at most {config.vocabulary} tokens (got {tokenizer.vocabulary})")
     if beyond := [token for token in tokenizer.starts if token >= config.vocabulary]:
@@ -206,23 +210,23 @@ def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
 class _Weights:
     """A file's tensors by our names.
 
-    `reordered(name, array)` puts rows into this project's order; `in_stacks`: a tensor holds all experts of a layer.
+    `reorder(name, array)` puts rows into this project's order; `in_stacks`: a tensor holds all experts of a layer.
     """
 
     file: GgufFile | ForeignCheckpoint
     names: Mapping[str, str]
     config: Config
-    reordered: Callable[[str, Any], Any] = lambda name, array: array
+    reorder: Callable[[str, Any], Any] = lambda name, array: array
     in_stacks: bool = False
 
     def read(self, name: str, layer: int | None = None) -> Any:
         """Read one tensor as f32. Raises FileError for NaN or infinity."""
-        theirs = _tensor_name(self.names, name, layer)
+        tensor = _tensor_name(self.names, name, layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
-            array = self.file.read(theirs).astype(np.float32, copy=False)
+            array = self.file.read(tensor).astype(np.float32, copy=False)
         with in_file(self.file.path):
-            extremes(theirs, array)
-        return self.reordered(name, array)
+            extremes(tensor, array)
+        return self.reorder(name, array)
 
     def layer(self, index: int) -> Layer:
         """Read every tensor of a layer."""
@@ -233,23 +237,23 @@ class _Weights:
 
     def check(self, unused: set[str]) -> None:
         """Raise FileError unless the file has the tensors of the config in their shapes, and no others but `unused`."""
-        left = self.file.tensors.keys() - unused
+        unread = self.file.tensors.keys() - unused
         V, H = self.config.vocabulary, self.config.hidden
         shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
-        self._check_shapes(shapes, None, left)
+        self._check_shapes(shapes, None, unread)
         for layer in range(self.config.layers):  # stops at the first missing layer, however many the config claims
-            self._check_shapes(self.shapes, layer, left)
-        if left:
-            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
+            self._check_shapes(self.shapes, layer, unread)
+        if unread:
+            raise FileError(f"{self.file.path}: {min(unread)}: not known in a model of this family")
 
-    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, unread: set[str]) -> None:
         for name, shape in shapes.items():
-            theirs = _tensor_name(self.names, name, layer)
-            if theirs not in self.file.tensors:
-                raise FileError(f"{self.file.path}: {theirs}: missing")
-            if (found := self.file.tensors[theirs].shape) != shape:
-                raise FileError(f"{self.file.path}: {theirs}: must be {[*shape]} (got {[*found]})")
-            left.discard(theirs)
+            tensor = _tensor_name(self.names, name, layer)
+            if tensor not in self.file.tensors:
+                raise FileError(f"{self.file.path}: {tensor}: missing")
+            if (stored_shape := self.file.tensors[tensor].shape) != shape:
+                raise FileError(f"{self.file.path}: {tensor}: must be {[*shape]} (got {[*stored_shape]})")
+            unread.discard(tensor)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

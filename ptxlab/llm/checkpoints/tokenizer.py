@@ -139,11 +139,15 @@ class Tokenizer:
         if not is_harmless(definition, _FAST_PATTERNS):
             guarded = GuardedEncoder(file, json.dumps(definition))
             definition |= {"normalizer": None, "pre_tokenizer": None}
-        kind = library().Tokenizer
+        tokenizer_class = library().Tokenizer
         with _refuse_unreadable(file):
-            made = kind.from_str(json.dumps(definition))  # not of the file, whose keys may occur twice
+            tokenizer = tokenizer_class.from_str(json.dumps(definition))  # not of the file, whose keys may occur twice
         return cls(
-            _ends(path), made, starts=_starts(file, made), template=ChatTemplate.from_folder(path), _guarded=guarded
+            _ends(path),
+            tokenizer,
+            starts=_starts(file, tokenizer),
+            template=ChatTemplate.from_folder(path),
+            _guarded=guarded,
         )
 
     def save(self, folder: Path) -> None:
@@ -198,13 +202,13 @@ class Tokenizer:
         ends = [i for i, token in enumerate(tokens) if token in _END_TEXTS]
         control = {*ends, *np.flatnonzero(kinds == _CONTROL).tolist()}
         with _refuse_unreadable(path):
-            made = _byte_level(get, tokens, split) if split else _sentence_piece(get, tokens)
-            made.add_special_tokens([tokens[i] for i in sorted(control)])
-            made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
+            tokenizer = _byte_level(get, tokens, split) if split else _sentence_piece(get, tokens)
+            tokenizer.add_special_tokens([tokens[i] for i in sorted(control)])
+            tokenizer.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
         begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
         starts = (get.token("bos", len(tokens)),) if begins else ()
         template = ChatTemplate.from_gguf(path, metadata, begins=begins)
-        return cls(_gguf_ends(get, tokens, ends), made, starts=starts, template=template)
+        return cls(_gguf_ends(get, tokens, ends), tokenizer, starts=starts, template=template)
 
 
 def _chatml(messages: Sequence[Message]) -> str:
@@ -221,10 +225,10 @@ class _Metadata:
 
     def __call__(self, key: str, kind: Any, *default: Any) -> Any:
         """Return the value of a key, which must be of the type `kind`; without a default the key must exist."""
-        value = self.values.get(f"tokenizer.ggml.{key}", *default)
-        if not isinstance(value, kind):
-            raise self.wrong(key, f"must be of type {getattr(kind, '__name__', kind)}", type(value).__name__)
-        return value
+        entry = self.values.get(f"tokenizer.ggml.{key}", *default)
+        if not isinstance(entry, kind):
+            raise self.wrong(key, f"must be of type {getattr(kind, '__name__', kind)}", type(entry).__name__)
+        return entry
 
     def token(self, which: str, tokens: int) -> int:
         """Return the id of a special token, which must lie below `tokens`."""
@@ -233,40 +237,40 @@ class _Metadata:
             raise self.wrong(f"{which}_token_id", f"must lie in 0..{tokens - 1}", number)
         return number
 
-    def wrong(self, key: str, rule: str, value: object) -> FileError:
+    def wrong(self, key: str, rule: str, got: object) -> FileError:
         """Return the error for a key's wrong value."""
-        return FileError(f"{self.path}: tokenizer.ggml.{key}: {rule} (got {value})")
+        return FileError(f"{self.path}: tokenizer.ggml.{key}: {rule} (got {got})")
 
 
-def _byte_level(get: _Metadata, tokens: list[str], split: str) -> Any:
+def _byte_level(metadata: _Metadata, tokens: list[str], split: str) -> Any:
     """Build a tokenizer of BPE over bytes, within the words that a pattern splits text into."""
-    found = library()
-    merges = [tuple(merge.split(" ")) for merge in get("merges", list)]
+    tokenizers = library()
+    merges = [tuple(merge.split(" ")) for merge in metadata("merges", list)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    made = found.Tokenizer(found.models.BPE(vocabulary, merges, ignore_merges=split in _LLAMA3_NAMES))
-    words, steps = found.pre_tokenizers, []
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=split in _LLAMA3_NAMES))
+    pre_tokenizers, steps = tokenizers.pre_tokenizers, []
     if split == "smollm":
-        steps.append(words.Digits(individual_digits=True))
-    steps.append(words.Split(found.Regex(_PATTERNS[split]), "isolated"))
-    steps.append(words.ByteLevel(add_prefix_space=False, use_regex=False))
-    made.pre_tokenizer, made.decoder = words.Sequence(steps), found.decoders.ByteLevel()
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.Split(tokenizers.Regex(_PATTERNS[split]), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), tokenizers.decoders.ByteLevel()
     if split == "qwen2":
-        made.normalizer = found.normalizers.NFC()
-    return made
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    return tokenizer
 
 
-def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
+def _sentence_piece(metadata: _Metadata, tokens: list[str]) -> Any:
     """Build a tokenizer of BPE over characters, or over the bytes of a character that is no token.
 
     The pair whose token scores best merges first.
     """
-    found = library()
-    scores, vocabulary = get("scores", np.ndarray), {token: i for i, token in enumerate(tokens)}
+    tokenizers = library()
+    scores, vocabulary = metadata("scores", np.ndarray), {token: i for i, token in enumerate(tokens)}
     if len(scores) != len(tokens):
-        raise get.wrong("scores", f"must be {len(tokens)}", len(scores))
+        raise metadata.wrong("scores", f"must be {len(tokens)}", len(scores))
     splits = sum(len(token) ** 2 for token in tokens)
     if splits > _MOST_SPLITS:
-        raise get.wrong("tokens", f"lengths squared must sum to {_MOST_SPLITS} at most", splits)
+        raise metadata.wrong("tokens", f"lengths squared must sum to {_MOST_SPLITS} at most", splits)
     merges = [
         (token[:cut], token[cut:])
         for i in np.argsort(-scores, kind="stable")
@@ -274,34 +278,39 @@ def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    unknown = tokens[get.token("unknown", len(tokens))]
-    made = found.Tokenizer(found.models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    before = [found.normalizers.Replace(" ", "▁")]
-    after = [found.decoders.Replace("▁", " "), found.decoders.ByteFallback(), found.decoders.Fuse()]
-    if get("add_space_prefix", bool, True):
-        before.insert(0, found.normalizers.Prepend("▁"))
-        after.append(found.decoders.Strip(" ", 1, 0))
-    made.normalizer, made.decoder = found.normalizers.Sequence(before), found.decoders.Sequence(after)
-    return made
+    unknown = tokens[metadata.token("unknown", len(tokens))]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    normalizers = [tokenizers.normalizers.Replace(" ", "▁")]
+    decoders = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    if metadata("add_space_prefix", bool, True):
+        normalizers.insert(0, tokenizers.normalizers.Prepend("▁"))
+        decoders.append(tokenizers.decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = (
+        tokenizers.normalizers.Sequence(normalizers),
+        tokenizers.decoders.Sequence(decoders),
+    )
+    return tokenizer
 
 
-def _gguf_ends(get: _Metadata, tokens: list[str], by_text: list[int]) -> tuple[int, ...]:
+def _gguf_ends(metadata: _Metadata, tokens: list[str], by_text: list[int]) -> tuple[int, ...]:
     """Return the end tokens of a GGUF file, that of `eos_token_id` first."""
-    named = [which for which in _END_IDS if which == "eos" or f"tokenizer.ggml.{which}_token_id" in get.values]
-    listed = get("eos_token_ids", list | np.ndarray, [])
-    if beyond := [token for token in listed if not is_integer(token) or not 0 <= token < len(tokens)]:
-        raise get.wrong("eos_token_ids", f"must lie in 0..{len(tokens) - 1}", beyond[0])
-    ends = [*(get.token(which, len(tokens)) for which in named), *map(int, listed), *by_text]
+    named = [which for which in _END_IDS if which == "eos" or f"tokenizer.ggml.{which}_token_id" in metadata.values]
+    listed = metadata("eos_token_ids", list | np.ndarray, [])
+    if invalid_ids := [token for token in listed if not is_integer(token) or not 0 <= token < len(tokens)]:
+        raise metadata.wrong("eos_token_ids", f"must lie in 0..{len(tokens) - 1}", invalid_ids[0])
+    ends = [*(metadata.token(which, len(tokens)) for which in named), *map(int, listed), *by_text]
     return tuple(dict.fromkeys(ends))
 
 
 def _ends(path: Path) -> tuple[int, ...]:
     for file in (path / "generation_config.json", path / "config.json"):
-        stated = read_object(file).get("eos_token_id")
-        if stated is not None:
-            ends = tuple(stated) if isinstance(stated, list) else (stated,)
+        declared = read_object(file).get("eos_token_id")
+        if declared is not None:
+            ends = tuple(declared) if isinstance(declared, list) else (declared,)
             if not all(map(is_integer, ends)):
-                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {stated!r})")
+                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {declared!r})")
             return tuple(dict.fromkeys(ends))
     return ()
 

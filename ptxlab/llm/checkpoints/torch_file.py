@@ -74,16 +74,16 @@ class TorchFile(TensorFile):
         self.metadata = {}
         try:
             with zipfile.ZipFile(self.path) as archive:
-                self._members = {info.filename: info for info in archive.infolist()}
-                found = self._found(archive)
+                self._members = {member.filename: member for member in archive.infolist()}
+                tensors = self._read_tensors(archive)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
         except DAMAGE as error:
             raise FileError(f"{self.path}: not a readable file of torch.save ({error})") from None
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             self._check(name, tensor)
-        self._tensors = found
-        self.tensors = {name: TensorInfo(name, t.shape, t.storage.dtype, t.nbytes) for name, t in found.items()}
+        self._tensors = tensors
+        self.tensors = {name: TensorInfo(name, t.shape, t.storage.dtype, t.nbytes) for name, t in tensors.items()}
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """See `TensorFile.read_bytes`."""
@@ -100,38 +100,38 @@ class TorchFile(TensorFile):
             raise FileError(f"{self.path}: {name}: {tensor.nbytes} bytes expected (got {len(content)})")
         return np.frombuffer(content, np.uint8).copy()
 
-    def _found(self, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
+    def _read_tensors(self, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
         """Return the tensors that the pickle lists. Raises FileError for any other value."""
         pickles = [name for name in self._members if name.split("/")[1:] == ["data.pkl"]]
         if len(pickles) != 1:
             self._refuse(f"one data.pkl expected (got {len(pickles)})")
         folder = pickles[0].split("/")[0]
-        held = self.path.stat().st_size
-        for info in self._members.values():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                self._refuse(f"{info.filename}: must be stored, not compressed")
-            if info.header_offset + info.file_size > held:
-                self._refuse(f"{info.filename}: {info.file_size} bytes must lie within the file's {held}")
+        file_bytes = self.path.stat().st_size
+        for member in self._members.values():
+            if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+                self._refuse(f"{member.filename}: must be stored, not compressed")
+            if member.header_offset + member.file_size > file_bytes:
+                self._refuse(f"{member.filename}: {member.file_size} bytes must lie within the file's {file_bytes}")
         if self._members[pickles[0]].file_size > MAX_PICKLE:
             self._refuse(f"data.pkl: at most {MAX_PICKLE} bytes (got {self._members[pickles[0]].file_size})")
         if f"{folder}/byteorder" in self._members and archive.read(f"{folder}/byteorder") != b"little":
             self._refuse("byteorder must be little")
-        found = _Program(folder, self._refuse).run(archive.read(pickles[0]))
-        if not isinstance(found, dict):
-            self._refuse(f"a dictionary of tensors expected (got {type(found).__name__})")
-        for name, value in found.items():
-            if not isinstance(value, _Tensor):
-                what = str(value) if isinstance(value, _Name) else type(value).__name__
-                self._refuse(f"{name}: must be a tensor (got {what})")
-        return found
+        tensors = _Program(folder, self._refuse).run(archive.read(pickles[0]))
+        if not isinstance(tensors, dict):
+            self._refuse(f"a dictionary of tensors expected (got {type(tensors).__name__})")
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, _Tensor):
+                description = str(tensor) if isinstance(tensor, _Name) else type(tensor).__name__
+                self._refuse(f"{name}: must be a tensor (got {description})")
+        return tensors
 
     def _check(self, name: str, tensor: _Tensor) -> None:
         """Refuse a tensor that does not lie within its storage, or a storage that the zip does not hold."""
         (member, _, itemsize, count), first, shape = tensor
-        info = self._members.get(member)
-        if info is None or info.file_size != count * itemsize:
-            held = "no such member" if info is None else f"{info.file_size} bytes"
-            self._refuse(f"{name}: {member} must hold {count * itemsize} bytes (got {held})")
+        zip_info = self._members.get(member)
+        if zip_info is None or zip_info.file_size != count * itemsize:
+            actual_size = "no such member" if zip_info is None else f"{zip_info.file_size} bytes"
+            self._refuse(f"{name}: {member} must hold {count * itemsize} bytes (got {actual_size})")
         if first + prod(shape) > count:
             self._refuse(f"{name}: {[*shape]} from element {first} on must lie within {count} elements")
 
@@ -194,8 +194,8 @@ class _Program:
             case "BUILD":  # of attributes: an OrderedDict's _metadata
                 pop()
             case "SETITEM":
-                value, key = pop(), pop()
-                self.set_items([key, value])
+                element, key = pop(), pop()
+                self.set_items([key, element])
             case "SETITEMS":
                 self.set_items(self.to_mark())
             case _ if opcode in _CONSTANTS:
@@ -210,22 +210,22 @@ class _Program:
 
     def to_mark(self) -> list[Any]:
         """Pop the values above the last mark and return them in order."""
-        values = []
-        while (value := self.stack.pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
+        elements = []
+        while (element := self.stack.pop()) is not _MARK:
+            elements.append(element)
+        return elements[::-1]
 
-    def set_items(self, items: list[Any]) -> None:
-        """Put keys and values, which alternate in `items`, into the dictionary on top of the stack."""
+    def set_items(self, keys_and_values: list[Any]) -> None:
+        """Put keys and values, which alternate in `keys_and_values`, into the dictionary on top of the stack."""
         target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
+        if not isinstance(target, dict) or len(keys_and_values) % 2:
             raise ValueError("items for no dictionary")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            target[text(key)] = value
+        for key, element in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
+            target[text(key)] = element
 
-    def storage(self, found: Any) -> _Storage:
+    def storage(self, persistent_id: Any) -> _Storage:
         """Build a storage from the persistent id ('storage', type, key, device, elements)."""
-        _, kind, key, _, count = found
+        _, kind, key, _, count = persistent_id
         dtype = _DTYPES.get(kind.removeprefix("torch ")) if isinstance(kind, _Name) else None
         if dtype is None:
             got = kind if isinstance(kind, str) else type(kind).__name__
@@ -257,21 +257,21 @@ class _Program:
         return _Tensor(storage, size(first), sizes)
 
 
-def text(value: Any) -> str:
+def text(name: Any) -> str:
     """Check that a value is a string and return it.
 
     Raises ValueError for anything else, of which a hash or a message might never end.
     """
-    if not isinstance(value, str):
-        raise ValueError(f"a name expected (got {type(value).__name__})")
-    return value
+    if not isinstance(name, str):
+        raise ValueError(f"a name expected (got {type(name).__name__})")
+    return name
 
 
-def size(value: Any) -> int:
+def size(elements: Any) -> int:
     """Check that a value is a number of elements, 0 to 2^48 - 1, and return it. Raises ValueError otherwise."""
-    if type(value) is not int or not 0 <= value < 1 << 48:
-        raise ValueError(f"a size below 2^48 expected (got {type(value).__name__})")
-    return value
+    if type(elements) is not int or not 0 <= elements < 1 << 48:
+        raise ValueError(f"a size below 2^48 expected (got {type(elements).__name__})")
+    return elements
 
 
 class TorchFolder(CheckpointFolder):

@@ -18,7 +18,7 @@ from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, require_folder, sole_writer, write_record
 from ptxlab.llm.accuracy import steps as table_of
 from ptxlab.llm.accuracy.text import tokens_of, windows
-from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, open_model_with_bar, open_text_with_bar
 from ptxlab.llm.recipe import Recipe
 from ptxlab.llm.recipe.calibrate import draw_samples
 from ptxlab.sources import commit
@@ -55,28 +55,28 @@ def accuracy(
     require_counts(samples=samples, sample_length=sample_length, seeds=seeds)
     on_gpu = model_on_gpu(backend)
     patterns = only or ["*"]
-    every = table_of.rows()
-    chosen = [row for row in every if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
+    all_rows = table_of.rows()
+    chosen = [row for row in all_rows if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
     if not chosen:
-        groups = dict.fromkeys(f"{re.split('[,/]', row.name)[0]}*" for row in every)
+        groups = dict.fromkeys(f"{re.split('[,/]', row.name)[0]}*" for row in all_rows)
         raise expects("--only", f"one of {', '.join(groups)} or another pattern of rows", ", ".join(patterns))
-    if every[0] not in chosen:
-        chosen = [every[0], *chosen]
+    if all_rows[0] not in chosen:
+        chosen = [all_rows[0], *chosen]
     if out is not None:
         require_folder(out)
-    opened, tokenizer = opened_model(model, length=length, quiet=as_json)
-    calibration = tokens_of(opened_text("wikipedia", quiet=as_json).calibration, tokenizer)
+    opened, tokenizer = open_model_with_bar(model, length=length, quiet=as_json)
+    calibration = tokens_of(open_text_with_bar("wikipedia", quiet=as_json).calibration, tokenizer)
     texts = {
-        name: windows(tokens_of(opened_text(name, quiet=as_json).evaluation, tokenizer), length, count)
+        name: windows(tokens_of(open_text_with_bar(name, quiet=as_json).evaluation, tokenizer), length, count)
         for name in text or ["wikipedia"]
     }
-    moved = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
+    rotated_model = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
     steps = sum(seeds if row.repeats else 1 for row in chosen)
-    about = {
+    settings = {
         "schema": table_of.SCHEMA,
         "model": opened.config.name or model,
         "start": start,
-        "windows": {name: list(of.shape) for name, of in texts.items()},
+        "windows": {name: list(tokens.shape) for name, tokens in texts.items()},
         "calibration": [samples, sample_length],
         "device": gpu.device_info().name if on_gpu else "CPU",
     }
@@ -84,25 +84,25 @@ def accuracy(
         f"rows measured are in {out}: the same command goes on behind them" if out else "nothing is kept without --out"
     )
     with sole_writer(out) if out is not None else nullcontext():
-        before = _before(out, about) if out is not None and out.exists() else []
+        earlier_rows = _read_earlier_rows(out, settings) if out is not None and out.exists() else []
         record: dict[str, Any] = {
-            **about,
+            **settings,
             "versions": {"ptxlab": __version__, "numpy": np.__version__},
             "commit": commit(),
             "date": datetime.now(UTC).date().isoformat(),
-            "rows": before,
+            "rows": earlier_rows,
         }
         with progress_bar("accuracy", steps, quiet=as_json, keeps=keeps) as advance:
-            for found in table_of.measure(
-                moved,
+            for measurement in table_of.measure(
+                rotated_model,
                 lambda seed: draw_samples(calibration, samples, sample_length, seed),
                 texts,
                 chosen,
                 seeds,
                 advance,
-                before,
+                earlier_rows,
             ):
-                record["rows"] = table_of.in_order([*record["rows"], found])
+                record["rows"] = table_of.sort_rows([*record["rows"], measurement])
                 if out is not None:  # after every row: a full run takes its time
                     write_record(out, record, "rows")
     if as_json:
@@ -112,28 +112,38 @@ def accuracy(
     print_written(out)
 
 
-def _table(title: str, results: list[dict[str, Any]], chosen: list[table_of.AccuracyRow], names: list[str]) -> Table:
+def _table(
+    title: str, measurements: list[dict[str, Any]], chosen: list[table_of.AccuracyRow], names: list[str]
+) -> Table:
     """Build the table of means over the calibration seeds; the ratio and the seeds' spread are of the first text."""
-    first, base = names[0], results[0]["perplexity"]
+    first_text, float_perplexity = names[0], measurements[0]["perplexity"]
     cells: list[tuple[Any, ...]] = []
     for row in chosen:
-        of = [found["perplexity"] for found in results if (found["ladder"], found["step"]) == (row.ladder, row.step)]
-        means = {name: float(np.mean([each[name] for each in of])) for name in names}
-        spread = max(each[first] for each in of) - min(each[first] for each in of)
-        seen = f"{spread:.2g}" if len(of) > 1 else ""
-        shown = (f"{mean:.5g}" for mean in means.values())
-        cells.append((row.ladder, row.step, *shown, f"{means[first] / base[first]:.4f}", seen))
+        perplexities = [
+            measurement["perplexity"]
+            for measurement in measurements
+            if (measurement["ladder"], measurement["step"]) == (row.ladder, row.step)
+        ]
+        means = {name: float(np.mean([perplexity[name] for perplexity in perplexities])) for name in names}
+        spread = max(perplexity[first_text] for perplexity in perplexities) - min(
+            perplexity[first_text] for perplexity in perplexities
+        )
+        seeds_spread = f"{spread:.2g}" if len(perplexities) > 1 else ""
+        mean_cells = (f"{mean:.5g}" for mean in means.values())
+        cells.append(
+            (row.ladder, row.step, *mean_cells, f"{means[first_text] / float_perplexity[first_text]:.4f}", seeds_spread)
+        )
     return table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
 
 
-def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_earlier_rows(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Read the rows of an existing record. Raises FileError for a record of other settings, or of another table."""
-    record = read_record(out, "a record of ptxlab accuracy", about["schema"])
-    for name, value in about.items():
-        if record.get(name) != value:
-            raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
+    record = read_record(out, "a record of ptxlab accuracy", settings["schema"])
+    for name, setting in settings.items():
+        if record.get(name) != setting:
+            raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {setting}")
     recipes = {(row.ladder, row.step): row.recipe.to_json() for row in table_of.rows()}
     with suppress(KeyError, TypeError):
         if all(Recipe.settings_of(row["recipe"]) == recipes[row["ladder"], row["step"]] for row in record["rows"]):
-            return table_of.in_order(record["rows"])
+            return table_of.sort_rows(record["rows"])
     raise FileError(f"{out}: rows must be those of this version's table; write a new record")

@@ -163,7 +163,7 @@ def serve_prompts(
         with naming(prompt.place):
             requests.append(server.submit(ids, prompt.tokens, ends=text.ends, **prompt.sampling))
     text_of = dict(zip(requests, texts, strict=True))
-    begin, shown = time.perf_counter(), 0
+    start, shown = time.perf_counter(), 0
     on_terminal = sys.stdout.isatty()  # which shows the answers, between which a bar would stand
     keeps = "what is printed is kept"
     with progress_bar("prompts", len(requests), quiet=computing.quiet or on_terminal, keeps=keeps) as advance:
@@ -180,7 +180,7 @@ def serve_prompts(
                         note(f"[{shown + 1}] failed: {requests[shown].error}")
                 shown += 1
                 advance(f"prompt {shown}")
-    seconds, tokens = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
+    seconds, tokens = time.perf_counter() - start, sum(len(request.tokens) for request in requests)
     if computing.quiet:
         answers: list[dict[str, Any]] = [
             {
@@ -192,8 +192,8 @@ def serve_prompts(
             for request, text in text_of.items()
         ]
         rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-        about: dict[str, Any] = {"model": computing.model, "backend": computing.backend, "recipe": _recipe(runner)}
-        print_json({**about, **rates, "requests": answers})
+        origin: dict[str, Any] = {"model": computing.model, "backend": computing.backend, "recipe": _recipe(runner)}
+        print_json({**origin, **rates, "requests": answers})
     else:
         summary = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
         note(f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s; {summary}; {_where(runner, computing)}")

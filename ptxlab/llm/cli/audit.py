@@ -25,7 +25,7 @@ from ptxlab.io.files import require_folder, write_text
 from ptxlab.llm.accuracy import audit_inputs as inputs
 from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints.open import missing
-from ptxlab.llm.cli.models import opened_model, opened_text
+from ptxlab.llm.cli.models import open_model_with_bar, open_text_with_bar
 from ptxlab.llm.model.quantized import FUSED
 from ptxlab.llm.recipe.calibrate import draw_samples
 from ptxlab.lowbit import audit as audits
@@ -82,15 +82,15 @@ def audit(
         require_folder(out)
     if scheme and set(scheme) & set(inputs.INPUT_SCHEMES):
         refuse({"--range": protective_range, "--plot": picture}, "is not for atom and fmpq")
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "schemes": tuple(dict.fromkeys(scheme)),
             "group": group,
             "most": MOST_INT8 if int8 is None else int8,
         }
-        inputs.check_options(**how)
+        inputs.check_options(**options)
         sizes = 4 if samples is None else samples, 512 if length is None else length
-        found_inputs = _audited_inputs(str(file or "smollm2"), tensor, text or "wikipedia", *sizes, how, quiet=as_json)
-        return _show_inputs(found_inputs, out, every=every, as_json=as_json)
+        input_rows = _audit_inputs(str(file or "smollm2"), tensor, text or "wikipedia", *sizes, options, quiet=as_json)
+        return _show_inputs(input_rows, out, every=every, as_json=as_json)
     refuse({"--int8": int8, "--text": text, "--samples": samples, "--length": length}, "is for atom and fmpq")
     if picture is not None:
         from ptxlab import plot
@@ -107,7 +107,7 @@ def audit(
     rows: list[audits.AuditRow] = []
     skipped: list[audits.SkippedTensor] = []
     with progress_bar("audit", None, quiet=as_json) as advance:
-        found = audits.audit_file(
+        outcomes = audits.audit_file(
             file,
             pattern=tensor,
             schemes=schemes,
@@ -115,18 +115,18 @@ def audit(
             group=group,
             progress=lambda done, tensors, name: advance(name, tensors) if done < tensors else None,
         )
-        for item in found:
-            if isinstance(item, audits.AuditRow):
-                rows.append(item)
+        for outcome in outcomes:
+            if isinstance(outcome, audits.AuditRow):
+                rows.append(outcome)
             else:
-                skipped.append(item)
+                skipped.append(outcome)
     if picture is not None:
         plot.save(audit_figure(rows, file.name), picture)
-    found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
+    rows_as_dicts = [asdict(row) for row in rows] + [asdict(outcome) for outcome in skipped]
     if out is not None:
-        write_text(out, json.dumps(found_json, indent=1) + "\n")
+        write_text(out, json.dumps(rows_as_dicts, indent=1) + "\n")
     if as_json:
-        return print_json(found_json)
+        return print_json(rows_as_dicts)
     if rows:
         console.print(_totals_table(rows, f"{file.name}, group {group}"))
         console.print(_tensors_table(rows, every))
@@ -134,31 +134,31 @@ def audit(
     _print_safety(audits.totals(rows))
 
 
-def _audited_inputs(
-    model: str, tensor: str, text: str, samples: int, length: int, how: dict[str, Any], *, quiet: bool
+def _audit_inputs(
+    model: str, tensor: str, text: str, samples: int, length: int, options: dict[str, Any], *, quiet: bool
 ) -> list[inputs.InputRow | audits.SkippedTensor]:
-    """Audit a model's matrices and inputs on samples of a text; `how` are the options of `audit_model`."""
+    """Audit a model's matrices and inputs on samples of a text; `options` are those of `audit_model`."""
     require_counts(samples=samples, length=length)
-    opened, tokenizer = opened_model(model, length=length, quiet=quiet)
-    corpus = opened_text(text, quiet=quiet)
+    opened, tokenizer = open_model_with_bar(model, length=length, quiet=quiet)
+    corpus = open_text_with_bar(text, quiet=quiet)
     tokens = draw_samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
     with progress_bar("audit", len(FUSED) * opened.config.layers, quiet=quiet) as advance:
-        return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **how))
+        return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **options))
 
 
 def _show_inputs(
-    found: list[inputs.InputRow | audits.SkippedTensor], out: Path | None, *, every: bool, as_json: bool
+    outcomes: list[inputs.InputRow | audits.SkippedTensor], out: Path | None, *, every: bool, as_json: bool
 ) -> None:
-    as_dicts = [asdict(each) for each in found]
+    as_dicts = [asdict(outcome) for outcome in outcomes]
     if out is not None:
         write_text(out, json.dumps(as_dicts, indent=1) + "\n")
     if as_json:
         return print_json(as_dicts)
-    rows = [each for each in found if isinstance(each, inputs.InputRow)]
+    rows = [outcome for outcome in outcomes if isinstance(outcome, inputs.InputRow)]
     if rows:
         console.print(_inputs_table(rows))
         console.print(_matrices_table(rows, every))
-    _print_skipped([each for each in found if isinstance(each, audits.SkippedTensor)], every)
+    _print_skipped([outcome for outcome in outcomes if isinstance(outcome, audits.SkippedTensor)], every)
 
 
 def _inputs_table(rows: list[inputs.InputRow]) -> Table:
@@ -187,13 +187,13 @@ def _print_safety(totals: list[audits.AuditTotal]) -> None:
 
     Each group of a safe scheme meets the precondition under which the kernels are proved right.
     """
-    named = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
-    if safe := [name for t, name in named.items() if not t.unsafe_groups]:
+    labels = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
+    if safe := [name for t, name in labels.items() if not t.unsafe_groups]:
         console.print(f"safe by proof: {', '.join(safe)}", highlight=False, soft_wrap=True)
-    if wrong := [
-        f"{t.unsafe_groups:,} of {t.groups:,} groups of {name}" for t, name in named.items() if t.unsafe_groups
+    if unsafe := [
+        f"{t.unsafe_groups:,} of {t.groups:,} groups of {name}" for t, name in labels.items() if t.unsafe_groups
     ]:
-        console.print(f"not safe: {', '.join(wrong)}", highlight=False, soft_wrap=True)
+        console.print(f"not safe: {', '.join(unsafe)}", highlight=False, soft_wrap=True)
 
 
 def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:
@@ -239,16 +239,16 @@ def _error(row: audits.AuditRow) -> float:
     return row.relative_error or 0.0
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _or_dash(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
 
 
 def _print_skipped(skipped: list[audits.SkippedTensor], every: bool) -> None:
     """Print each skipped tensor and why; if they exceed a screen, print only counts by reason."""
     if every or len(skipped) <= SHOWN:
-        lines = [f"skipped {item.tensor}: {item.reason}" for item in skipped]
+        lines = [f"skipped {outcome.tensor}: {outcome.reason}" for outcome in skipped]
     else:
-        kinds = Counter(item.reason.partition(" (")[0] for item in skipped)
+        kinds = Counter(outcome.reason.partition(" (")[0] for outcome in skipped)
         lines = [f"skipped {count}: {kind}" for kind, count in kinds.items()]
     for line in lines:
         console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.open import is_quantized, open_tokenizer
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli.answers import Computing, continue_text, converse, note, serve_prompts
-from ptxlab.llm.cli.models import model_on_gpu, opened_model
+from ptxlab.llm.cli.models import model_on_gpu, open_model_with_bar
 from ptxlab.llm.cli.prompts import (
     Prompt,
     changed_shares,
@@ -222,12 +222,12 @@ def generate(
             serve_prompts(runner, tokenizer, requests, encoded, computing)
 
 
-def _fitted(
+def _fit_memory(
     memory: float,
     config: Config,
     batch: int,
     context: int,
-    where: str,
+    place: str,
     *,
     fixed: bool,
     at_once: bool,
@@ -236,19 +236,19 @@ def _fitted(
     """Return the batch and the number of cache pages that fit --memory.
 
     Unless it is `fixed`, the batch shrinks where it must. The pages hold all sequences `at_once`, or no fewer than the
-    longest one, of the prompt that was found `where`.
+    longest one, of the prompt that was read at `place`.
     """
-    least, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **options)
-    if footprint.total(least) > budget(memory):
-        needed = f"at least {footprint.describe(least)} for the {context} tokens of {where}"
-        raise expects("--memory", needed, memory)
-    pages = None if at_once else least
+    minimum_pages, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **options)
+    if footprint.total(minimum_pages) > budget(memory):
+        requirement = f"at least {footprint.describe(minimum_pages)} for the {context} tokens of {place}"
+        raise expects("--memory", requirement, memory)
+    pages = None if at_once else minimum_pages
     if fixed:
         with naming_options():
             require_batch(config, batch, memory, context, pages=pages, **options)
     else:
         batch = largest_batch(config, memory, context, most=batch, pages=pages, **options)
-    return batch, min(batch * least, Footprint.of(config, batch, context, **options).most_pages(memory))
+    return batch, min(batch * minimum_pages, Footprint.of(config, batch, context, **options).most_pages(memory))
 
 
 def _backend(backend: str | None, scheme: str | None) -> str:
@@ -292,12 +292,12 @@ def _check(computing: Computing, batch: int | None) -> None:
 
 def _conversation(context: int | None, config: Config) -> int:
     """Return how many tokens a conversation may have."""
-    most = config.context
+    model_context = config.context
     if context is None:
-        return _CONVERSATION if most is None else min(_CONVERSATION, most)
+        return _CONVERSATION if model_context is None else min(_CONVERSATION, model_context)
     require_counts(context=context)
-    if most is not None and context > most:
-        raise expects("--context", f"at most {most}, the model's context", context)
+    if model_context is not None and context > model_context:
+        raise expects("--context", f"at most {model_context}, the model's context", context)
     return context
 
 
@@ -305,7 +305,7 @@ def _open(computing: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]
     """Open a model, quantised already or not; one that is given by name is downloaded."""
     path = Path(computing.model)
     if not is_quantized(path) or computing.scheme == "float":
-        return opened_model(computing.model, quiet=computing.quiet)
+        return open_model_with_bar(computing.model, quiet=computing.quiet)
     if computing.scheme is not None:
         raise CommandLineError(f"--scheme {computing.scheme} goes with weights that are not quantised yet")
     if computing.group is not None:
@@ -319,7 +319,7 @@ def _runner(
     opened: FloatModel | QuantizedModel,
     size: int,
     context: int,
-    longest: str,
+    place: str,
     *,
     fixed: bool,
     at_once: bool,
@@ -327,26 +327,34 @@ def _runner(
     """Build a runner of `size` sequences, or fewer if --memory holds no more and the size is not `fixed`."""
     if computing.scheme == "float" and isinstance(opened, FloatModel):
         return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
-    of_model = opened.cache if isinstance(opened, QuantizedModel) else DEFAULT_CACHE
-    if computing.cache in BY_CHANNEL and computing.cache != of_model:
+    model_cache = opened.cache if isinstance(opened, QuantizedModel) else DEFAULT_CACHE
+    if computing.cache in BY_CHANNEL and computing.cache != model_cache:
         command = f"ptxlab quantize MODEL --recipe lqq --kv {computing.cache} --out FOLDER"
         raise CommandLineError(f"--cache {computing.cache} needs a model that is calibrated for it: {command}")
-    options: dict[str, Any] = {"head": computing.head, "cache": computing.cache or of_model}
+    options: dict[str, Any] = {"head": computing.head, "cache": computing.cache or model_cache}
     if computing.rotated and options["cache"] in BY_CHANNEL:
         raise CommandLineError(f"--rotated goes with --cache {' or '.join(BY_TOKEN)}: others keep keys plain")
     pages, scheme, group = None, computing.scheme or "lqq", computing.group or _GROUP
     if computing.memory is not None:
         rounding = {"group": group, "scheme": scheme}
-        counted = weights_of(opened) if isinstance(opened, QuantizedModel) else rounding
-        size, pages = _fitted(
-            computing.memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **options, **counted
+        footprint_options = weights_of(opened) if isinstance(opened, QuantizedModel) else rounding
+        size, pages = _fit_memory(
+            computing.memory,
+            opened.config,
+            size,
+            context,
+            place,
+            fixed=fixed,
+            at_once=at_once,
+            **options,
+            **footprint_options,
         )
     if isinstance(opened, FloatModel):
-        opened = _rounded(opened, computing.model, scheme, group, quiet=computing.quiet)
+        opened = _round_weights(opened, computing.model, scheme, group, quiet=computing.quiet)
     return RUNNERS[computing.backend](opened, size, context, pages=pages, rotated=computing.rotated, **options)
 
 
-def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:
+def _round_weights(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:
     """Round the weights to nearest, and say so."""
     with progress_bar("round", model.config.layers, quiet=quiet) as advance:
         rounded = QuantizedModel.rounded(model, scheme, group, progress=advance)

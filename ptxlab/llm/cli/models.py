@@ -27,7 +27,7 @@ def model_on_gpu(backend: str | None) -> bool:
     return on_gpu
 
 
-def opened_model(source: str, *, length: int = 0, quiet: bool) -> tuple[FloatModel, Tokenizer]:
+def open_model_with_bar(source: str, *, length: int = 0, quiet: bool) -> tuple[FloatModel, Tokenizer]:
     """Open a model and its tokenizer for windows of `length` tokens.
 
     Raises for a --length beyond the model's context.
@@ -39,7 +39,7 @@ def opened_model(source: str, *, length: int = 0, quiet: bool) -> tuple[FloatMod
     return model, tokenizer
 
 
-def opened_text(source: str, *, quiet: bool) -> Corpus:
+def open_text_with_bar(source: str, *, quiet: bool) -> Corpus:
     """Open a text by name or from a file, with a progress bar for the download."""
     with download_bar("text", quiet=quiet) as progress:
         return open_text(source, progress)

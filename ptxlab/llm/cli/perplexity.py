@@ -23,7 +23,7 @@ from ptxlab.cli.common import (
 from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.checkpoints.open import is_quantized, stored_numerics
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, open_model_with_bar, open_text_with_bar
 from ptxlab.llm.model import perplexity as measured
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
@@ -68,8 +68,8 @@ def perplexity(
     """
     numerics = [_numerics(model, kv, acts) for model in models]
     on_gpu = model_on_gpu(backend)
-    opened, tokenizers = zip(*(opened_model(name, length=length, quiet=as_json) for name in models), strict=True)
-    tokens = _common_tokens(models, tokenizers, opened_text(text, quiet=as_json).evaluation, text)
+    opened, tokenizers = zip(*(open_model_with_bar(name, length=length, quiet=as_json) for name in models), strict=True)
+    tokens = _common_tokens(models, tokenizers, open_text_with_bar(text, quiet=as_json).evaluation, text)
     evaluated, rows = windows(tokens, length, count), list[_Measured]()
     steps = len(evaluated) * sum(model.config.layers + 1 for model in opened)
     with progress_bar("perplexity", steps, quiet=as_json) as advance:
@@ -116,9 +116,9 @@ class _Measured:
 def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
     """Tell how a model computes: as its weights have it, but for the bits that the options set."""
     stored = stored_numerics(Path(model)) if is_quantized(Path(model)) else FakeQuantized(None, None)
-    for option, bits, known in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
-        if bits not in (None, *known):
-            raise expects(option, ", ".join(map(str, known[:-1])) + " or 32", bits)
+    for option, bits, choices in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
+        if bits not in (None, *choices):
+            raise expects(option, ", ".join(map(str, choices[:-1])) + " or 32", bits)
     acts = acts or stored.acts or 32
     cache = stored.kv if kv is None else {4: "kv4", 8: "kv8", 32: None}[kv]
     return replace(stored, acts=None if acts == 32 else acts, kv=cache)
@@ -145,7 +145,10 @@ def _json(rows: Sequence[_Measured], text: str, about: dict[str, int], *, on_gpu
     shared = {"text": text, **about, "backend": "gpu" if on_gpu else "numpy"}
     if len(rows) == 1:
         return {**figures[0], **shared}
-    return {**shared, "models": [{**of, "ratio": row.ratio} for of, row in zip(figures, rows, strict=True)]}
+    return {
+        **shared,
+        "models": [{**model_figures, "ratio": row.ratio} for model_figures, row in zip(figures, rows, strict=True)],
+    }
 
 
 def _print_table(rows: Sequence[_Measured], title: str, *, on_gpu: bool) -> None:

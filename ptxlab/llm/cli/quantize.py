@@ -24,7 +24,7 @@ from ptxlab.io.files import require_new, sole_writer
 from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.checkpoints.open import MODELS, missing
-from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, open_model_with_bar, open_text_with_bar
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.model.weights import DEFAULT_CACHE
 from ptxlab.llm.recipe import calibrate, named
@@ -112,16 +112,16 @@ def quantize(
     steps = steps.but(group=group, kept=group if steps.kept else 0)
     steps = steps if int8 is None else steps.but(int8=int8, outlier=0.0)
     steps = steps.but(rotate=rotation) if rotation else steps
-    known = (DEFAULT_CACHE, *BY_CHANNEL)
-    if kv not in (None, *known):
-        raise expects("--kv", f"{', '.join(known[:-1])} or {known[-1]}", kv)
+    caches = (DEFAULT_CACHE, *BY_CHANNEL)
+    if kv not in (None, *caches):
+        raise expects("--kv", f"{', '.join(caches[:-1])} or {caches[-1]}", kv)
     steps = steps.but(kv=kv) if kv else steps
     steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)
-    opened, tokenizer = opened_model(model, quiet=as_json)
+    opened, tokenizer = open_model_with_bar(model, quiet=as_json)
     tokens: Tokens = np.empty((0, length), np.int64)
     if steps.is_calibrated:
-        corpus = opened_text(text, quiet=as_json)
+        corpus = open_text_with_bar(text, quiet=as_json)
         tokens = calibrate.draw_samples(
             tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed
         )
@@ -142,17 +142,20 @@ def quantize(
     print_written(out)
 
 
-def _range(scheme: str | None, given: int | None) -> int:
+def _range(scheme: str | None, protective_range: int | None) -> int:
     """Return the protective range of a scheme that has one. Raises for --range with qoq_channel."""
-    refuse({"--range": given if scheme == "qoq_channel" else None}, "is for lqq and qoq: qoq_channel has one level")
-    return PROTECTIVE_RANGE if given is None else given
+    refuse(
+        {"--range": protective_range if scheme == "qoq_channel" else None},
+        "is for lqq and qoq: qoq_channel has one level",
+    )
+    return PROTECTIVE_RANGE if protective_range is None else protective_range
 
 
 def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
-    products = {index: _by_product(of) for index, of in errors.items()}
+    products = {index: _by_product(layer_errors) for index, layer_errors in errors.items()}
     rows = [
-        (f"layer {index}", *(f"{fmean(values):.5f}" if values else "-" for values in of.values()))
-        for index, of in products.items()
+        (f"layer {index}", *(f"{fmean(values):.5f}" if values else "-" for values in layer_errors.values()))
+        for index, layer_errors in products.items()
     ]
     if not rows or rows[0][1] == "-":
         return
@@ -160,12 +163,12 @@ def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
         "relative squared error of each product over the calibration text",
         tuple(next(iter(products.values()))),
     )
-    if any("." in name for of in errors.values() for name in of):
+    if any("." in name for layer_errors in errors.values() for name in layer_errors):
         title += "; of experts the mean"
     console.print(table(title, ("", *(f"{name}>" for name in columns)), rows))
-    for index, of in errors.items():
+    for index, layer_errors in errors.items():
         if experts := [
-            name.partition(".")[2] for name, error in of.items() if error is None and name.startswith("down.")
+            name.partition(".")[2] for name, error in layer_errors.items() if error is None and name.startswith("down.")
         ]:
             console.print(
                 f"layer {index}: experts rounded to nearest, which fewer than {calibrate.LEAST_TOKENS} tokens of the "
@@ -206,8 +209,8 @@ def _file(
         (p.info.name, "x".join(map(str, p.info.shape)), f"{p.info.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
         for p in packed
     ]
-    what = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
-    title = f"{file.name}: {what}, {layout}; loaded again, equal in every bit"
+    packing = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
+    title = f"{file.name}: {packing}, {layout}; loaded again, equal in every bit"
     console.print(table(title, ("tensor", "shape>", "bytes>", "packed bytes>", "bits per weight>"), cells))
     for planned in copied:
         if planned.selected:

@@ -169,23 +169,23 @@ def totals(rows: Iterable[AuditRow]) -> list[AuditTotal]:
     kinds: dict[tuple[str, int], list[AuditRow]] = {}
     for row in rows:
         kinds.setdefault((row.scheme, row.protective_range), []).append(row)
-    found = []
-    for (scheme, protective_range), some in kinds.items():
-        errors = [row.relative_error for row in some if row.relative_error is not None]
-        found.append(
+    totals_by_kind = []
+    for (scheme, protective_range), kind_rows in kinds.items():
+        errors = [row.relative_error for row in kind_rows if row.relative_error is not None]
+        totals_by_kind.append(
             AuditTotal(
                 scheme=scheme,
                 protective_range=protective_range,
-                tensors=len(some),
-                groups=sum(row.weights // row.group for row in some),
-                weights=sum(row.weights for row in some),
-                overflows=sum(row.overflows for row in some),
-                unsafe_groups=sum(row.unsafe_groups for row in some),
+                tensors=len(kind_rows),
+                groups=sum(row.weights // row.group for row in kind_rows),
+                weights=sum(row.weights for row in kind_rows),
+                overflows=sum(row.overflows for row in kind_rows),
+                unsafe_groups=sum(row.unsafe_groups for row in kind_rows),
                 mean_error=fmean(errors) if errors else None,
                 worst_error=max(errors, default=None),
             )
         )
-    return found
+    return totals_by_kind
 
 
 def _audit_packed(name: str, packed: layout.PackedWeight) -> AuditRow:

@@ -41,9 +41,9 @@ def measure() -> dict[str, Any]:
 
 def counts_of(spec: KernelSpec, source: Source) -> dict[str, Any]:
     """Count instructions per 8 weights, registers and spills, JSON-ready."""
-    kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
-    found = sass.report(source, ARCH, entry=spec.name).to_json()
-    return {name: value for name, value in found.items() if name in kept}
+    recorded_figures = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
+    figures = sass.report(source, ARCH, entry=spec.name).to_json()
+    return {name: figure for name, figure in figures.items() if name in recorded_figures}
 
 
 def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
@@ -55,20 +55,20 @@ def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
     for M in DISSECTED_TOKENS:
         defines = variant(spec, sizes_at(spec, DISSECTED, M))
         code = sass.parse(toolchain.disassemble(toolchain.build(source, ARCH, defines=defines)))[spec.name]
-        found = mainloop.main_loop(code)
-        loops[str(M)] = found and found.to_json()
+        loop = mainloop.main_loop(code)
+        loops[str(M)] = loop and loop.to_json()
     return loops
 
 
 def save() -> list[Path]:
     """Measure and write both records; returns their paths."""
     loops = {arch: mma_loops(arch) for arch in MMA_ARCHS}
-    of_loops = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
-    found = {record_path(): measure(), record_path("mma_sync"): of_loops}
-    for path, record in found.items():
+    loops_record = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
+    records = {record_path(): measure(), record_path("mma_sync"): loops_record}
+    for path, record in records.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(record, indent=1) + "\n")
-    return [*found]
+    return [*records]
 
 
 def mma_loops(arch: str) -> dict[str, dict[str, float]]:
@@ -76,11 +76,11 @@ def mma_loops(arch: str) -> dict[str, dict[str, float]]:
 
     `per_sum` has the instructions per scaled sum.
     """
-    found: dict[str, dict[str, float]] = {}
+    per_weight: dict[str, dict[str, float]] = {}
     for name in MMA_LOOPS:
         pipes = mainloop.pipes_beside_mma(_large(name, arch))
-        found[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
-    return found | {"per_sum": mainloop.pipes_per_sum(_large(_SCALING, arch))}
+        per_weight[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
+    return per_weight | {"per_sum": mainloop.pipes_per_sum(_large(_SCALING, arch))}
 
 
 def _large(name: str, arch: str) -> list[sass.SassInstruction]:
@@ -92,10 +92,10 @@ def _large(name: str, arch: str) -> list[sass.SassInstruction]:
 @cache
 def load() -> dict[str, Any]:
     """Return the shipped record."""
-    return _loaded(record_path())
+    return _load_record(record_path())
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _load_record(path: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -106,7 +106,7 @@ def _loaded(path: Path) -> dict[str, Any]:
 @cache
 def load_mma_loops() -> dict[str, Any]:
     """Return the shipped record of `mma_loops`, by architecture."""
-    return _loaded(record_path("mma_sync"))
+    return _load_record(record_path("mma_sync"))
 
 
 def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:

@@ -59,7 +59,7 @@ def gemm_rows(progress: Callable[[str], None]) -> Iterator[Row]:
     for spec in (specs()[name] for name in dict.fromkeys(step.spec.name for step in LADDER)):
         for checks in EVERY_CHECK:
             progress(spec.name)
-            yield whole(
+            yield measure_kernel(
                 spec, fit_tokens(spec, {name: size for name, size in GEMM.items() if name in spec.symbols}), checks
             )
 
@@ -69,7 +69,7 @@ def attention_rows(progress: Callable[[str], None]) -> Iterator[Row]:
     for name in ATTENTION:
         for checks in EVERY_CHECK:
             progress(name)
-            yield whole(specs()[name], dict(specs()[name].example_sizes[0]), checks)
+            yield measure_kernel(specs()[name], dict(specs()[name].example_sizes[0]), checks)
 
 
 def triton_rows(progress: Callable[[str], None]) -> Iterator[Row]:
@@ -84,10 +84,10 @@ def measure(spec: KernelSpec, lanes: int, checks: Checks) -> Row:
     """Measure a dequantiser on so many lanes."""
     weights = lanes * (8 if spec.arg("out").dtype == "float16" else 16)
     sizes = {name: {"R": 16, "K": weights // 16, "g": 64}[name] for name in spec.example_sizes[0]}
-    return whole(spec, sizes, checks, lanes=lanes)
+    return measure_kernel(spec, sizes, checks, lanes=lanes)
 
 
-def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: int) -> Row:
+def measure_kernel(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **extra_sizes: int) -> Row:
     """Measure any kernel at these sizes; compare every result with the reference."""
     source, logical = sources_of_kernel(spec.name)[0], spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
@@ -109,11 +109,11 @@ def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: in
             raise BenchmarkError(f"{source.label}: the timed run gave wrong results: {error}") from None
         return outcome.lane_instructions
 
-    measured, count = timed(call, check)
+    measured, count = time_on_cpu(call, check)
     return row_of(
         spec,
-        _named(checks),
-        {**sizes, **more},
+        _measure_name(checks),
+        {**sizes, **extra_sizes},
         measured,
         floor=(count / WANTED * 1e6, "wanted"),
         checked="every result equal to the reference, or within its tolerance",
@@ -142,11 +142,11 @@ def triton_matmul(path: Path, checks: Checks) -> Row:
     def call() -> emulator.Result:
         return emulator.run(module, None, args, grid=grid, block=128, shared_bytes=49152, checks=checks)
 
-    measured, count = timed(call, check)
+    measured, count = time_on_cpu(call, check)
     return Row(
         kernel=f"triton_{path.stem}",
         source="ptx",
-        measure=_named(checks),
+        measure=_measure_name(checks),
         sizes={"M": n, "N": n, "K": n},
         time_us=measured.us,
         fastest_us=measured.fastest,
@@ -163,7 +163,7 @@ def triton_matmul(path: Path, checks: Checks) -> Row:
     )
 
 
-def timed(call: Callable[[], Ran], check: Callable[[Ran], int]) -> tuple[Measured, int]:
+def time_on_cpu(call: Callable[[], Ran], check: Callable[[Ran], int]) -> tuple[Measured, int]:
     """Measure the CPU time of a call, the median of several after the first; also return what `check` returns.
 
     `check` is not timed.
@@ -178,9 +178,9 @@ def timed(call: Callable[[], Ran], check: Callable[[Ran], int]) -> tuple[Measure
     return Measured(seconds[_REPEATS // 2] * 1e6, seconds[0] * 1e6, seconds[-1] * 1e6, sm_mhz=0.0), count
 
 
-def _named(checks: Checks) -> str:
-    every = {*checks} == emulator.CHECKS
-    return "emulator" + (" +all" if every else "".join(f" +{check}" for check in checks))
+def _measure_name(checks: Checks) -> str:
+    has_every_check = {*checks} == emulator.CHECKS
+    return "emulator" + (" +all" if has_every_check else "".join(f" +{check}" for check in checks))
 
 
 def _triton_files() -> list[Path]:

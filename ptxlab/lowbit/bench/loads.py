@@ -75,7 +75,7 @@ def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], 
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     """Measure tiles from device memory to fragments in device memory."""
     sizes = {"T": TILES}
-    measured = _timed(spec, source, sizes, {"T": _DISTINCT})
+    measured = _time_load(spec, source, sizes, {"T": _DISTINCT})
     floor = spec.bytes_moved(sizes) / ceilings.copy_tbps / 1e6, "copy"
     return row_of(spec, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
 
@@ -84,7 +84,7 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     """Measure stages from device memory through the ring into registers; next to nothing is written."""
     blocks = gpu.device_info().sms * _BLOCKS_PER_SM["ring"]
     sizes = {"P": STAGES, "B": blocks}
-    measured = _timed(spec, source, sizes, {"P": _DISTINCT, "B": blocks})
+    measured = _time_load(spec, source, sizes, {"P": _DISTINCT, "B": blocks})
     floor = spec.bytes_moved(sizes) / ceilings.read_tbps / 1e6, "read"
     return row_of(spec, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
 
@@ -162,7 +162,7 @@ def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
     return figures
 
 
-def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: dict[str, int]) -> Measured:
+def _time_load(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: dict[str, int]) -> Measured:
     """Time one launch over inputs that repeat `distinct` ones, and check what it wrote."""
     logical = spec.example(np.random.default_rng(0), **distinct)
     arg = spec.inputs[0]
@@ -177,11 +177,11 @@ def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: di
         calls.append(gpu.prepare(gpu.load(source, spec.name), [large, out, *scalars], spec.launch(sizes)))
     measured = measure(calls)
     for out in outputs:
-        _require_equal(spec, source, gpu.to_host(out), _expected(spec, logical, sizes, len(small)))
+        _require_equal(spec, source, gpu.to_host(out), _expected_words(spec, logical, sizes, len(small)))
     return measured
 
 
-def _expected(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct: int) -> np.ndarray:
+def _expected_words(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct: int) -> np.ndarray:
     """Compute the reference over all repetitions of the distinct inputs."""
     if "P" not in sizes:
         return np.asarray(spec.reference(**logical))

@@ -47,7 +47,7 @@ def _gemm_problem(spec: KernelSpec, sizes: Shape, copies: int | None) -> SizedPr
         return None
     shape = dict(sizes)
     logical = gemm.problem(spec, Layer("", "", shape["N"], shape["K"]), shape["M"], shape.get("g", GROUP))
-    right = cache(lambda: gemm.expected(spec, logical))
+    right = cache(lambda: gemm.expected_bits(spec, logical))
     return SizedProblem(
         gemm.variant(spec, shape),
         lambda constants: gemm.launches(step, shape, logical, copies=copies, constants=constants),

@@ -33,7 +33,7 @@ _PARTS = {"qkv": "QKV", "o": "O", "gate_up": "gate+up", "down": "down"}
 def decoder(name: str, label: str = "") -> tuple[Layer, ...]:
     """Return the four matrices of a model (`model_shapes`), one expert's if there are experts; records use `label`."""
     matrices = shape_of(name).matrices
-    return tuple(Layer(label or name, part, *matrices[known]) for known, part in _PARTS.items())
+    return tuple(Layer(label or name, part, *matrices[key]) for key, part in _PARTS.items())
 
 
 _MIXTRAL = shape_of("Mixtral-8x7B")
@@ -140,13 +140,13 @@ def batches(heads: tuple[int, int]) -> list[Batch]:
     return [*all_even, *(even(heads, 1, length) for length in LONG)]
 
 
-def ragged(heads: tuple[int, int]) -> Batch:
+def ragged_batch(heads: tuple[int, int]) -> Batch:
     """Draw a batch with lengths that are log-uniform between 1 and 8192; the same at every call."""
     drawn = np.exp(np.random.default_rng(0).uniform(0, np.log(RAGGED_MOST), RAGGED_BATCH))
     return Batch(*heads, tuple(int(length) for length in np.rint(drawn)))
 
 
-def evened(batch: Batch) -> Batch:
+def even_batch_like(batch: Batch) -> Batch:
     """Build a batch of as many sequences and tokens, whose lengths differ by one at most."""
-    least, over = divmod(batch.tokens, len(batch.lengths))
-    return batch._replace(lengths=tuple(least + (b < over) for b in range(len(batch.lengths))))
+    shortest, longer = divmod(batch.tokens, len(batch.lengths))
+    return batch._replace(lengths=tuple(shortest + (b < longer) for b in range(len(batch.lengths))))

@@ -130,24 +130,24 @@ def row_of(launched: ProfiledLaunch, job: LaunchTarget, layer: Layer) -> StallRo
         sizes=dict(job.sizes),
         time_us=launched.number("gpu__time_duration.sum") / 1e3,
         stalls=stalls,
-        parts=_over(parts, stalls),
-        executed=_over(executed, layer.N * layer.K),
-        reasons=_over(reasons, stalls),
+        parts=_shares(parts, stalls),
+        executed=_shares(executed, layer.N * layer.K),
+        reasons=_shares(reasons, stalls),
     )
 
 
-def _over(counts: Counter[str], whole: int) -> dict[str, float]:
+def _shares(counts: Counter[str], whole: int) -> dict[str, float]:
     return {name: n / max(1, whole) for name, n in counts.most_common() if name and n}
 
 
 def functions_by_line(text: str) -> dict[int, str]:
     """Map each line of a header of device functions to the function that it is in."""
-    found, name = {}, ""
+    functions, name = {}, ""
     for number, line in enumerate(text.splitlines(), 1):
         if begins := _FUNCTION.match(line):
             name = begins[1]
-        found[number] = name
-    return found
+        functions[number] = name
+    return functions
 
 
 def part_of(sass: str, function: str) -> str:
@@ -178,9 +178,9 @@ def save(record: StallRecord, path: Path | None = None) -> Path:
 
 def load(path: Path) -> StallRecord:
     """Read a record; FileError says in one line why a file is none."""
-    found = read_record(path, "a record of stalls", SCHEMA)
+    content = read_record(path, "a record of stalls", SCHEMA)
     try:
-        return StallRecord(**{**found, "rows": tuple(StallRow(**row) for row in found["rows"])})
+        return StallRecord(**{**content, "rows": tuple(StallRow(**row) for row in content["rows"])})
     except (TypeError, KeyError) as error:
         raise FileError(f"{path}: not a record of stalls: {error}") from None
 
@@ -201,14 +201,18 @@ def table(rows: Iterable[StallRow]) -> list[list[str]]:
 
     The shares are that of the subtraction and that of the whole dequantisation.
     """
-    found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
-    tokens = sorted({M for _, _, M in found})
+    rows_by_place = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
+    tokens = sorted({M for _, _, M in rows_by_place})
     cells = [
         [
             kernel,
             layer,
-            *(f"{r.subtract:.0%} of {r.dequantise:.0%}" for M in tokens if (r := found.get((kernel, layer, M)))),
+            *(
+                f"{r.subtract:.0%} of {r.dequantise:.0%}"
+                for M in tokens
+                if (r := rows_by_place.get((kernel, layer, M)))
+            ),
         ]
-        for kernel, layer in dict.fromkeys(place[:2] for place in found)
+        for kernel, layer in dict.fromkeys(place[:2] for place in rows_by_place)
     ]
     return [["kernel", "matrix", *(f"M = {M}" for M in tokens)], *cells]

@@ -34,9 +34,9 @@ def geometry(blocks: int) -> Launch:
     return Launch((blocks, 1, 1), (32, 1, 1), SLOT * SLOTS)
 
 
-def even_chunk(nbytes: int, blocks: int, most: int = SLOT) -> int:
-    """Compute the largest chunk of at most `most` bytes with which every block gets equally many."""
-    rounds = math.ceil(nbytes / (blocks * most))
+def even_chunk(nbytes: int, blocks: int, limit: int = SLOT) -> int:
+    """Compute the largest chunk of at most `limit` bytes with which every block gets equally many."""
+    rounds = math.ceil(nbytes / (blocks * limit))
     return math.ceil(nbytes / (blocks * rounds) / LINE) * LINE
 
 
@@ -58,21 +58,21 @@ def measure_stream(nbytes: int) -> float:
     for _ in range(copies_beyond_l2(nbytes) - 1):
         copies.append(gpu.empty(words.shape, words.dtype))
         gpu.copy_bytes(copies[-1], copies[0])
-    return min(_timed(words, copies, most) for most in _CHUNKS)
+    return min(_time_chunks(words, copies, limit) for limit in _CHUNKS)
 
 
-def _timed(words: U32, copies: list[Any], most: int) -> float:
+def _time_chunks(words: U32, copies: list[Any], limit: int) -> float:
     blocks = gpu.device_info().sms
-    chunk = even_chunk(words.nbytes, blocks, most)
+    chunk = even_chunk(words.nbytes, blocks, limit)
     kernel = gpu.load(source(), "stream_bulk")
     calls, digests = [], []
-    for data in copies:
+    for copy in copies:
         digests.append(allocate_poisoned((blocks, 32), np.uint32))
-        args = [data, digests[-1], np.uint32(words.nbytes), np.uint32(chunk)]
+        args = [copy, digests[-1], np.uint32(words.nbytes), np.uint32(chunk)]
         calls.append(gpu.prepare(kernel, args, geometry(blocks)))
     us = measure(calls, replays=_REPLAYS).us
     expected = digest(words, chunk, blocks)
-    if not all((gpu.to_host(found) == expected).all() for found in digests):
+    if not all((gpu.to_host(copy_digest) == expected).all() for copy_digest in digests):
         raise BenchmarkError("stream floor: the digests of the timed launches are wrong")
     return us
 

@@ -68,38 +68,42 @@ def sweep(
     chosen = problem.chosen
     if unknown := sorted(set(constants) - set(chosen)):
         raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])
-    asked = [dict(zip(constants, values, strict=True)) for values in itertools.product(*constants.values())]
-    variants = [{**chosen, **named} for named in asked]
+    combinations = [dict(zip(constants, values, strict=True)) for values in itertools.product(*constants.values())]
+    variants = [{**chosen, **named} for named in combinations]
     if chosen not in variants:
         variants.insert(0, chosen)
     progress("compiling")
-    found = []
-    for variant, why_not in zip(variants, _compiled(spec, variants), strict=True):
+    timed = []
+    for variant, why_not in zip(variants, _compile_all(spec, variants), strict=True):
         named = {name: variant[name] for name in constants}
         progress(", ".join(f"{name}={value}" for name, value in named.items()))
-        one = Found(named, variant == chosen, why_not=why_not)
-        found.append(one if why_not else _timed(one, variant, problem))
-    return sorted(found, key=lambda one: one.measured.us if one.measured else float("inf"))
+        variant_figures = Found(named, variant == chosen, why_not=why_not)
+        timed.append(variant_figures if why_not else _time_variant(variant_figures, variant, problem))
+    return sorted(
+        timed, key=lambda variant_figures: variant_figures.measured.us if variant_figures.measured else float("inf")
+    )
 
 
-def _timed(one: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
+def _time_variant(variant_figures: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
     try:
         ready = problem.launches(variant)
     except PtxlabError as error:
-        return replace(one, why_not=_line(error))
+        return replace(variant_figures, why_not=_line(error))
     measured = measure(ready.calls, replays=_REPLAYS)
     problem.check(ready)
-    return replace(one, measured=measured, registers=ready.kernel.registers, local_bytes=ready.kernel.local_bytes)
+    return replace(
+        variant_figures, measured=measured, registers=ready.kernel.registers, local_bytes=ready.kernel.local_bytes
+    )
 
 
-def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:
+def _compile_all(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:
     """Compile all variants in parallel, so that loading finds them in the cache.
 
     Returns the compile error of each, or an empty text.
     """
     arch, source = gpu.device_info().arch, sources_of_kernel(spec.name)[0]
 
-    def compiled(variant: dict[str, int]) -> str:
+    def compile_variant(variant: dict[str, int]) -> str:
         try:
             toolchain.compile_cuda(source, arch, defines=variant)
         except CompileError as error:
@@ -107,28 +111,28 @@ def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]
         return ""
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(compiled, variants))
+        return list(pool.map(compile_variant, variants))
 
 
 def _line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def lines(found: Sequence[Found]) -> Iterator[list[str]]:
+def lines(variants: Sequence[Found]) -> Iterator[list[str]]:
     """Format variants for the terminal: constants, microseconds, ratio to the spec's choice, and so on.
 
     The other columns are registers, local bytes and a remark.
     """
-    own = next(one.measured for one in found if one.chosen)
-    for one in found:
-        time = "-" if one.measured is None else f"{one.measured.us:.2f}"
-        beside = "-" if one.measured is None or own is None else f"{own.us / one.measured.us:.3f}x"
-        remark = "chosen" if one.chosen else one.why_not
+    chosen_time = next(row.measured for row in variants if row.chosen)
+    for row in variants:
+        time = "-" if row.measured is None else f"{row.measured.us:.2f}"
+        speed = "-" if row.measured is None or chosen_time is None else f"{chosen_time.us / row.measured.us:.3f}x"
+        remark = "chosen" if row.chosen else row.why_not
         yield [
-            *(str(v) for v in one.constants.values()),
+            *(str(v) for v in row.constants.values()),
             time,
-            beside,
-            f"{one.registers}",
-            f"{one.local_bytes}",
+            speed,
+            f"{row.registers}",
+            f"{row.local_bytes}",
             remark,
         ]

@@ -32,23 +32,23 @@ def sweep(
     constants = _constants(define)
     steps = 1 + math.prod(map(len, constants.values()))  # they are compiled first; the spec's choice may be one more
     with progress_bar(f"sweep {target}", steps, quiet=as_json) as advance:
-        found = sweeps.sweep(spec, sizes, constants, advance)
+        timed_variants = sweeps.sweep(spec, sizes, constants, advance)
     if as_json:
-        return print_json([asdict(one) for one in found])
+        return print_json([asdict(one) for one in timed_variants])
     title = f"{spec.name} {sizes_text(sizes)}"
     columns = [*(f"{name}>" for name in constants), "µs>", "speed>", "registers>", "local bytes>", ""]
-    console.print(table(title, columns, sweeps.lines(found)))
+    console.print(table(title, columns, sweeps.lines(timed_variants)))
 
 
 def _constants(define: list[str]) -> dict[str, list[int]]:
     """Parse the values of every constant, `STAGES=4,6,8`."""
-    found: dict[str, list[int]] = {}
+    choices: dict[str, list[int]] = {}
     for text in define:
         name, _, values = text.partition("=")
-        if name in found:
+        if name in choices:
             raise expects("-D", "each name once", name)
         try:
-            found[name] = [int(value) for value in values.split(",")]
+            choices[name] = [int(value) for value in values.split(",")]
         except ValueError:
             raise expects("-D", "NAME=INTEGER[,INTEGER..]", text) from None
-    return found
+    return choices

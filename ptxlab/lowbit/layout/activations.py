@@ -50,14 +50,14 @@ def to_swizzled_tiles(x_q: S8, rows: int) -> S8:
     Raises ArgumentError unless `x_q` is a non-empty s8 matrix and `rows` a multiple of 8 in 8..256.
     """
     _require_matrix("x_q", x_q)
-    return _swizzled(_tiles(rows).store(x_q))
+    return _swizzle(_tiles(rows).store(x_q))
 
 
 def from_swizzled_tiles(tiles: S8, M: int, K: int, rows: int) -> S8:
     """Restore the matrix s8 [M, K] from `to_swizzled_tiles`; raise ArgumentError for another shape."""
     order = _tiles(rows)
     _require_shape("tiles", tiles, order.shape(M, K), M, K)
-    return order.restore(_swizzled(tiles), M, K)
+    return order.restore(_swizzle(tiles), M, K)
 
 
 def _tiles(rows: int) -> Order:
@@ -66,7 +66,7 @@ def _tiles(rows: int) -> Order:
     return Order("Mr Kb", "MKrb", r=rows, b=SPAN)
 
 
-def _swizzled(tiles: S8) -> S8:
+def _swizzle(tiles: S8) -> S8:
     """Exchange the 16-byte columns of tiles; doing it twice undoes it."""
     columns = swizzle(np.arange(0, 8 * SPAN, 16), SPAN) // 16
     atoms = tiles.reshape(-1, len(columns), 16)
@@ -84,5 +84,5 @@ def _require_shape(argument: str, x: npt.NDArray[Any], shape: tuple[int, ...], M
     if min(M, K) < 1:
         raise ArgumentError(argument, "M and K must be positive", f"M={M}, K={K}")
     if getattr(x, "dtype", None) != np.int8 or x.shape != shape:
-        found = f"{getattr(x, 'dtype', type(x).__name__)} {list(getattr(x, 'shape', ()))}"
-        raise ArgumentError(argument, f"must be int8 {list(shape)} for M={M}, K={K}", found)
+        got = f"{getattr(x, 'dtype', type(x).__name__)} {list(getattr(x, 'shape', ()))}"
+        raise ArgumentError(argument, f"must be int8 {list(shape)} for M={M}, K={K}", got)

@@ -73,8 +73,8 @@ def check_buffers(weight: Any, shapes: Shapes, channels: str) -> None:
         array = weight.buffers[name]
         if getattr(array, "dtype", None) != dtype or array.shape != shape:
             rule = f"must be {dtype} {list(shape)} for {weight.layout}, N={weight.N}, {channels}"
-            found = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
-            raise ArgumentError(f"buffers[{name}]", rule, found)
+            got = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+            raise ArgumentError(f"buffers[{name}]", rule, got)
 
 
 def atom_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shapes:

@@ -135,7 +135,7 @@ class CheckpointFolder(TensorFile):
         self.metadata = {}
         index = self.path / self._INDEX
         is_whole = (self.path / self._WHOLE).is_file()
-        names = _indexed(index) if index.is_file() and not is_whole else {}
+        names = _read_index(index) if index.is_file() and not is_whole else {}
         files = [self.path / name for name in ([self._WHOLE] if is_whole else sorted({*names.values()}))]
         files = files or self.other_files(self.path)
         if not files:
@@ -172,14 +172,14 @@ class CheckpointFolder(TensorFile):
         return self._files[name].read_bytes(name)
 
 
-def _indexed(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> dict[str, str]:
     """Read the file name of each tensor from an index."""
     try:
-        found = read_json(index)["weight_map"]
-        names = {str(tensor): Path(file).name for tensor, file in found.items()}
+        weight_map = read_json(index)["weight_map"]
+        names = {str(tensor): Path(file).name for tensor, file in weight_map.items()}
     except (KeyError, TypeError, AttributeError):
         raise FileError(f"{index}: not an index with a weight_map of file names") from None
-    if outside := next((file for file in found.values() if file != Path(file).name), None):
+    if outside := next((file for file in weight_map.values() if file != Path(file).name), None):
         raise FileError(f"{index}: must name files of its own folder (got {outside})")
     return names
 

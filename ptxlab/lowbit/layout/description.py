@@ -19,4 +19,4 @@ class Described:
 
 @cache
 def _getter(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    return attrgetter(*(each.name for each in fields(kind) if each.repr))
+    return attrgetter(*(field.name for field in fields(kind) if field.repr))

@@ -213,9 +213,9 @@ def scatter(cache: KVCache, keys: Sequence[QuantizedKV], values: Sequence[Quanti
     Nothing else of the pool changes. Raises ArgumentError as `KVCache.check` does, or for another number or shape.
     """
     cache.check()
-    for name, given in (("keys", keys), ("values", values)):
-        if len(given) != cache.batch:
-            raise ArgumentError(name, f"must be {cache.batch}, one per sequence", len(given))
+    for name, sequences in (("keys", keys), ("values", values)):
+        if len(sequences) != cache.batch:
+            raise ArgumentError(name, f"must be {cache.batch}, one per sequence", len(sequences))
     for b in range(cache.batch):
         write_slots(cache, keys[b], values[b], cache.slots(b))
 

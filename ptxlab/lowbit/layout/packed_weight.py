@@ -62,7 +62,7 @@ class PackedWeight(Described):
             array = self.buffers[name]
             if not _is(array, dtype, shape):
                 rule = f"must be {dtype} {list(shape)} for {self.layout}, {self.scheme}, N={self.N}, K={self.K}"
-                raise ArgumentError(f"buffers[{name}]", rule, _found(array))
+                raise ArgumentError(f"buffers[{name}]", rule, _describe_array(array))
 
     @property
     def arch(self) -> str:
@@ -132,7 +132,7 @@ def pack(
     with another dtype or shape than its class documents, a q4 or zero point above 15, a QoQ scale outside 1..17, a
     group that overflows, with its place and values.
     """
-    scheme = next((name for name, known in _SCHEMES.items() if isinstance(weight, known.weight)), None)
+    scheme = next((name for name, entry in _SCHEMES.items() if isinstance(weight, entry.weight)), None)
     if scheme is None:
         raise ArgumentError("weight", "must be an LQQWeight, QoQWeight or QoQChannelWeight", type(weight).__name__)
     packing = _packing(layout)
@@ -170,7 +170,7 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
         weight = scheme.rebuild(q4, buffers["channel_scale"], buffers["channel_zero"])
     else:
         weight = scheme.rebuild(q4, *constants, buffers["channel_scale"], packed.protective_range)
-    return with_arrays(weight, _in_order) if packed.interleaved else weight
+    return with_arrays(weight, _deinterleave) if packed.interleaved else weight
 
 
 def interleave(array: Any) -> Any:
@@ -181,7 +181,7 @@ def interleave(array: Any) -> Any:
     return array.reshape(2, -1, _TURN, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
 
 
-def _in_order(array: Any) -> Any:
+def _deinterleave(array: Any) -> Any:
     return array.reshape(-1, 2, _TURN, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
 
 
@@ -277,7 +277,7 @@ def _require(weight: QuantizedWeight, name: str, dtype: type[np.generic], shape:
     """
     array: npt.NDArray[Any] = getattr(weight, name)
     if not _is(array, dtype, shape):
-        raise ArgumentError(f"weight.{name}", f"must be {np.dtype(dtype)} {list(shape)}", _found(array))
+        raise ArgumentError(f"weight.{name}", f"must be {np.dtype(dtype)} {list(shape)}", _describe_array(array))
     return array.copy(order="C")
 
 
@@ -290,5 +290,5 @@ def _is(array: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> bool:
     return getattr(array, "dtype", None) == dtype and array.shape == shape
 
 
-def _found(array: Any) -> str:
+def _describe_array(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__

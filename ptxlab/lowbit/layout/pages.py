@@ -29,12 +29,12 @@ def page_bytes(scheme: str, page_size: int, head_dim: int) -> int:
 
     Raises ArgumentError: an unknown scheme or page size (with those known), or a head_dim that is no multiple of 8.
     """
-    known = kv_scheme(scheme)
+    format = kv_scheme(scheme)
     if not is_one_of(page_size, PAGE_SIZES):
         raise ArgumentError("page_size", f"must be one of {', '.join(map(str, PAGE_SIZES))}", page_size)
     if not is_integer(head_dim) or head_dim < 8 or head_dim % 8:
         raise ArgumentError("head_dim", "must be a positive multiple of 8", head_dim)
-    return page_size * (head_dim * known.bits // 8 + (0 if known.by_channel else _CONSTANTS))
+    return page_size * (head_dim * format.bits // 8 + (0 if format.by_channel else _CONSTANTS))
 
 
 def pack_pages(quantized: QuantizedKV, page_size: int) -> U8:
@@ -126,12 +126,12 @@ def require_array(argument: str, array: Any, dtype: str, shape: tuple[int | str,
 
     A name in the shape stands for any size.
     """
-    found = str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]  # PyTorch says torch.uint8
+    got_dtype = str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]  # PyTorch says torch.uint8
     sizes = shape_of(array)
     fits = len(sizes) == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, sizes, strict=True))
-    if found != dtype or not fits:
-        wanted = ", ".join(map(str, shape))
-        raise ArgumentError(argument, f"must be {dtype} [{wanted}]", f"{found} {list(sizes)}")
+    if got_dtype != dtype or not fits:
+        expected_shape = ", ".join(map(str, shape))
+        raise ArgumentError(argument, f"must be {dtype} [{expected_shape}]", f"{got_dtype} {list(sizes)}")
     if isinstance(array, np.ma.MaskedArray | np.matrix):
         raise ArgumentError(argument, "must be a plain array", type(array).__name__)
     if not _is_contiguous(array):

@@ -87,11 +87,11 @@ class ReorderedWeight:
 
         COMET's in groups of 64 is an `AtomWeight` without outliers, and no kernel takes it.
         """
-        others = {name: array for name, array in self.buffers.items() if name != "place"}
-        how: dict[str, Any] = {"layout": self.layout, "N": self.N, "buffers": others}
+        buffers = {name: array for name, array in self.buffers.items() if name != "place"}
+        common: dict[str, Any] = {"layout": self.layout, "N": self.N, "buffers": buffers}
         if _in_blocks(self.scheme, self.group):
-            return BlockWeight(**how, K4=self.K - self.int8 * BLOCK, K8=self.int8 * BLOCK)
-        return AtomWeight(**how, K=self.K - self.outliers, outliers=self.outliers, group=self.group)
+            return BlockWeight(**common, K4=self.K - self.int8 * BLOCK, K8=self.int8 * BLOCK)
+        return AtomWeight(**common, K=self.K - self.outliers, outliers=self.outliers, group=self.group)
 
     @property
     def rows(self) -> AtomRows:

@@ -55,8 +55,8 @@ class _Format(Generic[AnyWeight]):
 
     def header(self, packed: AnyWeight) -> dict[str, Any]:
         """Return the header fields of a weight."""
-        said = {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
-        return said | {flag: True for flag in self.flags if getattr(packed, flag)}
+        header = {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        return header | {flag: True for flag in self.flags if getattr(packed, flag)}
 
     def announce(self, name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
         """List the tensors that a weight of that name will be in a file."""
@@ -126,9 +126,13 @@ def described(
 ) -> tuple[list[TensorInfo], list[tuple[str, Any]], dict[str, str]]:
     """Collect the contents of a file of weights, all of one class: its tensors, their arrays, its metadata."""
     form = next(form for form in _FORMATS if isinstance(next(iter(weights.values())), form.weight))
-    fields = {name: form.header(each) for name, each in weights.items()}
-    announced = [info for name, each in fields.items() for info in form.announce(name, each)]
-    return announced, [pair for name, each in weights.items() for pair in contents(name, each)], form.metadata(fields)
+    fields = {name: form.header(weight) for name, weight in weights.items()}
+    announced = [info for name, header in fields.items() for info in form.announce(name, header)]
+    return (
+        announced,
+        [pair for name, weight in weights.items() for pair in contents(name, weight)],
+        form.metadata(fields),
+    )
 
 
 def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bool = False) -> PackedWeight:
@@ -231,8 +235,8 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
     if name is None and len(weights) == 1:
         name = next(iter(weights))
     if name not in weights:
-        some = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
-        raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {some}", name)
+        first_names = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
+        raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {first_names}", name)
     fields = weights[name]
     with in_file(checkpoint.path), naming(name):
         announced = form.announce(name, fields)
@@ -241,10 +245,10 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
         raise FileError(f"{checkpoint.path}: {name}: {rule} (got {fields['arch']})")
     buffers: Buffers = {}
     for expected in announced:
-        found = checkpoint.tensors.get(expected.name)
-        if found != expected:
+        stored = checkpoint.tensors.get(expected.name)
+        if stored != expected:
             rule = f"{expected.name} must be {expected.dtype} {list(expected.shape)}"
-            got = f"{found.dtype} {list(found.shape)}" if found else "no such tensor"
+            got = f"{stored.dtype} {list(stored.shape)}" if stored else "no such tensor"
             raise FileError(f"{checkpoint.path}: {rule} (got {got})")
         dtype = next(dtype for dtype, spelling in _DTYPES.items() if spelling == expected.dtype)
         buffers[expected.name.removeprefix(f"{name}.")] = (
@@ -253,5 +257,5 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
     with in_file(checkpoint.path), naming(name):
         if fields["version"] != form.version:
             buffers = form.renew(buffers, fields)
-        known = {key: fields[key] for key in (*form.fields, *form.flags) if key != "arch" and key in fields}
-        return form.weight(**known, buffers=buffers), name
+        weight_fields = {key: fields[key] for key in (*form.fields, *form.flags) if key != "arch" and key in fields}
+        return form.weight(**weight_fields, buffers=buffers), name

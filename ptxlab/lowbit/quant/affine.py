@@ -119,7 +119,7 @@ def _round_levels(
     """
     mean, variance = index.mean(axis=2), index.var(axis=2)
     scale, minimum, unit = np.ones_like(low), np.zeros_like(low), np.ones_like(least_unit)
-    least = np.full_like(least_unit, np.inf)
+    least_error = np.full_like(least_unit, np.inf)
     trials = [*(least_unit * factor for factor in _CHANNEL_SCALES), _common_unit(step, least_unit)]
     for trial in (unit_of_rows[:, None] for unit_of_rows in trials):
         s = np.rint(step / trial).clip(1, MAX_GROUP_SCALE)
@@ -127,8 +127,8 @@ def _round_levels(
         m = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * s)
         shift = m * trial - low
         error = ((tilt**2 * variance + (tilt * mean + shift) ** 2) * counted).sum(axis=1)
-        better = error < least
-        least = np.where(better, error, least)
+        better = error < least_error
+        least_error = np.where(better, error, least_error)
         scale[better], minimum[better], unit[better] = s[better], m[better], trial[better, 0]
     return scale, minimum, unit
 

@@ -109,8 +109,8 @@ def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArra
     step = strip_of(x, x.shape[1])
     parts = [as_float32(x[i : i + step]).astype(np.float64) for i in range(0, len(x), step)]
     largest = metric == "max"
-    found = np.stack([np.abs(part).max(axis=0) if largest else (part * part).sum(axis=0) for part in parts])
-    sizes: npt.NDArray[np.float64] = found.max(axis=0) if largest else found.sum(axis=0)
+    strip_sizes = np.stack([np.abs(part).max(axis=0) if largest else (part * part).sum(axis=0) for part in parts])
+    sizes: npt.NDArray[np.float64] = strip_sizes.max(axis=0) if largest else strip_sizes.sum(axis=0)
     return sizes
 
 
@@ -129,7 +129,7 @@ def outlier_order(
     if len(sizes) <= outliers:
         raise ArgumentError("sizes", f"must be a vector of more than {outliers} channels", f"shape {sizes.shape}")
     ascending: npt.NDArray[np.intp] = np.argsort(sizes, kind="stable")
-    if _known(rules).sorts:
+    if _check_rules(rules).sorts:
         return ascending
     at = len(sizes) - outliers
     return np.concatenate([np.sort(ascending[:at]), np.sort(ascending[at:])])
@@ -161,7 +161,7 @@ def quantize_atom_weight(
     no multiple of the group, a clip outside (0, 1], N that is no multiple of the rows that share a scale, and a scale
     beyond FP16.
     """
-    return _quantize("w", w, group, outliers, clip, replace(_known(rules), reciprocal=False))
+    return _quantize("w", w, group, outliers, clip, replace(_check_rules(rules), reciprocal=False))
 
 
 def quantize_atom_activations(
@@ -176,10 +176,10 @@ def quantize_atom_activations(
 
     Every token has scales of its own. Raises ArgumentError as `quantize_atom_weight` does.
     """
-    return _quantize("x", x, group, outliers, clip, replace(_known(rules), rows=1))
+    return _quantize("x", x, group, outliers, clip, replace(_check_rules(rules), rows=1))
 
 
-def _known(rules: AtomRules) -> AtomRules:
+def _check_rules(rules: AtomRules) -> AtomRules:
     if not isinstance(rules, AtomRules):
         raise ArgumentError("rules", "must be AtomRules (ATOM_PAPER, ATOM_CODE)", type(rules).__name__)
     return rules

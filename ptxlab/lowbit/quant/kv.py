@@ -121,7 +121,7 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
         channel = calibrate_kv(x, scheme) if channel is None else channel
         check_channel("channel", scheme, channel, x.shape[-2:])
         scale, zero = channel
-        return QuantizedKV(scheme, _rounded(x, scale, zero, known), scale, zero)
+        return QuantizedKV(scheme, _round_values(x, scale, zero, known), scale, zero)
     if channel is not None:
         raise ArgumentError("channel", f"{scheme} has constants of its own: must be None", "constants")
     low, high = extremes("x", x)
@@ -129,7 +129,7 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
     half = _token_scales(low, high, known)
     scale = half.astype(np.float32)
     zero = np.rint((0 - low) / scale).clip(known.low, known.high)  # -low would give -0 where low is 0
-    values = _rounded(x, scale[..., None], zero[..., None], known)
+    values = _round_values(x, scale[..., None], zero[..., None], known)
     return QuantizedKV(scheme, values, half, zero.astype(np.float16))
 
 
@@ -212,8 +212,8 @@ def _token_scales(low: F32, high: F32, known: KVScheme) -> F16:
 
 def _check_array(argument: str, array: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if getattr(array, "dtype", None) != dtype or array.shape != shape:
-        found = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
-        raise ArgumentError(argument, f"must be {dtype} {list(shape)}", found)
+        got = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+        raise ArgumentError(argument, f"must be {dtype} {list(shape)}", got)
 
 
 def _check_scales(argument: str, scale: F32) -> None:
@@ -224,13 +224,13 @@ def _check_scales(argument: str, scale: F32) -> None:
         raise ArgumentError(argument, rule, f"channel {place} has {float(scale[tuple(place)]):.3g}")
 
 
-def _rounded(x: npt.NDArray[Any], scale: F32, zero: F32, known: KVScheme) -> npt.NDArray[Any]:
+def _round_values(x: npt.NDArray[Any], scale: F32, zero: F32, known: KVScheme) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):  # clipped
         quotient = np.rint(as_float32(x) / scale)
     values: npt.NDArray[Any] = (quotient + zero).clip(known.low, known.high).astype(known.dtype)
     return values
 
 
-def _first(where: npt.NDArray[np.bool_]) -> list[int]:
+def _first(mask: npt.NDArray[np.bool_]) -> list[int]:
     """Return the indices of the first true element."""
-    return [int(i) for i in np.argwhere(where)[0]]
+    return [int(i) for i in np.argwhere(mask)[0]]

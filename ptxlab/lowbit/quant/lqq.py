@@ -128,12 +128,12 @@ def _squared_error(shifted: F32, scale: F32) -> F32:
 def _scale_of_least_error(shifted: F32) -> F32:
     """Find the scale in 1..16 of least squared error per group of f32 [N, K/g, g]; the smallest if several tie."""
     best = np.ones_like(shifted[:, :, 0])
-    least = np.full_like(best, np.inf)
+    least_error = np.full_like(best, np.inf)
     for candidate in range(1, MAX_GROUP_SCALE + 1):
         scale = np.full_like(best, candidate)
         error = _squared_error(shifted, scale)
-        best = np.where(error < least, scale, best)
-        least = np.minimum(error, least)
+        best = np.where(error < least_error, scale, best)
+        least_error = np.minimum(error, least_error)
     return best
 
 
@@ -144,14 +144,14 @@ def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
     rounding, if the lowest level lies lower by the rounding times the mean of the weights in steps.
     """
     extent = np.maximum(shifted.max(axis=2), 1)
-    scale, below, least = np.ones_like(extent), np.zeros_like(extent), np.full_like(extent, np.inf)
+    scale, below, least_error = np.ones_like(extent), np.zeros_like(extent), np.full_like(extent, np.inf)
     for count in _STEPS:
         step = extent / count
         candidate = np.rint(step).clip(1, MAX_GROUP_SCALE)
         offset = np.rint((candidate - step) * _nearest(shifted, step).mean(axis=2))
         offset = np.minimum(offset, minimum + 128)  # the lowest level is an s8
         error = _squared_error(shifted + offset[:, :, None], candidate)
-        better = error < least
+        better = error < least_error
         scale, below = np.where(better, candidate, scale), np.where(better, offset, below)
-        least = np.minimum(error, least)
+        least_error = np.minimum(error, least_error)
     return scale, below

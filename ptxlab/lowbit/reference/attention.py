@@ -106,12 +106,12 @@ def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if block < 2 or block & (block - 1) or D % block:
         raise ValueError(f"x: D must be a power of two, or a multiple of 128 (got {D})")
     rotated = x.astype(dtype)
-    apart = 1
-    while apart < block:
-        pairs = rotated.reshape(*x.shape[:-1], D // (2 * apart), 2, apart)
+    distance = 1
+    while distance < block:
+        pairs = rotated.reshape(*x.shape[:-1], D // (2 * distance), 2, distance)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         rotated = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
-        apart *= 2
+        distance *= 2
     result: npt.NDArray[Any] = rotated * dtype.type(block**-0.5)
     return result
 
@@ -144,11 +144,11 @@ def rope_tables(
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim: must be even, 2 or more (got {head_dim})")
     frequency = float(base) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angle = np.asarray(positions, np.float64)[..., None] * _scaled(frequency, scaling or {})
+    angle = np.asarray(positions, np.float64)[..., None] * _scale_frequencies(frequency, scaling or {})
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
-def _scaled(frequency: F64, scaling: dict[str, Any]) -> F64:
+def _scale_frequencies(frequency: F64, scaling: dict[str, Any]) -> F64:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise ValueError(f"scaling: rope_type must be one of {', '.join(ROPE_SCALINGS)} (got {kind})")
@@ -167,8 +167,8 @@ def _scaled(frequency: F64, scaling: dict[str, Any]) -> F64:
     low, high, trained = of_llama3
     if not 0 < low < high:
         raise ValueError(f"scaling: 0 < low_freq_factor < high_freq_factor (got {low:g}, {high:g})")
-    kept = np.clip((frequency * trained / (2 * np.pi) - low) / (high - low), 0, 1)
-    mixed: F64 = kept * frequency + (1 - kept) * frequency / factor
+    unscaled_share = np.clip((frequency * trained / (2 * np.pi) - low) / (high - low), 0, 1)
+    mixed: F64 = unscaled_share * frequency + (1 - unscaled_share) * frequency / factor
     return mixed
 
 

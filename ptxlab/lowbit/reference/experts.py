@@ -15,8 +15,8 @@ def top_experts(logits: Any, k: int) -> tuple[Any, Any]:
         (s64 [M, k], [M, k] of the dtype of the logits).
     """
     chosen = (-logits).argsort(axis=1, kind="stable")[:, :k]
-    kept = np.take_along_axis(logits, chosen, axis=1)
-    weights = np.exp(kept - kept[:, :1])
+    chosen_logits = np.take_along_axis(logits, chosen, axis=1)
+    weights = np.exp(chosen_logits - chosen_logits[:, :1])
     return chosen, weights / weights.sum(axis=1, keepdims=True)
 
 

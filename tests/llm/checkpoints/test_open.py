@@ -14,7 +14,7 @@ from ptxlab.errors import FileError
 from ptxlab.io import downloads as weights
 from ptxlab.io.downloads import ShippedData, ShippedFile
 from ptxlab.llm.checkpoints import open_model
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.lowbit.layout import unpack
 from ptxlab.lowbit.layout.checkpoint import CheckpointFolder
@@ -260,7 +260,7 @@ def test_a_quantised_model_is_dequantised_by_layers(dtype: str) -> None:
     layers = [LayerWeights.random(config, seed, dtype=dtype) for seed in range(2)]
     embedding = np.random.default_rng(0).standard_normal((300, 128)).astype(np.float16)
     norm = layers[0].input_norm
-    found = dequantized(QuantizedModel(config=config, embedding=embedding, layers=layers, final_norm=norm))
+    found = dequantize_model(QuantizedModel(config=config, embedding=embedding, layers=layers, final_norm=norm))
     assert found.head is None and found.embedding.dtype == found.final_norm.dtype == np.float32
     for layer, packed in zip(found.layers, layers, strict=True):
         assert {name: w.shape for name, w in layer.items() if w.ndim == 2} == config.separate_matrices

@@ -11,7 +11,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.llm.accuracy.text import windows
 from ptxlab.llm.checkpoints import folder, open_model
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model import Config, LayerWeights, QuantizedModel, perplexity
 from ptxlab.llm.model.numerics import FakeQuantized
@@ -81,9 +81,9 @@ def test_a_quantised_folder(cli: Any, tmp_path: Path, text: Path, tokens: Any) -
     options, few = ("--text", text, "--length", 16, "--windows", 3), windows(tokens, 16, 3)
     of_weights = asked(cli, out, *options, "--kv", 32, "--acts", 32)["perplexity"]
     whole = asked(cli, out, *options)
-    assert of_weights == pytest.approx(perplexity(dequantized(quantized), few))
+    assert of_weights == pytest.approx(perplexity(dequantize_model(quantized), few))
     assert (whole["kv"], whole["acts"]) == (4, 8)
-    assert whole["perplexity"] == pytest.approx(perplexity(dequantized(quantized), few, FakeQuantized()))
+    assert whole["perplexity"] == pytest.approx(perplexity(dequantize_model(quantized), few, FakeQuantized()))
 
 
 def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.checkpoints import folder
-from ptxlab.llm.checkpoints.open import dequantized, stored_numerics
+from ptxlab.llm.checkpoints.open import dequantize_model, stored_numerics
 from ptxlab.llm.checkpoints.rewrite import rewrite_folder
 from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
 from ptxlab.llm.model.numerics import FakeQuantized
@@ -207,7 +207,7 @@ def test_a_calibrated_model_is_quantised_anew_from_its_floats_alone(
     """
     recipe, layers = RECIPES["lqq"].but(rotate=None, group=32, kv="kv4_channel"), []
     for has_constants in (True, False):
-        model = dequantized(models["kv8_channel"])
+        model = dequantize_model(models["kv8_channel"])
         if not has_constants:
             stripped = [{k: v for k, v in layer.items() if "channel" not in k} for layer in model.layers]
             model = FloatModel(**{**vars(model), "layers": stripped})

@@ -10,7 +10,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints import folder, open_model
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.checkpoints.rewrite import rewrite_folder
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, perplexity
 from ptxlab.llm.model.decoder import route
@@ -106,7 +106,7 @@ def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> Non
 
 def test_a_runner_computes_what_the_dequantised_model_does(packed_model: QuantizedModel) -> None:
     """The two differ by INT8 activations and the cache."""
-    of_floats = dequantized(packed_model)
+    of_floats = dequantize_model(packed_model)
     right = [of_floats.logits(of_floats.states([np.array([prompt])])[0])[0, -1] for prompt in PROMPTS]
     assert relative_error(NumpyRunner(packed_model, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
 

@@ -9,7 +9,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.io import downloads
 from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
 from ptxlab.llm.checkpoints import open_model
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.model import FloatModel, QuantizedModel, perplexity
 from ptxlab.llm.model.decoder import EXACT
 from ptxlab.llm.model.numerics import FakeQuantized
@@ -72,6 +72,6 @@ def test_the_trained_model_loses_at_most_a_quarter_as_served() -> None:
     model, tokenizer = open_model("smollm2")
     text = windows(tokens_of(open_text().evaluation, tokenizer), 512, 3)
     of_floats = perplexity(model, text)
-    quantized = dequantized(QuantizedModel.rounded(model))
+    quantized = dequantize_model(QuantizedModel.rounded(model))
     of_weights, as_served = (perplexity(quantized, text, numerics) for numerics in (EXACT, FakeQuantized()))
     assert as_served <= 1.25 * of_floats and of_weights <= 1.08 * of_floats

@@ -10,7 +10,7 @@ import pytest
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints import folder
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.model import Config, FloatModel, KernelRunner, NumpyRunner, QuantizedModel, perplexity
 from ptxlab.llm.model.decoder import Layer, Numerics
 from ptxlab.llm.model.numpy_runner import GroupProduct
@@ -53,7 +53,7 @@ def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, Quant
     recipe, out, model = made
     right = next(calibrate.quantize_layers(calibrate.prepare_model(small(), recipe), TEXT, recipe))
     assert right is not None
-    found = dequantized(model).layers[0]
+    found = dequantize_model(model).layers[0]
     assert found.keys() == right.floats.keys()
     for name, array in right.floats.items():
         same = array.astype(np.float16) if name.endswith("norm") else array
@@ -77,7 +77,7 @@ def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
 ) -> None:
     """The input of down comes in order; the channels of largest magnitude are in the INT8 block at its end."""
     recipe, _, model = made
-    floats = dequantized(model)
+    floats = dequantize_model(model)
     in_place = np.array_equal(floats.layers[0]["down_order"], np.arange(192))
     assert in_place == (recipe.int8 is not None)
     assert not np.array_equal(floats.layers[0]["o_order"], np.arange(128))
@@ -116,7 +116,7 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
     runner = NumpyRunner(model, 1, len(tokens), rotated=False)
     runner.prefill([tokens[:4].tolist()])
     found = np.concatenate([runner.decode(tokens[i : i + 1]) for i in range(4, len(tokens))])
-    floats, exact = dequantized(model), small()
+    floats, exact = dequantize_model(model), small()
     right = floats.logits(floats.states([tokens[None]], recipe.numerics())[0])[0, 4:]
     error, loss = relative(found, right), relative(exact.logits(exact.states([tokens[None]])[0])[0, 4:], right)
     assert error < 0.75 * loss < 0.075, (error, loss)
@@ -139,8 +139,8 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
         assert (a.scheme, a.int8, a.clip) == (b.scheme, b.int8, b.clip)
         assert (a.order == b.order).mean() > 0.8 and relative(a.dequantize(), b.dequantize()) < 0.1
     numerics = recipe.numerics()
-    on_host = perplexity(dequantized(host), TEXT, numerics)
-    on_device = perplexity(dequantized(device).to_device(), TEXT, numerics)
+    on_host = perplexity(dequantize_model(host), TEXT, numerics)
+    on_device = perplexity(dequantize_model(device).to_device(), TEXT, numerics)
     assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
 
 

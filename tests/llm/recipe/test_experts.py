@@ -13,7 +13,7 @@ from ptxlab.llm import recipe as steps
 from ptxlab.llm.accuracy.audit_inputs import audit_model
 from ptxlab.llm.accuracy.steps import measure, rows
 from ptxlab.llm.checkpoints import folder
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.model import Config, FloatModel, floats
 from ptxlab.llm.model.decoder import Layer, route
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate, quantize
@@ -137,7 +137,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
     errors = quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out")
     assert list(errors[1])[:4] == ["qkv", "o", "gate_up.0", "down.0"] and len(errors[1]) == 10
     assert all((error is None) == (name in ("rtn", "liquid")) for error in errors[1].values())
-    loaded = dequantized(folder.load(tmp_path / "out"))
+    loaded = dequantize_model(folder.load(tmp_path / "out"))
     first = next(calibrate.quantize_layers(calibrate.prepare_model(MODEL, recipe), TEXT, recipe))
     assert first is not None
     for part in ("q", "o", "gate.2", "up.0", "down.3"):

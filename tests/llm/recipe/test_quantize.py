@@ -13,7 +13,7 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm import model as models
 from ptxlab.llm import recipe as steps
 from ptxlab.llm.checkpoints import folder
-from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.open import dequantize_model
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model import Config, FloatModel, floats, perplexity
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate, quantize
@@ -79,14 +79,14 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
         for matrix in ("qkv", "o", "gate_up", "down"):
             weight: Any = unpack(getattr(layer, matrix))
             assert not hasattr(weight, "overflows") or not weight.overflows().any()
-    states = [dequantized(loaded).embed(TEXT[:1])]
+    states = [dequantize_model(loaded).embed(TEXT[:1])]
     for index, layer in enumerate(calibrate.quantize_layers(calibrate.prepare_model(model, recipe), TEXT, recipe)):
         assert layer is not None
-        ours = dequantized(loaded).layers[index]
+        ours = dequantize_model(loaded).layers[index]
         for matrix in ("q", "k", "v", "o", "gate", "up", "down"):
             if index == 0 or not recipe.is_calibrated:  # later ones saw the stored norms, in FP16
                 np.testing.assert_array_equal(layer.floats[matrix], ours[matrix])
-        states.append(dequantized(loaded).run_layer(states[-1], ours, recipe.numerics()))
+        states.append(dequantize_model(loaded).run_layer(states[-1], ours, recipe.numerics()))
     assert np.isfinite(states[-1]).all()
 
 
@@ -459,7 +459,7 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
         for matrix, error in of.items():
             assert errors[1][index][matrix] == (None if error is None else pytest.approx(error, rel=0.1))
     numerics = recipe.numerics()
-    on_host, on_device = (perplexity(dequantized(each), TEXT, numerics) for each in (host, device))
+    on_host, on_device = (perplexity(dequantize_model(each), TEXT, numerics) for each in (host, device))
     assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
 
 

@@ -16,7 +16,7 @@ CEILINGS = Ceilings(4.6, 4.0)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 @pytest.mark.parametrize(("tokens", "rope"), [(5, True), (66, False), (70, True)])
 def test_a_row(emulated_gpu, tokens: int, rope: bool, scheme: str) -> None:
-    row = append.appended(tokens, 1, scheme, rope, CEILINGS)
+    row = append.measure_append(tokens, 1, scheme, rope, CEILINGS)
     assert row.measure == "append" and row.limit == "copy" and row.checked == "every byte equal to the quantiser's"
     assert row.floor_us == row.bytes / 4e6 and row.fraction == row.floor_us / 10
     assert row.sizes["T"] == tokens and (row.sizes["R"] > 0) == rope and row.variant["ROPE"] == rope
@@ -38,7 +38,7 @@ def test_slots_are_one_per_page_or_whole_pages() -> None:
 
 def test_every_point_is_measured(emulated_gpu) -> None:
     asked = []
-    emulated_gpu.setattr(append, "appended", lambda *of: asked.append(of[:4]))
+    emulated_gpu.setattr(append, "measure_append", lambda *of: asked.append(of[:4]))
     told: list[str] = []
     list(append.rows(CEILINGS, told.append))
     assert len(told) == 4 and len(asked) == 4 * 5 == len(set(asked))
@@ -46,13 +46,13 @@ def test_every_point_is_measured(emulated_gpu) -> None:
 
 
 def test_a_wrong_byte_is_an_error(emulated_gpu) -> None:
-    right = append._expected
+    right = append._expected_pages
 
     def other(*arguments: object) -> np.ndarray:
         pool = right(*arguments)
         pool[-1, 1, 0, -1] ^= 1
         return pool
 
-    emulated_gpu.setattr(append, "_expected", other)
+    emulated_gpu.setattr(append, "_expected_pages", other)
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes for 5 tokens of 1 heads by kv4"):
-        append.appended(5, 1, "kv4", False, CEILINGS)
+        append.measure_append(5, 1, "kv4", False, CEILINGS)

@@ -48,7 +48,7 @@ def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.full
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
     peers = replace(NO_PEERS, attention=lambda batch: FLASH)
-    behind, alone = attention.at(CHOSEN, SMALL, CEILINGS, quiet, peers)
+    behind, alone = attention.batch_rows(CHOSEN, SMALL, CEILINGS, quiet, peers)
     assert (alone.measure, behind.measure) == ("attention", "append and attention")
     assert alone.kernel == "attention_kv4_sm90" and alone.face == behind.face == "attention_kv4"
     assert alone.sizes == {"Hq": 4, "Hkv": 2, "B": 2, "L": 70}
@@ -65,7 +65,7 @@ def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch
 @pytest.mark.full
 def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
     small.setattr(peers, "importable", lambda: False)
-    (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
+    (row,) = attention.batch_rows(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
     assert row.peers == {}
 
 
@@ -213,7 +213,7 @@ def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) 
 
 @pytest.mark.full
 def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
-    uneven, even = attention.unequal(CHOSEN, RAGGED, CEILINGS, quiet)
+    uneven, even = attention.ragged_rows(CHOSEN, RAGGED, CEILINGS, quiet)
     assert uneven.bytes == even.bytes == 195 * 2 * 2 * 68 and uneven.more["tokens"] == even.more["tokens"] == 195
     assert (uneven.measure, even.measure) == ("ragged", "even") and (uneven.sizes["L"], even.sizes["L"]) == (130, 65)
 
@@ -223,9 +223,9 @@ def test_the_batches() -> None:
     found = stored.stored_attention()
     assert set(found) < places and len(places) == 36
     assert all(len(peers) == 12 for peers in found.values()), "eleven, and what ours took in that run"
-    ragged = shapes.ragged((32, 8))
+    ragged = shapes.ragged_batch((32, 8))
     assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
-    even = shapes.evened(ragged)
+    even = shapes.even_batch_like(ragged)
     assert even.tokens == ragged.tokens and max(even.lengths) - min(even.lengths) <= 1
     assert max(batch.kv_bytes() for heads in shapes.HEADS for batch in shapes.batches(heads)) < 4.6e9
     assert shapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
@@ -258,15 +258,15 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.full
 def test_the_merge(small: pytest.MonkeyPatch) -> None:
-    row = merge.merged(Batch(2, 1, (1100,)), CEILINGS)
+    row = merge.measure_merge(Batch(2, 1, (1100,)), CEILINGS)
     assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
 
 
 @pytest.mark.full
 def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
-    small.setattr(merge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
+    small.setattr(merge, "_merge_calls", lambda parts, **written: [lambda: None for _ in parts.calls])
     with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
-        merge.merged(Batch(2, 1, (1100,)), CEILINGS)
+        merge.measure_merge(Batch(2, 1, (1100,)), CEILINGS)
 
 
 @pytest.mark.full
@@ -274,7 +274,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     """The suite runs from its entry to a record that is compared with itself: no two rows have one key."""
     small.setattr(attention, "HEADS", ((2, 1),))
     small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
-    small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
+    small.setattr(attention, "ragged_batch", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "TABLE1", (Batch(2, 2, (66, 66)),))
     small.setattr(attention, "ROTATED", (Batch(2, 2, (66,)),))

@@ -38,7 +38,7 @@ def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPa
     (step,) = problem.steps_of([NAMES[0]])
     logical = problem.problem(step.spec, SMALL, 3)
     timed = problem.launches(step, problem.sizes_at(step.spec, SMALL, 3), logical)
-    right = problem.expected(step.spec, logical)
+    right = problem.expected_bits(step.spec, logical)
     for call in timed.calls:
         call()
     assert "bit for bit" in timed.check(right)

@@ -79,7 +79,7 @@ def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.Mo
             assert row.variant["SIGNED"] == 1
             continue
         assert row.variant["SIGNED"] == 0
-        taken = headline.chosen(SMALL, row.sizes["M"], row.sizes.get("g", PER_CHANNEL), row.activations)
+        taken = headline.choose_step(SMALL, row.sizes["M"], row.sizes.get("g", PER_CHANNEL), row.activations)
         assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
         assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
         assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
@@ -125,7 +125,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
         yield from headline.points(names())
         for layer in MIXTRAL:
             for M in range(1, 160):
-                yield headline.at(layer, M)
+                yield headline.point_at(layer, M)
 
     found = list(launched())
     for step, sizes in found:
@@ -142,7 +142,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
 def test_a_chain(emulated_gpu: pytest.MonkeyPatch, group: int, sizes: dict[str, int], bits: float) -> None:
     layers = [SMALL, NEXT]
     logical = [{**headline.weight_of(layer, group), **problem.tokens(layer, 5)} for layer in layers]
-    row = chain.chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0}, group=group)
+    row = chain.measure_chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0}, group=group)
     assert (row.measure, row.sizes, row.face) == ("chain", {"hidden": 256, "M": 5, **sizes}, "gemm_w4a8")
     assert row.operations == 2 * 5 * (128 * 256 + 64 * 128)
     assert row.more["packed_bytes"] == sum(layer.N * layer.K * bits / 8 for layer in layers)
@@ -153,7 +153,7 @@ def test_a_chain(emulated_gpu: pytest.MonkeyPatch, group: int, sizes: dict[str, 
 def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
-    step, sizes = headline.at(SMALL, 3)
+    step, sizes = headline.point_at(SMALL, 3)
     logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
     impatient = replace(step, spec=replace(step.spec, after_wait=()))
     for each in (impatient, step):
@@ -164,11 +164,11 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
 
 @pytest.mark.parametrize("count", [1, 2, 7, 512])
 def test_routing(count: int) -> None:
-    offsets = grouped.routed(count)
+    offsets = grouped.route_at_random(count)
     by_expert = np.diff(offsets)
     assert offsets.dtype == np.int32 and offsets[0] == 0 and offsets[-1] == 2 * count
     assert (by_expert >= 0).all() and by_expert.max() <= count, "a token takes an expert once"
-    assert (offsets == grouped.routed(count)).all()
+    assert (offsets == grouped.route_at_random(count)).all()
     if count == 512:
         assert by_expert.min() > 90 and len(set(by_expert.tolist())) > 1, "balanced, and random"
 
@@ -178,7 +178,7 @@ def test_the_loop_over_experts(emulated_gpu: pytest.MonkeyPatch) -> None:
     offsets = np.array([0, 0, 3, 3, 4, 4, 4, 4, 8], np.int32)
     experts = grouped.Experts(SMALL, weights, problem.tokens(SMALL, 8), offsets)
     assert [M for M, _ in experts.problems()] == [3, 1, 4]
-    row = grouped.loop(experts, stream_us)
+    row = grouped.measure_loop(experts, stream_us)
     assert (row.measure, row.sizes) == ("experts", {"tokens": 4, "N": 128, "K": 256, "g": 128})
     assert row.more["launches"] == 3 and row.operations == 2 * 8 * 128 * 256
     assert row.more["packed_bytes"] == 3 * 128 * 256 * 33 // 64
@@ -194,7 +194,7 @@ def test_experts_at_once(emulated_gpu: pytest.MonkeyPatch) -> None:
     times = iter((30.0, 10.0, 20.0))  # of the places where the weights lie
     measure = grouped.measure
     emulated_gpu.setattr(grouped, "measure", lambda calls, **how: replace(measure(calls, **how), us=next(times)))
-    row = grouped.at_once(experts, stream_us, 12.5)
+    row = grouped.measure_grouped(experts, stream_us, 12.5)
     assert row.time_us == 20.0
     assert (row.measure, row.sizes) == ("grouped", {"tokens": 5, "N": 128, "K": 256, "g": 128})
     assert (row.kernel, row.face, row.peers) == (grouped.GROUPED.name, "gemm_w4a8_grouped", {"experts": 12.5})
@@ -334,7 +334,7 @@ def test_steps_for_ampere_are_compiled_for_it(emulated_gpu: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
     x = quantiser._activations(5, 256)
-    row = quantiser.quantised(x, order, Ceilings(4.6, 4.2))
+    row = quantiser.measure_quantiser(x, order, Ceilings(4.6, 4.2))
     assert (row.measure, row.activations, row.sizes["M"], row.sizes["K"]) == ("quantise", order, 5, 256)
     assert row.variant["IN"] == 0 and row.floor_us == pytest.approx(row.bytes / 4.2e6)
 
@@ -342,7 +342,7 @@ def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
 def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(gpu, "prepare", lambda *_: lambda: None)
     with pytest.raises(BenchmarkError, match="wrong results in the order fragment at M=5, K=256"):
-        quantiser.quantised(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
+        quantiser.measure_quantiser(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
 
 
 @pytest.mark.full

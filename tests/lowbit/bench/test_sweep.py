@@ -66,7 +66,7 @@ def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
 @pytest.mark.full
 def test_wrong_results_stop_the_sweep(timed: list[float], emulated_gpu: pytest.MonkeyPatch) -> None:
     timed += [10.0]
-    emulated_gpu.setattr(problem, "expected", lambda spec, logical: np.zeros((2, 128), np.uint16))
+    emulated_gpu.setattr(problem, "expected_bits", lambda spec, logical: np.zeros((2, 128), np.uint16))
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results"):
         sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {})
 

@@ -21,7 +21,7 @@ from ptxlab.lowbit.bench.attention.problem import (
     sizes_at,
 )
 from ptxlab.lowbit.bench.peers import NO_PEERS, Peers
-from ptxlab.lowbit.bench.shapes import HEADS, TABLE1, Batch, batches, even, evened, ragged
+from ptxlab.lowbit.bench.shapes import HEADS, TABLE1, Batch, batches, even, even_batch_like, ragged_batch
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.kernels.attention.call import NAME as FACE
 from ptxlab.lowbit.kernels.attention.merge import MERGE
@@ -83,10 +83,10 @@ def rows(
     if launched:
         for heads in HEADS:
             for batch in batches(heads):
-                one = partial(at, launched, batch, ceilings, progress, peers, appending=appending)
+                one = partial(batch_rows, launched, batch, ceilings, progress, peers, appending=appending)
                 measured += keep(str(batch), one)
-            unlike = ragged(heads)
-            measured += keep(f"{unlike}, {RAGGED}", partial(unequal, launched, unlike, ceilings, progress))
+            unlike = ragged_batch(heads)
+            measured += keep(f"{unlike}, {RAGGED}", partial(ragged_rows, launched, unlike, ceilings, progress))
     for step in steps:
         measured += keep(step.spec.name, partial(ladder_rows, step, ceilings, progress))
     measured += keep(TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress))
@@ -122,13 +122,13 @@ def table1_rows(
         for step in steps:
             if step.spec.name in TABLE1_STEPS:
                 progress(f"{batch}: {step.spec.name}")
-                yield timed(step, random_problem(batch, scheme_of(step)), TABLE1_MEASURE, ceilings)
+                yield time_step(step, random_problem(batch, scheme_of(step)), TABLE1_MEASURE, ceilings)
         for scheme in TABLE1_CACHES if launched is not None else ():
             assert launched is not None
             progress(f"{batch}: {FACE}, {scheme}")
             kv_scheme = KV_SCHEMES[scheme]  # tells the rows of one kernel apart
             config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
-            yield timed(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=config)
+            yield time_step(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=config)
 
 
 def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -148,21 +148,21 @@ def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Call
                 measured, ready = _time_step(step, of, appended)
                 readings[is_rotated].append(measured)
                 if not is_rotated and len(readings[False]) == _PAIRS:
-                    ready.check(plain)  # before other keys are appended; `row` checks the last rotated ones
+                    ready.check(plain)  # before other keys are appended; `build_row` checks the last rotated ones
             unrotated, measured = (sorted(of_kind, key=lambda m: m.us)[_PAIRS // 2] for of_kind in readings.values())
             config, extra = {"appended": int(appended)}, {UNROTATED: unrotated.us}
-            yield row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=extra)
+            yield build_row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=extra)
 
 
-def _time_step(step: AttentionStep, of: Problem, appended: bool) -> tuple[Measured, AttentionLaunches]:
+def _time_step(step: AttentionStep, problem: Problem, appended: bool) -> tuple[Measured, AttentionLaunches]:
     if appended:
-        measured, ready, _ = behind_append(step, of)
+        measured, ready, _ = measure_behind_append(step, problem)
         return measured, ready
-    ready = launches(step, of)
+    ready = launches(step, problem)
     return measure(ready.calls), ready
 
 
-def at(
+def batch_rows(
     step: AttentionStep,
     batch: Batch,
     ceilings: Ceilings,
@@ -173,53 +173,59 @@ def at(
 ) -> Iterator[Row]:
     """Measure one batch of equal lengths: attention beside its peers, and attention right behind `append_kv4`."""
     progress(f"{batch}: peers")
-    here = peers.attention(batch)
+    peer_times = peers.attention(batch)
     progress(f"{batch}: {FACE}")
-    given, expected = random_problem(batch), None
+    problem, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
-        measured, ready, plain = behind_append(step, given)
-        expected = ready.expected(given)
-        yield row(ready, given, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain.us}, face=FACE)
-    ready = launches(step, given)
-    expected = expected or ready.expected(given)
-    measured, more = measure(ready.calls), programmatic(step, given, expected)
-    yield row(ready, given, MEASURE, measured, ceilings, expected, peers=here, more=more, face=FACE)
+        measured, ready, plain = measure_behind_append(step, problem)
+        expected = ready.expected(problem)
+        yield build_row(
+            ready, problem, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain.us}, face=FACE
+        )
+    ready = launches(step, problem)
+    expected = expected or ready.expected(problem)
+    measured, extra_figures = measure(ready.calls), programmatic(step, problem, expected)
+    yield build_row(
+        ready, problem, MEASURE, measured, ceilings, expected, peers=peer_times, more=extra_figures, face=FACE
+    )
 
 
-def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = None) -> dict[str, float]:
+def programmatic(step: AttentionStep, problem: Problem, expected: Expected | None = None) -> dict[str, float]:
     """Measure launches that begin before the ones before them have ended; empty for kernels that do not wait."""
     if not step.spec.after_wait:
         return {}
-    ready = launches(step, of, programmatic=True)
+    ready = launches(step, problem, programmatic=True)
     us = measure(ready.calls).us
-    ready.check(of, expected)
+    ready.check(problem, expected)
     return {PROGRAMMATIC: us}
 
 
-def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+def ragged_rows(
+    step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]
+) -> Iterator[Row]:
     """Measure a ragged batch, and one of equal lengths with as many bytes."""
-    for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
-        progress(f"{of}: {FACE}, {measured_as}")
-        yield timed(step, random_problem(of), measured_as, ceilings, face=FACE)
+    for measured_as, same_size in ((RAGGED, batch), (EVEN, even_batch_like(batch))):
+        progress(f"{same_size}: {FACE}, {measured_as}")
+        yield time_step(step, random_problem(same_size), measured_as, ceilings, face=FACE)
 
 
 def ladder_rows(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Measure a step of the ladder on the batch of QServe's own ablation."""
     progress(f"{ABLATION}: {step.spec.name}")
-    yield timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
+    yield time_step(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
 
 
-def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
+def time_step(step: AttentionStep, problem: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
     """Time one step on one problem, and check the results of the timed launches.
 
     `further` are fields of `Row`.
     """
-    ready = launches(step, of)
+    ready = launches(step, problem)
     measured = measure(ready.calls)
-    return row(ready, of, measured_as, measured, ceilings, **further)
+    return build_row(ready, problem, measured_as, measured, ceilings, **further)
 
 
-def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, AttentionLaunches, Measured]:
+def measure_behind_append(step: AttentionStep, problem: Problem) -> tuple[Measured, AttentionLaunches, Measured]:
     """Measure a decoder's step: `append_kv4` rotates and writes every sequence's new token, then attention runs.
 
     Returns:
@@ -227,19 +233,19 @@ def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Attention
     """
 
     def together(programmatic: bool) -> tuple[Measured, AttentionLaunches]:
-        then = launches(step, of, programmatic=programmatic)
-        return measure(chain_calls(appending.calls(programmatic), then.calls)), then
+        attention = launches(step, problem, programmatic=programmatic)
+        return measure(chain_calls(appending.calls(programmatic), attention.calls)), attention
 
-    appending = append.Appending(of)
+    appending = append.Appending(problem)
     plain, _ = together(False)
     measured, ready = together(True)
     appending.check()
     return measured, ready, plain
 
 
-def row(
+def build_row(
     ready: AttentionLaunches,
-    of: Problem,
+    problem: Problem,
     measured_as: str,
     measured: Measured,
     ceilings: Ceilings,
@@ -249,19 +255,19 @@ def row(
     **further: Any,
 ) -> Row:
     """Build the row of timed launches; the floor is reading keys and values once."""
-    checked, worst = ready.check(of, expected)
-    nbytes = of.batch.kv_bytes(of.scheme)
+    checked, worst = ready.check(problem, expected)
+    nbytes = problem.batch.kv_bytes(problem.scheme)
     return row_of(
         ready.spec,
         measured_as,
-        of.batch.sizes,
+        problem.batch.sizes,
         measured,
         floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
         checked=checked,
         nbytes=nbytes,
-        operations=4 * of.batch.tokens * of.batch.Hq * of.q.shape[-1],
+        operations=4 * problem.batch.tokens * problem.batch.Hq * problem.q.shape[-1],
         variant=ready.variant,
-        more={"tokens": of.batch.tokens, "error": worst, **ready.resources, **(more or {})},
+        more={"tokens": problem.batch.tokens, "error": worst, **ready.resources, **(more or {})},
         **further,
     )
 
@@ -278,7 +284,11 @@ def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool)
 
 
 def _batches() -> list[Batch]:
-    return [batch for heads in HEADS for batch in (*batches(heads), ragged(heads), evened(ragged(heads)))]
+    return [
+        batch
+        for heads in HEADS
+        for batch in (*batches(heads), ragged_batch(heads), even_batch_like(ragged_batch(heads)))
+    ]
 
 
 def _record_of(only: Sequence[str]) -> str:

@@ -33,13 +33,13 @@ _TABLES = "cos", "sin", "positions"
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Measure every point with the heads of LLaMA-2-7B and LLaMA-3-8B, k rotated or not, then the other schemes."""
     for heads in HEADS:
-        for tokens, what in POINTS:
-            progress(f"append_kv4, {what}, {heads} heads")
+        for tokens, phase in POINTS:
+            progress(f"append_kv4, {phase}, {heads} heads")
             for rope in (True, False):
-                yield appended(tokens, heads, "kv4", rope, ceilings)
+                yield measure_append(tokens, heads, "kv4", rope, ceilings)
             for scheme in KV_SCHEMES:
                 if scheme != "kv4":
-                    yield appended(tokens, heads, scheme, True, ceilings)
+                    yield measure_append(tokens, heads, scheme, True, ceilings)
 
 
 def variants() -> Iterator[dict[str, int]]:
@@ -50,9 +50,9 @@ def variants() -> Iterator[dict[str, int]]:
 
 def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) -> dict[str, int]:
     """Return the spec's sizes for so many tokens and heads."""
-    known = KV_SCHEMES[scheme]
-    sizes = {"T": tokens, "H": heads, "D": HEAD_DIM, "pages": copies * _PAGES, "size": PAGE, "bits": known.bits}
-    sizes |= {"channel": int(known.by_channel), "R": tokens if rope else 0}
+    kv_scheme = KV_SCHEMES[scheme]
+    sizes = {"T": tokens, "H": heads, "D": HEAD_DIM, "pages": copies * _PAGES, "size": PAGE, "bits": kv_scheme.bits}
+    sizes |= {"channel": int(kv_scheme.by_channel), "R": tokens if rope else 0}
     return sizes | {"k_pitch": heads * HEAD_DIM, "v_pitch": heads * HEAD_DIM}
 
 
@@ -71,11 +71,11 @@ def slots_of(tokens: int) -> np.ndarray:
     return offset.astype(np.int32)
 
 
-def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceilings) -> Row:
+def measure_append(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceilings) -> Row:
     """Time one call over copies that no call finds in the L2; every byte of every copy's pages is checked."""
     nbytes = moved_bytes(tokens, heads, scheme, rope)
     copies, rng = copies_beyond_l2(nbytes), np.random.default_rng(0)
-    k, v = _new(rng, tokens, heads)
+    k, v = _random_tokens(rng, tokens, heads)
     tables = [*_angles(rng, tokens), gpu.to_device(rng.permutation(tokens).astype(np.int32))] if rope else []
     pool = _pages(copies * _PAGES, heads, scheme)
     channel = quant.calibrate_kv(v, scheme) if KV_SCHEMES[scheme].by_channel else None
@@ -84,15 +84,15 @@ def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceiling
         shared |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
 
     sizes, slots = sizes_at(tokens, heads, scheme, rope, copies), slots_of(tokens)
-    own = (
+    copy_arrays = (
         {"k": _rows(k), "v": _rows(v), "slots": gpu.to_device(slots + np.int32(copy * _PAGES * PAGE))}
         for copy in range(copies)
     )
     config = APPEND.config_for(sizes)
-    _, calls = prepare_launches(APPEND, sizes, config, ({**shared, **arrays} for arrays in own))
+    _, calls = prepare_launches(APPEND, sizes, config, ({**shared, **arrays} for arrays in copy_arrays))
     measured = measure(calls)
-    right = _expected(k, v, scheme, channel, tables, gpu.to_device(slots))
-    if not bool((pool.reshape(copies, *right.shape) == right).all()):
+    expected_pages = _expected_pages(k, v, scheme, channel, tables, gpu.to_device(slots))
+    if not bool((pool.reshape(copies, *expected_pages.shape) == expected_pages).all()):
         raise BenchmarkError(f"{APPEND.name}: wrong bytes for {tokens} tokens of {heads} heads by {scheme}")
     return row_of(
         APPEND,
@@ -109,12 +109,12 @@ def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceiling
 class Appending:
     """Random keys and values for the last token of every sequence of a problem; the cache's constants are per token."""
 
-    def __init__(self, of: Problem) -> None:
-        rng, lengths = np.random.default_rng(1), np.array(of.batch.lengths, np.int32)
-        self._of = of
-        self._k, self._v = _new(rng, len(lengths), of.batch.Hkv)
+    def __init__(self, problem: Problem) -> None:
+        rng, lengths = np.random.default_rng(1), np.array(problem.batch.lengths, np.int32)
+        self._of = problem
+        self._k, self._v = _random_tokens(rng, len(lengths), problem.batch.Hkv)
         self._tables = [*_angles(rng, int(lengths.max())), gpu.to_device(lengths - 1)]
-        pages = gpu.to_host(of.caches[0].block_table)[np.arange(len(lengths)), (lengths - 1) // PAGE]
+        pages = gpu.to_host(problem.caches[0].block_table)[np.arange(len(lengths)), (lengths - 1) // PAGE]
         self._slots = pages * PAGE + (lengths - 1) % PAGE  # s32 [B], of the first copy
 
     def calls(self, programmatic: bool) -> list[Call]:
@@ -122,32 +122,34 @@ class Appending:
         pool, copies = self._of.caches[0].pool, len(self._of.caches)
         sizes = sizes_at(len(self._slots), self._of.batch.Hkv, "kv4", rope=True)
         sizes |= {"pages": len(pool), "R": len(self._tables[0])}
-        given = {
+        shared = {
             "k": _rows(self._k),
             "v": _rows(self._v),
             "pool": pool,
             **dict(zip(_TABLES, self._tables, strict=True)),
         }
-        arrays = ({**given, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
+        arrays = ({**shared, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
         spec = ROTATED[0] if self._of.caches[0].rotated else APPEND
         return prepare_launches(spec, sizes, spec.config_for(sizes), arrays, programmatic=programmatic)[1]
 
     def check(self) -> None:
         """Raise BenchmarkError unless every copy has the new tokens as the quantiser makes them, and nothing else."""
-        of, pool, pages = self._of, self._of.caches[0].pool, self._slots // PAGE
-        own = np.arange(len(pages), dtype=np.int32)  # a page for each new token
-        right = replace(of.caches[0], pool=pool[gpu.to_device(pages)], block_table=gpu.to_device(own[:, None]))
-        _write(right, self._k, self._v, self._tables, gpu.to_device(own * PAGE + self._slots % PAGE))
-        for copy in range(len(of.caches)):
-            if not bool((pool[gpu.to_device(self._at(copy) // PAGE)] == right.pool).all()):
-                raise BenchmarkError(f"{APPEND.name}: wrong bytes for the new tokens of {of.batch}")
+        problem, pool, pages = self._of, self._of.caches[0].pool, self._slots // PAGE
+        token_pages = np.arange(len(pages), dtype=np.int32)  # a page for each new token
+        expected_cache = replace(
+            problem.caches[0], pool=pool[gpu.to_device(pages)], block_table=gpu.to_device(token_pages[:, None])
+        )
+        _write(expected_cache, self._k, self._v, self._tables, gpu.to_device(token_pages * PAGE + self._slots % PAGE))
+        for copy in range(len(problem.caches)):
+            if not bool((pool[gpu.to_device(self._at(copy) // PAGE)] == expected_cache.pool).all()):
+                raise BenchmarkError(f"{APPEND.name}: wrong bytes for the new tokens of {problem.batch}")
 
     def _at(self, copy: int) -> Any:
         """Return the slots of one copy's new tokens, s32 [B]."""
         return self._slots + np.int32(copy * self._of.pages * PAGE)
 
 
-def _new(rng: np.random.Generator, tokens: int, heads: int) -> tuple[Any, Any]:
+def _random_tokens(rng: np.random.Generator, tokens: int, heads: int) -> tuple[Any, Any]:
     """Draw random keys and values f16 [T, H, D] on the device."""
     k, v = rng.standard_normal((2, tokens, heads, HEAD_DIM), np.float32).astype(np.float16)
     return gpu.to_device(k), gpu.to_device(v)
@@ -168,7 +170,7 @@ def _pages(count: int, heads: int, scheme: str) -> Any:
     return allocate_poisoned((count, 2, heads, page_bytes(scheme, PAGE, HEAD_DIM)), "uint8")
 
 
-def _expected(k: Any, v: Any, scheme: str, channel: Any, tables: list[Any], slots: Any) -> Any:
+def _expected_pages(k: Any, v: Any, scheme: str, channel: Any, tables: list[Any], slots: Any) -> Any:
     """Compute the pages of one copy that `append_kv4` should write, on the device."""
     cache = KVCache(
         pool=_pages(_PAGES, k.shape[1], scheme),

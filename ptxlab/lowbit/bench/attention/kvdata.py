@@ -46,18 +46,18 @@ def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
 
 def dominant(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
     """Draw constants that give one token of every page 50 times the weight of the others."""
-    here = np.arange(shape[-1]) == rng.integers(0, shape[-1], shape[:-1])[..., None]
-    zeros = np.where(here, 0.15, 0.85)
+    is_dominant = np.arange(shape[-1]) == rng.integers(0, shape[-1], shape[:-1])[..., None]
+    zeros = np.where(is_dominant, 0.15, 0.85)
     return Constants(np.ones(shape), zeros, rng.uniform(4, 8, shape), rng.uniform(0, 1, shape))
 
 
-def signed(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
+def one_sign(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
     """Draw constants that make the values of a page all positive or all negative, so that their sum nearly cancels."""
     sign = rng.integers(0, 2, shape[:-1])[..., None]
     return spread(rng, shape)._replace(v_zero=np.broadcast_to(sign, shape).astype(np.float64))
 
 
-DATA: tuple[Data, ...] = (spread, dominant, signed)
+DATA: tuple[Data, ...] = (spread, dominant, one_sign)
 
 
 def random_queries(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -89,12 +89,12 @@ def random_channels(rng: np.random.Generator, Hkv: int, scheme: str, D: int = HE
         yield calibrate_kv(rng.uniform(-largest, largest, (PAGE, Hkv, D)).astype(np.float32), scheme)
 
 
-def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
+def roll_tokens(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
     """Copy the pages with their integers rolled by `by` tokens; scales and zeros stay."""
-    moved = pages.copy()
-    features = PageView.of(moved, scheme, PAGE, D).features
+    rolled = pages.copy()
+    features = PageView.of(rolled, scheme, PAGE, D).features
     features[...] = np.roll(features, by % PAGE, axis=-2)
-    return moved
+    return rolled
 
 
 def let_last_stand_out(cache: KVCache) -> None:

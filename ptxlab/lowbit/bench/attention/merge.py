@@ -22,44 +22,44 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Measure one launch and two launches on the same batches."""
     for batch in BATCHES:
         progress(f"{batch}: {MERGE.name}")
-        yield merged(batch, ceilings)
+        yield measure_merge(batch, ceilings)
 
 
-def merged(batch: Batch, ceilings: Ceilings) -> Row:
+def measure_merge(batch: Batch, ceilings: Ceilings) -> Row:
     """Measure two launches, the second programmatic; `more` has the time of one launch that does the same."""
     fused = next(step for step in STEPS if step.spec is sm80.FUSED)
-    of = random_problem(batch)
-    alone = launches(fused, of)
-    one = measure(alone.calls)
-    alone.check(of)
-    parts = launches(AttentionStep(sm80.MMA, fused.blocks), of)
+    problem = random_problem(batch)
+    fused_launches = launches(fused, problem)
+    fused_time = measure(fused_launches.calls)
+    fused_launches.check(problem)
+    parts = launches(AttentionStep(sm80.MMA, fused.blocks), problem)
     assert parts.logged is not None
-    two = measure(chain_calls(parts.calls, _merges(parts, out=parts.outputs)))
-    merges = _merges(parts, out=parts.logged.outputs, lse=parts.logged.lse)
+    merge_time = measure(chain_calls(parts.calls, _merge_calls(parts, out=parts.outputs)))
+    merges = _merge_calls(parts, out=parts.logged.outputs, lse=parts.logged.lse)
     logged = replace(parts.logged, calls=chain_calls(parts.logged.calls, merges))
-    checked, worst = replace(parts, logged=logged).check(of)
+    checked, worst = replace(parts, logged=logged).check(problem)
     nbytes = batch.kv_bytes()
     return row_of(
         MERGE,
         MEASURE,
         batch.sizes,
-        two,
+        merge_time,
         floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
         checked=checked,
         nbytes=nbytes,
         kernel=f"{parts.spec.name}, {MERGE.name}",
-        more={"fused_us": one.us, "error": worst},
+        more={"fused_us": fused_time.us, "error": worst},
     )
 
 
-def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
+def _merge_calls(parts: AttentionLaunches, **results_of_copies: Any) -> list[Call]:
     """Prepare the second launch for each of the first ones.
 
-    `written` are the results, f16 `out` and f32 `lse` of all copies.
+    `results_of_copies` are the results, f16 `out` and f32 `lse` of all copies.
     """
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
     sizes |= {"D": HEAD_DIM, "tile": parts.variant["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
     MERGE.check_sizes(sizes)
-    each = ({name: array[i] for name, array in written.items()} for i in range(len(parts.calls)))
-    arrays = ({**parts.scratch, **ours} for ours in each)
+    copy_outputs = ({name: array[i] for name, array in results_of_copies.items()} for i in range(len(parts.calls)))
+    arrays = ({**parts.scratch, **outputs} for outputs in copy_outputs)
     return prepare_launches(MERGE, sizes, MERGE.config_for(sizes), arrays, programmatic=True)[1]

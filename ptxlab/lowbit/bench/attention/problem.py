@@ -92,9 +92,9 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
     copies, pages = copies or copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = random_pages(batch.Hkv, scheme, batch.D)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
-    for turn, start in enumerate(range(0, pages, len(block))):
+    for shift, start in enumerate(range(0, pages, len(block))):
         part = pool[start : min(pages, start + len(block))]
-        gpu.copy_bytes(part, kvdata.moved_on(block[: len(part)], turn, scheme, batch.D))
+        gpu.copy_bytes(part, kvdata.roll_tokens(block[: len(part)], shift, scheme, batch.D))
     rng = np.random.default_rng(0)
     used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
     tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
@@ -171,22 +171,24 @@ class AttentionLaunches(Launches):
     scratch: dict[str, Any]
     logged: Logged | None
 
-    def expected(self, of: Problem) -> Expected:
+    def expected(self, problem: Problem) -> Expected:
         """Compute the results that these launches should give for the problem in its present state."""
         oracle = registry.find(self.spec.name)[0]
-        shape, scale = oracle.arg("q").resolve(self.sizes), of.batch.D**-0.5
-        more = {"blocks": self.sizes["blocks"]} if "partial" in {arg.name for arg in oracle.outputs} else {}
+        shape, scale = oracle.arg("q").resolve(self.sizes), problem.batch.D**-0.5
+        block_count = {"blocks": self.sizes["blocks"]} if "partial" in {arg.name for arg in oracle.outputs} else {}
         sequences, bits = [], {}
-        for b in range(len(of.batch.lengths)):
-            q, cache = of.sequence(b)
-            logical = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": scale, **more}
+        for b in range(len(problem.batch.lengths)):
+            q, cache = problem.sequence(b)
+            logical = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": scale, **block_count}
             sequences.append((oracle.expected(logical), oracle.allowed(logical)))
         if self.spec.name == SM90.name:
-            out, lse = exact.attention(of.q[:, None], of.caches[0], softmax_scale=scale, config=self.variant, **more)
+            out, lse = exact.attention(
+                problem.q[:, None], problem.caches[0], softmax_scale=scale, config=self.variant, **block_count
+            )
             bits = {"out": out[:, 0], "lse": lse[:, 0]}
         return Expected(sequences, bits)
 
-    def check(self, of: Problem, expected: Expected | None = None) -> tuple[str, float]:
+    def check(self, problem: Problem, expected: Expected | None = None) -> tuple[str, float]:
         """Hold what every call wrote against what is `expected` (by default of the problem as it is now).
 
         A timed launch writes no logarithms. So it is launched again with them: results must have the same bits, and
@@ -198,7 +200,7 @@ class AttentionLaunches(Launches):
         Raises:
             BenchmarkError: a result is further off than it may be, or not a number, or has another bit.
         """
-        expected = expected or self.expected(of)
+        expected = expected or self.expected(problem)
         worst = {"out": 0.0, "lse": 0.0}
         written = {"out": self.outputs}
         if self.logged is not None:
@@ -207,29 +209,33 @@ class AttentionLaunches(Launches):
             written["lse"] = self.logged.lse
         for b, (right, allowed) in enumerate(expected.sequences):
             got = {name: array[:, b].reshape(-1, *right[name].shape) for name, array in written.items()}
-            if problem := describe_mismatch(got, right, allowed):
-                raise self._wrong(of, f"wrong results for sequence {b}: {problem},")
+            if mismatch := describe_mismatch(got, right, allowed):
+                raise self._wrong(problem, f"wrong results for sequence {b}: {mismatch},")
             worst = {name: max(worst[name], float(np.abs(x - right[name]).max())) for name, x in got.items()}
-        said = [f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"]
-        said[0] += f", at most {worst['out']:.1e} off"
+        sentences = [
+            f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"
+        ]
+        sentences[0] += f", at most {worst['out']:.1e} off"
         if expected.bits:
             for name, array in written.items():
                 bits = f"u{array.dtype.itemsize}"
-                if other := int((array.view(bits) != expected.bits[name].view(bits)).sum()):
-                    raise self._wrong(of, f"{other} results that differ from the oracle's")
-            said.append("equal to the oracle in the kernel's order of operations, bit for bit")
+                if differing := int((array.view(bits) != expected.bits[name].view(bits)).sum()):
+                    raise self._wrong(problem, f"{differing} results that differ from the oracle's")
+            sentences.append("equal to the oracle in the kernel's order of operations, bit for bit")
         if self.logged is not None:
             if not bool((self.logged.outputs == self.outputs).all()):
-                raise self._wrong(of, "results other than those of launches for lse")
-            said.append(f"launched again for lse: the same results, lse at most {worst['lse']:.1e} off")
-        return "; ".join(said), worst["out"]
+                raise self._wrong(problem, "results other than those of launches for lse")
+            sentences.append(f"launched again for lse: the same results, lse at most {worst['lse']:.1e} off")
+        return "; ".join(sentences), worst["out"]
 
-    def _wrong(self, of: Problem, what: str) -> BenchmarkError:
-        return BenchmarkError(f"{self.spec.name} with {self.variant}: the timed launches gave {what} of {of.batch}")
+    def _wrong(self, problem: Problem, complaint: str) -> BenchmarkError:
+        return BenchmarkError(
+            f"{self.spec.name} with {self.variant}: the timed launches gave {complaint} of {problem.batch}"
+        )
 
 
 def launches(
-    step: AttentionStep, of: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
+    step: AttentionStep, problem: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
 ) -> AttentionLaunches:
     """Prepare a launch per copy of the cache.
 
@@ -237,29 +243,29 @@ def launches(
 
     Args:
         step: the kernel.
-        of: what it is given.
+        problem: what it is given.
         programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
         constants: those of another variant than the spec chooses.
     """
-    spec, sizes = step.spec, sizes_at(step, of.batch, of.scheme, of.caches[0].pages)
-    config = constants or step.config(sizes, "float16", rotated=of.caches[0].rotated)
+    spec, sizes = step.spec, sizes_at(step, problem.batch, problem.scheme, problem.caches[0].pages)
+    config = constants or step.config(sizes, "float16", rotated=problem.caches[0].rotated)
     if "blocks" in sizes and "RESIDENT" in config:
         sizes["blocks"] = gpu.device_info().sms * config["RESIDENT"]
     scratch = {item.name: gpu.to_device(np.zeros(item.shape, item.dtype)) for item in step.memory(sizes)}
-    copies = len(of.caches)
+    copies = len(problem.caches)
 
-    def ready(**written: Any) -> tuple[gpu.GpuKernel, list[Call]]:
-        each = ({name: array[i] for name, array in written.items()} for i in range(copies))
+    def prepare(**written: Any) -> tuple[gpu.GpuKernel, list[Call]]:
+        outputs_by_copy = ({name: array[i] for name, array in written.items()} for i in range(copies))
         arrays = (
-            {"q": of.q, **cache_arrays(cache), **channel_constants(cache), **scratch, **ours}
-            for cache, ours in zip(of.caches, each, strict=True)
+            {"q": problem.q, **cache_arrays(cache), **channel_constants(cache), **scratch, **copy_outputs}
+            for cache, copy_outputs in zip(problem.caches, outputs_by_copy, strict=True)
         )
         return prepare_launches(spec, sizes, config, arrays, programmatic=programmatic)
 
-    outputs, logged = allocate_poisoned((copies, *of.q.shape), np.float16, _NAN), None
+    outputs, logged = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN), None
     if "lse" in {arg.name for arg in spec.args}:
-        again = allocate_poisoned((copies, *of.q.shape), np.float16, _NAN)
-        lse = allocate_poisoned((copies, *of.q.shape[:2]), np.float32, _NAN)
-        logged = Logged(ready(out=again, lse=lse)[1], again, lse)
-    kernel, calls = ready(out=outputs)
+        logged_outputs = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN)
+        lse = allocate_poisoned((copies, *problem.q.shape[:2]), np.float32, _NAN)
+        logged = Logged(prepare(out=logged_outputs, lse=lse)[1], logged_outputs, lse)
+    kernel, calls = prepare(out=outputs)
     return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, logged)

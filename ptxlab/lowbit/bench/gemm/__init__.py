@@ -42,17 +42,17 @@ def rows(
     progress("compiling")
     points.compile_all(planned)
     stream_us = points.streams()
-    alone, mixtral, others = (
+    single_layers, mixtral, untuned_layers = (
         [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
         for layers in (LAYERS, MIXTRAL, UNTUNED)
     )
     measured: list[Row] = []
-    for layer in alone:
+    for layer in single_layers:
         measured += keep(str(layer), partial(layer_rows, layer, names, stream_us, progress, peers))
     if whole:
         measured += keep("quantiser", partial(quantiser.rows, ceilings, progress))
         measured += keep("chain", partial(chain.rows, stream_us, progress, peers))
-    measured += keep("untuned", partial(headline.untuned_rows, others, names, stream_us, progress, peers))
+    measured += keep("untuned", partial(headline.untuned_rows, untuned_layers, names, stream_us, progress, peers))
     if whole or any(grouped.points(names)):
         measured += keep("grouped", partial(grouped.rows, mixtral, stream_us, progress))
     progress("counting with ncu")
@@ -79,14 +79,16 @@ def layer_rows(
 ) -> Iterator[Row]:
     """Measure everything that concerns one matrix alone; its peers first."""
     progress(f"{layer}: peers")
-    beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS, None)
-    yield from steps.layer_rows(layer, steps_of(names), beside, stream_us, progress)
+    peer_times = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS, None)
+    yield from steps.layer_rows(layer, steps_of(names), peer_times, stream_us, progress)
     if layer in LLAMA:
         if any(step.spec.name in names for step in headline.steps()):
             w4a8 = peers.humming(layer.N, layer.K, ALL_TOKENS)
-            yield from headline.layer_rows(layer, names, {M: beside[M] | w4a8[M] for M in beside}, stream_us, progress)
-        yield from steps.layer_rows(layer, steps.w8a8_of(names), beside, stream_us, progress, steps.W8A8)
-        yield from w4a4.layer_rows(layer, names, beside, stream_us, progress)
+            yield from headline.layer_rows(
+                layer, names, {M: peer_times[M] | w4a8[M] for M in peer_times}, stream_us, progress
+            )
+        yield from steps.layer_rows(layer, steps.w8a8_of(names), peer_times, stream_us, progress, steps.W8A8)
+        yield from w4a4.layer_rows(layer, names, peer_times, stream_us, progress)
 
 
 def _all_launched(names: Sequence[str]) -> bool:

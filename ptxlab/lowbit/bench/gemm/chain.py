@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm import headline
 from ptxlab.lowbit.bench.gemm.points import StreamTime, in_turn_on, in_turn_row
-from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, tokens
+from ptxlab.lowbit.bench.gemm.problem import expected_bits, first_tokens, tokens
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import CHAINS, FEW_TOKENS, GROUP, PER_CHANNEL, Layer
 from ptxlab.spec import Arrays
@@ -21,28 +21,28 @@ def rows(stream_us: StreamTime, progress: Callable[[str], None], peers: Peers) -
     """Measure every model at every number of tokens of a decoding step, in groups and per channel."""
     for layers in CHAINS:
         progress(f"{layers[0].model}: chain")
-        beside = peers.cublas_chain([(layer.N, layer.K) for layer in layers], FEW_TOKENS)
+        peer_times = peers.cublas_chain([(layer.N, layer.K) for layer in layers], FEW_TOKENS)
         for group in (GROUP, PER_CHANNEL):
             logical = [{**headline.weight_of(layer, group), **tokens(layer, max(FEW_TOKENS))} for layer in layers]
             for M in FEW_TOKENS:
                 inputs = [first_tokens(of_layer, M) for of_layer in logical]
-                yield chain(layers, M, inputs, stream_us, beside[M], group=group)
+                yield measure_chain(layers, M, inputs, stream_us, peer_times[M], group=group)
 
 
-def chain(
+def measure_chain(
     layers: Sequence[Layer],
     M: int,
     logical: Sequence[Arrays],
     stream_us: StreamTime,
-    beside: dict[str, float],
+    peer_times: dict[str, float],
     *,
     group: int = GROUP,
 ) -> Row:
     """Time the GEMMs of `layers` in this order, and check what every one of them wrote."""
-    links = [headline.at(layer, M, group) for layer in layers]
+    links = [headline.point_at(layer, M, group) for layer in layers]
     plain, _ = in_turn_on(links, logical)
     measured, ready = in_turn_on(links, logical, programmatic=True)
-    checked = [link.check(expected(link.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
+    checked = [link.check(expected_bits(link.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
     return in_turn_row(
         ready,
         measured,
@@ -50,7 +50,7 @@ def chain(
         measure=MEASURE,
         sizes={"hidden": layers[0].K, "M": M, **({} if group == PER_CHANNEL else {"g": group})},
         checked="; ".join(checked),
-        peers=beside,
+        peers=peer_times,
         activations=headline.ORDER,
         face=headline.FACE,
         more={"plain_us": plain.us},

@@ -16,7 +16,7 @@ from ptxlab.hardware.words import S32
 from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench.gemm import headline
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, in_turn_on, in_turn_row
-from ptxlab.lowbit.bench.gemm.problem import expected, launches, tokens
+from ptxlab.lowbit.bench.gemm.problem import expected_bits, launches, tokens
 from ptxlab.lowbit.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
 from ptxlab.lowbit.kernels.gemm.grouped import GROUPED, STEPS
 from ptxlab.lowbit.kernels.gemm.ladder import why_not
@@ -42,12 +42,12 @@ def sizes_at(layer: Layer, rows: int) -> dict[str, int]:
     return {"M": rows, "N": layer.N, "K": layer.K, "E": EXPERTS, "g": GROUP}
 
 
-def routed(count: int, seed: int = 0) -> S32:
+def route_at_random(count: int, seed: int = 0) -> S32:
     """Draw the experts of `count` tokens at random: offsets of each expert into the sorted rows, [E+1]."""
     rng = np.random.default_rng(seed)
-    taken = rng.permuted(np.tile(np.arange(EXPERTS), (count, 1)), axis=1)[:, :CHOSEN_EXPERTS]
+    experts = rng.permuted(np.tile(np.arange(EXPERTS), (count, 1)), axis=1)[:, :CHOSEN_EXPERTS]
     offsets = np.zeros(EXPERTS + 1, np.int32)
-    offsets[1:] = np.cumsum(np.bincount(taken.ravel(), minlength=EXPERTS))
+    offsets[1:] = np.cumsum(np.bincount(experts.ravel(), minlength=EXPERTS))
     return offsets
 
 
@@ -88,8 +88,8 @@ class Experts:
         for expert, weight in enumerate(self.weights):
             rows = slice(*self.offsets[expert : expert + 2].tolist())
             if rows.stop > rows.start:
-                theirs = {name: array[rows].copy() for name, array in self.activations.items()}
-                yield rows.stop - rows.start, {**weight, **theirs}
+                expert_activations = {name: array[rows].copy() for name, array in self.activations.items()}
+                yield rows.stop - rows.start, {**weight, **expert_activations}
 
 
 def rows(layers: Sequence[Layer], stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -99,19 +99,19 @@ def rows(layers: Sequence[Layer], stream_us: StreamTime, progress: Callable[[str
         by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
         activations = tokens(layer, CHOSEN_EXPERTS * max(ROUTED_TOKENS))
         for count in ROUTED_TOKENS:
-            theirs = {name: array[: CHOSEN_EXPERTS * count] for name, array in activations.items()}
-            experts = Experts(layer, by_expert, theirs, routed(count))
-            yield (looped := loop(experts, stream_us))
-            yield at_once(experts, stream_us, looped.time_us)
+            used_activations = {name: array[: CHOSEN_EXPERTS * count] for name, array in activations.items()}
+            experts = Experts(layer, by_expert, used_activations, route_at_random(count))
+            yield (looped := measure_loop(experts, stream_us))
+            yield measure_grouped(experts, stream_us, looped.time_us)
 
 
-def loop(experts: Experts, stream_us: StreamTime) -> Row:
+def measure_loop(experts: Experts, stream_us: StreamTime) -> Row:
     """Time the GEMMs of all experts as one call, and check what every one of them wrote."""
     problems = list(experts.problems())
     measured, ready = in_turn_on(
-        [headline.at(experts.layer, M) for M, _ in problems], [inputs for _, inputs in problems]
+        [headline.point_at(experts.layer, M) for M, _ in problems], [inputs for _, inputs in problems]
     )
-    checked = [link.check(expected(link.spec, inputs)) for link, (_, inputs) in zip(ready, problems, strict=True)]
+    checked = [link.check(expected_bits(link.spec, inputs)) for link, (_, inputs) in zip(ready, problems, strict=True)]
     return in_turn_row(
         ready,
         measured,
@@ -125,7 +125,7 @@ def loop(experts: Experts, stream_us: StreamTime) -> Row:
     )
 
 
-def at_once(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
+def measure_grouped(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
     """Time the grouped kernel, whose floor is that of the experts with tokens alone, and check what it wrote.
 
     The time is the median over copies of the weights in different places.
@@ -142,7 +142,7 @@ def at_once(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
         fastest=min(at_place.fastest for at_place in timed),
         slowest=max(at_place.slowest for at_place in timed),
     )
-    right = expected(GROUPED, experts.logical)
+    right = expected_bits(GROUPED, experts.logical)
     checked = [ready.check(right) for ready in places]
     return row_of(
         GROUPED,

@@ -26,7 +26,7 @@ def compared_rows(
     progress("compiling")
     planned = [(step, sizes_at(step.spec, layer, M, GROUP)) for layer in layers for step in ladder for M in TOKENS]
     if headline.steps():
-        planned += [headline.at(layer, M, GROUP) for layer in layers for M in TOKENS]
+        planned += [headline.point_at(layer, M, GROUP) for layer in layers for M in TOKENS]
     compile_all(planned)
     stream_us = streams()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, point
-from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
+from ptxlab.lowbit.bench.gemm.problem import expected_bits, first_tokens, sizes_at, tokens, weights
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, PER_CHANNEL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.lowbit.kernels.gemm import ladder
@@ -45,8 +45,8 @@ def scheme_of(group: int) -> str:
 
 def steps(group: int = GROUP) -> list[GemmStep]:
     """List the steps that take weights of this group and run on this GPU."""
-    taken = scheme_of(group), PACKING
-    return [s for s in ladder.LADDER if (s.scheme, s.packing) == taken and ladder.why_not(s) is None]
+    scheme_and_packing = scheme_of(group), PACKING
+    return [s for s in ladder.LADDER if (s.scheme, s.packing) == scheme_and_packing and ladder.why_not(s) is None]
 
 
 def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
@@ -55,7 +55,7 @@ def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
     return weights(drawn, layer, group, seed)
 
 
-def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
+def choose_step(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
     """Return the step that `gemm_w4a8` chooses."""
     weight: Any = _Weight(scheme_of(group), PACKING, layer.N, layer.K, group or layer.K)
     return ladder.choose(weight, order, M, GemmOptions(backend="gpu"))
@@ -68,9 +68,9 @@ def rows_of_tile(M: int, order: str) -> int:
     return 8 if order == "fragment" else 1
 
 
-def at(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Point:
+def point_at(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Point:
     """Return the step that `gemm_w4a8` chooses at a point, and its sizes."""
-    step = chosen(layer, M, group, order)
+    step = choose_step(layer, M, group, order)
     return step, sizes_at(step.spec, layer, M, group, rows_of_tile(M, order))
 
 
@@ -80,16 +80,16 @@ def points(names: Sequence[str]) -> Iterator[Point]:
         for group in (*GROUPS, PER_CHANNEL):
             for M in ALL_TOKENS:
                 for order in _orders(layer, M, group):
-                    step, sizes = at(layer, M, group, order)
+                    step, sizes = point_at(layer, M, group, order)
                     if step.spec.name in names:
                         yield step, sizes
-    yield from (at(layer, M) for layer in UNTUNED for M in _untuned_tokens(layer, names))
+    yield from (point_at(layer, M) for layer in UNTUNED for M in _untuned_tokens(layer, names))
 
 
 def layer_rows(
     layer: Layer,
     names: Sequence[str],
-    others: Mapping[int, Mapping[str, float]],
+    peer_times: Mapping[int, Mapping[str, float]],
     stream_us: StreamTime,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
@@ -104,9 +104,9 @@ def layer_rows(
     activations = tokens(layer, max(ALL_TOKENS))
     weights_of = {group: weight_of(layer, group) for group in (*GROUPS, PER_CHANNEL)}
     for M in ALL_TOKENS:
-        beside = {"stream_us": stream_us, "peers": others[M]}
+        further = {"stream_us": stream_us, "peers": peer_times[M]}
         for group, weight in weights_of.items():
-            yield from _rows_at(layer, M, group, first_tokens({**weight, **activations}, M), names, **beside)
+            yield from _rows_at(layer, M, group, first_tokens({**weight, **activations}, M), names, **further)
 
 
 def rows_beside(
@@ -118,8 +118,10 @@ def rows_beside(
     logical = {**weight_of(layer, group), **tokens(layer, max(peer_times))}
     for M, peers in peer_times.items():
         inputs = first_tokens(logical, M)
-        right = expected(chosen(layer, M, group).spec, inputs)
-        yield launched(layer, M, inputs, right, group=group, measured_as=MEASURE, stream_us=stream_us, peers=peers)
+        right = expected_bits(choose_step(layer, M, group).spec, inputs)
+        yield measure_launched(
+            layer, M, inputs, right, group=group, measured_as=MEASURE, stream_us=stream_us, peers=peers
+        )
 
 
 def untuned_rows(
@@ -134,27 +136,27 @@ def untuned_rows(
         logical = {**weight_of(layer), **tokens(layer, max(UNTUNED_TOKENS))}
         for M in measured:
             inputs, us = first_tokens(logical, M), fp8[M]
-            right = expected(chosen(layer, M).spec, inputs)
-            yield launched(layer, M, inputs, right, measured_as=UNTUNED_MEASURE, stream_us=stream_us, peers=us)
+            right = expected_bits(choose_step(layer, M).spec, inputs)
+            yield measure_launched(layer, M, inputs, right, measured_as=UNTUNED_MEASURE, stream_us=stream_us, peers=us)
 
 
-def launched(
+def measure_launched(
     layer: Layer, M: int, logical: Arrays, right: Any, *, group: int = GROUP, order: str = ORDER, **further: Any
 ) -> Row:
     """Measure the kernel that is launched at one point, in one order; `further` are arguments of `point`."""
-    step, sizes = at(layer, M, group, order)
-    fed = {**logical, "rows": sizes["rows"]} if "rows" in sizes else logical
-    return point(step, sizes, fed, right, face=FACE, **further)
+    step, sizes = point_at(layer, M, group, order)
+    inputs = {**logical, "rows": sizes["rows"]} if "rows" in sizes else logical
+    return point(step, sizes, inputs, right, face=FACE, **further)
 
 
 def _untuned_tokens(layer: Layer, names: Sequence[str]) -> list[int]:
-    return [M for M in UNTUNED_TOKENS if steps() and chosen(layer, M).spec.name in names]
+    return [M for M in UNTUNED_TOKENS if steps() and choose_step(layer, M).spec.name in names]
 
 
 def _orders(layer: Layer, M: int, group: int) -> list[str]:
     """List the orders of activations that a kernel reads at this size; only the usual group has unusual orders."""
     orders = dict.fromkeys(step.order for step in steps(group) if group == GROUP or step.order == ORDER)
-    return [order for order in orders if _is_taken(*at(layer, M, group, order))]
+    return [order for order in orders if _is_taken(*point_at(layer, M, group, order))]
 
 
 def _is_taken(step: GemmStep, sizes: dict[str, int]) -> bool:
@@ -165,12 +167,12 @@ def _is_taken(step: GemmStep, sizes: dict[str, int]) -> bool:
     return True
 
 
-def _rows_at(layer: Layer, M: int, group: int, logical: Arrays, names: Sequence[str], **beside: Any) -> Iterator[Row]:
-    orders = {order: chosen(layer, M, group, order) for order in _orders(layer, M, group)}
+def _rows_at(layer: Layer, M: int, group: int, logical: Arrays, names: Sequence[str], **further: Any) -> Iterator[Row]:
+    orders = {order: choose_step(layer, M, group, order) for order in _orders(layer, M, group)}
     orders = {order: step for order, step in orders.items() if step.spec.name in names}
-    right = expected(next(iter(orders.values())).spec, logical) if orders else None
+    right = expected_bits(next(iter(orders.values())).spec, logical) if orders else None
     for order in orders:
-        yield launched(layer, M, logical, right, group=group, order=order, measured_as=MEASURE, **beside)
+        yield measure_launched(layer, M, logical, right, group=group, order=order, measured_as=MEASURE, **further)
     if ORDER in orders and group == GROUP:
-        row = launched(layer, M, logical, right, group=group, sums=False, measured_as=MEASURE, **beside)
+        row = measure_launched(layer, M, logical, right, group=group, sums=False, measured_as=MEASURE, **further)
         yield replace(row, activations=WITHOUT_SUMS)

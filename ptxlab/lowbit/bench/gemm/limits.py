@@ -43,17 +43,17 @@ def with_limits(rows: Sequence[Row]) -> list[Row]:
     command = [sys.executable, "-c", _LAUNCH, *names]
     try:
         counted = nsight.launches(command, [rows[n].kernel for n in places], list(METRICS.values()), ["WarpStateStats"])
-        found = {n: figures(numbers) for n, numbers in zip(places, counted, strict=True)}
+        counters = {n: figures(numbers) for n, numbers in zip(places, counted, strict=True)}
     except UnavailableError as reason:
         warnings.warn(f"no counters in the record: {reason}", stacklevel=2)
         return list(rows)
-    return [replace(row, more={**row.more, **found.get(n, {})}) for n, row in enumerate(rows)]
+    return [replace(row, more={**row.more, **counters.get(n, {})}) for n, row in enumerate(rows)]
 
 
 def figures(numbers: dict[str, float]) -> dict[str, float]:
     """Select ncu's numbers for a row's `more`; raise UnavailableError if they tell no reason for stalls."""
-    reasons = {found[1]: value for name, value in numbers.items() if (found := _STALLED.fullmatch(name))}
-    stalls = {STALL + name: value for name, value in reasons.items() if not _NO_REASON.fullmatch(name)}
+    reasons = {match[1]: share for name, share in numbers.items() if (match := _STALLED.fullmatch(name))}
+    stalls = {STALL + name: share for name, share in reasons.items() if not _NO_REASON.fullmatch(name)}
     if not stalls:
         raise UnavailableError("ncu: its section WarpStateStats has no smsp__average_warps_issue_stalled_*")
     return {name: numbers[metric] for name, metric in METRICS.items()} | stalls

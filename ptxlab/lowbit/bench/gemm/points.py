@@ -9,7 +9,7 @@ from ptxlab.bench.record import Row, row_of
 from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench.gemm.problem import (
     GemmLaunches,
-    expected,
+    expected_bits,
     first_tokens,
     launches,
     packed_bytes,
@@ -86,7 +86,7 @@ def over_tokens(
     """Measure a `point` for each number of tokens, the first ones of `logical`, beside cuBLAS."""
     for M in tokens:
         inputs = first_tokens(logical, M)
-        right = expected(step.spec, inputs)
+        right = expected_bits(step.spec, inputs)
         yield point(step, sizes_at(step.spec, layer, M, group), inputs, right, peers=cublas[M], **further)
 
 

@@ -52,9 +52,9 @@ def variant(spec: KernelSpec, sizes: Sizes, sums: bool = True) -> dict[str, int]
 
     If there is a choice, results are FP16, and `sums` decides if there are token sums.
     """
-    wanted = {"OUT": F16, "SIGNED": int(not sums)}
+    options = {"OUT": F16, "SIGNED": int(not sums)}
     config = spec.config_for(sizes)
-    return {**config, **{name: value for name, value in wanted.items() if name in config}}
+    return {**config, **{name: setting for name, setting in options.items() if name in config}}
 
 
 def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
@@ -70,8 +70,8 @@ def problem(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, seed: in
 def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
     """Draw the logical inputs that do not depend on the tokens."""
     rng = np.random.default_rng(seed)
-    known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
-    block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})
+    block_sizes = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
+    block = spec.example(rng, **{name: block_sizes[name] for name in spec.example_sizes[0]})
     parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
     repeated = {name: tiled(with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
     return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
@@ -92,12 +92,12 @@ def first_tokens(logical: Arrays, M: int) -> Arrays:
     return {**logical, **first}
 
 
-def expected(spec: KernelSpec, logical: Arrays) -> Any:
+def expected_bits(spec: KernelSpec, logical: Arrays) -> Any:
     """Compute the bits of the reference's FP16 results, u16 [M, N], on the device.
 
     The input `rows` is left out, as it says only how activations lie.
     """
-    inputs = {name: value for name, value in logical.items() if name != "rows"}
+    inputs = {name: array for name, array in logical.items() if name != "rows"}
     return spec.expected(inputs, {"OUT": F16})["y"].view(np.uint16)
 
 
@@ -105,7 +105,7 @@ class GemmLaunches(Launches):
     """Launches of one step, one per copy of the weight; `outputs` is a list of f16 [M, N]."""
 
     def check(self, right: Any) -> str:
-        """Hold what every call wrote against the right bits, u16 [M, N] (`expected`).
+        """Hold what every call wrote against the right bits, u16 [M, N] (`expected_bits`).
 
         Returns:
             What was checked, in a sentence for the record.
@@ -114,8 +114,8 @@ class GemmLaunches(Launches):
             BenchmarkError: a bit is wrong.
         """
         if not all(bool((output.view(np.uint16) == right).all()) for output in self.outputs):
-            where = f"{sources_of_kernel(self.spec.name)[0].label} with {self.variant}"
-            raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
+            label = f"{sources_of_kernel(self.spec.name)[0].label} with {self.variant}"
+            raise BenchmarkError(f"{label}: the timed launches gave wrong results at {self.sizes}")
         return f"all {right.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
 
 
@@ -145,24 +145,24 @@ def launches(
     everything, outputs = {**sizes, **constants}, []
     scratch = _scratch(spec, everything)  # of all launches: one follows the other
 
-    def given() -> Iterator[Arrays]:
-        for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
+    def arrays_of_copies() -> Iterator[Arrays]:
+        for arrays in _pack_copies(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
             outputs.append(allocate_poisoned((sizes["M"], sizes["N"]), np.float16))
             yield {**arrays, **scratch, "y": outputs[-1]}
 
-    kernel, calls = prepare_launches(spec, sizes, constants, given(), programmatic=programmatic)
+    kernel, calls = prepare_launches(spec, sizes, constants, arrays_of_copies(), programmatic=programmatic)
     return GemmLaunches(spec, sizes, constants, kernel, calls, outputs)
 
 
-def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
+def _pack_copies(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
     """Pack the inputs and copy them to `copies` in all.
 
     Activations are shared: in a model the previous kernel has just written them.
     """
     with gpu.NamedRange(f"pack {spec.name}"):
         packed = spec.pack(logical)
-    own = [name for name in packed if not _of_tokens(spec, name)]
-    return [packed, *({**packed, **{name: packed[name].copy() for name in own}} for _ in range(copies - 1))]
+    copied_names = [name for name in packed if not _of_tokens(spec, name)]
+    return [packed, *({**packed, **{name: packed[name].copy() for name in copied_names}} for _ in range(copies - 1))]
 
 
 def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:

@@ -34,10 +34,10 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
         x = _activations(max(_TOKENS), K)
         for M in _TOKENS:
             for order in ORDERS:
-                yield quantised(x[:M], order, ceilings)
+                yield measure_quantiser(x[:M], order, ceilings)
 
 
-def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
+def measure_quantiser(x: Any, order: str, ceilings: Ceilings) -> Row:
     """Time the quantiser on x f16 [M, K]; every byte that it writes must be the reference's."""
     M, K = x.shape
     tokens, span = tile_of(order, TILE if order == "tiles" else None)
@@ -66,5 +66,5 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
 
 def _activations(M: int, K: int) -> Any:
     """Draw random activations f16 [M, K] on the device."""
-    some = np.random.default_rng(0).standard_normal((_DISTINCT, K), dtype=np.float32).astype(np.float16)
-    return np.tile(gpu.to_device(some), (ceil_div(M, _DISTINCT), 1))[:M]
+    distinct_rows = np.random.default_rng(0).standard_normal((_DISTINCT, K), dtype=np.float32).astype(np.float16)
+    return np.tile(gpu.to_device(distinct_rows), (ceil_div(M, _DISTINCT), 1))[:M]

@@ -19,8 +19,8 @@ W8A8_KERNEL = "gemm_w8a8_sm90"
 
 def w8a8_of(names: Sequence[str]) -> list[GemmStep]:
     """List W8A8 as a step, if it is among `names` and runs on this GPU."""
-    found = [GemmStep(spec, "int8", "") for n, spec in registry.specs().items() if n == W8A8_KERNEL and n in names]
-    return [step for step in found if why_not(step) is None]
+    steps = [GemmStep(spec, "int8", "") for n, spec in registry.specs().items() if n == W8A8_KERNEL and n in names]
+    return [step for step in steps if why_not(step) is None]
 
 
 def points(names: Sequence[str]) -> Iterator[Point]:

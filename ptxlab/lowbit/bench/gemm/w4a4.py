@@ -52,22 +52,22 @@ def compared_rows(
 
     The W4A8 kernel is the one that `gemm_w4a8` launches.
     """
-    eight = steps.w8a8_of([steps.W8A8_KERNEL])
+    w8a8_steps = steps.w8a8_of([steps.W8A8_KERNEL])
     progress("compiling")
-    known = [(step, layer) for layer in layers for step in (*eight, *_steps(layer, names))]
-    planned = [(step, sizes_at(step.spec, layer, M)) for step, layer in known for M in COMPARED]
+    kernels = [(step, layer) for layer in layers for step in (*w8a8_steps, *_steps(layer, names))]
+    planned = [(step, sizes_at(step.spec, layer, M)) for step, layer in kernels for M in COMPARED]
     if headline.steps():
-        planned += [headline.at(layer, M) for layer in layers for M in COMPARED]
+        planned += [headline.point_at(layer, M) for layer in layers for M in COMPARED]
     compile_all(planned)
     stream_us = streams()
 
     def of_layer(layer: Layer) -> Iterator[Row]:
         progress(f"{layer}: peers")
-        beside = peers.cublas(layer.N, layer.K, COMPARED, CUBLAS)
+        peer_times = peers.cublas(layer.N, layer.K, COMPARED, CUBLAS)
         progress(f"{layer}: {headline.FACE}")
-        yield from headline.rows_beside(layer, beside, stream_us)
-        yield from steps.layer_rows(layer, eight, beside, stream_us, progress, steps.W8A8, COMPARED)
-        yield from layer_rows(layer, names, beside, stream_us, progress, COMPARED)
+        yield from headline.rows_beside(layer, peer_times, stream_us)
+        yield from steps.layer_rows(layer, w8a8_steps, peer_times, stream_us, progress, steps.W8A8, COMPARED)
+        yield from layer_rows(layer, names, peer_times, stream_us, progress, COMPARED)
 
     for layer in layers:
         yield from keep(str(layer), partial(of_layer, layer))
@@ -95,15 +95,15 @@ def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
     drawn = spec.example(np.random.default_rng(seed), **{name: sizes[name] for name in spec.example_sizes[0]})
     logical: Arrays = with_arrays(drawn, gpu.to_device)
     weight = {name: part for name, part in logical.items() if not name.startswith("x")}
-    return {**logical, **with_arrays(weight, lambda array: _repeated(array, layer.N))}
+    return {**logical, **with_arrays(weight, lambda array: _repeat_rows(array, layer.N))}
 
 
-def _repeated(array: Any, rows: int) -> Any:
+def _repeat_rows(array: Any, rows: int) -> Any:
     return np.tile(array, (ceil_div(rows, len(array)), *[1] * (array.ndim - 1)))[:rows].copy()
 
 
 def _steps(layer: Layer, names: Sequence[str]) -> list[GemmStep]:
     """List the steps among `names` for a matrix; a step's scheme is the name of the measure."""
     production = (w4a4.SM90, w4ax.SM90)
-    found = [GemmStep(spec, measure, "") for measure, specs in MEASURES.items() for spec in specs if spec.name in names]
-    return [s for s in found if (layer == LADDER_LAYER or s.spec in production) and why_not(s) is None]
+    steps = [GemmStep(spec, measure, "") for measure, specs in MEASURES.items() for spec in specs if spec.name in names]
+    return [s for s in steps if (layer == LADDER_LAYER or s.spec in production) and why_not(s) is None]

@@ -14,7 +14,7 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator import CHECKS
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.attention import problem as attention_problem
-from ptxlab.lowbit.bench.shapes import Batch, ragged
+from ptxlab.lowbit.bench.shapes import Batch, ragged_batch
 from ptxlab.lowbit.kernels.attention import exact, sm90
 from ptxlab.lowbit.kernels.attention.exact.shares import Shares
 from ptxlab.lowbit.kernels.attention.sm90 import INVARIANT, SM90, AttentionTileSm90
@@ -311,7 +311,7 @@ BATCHES = (
     *(Batch(32, 8, (64 * n - 1, 64 * n, 64 * n + 1)) for n in (1, 16, 1024)),
     Batch(32, 8, (1024,) * 64),
     Batch(32, 32, (1024,) * 256),
-    *(ragged(heads) for heads in ((32, 8), (64, 8))),
+    *(ragged_batch(heads) for heads in ((32, 8), (64, 8))),
 )
 
 
