@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def try_all(mutants: list[Mutant], folder: Path, workers: int, root: Path = ROOT) -> int:
-    """In as many copies as there are workers, once the tests have passed without any mutant."""
+    """Try mutants in as many copies as there are workers, once the tests have passed without any mutant."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for i in range(workers):
         free.put(first := Copy(folder / str(i), root))

@@ -23,7 +23,7 @@ _NO_MUTANT = re.compile(rf"^E +(?:[\w.]+\.)?({_BROKEN}):", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: `verdict`, seconds, and the test that noticed or what went wrong."""
+    """The outcome of a mutant: `verdict`, seconds, and the test that noticed or what went wrong."""
 
     mutant: Mutant
     verdict: str
@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether it is as the list has it."""
+        """Return whether the mutant fares as the list has it."""
         return self.verdict in (KILLED, EQUIVALENT)
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake.
+    """A mistake that tests should find.
 
     Attributes:
         what: the mistake in a few words, which name it.
@@ -41,8 +41,9 @@ class Mutant:
 
 
 def load(folder: Path = Path(__file__).parent) -> list[Mutant]:
-    """All mutants, in the order of the files. Raises TypeError or KeyError for an entry with other fields,
-    ValueError for a name that two share.
+    """Load all mutants, in the order of the files.
+
+    Raises TypeError or KeyError for an entry with other fields, ValueError for a name that two share.
     """
     entries = [entry for path in sorted(folder.glob("*.toml")) for entry in tomllib.loads(path.read_text())["mutant"]]
     mutants = [Mutant(**{**entry, "killed_by": tuple(entry["killed_by"])}) for entry in entries]

@@ -61,7 +61,7 @@ WITHOUT = {
 
 @pytest.mark.smoke
 def test_no_kernel_is_left_out() -> None:
-    """Each has a mutant in its own file, is changed elsewhere, or is named here."""
+    """Require a mutant in each kernel's own file, one elsewhere, or its name here."""
     changed = {Path(mutant.file).stem for mutant in MUTANTS}
     alone = {name for name in registry.specs() if name not in changed}
     elsewhere = {name for name in alone for pattern in ELSEWHERE.values() if re.fullmatch(pattern, name)}

@@ -65,7 +65,7 @@ def test_accumulators_are_exact_in_the_emulator(
 @pytest.mark.full
 @both_modes
 def test_warp_groups_share_the_tasks_of_tile_after_tile(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """One block has three tiles and the other two, each of four tasks and handed over, through a ring of two slots."""
+    """Give one block three tiles and the other two, each of four tasks, through a ring of two slots."""
     monkeypatch.setattr(sm90, "_SMS", 2)
     logical = sm90.DYNAMIC.example(np.random.default_rng(0), M=8, N=264, K=448, g=64)
     tile = {"BM": 8, "BK": 128, "STAGES": 2, "RESIDENT": 1}
