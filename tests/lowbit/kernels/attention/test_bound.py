@@ -36,7 +36,7 @@ def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
     return SM90.allowed({"q": of.q, "cache": of.cache, "softmax_scale": SCALE, "window": 0, "blocks": 1})
 
 
-@pytest.mark.default_cases("300-spread", "300-signed", "4096-dominant")
+@pytest.mark.default_cases("300-spread", "300-one_sign", "4096-dominant")
 @every_data
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.Data, length: int) -> None:
