@@ -1,6 +1,6 @@
 // attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory.
 //
-// One warp asks for copies, one prepares queries, the others multiply, each tile by tile. Tiles of all units are dealt
+// One warp asks for copies, one or two prepare queries, the others multiply, each tile by tile. Tiles of all units are dealt
 // to the blocks in equal pieces; the block in which a unit begins puts its parts together, always in the same order.
 // With PART a unit is cut by its own length, so that a sequence has the same bits whatever else is in the batch.
 //
@@ -69,9 +69,14 @@ using ptxlab::u32;
 using ptxlab::u64;
 using Page = ptxlab::KvPage<D, PAGE, BITS, CHANNEL>;
 
-// Warps: those of a tile, tiles at a time; the two that do not multiply.
+// Warps: those of a tile, tiles at a time.
 constexpr int kTileWarps = TILE / TOKENS, kGroups = WARPS / kTileWarps;
-constexpr int kProducerWarp = WARPS, kQueryWarp = WARPS + 1, kThreads = 32 * (WARPS + 2);
+// Queries: dims of a lane, lanes of a column, columns of a warp at a time; warps: two where that leaves the registers as
+// many as they are; how often each goes on to other columns.
+constexpr int kLaneDims = 8, kQueryLanes = D / kLaneDims, kWarpColumns = 32 / kQueryLanes;
+constexpr int kQueryWarps = RESIDENT == 1 && COLUMNS > kWarpColumns ? 2 : 1;
+constexpr int kPasses = COLUMNS / (kQueryWarps * kWarpColumns);
+constexpr int kProducerWarp = WARPS, kQueryWarp = WARPS + 1, kThreads = 32 * (WARPS + 1 + kQueryWarps);
 constexpr int kStatLanes = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;  // one for every warp that multiplies
 // Stages and items
 constexpr int kPages = TILE / PAGE, kStageBytes = 2 * kPages * Page::kBytes;
@@ -157,7 +162,7 @@ struct Control {
 #pragma unroll
         for (int i = 0; i < kItems; i += WARPS)
             if (i + warp < kItems) {
-                ptxlab::mbarrier_init(&ready[i + warp], 32);
+                ptxlab::mbarrier_init(&ready[i + warp], kQueryWarps * 32);
                 ptxlab::mbarrier_init(&summed[i + warp], WARPS * 32);
                 ptxlab::mbarrier_init(&cleared[i + warp], WARPS * 32);
             }
@@ -244,98 +249,97 @@ struct PageProducer {
     }
 };
 
-// One warp: turns queries into integers of two signed bytes, and writes the items' records.
+// The query warps: turn queries into integers of two signed bytes, and write the items' records. A block runs through
+// this a few times and waits for instructions: a lane has few elements, so that there are few of them.
 struct QueryQuantiser {
     const Arguments& arguments;
-    Segments segment;                  // whose queries are loaded
-    u32 raw[kKeyWords][Page::kPairs];  // of the lane's column
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int column = kPaired ? g / 2 : g;  // of the item
-    int head = 0, first_column = 0;    // KV head; which of its queries is the item's first
-    int token = 0, row = 0;            // of the lane's column: query of the sequence, row of q
-    int first_group = 0;               // of warps, for the next item
+    Segments segment;                                                       // whose queries are loaded
+    int warp = threadIdx.x / 32 - kQueryWarp;                               // of those that quantise
+    int lane = threadIdx.x % kQueryLanes, first_dim = lane * kLaneDims;     // of a column
+    int own_column = warp * kWarpColumns + threadIdx.x % 32 / kQueryLanes;  // of the item, in the first pass
+    u32 raw[kPasses][kLaneDims / 2];                                        // of the lane's columns
+    int token[kPasses], row[kPasses];                                       // query of the sequence, row of q
+    int head = 0, first_column = 0;  // KV head; which of its queries is the item's first
+    int first_group = 0;             // of warps, for the next item
 
     __device__ __forceinline__ QueryQuantiser(const Segments& segment, const Arguments& arguments)
         : arguments(arguments), segment(segment) {}
 
-    // The first dim of word w of the lane's keys.
-    __device__ __forceinline__ int dim(int w) const {
-        return (w / kVectorWords * kVectorWords * 4 + t * kVectorWords + w % kVectorWords) * Page::kPerWord;
-    }
+    __device__ __forceinline__ int column(int pass) const { return own_column + pass * kQueryWarps * kWarpColumns; }
 
     __device__ __forceinline__ void load() {
         const int queries = arguments.group * arguments.T;
         head = arguments.head_of(segment);
         first_column = (segment.unit_index - head * arguments.splits) * COLUMNS;
-        const int query = first_column + column;
-        token = arguments.T == 1 ? 0 : Segments::div(query, arguments.group);
-        row = (segment.sequence * arguments.T + token) * arguments.Hq + head * arguments.group + query -
-              token * arguments.group;
-        const unsigned short* elements = arguments.q + size_t(row) * D;
 #pragma unroll
-        for (int w = 0; w < kKeyWords; ++w) {
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int query = first_column + column(pass);
+            token[pass] = arguments.T == 1 ? 0 : Segments::div(query, arguments.group);
+            row[pass] = (segment.sequence * arguments.T + token[pass]) * arguments.Hq + head * arguments.group + query -
+                        token[pass] * arguments.group;
 #pragma unroll
-            for (int r = 0; r < Page::kPairs; ++r) raw[w][r] = 0;
-            if (query < queries) ptxlab::load_words(raw[w], elements + dim(w));
+            for (int i = 0; i < kLaneDims / 2; ++i) raw[pass][i] = 0;
+            if (query < queries) ptxlab::load_words(raw[pass], arguments.q + size_t(row[pass]) * D + first_dim);
         }
     }
 
-    // The lane's elements in f32, by channel times the keys' scales, rotated if keys are. Returns the largest.
-    __device__ __forceinline__ float convert(float (&x)[kKeyWords][Page::kPerWord]) const {
-        float largest = 0;
+    // The lane's elements of a column in f32, by channel times the keys' scales, rotated if keys are. Returns the
+    // largest of the column.
+    __device__ __forceinline__ float convert(float (&x)[kLaneDims], int pass) const {
 #pragma unroll
-        for (int w = 0; w < kKeyWords; ++w)
+        for (int e = 0; e < kLaneDims; ++e) {
+            x[e] = ptxlab::element<BF16>(raw[pass][e / 2], e % 2);
+            if (CHANNEL) x[e] *= arguments.k_scale[head * D + first_dim + e];
+        }
+        if constexpr (ROTATED) ptxlab::rotate_head<kLaneDims, kQueryLanes>(x, lane);
+        float largest = 0x1p-100f;
 #pragma unroll
-            for (int e = 0; e < Page::kPerWord; ++e) {
-                x[w][e] = ptxlab::element<BF16>(raw[w][e / 2], e % 2);
-                if (CHANNEL) x[w][e] *= arguments.k_scale[head * D + dim(w) + e];
-                largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
-            }
-        if constexpr (ROTATED) largest = ptxlab::rotate_query<kVectorWords * Page::kPerWord, 4>(x, t);
+        for (int e = 0; e < kLaneDims; ++e) largest = ptxlab::max_nan(largest, fabsf(x[e]));
+#pragma unroll
+        for (int apart = 1; apart < kQueryLanes; apart *= 2)
+            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, apart));
         return largest;
     }
 
-    // Rounds the lane's elements to multiples of a step. Returns the sum of the integers, by channel times the keys'
-    // zero points.
-    __device__ __forceinline__ float quantise(QueryWords& words, const float (&x)[kKeyWords][Page::kPerWord],
-                                              float inverse_step, int item_head) const {
+    // Rounds the lane's elements of a column to multiples of a step. Returns the sum of the column's integers, by channel
+    // times the keys' zero points.
+    __device__ __forceinline__ float quantise(QueryOperands& operands, const float (&x)[kLaneDims], float inverse_step,
+                                              int item_head, int pass) const {
         float zero_sum = 0;
-        int byte_sums[2] = {};  // of high bytes, of low ones
+        int sum = 0;
 #pragma unroll
-        for (int w = 0; w < kKeyWords; ++w)
+        for (int quad = 0; quad < kLaneDims / 4; ++quad) {
+            int bits[4], upper[4];
 #pragma unroll
-            for (int n = 0; n < kNibbles; ++n) {
-                int bits[4], upper[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float shifted = fmaf(x[w][n * 4 + i], inverse_step, ptxlab::SHIFT);
-                    if (CHANNEL && !Page::kSigned)
-                        zero_sum += (shifted - ptxlab::SHIFT) * arguments.k_zero[item_head * D + dim(w) + n * 4 + i];
-                    bits[i] = __float_as_int(shifted), upper[i] = bits[i] + 128;
-                }
-                const u32 bytes[2] = {ptxlab::bytes_of<1>(upper), ptxlab::bytes_of<0>(bits)};
-#pragma unroll
-                for (int i = 0; i < 2; ++i) byte_sums[i] = __dp4a(int(bytes[i]), 0x01010101, byte_sums[i]);
-                if (kPaired) words[0][n][w] = g % 2 ? bytes[1] : bytes[0];
-                else words[0][n][w] = bytes[0], words[kOperands - 1][n][w] = bytes[1];
+            for (int i = 0; i < 4; ++i) {
+                const int e = quad * 4 + i;
+                const float shifted = fmaf(x[e], inverse_step, ptxlab::SHIFT);
+                if (CHANNEL && !Page::kSigned)
+                    zero_sum += (shifted - ptxlab::SHIFT) * arguments.k_zero[item_head * D + first_dim + e];
+                bits[i] = __float_as_int(shifted), upper[i] = bits[i] + 128;
             }
-        return CHANNEL ? zero_sum : float(byte_sums[0] * 256 + byte_sums[1]);
+            const u32 high = ptxlab::bytes_of<1>(upper), low = ptxlab::bytes_of<0>(bits);
+            sum += __dp4a(int(high), 0x01010101, 0) * 256 + __dp4a(int(low), 0x01010101, 0);
+            store(operands, high, low, column(pass), quad);
+        }
+        return CHANNEL ? add_lanes(zero_sum) : float(add_lanes(sum));
     }
 
-    __device__ __forceinline__ void store(QueryOperands& operands, const QueryWords& words, float sum,
-                                          float step) const {
-        constexpr float kNibbleFactor = BITS == 4 ? 16 : 1;
+    template <class T>
+    __device__ __forceinline__ static T add_lanes(T sum) {
 #pragma unroll
-        for (int i = 0; i < kOperands * kNibbles; ++i)
-            ptxlab::store_words(operands.fragments[i / kNibbles][i % kNibbles][threadIdx.x % 32],
-                                words[i / kNibbles][i % kNibbles]);
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (has_column())
-            operands.columns[column] =
-                make_float2(sum * -kNibbleFactor, step * (arguments.softmax_scale * ptxlab::kLog2E / kNibbleFactor));
+        for (int apart = 1; apart < kQueryLanes; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        return sum;
     }
-    __device__ __forceinline__ bool has_column() const { return t == 0 && (!kPaired || g % 2 == 0); }
+
+    // Four dims' bytes to where the lane that multiplies them reads its words.
+    __device__ __forceinline__ void store(QueryOperands& operands, u32 high, u32 low, int column, int quad) const {
+        const int word = (first_dim + (kNibbles == 1 ? quad * 4 : 0)) / Page::kPerWord, nibble = quad % kNibbles;
+        const int t = word / kVectorWords % 4, w = word / (4 * kVectorWords) * kVectorWords + word % kVectorWords;
+        const int g = kPaired ? 2 * column : column;
+        operands.fragments[0][nibble][4 * g + t][w] = high;
+        operands.fragments[kOperands - 1][nibble][4 * (g + kPaired) + t][w] = low;
+    }
 
     __device__ __forceinline__ void describe(WorkItem& item, const Segments& segment, int item_head, int columns) {
         const int first_tile = segment.first_tile(), tiles = segment.tile_count();
@@ -357,27 +361,33 @@ struct QueryQuantiser {
     // The queries of the next item; those of the one behind it are on their way meanwhile.
     __device__ __forceinline__ void produce(SharedMemory& shared, Control& control,
                                             const ptxlab::Slot<kItems>& slot TIMELINE_PARAMETER) {
+        constexpr float kNibbleFactor = BITS == 4 ? 16 : 1;
         const Segments item_segment = segment;
-        const int item_head = head, item_row = row, end = segment.length - arguments.T + 1 + token;
-        const int columns = min(arguments.columns, arguments.group * arguments.T - first_column);
-        float x[kKeyWords][Page::kPerWord];
-        float largest = convert(x);
+        const int item_head = head, columns = min(arguments.columns, arguments.group * arguments.T - first_column);
+        float x[kPasses][kLaneDims], step[kPasses];
+        int item_row[kPasses], end[kPasses];
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            item_row[pass] = row[pass], end[pass] = segment.length - arguments.T + 1 + token[pass];
+            const float largest = convert(x[pass], pass);
+            step[pass] = largest * (1.0f / LARGEST) + (largest - largest);  // NaN of infinity too
+        }
         segment.advance();
         if (segment.has_segment()) load();
-        largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-        largest = ptxlab::max_nan(largest, 0x1p-100f);
-        const float step = largest * (1.0f / LARGEST) + (largest - largest);  // NaN of infinity too
-        const float inverse_step = ptxlab::reciprocal_approx(step);
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&control.cleared[slot.index], slot.parity ^ 1);  // the item that was in this slot is done
         PHASE(SETUP);
-        QueryWords words;
-        const float sum = quantise(words, x, inverse_step, item_head);
-        store(shared.queries[slot.index], words, sum, step);
+        QueryOperands& operands = shared.queries[slot.index];
         WorkItem& item = control.items[slot.index];
-        if (has_column()) item.row[column] = item_row, item.end[column] = end;
-        if (threadIdx.x % 32 == 0) describe(item, item_segment, item_head, columns);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const float sum = quantise(operands, x[pass], ptxlab::reciprocal_approx(step[pass]), item_head, pass);
+            if (lane > 0) continue;
+            operands.columns[column(pass)] = make_float2(
+                sum * -kNibbleFactor, step[pass] * (arguments.softmax_scale * ptxlab::kLog2E / kNibbleFactor));
+            item.row[column(pass)] = item_row[pass], item.end[column(pass)] = end[pass];
+        }
+        if (threadIdx.x == kQueryWarp * 32) describe(item, item_segment, item_head, columns);
         ptxlab::mbarrier_arrive(&control.ready[slot.index]);
     }
 
@@ -387,10 +397,10 @@ struct QueryQuantiser {
         if (segment.has_segment()) load();
         for (; segment.has_segment(); slot.advance()) produce(shared, control, slot TIMELINE_ARGUMENT);
         ptxlab::mbarrier_wait(&control.cleared[slot.index], slot.parity ^ 1);
-        if (threadIdx.x % 32 == 0) control.items[slot.index].tiles = 0;
+        if (threadIdx.x == kQueryWarp * 32) control.items[slot.index].tiles = 0;
         ptxlab::mbarrier_arrive(&control.ready[slot.index]);
         ptxlab::store_empty_sequences(arguments.out, arguments.lse, arguments.lengths, arguments.B,
-                                      arguments.T * arguments.Hq, D, threadIdx.x % 32, 32);
+                                      arguments.T * arguments.Hq, D, threadIdx.x - kQueryWarp * 32, 32 * kQueryWarps);
     }
 };
 
@@ -868,7 +878,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) attention_kv4_s
     ptxlab::launch_dependents();
     if (warp == kProducerWarp) {
         PageProducer(segment, arguments).run(shared, control TIMELINE_ARGUMENT);
-    } else if (warp == kQueryWarp) {
+    } else if (warp >= kQueryWarp) {
         QueryQuantiser(segment, arguments).run(shared, control TIMELINE_ARGUMENT);
     } else {
         const WarpSums warp_sums(shared, arguments.columns);

@@ -64,6 +64,11 @@ def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
     return int(tile.STAGES * stage + 2 * slots * query + slots * sums)
 
 
+def query_warps(s: Sizes) -> int:
+    """Count the warps that quantise queries: two where one would go on to other columns, and registers allow it."""
+    return 2 if s["RESIDENT"] == 1 and s["COLUMNS"] * s["D"] > 256 else 1
+
+
 def blocks_for(s: Sizes, sms: int = SMS) -> int:
     """Count the resident blocks: the workspace has parts for each, and a launch has no more."""
     return sms * choose_tile(s).RESIDENT
@@ -143,7 +148,7 @@ def _constants(s: Sizes, tile: AttentionTileSm90) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     tile = AttentionTileSm90(*(s[name] for name in AttentionTileSm90._fields))
-    return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 2), 1, 1), shared_bytes(tile, s))
+    return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 1 + query_warps(s)), 1, 1), shared_bytes(tile, s))
 
 
 def _exchange_buffers(q: np.ndarray, cache: KVCache, blocks: int) -> Pair:

@@ -221,9 +221,10 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     constants = {**SM90.config_for(sizes), "BF16": 1}
     resources = toolchain.compile_cuda(SOURCE, "sm_90a", defines=constants).resources[SM90.name]
     assert resources.spill_stores <= (64 if sizes["D"] == 256 else 0)
-    shared = SM90.launch({**sizes, **constants, "blocks": 1}).shared_bytes + resources.shared
+    launch = SM90.launch({**sizes, **constants, "blocks": 1})
+    shared = launch.shared_bytes + resources.shared
     assert tile.RESIDENT * (shared + 1024) <= 228 * 1024
-    warps = ceil_div((tile.WARPS + 2) * tile.RESIDENT, 4) * 4  # four schedulers have equally many registers
+    warps = ceil_div(launch.block[0] // 32 * tile.RESIDENT, 4) * 4  # four schedulers have equally many registers
     assert warps * 32 * resources.registers <= 65536
 
 

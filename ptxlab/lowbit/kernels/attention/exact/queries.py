@@ -10,6 +10,7 @@ from ptxlab.lowbit.kernels.attention.sm90 import LARGEST
 from ptxlab.spec.dtypes import floats
 
 _LOG2E = np.float32(1.44269504)
+_LANE_DIMS = 8  # of a query that one lane quantises
 _SHIFT = np.float32(12582912)  # 1.5 · 2^23: a sum with it has an integer in its low bits
 
 
@@ -69,17 +70,13 @@ def _integers(bits: Any) -> Any:
 def _sum_with_zeros(launch: AttentionLaunch, integers: Any, zeros: Any) -> Any:
     """Sum the integers times a key's zeros by channel, in the kernel's order.
 
-    Each of four lanes adds up its part of a query, then the lanes' sums are added two by two.
+    Each lane adds up its dims of a query, then the lanes' sums are added two by two.
     """
-    words, per_word = launch.D * launch.bits // 128, 32 // launch.bits  # of a lane; integers
-    adjacent = min(words, 4) * per_word  # dims that follow each other
-
-    def by_lane(x: Any) -> Any:
-        shape = x.shape[:-1]
-        return x.reshape(*shape, -1, 4, adjacent).swapaxes(-3, -2).reshape(*shape, 4, -1)
-
-    integers, zeros = by_lane(integers), by_lane(zeros)
+    dims = (*integers.shape[:-1], -1, _LANE_DIMS)
+    integers, zeros = integers.reshape(dims), zeros.reshape(*zeros.shape[:-1], -1, _LANE_DIMS)
     total = np.zeros(integers.shape[:-1], np.float32, like=integers)
-    for i in range(integers.shape[-1]):
+    for i in range(_LANE_DIMS):
         total = launch.arithmetic.fma(integers[..., i], zeros[..., i], total)
-    return (total[..., 0] + total[..., 1]) + (total[..., 2] + total[..., 3])
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
+    return total[..., 0]
