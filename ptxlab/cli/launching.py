@@ -1,7 +1,7 @@
 """What `run` and `debug` share: their options, and a launch solved from a kernel, arrays by name, and these options."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self
@@ -16,7 +16,7 @@ from ptxlab.emulator.options import KINDS
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays
 from ptxlab.runtime.arguments import name_in_order, order_arguments, output_variant, parse_defines
-from ptxlab.runtime.inputs import CommandArgument, parse_argument, place_arguments, uninitialised_names
+from ptxlab.runtime.inputs import CommandArgument, name_arguments, parse_argument
 from ptxlab.runtime.results import compare, split_expected
 from ptxlab.runtime.schedules import CHECK, CHECKED_SCHEDULES, Difference, Schedule, first_differences
 from ptxlab.sources import Source
@@ -124,11 +124,11 @@ def run_on_schedules(
         finding_keys = {(f.kind, f.path, f.line, f.callers) for f in findings}
         findings += [f for f in scheduled_outcome.findings if (f.kind, f.path, f.line, f.callers) not in finding_keys]
         for difference in first_differences(outcome.outputs, scheduled_outcome.outputs, (schedules[0], schedule)):
-            array, scheduled_array = outcome.outputs[difference.name], scheduled_outcome.outputs[difference.name]
-            if not (
-                reorders and array.dtype.kind == "f" and not compare(difference.name, scheduled_array, array).wrong
-            ):
-                differences.setdefault(difference.name, difference)
+            name, is_bfloat16 = difference.name, difference.name in launch.bfloat16_names
+            array, scheduled_array = outcome.outputs[name], scheduled_outcome.outputs[name]
+            is_float = is_bfloat16 or array.dtype.kind == "f"
+            if not (reorders and is_float and not compare(name, scheduled_array, array, is_bfloat16=is_bfloat16).wrong):
+                differences.setdefault(name, difference)
     outcome = replace(outcome, findings=tuple(findings))
     return ScheduledRun(outcome, tuple(schedules), tuple(differences.values()))
 
@@ -161,6 +161,10 @@ class SolvedLaunch(Protocol):
     def kernel(self) -> runtime.Kernel:
         """The kernel, compiled when it is first launched or looked at."""
 
+    @property
+    def bfloat16_names(self) -> Set[str]:
+        """Names of the arrays whose elements, uint16, are bits of bfloat16."""
+
     def copy_arrays(self) -> Self:
         """Return the same launch on copies of all arrays."""
 
@@ -170,12 +174,16 @@ class SolvedLaunch(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FileLaunch:
-    """A kernel without a spec, its arguments in order, and its grid, block and bytes of shared memory."""
+    """A kernel without a spec, its arguments in order, and its grid, block and bytes of shared memory.
+
+    The content of arrays in `uninitialised` counts as never written. Elements of `bfloat16_names` are bits, uint16.
+    """
 
     kernel: runtime.Kernel
     arguments: list[Any]
     geometry: tuple[tuple[int, ...], tuple[int, ...], int]
     uninitialised: Sequence[str] = ()
+    bfloat16_names: Set[str] = frozenset()
 
     def copy_arrays(self) -> Self:
         """Return the same launch on copies of all arrays."""
@@ -221,7 +229,8 @@ def solve(
         options.refuse(spec)
         refuse({"--uninitialised": arguments.uninitialised or None}, f"is for files only: {spec.name} has a spec")
         names = [*dict.fromkeys([*(arg.name for arg in spec.args), *sorted(spec.symbols)])]
-        placed = place_arguments(f"{spec.name}: --arg", names, typed_arguments, arrays)
+        typed_arguments = name_arguments(f"{spec.name}: --arg", names, typed_arguments, arrays)
+        placed = arrays | {typed.name: typed.value for typed in typed_arguments}
         return _solve_spec(spec, source, {name: np.asarray(array) for name, array in placed.items()}, unchecked)
     kernel = load_file(source, entry, options)
     geometry = (
@@ -233,14 +242,14 @@ def solve(
     arrays = {kernel.parameter(name): array for name, array in arrays.items()}
     typed_arguments = [replace(typed, name=kernel.parameter(typed.name)) for typed in typed_arguments]
     if typed_arguments:
-        label = f"{kernel.name}: --arg"
         arrays = dict(name_in_order(names, arrays))
-        placed = place_arguments(label, names, typed_arguments, arrays)
-        unset = uninitialised_names(names, typed_arguments, [*arrays])
-    else:
-        placed, unset = arrays, []
+        typed_arguments = name_arguments(f"{kernel.name}: --arg", names, typed_arguments, arrays)
+        arrays |= {typed.name: typed.value for typed in typed_arguments}
+    unset = [typed.name for typed in typed_arguments if typed.is_uninitialised]
     unset += map(kernel.parameter, arguments.uninitialised)
-    return FileLaunch(kernel, order_arguments(kernel.name, kernel.signature, placed), geometry, unset)
+    bfloat16_names = {typed.name for typed in typed_arguments if typed.is_bfloat16}
+    bfloat16_names |= {parameter.name for parameter in kernel.signature if parameter.is_bfloat16}
+    return FileLaunch(kernel, order_arguments(kernel.name, kernel.signature, arrays), geometry, unset, bfloat16_names)
 
 
 def load_file(source: Source, entry: str | None, options: FileOptions) -> runtime.Kernel:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -251,8 +251,13 @@ def run(
             return _show_unneeded(launch, options if options.checks else options.add_checks(emulator.CHECKS), as_json)
         with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
             run_ = run_on_schedules(launch, backend, options, schedules)
-    outcome, written = run_.outcome, {name: run_.outcome.outputs[name] for name in run_.outcome.written}
-    compared = compare_all({**outcome.outputs}, expected, rtol, atol)
+    outcome, bfloat16_names = run_.outcome, launch.bfloat16_names
+    written = {name: outcome.outputs[name] for name in outcome.written}
+    compared = compare_all({**outcome.outputs}, expected, rtol, atol, bfloat16_names=bfloat16_names)
+    arrays = {
+        name: Summary.of(name, _on_host(array), is_bfloat16=name in bfloat16_names)
+        for name, array in outcome.outputs.items()
+    }
     if outputs is not None:
         save_arrays(outputs, written)
     if form != "text":
@@ -262,7 +267,7 @@ def run(
             {
                 "backend": outcome.backend,
                 "kernel": launch.kernel.name,
-                "outputs": {name: Summary.of(name, _on_host(array)).to_json() for name, array in written.items()},
+                "outputs": {name: arrays[name].to_json() for name in written},
                 "findings": [{**asdict(f), "remedy": emulator.remedy_of(f.kind)} for f in outcome.findings],
                 "notes": [asdict(note) for note in outcome.notes],
                 "expected": [comparison.to_json() for comparison in compared],
@@ -278,7 +283,7 @@ def run(
     else:
         if memory:
             _show_memory(_memory_rows(outcome))
-        _show_run(run_, written, compared, "checks clean" if options.checks or schedules else "no checks")
+        _show_run(run_, arrays, compared, "checks clean" if options.checks or schedules else "no checks")
     if outcome.findings or run_.differences or any(comparison.wrong for comparison in compared):
         raise typer.Exit(FAILED)
 
@@ -287,21 +292,21 @@ def _on_host(array: Any) -> Any:
     return array.get() if hasattr(array, "get") else array
 
 
-def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Comparison], none: str) -> None:
+def _show_run(run_: ScheduledRun, arrays: Mapping[str, Summary], compared: list[Comparison], none: str) -> None:
     """Print findings, differences and notes, the outputs and how they compare; then a line on backend and arrays."""
     outcome = run_.outcome
     lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
     kinds = [finding.kind for finding in outcome.findings] + [CHECK] * bool(run_.differences)
     for line in [*lines, *emulator.remedies_of(kinds), *map(str, outcome.notes)]:
         console.print(escape(line), soft_wrap=True, highlight=False)
-    summaries = [Summary.of(name, _on_host(array)).cells() for name, array in written.items()]
-    if summaries:
-        console.print(table("", ("output", "type", "first values", "min>", "max>", "NaN>"), summaries))
+    if outcome.written:
+        rows = [arrays[name].cells() for name in outcome.written]
+        console.print(table("", ("output", "type", "first values", "min>", "max>", "NaN>"), rows))
     for comparison in compared:
         console.print(escape(str(comparison)), soft_wrap=True, highlight=False)
     state = f"{len(lines)} finding{'s' * (len(lines) > 1)}" if lines else none
-    arrays = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in outcome.outputs.items())
-    console.print(f"[dim]{outcome.backend}[/]  {escape(arrays)}  {state}", soft_wrap=True, highlight=False)
+    shapes = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
+    console.print(f"[dim]{outcome.backend}[/]  {escape(shapes)}  {state}", soft_wrap=True, highlight=False)
 
 
 @contextmanager

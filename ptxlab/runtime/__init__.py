@@ -1,7 +1,7 @@
 """Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -366,6 +366,11 @@ class SpecLaunch:
     inputs: Mapping[str, Any]
     out: Mapping[str, Any]
     arrays: Mapping[str, Any]
+
+    @property
+    def bfloat16_names(self) -> Set[str]:
+        """Names of the arrays whose elements, uint16, are bits of bfloat16."""
+        return {arg.name for arg in self.spec.args if dtype_in(arg.dtype, self.kernel.defines) == "bfloat16"}
 
     def copy_arrays(self) -> Self:
         """Return the same launch on copies of all arrays, so that a run leaves these as they are."""

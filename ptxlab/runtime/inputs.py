@@ -1,8 +1,8 @@
 """Arguments as a command line gives them: `x=f32[1024]:normal`, `n=1024`, `FILE.npy`, by name or in order."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,18 @@ _RULE = (
 
 @dataclass(frozen=True, eq=False)
 class CommandArgument:
-    """An argument: its name, empty for the next in order; whether its content counts as never written."""
+    """An argument of a command line.
+
+    Attributes:
+        name: empty for the next in order.
+        is_uninitialised: whether its content counts as never written.
+        is_bfloat16: whether its elements, uint16, are bits of bfloat16.
+    """
 
     name: str
     value: Any
     is_uninitialised: bool = False
+    is_bfloat16: bool = False
 
 
 def parse_argument(option: str, text: str, seed: int = 0) -> CommandArgument:
@@ -54,7 +61,8 @@ def parse_argument(option: str, text: str, seed: int = 0) -> CommandArgument:
         dtype, shape = match[1], tuple(int(size) for size in re.findall(r"\d+", match[2]))
         if dtype in _DTYPES or dtype in BFLOAT16:
             fill = (match[3] or "zeros").strip()
-            return CommandArgument(name, _make_array(option, dtype, shape, fill, seed), fill == "uninitialised")
+            array = _make_array(option, dtype, shape, fill, seed)
+            return CommandArgument(name, array, fill == "uninitialised", dtype in BFLOAT16)
         raise ArgumentError(option, f"a dtype of {', '.join([*(n for n in _DTYPES if len(n) < 4), 'bf16'])}", dtype)
     if fields := _struct(value_text):
         return CommandArgument(name, fields[0] if len(fields) == 1 else _struct_bytes(fields))
@@ -120,33 +128,19 @@ def _make_array(option: str, name: str, shape: tuple[int, ...], fill: str, seed:
     return bfloat16_bits(array) if is_bfloat16 else array
 
 
-def place_arguments(
-    label: str, parameters: Sequence[str], arguments: Sequence[CommandArgument], named: dict[str, Any]
-) -> dict[str, Any]:
-    """Return all arguments by name: those of `named`, and `arguments` in their places; those without a name in order.
+def name_arguments(
+    label: str, parameters: Sequence[str], arguments: Sequence[CommandArgument], named: Collection[str]
+) -> list[CommandArgument]:
+    """Give arguments without a name those of the parameters that no argument, and nothing in `named`, has, in order.
 
     Raises ArgumentError for a name that is no parameter or stands twice, or for more values than parameters.
     """
-    values = dict(named)
     names = [argument.name for argument in arguments if argument.name]
     for name in names:
         if names.count(name) > 1 or name not in parameters:
             raise ArgumentError(label, f"each of {', '.join(parameters) or 'no arguments'} once", name)
-    free = iter([name for name in parameters if name not in names and name not in named])
-    for argument in arguments:
-        name = argument.name or next(free, "")
-        if not name:
-            raise ArgumentError(
-                label, f"at most {len(parameters)} ({', '.join(parameters)})", len(arguments) + len(named)
-            )
-        values[name] = argument.value
-    return values
-
-
-def uninitialised_names(
-    parameters: Sequence[str], arguments: Sequence[CommandArgument], named: Sequence[str]
-) -> list[str]:
-    """Return the names of the arguments whose content counts as never written."""
-    names = [argument.name for argument in arguments if argument.name]
-    free = iter([name for name in parameters if name not in names and name not in named])
-    return [name for argument in arguments if (name := argument.name or next(free, "")) and argument.is_uninitialised]
+    free_names = [name for name in parameters if name not in names and name not in named]
+    if len(arguments) - len(names) > len(free_names):
+        raise ArgumentError(label, f"at most {len(parameters)} ({', '.join(parameters)})", len(arguments) + len(named))
+    next_free = iter(free_names)
+    return [argument if argument.name else replace(argument, name=next(next_free)) for argument in arguments]

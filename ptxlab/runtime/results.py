@@ -1,16 +1,18 @@
 """What a kernel left: a summary of each output, and how it compares with what was expected."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.spec.dtypes import floats
 
 _SHOWN_VALUES = 4  # values of an array that a summary shows
 _SHOWN_PLACES = 3  # places that a comparison shows
 RTOL = {2: 1e-3, 4: 1e-5, 8: 1e-12}  # of floats by their bytes: some units in the last place
+_BFLOAT16_RTOL = 8e-3  # one unit in the last place
 EXPECTED = "expected."  # before the name of an output in a file of arguments
 
 
@@ -27,16 +29,19 @@ class Summary:
     nan: int
 
     @classmethod
-    def of(cls, name: str, array: Any) -> "Summary":
-        """Summarise an array of numbers; of other bytes dtype and shape alone."""
+    def of(cls, name: str, array: Any, *, is_bfloat16: bool = False) -> "Summary":
+        """Summarise an array of numbers, or of bits of bfloat16; of other bytes dtype and shape alone."""
         array = np.asarray(array)
+        dtype = "bfloat16" if is_bfloat16 else str(array.dtype)
+        if is_bfloat16:
+            array = floats(array)
         flat = array.reshape(-1)
         if array.dtype.kind not in "biuf" or not flat.size:
-            return cls(name, str(array.dtype), array.shape, (), None, None, 0)
+            return cls(name, dtype, array.shape, (), None, None, 0)
         nan = int(np.isnan(flat).sum()) if array.dtype.kind == "f" else 0
         numbers = flat[~np.isnan(flat)] if nan else flat
         low, high = (numbers.min().item(), numbers.max().item()) if numbers.size else (None, None)
-        return cls(name, str(array.dtype), array.shape, tuple(v.item() for v in flat[:_SHOWN_VALUES]), low, high, nan)
+        return cls(name, dtype, array.shape, tuple(v.item() for v in flat[:_SHOWN_VALUES]), low, high, nan)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values: NaN and infinity as text."""
@@ -97,12 +102,21 @@ class Comparison:
         return asdict(self) | {"worst": worst}
 
 
-def compare(name: str, got: Any, expected: Any, rtol: float | None = None, atol: float | None = None) -> Comparison:
+def compare(
+    name: str,
+    got: Any,
+    expected: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
+    *,
+    is_bfloat16: bool = False,
+) -> Comparison:
     """Compare an output with what was expected: integers for equality, floats within a tolerance.
 
     Args:
-        rtol, atol: by default 1e-3 for float16, 1e-5 for float32, 1e-12 for float64, and the same times the largest
-            magnitude that is expected for `atol`.
+        rtol, atol: by default 8e-3 for bfloat16, 1e-3 for float16, 1e-5 for float32, 1e-12 for float64, and the same
+            times the largest magnitude that is expected for `atol`.
+        is_bfloat16: whether elements of uint16, in either array, are bits of bfloat16.
 
     Raises:
         ArgumentError: another shape, or numbers of another kind.
@@ -110,11 +124,15 @@ def compare(name: str, got: Any, expected: Any, rtol: float | None = None, atol:
     got, expected = np.asarray(got), np.asarray(expected)
     if got.shape != expected.shape:
         raise ArgumentError(f"expected {name}", f"shape {list(got.shape)}", list(expected.shape))
+    if is_bfloat16:
+        got, expected = floats(got), floats(expected)
     is_float = "f" in (got.dtype.kind, expected.dtype.kind)
     if not is_float and "V" in (got.dtype.kind, expected.dtype.kind):
         raise ArgumentError(f"expected {name}", f"numbers such as {got.dtype}", expected.dtype)
     a, b = (array.astype(np.float64) for array in (got, expected)) if is_float else (got, expected)
     default_rtol = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if is_float else 0.0
+    if is_bfloat16:
+        default_rtol = _BFLOAT16_RTOL
     finite = np.abs(b[np.isfinite(b)]) if is_float else np.zeros(0)
     rtol = default_rtol if rtol is None else rtol
     atol = (default_rtol * float(finite.max(initial=0.0))) if atol is None else atol
@@ -142,10 +160,18 @@ def split_expected(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def compare_all(
-    outputs: Mapping[str, Any], expected: Mapping[str, Any], rtol: float | None = None, atol: float | None = None
+    outputs: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    rtol: float | None = None,
+    atol: float | None = None,
+    *,
+    bfloat16_names: Collection[str] = (),
 ) -> list[Comparison]:
-    """Compare outputs by name; ArgumentError for an expected array that is no output."""
+    """Compare outputs by name, by bits of bfloat16 those so named; ArgumentError for an expected array that is none."""
     for name in expected:
         if name not in outputs:
             raise ArgumentError("expected", f"outputs of the kernel: {', '.join(outputs) or 'none'}", name)
-    return [compare(name, outputs[name], expected[name], rtol, atol) for name in expected]
+    return [
+        compare(name, outputs[name], expected[name], rtol, atol, is_bfloat16=name in bfloat16_names)
+        for name in expected
+    ]

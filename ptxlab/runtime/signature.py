@@ -112,6 +112,11 @@ class Parameter:
     struct_bytes: int = 0
     is_const: bool = False
 
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether the parameter is a bfloat16, or points to such."""
+        return self.number == _BFLOAT16
+
     def accept(self, label: str, argument: Any, dtype: str) -> Any:
         """Return the argument as it is, or a Python number as a NumPy scalar of the parameter's type.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.floats import bfloat16_bits
 from ptxlab.runtime import load
 from ptxlab.runtime.inputs import parse_argument
 from ptxlab.runtime.results import Summary, compare
@@ -197,3 +198,34 @@ def test_summaries_and_comparisons() -> None:
     assert compare("y", np.array([1.0]), np.array([np.inf])).wrong == 1
     with pytest.raises(ArgumentError, match=r"^expected y: shape \[2\] \(got \[3\]\)$"):
         compare("y", np.zeros(2), np.zeros(3))
+
+
+BFLOAT16_KERNEL = """
+#include <cuda_bf16.h>
+__global__ void halve(__nv_bfloat16* y, const __nv_bfloat16* x) {
+    y[threadIdx.x] = __float2bfloat16(__bfloat162float(x[threadIdx.x]) / 2);
+}
+"""
+
+
+def test_bfloat16_is_shown_and_compared_as_numbers(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declared by the kernel, or by the argument where the kernel takes bits."""
+    monkeypatch.chdir(tmp_path)
+    Path("k.cu").write_text(BFLOAT16_KERNEL)
+    x = np.array([1, -3, np.nan, 0.5], np.float32)
+    np.savez("bits.npz", y=np.zeros(4, np.uint16), x=bfloat16_bits(x))
+    np.savez("good.npz", y=x / 2)
+    np.savez("good_bits.npz", y=bfloat16_bits(x / 2))
+    np.savez("bad.npz", y=np.array([0.5, -1.5, np.nan, 0.5], np.float32))
+    command = ("run", "k.cu", "--in", "bits.npz", "--block", "4", "--backend", "emulator")
+    code, text, _ = cli(*command, "--expect", "good.npz", "--json")
+    shown = json.loads(text)["outputs"]["y"]
+    assert (code, shown["dtype"], shown["first"]) == (0, "bfloat16", [0.5, -1.5, "nan", 0.25])
+    assert (shown["nan"], shown["minimum"], shown["maximum"]) == (1, -1.5, 0.5)
+    assert cli(*command, "--expect", "good_bits.npz")[0] == 0
+    code, text, _ = cli(*command, "--expect", "bad.npz")
+    assert code == 1 and "worst: y[3] is 0.25, not 0.5" in text
+    Path("bits.cu").write_text("__global__ void copy(unsigned short* y) { y[threadIdx.x] += 0x80; }")
+    command = ("run", "bits.cu", "--block", "2", "--backend", "emulator", "--json", "--arg")
+    assert json.loads(cli(*command, "bf16[2]:1")[1])["outputs"]["y"]["first"] == [2.0, 2.0]
+    assert json.loads(cli(*command, "u16[2]:1")[1])["outputs"]["y"]["first"] == [129, 129]
