@@ -5,10 +5,10 @@ The counters are read in a process that runs `launch_marked`; caches of the GPU 
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 
 from benchmarks import peers_prefill
-from benchmarks.chunks import FAR_CONTEXTS, FEW_QUERIES, HEADS, Chunk
+from benchmarks.chunks import CONTEXTS, HEADS, QUERIES, Chunk
 from benchmarks.peers_prefill import FA3, FloatCache
 from benchmarks.prefill import DRAM, our_launches, random_chunk
 from ptxlab import gpu
@@ -19,12 +19,12 @@ from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.profile import nsight
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
-CHUNKS = tuple(Chunk(FEW_QUERIES, C, HEADS[0]) for C in FAR_CONTEXTS)
+CHUNKS = tuple(Chunk(T, C, HEADS[0]) for T, C in product(QUERIES, CONTEXTS[2:]))
 _LAUNCH = "from benchmarks import prefill_bytes; prefill_bytes.launch_marked()"
 
 
 def byte_rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Count bytes for every chunk that has a target; raises UnavailableError where ncu or FlashAttention 3 lacks."""
+    """Count bytes of long contexts, two of which have a target; raises UnavailableError where ncu or FlashAttention 3 lacks."""
     progress("ncu")
     launches = nsight.marked_launches([sys.executable, "-c", _LAUNCH], METRICS)
     for chunk, (ours, peer_launches) in zip(CHUNKS, split_by_side(launches), strict=True):
