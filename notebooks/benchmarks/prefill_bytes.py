@@ -24,7 +24,10 @@ _LAUNCH = "from benchmarks import prefill_bytes; prefill_bytes.launch_marked()"
 
 
 def byte_rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Count bytes of long contexts, two of which have a target; raises UnavailableError where ncu or FlashAttention 3 lacks."""
+    """Count bytes of long contexts, two of which have a target.
+
+    Raises UnavailableError where ncu or FlashAttention 3 lacks.
+    """
     progress("ncu")
     launches = nsight.marked_launches([sys.executable, "-c", _LAUNCH], METRICS)
     for chunk, (ours, peer_launches) in zip(CHUNKS, split_by_side(launches), strict=True):

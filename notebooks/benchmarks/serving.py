@@ -1,18 +1,21 @@
 """Suite `vllm`: whole models in vLLM, with the plugin and with vLLM's own FP8, each in a process of its own.
 
 Weights and prompts are random. Throughput: so many prompts of 1,024 tokens at once, 512 new ones each, prefill inside.
-The word `arrivals` asks instead for the requests a second that an engine serves at 50 ms a token (`serving_arrivals`).
+The word `arrivals` asks instead for the requests a second that an engine serves at 50 ms a token (`serving_arrivals`),
+and `profile` for where the time of a step goes (`serving_profile`).
 FP8 with an FP8 cache is measured in every call. If it differs by more than 3% from what earlier calls have in the
 record, the card is not what it was, and the reading is void.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from benchmarks import serving_arrivals
+from benchmarks import serving_arrivals, serving_profile
 from benchmarks.serving_arrivals import FIRST_RATE, LIMIT_MS, REQUESTS, ArrivalReading, draw_lengths
 from benchmarks.serving_engine import BASELINE, MODELS, OURS, RULES, VARIANTS, Reading, Rule, measure
+from benchmarks.serving_profile import StepProfile
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
@@ -21,18 +24,21 @@ from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.llm.model import Config
 
 TOLERANCE = 0.03  # between FP8's calls
-ARRIVALS = "arrivals"  # the word, and the measure
+LAUNCHES = "launches"  # of a step, in `more` of a profile
+SERVING, ARRIVALS, PROFILE = "serving", "arrivals", "profile"  # measures of rows; the latter two words, too
 
 
 def part(only: Sequence[str]) -> list[tuple[str, str]]:
     """Return (model, variant) for the words of `--only`: models 7B, 8B, 70B, and variants; by default ours on 7B.
 
-    The word `arrivals` chooses what is measured of them. Raises ArgumentError for another word, and for FP8, which is
-    measured beside each.
+    The words `arrivals` and `profile` choose what is measured of them. Raises ArgumentError for both of these, for
+    another word, and for FP8, which is measured beside each.
     """
     variants = [name for name in VARIANTS if name != BASELINE]
+    if ARRIVALS in only and PROFILE in only:
+        raise ArgumentError("only", f"{ARRIVALS} or {PROFILE}", "both")
     for word in only:
-        if word not in (words := (*MODELS, *variants, ARRIVALS)):
+        if word not in (words := (*MODELS, *variants, ARRIVALS, PROFILE)):
             raise ArgumentError("only", f"must be of {', '.join(words)}", word)
     models = [name for name in MODELS if name in only] or ["7B"]
     return [*product(models, [name for name in variants if name in only] or [OURS])]
@@ -51,10 +57,14 @@ def rows(
     """
     yield from done
     chosen = part(only)
-    measures_arrivals = ARRIVALS in only
-    measure_variant: Callable[[str, str], Any] = serving_arrivals.measure if measures_arrivals else measure
-    make_rows: Callable[..., Iterator[Row]] = arrival_rows if measures_arrivals else rows_of
-    recorded = {row.kernel for row in done if (row.measure == ARRIVALS) == measures_arrivals}
+    ways: dict[str, tuple[Callable[[str, str], Any], Callable[..., Iterator[Row]]]] = {
+        SERVING: (measure, rows_of),
+        ARRIVALS: (serving_arrivals.measure, arrival_rows),
+        PROFILE: (serving_profile.measure, profile_rows),
+    }
+    measured = next((word for word in ways if word in only), SERVING)
+    measure_variant, make_rows = ways[measured]
+    recorded = {row.kernel for row in done if row.measure == measured}
     for model in dict.fromkeys(model for model, _ in chosen):
         variants = [
             name for chosen_model, name in chosen if chosen_model == model and _kernel(model, name) not in recorded
@@ -64,7 +74,7 @@ def rows(
         gpu.free_pool()
         progress(f"{MODELS[model]}, {BASELINE}")
         base = measure_variant(model, BASELINE)
-        if not measures_arrivals:
+        if measured == SERVING:
             require_steady(model, base, done)
         if _kernel(model, BASELINE) not in recorded:
             yield from make_rows(model, BASELINE, base, base, ceilings)
@@ -92,9 +102,25 @@ def arrival_rows(
     yield _row(model, name, ARRIVALS, sizes, us, rate, nbytes, ceilings, peers, figures)
 
 
+def profile_rows(
+    model: str,
+    name: str,
+    profiles: Mapping[int, StepProfile],
+    base: Mapping[int, StepProfile],
+    ceilings: Ceilings,
+) -> Iterator[Row]:
+    """Make a row of each batch: a step under the profiler, beside FP8's, and its parts in microseconds."""
+    for batch, profile in profiles.items():
+        sizes, us = {"B": batch, "tokens": RULES.get(model, Rule()).tokens}, (profile.step_us,)
+        nbytes = _bytes_of_step(model, name, batch, sizes["tokens"] + serving_profile.LONG // 2)
+        rate, figures = (batch / profile.step_us * 1e6, "tokens/s"), {**profile.part_us, LAUNCHES: profile.launches}
+        row = _row(model, name, PROFILE, sizes, us, rate, nbytes, ceilings, {"fp8": base[batch].step_us}, figures)
+        yield replace(row, checked=f"{row.checked}; other kernels: {', '.join(profile.unknown) or 'none'}")
+
+
 def require_steady(model: str, reading: Reading, done: Sequence[Row]) -> None:
     """Raise BenchmarkError where FP8's throughput is not within 3% of that of an earlier call."""
-    earlier = [row.time_us / 1e6 for row in done if row.kernel == _kernel(model, BASELINE) and row.measure == "serving"]
+    earlier = [row.time_us / 1e6 for row in done if row.kernel == _kernel(model, BASELINE) and row.measure == SERVING]
     readings = [*earlier, min(reading.seconds)]
     deviation = max(readings) / min(readings) - 1
     if deviation > TOLERANCE:
@@ -114,7 +140,7 @@ def rows_of(model: str, name: str, reading: Reading, base: Reading, ceilings: Ce
     rate = rule.prompts * rule.new / best_seconds, "tokens/s"
     us = tuple(1e6 * seconds for seconds in reading.seconds)
     figures["over_fp8"] = base_seconds / best_seconds
-    yield _row(model, name, "serving", sizes, us, rate, rule.new * step, ceilings, {"fp8": 1e6 * base_seconds}, figures)
+    yield _row(model, name, SERVING, sizes, us, rate, rule.new * step, ceilings, {"fp8": 1e6 * base_seconds}, figures)
     for batch, steps in reading.step_ms.items():
         us, nbytes = tuple(1e3 * ms for ms in steps), _bytes_of_step(model, name, batch, _mean_context(rule))
         peers = {"fp8": 1e3 * min(base.step_ms[batch])} if batch in base.step_ms else {}

@@ -181,30 +181,34 @@ def prepare(folder: Path, model: str, rule: Rule) -> None:
     write_model(folder, model, rule)
 
 
+def time_run(llm: Any, model: str, draw: random.Random, prompts: int, tokens: int, new: int) -> float:
+    """Have an engine make `new` tokens for each of so many random prompts of `tokens`; return the seconds."""
+    from vllm import SamplingParams
+
+    vocabulary = range(3, Config.named(MODELS[model]).vocabulary)
+    requests = [{"prompt_token_ids": draw.choices(vocabulary, k=tokens)} for _ in range(prompts)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new, detokenize=False)
+    start = time.perf_counter()
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if made != prompts * new:
+        raise BenchmarkError(f"made {made} tokens instead of {prompts * new}")
+    return seconds
+
+
 def serve(model: str, name: str, folder: Path) -> None:
     """Measure a variant in this process, and write its reading into the folder."""
     begin, rule = time.time(), RULES.get(model, Rule())
     prepare(folder, model, rule)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(**engine_arguments(folder, name, rule))
     cache = llm.llm_engine.vllm_config.cache_config
     draw = random.Random(0)
 
-    def time_run(prompts: int, new: int) -> float:
-        vocabulary = Config.named(MODELS[model]).vocabulary
-        requests = [{"prompt_token_ids": draw.choices(range(3, vocabulary), k=rule.tokens)} for _ in range(prompts)]
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new, detokenize=False)
-        start = time.perf_counter()
-        outputs = llm.generate(requests, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        if tokens != prompts * new:
-            raise BenchmarkError(f"made {tokens} tokens instead of {prompts * new}")
-        return seconds
-
     reading = read_engine(
-        time_run,
+        lambda prompts, new: time_run(llm, model, draw, prompts, rule.tokens, new),
         rule,
         cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
         is_late=lambda: time.time() - begin > SECONDS - _LAST_RUN,

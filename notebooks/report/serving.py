@@ -2,9 +2,10 @@
 
 import pandas as pd
 
-from benchmarks.serving import ARRIVALS
+from benchmarks.serving import ARRIVALS, LAUNCHES, PROFILE, SERVING
 from benchmarks.serving_arrivals import LIMIT_MS
 from benchmarks.serving_engine import BASELINE, MODELS, OURS, Rule
+from benchmarks.serving_profile import LONG, PARTS, SHORT
 from ptxlab.bench.record import Record, Row
 from report import frames
 from report.frames import MISSING, markdown
@@ -22,7 +23,7 @@ FIRST = MODELS["7B"]  # the model of the README
 
 
 def section() -> str:
-    """Build the table of every model and way of serving.
+    """Build the table of every model and way of serving, and that of where a step goes if it is recorded.
 
     A row has the throughput, the steps, the tokens in the cache and the seconds to start.
     """
@@ -41,13 +42,14 @@ def section() -> str:
     rule = f"{Rule().prompts} prompts of {Rule().tokens:,} random tokens at once, {Rule().new} new ones each"
     origin = f"`python -m benchmarks vllm`, {record.device['name']}, commit {record.revision}, {record.date[:10]}"
     versions = f"vLLM {record.versions['vllm']}, PyTorch {record.versions['torch']}"
-    return f"{markdown(table, formats | steps)}\n{rule}; prefill is inside. {origin}, {versions}.\n"
+    throughput = f"{markdown(table, formats | steps)}\n{rule}; prefill is inside. {origin}, {versions}.\n"
+    return "\n".join([throughput, *profile_section(record)])
 
 
 def table_of(record: Record) -> pd.DataFrame:
     """Return one row for each model and way."""
     steps = {(row.kernel, row.sizes["B"]): row.time_us / 1e3 for row in record.rows if row.measure == "step"}
-    rows = [row for row in record.rows if row.measure == "serving"]
+    rows = [row for row in record.rows if row.measure == SERVING]
     rates = {row.kernel: row.rate for row in record.rows if row.measure == ARRIVALS}
     table = pd.DataFrame(
         {
@@ -65,12 +67,34 @@ def table_of(record: Record) -> pd.DataFrame:
     return table if rates else table.drop(columns=_RATE)
 
 
+def profile_section(record: Record) -> list[str]:
+    """Build the table of a step's parts, and the sentence that explains it; nothing if none is recorded."""
+    rows = [row for row in record.rows if row.measure == PROFILE]
+    if not rows:
+        return []
+    table = pd.DataFrame(
+        {
+            "batch": row.sizes["B"],
+            "served as": WAYS[_way(row)],
+            "step": row.time_us,
+            **{part: row.more[part] for part in PARTS},
+            LAUNCHES: row.more[LAUNCHES],
+        }
+        for row in sorted(rows, key=lambda row: row.sizes["B"])
+    )
+    how = (
+        f"Where a step goes, in µs, under PyTorch's profiler: the difference of {LONG} and {SHORT} new tokens. Kernels"
+        " that overlap count twice; in `no kernel` the GPU waits for the host, or between kernels."
+    )
+    return [f"{markdown(table, dict.fromkeys(('step', *PARTS, LAUNCHES), '{:,.0f}'))}\n{how}\n"]
+
+
 def headline() -> str:
     """Say in the README how fast a model of 7B is served, as recorded."""
     record = frames.load_record("vllm")
     if record is None or record.invalid:
         return MISSING
-    (row,) = [row for row in record.rows if row.measure == "serving" and row.kernel == f"{FIRST} in vLLM, {OURS}"]
+    (row,) = [row for row in record.rows if row.measure == SERVING and row.kernel == f"{FIRST} in vLLM, {OURS}"]
     return (
         f"In vLLM {record.versions['vllm']} [`--quantization ptxlab`](notebooks/guide/vllm.md) serves {FIRST} at"
         f" {row.rate:,.0f} tokens/s on one {record.device['name']}: {row.more['over_fp8']:.1f} times as many as vLLM's"

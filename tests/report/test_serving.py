@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import arrival_rows, rows_of
+from benchmarks.serving import arrival_rows, profile_rows, rows_of
 from benchmarks.serving_arrivals import ArrivalReading
 from benchmarks.serving_engine import Reading
+from benchmarks.serving_profile import PARTS, StepProfile
 from ptxlab.bench.record import Record, Row
 from report import frames, serving
 
@@ -44,6 +45,15 @@ def test_the_headline_is_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "LLaMA-2-7B at 11,398 tokens/s on one made-up H200" in line
     assert "2.0 times as many as vLLM's FP8, with 1.9 times the tokens" in line
     assert "| 2.00x | 1.90 ms | 5.70 ms |  | 950,000 | 90 s |" in serving.section()
+
+
+def test_where_a_step_goes_stands_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {1: StepProfile(2500.4, {part: 10.0 * i for i, part in enumerate(PARTS)}, 420.0)}
+    further = [*profile_rows("7B", "ptxlab", step, step, CEILINGS)]
+    monkeypatch.setattr(frames, "load_record", lambda suite: record(further=further))
+    shown = serving.section()
+    assert "| 1 | ptxlab W4A8, KV4 | 2,500 | 0 | 10 | 20 | 30 | 40 | 50 | 60 | 70 | 80 | 90 | 420 |" in shown
+    assert "the difference of 80 and 16 new tokens" in shown
 
 
 def test_a_void_reading_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
