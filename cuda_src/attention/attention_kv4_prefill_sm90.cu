@@ -426,119 +426,149 @@ struct Workspace {
     }
 };
 
-__device__ void consume(Scheduler scheduler, const unsigned short* q, const Results& results,
-                        const Workspace& workspace, unsigned char* queries, float* factors, const unsigned char* keys,
-                        const unsigned char* values, Barriers& of_keys, Barriers& of_values, int Hq,
-                        float softmax_scale, Tile& shared_tile, int consumer TIMELINE_PARAMETER) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
-    const u64 query = ptxlab::swizzled_128(queries);
+// One of two warp groups: multiplies 64 rows of a tile, block by block. Products of a block's keys are issued together with
+// those of the values of the block before, in the group's turn; in the other group's turn comes the softmax.
+struct Consumer {
+    const unsigned short* q;
+    const Results& results;
+    const Workspace& workspace;
+    unsigned char* queries;  // of the group, in shared memory
+    float* factors;          // of its rows
+    const unsigned char *keys, *values;
+    Barriers &of_keys, &of_values;
+    int Hq, group, window;  // heads; of a KV head; tokens that a query sees at most, or 0
+    float softmax_scale;
+    Tile& shared_tile;
+    int consumer;
     ptxlab::Slot<STAGES> key_slot, value_slot;
-    Tile tile, following = {};
-    bool has_tile = scheduler.next(tile);
-    if (consumer == 1) ptxlab::arrive_threads(kFirstTurnBarrier, kGroups * kThreads);  // the first group begins
-    const auto release = [&](u64* barrier) {
-        if (lane == 0) ptxlab::mbarrier_arrive(barrier);
-    };
-    while (has_tile) {
-        const int first_row = tile.first_row + consumer * kGroupRows;
+
+    __device__ __forceinline__ int first_row_of(const Tile& tile) const {
+        return tile.first_row + consumer * kGroupRows;
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        ptxlab::arrive_threads(kFirstTurnBarrier + (consumer ^ 1), kGroups * kThreads);
+    }
+    __device__ __forceinline__ static void release(u64* barrier) {
+        if (threadIdx.x % 32 == 0) ptxlab::mbarrier_arrive(barrier);
+    }
+
+    // The tile's queries to shared memory, and what its rows' softmax begins with.
+    __device__ __forceinline__ void load_queries(SoftmaxRows& rows, const Tile& tile TIMELINE_PARAMETER) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, first_row = first_row_of(tile);
         PHASE(SETUP);
         ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
         if (kTileInShared && threadIdx.x % kThreads == 0) shared_tile = tile;
         HalfQuery(HalfQuery::find(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
         ptxlab::sync_warp_group(consumer);
-        SoftmaxRows rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = warp * 16 + r * 8 + lane / 4, token = min((first_row + row) / group, tile.queries - 1);
             rows.factor[r] = factors[row], rows.largest[r] = ptxlab::kLowestScore;
             rows.end[r] = tile.context - tile.queries + token + 1;
         }
-        const int first_end = tile.context - tile.queries + min(first_row / group, tile.queries - 1) + 1;
-        const int last_end =
-            tile.context - tile.queries + min((first_row + kGroupRows - 1) / group, tile.queries - 1) + 1;
-        float o[D / 2] = {}, s[KEYS / 2], rescale[2];
-        u32 weights[KEYS / 16][4];
-        const auto begin_scores = [&](int slot) {
-            ptxlab::sync_threads(kFirstTurnBarrier + consumer, kGroups * kThreads);
-            ptxlab::wgmma_fence();
-            multiply_keys(s, query, ptxlab::swizzled_128(keys + slot * kBlockBytes));
-        };
-        const auto pass_turn = [&] { ptxlab::arrive_threads(3 + (consumer ^ 1), kGroups * kThreads); };
-        const auto finish_scores = [&](int block) {
-            const int position = block * KEYS;
-            if (position + KEYS > first_end || (scheduler.window > 0 && position < last_end - scheduler.window))
-                rows.mask(s, position, scheduler.window);
-            rows.weigh(s, rescale, HEADROOM);
-        };
-        if (tile.begin < tile.end) {
-            PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
-            PHASE(ISSUE, KEYS * D / 64);
-            begin_scores(key_slot.index);
+    }
+
+    __device__ __forceinline__ void begin_scores(Scores& s TIMELINE_PARAMETER) const {
+        PHASE(WAIT_GROUP);
+        ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
+        PHASE(ISSUE, KEYS * D / 64);
+        ptxlab::sync_threads(kFirstTurnBarrier + consumer, kGroups * kThreads);
+        ptxlab::wgmma_fence();
+        multiply_keys(s, ptxlab::swizzled_128(queries), ptxlab::swizzled_128(keys + key_slot.index * kBlockBytes));
+    }
+
+    __device__ __forceinline__ void begin_values(ValueSums& o, const Weights& weights TIMELINE_PARAMETER) const {
+        PHASE(WAIT_GROUP);
+        ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
+        PHASE(ISSUE, KEYS * D / 64);
+        multiply_values(o, weights, ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
+    }
+
+    // Waits for scores, with so many groups of products begun after them, and makes weights of them.
+    template <int BEHIND>
+    __device__ __forceinline__ void finish_scores(Scores& s, SoftmaxRows& rows, float (&rescale)[2], const Tile& tile,
+                                                  int block TIMELINE_PARAMETER) {
+        PHASE(WAIT_MMA, BEHIND);
+        ptxlab::wgmma_wait<BEHIND>();
+        pin(s);
+        release(&of_keys.empty[key_slot.index]), key_slot.advance();
+        PHASE(SOFTMAX);
+        const int position = block * KEYS, first_row = first_row_of(tile), before = tile.context - tile.queries;
+        const int first_end = before + min(first_row / group, tile.queries - 1) + 1;
+        const int last_end = before + min((first_row + kGroupRows - 1) / group, tile.queries - 1) + 1;
+        if (position + KEYS > first_end || (window > 0 && position < last_end - window)) rows.mask(s, position, window);
+        rows.weigh(s, rescale, HEADROOM);
+    }
+
+    __device__ __forceinline__ void finish_values(ValueSums& o TIMELINE_PARAMETER) {
+        PHASE(WAIT_MMA, 0);
+        ptxlab::wgmma_wait<0>();
+        pin(o);
+        release(&of_values.empty[value_slot.index]), value_slot.advance();
+    }
+
+    // Sums of weights times values over the tile's blocks.
+    __device__ __forceinline__ void attend(ValueSums& o, SoftmaxRows& rows, const Tile& tile TIMELINE_PARAMETER) {
+        Scores s;
+        float rescale[2];
+        Weights weights;
+        begin_scores(s TIMELINE_ARGUMENT);
+        pass_turn();
+        finish_scores<0>(s, rows, rescale, tile, tile.begin TIMELINE_ARGUMENT);
+        ptxlab::round_weights<KEYS>(weights, s);
+        for (int block = tile.begin + 1; block < tile.end; ++block) {
+            begin_scores(s TIMELINE_ARGUMENT);
+            begin_values(o, weights TIMELINE_ARGUMENT);
             pass_turn();
-            PHASE(WAIT_MMA, 0);
-            ptxlab::wgmma_wait<0>();
-            pin(s);
-            release(&of_keys.empty[key_slot.index]), key_slot.advance();
-            PHASE(SOFTMAX);
-            finish_scores(tile.begin);
-            ptxlab::round_weights<KEYS>(weights, s);
-            for (int block = tile.begin + 1; block < tile.end; ++block) {
-                PHASE(WAIT_GROUP);
-                ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
-                PHASE(ISSUE, KEYS * D / 64);
-                begin_scores(key_slot.index);
-                PHASE(WAIT_GROUP);
-                ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
-                PHASE(ISSUE, KEYS * D / 64);
-                multiply_values(o, weights,
-                                ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
-                pass_turn();
-                PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();
-                pin(s);
-                release(&of_keys.empty[key_slot.index]), key_slot.advance();
-                PHASE(SOFTMAX);
-                finish_scores(block);
-                PHASE(WAIT_MMA, 0);
-                ptxlab::wgmma_wait<0>();
-                pin(o);
-                release(&of_values.empty[value_slot.index]), value_slot.advance();
-                if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
+            finish_scores<1>(s, rows, rescale, tile, block TIMELINE_ARGUMENT);
+            finish_values(o TIMELINE_ARGUMENT);
+            if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
-                    for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
-                }
-                ptxlab::round_weights<KEYS>(weights, s);
+                for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
             }
-            PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
-            PHASE(ISSUE, KEYS * D / 64);
-            ptxlab::wgmma_fence();
-            multiply_values(o, weights,
-                            ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
-            PHASE(WAIT_MMA, 0);
-            ptxlab::wgmma_wait<0>();
-            pin(o);
-            release(&of_values.empty[value_slot.index]), value_slot.advance();
+            ptxlab::round_weights<KEYS>(weights, s);
         }
-        PHASE(EPILOGUE);
-        if constexpr (kTileInShared) {
-            tile = shared_tile;  // there is no room for the next one yet, whose queries are not fetched ahead
-            if (tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
-            else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
-            has_tile = scheduler.next(tile);
-        } else {
-            has_tile = scheduler.next(following);
-            if (has_tile)  // the next queries come to the L2 while results are stored
-                if (const uint4* half_row =
-                        HalfQuery::find(q, following, group, following.first_row + consumer * kGroupRows, Hq))
-                    for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
-            if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
-            else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
-            tile = following;
+        ptxlab::wgmma_fence();
+        begin_values(o, weights TIMELINE_ARGUMENT);
+        finish_values(o TIMELINE_ARGUMENT);
+    }
+
+    // The next tile's queries come to the L2 while results are stored.
+    __device__ __forceinline__ void prefetch_queries(const Tile& tile) const {
+        if (const uint4* half_row = HalfQuery::find(q, tile, group, first_row_of(tile), Hq))
+            for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
+    }
+
+    // Stores a whole tile's results, or hands over a part of them.
+    __device__ __forceinline__ void deliver(ValueSums& o, const SoftmaxRows& rows, const Tile& tile) const {
+        const int first_row = first_row_of(tile);
+        if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
+        else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+    }
+
+    __device__ __forceinline__ void run(Scheduler scheduler TIMELINE_PARAMETER) {
+        Tile tile, following = {};
+        bool has_tile = scheduler.next(tile);
+        if (consumer == 1) ptxlab::arrive_threads(kFirstTurnBarrier, kGroups * kThreads);  // the first group begins
+        while (has_tile) {
+            SoftmaxRows rows;
+            load_queries(rows, tile TIMELINE_ARGUMENT);
+            float o[D / 2] = {};
+            if (tile.begin < tile.end) attend(o, rows, tile TIMELINE_ARGUMENT);
+            PHASE(EPILOGUE);
+            if constexpr (kTileInShared) {
+                tile = shared_tile;  // there is no room for the next one yet, whose queries are not fetched ahead
+                deliver(o, rows, tile);
+                has_tile = scheduler.next(tile);
+            } else {
+                has_tile = scheduler.next(following);
+                if (has_tile) prefetch_queries(following);
+                deliver(o, rows, tile);
+                tile = following;
+            }
         }
     }
-}
+};
 
 }  // namespace
 
@@ -611,8 +641,23 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     } else {
         ptxlab::more_registers<kConsumerRegisters>();
         const int consumer = warp_group - PRODUCERS;
-        consume(scheduler, q, {out, lse, Hq}, {partial, arrivals}, queries + consumer * kQueryBytes,
-                factors + consumer * kGroupRows, keys, values, key_barriers, value_barriers, Hq, softmax_scale,
-                shared_tile[consumer], consumer TIMELINE_ARGUMENT);
+        const Results results = {out, lse, Hq};
+        const Workspace workspace = {partial, arrivals};
+        Consumer rows_of = {q,
+                            results,
+                            workspace,
+                            queries + consumer * kQueryBytes,
+                            factors + consumer * kGroupRows,
+                            keys,
+                            values,
+                            key_barriers,
+                            value_barriers,
+                            Hq,
+                            scheduler.group,
+                            window,
+                            softmax_scale,
+                            shared_tile[consumer],
+                            consumer};
+        rows_of.run(scheduler TIMELINE_ARGUMENT);
     }
 }
