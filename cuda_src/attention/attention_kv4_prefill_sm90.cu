@@ -439,14 +439,12 @@ struct Consumer {
     int Hq, group, window;  // heads; of a KV head; tokens that a query sees at most, or 0
     float softmax_scale;
     Tile& shared_tile;
-    int consumer;
+    int index;  // of the group
     ptxlab::Slot<STAGES> key_slot, value_slot;
 
-    __device__ __forceinline__ int first_row_of(const Tile& tile) const {
-        return tile.first_row + consumer * kGroupRows;
-    }
+    __device__ __forceinline__ int first_row_of(const Tile& tile) const { return tile.first_row + index * kGroupRows; }
     __device__ __forceinline__ void pass_turn() const {
-        ptxlab::arrive_threads(kFirstTurnBarrier + (consumer ^ 1), kGroups * kThreads);
+        ptxlab::arrive_threads(kFirstTurnBarrier + (index ^ 1), kGroups * kThreads);
     }
     __device__ __forceinline__ static void release(u64* barrier) {
         if (threadIdx.x % 32 == 0) ptxlab::mbarrier_arrive(barrier);
@@ -456,10 +454,10 @@ struct Consumer {
     __device__ __forceinline__ void load_queries(SoftmaxRows& rows, const Tile& tile TIMELINE_PARAMETER) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, first_row = first_row_of(tile);
         PHASE(SETUP);
-        ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
+        ptxlab::sync_warp_group(index);  // all have read the queries of the tile before
         if (kTileInShared && threadIdx.x % kThreads == 0) shared_tile = tile;
         HalfQuery(HalfQuery::find(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
-        ptxlab::sync_warp_group(consumer);
+        ptxlab::sync_warp_group(index);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = warp * 16 + r * 8 + lane / 4, token = min((first_row + row) / group, tile.queries - 1);
@@ -472,7 +470,7 @@ struct Consumer {
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
         PHASE(ISSUE, KEYS * D / 64);
-        ptxlab::sync_threads(kFirstTurnBarrier + consumer, kGroups * kThreads);
+        ptxlab::sync_threads(kFirstTurnBarrier + index, kGroups * kThreads);
         ptxlab::wgmma_fence();
         multiply_keys(s, ptxlab::swizzled_128(queries), ptxlab::swizzled_128(keys + key_slot.index * kBlockBytes));
     }
@@ -549,7 +547,7 @@ struct Consumer {
     __device__ __forceinline__ void run(Scheduler scheduler TIMELINE_PARAMETER) {
         Tile tile, following = {};
         bool has_tile = scheduler.next(tile);
-        if (consumer == 1) ptxlab::arrive_threads(kFirstTurnBarrier, kGroups * kThreads);  // the first group begins
+        if (index == 1) ptxlab::arrive_threads(kFirstTurnBarrier, kGroups * kThreads);  // the first group begins
         while (has_tile) {
             SoftmaxRows rows;
             load_queries(rows, tile TIMELINE_ARGUMENT);
@@ -640,24 +638,24 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
         }
     } else {
         ptxlab::more_registers<kConsumerRegisters>();
-        const int consumer = warp_group - PRODUCERS;
+        const int index = warp_group - PRODUCERS;
         const Results results = {out, lse, Hq};
         const Workspace workspace = {partial, arrivals};
-        Consumer rows_of = {q,
-                            results,
-                            workspace,
-                            queries + consumer * kQueryBytes,
-                            factors + consumer * kGroupRows,
-                            keys,
-                            values,
-                            key_barriers,
-                            value_barriers,
-                            Hq,
-                            scheduler.group,
-                            window,
-                            softmax_scale,
-                            shared_tile[consumer],
-                            consumer};
-        rows_of.run(scheduler TIMELINE_ARGUMENT);
+        Consumer consumer = {q,
+                             results,
+                             workspace,
+                             queries + index * kQueryBytes,
+                             factors + index * kGroupRows,
+                             keys,
+                             values,
+                             key_barriers,
+                             value_barriers,
+                             Hq,
+                             scheduler.group,
+                             window,
+                             softmax_scale,
+                             shared_tile[index],
+                             index};
+        consumer.run(scheduler TIMELINE_ARGUMENT);
     }
 }
