@@ -72,14 +72,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
     const int blocks4 = (K + BK - 1) / BK, stages = blocks4 + (outliers > 0);
     unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
 
-    if (tokens < BM) {                          // what wgmma and scaling read behind the copies' rows
-        const int missing = (BM - tokens) * 9;  // 16 bytes each: of X, then of scales
-        for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
-            const int piece = i % missing, of_x = (BM - tokens) * 8;
-            unsigned char* slot = ring + i / missing * STAGE_BYTES;
-            unsigned char* to =
+    if (tokens < BM) {                                 // what wgmma and scaling read behind the copies' rows
+        const int padding_chunks = (BM - tokens) * 9;  // 16 bytes each: of X, then of scales
+        for (int i = threadIdx.x; i < STAGES * padding_chunks; i += THREADS) {
+            const int piece = i % padding_chunks, of_x = (BM - tokens) * 8;
+            unsigned char* slot = ring + i / padding_chunks * STAGE_BYTES;
+            unsigned char* padding =
                 piece < of_x ? slot + tokens * BK + piece * 16 : slot + SCALES + (tokens + piece - of_x) * 16;
-            *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
+            *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
@@ -99,28 +99,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const int pitch = blocks4 * BLOCK4 + (outliers > 0 ? BLOCK8 : 0);
         const auto column = [&](int stage) { return stage < blocks4 ? stage * GROUPS : K / GROUP; };  // of its scales
-        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
+        const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
             const int bytes = stage < blocks4 ? BLOCK4 : BLOCK8;
             ptxlab::mbarrier_arrive_expect(barrier, STRIPS * bytes);
 #pragma unroll
             for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
                 const int strip = min(row_tile * STRIPS + i, all_strips - 1);
-                ptxlab::bulk_load(to + WEIGHTS + i * BLOCK8, strips + size_t(strip) * pitch + stage * BLOCK4, bytes,
-                                  barrier);
+                ptxlab::bulk_load(stage_slot + WEIGHTS + i * BLOCK8, strips + size_t(strip) * pitch + stage * BLOCK4,
+                                  bytes, barrier);
             }
         };
-        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+        const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
             const bool block4 = stage < blocks4;
             ptxlab::mbarrier_arrive_expect(barrier, tokens * (BK + 16));
-            ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
-            ptxlab::tensor_load(to + SCALES, &x_scale, column(stage) / 8 * 8, token, barrier);
+            ptxlab::tensor_load(stage_slot, &x, block4 ? stage * BK : K, token, barrier);
+            ptxlab::tensor_load(stage_slot + SCALES, &x_scale, column(stage) / 8 * 8, token, barrier);
         };
-        const auto prepare = [&](int stage, unsigned char* to, int index) {  // by two warps: spread scales
-            const __half* from = reinterpret_cast<const __half*>(to + SCALES) + column(stage) % 8;
+        const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {  // by two warps: spread scales
+            const __half* token_scales = reinterpret_cast<const __half*>(stage_slot + SCALES) + column(stage) % 8;
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i)  // of outliers the second are not used
-                ptxlab::spread_scales<BM, SPREADERS>(reinterpret_cast<float*>(to + SPREAD + i * SPREADS),
-                                                     from + (stage < blocks4 ? i : 0), threadIdx.x - (128 - SPREADERS));
+                ptxlab::spread_scales<BM, SPREADERS>(reinterpret_cast<float*>(stage_slot + SPREAD + i * SPREADS),
+                                                     token_scales + (stage < blocks4 ? i : 0),
+                                                     threadIdx.x - (128 - SPREADERS));
             ptxlab::mbarrier_arrive(&spread[index]);
         };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
@@ -143,25 +144,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float total[BM / 2] = {};
         const auto fetch4 = [&](u32(&a)[MMAS][4], u32& rows, int i) {
-            const int part = i % GROUPS;
+            const int block_group = i % GROUPS;
             PHASE(WAIT_COPY);
             // Who spread the scales has waited for the copies, so what these wrote is ordered before, too.
-            if (part == 0) ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
-            const u32 from = words + ahead.index * STAGE_BYTES + part * 512;
-            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + part * 32);
+            if (block_group == 0) ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
+            const u32 group_words = words + ahead.index * STAGE_BYTES + block_group * 512;
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + block_group * 32);
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int unit = 0; unit < GROUP / 64; ++unit)
-                ptxlab::upper_halves(a + 2 * unit, ptxlab::load_shared_16(from + unit * 512));
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + part * MMAS * 2;
-            if (part == GROUPS - 1) ahead.advance();
+            for (int k_unit = 0; k_unit < GROUP / 64; ++k_unit)
+                ptxlab::upper_halves(a + 2 * k_unit, ptxlab::load_shared_16(group_words + k_unit * 512));
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + block_group * MMAS * 2;
+            if (block_group == GROUPS - 1) ahead.advance();
             return x_tile;
         };
         const auto finish4 = [&](const int (&sum)[BM / 2], u32 rows, int i) {
-            const int part = i % GROUPS;
+            const int block_group = i % GROUPS;
             const u32 stage = slot.index * STAGE_BYTES;
-            ptxlab::add_group<true, 16>(total, sum, rows, token_scales + stage + part * SPREADS);
-            if (part == GROUPS - 1) {
+            ptxlab::add_group<true, 16>(total, sum, rows, token_scales + stage + block_group * SPREADS);
+            if (block_group == GROUPS - 1) {
                 ptxlab::mbarrier_arrive(&empty[slot.index]);
                 slot.advance();
             }
@@ -191,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
         // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
-        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
+        const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * STRIPS + group * 4 + warp) * 16;
         float row_bias[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;

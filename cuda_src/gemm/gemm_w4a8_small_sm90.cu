@@ -57,13 +57,13 @@ __device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0,
 }
 
 // Operand B of 64 channels and 8 tokens: two registers for each of two MMAs.
-__device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int unit, int m, int lane) {
-    if (ORDER == 1) return *reinterpret_cast<const uint4*>(x + ((block * 2 + unit) * MMAS + m) * 512 + lane * 16);
+__device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int k_unit, int m, int lane) {
+    if (ORDER == 1) return *reinterpret_cast<const uint4*>(x + ((block * 2 + k_unit) * MMAS + m) * 512 + lane * 16);
     const int g = lane / 4, t = lane % 4;
     const unsigned char* row = x + (block * BM + m * 8 + g) * 128 + t * 4;
     u32 word[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const u32*>(row + ((unit * 4 + i) ^ g) * 16);
+    for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const u32*>(row + ((k_unit * 4 + i) ^ g) * 16);
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
     const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
     // strips: every blocks-th, from the first on
-    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;
+    const int num_strips = (N + 15) / 16, blocks = gridDim.x, first_strip = blockIdx.x;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= WARPS));
     unsigned char* ring = x_tile + stages * X_BYTES;
@@ -96,28 +96,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         const u32 pitch = w_blocks * BLOCK;  // bytes of a strip
         const auto load_w = [&](int strip0, int stage, int slot_index) {
             const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK;
-            u32 expected = strip0 != first ? 0
-                           : ORDER == 1    ? X_BYTES
-                                           : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
+            u32 expected = strip0 != first_strip ? 0
+                           : ORDER == 1          ? X_BYTES
+                                                 : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < all ? bytes : 0;
+            for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < num_strips ? bytes : 0;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], expected);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                if (strip0 + i * blocks < all && elected)
+                if (strip0 + i * blocks < num_strips && elected)
                     ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES,
                                       strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
                                       &full[slot_index]);
         };
         const auto load_x = [&](int stage, int slot_index) {
-            unsigned char* to = x_tile + stage * X_BYTES;
+            unsigned char* x_slot = x_tile + stage * X_BYTES;
             if (ORDER == 1) {
-                if (elected) ptxlab::tensor_load(to, &x, 0, stage * (X_BYTES / 128), &full[slot_index]);
+                if (elected) ptxlab::tensor_load(x_slot, &x, 0, stage * (X_BYTES / 128), &full[slot_index]);
             } else {
 #pragma unroll 1
                 for (int i = 0; i < min(SLICES, w_blocks - stage * SLICES); ++i)
                     if (elected)
-                        ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
+                        ptxlab::tensor_load(x_slot + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0,
+                                            &full[slot_index]);
             }
         };
         if (elected) {
@@ -133,18 +134,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         }
         __syncwarp();
         PHASE(LOAD);
-        load_w(first, 0, 0);                 // weights do not wait for the kernel before
+        load_w(first_strip, 0, 0);           // weights do not wait for the kernel before
         ptxlab::arrive_threads(0, THREADS);  // without waiting for the others, which fill X up with zeros first
         ptxlab::wait_for_predecessors();
-        for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
+        for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks)
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                if (strip0 != first || stage > 0) {
+                if (strip0 != first_strip || stage > 0) {
                     PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                     PHASE(LOAD);
                     load_w(strip0, stage, slot.index);
                 }
-                if (strip0 == first) load_x(stage, slot.index);
+                if (strip0 == first_strip) load_x(stage, slot.index);
             }
         if (elected) ptxlab::launch_dependents();  // its loads would come between these
         return;
@@ -152,35 +153,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
     if (warp < WARPS) {
         for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
         // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
-        const int missing = (BM - M) * 8;  // 16 bytes each, of 128 channels
+        const int padding_chunks = (BM - M) * 8;  // 16 bytes each, of 128 channels
         for (int block = warp; ORDER == 0 && block < w_blocks; block += WARPS)
-            for (int i = lane; i < missing; i += 32)
+            for (int i = lane; i < padding_chunks; i += 32)
                 *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
     ptxlab::sync_threads(0, THREADS);
-    int buffer = 0, parity = 0;         // of the tiles of sums
-    if (warp == WARPS + 1) {            // sums -> outputs
-        const int part = lane % PARTS;  // WIDE rows of the ROWS * 16
-        float scale[ITEMS];
-        int sum[ITEMS];
-        for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
-            const int n = (strip0 + part / OF_STRIP * blocks) * 16 + part % OF_STRIP * WIDE;
+    int buffer = 0, parity = 0;             // of the tiles of sums
+    if (warp == WARPS + 1) {                // sums -> outputs
+        const int row_part = lane % PARTS;  // WIDE rows of the ROWS * 16
+        float token_scale[ITEMS];
+        int token_sum[ITEMS];
+        for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks) {
+            const int n = (strip0 + row_part / OF_STRIP * blocks) * 16 + row_part % OF_STRIP * WIDE;
             const bool inside = n < N;
-            float ws[WIDE] = {}, b[WIDE] = {};
-            int zero[WIDE];
+            float row_scale[WIDE] = {}, row_bias[WIDE] = {};
+            int row_zero[WIDE];
 #pragma unroll
-            for (int i = 0; i < WIDE; ++i) zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
+            for (int i = 0; i < WIDE; ++i) row_zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
             if (inside) {
 #pragma unroll
-                for (int i = 0; i < WIDE; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
+                for (int i = 0; i < WIDE; ++i) row_scale[i] = w_scale[n + i], row_bias[i] = bias ? bias[n + i] : 0;
             }
-            if (strip0 == first) {
+            if (strip0 == first_strip) {
                 ptxlab::wait_for_predecessors();
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
                     const int token = (i * 32 + lane) / PARTS;
-                    scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
-                    sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
+                    token_scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
+                    token_sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
                 }
             }
             PHASE(WAIT_GROUP);
@@ -190,21 +191,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
             for (int i = 0; i < ITEMS; ++i) {
                 const int token = (i * 32 + lane) / PARTS;
                 if (token >= M) continue;
-                int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * WIDE);
+                int4* tile_sums = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + row_part * WIDE);
                 int v[WIDE];
 #pragma unroll
                 for (int j = 0; j < WIDE / 4; ++j) {
-                    const int4 four = at[j];
+                    const int4 four = tile_sums[j];
                     v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
                 }
 #pragma unroll
-                for (int j = WIDE / 4 - 1; j >= 0; --j) at[j] = make_int4(0, 0, 0, 0);
+                for (int j = WIDE / 4 - 1; j >= 0; --j) tile_sums[j] = make_int4(0, 0, 0, 0);
 #pragma unroll
-                for (int j = 0; j < WIDE; ++j) v[j] -= zero[j] * sum[i];
+                for (int j = 0; j < WIDE; ++j) v[j] -= row_zero[j] * token_sum[i];
                 if (!inside) continue;
-                const size_t to = size_t(token) * (N / (WIDE / 8)) + n / (WIDE / 8);
-                if (bias) ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, b);
-                else ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, nullptr);
+                const size_t index = size_t(token) * (N / (WIDE / 8)) + n / (WIDE / 8);
+                if (bias) ptxlab::store_8<OUT, FUSED>(y, index, v, token_scale[i], row_scale, row_bias);
+                else ptxlab::store_8<OUT, FUSED>(y, index, v, token_scale[i], row_scale, nullptr);
             }
             ptxlab::mbarrier_arrive(&cleared[buffer]);
             if ((buffer ^= 1) == 0) parity ^= 1;
@@ -212,30 +213,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         return;
     }
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
-    for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
-        const bool mine = strip0 + strip * blocks < all;
+    for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks) {
+        const bool has_strip = strip0 + strip * blocks < num_strips;
         int acc[MMAS][4] = {};
         for (int stage = 0; stage < stages; ++stage, slot.advance()) {
             const int block = stage * SLICES + slice;
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-            if (mine && block < w_blocks) {
+            if (has_strip && block < w_blocks) {
                 const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
-                const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
-                                    *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
-                ptxlab::StripConstants<GROUP> c;
+                const uint4 words[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
+                                        *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
+                ptxlab::StripConstants<GROUP> constants;
 #pragma unroll
                 for (int i = 0; i < ptxlab::STRIP_GROUPS<GROUP>; ++i)
-                    c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
+                    constants[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
 #pragma unroll
-                for (int unit = 0; unit < 2; ++unit) {
+                for (int k_unit = 0; k_unit < 2; ++k_unit) {
                     PHASE(DEQUANTISE);
                     u32 a[2][4];
-                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit], c, unit, a);
+                    ptxlab::dequant_strip<SIGNED, GROUP>(words[k_unit], constants, k_unit, a);
                     PHASE(MULTIPLY);
 #pragma unroll
                     for (int m = 0; m < MMAS; ++m) {
-                        const uint4 b = fragment(x_tile, block, unit, m, lane);
+                        const uint4 b = fragment(x_tile, block, k_unit, m, lane);
                         multiply(acc[m], a[0], b.x, b.y);
                         multiply(acc[m], a[1], b.z, b.w);
                     }
@@ -245,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         }
         PHASE(REDUCE);
         ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles are clear
-        if (mine) {
+        if (has_strip) {
             int* tile = sums + buffer * TILE + strip * 16 + g;
 #pragma unroll
             for (int m = 0; m < MMAS; ++m)

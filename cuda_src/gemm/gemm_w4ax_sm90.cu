@@ -54,17 +54,17 @@ static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread) {
 #pragma unroll 2
     for (int i = thread; i < tokens * 4; i += UNPACKERS) {
-        const int token = i / 4, part = i % 4, swizzle = token / 2 % 4;  // part: 32 channels
-        unsigned char* half = x + part / 2 * HALF + token * 64;
+        const int token = i / 4, chunk = i % 4, swizzle = token / 2 % 4;  // chunk: 32 channels
+        unsigned char* half = x + chunk / 2 * HALF + token * 64;
         u32 q[4];
-        ptxlab::load_words(q, x + PACKED + token * 64 + (part ^ swizzle) * 16);
+        ptxlab::load_words(q, x + PACKED + token * 64 + (chunk ^ swizzle) * 16);
 #pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-            const int odd = part / 2 ^ turn, shift = odd ? 0 : 4;
+        for (int step = 0; step < 2; ++step) {
+            const int odd = chunk / 2 ^ step, shift = odd ? 0 : 4;
             u32 bytes[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) bytes[j] = q[j] << shift & 0xf0f0f0f0u;
-            ptxlab::store_words(half + ((part % 2 * 2 + odd) ^ swizzle) * 16, bytes);
+            ptxlab::store_words(half + ((chunk % 2 * 2 + odd) ^ swizzle) * 16, bytes);
         }
     }
 }
@@ -88,14 +88,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
     const int blocks4 = K4 / BK, stages = blocks4 + K8 / BK;
     unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
 
-    if (tokens < BM) {                          // what wgmma and scaling read behind the copies' rows
-        const int missing = (BM - tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
-        for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
-            const int piece = i % missing, of_half = (BM - tokens) * 4;
-            unsigned char* slot = ring + i / missing * STAGE_BYTES;
-            unsigned char* to = piece < 2 * of_half ? slot + piece / of_half * HALF + tokens * 64 + piece % of_half * 16
-                                                    : slot + SCALES + (tokens + piece - 2 * of_half) * 16;
-            *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
+    if (tokens < BM) {                                 // what wgmma and scaling read behind the copies' rows
+        const int padding_chunks = (BM - tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
+        for (int i = threadIdx.x; i < STAGES * padding_chunks; i += THREADS) {
+            const int piece = i % padding_chunks, of_half = (BM - tokens) * 4;
+            unsigned char* slot = ring + i / padding_chunks * STAGE_BYTES;
+            unsigned char* padding = piece < 2 * of_half
+                                         ? slot + piece / of_half * HALF + tokens * 64 + piece % of_half * 16
+                                         : slot + SCALES + (tokens + piece - 2 * of_half) * 16;
+            *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
@@ -113,30 +114,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
+        const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
             ptxlab::mbarrier_arrive_expect(barrier, STRIPS * BLOCK);
 #pragma unroll
             for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
                 const int strip = min(row_tile * STRIPS + i, all_strips - 1);
-                ptxlab::bulk_load(to + WEIGHTS + i * BLOCK, strips + (size_t(strip) * stages + stage) * BLOCK, BLOCK,
-                                  barrier);
+                ptxlab::bulk_load(stage_slot + WEIGHTS + i * BLOCK, strips + (size_t(strip) * stages + stage) * BLOCK,
+                                  BLOCK, barrier);
             }
         };
-        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+        const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
             const bool int4 = stage < blocks4;
             const int column = int4 ? stage * 64 : K4 / 2 + (stage - blocks4) * BK;
             ptxlab::mbarrier_arrive_expect(barrier, tokens * ((int4 ? 64 : BK) + 16));
-            ptxlab::tensor_load(int4 ? to + PACKED : to, &x, column, token, barrier);
-            if (!int4) ptxlab::tensor_load(to + HALF, &x, column + 64, token, barrier);
-            ptxlab::tensor_load(to + SCALES, &x_scale, stage / 8 * 8, token, barrier);
+            ptxlab::tensor_load(int4 ? stage_slot + PACKED : stage_slot, &x, column, token, barrier);
+            if (!int4) ptxlab::tensor_load(stage_slot + HALF, &x, column + 64, token, barrier);
+            ptxlab::tensor_load(stage_slot + SCALES, &x_scale, stage / 8 * 8, token, barrier);
         };
-        const auto prepare = [&](int stage, unsigned char* to, int index) {  // by two warps: unpack, and spread scales
+        // Two warps unpack X and spread its scales.
+        const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {
             if (stage < blocks4) {
-                unpack(to, tokens, threadIdx.x - UNPACKERS);
+                unpack(stage_slot, tokens, threadIdx.x - UNPACKERS);
                 ptxlab::fence_proxy_async();
             }
-            ptxlab::spread_scales<BM, UNPACKERS>(reinterpret_cast<float*>(to + SPREAD),
-                                                 reinterpret_cast<const __half*>(to + SCALES) + stage % 8,
+            ptxlab::spread_scales<BM, UNPACKERS>(reinterpret_cast<float*>(stage_slot + SPREAD),
+                                                 reinterpret_cast<const __half*>(stage_slot + SCALES) + stage % 8,
                                                  threadIdx.x - UNPACKERS);
             ptxlab::mbarrier_arrive(&unpacked[index]);
         };
@@ -166,9 +168,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
             rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES);
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int unit = 0; unit < 2; ++unit)
-                ptxlab::upper_halves(a + 2 * unit,
-                                     ptxlab::load_shared_16(words + ahead.index * STAGE_BYTES + unit * 512));
+            for (int k_unit = 0; k_unit < 2; ++k_unit)
+                ptxlab::upper_halves(a + 2 * k_unit,
+                                     ptxlab::load_shared_16(words + ahead.index * STAGE_BYTES + k_unit * 512));
             const u64 x_half = ptxlab::swizzled_64(ring + ahead.index * STAGE_BYTES);
             ahead.advance();
             return x_half;
@@ -188,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
         // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
-        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
+        const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * STRIPS + group * 4 + warp) * 16;
         float row_bias[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;

@@ -43,7 +43,7 @@ static_assert(STAGES >= 2, "a slot is given back while the next stage is worked 
 using Sums = ptxlab::Epilogue<WN, BM, SPLIT>;
 
 // Where a tile begins.
-struct Place {
+struct TileOrigin {
     int row, token;
 };
 
@@ -64,22 +64,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const auto place_of = [&](int tile) {
-        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        return Place{place.row_tile * ROWS, place.token_tile * tokens};
+    const auto origin_of = [&](int tile) {
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
+        return TileOrigin{coord.row_tile * ROWS, coord.token_tile * tokens};
     };
-    const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
+    const int k_stages = (K + BK - 1) / BK, first_stage = k_stages * slice / SPLIT,
+              stages = k_stages * (slice + 1) / SPLIT - first_stage;
 
-    unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
-    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;             // 512 bytes of each warp
+    unsigned char* cluster_sums = ring + STAGES * STAGE_BYTES;
+    const Sums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &arrived, slice};
+    unsigned char* buffers = cluster_sums + Sums::RECEIVE_BYTES;       // 512 bytes of each warp
     float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);  // of each warp group 2 BM, for tiles in turn
     if (tokens < BM) {                                                 // what wgmma reads behind the copies' rows
-        const int missing = (BM - tokens) * 8;                         // 16 bytes each, of a box
-        for (int i = threadIdx.x; i < STAGES * (BK / BOX) * missing; i += THREADS) {
-            const int box = i / missing;
+        const int padding_chunks = (BM - tokens) * 8;                  // 16 bytes each, of a box
+        for (int i = threadIdx.x; i < STAGES * (BK / BOX) * padding_chunks; i += THREADS) {
+            const int box = i / padding_chunks;
             unsigned char* x_box = ring + box / (BK / BOX) * STAGE_BYTES + box % (BK / BOX) * (BM * BOX);
-            *reinterpret_cast<int4*>(x_box + tokens * BOX + i % missing * 16) = make_int4(0, 0, 0, 0);
+            *reinterpret_cast<int4*>(x_box + tokens * BOX + i % padding_chunks * 16) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
@@ -99,12 +100,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const auto load = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset,
-                              int Place::* along) {
+                              int TileOrigin::* along) {
             for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-                const int row = place_of(tile).*along;
+                const int row = origin_of(tile).*along;
 #pragma unroll 1
-                for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
-                    unsigned char* to = ring + slot.index * STAGE_BYTES + offset;
+                for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
+                    unsigned char* stage_slot = ring + slot.index * STAGE_BYTES + offset;
                     u64* barrier = &full[slot.index];
                     PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
@@ -113,16 +114,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
 #pragma unroll
                     for (int i = 0; i < BK / BOX; ++i)
                         if (elected)
-                            ptxlab::tensor_load(to + i * box_bytes, &operand, stage * BK + i * BOX, row, barrier);
+                            ptxlab::tensor_load(stage_slot + i * box_bytes, &operand, stage * BK + i * BOX, row,
+                                                barrier);
                 }
             }
         };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
-        if (warp == 0) load(w, ROWS, ROWS * BOX, X_BYTES, &Place::row);
+        if (warp == 0) load(w, ROWS, ROWS * BOX, X_BYTES, &TileOrigin::row);
         if (warp == 1) {
             ptxlab::wait_for_predecessors();
-            load(x, tokens, BM * BOX, 0, &Place::token);
+            load(x, tokens, BM * BOX, 0, &TileOrigin::token);
         }
         PHASE(WAIT_GROUP);
         __syncwarp();
@@ -132,10 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         scales += group * 2 * BM, buffers += (group * 4 + warp) * 512;
         ptxlab::wait_for_predecessors();
-        for (int tile = blockIdx.x / SPLIT, turn = 0; tile < tiles; tile += gridDim.x / SPLIT, turn ^= 1) {
+        for (int tile = blockIdx.x / SPLIT, buffer_index = 0; tile < tiles;
+             tile += gridDim.x / SPLIT, buffer_index ^= 1) {
             PHASE(SETUP);
-            const int token0 = place_of(tile).token, n0 = place_of(tile).row + group * 64 + warp * 16;
-            ptxlab::Scaling scaling{scales + turn * BM, nullptr};
+            const int token0 = origin_of(tile).token, n0 = origin_of(tile).row + group * 64 + warp * 16;
+            ptxlab::Scaling scaling{scales + buffer_index * BM, nullptr};
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int n = min(n0 + lane / 4 + 8 * r, N - 1);
@@ -146,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
             for (int i = 0; i < (BM + 127) / 128; ++i) token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
 
             int acc[BM / 2] = {};
-            int before = -1;  // the slot that wgmma may still read
+            int unreleased_slot = -1;  // the slot that wgmma may still read
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
                 const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
@@ -164,20 +167,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
                 ptxlab::wgmma_commit();
                 PHASE(WAIT_MMA, 1);
                 ptxlab::wgmma_wait<1>();  // the stage before has been read
-                if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-                before = slot.index;
+                if (lane == 0 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
+                unreleased_slot = slot.index;
             }
             PHASE(WAIT_MMA, 0);
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
-            if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+            if (lane == 0 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
 
             PHASE(REDUCE);
             if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
             sums.send(acc, group, thread);
 #pragma unroll
             for (int i = 0; i < (BM + 127) / 128; ++i)
-                if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
+                if (i * 128 + thread < BM) scales[buffer_index * BM + i * 128 + thread] = token_scales[i];
             ptxlab::sync_warp_group(group);  // those of the tile before may still be read
             sums.receive(acc, group, thread);
             PHASE(EPILOGUE);

@@ -100,11 +100,11 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
                                         barrier);
                 // Behind the end of K, where X comes as zeros, any weights will do.
                 const unsigned char* row_blocks = blocks + size_t(tile / token_tiles) * w_blocks * W_BLOCK;
-                const int block = stage * (BK / GROUP), existing = min(BK / GROUP, w_blocks - block);
-                ptxlab::bulk_load(stage_slot + X_BYTES, row_blocks + size_t(block) * W_BLOCK, existing * W_BLOCK,
+                const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
+                ptxlab::bulk_load(stage_slot + X_BYTES, row_blocks + size_t(block) * W_BLOCK, valid_blocks * W_BLOCK,
                                   barrier);
 #pragma unroll 1
-                for (int b = existing; b < BK / GROUP; ++b)
+                for (int b = valid_blocks; b < BK / GROUP; ++b)
                     ptxlab::bulk_load(stage_slot + X_BYTES + b * W_BLOCK, row_blocks, W_BLOCK, barrier);
             }
         }
@@ -136,28 +136,28 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
             const u64 x_tile = ptxlab::swizzled_128(x_slot);
             ptxlab::mbarrier_wait(&full[slot], task / STAGES & 1);
             PHASE(DEQUANTISE);
-            uint4 q[BK / 64];  // units of 64 channels
-            u32 c[BK / 64];
+            uint4 packed[BK / 64];  // units of 64 channels
+            u32 constants[BK / 64];
 #pragma unroll
-            for (int u = 0; u < BK / 64; ++u) {
-                const unsigned char* block = x_slot + X_BYTES + u * 64 / GROUP * W_BLOCK;
-                q[u] = *reinterpret_cast<const uint4*>(block + u * 64 % GROUP / 64 * 2048 + thread * 16);
-                c[u] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
+            for (int k_unit = 0; k_unit < BK / 64; ++k_unit) {
+                const unsigned char* block = x_slot + X_BYTES + k_unit * 64 / GROUP * W_BLOCK;
+                packed[k_unit] = *reinterpret_cast<const uint4*>(block + k_unit * 64 % GROUP / 64 * 2048 + thread * 16);
+                constants[k_unit] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
             }
 #pragma unroll
-            for (int u = 0; u < BK / 64; ++u) {
-                const u32 words[4] = {q[u].x, q[u].y, q[u].z, q[u].w};
+            for (int k_unit = 0; k_unit < BK / 64; ++k_unit) {
+                const u32 words[4] = {packed[k_unit].x, packed[k_unit].y, packed[k_unit].z, packed[k_unit].w};
                 u32 a[2][4];  // [MMA][register]
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const u32 pair = c[u] >> 16 * (j & 1);
+                    const u32 pair = constants[k_unit] >> 16 * (j & 1);
                     const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
                     a[j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
                     a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
                 }
                 PHASE(ISSUE, BM);
                 ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + u / 2 * (BM * 128 / 16) + u % 2 * 4;
+                const u64 x_unit = x_tile + k_unit / 2 * (BM * 128 / 16) + k_unit % 2 * 4;
                 ptxlab::wgmma_s8(acc, a[0], x_unit);
                 ptxlab::wgmma_s8(acc, a[1], x_unit + 2);
                 ptxlab::wgmma_commit();
