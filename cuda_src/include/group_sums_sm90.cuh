@@ -15,7 +15,7 @@ constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose 
 
 // By the number of warp groups that multiply: registers of their threads, and of those that load, together what the block
 // begins with. With one warp group they stay as they are.
-constexpr int MULTIPLYING[] = {0, 0, 232, 152, 104}, LOADING[] = {0, 0, 40, 56, 64};
+constexpr int CONSUMER_REGISTERS[] = {0, 0, 232, 152, 104}, PRODUCER_REGISTERS[] = {0, 0, 40, 56, 64};
 
 // The words of 64 channels as the operands of two wgmmas: s4 in the upper halves of bytes, so that they count 16 times.
 __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {

@@ -36,12 +36,13 @@ namespace {
 using ptxlab::u32;
 using ptxlab::u64;
 constexpr int BK = 128;
-constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
-constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage and 64 rows
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
-constexpr int TILE_BYTES = 64 * WN * BK;
+constexpr int kWBlockBytes = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
+constexpr int kWBytes = BK / GROUP * kWBlockBytes;     // of a stage and 64 rows
+constexpr int kXBytes = BM * BK;
+constexpr int kStageBytes = (kXBytes + WN * kWBytes + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+constexpr int kTileBytes = 64 * WN * BK;
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
+constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;  // with one block per SM
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
 }  // namespace
@@ -64,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
               stages = k_stages * (rank + 1) / CLUSTER - first_stage;
     const int role = threadIdx.x / 128, thread = threadIdx.x % 128;
 
-    unsigned char* tiles = ring + STAGES * STAGE_BYTES;
-    unsigned char* cluster_sums = tiles + TILES * TILE_BYTES;
+    unsigned char* tiles = ring + STAGES * kStageBytes;
+    unsigned char* cluster_sums = tiles + TILES * kTileBytes;
     const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
                             reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
     if (threadIdx.x == 0) {
@@ -86,25 +87,26 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     ptxlab::Slot<STAGES> slot;
     ptxlab::Slot<TILES> dequantised;
     if (role == 0) {  // load: one thread asks, the copy engine does
-        if (RESIDENT == 1) ptxlab::fewer_registers<40>();
+        if (RESIDENT == 1) ptxlab::fewer_registers<kProducerRegisters>();
         if (thread == 0) {
             for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
-                unsigned char* stage_slot = ring + slot.index * STAGE_BYTES;
+                unsigned char* stage_slot = ring + slot.index * kStageBytes;
                 u64* barrier = &full[slot.index];
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                 PHASE(LOAD);
-                ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + WN * W_BYTES);
+                ptxlab::mbarrier_arrive_expect(barrier, kXBytes + WN * kWBytes);
                 ptxlab::tensor_load(stage_slot, &x, stage * BK, token0, barrier);
                 // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
                 const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
                 for (int i = 0; i < WN; ++i) {
                     const unsigned char* row_blocks =
-                        blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
-                    unsigned char* w = stage_slot + X_BYTES + i * W_BYTES;
-                    ptxlab::bulk_load(w, row_blocks + size_t(block) * W_BLOCK, valid_blocks * W_BLOCK, barrier);
+                        blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * kWBlockBytes;
+                    unsigned char* w = stage_slot + kXBytes + i * kWBytes;
+                    ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes,
+                                      barrier);
                     if (valid_blocks < BK / GROUP)
-                        ptxlab::bulk_load(w + valid_blocks * W_BLOCK, row_blocks, W_BLOCK, barrier);
+                        ptxlab::bulk_load(w + valid_blocks * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
                 }
             }
         }
@@ -114,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     } else if (role == 1) {  // dequantise
         const int row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
         for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
-            const unsigned char* w = ring + slot.index * STAGE_BYTES + X_BYTES;
-            unsigned char* tile_slot = tiles + dequantised.index * TILE_BYTES;
+            const unsigned char* w = ring + slot.index * kStageBytes + kXBytes;
+            unsigned char* tile_slot = tiles + dequantised.index * kTileBytes;
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             PHASE(WAIT_GROUP);
@@ -125,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
             for (int i = 0; i < WN; ++i) {
 #pragma unroll
                 for (int k_unit = 0; k_unit < 2; ++k_unit) {
-                    const unsigned char* block = w + i * W_BYTES + k_unit * 64 / GROUP * W_BLOCK;
+                    const unsigned char* block = w + i * kWBytes + k_unit * 64 / GROUP * kWBlockBytes;
                     const uint4 packed =
                         *reinterpret_cast<const uint4*>(block + k_unit * 64 % GROUP / 64 * 2048 + thread * 16);
                     const u32 constants = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 +
@@ -149,12 +151,12 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
         PHASE(WAIT_GROUP);
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // multiply
-        if (RESIDENT == 1) ptxlab::more_registers<232>();
+        if (RESIDENT == 1) ptxlab::more_registers<kConsumerRegisters>();
         int acc[WN][BM / 2] = {};
         int unreleased_slot = -1, unreleased_tile = -1;
         for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
-            const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * TILE_BYTES);
+            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * kStageBytes);
+            const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * kTileBytes);
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             PHASE(WAIT_GROUP);
