@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
     for (int i = 0; i < ROWS; ++i) {
         const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
         const Half* row = is_v ? v + size_t(t) * (v_pitch / PAIRS) : k + size_t(t) * (k_pitch / PAIRS);
-        const Half* from = row + size_t(h) * (2 * LANES) + lane;
-        x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
+        const Half* head_row = row + size_t(h) * (2 * LANES) + lane;
+        x[i].halves[0] = read(head_row), x[i].halves[1] = read(head_row + LANES);
     }
     Channels channels;
     const size_t of_head = size_t(min(head, heads - 1)) * D;

@@ -572,8 +572,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_kv4_mma_sm80
     float* __restrict__ lse,           // f32 [B, T, Hq], or null
     float* partial,                    // f32 [gridDim.x, 2, columns, D]: sums of 2^(score - largest) * value
     float2* stats,                     // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
-    // s32 FUSED: [gridDim.x, columns], zeros before and after; else [gridDim.x, 2]: the unit that
-    // begins in part 1, and the blocks that have of it
+    // s32 FUSED: [gridDim.x, columns], zeros before and after; else [gridDim.x, 2]: the unit that begins in
+    // part 1, and the blocks that have of it
     int* segments, float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
     extern __shared__ __align__(128) unsigned char memory[];  // rings, sums
     const int warp = threadIdx.x / 32, index = threadIdx.x % 32;

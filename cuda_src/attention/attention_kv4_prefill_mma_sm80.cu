@@ -124,12 +124,12 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
 
 // The same of a block of which own tokens may be given beside the cache.
 template <typename Own>
-__device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, const Own& own,
+__device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, const Own& own_tokens,
                                         const Tile& tile, int tokens) {
     if constexpr (OWN) {
         const int cached = tokens - tile.queries;
         if (cached > 0) restore(block, stage, cached);
-        own.store(block, {max(0, cached), tokens}, tile.start - cached, tile.head);
+        own_tokens.store(block, {max(0, cached), tokens}, tile.start - cached, tile.head);
     } else restore(block, stage, tokens);
 }
 

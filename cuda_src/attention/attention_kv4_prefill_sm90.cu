@@ -172,7 +172,7 @@ template <typename Own>
 struct Producer {
     Scheduler scheduler;  // of what is copied next
     Pages pages;
-    Own own;
+    Own own_tokens;
     unsigned char *ring, *blocks;
     Barriers& barriers;
     Tile tile;
@@ -181,9 +181,9 @@ struct Producer {
     ptxlab::Slot<PAGE_STAGES> asked, taken;
     ptxlab::Slot<STAGES> slot;
 
-    __device__ __forceinline__ Producer(const Scheduler& scheduler, const Pages& pages, const Own& own,
+    __device__ __forceinline__ Producer(const Scheduler& scheduler, const Pages& pages, const Own& own_tokens,
                                         unsigned char* ring, unsigned char* blocks, Barriers& barriers)
-        : scheduler(scheduler), pages(pages), own(own), ring(ring), blocks(blocks), barriers(barriers) {
+        : scheduler(scheduler), pages(pages), own_tokens(own_tokens), ring(ring), blocks(blocks), barriers(barriers) {
         begin();
         look_ahead();
     }
@@ -222,7 +222,7 @@ struct Producer {
         PHASE(DEQUANTISE);
         if (has_pages) restore(blocks + slot.index * kBlockBytes, ring + taken.index * kCopyBytes, cached);
         if constexpr (OWN)
-            own.store(blocks + slot.index * kBlockBytes, {max(0, cached), tokens}, of.start - cached, of.head);
+            own_tokens.store(blocks + slot.index * kBlockBytes, {max(0, cached), tokens}, of.start - cached, of.head);
         ptxlab::fence_proxy_async();
         if (has_pages) ptxlab::mbarrier_arrive(&barriers.taken[taken.index]);
         ptxlab::mbarrier_arrive(&barriers.full[slot.index]);
@@ -378,17 +378,17 @@ struct Workspace {
     // The lane's vectors of part 0 of a tile.
     __device__ __forceinline__ float4* first_part(const Tile& tile) const {
         const int warp = threadIdx.x / 32 - PRODUCERS * 4;
-        return partial + size_t(tile.item - tile.part) * kPitch + warp * (kVectors * 32) + threadIdx.x % 32;
+        return partial + size_t(tile.item - tile.part_index) * kPitch + warp * (kVectors * 32) + threadIdx.x % 32;
     }
 
     // Hands over this part of 16 rows. True in the warp that comes last.
     __device__ __forceinline__ bool hand_over(const ValueSums& o, const SoftmaxRows& rows, const Tile& tile) const {
-        float4* const lane_part = first_part(tile) + size_t(tile.part) * kPitch;
+        float4* const lane_part = first_part(tile) + size_t(tile.part_index) * kPitch;
 #pragma unroll
         for (int v = 0; v < D / 8; ++v)
             lane_part[v * 32] = make_float4(o[4 * v], o[4 * v + 1], o[4 * v + 2], o[4 * v + 3]);
         lane_part[D / 8 * 32] = make_float4(rows.largest[0], rows.largest[1], rows.sum[0], rows.sum[1]);
-        int* const count = arrivals + (tile.item - tile.part) * kWarps + threadIdx.x / 32 - PRODUCERS * 4;
+        int* const count = arrivals + (tile.item - tile.part_index) * kWarps + threadIdx.x / 32 - PRODUCERS * 4;
         if (!ptxlab::last_of(count, tile.parts)) return false;
         if (threadIdx.x % 32 == 0) *count = 0;
         return true;
@@ -399,8 +399,8 @@ struct Workspace {
         const float4* const parts = first_part(tile);
         SoftmaxRows rows;
         rows.largest[0] = rows.largest[1] = ptxlab::kLowestScore;
-        for (int part = 0; part < tile.parts; ++part) {
-            const float4 stats = __ldcg(parts + size_t(part) * kPitch + D / 8 * 32);
+        for (int part_index = 0; part_index < tile.parts; ++part_index) {
+            const float4 stats = __ldcg(parts + size_t(part_index) * kPitch + D / 8 * 32);
             rows.add_part(0, stats.x, stats.z), rows.add_part(1, stats.y, stats.w);
         }
         const Results::LaneRows lane_rows = results.finish(rows, tile, group, first_row);
@@ -408,8 +408,8 @@ struct Workspace {
         for (int first_vector = 0; first_vector < D / 8; first_vector += kBatch) {
             float o[4 * kBatch] = {};
 #pragma unroll 2
-            for (int part = 0; part < tile.parts; ++part) {
-                const float4* const lane_part = parts + size_t(part) * kPitch;
+            for (int part_index = 0; part_index < tile.parts; ++part_index) {
+                const float4* const lane_part = parts + size_t(part_index) * kPitch;
                 const float4 stats = __ldcg(lane_part + D / 8 * 32);
                 const float factor[2] = {ptxlab::exp2_approx(stats.x - rows.largest[0]),
                                          ptxlab::exp2_approx(stats.y - rows.largest[1])};

@@ -734,18 +734,18 @@ struct Combiner {
     // has left in the workspace.
     __device__ __forceinline__ void deliver_part(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
-        const size_t part = size_t(item.part_index) * columns + column,
+        const size_t part_row = size_t(item.part_index) * columns + column,
                      first_part = size_t(item.part_index / MOST_PARTS * MOST_PARTS) * columns + column;
-        if (item.following != kBeginsEarlier && part != first_part) {
+        if (item.following != kBeginsEarlier && part_row != first_part) {
             Row sum = Row::taken_back(arguments.partial, arguments.stats, first_part);
             sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;
         }
         if (item.following < 0) {
-            row.hand_over(arguments.partial, arguments.stats, item.following == kNextIsHere ? first_part : part);
+            row.hand_over(arguments.partial, arguments.stats, item.following == kNextIsHere ? first_part : part_row);
             return;
         }
         if (item.following > 0)
-            row.take_over<true>(arguments.partial, arguments.stats, part + columns, columns, item.following);
+            row.take_over<true>(arguments.partial, arguments.stats, part_row + columns, columns, item.following);
         row.store<BF16>(arguments.out, arguments.lse, item.row[column]);
     }
 

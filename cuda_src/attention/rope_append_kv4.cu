@@ -40,8 +40,8 @@ __device__ __forceinline__ void write_row(Half* row, const Rotated& x, int lane)
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
         reinterpret_cast<unsigned*>(y.halves)[i] = rounded_pair<BF16>(x[2 * i], x[2 * i + 1]);
-    Half* to = row + lane;
-    to[0] = y.halves[0], to[LANES] = y.halves[1];
+    Half* lane_values = row + lane;
+    lane_values[0] = y.halves[0], lane_values[LANES] = y.halves[1];
 }
 
 }  // namespace
@@ -62,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     int turns,  // positions in the tables
     int pitch) {
     launch_dependents();
-    // A block has rows of one kind: heads `part` * heads .. of q, or those of k, or those of v.
-    const int part = blockIdx.z, ratio = gridDim.z - 2;
+    // A block has rows of one kind: heads `section` * heads .. of q, or those of k, or those of v.
+    const int section = blockIdx.z, ratio = gridDim.z - 2;
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const int token = blockIdx.x * ROWS + (CHANNEL ? 0 : group % ROWS);
     const int head = blockIdx.y * (blockDim.x / LANES) + (CHANNEL ? group : group / ROWS * ROWS);
-    const bool is_q = part < ratio;
-    const bool is_v = part > ratio;
+    const bool is_q = section < ratio;
+    const bool is_v = section > ratio;
     Index slot[TOKENS];
     Rotation rotation[TOKENS];
 #pragma unroll
@@ -87,11 +87,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
-        const Half* from = qkv + size_t(t) * (pitch / PAIRS) + (size_t(part) * heads + h) * (2 * LANES) + lane;
-        x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
+        const Half* head_row = qkv + size_t(t) * (pitch / PAIRS) + (size_t(section) * heads + h) * (2 * LANES) + lane;
+        x[i].halves[0] = read(head_row), x[i].halves[1] = read(head_row + LANES);
     }
     if (is_q || (KEYS && !is_v)) {
-        Half* rotated = is_q ? q + size_t(part) * heads * (2 * LANES) : keys;
+        Half* rotated = is_q ? q + size_t(section) * heads * (2 * LANES) : keys;
         const size_t of_token = size_t(is_q ? ratio : 1) * heads;  // rows
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {

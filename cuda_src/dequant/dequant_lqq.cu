@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(256) dequant_lqq(
     const uint2 q = __ldcs(qweight + index);
     const unsigned int s = __ldg(scale + (index >> shift));
     const unsigned int a = __ldg(offset + (index >> shift)) * 0x01010101u;
-    const uint2 first = ptxlab::dequant_lqq(q.x, s, a);  // @word dequant_lqq(q, scale, offset) -> uint2
-    const uint2 second = ptxlab::dequant_lqq(q.y, s, a);
-    __stcs(out + index, make_uint4(first.x, first.y, second.x, second.y));
+    const uint2 first_eight = ptxlab::dequant_lqq(q.x, s, a);  // @word dequant_lqq(q, scale, offset) -> uint2
+    const uint2 second_eight = ptxlab::dequant_lqq(q.y, s, a);
+    __stcs(out + index, make_uint4(first_eight.x, first_eight.y, second_eight.x, second_eight.y));
 }

@@ -1,5 +1,5 @@
-// dequant_lqq_unsigned: the CUDA C++ twin of ptx/dequant/dequant_lqq_unsigned.ptx,
-// which states contract, word and tile.
+// dequant_lqq_unsigned: the CUDA C++ twin of ptx/dequant/dequant_lqq_unsigned.ptx, which states contract, word and
+// tile.
 // IMAD alone: weight + 128 as u8.
 #include "dequant.cuh"
 
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256) dequant_lqq_unsigned(
     const unsigned int s = __ldg(scale + (index >> shift));
     const unsigned int a = __ldg(offset + (index >> shift)) * 0x01010101u;
     // @word dequant_lqq_unsigned(q, scale, offset) -> uint2
-    const uint2 first = ptxlab::dequant_lqq_unsigned(q.x, s, a);
-    const uint2 second = ptxlab::dequant_lqq_unsigned(q.y, s, a);
-    __stcs(out + index, make_uint4(first.x, first.y, second.x, second.y));
+    const uint2 first_eight = ptxlab::dequant_lqq_unsigned(q.x, s, a);
+    const uint2 second_eight = ptxlab::dequant_lqq_unsigned(q.y, s, a);
+    __stcs(out + index, make_uint4(first_eight.x, first_eight.y, second_eight.x, second_eight.y));
 }

@@ -1,5 +1,5 @@
-// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx,
-// which states contract, word and tile.
+// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx, which states contract, word and
+// tile.
 // Only unpack; the zero point is left to the epilogue, QServe section 5.2.2.
 #include "dequant.cuh"
 
@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(256) dequant_qoq_channel(
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= pairs) return;
     const uint2 q = __ldcs(qweight + index);
-    const uint2 first = ptxlab::dequant_qoq_channel(q.x);  // @word dequant_qoq_channel(q) -> uint2
-    const uint2 second = ptxlab::dequant_qoq_channel(q.y);
-    __stcs(out + index, make_uint4(first.x, first.y, second.x, second.y));
+    const uint2 first_eight = ptxlab::dequant_qoq_channel(q.x);  // @word dequant_qoq_channel(q) -> uint2
+    const uint2 second_eight = ptxlab::dequant_qoq_channel(q.y);
+    __stcs(out + index, make_uint4(first_eight.x, first_eight.y, second_eight.x, second_eight.y));
 }

@@ -1,5 +1,5 @@
-// dequant_u4_f16_subnormal: the CUDA C++ twin of ptx/dequant/dequant_u4_f16_subnormal.ptx,
-// which states contract, word and tile.
+// dequant_u4_f16_subnormal: the CUDA C++ twin of ptx/dequant/dequant_u4_f16_subnormal.ptx, which states contract,
+// word and tile.
 // AND alone: v * 2^-24 as an FP16 subnormal.
 #include "dequant.cuh"
 

@@ -28,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemm_f16_sm80(const __h
     const int row = (blockIdx.y * WARPS + threadIdx.x / 32) * 16, token = blockIdx.x * BM;
     if (row >= N) return;
     // Rows and tokens behind the last are the last once more; their results are not stored.
-    const auto of = [&](const __half* matrix, int at, int last) {
-        return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(min(at, last)) * K) + t;
+    const auto row_of = [&](const __half* matrix, int index, int last) {
+        return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(min(index, last)) * K) + t;
     };
-    const uint4 *low = of(w, row + g, N - 1), *high = of(w, row + g + 8, N - 1);
+    const uint4 *low = row_of(w, row + g, N - 1), *high = row_of(w, row + g + 8, N - 1);
     const uint4* column[COLUMNS];
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) column[j] = of(x, token + 8 * j + g, M - 1);
+    for (int j = 0; j < COLUMNS; ++j) column[j] = row_of(x, token + 8 * j + g, M - 1);
 
     float sums[COLUMNS][4] = {};
 #pragma unroll UNROLL

@@ -40,23 +40,32 @@ namespace {
 
 using ptxlab::u64;
 using u32 = unsigned;
-constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, BK = 128, SPREADERS = 64;
-constexpr int GROUPS = BK / GROUP, MMAS = GROUP / 32;           // of a block of INT4; of a group
-constexpr int BLOCK4 = 1024 + 32 * GROUPS, BLOCK8 = 2048 + 32;  // bytes of a block of a strip
-constexpr int SCALES = BM * BK, SPREAD = SCALES + BM * 16;      // where they lie in a stage, behind X
-constexpr int SPREADS = ptxlab::SPREAD_BYTES<BM>, WEIGHTS = SPREAD + 2 * SPREADS;  // of two groups
-constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK8 + 1023) / 1024 * 1024;
-constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = ptxlab::MULTIPLYING[WN], FEWER = ptxlab::LOADING[WN];
-static_assert(WN <= 4, "MULTIPLYING and LOADING have no more");
+constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kBlockChannels = 128, kSpreaders = 64;
+constexpr int kBlockGroups = kBlockChannels / GROUP, kGroupMmas = GROUP / 32;     // of a block of INT4; of a group
+constexpr int kBlock4Bytes = 1024 + 32 * kBlockGroups, kBlock8Bytes = 2048 + 32;  // bytes of a block of a strip
+constexpr int kScales = BM * kBlockChannels, kSpread = kScales + BM * 16;         // where they lie in a stage, behind X
+constexpr int kSpreadBytes = ptxlab::SPREAD_BYTES<BM>, kWeights = kSpread + 2 * kSpreadBytes;  // of two groups
+constexpr int kStageBytes = (kWeights + kStrips * kBlock8Bytes + 1023) / 1024 * 1024;
+constexpr bool kUneven = WN > 1;  // registers of a thread that multiplies and of one that loads
+constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
+static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
-static_assert(STAGES * GROUPS >= TOGETHER, "groups under wgmma keep their slots");
+static_assert(STAGES * kBlockGroups >= TOGETHER, "groups under wgmma keep their slots");
+
+__device__ __forceinline__ void init_barriers(u64* full, u64* spread, u64* empty) {
+    for (int s = 0; s < STAGES; ++s) {
+        ptxlab::mbarrier_init(&full[s], 2);
+        ptxlab::mbarrier_init(&spread[s], kSpreaders);
+        ptxlab::mbarrier_init(&empty[s], 128 * WN);
+    }
+    ptxlab::fence_mbarrier_init();
+}
 
 }  // namespace
 
 // What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
     const unsigned char* __restrict__ strips,           // u8  [N/16, bytes]
     const __grid_constant__ ptxlab::TensorMap x,        // s8  [M, K + outliers], boxes [tokens of a tile][128] swizzled
     const __grid_constant__ ptxlab::TensorMap x_scale,  // f16 [M, K/g + 1 in whole eights], boxes [tokens of a tile][8]
@@ -67,101 +76,97 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
     __shared__ u64 full[STAGES], spread[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
-              row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
+              row_tiles = (all_strips + kStrips - 1) / kStrips, tiles = token_tiles * row_tiles;
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const int blocks4 = (K + BK - 1) / BK, stages = blocks4 + (outliers > 0);
-    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
+    const int blocks4 = (K + kBlockChannels - 1) / kBlockChannels, stages = blocks4 + (outliers > 0);
+    unsigned char* buffers = ring + STAGES * kStageBytes;  // 512 bytes of each warp
 
-    if (tokens < BM) {                          // what wgmma and scaling read behind the copies' rows
-        const int missing = (BM - tokens) * 9;  // 16 bytes each: of X, then of scales
-        for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
-            const int piece = i % missing, of_x = (BM - tokens) * 8;
-            unsigned char* slot = ring + i / missing * STAGE_BYTES;
-            unsigned char* to =
-                piece < of_x ? slot + tokens * BK + piece * 16 : slot + SCALES + (tokens + piece - of_x) * 16;
-            *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
+    if (tokens < BM) {                                 // what wgmma and scaling read behind the copies' rows
+        const int padding_chunks = (BM - tokens) * 9;  // 16 bytes each: of X, then of scales
+        for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
+            const int piece = i % padding_chunks, of_x = (BM - tokens) * 8;
+            unsigned char* slot = ring + i / padding_chunks * kStageBytes;
+            unsigned char* padding = piece < of_x ? slot + tokens * kBlockChannels + piece * 16
+                                                  : slot + kScales + (tokens + piece - of_x) * 16;
+            *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 2);
-            ptxlab::mbarrier_init(&spread[s], SPREADERS);
-            ptxlab::mbarrier_init(&empty[s], 128 * WN);
-        }
-        ptxlab::fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(full, spread, empty);
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const int pitch = blocks4 * BLOCK4 + (outliers > 0 ? BLOCK8 : 0);
-        const auto column = [&](int stage) { return stage < blocks4 ? stage * GROUPS : K / GROUP; };  // of its scales
-        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
-            const int bytes = stage < blocks4 ? BLOCK4 : BLOCK8;
-            ptxlab::mbarrier_arrive_expect(barrier, STRIPS * bytes);
+        const int pitch = blocks4 * kBlock4Bytes + (outliers > 0 ? kBlock8Bytes : 0);
+        const auto column = [&](int stage) {
+            return stage < blocks4 ? stage * kBlockGroups : K / GROUP;
+        };  // of its scales
+        const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
+            const int bytes = stage < blocks4 ? kBlock4Bytes : kBlock8Bytes;
+            ptxlab::mbarrier_arrive_expect(barrier, kStrips * bytes);
 #pragma unroll
-            for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
-                const int strip = min(row_tile * STRIPS + i, all_strips - 1);
-                ptxlab::bulk_load(to + WEIGHTS + i * BLOCK8, strips + size_t(strip) * pitch + stage * BLOCK4, bytes,
-                                  barrier);
+            for (int i = 0; i < kStrips; ++i) {  // the last one again where N ends
+                const int strip = min(row_tile * kStrips + i, all_strips - 1);
+                ptxlab::bulk_load(stage_slot + kWeights + i * kBlock8Bytes,
+                                  strips + size_t(strip) * pitch + stage * kBlock4Bytes, bytes, barrier);
             }
         };
-        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+        const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
             const bool block4 = stage < blocks4;
-            ptxlab::mbarrier_arrive_expect(barrier, tokens * (BK + 16));
-            ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
-            ptxlab::tensor_load(to + SCALES, &x_scale, column(stage) / 8 * 8, token, barrier);
+            ptxlab::mbarrier_arrive_expect(barrier, tokens * (kBlockChannels + 16));
+            ptxlab::tensor_load(stage_slot, &x, block4 ? stage * kBlockChannels : K, token, barrier);
+            ptxlab::tensor_load(stage_slot + kScales, &x_scale, column(stage) / 8 * 8, token, barrier);
         };
-        const auto prepare = [&](int stage, unsigned char* to, int index) {  // by two warps: spread scales
-            const __half* from = reinterpret_cast<const __half*>(to + SCALES) + column(stage) % 8;
+        const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {  // by two warps: spread scales
+            const __half* token_scales = reinterpret_cast<const __half*>(stage_slot + kScales) + column(stage) % 8;
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i)  // of outliers the second are not used
-                ptxlab::spread_scales<BM, SPREADERS>(reinterpret_cast<float*>(to + SPREAD + i * SPREADS),
-                                                     from + (stage < blocks4 ? i : 0), threadIdx.x - (128 - SPREADERS));
+            for (int i = 0; i < kBlockGroups; ++i)  // of outliers the second are not used
+                ptxlab::spread_scales<BM, kSpreaders>(reinterpret_cast<float*>(stage_slot + kSpread + i * kSpreadBytes),
+                                                      token_scales + (stage < blocks4 ? i : 0),
+                                                      threadIdx.x - (128 - kSpreaders));
             ptxlab::mbarrier_arrive(&spread[index]);
         };
-        if (UNEVEN) ptxlab::fewer_registers<FEWER>();
+        if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
         ptxlab::launch_dependents();
         if (warp == 1) ptxlab::wait_for_predecessors();
-        ptxlab::load_tiles<STAGE_BYTES>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
+        ptxlab::load_tiles<kStageBytes>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
                                         elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
         return;
     }
-    if (UNEVEN) ptxlab::more_registers<MORE>();
+    if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
     // Kept in registers, or the compiler works them out in every group: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
-    u32 words = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK8 + lane * 16;
-    u32 row_scales = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK8 + 1024 + lane / 4 * 4;
-    u32 token_scales = ptxlab::shared_address(ring) + SPREAD + lane % 4 * 16;
+    u32 words = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlock8Bytes + lane * 16;
+    u32 row_scales = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlock8Bytes + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(ring) + kSpread + lane % 4 * 16;
     ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float total[BM / 2] = {};
-        const auto fetch4 = [&](u32(&a)[MMAS][4], u32& rows, int i) {
-            const int part = i % GROUPS;
+        const auto fetch4 = [&](u32(&a)[kGroupMmas][4], u32& rows, int i) {
+            const int block_group = i % kBlockGroups;
             PHASE(WAIT_COPY);
             // Who spread the scales has waited for the copies, so what these wrote is ordered before, too.
-            if (part == 0) ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
-            const u32 from = words + ahead.index * STAGE_BYTES + part * 512;
-            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + part * 32);
+            if (block_group == 0) ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
+            const u32 group_words = words + ahead.index * kStageBytes + block_group * 512;
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * kStageBytes + block_group * 32);
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int unit = 0; unit < GROUP / 64; ++unit)
-                ptxlab::upper_halves(a + 2 * unit, ptxlab::load_shared_16(from + unit * 512));
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + part * MMAS * 2;
-            if (part == GROUPS - 1) ahead.advance();
+            for (int k_unit = 0; k_unit < GROUP / 64; ++k_unit)
+                ptxlab::upper_halves(a + 2 * k_unit, ptxlab::load_shared_16(group_words + k_unit * 512));
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * kStageBytes) + block_group * kGroupMmas * 2;
+            if (block_group == kBlockGroups - 1) ahead.advance();
             return x_tile;
         };
         const auto finish4 = [&](const int (&sum)[BM / 2], u32 rows, int i) {
-            const int part = i % GROUPS;
-            const u32 stage = slot.index * STAGE_BYTES;
-            ptxlab::add_group<true, 16>(total, sum, rows, token_scales + stage + part * SPREADS);
-            if (part == GROUPS - 1) {
+            const int block_group = i % kBlockGroups;
+            const u32 stage = slot.index * kStageBytes;
+            ptxlab::add_group<true, 16>(total, sum, rows, token_scales + stage + block_group * kSpreadBytes);
+            if (block_group == kBlockGroups - 1) {
                 ptxlab::mbarrier_arrive(&empty[slot.index]);
                 slot.advance();
             }
@@ -169,30 +174,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         const auto fetch8 = [&](u32(&a)[4][4], u32& rows, int) {  // of outliers
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
-            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + 1024);
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * kStageBytes + 1024);
             PHASE(DEQUANTISE);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                const uint4 bytes = ptxlab::load_shared_16(words + ahead.index * STAGE_BYTES + step * 512);
+                const uint4 bytes = ptxlab::load_shared_16(words + ahead.index * kStageBytes + step * 512);
                 a[step][0] = bytes.x, a[step][1] = bytes.y, a[step][2] = bytes.z, a[step][3] = bytes.w;
             }
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES);
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * kStageBytes);
             ahead.advance();
             return x_tile;
         };
         const auto finish8 = [&](const int (&sum)[BM / 2], u32 rows, int) {
-            const u32 stage = slot.index * STAGE_BYTES;
+            const u32 stage = slot.index * kStageBytes;
             ptxlab::add_group<false, 1>(total, sum, rows, token_scales + stage);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
             slot.advance();
         };
-        ptxlab::scale_groups<TOGETHER, MMAS, 4, BM / 2>(blocks4 * GROUPS, fetch4, finish4 TIMELINE_ARGUMENT);
+        ptxlab::scale_groups<TOGETHER, kGroupMmas, 4, BM / 2>(blocks4 * kBlockGroups, fetch4,
+                                                              finish4 TIMELINE_ARGUMENT);
         if (outliers > 0) ptxlab::scale_groups<1, 4, 4, BM / 2>(1, fetch8, finish8 TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
         // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
-        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
+        const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;

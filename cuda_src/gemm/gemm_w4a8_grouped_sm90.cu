@@ -42,22 +42,18 @@ using ptxlab::u32;
 using ptxlab::u64;
 static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
-constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
+using TokenConstants = ptxlab::TokenConstants<BM>;
+constexpr int kBlockBytes = Stage::BLOCK;  // of 128 channels of a strip
 static_assert(STRIPS <= WN * MN * 4, "a warp has MN strips");
 static_assert(WN <= 3, "registers");
 
-constexpr int THREADS = 128 * (WN + 1);
-constexpr int MORE = WN <= 2 ? 232 : 152, FEWER = 40;
-
-// What a warp group needs to make numbers of its sums.
-struct Scales {
-    float x_scale[BM];
-    int x_sum[BM];
-};
+constexpr int kThreads = 128 * (WN + 1);
+constexpr int kWarpBufferBytes = 512;  // in which a warp transposes results
+constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90(
     const unsigned char* __restrict__ strips,     // u8  [E, N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,            // f32 [E, N]
     const unsigned char* __restrict__ w_zero,     // u8  [E, N]; null unless GROUP == 0
@@ -81,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
     const int w_blocks = (K + 127) / 128, stages = (K + BK - 1) / BK;
     const int all_strips = (N + 15) / 16, row_tiles = (all_strips + STRIPS - 1) / STRIPS;
     // strips of a row tile; tiles that have one more
-    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
-    const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
+    const int tile_strips = all_strips / row_tiles, taller_tiles = all_strips % row_tiles;
+    const auto strip_of = [&](int row_tile) { return row_tile * tile_strips + min(row_tile, taller_tiles); };
 
-    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
-    Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
+    unsigned char* buffers = ring + STAGES * Stage::BYTES;  // 512 bytes of each warp
+    TokenConstants* token_constants = reinterpret_cast<TokenConstants*>(buffers + WN * 4 * kWarpBufferBytes);
 
     if (threadIdx.x == 0) ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
@@ -95,91 +91,95 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp asks, the copy engine does
-        ptxlab::fewer_registers<FEWER>();
+        ptxlab::fewer_registers<kProducerRegisters>();
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring),
-                  full_at = ptxlab::shared_address(full);
-        for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
+        const u32 pitch = w_blocks * kBlockBytes, ring_address = ptxlab::shared_address(ring),
+                  full_address = ptxlab::shared_address(full);
+        for (int tile_index = blockIdx.x; tiles.find(tile_index, tile); tile_index += gridDim.x) {
             const int strip0 = strip_of(tile.row_tile) + warp, height = strip_of(tile.row_tile + 1) - strip0;
-            const int own = max(0, height + 3) / 4;  // every fourth strip
-            const unsigned char* from = strips + (size_t(tile.expert) * all_strips + strip0) * pitch;
-            for (int stage = 0; stage < stages; ++stage, slot.advance(), from += BK / 128 * BLOCK) {
-                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK,
-                          barrier = full_at + slot.index * 8;
-                const u32 x_at = ring_at + slot.index * STAGE_BYTES;
+            const int warp_strips = max(0, height + 3) / 4;  // every fourth strip
+            const unsigned char* w = strips + (size_t(tile.expert) * all_strips + strip0) * pitch;
+            for (int stage = 0; stage < stages; ++stage, slot.advance(), w += BK / 128 * kBlockBytes) {
+                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * kBlockBytes,
+                          barrier = full_address + slot.index * 8;
+                const u32 x_slot = ring_address + slot.index * Stage::BYTES;
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
                 PHASE(LOAD);
                 if (elected) {
-                    ptxlab::mbarrier_arrive_expect(&full[slot.index], (warp == 3 ? X_BYTES : 0) + own * bytes);
+                    ptxlab::mbarrier_arrive_expect(&full[slot.index],
+                                                   (warp == 3 ? Stage::X_BYTES : 0) + warp_strips * bytes);
 #pragma unroll
                     for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                        if (i < own)
-                            ptxlab::bulk_load(x_at + X_BYTES + (warp + 4 * i) * W_SLOT, from + size_t(4 * i * pitch),
-                                              bytes, barrier);
+                        if (i < warp_strips)
+                            ptxlab::bulk_load(x_slot + Stage::X_BYTES + (warp + 4 * i) * Stage::W_SLOT,
+                                              w + size_t(4 * i * pitch), bytes, barrier);
                 }
 #pragma unroll
                 for (int i = 0; i < BK / 128; ++i)  // X by the last warp, which has the fewest strips
                     if (elected && warp == 3)
-                        ptxlab::tensor_load(x_at + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0,
+                        ptxlab::tensor_load(x_slot + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0,
                                             barrier);
             }
         }
         return;
     }
-    ptxlab::more_registers<MORE>();
+    ptxlab::more_registers<kConsumerRegisters>();
     const int wn = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    Scales* scales = all_scales + wn;
-    for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
-        const int strip0 = strip_of(tile.row_tile), end = strip_of(tile.row_tile + 1), height = end - strip0;
+    TokenConstants* group_constants = token_constants + wn;
+    for (int tile_index = blockIdx.x; tiles.find(tile_index, tile); tile_index += gridDim.x) {
+        const int strip0 = strip_of(tile.row_tile), end_strip = strip_of(tile.row_tile + 1),
+                  height = end_strip - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];
-        u32 at[MN];
-        float ws[MN][2], b[MN][2];
-        int zero[MN][2];
+        u32 strip_address[MN];
+        float row_scale[MN][2], row_bias[MN][2];
+        int row_zero[MN][2];
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            at[h] = ptxlab::shared_address(ring) + X_BYTES + min(strip, height - 1) * W_SLOT;
+            strip_address[h] = ptxlab::shared_address(ring) + Stage::X_BYTES + min(strip, height - 1) * Stage::W_SLOT;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
-                ws[h][r] = w_scale[row];
-                zero[h][r] = GROUP == 0 ? w_zero[row] : 128;
-                b[h][r] = bias ? bias[row] : -0.0f;
+                row_scale[h][r] = w_scale[row];
+                row_zero[h][r] = GROUP == 0 ? w_zero[row] : 128;
+                row_bias[h][r] = bias ? bias[row] : -0.0f;
             }
         }
-        float xs[(BM + 127) / 128];
-        int xsum[(BM + 127) / 128];
+        float token_scale[(BM + 127) / 128];
+        int token_sum[(BM + 127) / 128];
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i) {
             const int token = min(tile.token0 + i * 128 + thread, M - 1);
-            xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
+            token_scale[i] = OUT == 3 ? 1 : x_scale[token], token_sum[i] = SIGNED ? 0 : x_sum[token];
         }
-        uint4 q[2][MN];
-        Stage::Constants c[MN], c_next[MN];
-        ptxlab::multiply_strips<Stage, 1, SIGNED, false>(acc, a, at, q, c, c_next, ring, full, empty, slot, 0, stages,
-                                                         w_blocks, lane TIMELINE_ARGUMENT);
+        uint4 words[2][MN];
+        Stage::Constants constants[MN], next_constants[MN];
+        ptxlab::multiply_strips<Stage, 1, SIGNED, false>(acc, a, strip_address, words, constants, next_constants, ring,
+                                                         full, empty, slot, 0, stages, w_blocks,
+                                                         lane TIMELINE_ARGUMENT);
 
-        ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
+        ptxlab::sync_warp_group(wn);  // the group_constants of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
             if (i * 128 + thread < BM)
-                scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
+                group_constants->x_scale[i * 128 + thread] = token_scale[i],
+                                                   group_constants->x_sum[i * 128 + thread] = token_sum[i];
         ptxlab::sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             PHASE(EPILOGUE);
-            const ptxlab::Scaling scaling{scales->x_scale,
-                                          SIGNED ? nullptr : scales->x_sum,
-                                          {zero[h][0], zero[h][1]},
-                                          {ws[h][0], ws[h][1]},
-                                          {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, tile.token0,
-                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
-                                             min(N, end * 16), [](int) { return true; });
+            const ptxlab::Scaling scaling{group_constants->x_scale,
+                                          SIGNED ? nullptr : group_constants->x_sum,
+                                          {row_zero[h][0], row_zero[h][1]},
+                                          {row_scale[h][0], row_scale[h][1]},
+                                          {row_bias[h][0], row_bias[h][1]}};
+            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * kWarpBufferBytes, lane,
+                                             tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
+                                             min(N, end_strip * 16), [](int) { return true; });
         }
     }
 }

@@ -42,14 +42,27 @@ using ptxlab::u32;
 using ptxlab::u64;
 static_assert(SUM_PAD % 4 == 0);
 static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
-constexpr int BLOCK = ptxlab::STRIP_BLOCK<GROUP>;
-constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
-constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
-constexpr int MMAS = BM / 8;                                          // along the tokens
-constexpr int PITCH = ROWS * 16 + SUM_PAD, TILE = BM * PITCH;         // of sums: lane 4 g + t at bank 8 t + g
-// The last warp makes 8 results of so many rows at a time: parts of a strip; of all strips, per lane.
-constexpr int WIDE = FUSED == ptxlab::SILU_MUL ? 16 : 8, OF_STRIP = 16 / WIDE, PARTS = ROWS * OF_STRIP;
-constexpr int ITEMS = (BM * PARTS + 31) / 32;
+constexpr int kConsumerWarps = ROWS * SLICES, kProducerWarp = kConsumerWarps, kEpilogueWarp = kConsumerWarps + 1;
+constexpr int kThreads = 32 * (kConsumerWarps + 2);
+constexpr int kBlockBytes = ptxlab::STRIP_BLOCK<GROUP>;                     // of 128 channels of a strip
+constexpr int kWBytes = SLICES * kBlockBytes, kXBytes = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
+constexpr int kTokenTiles = BM / 8;                                         // MMAs along the tokens
+constexpr int kPitch = ROWS * 16 + SUM_PAD, kSums = BM * kPitch;            // lane 4 g + t is at bank 8 t + g
+// The epilogue warp makes 8 results of so many rows at a time: parts of a strip; of all strips, per lane.
+constexpr int kPartRows = FUSED == ptxlab::SILU_MUL ? 16 : 8, kStripParts = 16 / kPartRows, kParts = ROWS * kStripParts;
+constexpr int kLaneTokens = (BM * kParts + 31) / 32;
+
+__device__ __forceinline__ void init_barriers(u64* full, u64* empty, u64* summed, u64* cleared) {
+    for (int s = 0; s < STAGES; ++s) {
+        ptxlab::mbarrier_init(&full[s], 1);
+        ptxlab::mbarrier_init(&empty[s], 32 * kConsumerWarps);
+    }
+    for (int b = 0; b < 2; ++b) {
+        ptxlab::mbarrier_init(&summed[b], 32 * kConsumerWarps);
+        ptxlab::mbarrier_init(&cleared[b], 32);
+    }
+    ptxlab::fence_mbarrier_init();
+}
 
 __device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (SIGNED) ptxlab::mma_s8(d, a[0], a[1], a[2], a[3], b0, b1);
@@ -57,20 +70,33 @@ __device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0,
 }
 
 // Operand B of 64 channels and 8 tokens: two registers for each of two MMAs.
-__device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int unit, int m, int lane) {
-    if (ORDER == 1) return *reinterpret_cast<const uint4*>(x + ((block * 2 + unit) * MMAS + m) * 512 + lane * 16);
+__device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int k_unit, int m, int lane) {
+    if (ORDER == 1)
+        return *reinterpret_cast<const uint4*>(x + ((block * 2 + k_unit) * kTokenTiles + m) * 512 + lane * 16);
     const int g = lane / 4, t = lane % 4;
     const unsigned char* row = x + (block * BM + m * 8 + g) * 128 + t * 4;
     u32 word[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const u32*>(row + ((unit * 4 + i) ^ g) * 16);
+    for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const u32*>(row + ((k_unit * 4 + i) ^ g) * 16);
     return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// Constants of the rows from n on, of one part of a strip.
+__device__ __forceinline__ void load_row_constants(float (&row_scale)[kPartRows], float (&row_bias)[kPartRows],
+                                                   int (&row_zero)[kPartRows], const float* w_scale, const float* bias,
+                                                   const unsigned char* w_zero, int n, bool inside) {
+#pragma unroll
+    for (int i = 0; i < kPartRows; ++i) row_zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
+    if (inside) {
+#pragma unroll
+        for (int i = 0; i < kPartRows; ++i) row_scale[i] = w_scale[n + i], row_bias[i] = bias ? bias[n + i] : 0;
+    }
 }
 
 }  // namespace
 
 // What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small_sm90(
     const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,            // f32 [N]
     const unsigned char* __restrict__ w_zero,     // u8  [N]; null unless GROUP == 0
@@ -83,159 +109,148 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
     extern __shared__ __align__(1024) unsigned char x_tile[];
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
     const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
-    // strips: every blocks-th, from the first on
-    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;
+    // Strips of this block: every `blocks`-th, from the first on.
+    const int num_strips = (N + 15) / 16, blocks = gridDim.x, first_strip = blockIdx.x;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= WARPS));
-    unsigned char* ring = x_tile + stages * X_BYTES;
-    int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * W_BYTES);  // [2][BM][PITCH]
+    TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= kConsumerWarps));
+    unsigned char* ring = x_tile + stages * kXBytes;
+    int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * kWBytes);  // [2][BM][kPitch]
 
     ptxlab::Slot<STAGES> slot;
-    if (warp == WARPS) {  // asks for copies: one thread does, the copy engine works
+    // NOTE the roles stay in one body: as functions of their own ptxas gives them other registers.
+    if (warp == kProducerWarp) {  // asks for copies: one thread does, the copy engine works
         const bool elected = ptxlab::elect();
-        const u32 pitch = w_blocks * BLOCK;  // bytes of a strip
+        const u32 pitch = w_blocks * kBlockBytes;  // bytes of a strip
         const auto load_w = [&](int strip0, int stage, int slot_index) {
-            const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK;
-            u32 expected = strip0 != first ? 0
-                           : ORDER == 1    ? X_BYTES
-                                           : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
+            const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * kBlockBytes;
+            u32 expected = strip0 != first_strip ? 0
+                           : ORDER == 1          ? kXBytes
+                                                 : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < all ? bytes : 0;
+            for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < num_strips ? bytes : 0;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], expected);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                if (strip0 + i * blocks < all && elected)
-                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES,
-                                      strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
+                if (strip0 + i * blocks < num_strips && elected)
+                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * kWBytes,
+                                      strips + size_t(strip0 + i * blocks) * pitch + stage * kWBytes, bytes,
                                       &full[slot_index]);
         };
         const auto load_x = [&](int stage, int slot_index) {
-            unsigned char* to = x_tile + stage * X_BYTES;
+            unsigned char* x_slot = x_tile + stage * kXBytes;
             if (ORDER == 1) {
-                if (elected) ptxlab::tensor_load(to, &x, 0, stage * (X_BYTES / 128), &full[slot_index]);
+                if (elected) ptxlab::tensor_load(x_slot, &x, 0, stage * (kXBytes / 128), &full[slot_index]);
             } else {
 #pragma unroll 1
                 for (int i = 0; i < min(SLICES, w_blocks - stage * SLICES); ++i)
                     if (elected)
-                        ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
+                        ptxlab::tensor_load(x_slot + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0,
+                                            &full[slot_index]);
             }
         };
-        if (elected) {
-            for (int s = 0; s < STAGES; ++s) {
-                ptxlab::mbarrier_init(&full[s], 1);
-                ptxlab::mbarrier_init(&empty[s], 32 * WARPS);
-            }
-            for (int b = 0; b < 2; ++b) {
-                ptxlab::mbarrier_init(&summed[b], 32 * WARPS);
-                ptxlab::mbarrier_init(&cleared[b], 32);
-            }
-            ptxlab::fence_mbarrier_init();
-        }
+        if (elected) init_barriers(full, empty, summed, cleared);
         __syncwarp();
         PHASE(LOAD);
-        load_w(first, 0, 0);                 // weights do not wait for the kernel before
-        ptxlab::arrive_threads(0, THREADS);  // without waiting for the others, which fill X up with zeros first
+        load_w(first_strip, 0, 0);            // weights do not wait for the kernel before
+        ptxlab::arrive_threads(0, kThreads);  // without waiting for the others, which fill X up with zeros first
         ptxlab::wait_for_predecessors();
-        for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
+        for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks)
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                if (strip0 != first || stage > 0) {
+                if (strip0 != first_strip || stage > 0) {
                     PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                     PHASE(LOAD);
                     load_w(strip0, stage, slot.index);
                 }
-                if (strip0 == first) load_x(stage, slot.index);
+                if (strip0 == first_strip) load_x(stage, slot.index);
             }
         if (elected) ptxlab::launch_dependents();  // its loads would come between these
         return;
     }
-    if (warp < WARPS) {
-        for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
+    if (warp < kConsumerWarps) {
+        for (int i = threadIdx.x; i < 2 * kSums; i += 32 * kConsumerWarps) sums[i] = 0;
         // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
-        const int missing = (BM - M) * 8;  // 16 bytes each, of 128 channels
-        for (int block = warp; ORDER == 0 && block < w_blocks; block += WARPS)
-            for (int i = lane; i < missing; i += 32)
+        const int padding_chunks = (BM - M) * 8;  // 16 bytes each, of 128 channels
+        for (int block = warp; ORDER == 0 && block < w_blocks; block += kConsumerWarps)
+            for (int i = lane; i < padding_chunks; i += 32)
                 *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
-    ptxlab::sync_threads(0, THREADS);
-    int buffer = 0, parity = 0;         // of the tiles of sums
-    if (warp == WARPS + 1) {            // sums -> outputs
-        const int part = lane % PARTS;  // WIDE rows of the ROWS * 16
-        float scale[ITEMS];
-        int sum[ITEMS];
-        for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
-            const int n = (strip0 + part / OF_STRIP * blocks) * 16 + part % OF_STRIP * WIDE;
+    ptxlab::sync_threads(0, kThreads);
+    int buffer = 0, parity = 0;              // of the tiles of sums
+    if (warp == kEpilogueWarp) {             // sums -> outputs
+        const int row_part = lane % kParts;  // kPartRows rows of the ROWS * 16
+        float token_scale[kLaneTokens];
+        int token_sum[kLaneTokens];
+        for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks) {
+            const int n = (strip0 + row_part / kStripParts * blocks) * 16 + row_part % kStripParts * kPartRows;
             const bool inside = n < N;
-            float ws[WIDE] = {}, b[WIDE] = {};
-            int zero[WIDE];
-#pragma unroll
-            for (int i = 0; i < WIDE; ++i) zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
-            if (inside) {
-#pragma unroll
-                for (int i = 0; i < WIDE; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
-            }
-            if (strip0 == first) {
+            float row_scale[kPartRows] = {}, row_bias[kPartRows] = {};
+            int row_zero[kPartRows];
+            load_row_constants(row_scale, row_bias, row_zero, w_scale, bias, w_zero, n, inside);
+            if (strip0 == first_strip) {
                 ptxlab::wait_for_predecessors();
 #pragma unroll
-                for (int i = 0; i < ITEMS; ++i) {
-                    const int token = (i * 32 + lane) / PARTS;
-                    scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
-                    sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
+                for (int i = 0; i < kLaneTokens; ++i) {
+                    const int token = (i * 32 + lane) / kParts;
+                    token_scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
+                    token_sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
                 }
             }
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&summed[buffer], parity);
             PHASE(EPILOGUE);
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const int token = (i * 32 + lane) / PARTS;
+            for (int i = 0; i < kLaneTokens; ++i) {
+                const int token = (i * 32 + lane) / kParts;
                 if (token >= M) continue;
-                int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * WIDE);
-                int v[WIDE];
+                int4* part_sums =
+                    reinterpret_cast<int4*>(sums + buffer * kSums + token * kPitch + row_part * kPartRows);
+                int v[kPartRows];
 #pragma unroll
-                for (int j = 0; j < WIDE / 4; ++j) {
-                    const int4 four = at[j];
+                for (int j = 0; j < kPartRows / 4; ++j) {
+                    const int4 four = part_sums[j];
                     v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
                 }
 #pragma unroll
-                for (int j = WIDE / 4 - 1; j >= 0; --j) at[j] = make_int4(0, 0, 0, 0);
+                for (int j = kPartRows / 4 - 1; j >= 0; --j) part_sums[j] = make_int4(0, 0, 0, 0);
 #pragma unroll
-                for (int j = 0; j < WIDE; ++j) v[j] -= zero[j] * sum[i];
+                for (int j = 0; j < kPartRows; ++j) v[j] -= row_zero[j] * token_sum[i];
                 if (!inside) continue;
-                const size_t to = size_t(token) * (N / (WIDE / 8)) + n / (WIDE / 8);
-                if (bias) ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, b);
-                else ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, nullptr);
+                const size_t index = size_t(token) * (N / (kPartRows / 8)) + n / (kPartRows / 8);
+                if (bias) ptxlab::store_8<OUT, FUSED>(y, index, v, token_scale[i], row_scale, row_bias);
+                else ptxlab::store_8<OUT, FUSED>(y, index, v, token_scale[i], row_scale, nullptr);
             }
             ptxlab::mbarrier_arrive(&cleared[buffer]);
             if ((buffer ^= 1) == 0) parity ^= 1;
         }
         return;
     }
+    // A warp that multiplies: one of the ROWS strips, one slice of a stage.
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
-    for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
-        const bool mine = strip0 + strip * blocks < all;
-        int acc[MMAS][4] = {};
+    for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks) {
+        const bool has_strip = strip0 + strip * blocks < num_strips;
+        int acc[kTokenTiles][4] = {};
         for (int stage = 0; stage < stages; ++stage, slot.advance()) {
             const int block = stage * SLICES + slice;
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-            if (mine && block < w_blocks) {
-                const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
-                const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
-                                    *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
-                ptxlab::StripConstants<GROUP> c;
+            if (has_strip && block < w_blocks) {
+                const unsigned char* w = ring + (slot.index * ROWS + strip) * kWBytes + slice * kBlockBytes;
+                const uint4 words[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
+                                        *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
+                ptxlab::StripConstants<GROUP> constants;
 #pragma unroll
                 for (int i = 0; i < ptxlab::STRIP_GROUPS<GROUP>; ++i)
-                    c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
+                    constants[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
 #pragma unroll
-                for (int unit = 0; unit < 2; ++unit) {
+                for (int k_unit = 0; k_unit < 2; ++k_unit) {
                     PHASE(DEQUANTISE);
                     u32 a[2][4];
-                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit], c, unit, a);
+                    ptxlab::dequant_strip<SIGNED, GROUP>(words[k_unit], constants, k_unit, a);
                     PHASE(MULTIPLY);
 #pragma unroll
-                    for (int m = 0; m < MMAS; ++m) {
-                        const uint4 b = fragment(x_tile, block, unit, m, lane);
+                    for (int m = 0; m < kTokenTiles; ++m) {
+                        const uint4 b = fragment(x_tile, block, k_unit, m, lane);
                         multiply(acc[m], a[0], b.x, b.y);
                         multiply(acc[m], a[1], b.z, b.w);
                     }
@@ -245,14 +260,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         }
         PHASE(REDUCE);
         ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles are clear
-        if (mine) {
-            int* tile = sums + buffer * TILE + strip * 16 + g;
+        if (has_strip) {
+            int* strip_sums = sums + buffer * kSums + strip * 16 + g;
 #pragma unroll
-            for (int m = 0; m < MMAS; ++m)
+            for (int m = 0; m < kTokenTiles; ++m)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int token = m * 8 + lane % 4 * 2 + e % 2;
-                    if (token < M) atomicAdd(tile + token * PITCH + e / 2 * 8, acc[m][e]);
+                    if (token < M) atomicAdd(strip_sums + token * kPitch + e / 2 * 8, acc[m][e]);
                 }
         }
         ptxlab::mbarrier_arrive(&summed[buffer]);

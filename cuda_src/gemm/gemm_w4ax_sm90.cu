@@ -38,14 +38,16 @@ namespace {
 
 using ptxlab::u64;
 using u32 = unsigned;
-constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, UNPACKERS = 64;
-constexpr int BK = 128, HALF = BM * 64, BLOCK = 1024 + 32;  // 64 bytes of all tokens; bytes of a block of a strip
-constexpr int PACKED = 2 * HALF, SCALES = 3 * HALF, SPREAD = SCALES + BM * 16;  // where they lie in a stage, behind X
-constexpr int WEIGHTS = SPREAD + ptxlab::SPREAD_BYTES<BM>;
-constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK + 1023) / 1024 * 1024;
-constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = ptxlab::MULTIPLYING[WN], FEWER = ptxlab::LOADING[WN];
-static_assert(WN <= 4, "MULTIPLYING and LOADING have no more");
+constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kUnpackers = 64;
+constexpr int kBlockChannels = 128, kHalfBytes = BM * 64,
+              kBlockBytes = 1024 + 32;  // 64 bytes of all tokens; bytes of a block of a strip
+constexpr int kPacked = 2 * kHalfBytes, kScales = 3 * kHalfBytes,
+              kSpread = kScales + BM * 16;  // where they lie in a stage, behind X
+constexpr int kWeights = kSpread + ptxlab::SPREAD_BYTES<BM>;
+constexpr int kStageBytes = (kWeights + kStrips * kBlockBytes + 1023) / 1024 * 1024;
+constexpr bool kUneven = WN > 1;  // registers of a thread that multiplies and of one that loads
+constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
+static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 
@@ -53,26 +55,35 @@ static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 // under the 64-byte swizzle. Of 32 channels the even ones come first. Lanes that would meet in a bank begin with the odd.
 __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread) {
 #pragma unroll 2
-    for (int i = thread; i < tokens * 4; i += UNPACKERS) {
-        const int token = i / 4, part = i % 4, swizzle = token / 2 % 4;  // part: 32 channels
-        unsigned char* half = x + part / 2 * HALF + token * 64;
+    for (int i = thread; i < tokens * 4; i += kUnpackers) {
+        const int token = i / 4, chunk = i % 4, swizzle = token / 2 % 4;  // chunk: 32 channels
+        unsigned char* half = x + chunk / 2 * kHalfBytes + token * 64;
         u32 q[4];
-        ptxlab::load_words(q, x + PACKED + token * 64 + (part ^ swizzle) * 16);
+        ptxlab::load_words(q, x + kPacked + token * 64 + (chunk ^ swizzle) * 16);
 #pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-            const int odd = part / 2 ^ turn, shift = odd ? 0 : 4;
+        for (int step = 0; step < 2; ++step) {
+            const int odd = chunk / 2 ^ step, shift = odd ? 0 : 4;
             u32 bytes[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) bytes[j] = q[j] << shift & 0xf0f0f0f0u;
-            ptxlab::store_words(half + ((part % 2 * 2 + odd) ^ swizzle) * 16, bytes);
+            ptxlab::store_words(half + ((chunk % 2 * 2 + odd) ^ swizzle) * 16, bytes);
         }
     }
+}
+
+__device__ __forceinline__ void init_barriers(u64* full, u64* unpacked, u64* empty) {
+    for (int s = 0; s < STAGES; ++s) {
+        ptxlab::mbarrier_init(&full[s], 2);
+        ptxlab::mbarrier_init(&unpacked[s], kUnpackers);
+        ptxlab::mbarrier_init(&empty[s], 128 * WN);
+    }
+    ptxlab::fence_mbarrier_init();
 }
 
 }  // namespace
 
 // What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     const unsigned char* __restrict__ strips,           // u8  [N/16, (K4 + K8) / 128 blocks]
     const __grid_constant__ ptxlab::TensorMap x,        // u8  [M, K4/2 + K8], boxes [tokens of a tile][64] swizzled
     const __grid_constant__ ptxlab::TensorMap x_scale,  // f16 [M, blocks in whole eights], boxes [tokens of a tile][8]
@@ -83,113 +94,110 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
     __shared__ u64 full[STAGES], unpacked[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
-              row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
+              row_tiles = (all_strips + kStrips - 1) / kStrips, tiles = token_tiles * row_tiles;
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const int blocks4 = K4 / BK, stages = blocks4 + K8 / BK;
-    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
+    const int blocks4 = K4 / kBlockChannels, stages = blocks4 + K8 / kBlockChannels;
+    unsigned char* buffers = ring + STAGES * kStageBytes;  // 512 bytes of each warp
 
-    if (tokens < BM) {                          // what wgmma and scaling read behind the copies' rows
-        const int missing = (BM - tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
-        for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
-            const int piece = i % missing, of_half = (BM - tokens) * 4;
-            unsigned char* slot = ring + i / missing * STAGE_BYTES;
-            unsigned char* to = piece < 2 * of_half ? slot + piece / of_half * HALF + tokens * 64 + piece % of_half * 16
-                                                    : slot + SCALES + (tokens + piece - 2 * of_half) * 16;
-            *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
+    if (tokens < BM) {                                 // what wgmma and scaling read behind the copies' rows
+        const int padding_chunks = (BM - tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
+        for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
+            const int piece = i % padding_chunks, of_half = (BM - tokens) * 4;
+            unsigned char* slot = ring + i / padding_chunks * kStageBytes;
+            unsigned char* padding = piece < 2 * of_half
+                                         ? slot + piece / of_half * kHalfBytes + tokens * 64 + piece % of_half * 16
+                                         : slot + kScales + (tokens + piece - 2 * of_half) * 16;
+            *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 2);
-            ptxlab::mbarrier_init(&unpacked[s], UNPACKERS);
-            ptxlab::mbarrier_init(&empty[s], 128 * WN);
-        }
-        ptxlab::fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(full, unpacked, empty);
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
-            ptxlab::mbarrier_arrive_expect(barrier, STRIPS * BLOCK);
+        const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
+            ptxlab::mbarrier_arrive_expect(barrier, kStrips * kBlockBytes);
 #pragma unroll
-            for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
-                const int strip = min(row_tile * STRIPS + i, all_strips - 1);
-                ptxlab::bulk_load(to + WEIGHTS + i * BLOCK, strips + (size_t(strip) * stages + stage) * BLOCK, BLOCK,
-                                  barrier);
+            for (int i = 0; i < kStrips; ++i) {  // the last one again where N ends
+                const int strip = min(row_tile * kStrips + i, all_strips - 1);
+                ptxlab::bulk_load(stage_slot + kWeights + i * kBlockBytes,
+                                  strips + (size_t(strip) * stages + stage) * kBlockBytes, kBlockBytes, barrier);
             }
         };
-        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+        const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
             const bool int4 = stage < blocks4;
-            const int column = int4 ? stage * 64 : K4 / 2 + (stage - blocks4) * BK;
-            ptxlab::mbarrier_arrive_expect(barrier, tokens * ((int4 ? 64 : BK) + 16));
-            ptxlab::tensor_load(int4 ? to + PACKED : to, &x, column, token, barrier);
-            if (!int4) ptxlab::tensor_load(to + HALF, &x, column + 64, token, barrier);
-            ptxlab::tensor_load(to + SCALES, &x_scale, stage / 8 * 8, token, barrier);
+            const int column = int4 ? stage * 64 : K4 / 2 + (stage - blocks4) * kBlockChannels;
+            ptxlab::mbarrier_arrive_expect(barrier, tokens * ((int4 ? 64 : kBlockChannels) + 16));
+            ptxlab::tensor_load(int4 ? stage_slot + kPacked : stage_slot, &x, column, token, barrier);
+            if (!int4) ptxlab::tensor_load(stage_slot + kHalfBytes, &x, column + 64, token, barrier);
+            ptxlab::tensor_load(stage_slot + kScales, &x_scale, stage / 8 * 8, token, barrier);
         };
-        const auto prepare = [&](int stage, unsigned char* to, int index) {  // by two warps: unpack, and spread scales
+        // Two warps unpack X and spread its scales.
+        const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {
             if (stage < blocks4) {
-                unpack(to, tokens, threadIdx.x - UNPACKERS);
+                unpack(stage_slot, tokens, threadIdx.x - kUnpackers);
                 ptxlab::fence_proxy_async();
             }
-            ptxlab::spread_scales<BM, UNPACKERS>(reinterpret_cast<float*>(to + SPREAD),
-                                                 reinterpret_cast<const __half*>(to + SCALES) + stage % 8,
-                                                 threadIdx.x - UNPACKERS);
+            ptxlab::spread_scales<BM, kUnpackers>(reinterpret_cast<float*>(stage_slot + kSpread),
+                                                  reinterpret_cast<const __half*>(stage_slot + kScales) + stage % 8,
+                                                  threadIdx.x - kUnpackers);
             ptxlab::mbarrier_arrive(&unpacked[index]);
         };
-        if (UNEVEN) ptxlab::fewer_registers<FEWER>();
+        if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
         ptxlab::launch_dependents();
         if (warp == 1) ptxlab::wait_for_predecessors();
-        ptxlab::load_tiles<STAGE_BYTES>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
+        ptxlab::load_tiles<kStageBytes>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
                                         elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
         return;
     }
-    if (UNEVEN) ptxlab::more_registers<MORE>();
+    if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
     // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
-    u32 words = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK + lane * 16;
-    u32 row_scales = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK + 1024 + lane / 4 * 4;
-    u32 token_scales = ptxlab::shared_address(ring) + SPREAD + lane % 4 * 16;
+    u32 words = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlockBytes + lane * 16;
+    u32 row_scales = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(ring) + kSpread + lane % 4 * 16;
     ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float total[BM / 2] = {};
-        const auto fetch = [&](u32(&a)[BK / 32][4], u32& rows, int) {
+        const auto fetch = [&](u32(&a)[kBlockChannels / 32][4], u32& rows, int) {
             PHASE(WAIT_COPY);
             // Who unpacked has waited for the copies, so what these wrote is ordered before, too.
             ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
-            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES);
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * kStageBytes);
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int unit = 0; unit < 2; ++unit)
-                ptxlab::upper_halves(a + 2 * unit,
-                                     ptxlab::load_shared_16(words + ahead.index * STAGE_BYTES + unit * 512));
-            const u64 x_half = ptxlab::swizzled_64(ring + ahead.index * STAGE_BYTES);
+            for (int k_unit = 0; k_unit < 2; ++k_unit)
+                ptxlab::upper_halves(a + 2 * k_unit,
+                                     ptxlab::load_shared_16(words + ahead.index * kStageBytes + k_unit * 512));
+            const u64 x_half = ptxlab::swizzled_64(ring + ahead.index * kStageBytes);
             ahead.advance();
             return x_half;
         };
         const auto finish4 = [&](const int (&sum)[BM / 2], u32 rows, int) {
-            ptxlab::add_group<true, 256>(total, sum, rows, token_scales + slot.index * STAGE_BYTES);
+            ptxlab::add_group<true, 256>(total, sum, rows, token_scales + slot.index * kStageBytes);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
             slot.advance();
         };
         const auto finish8 = [&](const int (&sum)[BM / 2], u32 rows, int) {
-            ptxlab::add_group<false, 16>(total, sum, rows, token_scales + slot.index * STAGE_BYTES);
+            ptxlab::add_group<false, 16>(total, sum, rows, token_scales + slot.index * kStageBytes);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
             slot.advance();
         };
-        ptxlab::scale_groups<TOGETHER, BK / 32, HALF / 16, BM / 2>(blocks4, fetch, finish4 TIMELINE_ARGUMENT);
-        ptxlab::scale_groups<1, BK / 32, HALF / 16, BM / 2>(stages - blocks4, fetch, finish8 TIMELINE_ARGUMENT);
+        ptxlab::scale_groups<TOGETHER, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(blocks4, fetch,
+                                                                                     finish4 TIMELINE_ARGUMENT);
+        ptxlab::scale_groups<1, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(stages - blocks4, fetch,
+                                                                              finish8 TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
         // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
-        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
+        const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;

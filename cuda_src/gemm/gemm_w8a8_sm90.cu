@@ -33,24 +33,144 @@
 namespace {
 
 using ptxlab::u64;
-constexpr int THREADS = 128 * (WN + 1), ROWS = 64 * WN, BOX = 128;  // channels of a box
-constexpr int X_BYTES = BM * BK, W_BYTES = ROWS * BK, STAGE_BYTES = X_BYTES + W_BYTES;
-// Registers of a thread that multiplies and of one that loads; with one warp group there are enough for all.
-constexpr bool UNEVEN = WN > 1;
-constexpr int MORE = WN <= 2 ? 232 : 152, FEWER = 40;
+using Slot = ptxlab::Slot<STAGES>;
+using ClusterSums = ptxlab::Epilogue<WN, BM, SPLIT>;
+constexpr int kThreads = 128 * (WN + 1), kTileRows = 64 * WN;
+constexpr int kBoxChannels = 128, kBoxes = BK / kBoxChannels;  // of an operand in a stage
+constexpr int kXBytes = BM * BK, kStageBytes = kXBytes + kTileRows * BK;
+constexpr int kThreadTokens = (BM + 127) / 128;  // whose scales a thread of a warp group loads
+constexpr int kWarpBufferBytes = 512;            // in which a warp transposes results
+constexpr bool kUneven = WN > 1;                 // with one warp group there are registers enough for all
+constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 static_assert(WN <= 3, "registers of four warp groups that multiply would have to be shared out otherwise");
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
-using Sums = ptxlab::Epilogue<WN, BM, SPLIT>;
+
+// The stages in shared memory and their barriers: `full` when both copies have come, `empty` when wgmma has read them.
+struct Ring {
+    unsigned char* stages;
+    u64 *full, *empty;
+};
+
+__device__ __forceinline__ void init_barriers(const Ring& ring, const ClusterSums& sums) {
+    for (int s = 0; s < STAGES; ++s) {
+        ptxlab::mbarrier_init(&ring.full[s], 2);
+        ptxlab::mbarrier_init(&ring.empty[s], 4 * WN);
+    }
+    sums.expect();
+    ptxlab::fence_mbarrier_init();
+}
 
 // Where a tile begins.
-struct Place {
+struct TileOrigin {
     int row, token;
 };
+
+// How Y is cut into tiles, and which stages of K are this block's.
+struct Schedule {
+    int slice;  // of K: the rank in the cluster
+    int num_token_tiles, num_row_tiles, num_tiles;
+    int tile_tokens;
+    int first_stage, num_stages;
+
+    __device__ __forceinline__ Schedule(int M, int N, int K)
+        : slice(SPLIT > 1 ? ptxlab::cluster_rank() : 0), num_token_tiles((M + BM - 1) / BM),
+          num_row_tiles((N + kTileRows - 1) / kTileRows), num_tiles(num_token_tiles * num_row_tiles),
+          tile_tokens(((M + num_token_tiles - 1) / num_token_tiles + 7) / 8 * 8),
+          first_stage((K + BK - 1) / BK * slice / SPLIT),
+          num_stages((K + BK - 1) / BK * (slice + 1) / SPLIT - first_stage) {}
+
+    __device__ __forceinline__ TileOrigin origin_of(int tile_index) const {
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile_index, num_token_tiles, num_row_tiles);
+        return TileOrigin{coord.row_tile * kTileRows, coord.token_tile * tile_tokens};
+    }
+};
+
+// Zeros in the rows of X that no copy writes and wgmma reads.
+__device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_tokens) {
+    const int padding_chunks = (BM - tile_tokens) * 8;  // of 16 bytes, in a box
+    for (int i = threadIdx.x; i < STAGES * kBoxes * padding_chunks; i += kThreads) {
+        const int box = i / padding_chunks;
+        unsigned char* x_box = stages + box / kBoxes * kStageBytes + box % kBoxes * (BM * kBoxChannels);
+        *reinterpret_cast<int4*>(x_box + tile_tokens * kBoxChannels + i % padding_chunks * 16) = make_int4(0, 0, 0, 0);
+    }
+    ptxlab::fence_proxy_async();
+}
+
+// The warp group that loads: one thread of two warps asks, the copy engine copies.
+__device__ __forceinline__ void produce(const ptxlab::TensorMap& w, const ptxlab::TensorMap& x,
+                                        const Schedule& schedule, const Ring& ring, Slot& slot TIMELINE_PARAMETER) {
+    const bool elected = ptxlab::elect();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    // All stages of an operand, boxes of its `rows` at `offset` in a slot; `axis`: the coordinate of a tile along which
+    // the rows lie. NOTE as a function of its own ptxas gives it other registers.
+    const auto load_operand = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset,
+                                  int TileOrigin::* axis) {
+        const int first_stage = schedule.first_stage, num_stages = schedule.num_stages;
+        for (int tile_index = blockIdx.x / SPLIT; tile_index < schedule.num_tiles; tile_index += gridDim.x / SPLIT) {
+            const int row = schedule.origin_of(tile_index).*axis;
+#pragma unroll 1
+            for (int stage = first_stage; stage < first_stage + num_stages; ++stage, slot.advance()) {
+                unsigned char* boxes = ring.stages + slot.index * kStageBytes + offset;
+                u64* barrier = &ring.full[slot.index];
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&ring.empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                if (elected) ptxlab::mbarrier_arrive_expect(barrier, rows * BK);
+#pragma unroll
+                for (int i = 0; i < kBoxes; ++i)
+                    if (elected)
+                        ptxlab::tensor_load(boxes + i * box_bytes, &operand, stage * BK + i * kBoxChannels, row,
+                                            barrier);
+            }
+        }
+    };
+    if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
+    ptxlab::launch_dependents();
+    if (warp == 0) load_operand(w, kTileRows, kTileRows * kBoxChannels, kXBytes, &TileOrigin::row);
+    if (warp == 1) {
+        ptxlab::wait_for_predecessors();
+        load_operand(x, schedule.tile_tokens, BM * kBoxChannels, 0, &TileOrigin::token);
+    }
+    PHASE(WAIT_GROUP);
+    __syncwarp();
+    if (SPLIT > 1) ptxlab::cluster_wait();
+}
+
+// acc += the products of a warp group's 64 rows over all stages of a tile. A slot is given back when wgmma has read it,
+// while the next stage is worked on.
+__device__ __forceinline__ void multiply_stages(int (&acc)[BM / 2], const Ring& ring, Slot& slot, int num_stages,
+                                                int group, int lane TIMELINE_PARAMETER) {
+    int unreleased_slot = -1;  // wgmma may still read it
+    for (int stage = 0; stage < num_stages; ++stage, slot.advance()) {
+        const unsigned char* x_slot = ring.stages + slot.index * kStageBytes;
+        const u64 x_tile = ptxlab::swizzled_128(x_slot);
+        const u64 w_tile = ptxlab::swizzled_128(x_slot + kXBytes + group * 64 * kBoxChannels);
+        PHASE(WAIT_COPY);
+        ptxlab::mbarrier_wait(&ring.full[slot.index], slot.parity);
+        PHASE(ISSUE, BK / 64 * BM);
+        ptxlab::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BK / 32; ++step) {  // 32 channels each
+            const int box = step / 4, column = step % 4 * 2;
+            ptxlab::wgmma_s8(acc, w_tile + box * (kTileRows * kBoxChannels / 16) + column,
+                             x_tile + box * (BM * kBoxChannels / 16) + column);
+        }
+        ptxlab::wgmma_commit();
+        PHASE(WAIT_MMA, 1);
+        ptxlab::wgmma_wait<1>();  // the previous stage has been read
+        if (lane == 0 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&ring.empty[unreleased_slot]);
+        unreleased_slot = slot.index;
+    }
+    PHASE(WAIT_MMA, 0);
+    ptxlab::wgmma_wait<0>();
+    ptxlab::pin(acc);
+    if (lane == 0 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&ring.empty[unreleased_slot]);
+}
 
 }  // namespace
 
 // What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WN][128] swizzled
     const float* __restrict__ w_scale,            // f32 [N]
     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [tokens of a tile][128] swizzled
@@ -58,132 +178,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
     const float* __restrict__ bias,               // f32 [N], or null
     void* __restrict__ y,                         // [M, N], by OUT
     int M, int N, int K) {
-    extern __shared__ __align__(1024) unsigned char ring[];
-    __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    extern __shared__ __align__(1024) unsigned char stages[];  // then sums of other blocks, buffers, scales
+    __shared__ u64 full[STAGES], empty[STAGES], received;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
-    const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const auto place_of = [&](int tile) {
-        const ptxlab::TileCoord place = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        return Place{place.row_tile * ROWS, place.token_tile * tokens};
-    };
-    const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
-
-    unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
-    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;             // 512 bytes of each warp
-    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);  // of each warp group 2 BM, for tiles in turn
-    if (tokens < BM) {                                                 // what wgmma reads behind the copies' rows
-        const int missing = (BM - tokens) * 8;                         // 16 bytes each, of a box
-        for (int i = threadIdx.x; i < STAGES * (BK / BOX) * missing; i += THREADS) {
-            const int box = i / missing;
-            unsigned char* x_box = ring + box / (BK / BOX) * STAGE_BYTES + box % (BK / BOX) * (BM * BOX);
-            *reinterpret_cast<int4*>(x_box + tokens * BOX + i % missing * 16) = make_int4(0, 0, 0, 0);
-        }
-        ptxlab::fence_proxy_async();
-    }
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 2);
-            ptxlab::mbarrier_init(&empty[s], 4 * WN);
-        }
-        sums.expect();
-        ptxlab::fence_mbarrier_init();
-    }
+    const Ring ring{stages, full, empty};
+    const Schedule schedule(M, N, K);
+    const int tile_tokens = schedule.tile_tokens;
+    unsigned char* cluster_sums = stages + STAGES * kStageBytes;
+    const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &received, schedule.slice};
+    unsigned char* buffers = cluster_sums + ClusterSums::RECEIVE_BYTES;
+    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * kWarpBufferBytes);  // [WN][2][BM]: of tiles in turn
+    if (tile_tokens < BM) clear_padding(stages, tile_tokens);
+    if (threadIdx.x == 0) init_barriers(ring, sums);
     __syncthreads();
     if (SPLIT > 1) ptxlab::cluster_arrive();
+    Slot slot;
+    if (threadIdx.x < 128) {
+        produce(w, x, schedule, ring, slot TIMELINE_ARGUMENT);
+        return;
+    }
 
-    ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
-        const bool elected = ptxlab::elect();
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset,
-                              int Place::* along) {
-            for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-                const int row = place_of(tile).*along;
-#pragma unroll 1
-                for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
-                    unsigned char* to = ring + slot.index * STAGE_BYTES + offset;
-                    u64* barrier = &full[slot.index];
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    if (elected) ptxlab::mbarrier_arrive_expect(barrier, rows * BK);
+    // The consumer: a warp group that multiplies.
+    if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
+    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    scales += group * 2 * BM, buffers += (group * 4 + warp) * kWarpBufferBytes;
+    ptxlab::wait_for_predecessors();
+    for (int tile_index = blockIdx.x / SPLIT, buffer_index = 0; tile_index < schedule.num_tiles;
+         tile_index += gridDim.x / SPLIT, buffer_index ^= 1) {
+        PHASE(SETUP);
+        const int token0 = schedule.origin_of(tile_index).token,
+                  n0 = schedule.origin_of(tile_index).row + group * 64 + warp * 16;
+        ptxlab::Scaling scaling{scales + buffer_index * BM, nullptr};
 #pragma unroll
-                    for (int i = 0; i < BK / BOX; ++i)
-                        if (elected)
-                            ptxlab::tensor_load(to + i * box_bytes, &operand, stage * BK + i * BOX, row, barrier);
-                }
-            }
-        };
-        if (UNEVEN) ptxlab::fewer_registers<FEWER>();
-        ptxlab::launch_dependents();
-        if (warp == 0) load(w, ROWS, ROWS * BOX, X_BYTES, &Place::row);
-        if (warp == 1) {
-            ptxlab::wait_for_predecessors();
-            load(x, tokens, BM * BOX, 0, &Place::token);
+        for (int r = 0; r < 2; ++r) {
+            const int n = min(n0 + lane / 4 + 8 * r, N - 1);
+            scaling.w_scale[r] = w_scale[n], scaling.bias[r] = bias ? bias[n] : -0.0f;
         }
-        PHASE(WAIT_GROUP);
-        __syncwarp();
-        if (SPLIT > 1) ptxlab::cluster_wait();
-    } else {  // a warp group that multiplies
-        if (UNEVEN) ptxlab::more_registers<MORE>();
-        const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-        scales += group * 2 * BM, buffers += (group * 4 + warp) * 512;
-        ptxlab::wait_for_predecessors();
-        for (int tile = blockIdx.x / SPLIT, turn = 0; tile < tiles; tile += gridDim.x / SPLIT, turn ^= 1) {
-            PHASE(SETUP);
-            const int token0 = place_of(tile).token, n0 = place_of(tile).row + group * 64 + warp * 16;
-            ptxlab::Scaling scaling{scales + turn * BM, nullptr};
+        float token_scales[kThreadTokens];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int n = min(n0 + lane / 4 + 8 * r, N - 1);
-                scaling.w_scale[r] = w_scale[n], scaling.bias[r] = bias ? bias[n] : -0.0f;
-            }
-            float token_scales[(BM + 127) / 128];
-#pragma unroll
-            for (int i = 0; i < (BM + 127) / 128; ++i) token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
+        for (int i = 0; i < kThreadTokens; ++i) token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
+        int acc[BM / 2] = {};
+        multiply_stages(acc, ring, slot, schedule.num_stages, group, lane TIMELINE_ARGUMENT);
 
-            int acc[BM / 2] = {};
-            int before = -1;  // the slot that wgmma may still read
-            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
-                const u64 x_tile = ptxlab::swizzled_128(x_slot);
-                const u64 w_tile = ptxlab::swizzled_128(x_slot + X_BYTES + group * 64 * BOX);
-                PHASE(WAIT_COPY);
-                ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(ISSUE, BK / 64 * BM);
-                ptxlab::wgmma_fence();
+        PHASE(REDUCE);
+        if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+        sums.send(acc, group, thread);
 #pragma unroll
-                for (int step = 0; step < BK / 32; ++step) {  // 32 channels each
-                    const int box = step / 4, column = step % 4 * 2;
-                    ptxlab::wgmma_s8(acc, w_tile + box * (ROWS * BOX / 16) + column,
-                                     x_tile + box * (BM * BOX / 16) + column);
-                }
-                ptxlab::wgmma_commit();
-                PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();  // the stage before has been read
-                if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-                before = slot.index;
-            }
-            PHASE(WAIT_MMA, 0);
-            ptxlab::wgmma_wait<0>();
-            ptxlab::pin(acc);
-            if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-
-            PHASE(REDUCE);
-            if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
-            sums.send(acc, group, thread);
-#pragma unroll
-            for (int i = 0; i < (BM + 127) / 128; ++i)
-                if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
-            ptxlab::sync_warp_group(group);  // those of the tile before may still be read
-            sums.receive(acc, group, thread);
-            PHASE(EPILOGUE);
-            ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tokens), N, N,
-                                             [&](int piece) { return Sums::owner(group, piece) == slice; });
-            if (SPLIT > 1) break;  // its sums are received once
-        }
+        for (int i = 0; i < kThreadTokens; ++i)
+            if (i * 128 + thread < BM) scales[buffer_index * BM + i * 128 + thread] = token_scales[i];
+        ptxlab::sync_warp_group(group);  // the scales of the previous tile may still be read
+        sums.receive(acc, group, thread);
+        PHASE(EPILOGUE);
+        ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tile_tokens), N, N,
+                                         [&](int piece) { return ClusterSums::owner(group, piece) == schedule.slice; });
+        if (SPLIT > 1) break;  // its sums are received once
     }
 }

@@ -18,22 +18,23 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 // Where `p` of this block lies in block `rank` of the cluster.
 __device__ __forceinline__ unsigned address_in_block(const void* p, unsigned rank) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
-    return there;
+    unsigned remote_address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_address) : "r"(shared_address(p)), "r"(rank));
+    return remote_address;
 }
 
 // A word into another block's shared memory, which counts at an mbarrier of that block.
-__device__ __forceinline__ void store_async(unsigned to, unsigned word, unsigned barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(word),
-                 "r"(barrier)
+__device__ __forceinline__ void store_async(unsigned address, unsigned word, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
+                 "r"(word), "r"(barrier)
                  : "memory");
 }
 
 // 16 bytes into another block's shared memory; they count at an mbarrier of that block.
-__device__ __forceinline__ void store_async_16(unsigned to, int a, int b, int c, int d, unsigned barrier) {
+__device__ __forceinline__ void store_async_16(unsigned address, int a, int b, int c, int d, unsigned barrier) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            address),
         "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
         : "memory");
 }

@@ -63,10 +63,10 @@ template <int SIZE>
 using StripConstants = u32[SIZE == 0 ? 1 : STRIP_GROUPS<SIZE>];
 
 // Of a strip (layout `strips`) the 32 weights of lane 4 g + t in 64 channels, as operand A of two MMAs of 32 channels:
-// word j are rows g, g + 8 (j & 1) of MMA j >> 1. `unit` says which half of a block they are. w + 128 as u8, or w as
+// word j are rows g, g + 8 (j & 1) of MMA j >> 1. `k_unit` says which half of a block they are. w + 128 as u8, or w as
 // s8; without groups (SIZE 0) q as it is.
 template <bool AS_S8, int SIZE>
-__device__ __forceinline__ void dequant_strip(const uint4& weights, const StripConstants<SIZE>& constants, int unit,
+__device__ __forceinline__ void dequant_strip(const uint4& weights, const StripConstants<SIZE>& constants, int k_unit,
                                               u32 (&a)[2][4]) {
     const u32 words[4] = {weights.x, weights.y, weights.z, weights.w};
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void dequant_strip(const uint4& weights, const StripC
         if constexpr (SIZE == 0) {
             d = dequant_qoq_channel(words[j]);
         } else {
-            const u32 pair = constants[(unit * 64 + j / 2 * 32) / SIZE] >> 16 * (j & 1);
+            const u32 pair = constants[(k_unit * 64 + j / 2 * 32) / SIZE] >> 16 * (j & 1);
             const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
             d = AS_S8 ? dequant_lqq(words[j], scale, offset) : dequant_lqq_unsigned(words[j], scale, offset);
         }

@@ -35,7 +35,7 @@ struct Epilogue {
     static __device__ __forceinline__ int owner(int group, int j) {
         return SHARED_OUT ? j / (PER_GROUP / BLOCKS) : (group * PER_GROUP + j) / OWNED;
     }
-    static __device__ __forceinline__ int place(int group, int j) {
+    static __device__ __forceinline__ int owned_index(int group, int j) {
         return SHARED_OUT ? group * (PER_GROUP / BLOCKS) + j % (PER_GROUP / BLOCKS) : (group * PER_GROUP + j) % OWNED;
     }
 
@@ -48,8 +48,8 @@ struct Epilogue {
     __device__ __forceinline__ void expect() const {
         if constexpr (BLOCKS > 1) {
             mbarrier_init(arrived, 1);
-            const int mine = SHARED_OUT ? OWNED : max(0, min(OWNED, PIECES - rank * OWNED));
-            mbarrier_arrive_expect(arrived, (BLOCKS - 1) * mine * 2048);
+            const int owned_pieces = SHARED_OUT ? OWNED : max(0, min(OWNED, PIECES - rank * OWNED));
+            mbarrier_arrive_expect(arrived, (BLOCKS - 1) * owned_pieces * 2048);
         }
     }
 
@@ -58,11 +58,12 @@ struct Epilogue {
         if constexpr (BLOCKS > 1) {
 #pragma unroll
             for (int j = 0; j < PER_GROUP; ++j) {
-                const int to = owner(group, j);
-                if (to == rank) continue;
-                const int4* slot = received + ((rank - (rank > to)) * OWNED + place(group, j)) * 128 + thread;
-                store_async_16(address_in_block(slot, to), acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3],
-                               address_in_block(arrived, to));
+                const int owner_rank = owner(group, j);
+                if (owner_rank == rank) continue;
+                const int4* slot =
+                    received + ((rank - (rank > owner_rank)) * OWNED + owned_index(group, j)) * 128 + thread;
+                store_async_16(address_in_block(slot, owner_rank), acc[4 * j], acc[4 * j + 1], acc[4 * j + 2],
+                               acc[4 * j + 3], address_in_block(arrived, owner_rank));
             }
         }
     }
@@ -75,9 +76,10 @@ struct Epilogue {
             for (int j = 0; j < PER_GROUP; ++j) {
                 if (owner(group, j) != rank) continue;
 #pragma unroll
-                for (int from = 0; from < BLOCKS - 1; ++from) {
-                    const int4 more = received[(from * OWNED + place(group, j)) * 128 + thread];
-                    acc[4 * j] += more.x, acc[4 * j + 1] += more.y, acc[4 * j + 2] += more.z, acc[4 * j + 3] += more.w;
+                for (int sender = 0; sender < BLOCKS - 1; ++sender) {
+                    const int4 addend = received[(sender * OWNED + owned_index(group, j)) * 128 + thread];
+                    acc[4 * j] += addend.x, acc[4 * j + 1] += addend.y, acc[4 * j + 2] += addend.z,
+                        acc[4 * j + 3] += addend.w;
                 }
             }
         }
@@ -90,7 +92,7 @@ struct Epilogue {
                                           int token0, int n0) const {
         static_assert(AT_A_TIME % 8 == 0 && PITCH >= 64 && PITCH % 32 == 4, "no bank conflicts");
         constexpr int CHUNK = TOKENS < AT_A_TIME ? TOKENS : AT_A_TIME;
-        int* mine = tile + group * CHUNK * PITCH;
+        int* group_tile = tile + group * CHUNK * PITCH;
         const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
@@ -99,7 +101,7 @@ struct Epilogue {
             for (int i = 0; i < CHUNK / 8; ++i) {
                 const int* d = acc + (chunk * CHUNK / 8 + i) * 4;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) mine[(i * 8 + column + e % 2) * PITCH + row + e / 2 * 8] = d[e];
+                for (int e = 0; e < 4; ++e) group_tile[(i * 8 + column + e % 2) * PITCH + row + e / 2 * 8] = d[e];
             }
             sync_one_of_two(group);
 #pragma unroll
@@ -107,7 +109,7 @@ struct Epilogue {
                 const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
                 const bool owned = owner(group, token / 8) == rank;
                 if (owned && token0 + token < out.M && n < out.N)
-                    store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, mine + i / 8 * PITCH + i % 8 * 8,
+                    store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, group_tile + i / 8 * PITCH + i % 8 * 8,
                                   out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);
             }
         }

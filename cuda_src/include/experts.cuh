@@ -17,20 +17,20 @@ class ExpertTiles {
     const int* offsets;  // [experts + 1]
     int experts, row_tiles, lane;
     int first_expert = 0, first_tile = 0;  // of the 32
-    int begin, end, behind;                // rows of this lane's expert; the number of the first tile behind its own
+    int begin, end, end_tile;              // rows of this lane's expert; the number of the first tile behind its own
 
     static __device__ __forceinline__ int tiles_of(int rows) { return (rows + TOKENS - 1) / TOKENS; }
 
     __device__ __forceinline__ void look() {
         const int expert = first_expert + lane;
         begin = offsets[min(expert, experts)], end = offsets[min(expert + 1, experts)];
-        behind = tiles_of(end - begin) * row_tiles;
+        end_tile = tiles_of(end - begin) * row_tiles;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const int before = __shfl_up_sync(~0u, behind, step);
-            if (lane >= step) behind += before;
+            const int tiles_below = __shfl_up_sync(~0u, end_tile, step);
+            if (lane >= step) end_tile += tiles_below;
         }
-        behind += first_tile;
+        end_tile += first_tile;
     }
 
 public:
@@ -41,18 +41,20 @@ public:
     }
 
     // False behind the last tile.
-    __device__ __forceinline__ bool find(int tile, ExpertTile& found) {
-        for (int last; tile >= (last = __shfl_sync(~0u, behind, 31)); look()) {
+    __device__ __forceinline__ bool find(int tile_index, ExpertTile& tile) {
+        for (int last; tile_index >= (last = __shfl_sync(~0u, end_tile, 31)); look()) {
             first_expert += 32, first_tile = last;
             if (first_expert >= experts) return false;
         }
-        const int which = __popc(__ballot_sync(~0u, behind <= tile));
-        const int before = __shfl_sync(~0u, behind, max(which - 1, 0)), row0 = __shfl_sync(~0u, begin, which);
-        found.end_token = __shfl_sync(~0u, end, which);
-        const int token_tiles = tiles_of(found.end_token - row0), own = tile - (which > 0 ? before : first_tile);
-        found.expert = first_expert + which;
-        found.row_tile = token_tiles == 1 ? own : own / token_tiles;  // a division takes its time
-        found.token0 = row0 + (own - found.row_tile * token_tiles) * TOKENS;
+        const int which = __popc(__ballot_sync(~0u, end_tile <= tile_index));
+        const int preceding_tiles = __shfl_sync(~0u, end_tile, max(which - 1, 0)),
+                  row0 = __shfl_sync(~0u, begin, which);
+        tile.end_token = __shfl_sync(~0u, end, which);
+        const int token_tiles = tiles_of(tile.end_token - row0),
+                  tile_of_expert = tile_index - (which > 0 ? preceding_tiles : first_tile);
+        tile.expert = first_expert + which;
+        tile.row_tile = token_tiles == 1 ? tile_of_expert : tile_of_expert / token_tiles;  // a division takes its time
+        tile.token0 = row0 + (tile_of_expert - tile.row_tile * token_tiles) * TOKENS;
         return true;
     }
 };

@@ -2,7 +2,8 @@
 // group. A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8
 // at tokens 2 t, 2 t + 1, twice.
 //
-// 2-byte outputs   16 tokens at a time, turned over through 512 bytes of shared memory (`Turn`): 16 bytes a lane.
+// 2-byte outputs   16 tokens at a time, transposed through 512 bytes of shared memory (`TokenTranspose`): 16 bytes a
+//                  lane.
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
 // SILU_MUL         a lane has gate and up, so 8 features are left: 32 tokens at a time, 16 bytes each, a lane per token.
 #pragma once
@@ -23,22 +24,22 @@ struct Scaling {
 // Results in pairs of tokens to 8 rows of one token a lane: one stmatrix.x4.trans turns four 8 x 8 matrices [n][token]
 // over, and 16 tokens x 16 rows lie in shared memory, 32 bytes per token, from where each lane takes 16 bytes. The halves
 // of tokens 4..7 of every 8 change places: no bank conflicts.
-struct Turn {
-    unsigned to, from;  // shared addresses
-    int token, half;    // what this lane gets: of a token rows 0-7 or 8-15
+struct TokenTranspose {
+    unsigned store_address, load_address;  // shared addresses
+    int token, row_half;                   // what this lane gets: of a token rows 0-7 or 8-15
 
-    __device__ __forceinline__ Turn(unsigned char* buffer, int lane) {
+    __device__ __forceinline__ TokenTranspose(unsigned char* buffer, int lane) {
         const int row = lane % 8, matrix = lane / 8;  // whose address this lane gives: token, and (half, 8 tokens)
-        to = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
-        token = lane / 2, half = lane % 2;
-        from = shared_address(buffer) + token * 32 + (half ^ (token / 4 % 2)) * 16;
+        store_address = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
+        token = lane / 2, row_half = lane % 2;
+        load_address = shared_address(buffer) + token * 32 + (row_half ^ (token / 4 % 2)) * 16;
     }
 
     __device__ __forceinline__ uint4 operator()(const unsigned (&h)[4]) const {
         __syncwarp();  // what was there has been taken
-        store_matrices_transposed(to, h);
+        store_matrices_transposed(store_address, h);
         __syncwarp();
-        return load_shared_16(from);
+        return load_shared_16(load_address);
     }
 };
 
@@ -47,12 +48,12 @@ __device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, f
     return __fadd_rn(__fmul_rn(__fmul_rn(float(acc), x_scale), w_scale), bias);
 }
 
-// Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of
+// Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `owns(piece)` says whether the sums of
 // tokens 8 * piece .. are here. `buffer`: 512 bytes of this warp. SILU_MUL: Y has half as many columns, N / 2.
 template <int KIND, int TOKENS, int WITH = 0, class Own>
 __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y,
                                                 unsigned char* buffer, int lane, int token0, int n0, int M, int N,
-                                                int end, Own own) {
+                                                int end, Own owns) {
     static_assert(WITH == 0 || KIND < 2, "to 16 bits each");
     const int g = lane / 4, t = lane % 4;
     if constexpr (WITH == SILU_MUL) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
             bool owned = false;  // by this lane, its token's
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                if (j + i >= PIECES || !own(j + i)) continue;
+                if (j + i >= PIECES || !owns(j + i)) continue;
                 owned |= lane / 8 == i;
                 const int token = (j + i) * 8 + 2 * t;
                 const float2 scale = *reinterpret_cast<const float2*>(s.x_scale + token);
@@ -86,23 +87,23 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
     } else if constexpr (KIND >= 2) {
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
-            if (!own(j)) continue;
+            if (!owns(j)) continue;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int token = j * 8 + 2 * t + e % 2, n = n0 + g + e / 2 * 8;
                 if (token0 + token >= M || n >= end) continue;
                 const int sum = acc[4 * j + e] - (s.x_sum ? s.zero[e / 2] * s.x_sum[token] : 0);
-                const size_t at = size_t(token0 + token) * N + n;
-                if constexpr (KIND == 3) static_cast<int*>(y)[at] = sum;
-                else static_cast<float*>(y)[at] = scaled(sum, s.x_scale[token], s.w_scale[e / 2], s.bias[e / 2]);
+                const size_t index = size_t(token0 + token) * N + n;
+                if constexpr (KIND == 3) static_cast<int*>(y)[index] = sum;
+                else static_cast<float*>(y)[index] = scaled(sum, s.x_scale[token], s.w_scale[e / 2], s.bias[e / 2]);
             }
         }
     } else {
         constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
-        const Turn turn(buffer, lane);
+        const TokenTranspose transpose(buffer, lane);
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
-            if (!own(j) && !(AT_ONCE == 2 && own(j + 1))) continue;
+            if (!owns(j) && !(AT_ONCE == 2 && owns(j + 1))) continue;
             unsigned h[4] = {};
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
@@ -116,16 +117,16 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                         rounded_pair<KIND>(scaled(d[2 * r] - s.zero[r] * sum.x, scale.x, s.w_scale[r], s.bias[r]),
                                            scaled(d[2 * r + 1] - s.zero[r] * sum.y, scale.y, s.w_scale[r], s.bias[r]));
             }
-            const uint4 v = turn(h);
-            const int token = token0 + j * 8 + turn.token, n = n0 + turn.half * 8;
-            if (turn.token < AT_ONCE * 8 && own(j + turn.token / 8) && token < M && n < end)
+            const uint4 v = transpose(h);
+            const int token = token0 + j * 8 + transpose.token, n = n0 + transpose.row_half * 8;
+            if (transpose.token < AT_ONCE * 8 && owns(j + transpose.token / 8) && token < M && n < end)
                 put_8<KIND, WITH>(y, size_t(token) * N + n, v);
         }
     }
 }
 
-// The same of f32 totals, as far as they are below M and N, with the bias of rows g and g + 8 (-0 where
-// there is none), to f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: 512 bytes of this warp.
+// The same of f32 totals, as far as they are below M and N, with the bias of rows g and g + 8 (-0 where there is
+// none), to f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: 512 bytes of this warp.
 template <int KIND, int TOKENS>
 __device__ __forceinline__ void store_totals(const float (&total)[TOKENS / 2], const float (&bias)[2], void* y,
                                              unsigned char* buffer, int lane, int token0, int n0, int M, int N) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void store_totals(const float (&total)[TOKENS / 2], c
             }
     } else {
         constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
-        const Turn turn(buffer, lane);
+        const TokenTranspose transpose(buffer, lane);
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
             unsigned h[4] = {};
@@ -150,9 +151,9 @@ __device__ __forceinline__ void store_totals(const float (&total)[TOKENS / 2], c
                 const float* d = total + 4 * j + 2 * i;
                 h[i] = rounded_pair<KIND>(__fadd_rn(d[0], bias[i % 2]), __fadd_rn(d[1], bias[i % 2]));
             }
-            const uint4 v = turn(h);
-            const int token = token0 + j * 8 + turn.token, n = n0 + turn.half * 8;
-            if (turn.token < AT_ONCE * 8 && token < M && n < N)
+            const uint4 v = transpose(h);
+            const int token = token0 + j * 8 + transpose.token, n = n0 + transpose.row_half * 8;
+            if (transpose.token < AT_ONCE * 8 && token < M && n < N)
                 *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * N + n) = v;
         }
     }

@@ -15,7 +15,7 @@ constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose 
 
 // By the number of warp groups that multiply: registers of their threads, and of those that load, together what the block
 // begins with. With one warp group they stay as they are.
-constexpr int MULTIPLYING[] = {0, 0, 232, 152, 104}, LOADING[] = {0, 0, 40, 56, 64};
+constexpr int CONSUMER_REGISTERS[] = {0, 0, 232, 152, 104}, PRODUCER_REGISTERS[] = {0, 0, 40, 56, 64};
 
 // The words of 64 channels as the operands of two wgmmas: s4 in the upper halves of bytes, so that they count 16 times.
 __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
@@ -74,60 +74,60 @@ __device__ __forceinline__ void scale_groups(int groups, const Fetch& fetch, con
 template <int TOKENS>
 constexpr int SPREAD_BYTES = (TOKENS + 15) / 16 * 64;
 template <int TOKENS, int THREADS>
-__device__ __forceinline__ void spread_scales(float* to, const __half* from, int thread) {
+__device__ __forceinline__ void spread_scales(float* spread, const __half* scales, int thread) {
 #pragma unroll 1
     for (int m = thread; m < SPREAD_BYTES<TOKENS> / 4; m += THREADS)
-        to[m / 16 * 16 + m / 2 % 4 * 4 + m / 8 % 2 * 2 + m % 2] = m < TOKENS ? __half2float(from[m * 8]) : 0.0f;
+        spread[m / 16 * 16 + m / 2 % 4 * 4 + m / 8 % 2 * 2 + m % 2] = m < TOKENS ? __half2float(scales[m * 8]) : 0.0f;
 }
 
 // total += sum * (x * w) for a warp's 16 rows sum from ZERO on; `scales` are those of the tokens, spread. A product
 // counts UNIT times. INT4: both operands are, and their sums have 14 bits: times an f16, exact.
 template <bool INT4, int UNIT, int SUMS>
 __device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)[SUMS], unsigned row_scales,
-                                          unsigned scales) {
+                                          unsigned spread) {
     const __half2 rows = *reinterpret_cast<const __half2*>(&row_scales);
     const float counts = 1.0f / UNIT;
-    const float w[2] = {__low2float(rows) * counts, __high2float(rows) * counts};
-    const float off[2] = {-SHIFT * w[0], -SHIFT * w[1]};
+    const float row_scale[2] = {__low2float(rows) * counts, __high2float(rows) * counts};
+    const float offset[2] = {-SHIFT * row_scale[0], -SHIFT * row_scale[1]};
 #pragma unroll
     for (int i = 0; i < (SUMS + 7) / 8; ++i) {
-        const uint4 four = load_shared_16(scales + i * 64);
-        const float x[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
-                            __uint_as_float(four.w)};
+        const uint4 four = load_shared_16(spread + i * 64);
+        const float token_scales[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
+                                       __uint_as_float(four.w)};
 #pragma unroll
         for (int e = 8 * i; e < min(8 * i + 8, SUMS); ++e) {
-            const float shifted = __int_as_float(sum[e]), of_token = x[e / 4 % 2 * 2 + e % 2];
+            const float shifted = __int_as_float(sum[e]), token_scale = token_scales[e / 4 % 2 * 2 + e % 2];
             const int row = e / 2 % 2;
-            if (INT4) total[e] = __fmaf_rn(__fmaf_rn(shifted, w[row], off[row]), of_token, total[e]);
-            else total[e] = __fmaf_rn(__fadd_rn(shifted, -SHIFT), __fmul_rn(of_token, w[row]), total[e]);
+            if (INT4) total[e] = __fmaf_rn(__fmaf_rn(shifted, row_scale[row], offset[row]), token_scale, total[e]);
+            else total[e] = __fmaf_rn(__fadd_rn(shifted, -SHIFT), __fmul_rn(token_scale, row_scale[row]), total[e]);
         }
     }
 }
 
 // All stages of a block's tiles, by the four warps that load: an elected thread of warp 0 asks for weights, load_w(row tile,
-// stage, to, barrier), one of warp 1 for activations, load_x(first token, stage, to, barrier); when both have come, warps 2
-// and 3 prepare(stage, to, index of the slot).
+// stage, stage slot, barrier), one of warp 1 for activations, load_x(first token, stage, stage slot, barrier); when both
+// have come, warps 2 and 3 prepare(stage, stage slot, index of the slot).
 template <int STAGE_BYTES, int SLOTS, class LoadW, class LoadX, class Prepare>
 __device__ __forceinline__ void load_tiles(Slot<SLOTS>& slot, unsigned char* ring, u64* full, u64* empty, int tiles,
                                            int token_tiles, int row_tiles, int tokens, int stages, int warp,
                                            bool elected, const LoadW& load_w, const LoadX& load_x,
                                            const Prepare& prepare TIMELINE_PARAMETER) {
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const TileCoord place = tile_coord(tile, token_tiles, row_tiles);
+        const TileCoord coord = tile_coord(tile, token_tiles, row_tiles);
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-            unsigned char* to = ring + slot.index * STAGE_BYTES;
+            unsigned char* stage_slot = ring + slot.index * STAGE_BYTES;
             if (warp < 2) {
                 PHASE(WAIT_GROUP);
                 mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                 PHASE(LOAD);
-                if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
-                if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+                if (elected && warp == 0) load_w(coord.row_tile, stage, stage_slot, &full[slot.index]);
+                if (elected && warp == 1) load_x(coord.token_tile * tokens, stage, stage_slot, &full[slot.index]);
             } else {
                 PHASE(WAIT_COPY);
                 mbarrier_wait(&full[slot.index], slot.parity);
                 PHASE(DEQUANTISE);
-                prepare(stage, to, slot.index);
+                prepare(stage, stage_slot, slot.index);
             }
         }
     }

@@ -21,9 +21,9 @@ __device__ __forceinline__ void dequant_kv4(float (&x)[32], const uint4& nibbles
         const uint4 h = dequant_u4_f16_minus(words[w], bias);  // (e0, e2), (e1, e3), (e4, e6), (e5, e7)
         const float2 e02 = __half22float2(as_half2(h.x)), e13 = __half22float2(as_half2(h.y));
         const float2 e46 = __half22float2(as_half2(h.z)), e57 = __half22float2(as_half2(h.w));
-        float* to = x + 8 * w;
-        to[0] = e02.x, to[1] = e13.x, to[2] = e02.y, to[3] = e13.y;
-        to[4] = e46.x, to[5] = e57.x, to[6] = e46.y, to[7] = e57.y;
+        float* elements = x + 8 * w;
+        elements[0] = e02.x, elements[1] = e13.x, elements[2] = e02.y, elements[3] = e13.y;
+        elements[4] = e46.x, elements[5] = e57.x, elements[6] = e46.y, elements[7] = e57.y;
     }
 }
 

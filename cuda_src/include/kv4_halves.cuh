@@ -22,20 +22,20 @@ __device__ __forceinline__ constexpr int high_of(int i) { return low_of(i) + 2; 
 // A lane's part of a query in the order of Halves, scaled by a power of two so that the largest element of the row, which
 // PARTS lanes have, is in [1, 2). Returns that power.
 template <int PARTS>
-__device__ __forceinline__ float load_scaled(__half2 (&query)[4][4], const __half* part) {
+__device__ __forceinline__ float load_scaled(__half2 (&query)[4][4], const __half* elements) {
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) largest = fmaxf(largest, fabsf(__half2float(part[i])));
+    for (int i = 0; i < 32; ++i) largest = fmaxf(largest, fabsf(__half2float(elements[i])));
 #pragma unroll
     for (int mask = 1; mask < PARTS; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
-    const float unit = leading_power(largest), per_unit = inverse_power(unit);
+    const float power = leading_power(largest), inverse = inverse_power(power);
 #pragma unroll
     for (int w = 0; w < 4; ++w)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            query[w][i] = __floats2half2_rn(__half2float(part[w * 8 + low_of(i)]) * per_unit,
-                                            __half2float(part[w * 8 + high_of(i)]) * per_unit);
-    return unit;
+            query[w][i] = __floats2half2_rn(__half2float(elements[w * 8 + low_of(i)]) * inverse,
+                                            __half2float(elements[w * 8 + high_of(i)]) * inverse);
+    return power;
 }
 
 // The product of a lane's parts of a query and a key: two products per instruction, four of a word added up in f16.

@@ -56,11 +56,11 @@ using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they
 
 // The extremes of a row, or of a part of it.
 struct Extremes {
-    float most, minus_least;
+    float largest, minus_smallest;
 
     __device__ __forceinline__ void include(const Extremes& other) {
-        most = max_nan(most, other.most);
-        minus_least = max_nan(minus_least, other.minus_least);
+        largest = max_nan(largest, other.largest);
+        minus_smallest = max_nan(minus_smallest, other.minus_smallest);
     }
 };
 
@@ -74,10 +74,12 @@ struct Stored {
     }
 
     __device__ __forceinline__ Extremes extremes() const {
-        Two most = pair(0), least = pair(0);
+        Two largest = pair(0), smallest = pair(0);
 #pragma unroll
-        for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
-        return {max_nan(__low2float(most), __high2float(most)), max_nan(-__low2float(least), -__high2float(least))};
+        for (int i = 1; i < PAIRS; ++i)
+            largest = __hmax2_nan(largest, pair(i)), smallest = __hmin2_nan(smallest, pair(i));
+        return {max_nan(__low2float(largest), __high2float(largest)),
+                max_nan(-__low2float(smallest), -__high2float(smallest))};
     }
 };
 
@@ -97,9 +99,10 @@ struct Rotated {
 
 // So many f32 from a place that is a multiple of 16 bytes.
 template <int N>
-__device__ __forceinline__ void load(float (&to)[N], const float* from) {
+__device__ __forceinline__ void load(float (&destination)[N], const float* source) {
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
+    for (int i = 0; i < N / 4; ++i)
+        reinterpret_cast<float4*>(destination)[i] = reinterpret_cast<const float4*>(source)[i];
 }
 
 // How a token's position turns a lane's pairs.
@@ -167,10 +170,10 @@ struct Corrected {
     // 2^-100 <= s <= 2^100, as bits, which are ordered like numbers; never of a NaN.
     __device__ __forceinline__ static bool fit(const float (&scales)[VALUES]) {
         const unsigned low = __float_as_int(0x1p-100f), high = __float_as_int(0x1p100f);
-        unsigned most = 0;
+        unsigned largest_offset = 0;
 #pragma unroll
-        for (int j = 0; j < VALUES; ++j) most = max(most, __float_as_uint(scales[j]) - low);
-        return most <= high - low;
+        for (int j = 0; j < VALUES; ++j) largest_offset = max(largest_offset, __float_as_uint(scales[j]) - low);
+        return largest_offset <= high - low;
     }
 
     __device__ __forceinline__ void by(float scale) { s = scale, r = reciprocal(scale); }
@@ -189,14 +192,14 @@ __device__ __forceinline__ int rounded(float quotient) {
 __device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
 
 template <class T>
-__device__ __forceinline__ T read(const T* from) {
-    return STREAMED ? __ldcs(from) : *from;
+__device__ __forceinline__ T read(const T* source) {
+    return STREAMED ? __ldcs(source) : *source;
 }
 
 template <class T>
-__device__ __forceinline__ void write(void* to, T value) {
-    if (STREAMED) __stcs(static_cast<T*>(to), value);
-    else *static_cast<T*>(to) = value;
+__device__ __forceinline__ void write(void* destination, T value) {
+    if (STREAMED) __stcs(static_cast<T*>(destination), value);
+    else *static_cast<T*>(destination) = value;
 }
 
 // Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's
@@ -213,18 +216,20 @@ struct Places {
         pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const Index at = slot[i % TOKENS];
-            const unsigned page = unsigned(at / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
-            rows[i] = at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
+            const Index row_slot = slot[i % TOKENS];
+            const unsigned page = unsigned(row_slot / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
+            rows[i] = row_slot < 0 || head + i / TOKENS >= heads ? NOWHERE
+                                                                 : page + unsigned(row_slot) % PAGE * (FEATURES / UNIT);
         }
     }
 
     __device__ __forceinline__ void of_constants(Index slot, int head, int heads, int lane) {
         const unsigned pitch = 2 * heads * PAGE_BYTES;
-        const int own = lane / OWNERS;
-        const bool answers = lane % OWNERS == 0 && slot >= 0 && head + own < heads;
-        const unsigned at = unsigned(slot / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
-        constants = answers ? at : NOWHERE;
+        const int answered_row = lane / OWNERS;
+        const bool answers = lane % OWNERS == 0 && slot >= 0 && head + answered_row < heads;
+        const unsigned constants_offset =
+            unsigned(slot / PAGE) * (pitch / UNIT) + answered_row * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
+        constants = answers ? constants_offset : NOWHERE;
         offset = unsigned(slot) % PAGE;
     }
 };
@@ -235,26 +240,27 @@ struct Places {
     unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const unsigned first = bytes_of<0>(q + half * 8), second = bytes_of<0>(q + half * 8 + 4);
-        unsigned char* to = row + half * (FEATURES / 2) + lane * BITS;
-        if (BITS == 4) write(to, first | second << 4);
-        else write(to, make_uint2(first, second));
+        const unsigned first_word = bytes_of<0>(q + half * 8), second_word = bytes_of<0>(q + half * 8 + 4);
+        unsigned char* destination = row + half * (FEATURES / 2) + lane * BITS;
+        if (BITS == 4) write(destination, first_word | second_word << 4);
+        else write(destination, make_uint2(first_word, second_word));
     }
 }
 
 // The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these
 // each.
 [[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
-    const unsigned first = bytes_of<0>(q), second = bytes_of<0>(q + 4);
+    const unsigned first_word = bytes_of<0>(q), second_word = bytes_of<0>(q + 4);
     const bool odd = lane % 2;
-    const unsigned other = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first : second, 1) : 0;
+    const unsigned neighbour_word = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first_word : second_word, 1) : 0;
     if (places.rows[i] == NOWHERE) return;
     unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
     if (BITS == 4) {
-        write(row + odd * (FEATURES / 2) + lane / 2 * 4, odd ? other | second << 4 : first | other << 4);
+        write(row + odd * (FEATURES / 2) + lane / 2 * 4,
+              odd ? neighbour_word | second_word << 4 : first_word | neighbour_word << 4);
     } else {
-        write(row + lane * 4, first);
-        write(row + FEATURES / 2 + lane * 4, second);
+        write(row + lane * 4, first_word);
+        write(row + FEATURES / 2 + lane * 4, second_word);
     }
 }
 
@@ -266,16 +272,16 @@ __device__ __forceinline__ T handed(T value, int i) {
 
 // The extremes of the row that the lane answers for, of the parts that the row's lanes have.
 __device__ __forceinline__ Extremes reduced(Extremes (&e)[ROWS], int lane) {
-    int left = ROWS;  // rows that a lane answers for
+    int rows_left = ROWS;  // rows that a lane answers for
 #pragma unroll
     for (int mask = LANES / 2; mask > 0; mask /= 2) {
-        const bool divided = left > 1, upper = lane & mask;
-        if (divided) left /= 2;
+        const bool divided = rows_left > 1, upper = lane & mask;
+        if (divided) rows_left /= 2;
 #pragma unroll
-        for (int i = 0; i < left; ++i) {
-            const Extremes given = divided && !upper ? e[i + left] : e[i];
-            if (divided && upper) e[i] = e[i + left];
-            e[i].include({__shfl_xor_sync(~0u, given.most, mask), __shfl_xor_sync(~0u, given.minus_least, mask)});
+        for (int i = 0; i < rows_left; ++i) {
+            const Extremes sent = divided && !upper ? e[i + rows_left] : e[i];
+            if (divided && upper) e[i] = e[i + rows_left];
+            e[i].include({__shfl_xor_sync(~0u, sent.largest, mask), __shfl_xor_sync(~0u, sent.minus_smallest, mask)});
         }
     }
     return e[0];
@@ -289,18 +295,19 @@ __device__ __forceinline__ void append_by_token(const Row (&rows)[ROWS], const P
     for (int i = 0; i < ROWS; ++i) e[i] = rows[i].extremes();
     Extremes range = reduced(e, lane);
     range.include({0, 0});
-    const __half rounded = __float2half_rn(__fdiv_rn(__fadd_rn(range.most, range.minus_least), float(LEVELS)));
+    const __half rounded = __float2half_rn(__fdiv_rn(__fadd_rn(range.largest, range.minus_smallest), float(LEVELS)));
     const __half scale = __half2float(rounded) == 0 ? __float2half_rn(1.0f) : rounded;
-    const Reciprocal own(__half2float(scale));
-    const int own_zero = level(own(range.minus_least), 0);
+    const Reciprocal row_quotient(__half2float(scale));
+    const int row_zero = level(row_quotient(range.minus_smallest), 0);
     if (places.constants != NOWHERE) {
-        unsigned* to = reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * UNIT) + places.offset;
-        *to = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(own_zero))) << 16;
+        unsigned* row_constants =
+            reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * UNIT) + places.offset;
+        *row_constants = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(row_zero))) << 16;
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const Reciprocal quotient(handed(own.high, i), handed(own.low, i));
-        const int zero = handed(own_zero, i);
+        const Reciprocal quotient(handed(row_quotient.high, i), handed(row_quotient.low, i));
+        const int zero = handed(row_zero, i);
         int q[VALUES];
 #pragma unroll
         for (int j = 0; j < VALUES; ++j) q[j] = level(quotient(rows[i][j]), zero);
@@ -315,9 +322,9 @@ struct Channels {
     __device__ __forceinline__ void read(const float* scales, const float* zeros, int lane) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int at = half * (D / 2) + lane * PAIRS;
-            load(reinterpret_cast<float (&)[PAIRS]>(scale[half * PAIRS]), scales + at);
-            if (BITS == 4) load(reinterpret_cast<float (&)[PAIRS]>(zero[half * PAIRS]), zeros + at);
+            const int channel = half * (D / 2) + lane * PAIRS;
+            load(reinterpret_cast<float (&)[PAIRS]>(scale[half * PAIRS]), scales + channel);
+            if (BITS == 4) load(reinterpret_cast<float (&)[PAIRS]>(zero[half * PAIRS]), zeros + channel);
         }
     }
 };

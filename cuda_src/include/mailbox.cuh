@@ -16,37 +16,38 @@ namespace ptxlab {
 __device__ __forceinline__ unsigned sealed(float x) { return ~__float_as_uint(x); }
 __device__ __forceinline__ float opened(unsigned word) { return __uint_as_float(~word); }
 
-__device__ __forceinline__ void post(unsigned* to, float4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(sealed(v.x)), "r"(sealed(v.y)),
-                 "r"(sealed(v.z)), "r"(sealed(v.w))
+__device__ __forceinline__ void post(unsigned* destination, float4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(sealed(v.x)),
+                 "r"(sealed(v.y)), "r"(sealed(v.z)), "r"(sealed(v.w))
                  : "memory");
 }
-__device__ __forceinline__ void post(unsigned* to, float2 v) {
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(sealed(v.x)), "r"(sealed(v.y))
+__device__ __forceinline__ void post(unsigned* destination, float2 v) {
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(destination), "r"(sealed(v.x)), "r"(sealed(v.y))
                  : "memory");
 }
 
 // True if all of it has been posted.
-__device__ __forceinline__ bool fetch(float4& v, const unsigned* from) {
+__device__ __forceinline__ bool fetch(float4& v, const unsigned* source) {
     unsigned x, y, z, w;
     asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
-                 : "l"(from)
+                 : "l"(source)
                  : "memory");
     v = make_float4(opened(x), opened(y), opened(z), opened(w));
     return min(min(x, y), min(z, w)) != 0;
 }
-__device__ __forceinline__ bool fetch(float2& v, const unsigned* from) {
+__device__ __forceinline__ bool fetch(float2& v, const unsigned* source) {
     unsigned x, y;
-    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(source) : "memory");
     v = make_float2(opened(x), opened(y));
     return min(x, y) != 0;
 }
 
 template <int WORDS>
-__device__ __forceinline__ void clear(unsigned* at) {
-    if (WORDS == 4) asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %1, %1, %1};" ::"l"(at), "r"(0) : "memory");
-    else asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %1};" ::"l"(at), "r"(0) : "memory");
+__device__ __forceinline__ void clear(unsigned* words) {
+    if (WORDS == 4)
+        asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %1, %1, %1};" ::"l"(words), "r"(0) : "memory");
+    else asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %1};" ::"l"(words), "r"(0) : "memory");
 }
 
 }  // namespace ptxlab

@@ -44,7 +44,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, unsigned by
 // lanes.
 __device__ __forceinline__ bool elect() {
     unsigned elected;
-    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+    asm volatile("{\n.reg .pred chosen;\nelect.sync _|chosen, 0xffffffff;\nselp.u32 %0, 1, 0, chosen;\n}"
+                 : "=r"(elected));
     return elected;
 }
 
@@ -63,34 +64,37 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
 
 // `bytes` (a multiple of 16) from global to shared memory. Addresses of shared memory, so that a loop can count them
 // up.
-__device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
+__device__ __forceinline__ void bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
 }
-__device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, u64* barrier) {
-    bulk_load(shared_address(to), from, bytes, shared_address(barrier));
+__device__ __forceinline__ void bulk_load(void* destination, const void* source, unsigned bytes, u64* barrier) {
+    bulk_load(shared_address(destination), source, bytes, shared_address(barrier));
 }
 
 // The same for what is read once: the L2 may forget it first (the policy is createpolicy's evict_first of everything).
-__device__ __forceinline__ void bulk_load_once(void* to, const void* from, unsigned bytes, u64* barrier) {
+__device__ __forceinline__ void bulk_load_once(void* destination, const void* source, unsigned bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(0x12f0000000000000ull)
+            "r"(shared_address(destination)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(0x12f0000000000000ull)
         : "memory");
 }
 
 // The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
-__device__ __forceinline__ void tensor_load(unsigned to, const TensorMap* map, int column, int row, unsigned barrier) {
+__device__ __forceinline__ void tensor_load(unsigned destination, const TensorMap* map, int column, int row,
+                                            unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
-__device__ __forceinline__ void tensor_load(void* to, const TensorMap* map, int column, int row, u64* barrier) {
-    tensor_load(shared_address(to), map, column, row, shared_address(barrier));
+__device__ __forceinline__ void tensor_load(void* destination, const TensorMap* map, int column, int row,
+                                            u64* barrier) {
+    tensor_load(shared_address(destination), map, column, row, shared_address(barrier));
 }
 
 }  // namespace ptxlab

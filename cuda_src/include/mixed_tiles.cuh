@@ -22,12 +22,12 @@ struct MixedOperands {
 // Tiles by number: the INT8 tiles of all parts of Y, then their INT4 tiles; those of a part one after the other, parts
 // with the same tokens one after the other.
 struct MixedTile {
-    int part, block;
+    int part_index, block;
 
-    __device__ __forceinline__ MixedTile(int number, int parts, const MixedOperands& of) {
-        const int blocks4 = of.blocks4(), blocks8 = of.K8 / 128, int8 = parts * blocks8;
-        if (number < int8) part = number / blocks8, block = blocks4 + number % blocks8;
-        else part = (number - int8) / blocks4, block = (number - int8) % blocks4;
+    __device__ __forceinline__ MixedTile(int number, int parts, const MixedOperands& operands) {
+        const int blocks4 = operands.blocks4(), blocks8 = operands.K8 / 128, int8 = parts * blocks8;
+        if (number < int8) part_index = number / blocks8, block = blocks4 + number % blocks8;
+        else part_index = (number - int8) / blocks4, block = (number - int8) % blocks4;
     }
 };
 
@@ -64,43 +64,46 @@ struct RemappedTiles {
 
 // A tile's operands into a slot: 64 bytes of every row of W, and of X once or, of INT8, twice as many.
 template <class Tile>
-__device__ __forceinline__ void fetch_mixed(const Tile& tile, unsigned char* slot, const MixedOperands& of, int block) {
+__device__ __forceinline__ void fetch_mixed(const Tile& tile, unsigned char* slot, const MixedOperands& operands,
+                                            int block) {
     unsigned char* x = slot + Tile::W_BYTES;
-    tile.fetch_w(slot, of.w, block * ROW_BYTES, (of.K4 + of.K8) / 2);
-    if (block < of.blocks4()) {
-        tile.fetch_x(x, of.x4, block * ROW_BYTES, of.K4 / 2);
+    tile.fetch_w(slot, operands.w, block * ROW_BYTES, (operands.K4 + operands.K8) / 2);
+    if (block < operands.blocks4()) {
+        tile.fetch_x(x, operands.x4, block * ROW_BYTES, operands.K4 / 2);
     } else {
-        const int first = (block - of.blocks4()) * 128;
-        tile.fetch_x(x, of.x8, first, of.K8);
-        tile.fetch_x(x + Tile::X_BYTES, of.x8, first + ROW_BYTES, of.K8);
+        const int first_byte = (block - operands.blocks4()) * 128;
+        tile.fetch_x(x, operands.x8, first_byte, operands.K8);
+        tile.fetch_x(x + Tile::X_BYTES, operands.x8, first_byte + ROW_BYTES, operands.K8);
     }
 }
 
 // A tile's sums s32 [token][block][n], of an INT8 tile times 16.
 template <class Tile>
-__device__ __forceinline__ void multiply_mixed(const Tile& tile, const unsigned char* slot, const MixedOperands& of,
-                                               int block, int* sums) {
+__device__ __forceinline__ void multiply_mixed(const Tile& tile, const unsigned char* slot,
+                                               const MixedOperands& operands, int block, int* sums) {
     const unsigned char *w = slot + tile.w_at(), *x = slot + Tile::W_BYTES + tile.x_at();
     typename Tile::Sums acc = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-        if (block < of.blocks4()) tile.template multiply_half<true>(acc, w, x, half);
+        if (block < operands.blocks4()) tile.template multiply_half<true>(acc, w, x, half);
         else tile.multiply_switched(acc, w, x + half * Tile::X_BYTES, half);
-    tile.each(acc, [&](int token, int n, int sum) { sums[(size_t(token) * of.blocks() + block) * of.N + n] = sum; });
+    tile.each(acc, [&](int token, int n, int sum) {
+        sums[(size_t(token) * operands.blocks() + block) * operands.N + n] = sum;
+    });
 }
 
-// Whether this is the last of a part's `all` pieces to be done: all of the part's sums are there then. `counted` is 0
-// before the first and after the last.
-__device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsigned all) {
+// Whether this is the last of the `total` pieces of a part of Y: then all of the part's sums are there. `counted` is 0
+// before the first piece and after the last.
+__device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsigned total) {
     __syncthreads();  // the sums of all threads
     bool last = false;
     if (threadIdx.x == 0) {
-        unsigned before;
+        unsigned previous;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                     : "=r"(before)
+                     : "=r"(previous)
                      : "l"(counted), "r"(pieces)
                      : "memory");
-        last = before + pieces == all;
+        last = previous + pieces == total;
         if (last) *counted = 0;
     }
     return __syncthreads_or(last);
@@ -108,30 +111,31 @@ __device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsi
 
 // A part of Y out of the sums of its tiles, in the order of the channels whoever made them: eight neighbours a thread.
 template <int KIND, class Tile>
-__device__ __forceinline__ void put_together(const Tile& tile, const MixedOperands& of, const int* sums,
+__device__ __forceinline__ void put_together(const Tile& tile, const MixedOperands& operands, const int* sums,
                                              const float* bias, void* y) {
     constexpr int EIGHTS = Tile::ROWS / 8;
-    const int blocks = of.blocks(), columns = (blocks + 7) / 8 * 8;  // scales of a row
+    const int blocks = operands.blocks(), columns = (blocks + 7) / 8 * 8;  // scales of a row
     for (int i = threadIdx.x; i < Tile::COLUMNS * EIGHTS; i += Tile::THREADS) {
         const int token = tile.token0 + i / EIGHTS, n = tile.row0 + i % EIGHTS * 8;
-        if (token >= of.M || n >= of.N) continue;
+        if (token >= operands.M || n >= operands.N) continue;
         float total[8] = {};
         for (int block = 0; block < blocks; ++block) {
-            const int4* from = reinterpret_cast<const int4*>(sums + (size_t(token) * blocks + block) * of.N + n);
-            const int4 low = from[0], high = from[1];
+            const int4* tile_sums =
+                reinterpret_cast<const int4*>(sums + (size_t(token) * blocks + block) * operands.N + n);
+            const int4 low = tile_sums[0], high = tile_sums[1];
             const int sum[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            const float counts = block < of.blocks4() ? 1 : 1 / 16.0f;
-            const float x = __half2float(of.x_scale[size_t(token) * columns + block]) * counts;
+            const float counts = block < operands.blocks4() ? 1 : 1 / 16.0f;
+            const float x = __half2float(operands.x_scale[size_t(token) * columns + block]) * counts;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float w = __half2float(of.w_scale[size_t(n + j) * columns + block]);
+                const float w = __half2float(operands.w_scale[size_t(n + j) * columns + block]);
                 total[j] = __fmaf_rn(float(sum[j]), __fmul_rn(x, w), total[j]);
             }
         }
         if (bias)
 #pragma unroll
             for (int j = 0; j < 8; ++j) total[j] = __fadd_rn(total[j], bias[n + j]);
-        store_8_floats<KIND>(y, size_t(token) * of.N + n, total);
+        store_8_floats<KIND>(y, size_t(token) * operands.N + n, total);
     }
 }
 

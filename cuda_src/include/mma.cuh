@@ -8,15 +8,15 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
 }
 
 // 16 bytes, global -> shared, around the L1; zeros instead where `inside` is false (PTX ISA 9.7.9.25, src-size).
-__device__ __forceinline__ void cp_async_16(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+__device__ __forceinline__ void cp_async_16(void* destination, const void* source, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source),
                  "r"(inside ? 16 : 0)
                  : "memory");
 }
 
 // The same of 4 bytes, through the L1.
-__device__ __forceinline__ void cp_async_4(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+__device__ __forceinline__ void cp_async_4(void* destination, const void* source, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(destination)), "l"(source),
                  "r"(inside ? 4 : 0)
                  : "memory");
 }

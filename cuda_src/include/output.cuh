@@ -33,42 +33,42 @@ __device__ __forceinline__ uint4 rounded_8(const float* v) {
 
 // Eight neighbours, rounded to f16 (KIND 0) or bf16 (1), or as they are (2).
 template <int KIND>
-__device__ __forceinline__ void store_8_floats(void* y, size_t at, const float (&v)[8]) {
+__device__ __forceinline__ void store_8_floats(void* y, size_t index, const float (&v)[8]) {
     if constexpr (KIND == 2) {
-        float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
-        to[0] = make_float4(v[0], v[1], v[2], v[3]);
-        to[1] = make_float4(v[4], v[5], v[6], v[7]);
+        float4* destination = reinterpret_cast<float4*>(static_cast<float*>(y) + index);
+        destination[0] = make_float4(v[0], v[1], v[2], v[3]);
+        destination[1] = make_float4(v[4], v[5], v[6], v[7]);
     } else {
-        *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) = rounded_8<KIND>(v);
+        *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + index) = rounded_8<KIND>(v);
     }
 }
 
 // Eight rounded results to Y, or with ADD added to what lies there: by the L2, which rounds each sum, so that nothing is
 // read and nobody waits.
 template <int KIND, int WITH>
-__device__ __forceinline__ void put_8(void* y, size_t at, const uint4& v) {
-    uint4* to = reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at);
-    if constexpr (WITH != ADD) *to = v;
+__device__ __forceinline__ void put_8(void* y, size_t index, const uint4& v) {
+    uint4* destination = reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + index);
+    if constexpr (WITH != ADD) *destination = v;
     else if constexpr (KIND == 1)
-        asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
-                     "r"(v.z), "r"(v.w)
+        asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x),
+                     "r"(v.y), "r"(v.z), "r"(v.w)
                      : "memory");
     else
-        asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
-                     "r"(v.z), "r"(v.w)
+        asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x),
+                     "r"(v.y), "r"(v.z), "r"(v.w)
                      : "memory");
 }
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded, then one rounding to the output. SILU_MUL: sixteen
 // accumulators, gates and then ups.
 template <int KIND, int WITH = 0>
-__device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, float x_scale, const float* w_scale,
+__device__ __forceinline__ void store_8(void* y, size_t index, const int* acc, float x_scale, const float* w_scale,
                                         const float* bias) {
     static_assert(WITH == 0 || KIND < 2, "to 16 bits each");
     if constexpr (KIND == 3) {
-        int4* to = reinterpret_cast<int4*>(static_cast<int*>(y) + at);
-        to[0] = make_int4(acc[0], acc[1], acc[2], acc[3]);
-        to[1] = make_int4(acc[4], acc[5], acc[6], acc[7]);
+        int4* destination = reinterpret_cast<int4*>(static_cast<int*>(y) + index);
+        destination[0] = make_int4(acc[0], acc[1], acc[2], acc[3]);
+        destination[1] = make_int4(acc[4], acc[5], acc[6], acc[7]);
     } else {
         constexpr int COUNT = WITH == SILU_MUL ? 16 : 8;
         float v[COUNT];
@@ -81,8 +81,8 @@ __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, floa
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(activated<0>(v[i]), v[8 + i]);
         }
-        if constexpr (WITH == 0) store_8_floats<KIND>(y, at, v);
-        else put_8<KIND, WITH>(y, at, rounded_8<KIND>(v));
+        if constexpr (WITH == 0) store_8_floats<KIND>(y, index, v);
+        else put_8<KIND, WITH>(y, index, rounded_8<KIND>(v));
     }
 }
 

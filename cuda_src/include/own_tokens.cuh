@@ -26,7 +26,7 @@ struct OwnTokens {
     // the block's first token, or would be.
     __device__ __forceinline__ void store(unsigned char* block, OwnSpan span, int row, int head) const {
         const int thread = threadIdx.x % THREADS, lane = thread % kLanes;
-        const unsigned short* const first = tokens + ptrdiff_t(row) * pitch + head * DIM + lane * 8;
+        const unsigned short* const head_row = tokens + ptrdiff_t(row) * pitch + head * DIM + lane * 8;
 #pragma unroll 1
         for (int batch = span.begin / (kTokens * kBatch); batch < BLOCK_KEYS / (kTokens * kBatch); ++batch) {
             const int token = batch * (kTokens * kBatch) + thread / kLanes;
@@ -36,7 +36,7 @@ struct OwnTokens {
                 const int of_lane = token + i * kTokens;
                 x[i] = make_uint4(0, 0, 0, 0);
                 if (of_lane >= span.begin && of_lane < span.end)
-                    x[i] = *reinterpret_cast<const uint4*>(first + ptrdiff_t(of_lane) * pitch);
+                    x[i] = *reinterpret_cast<const uint4*>(head_row + ptrdiff_t(of_lane) * pitch);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {

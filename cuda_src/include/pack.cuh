@@ -16,9 +16,9 @@ __device__ __forceinline__ unsigned bytes_of(const int* x) {
 
 // The larger one, or NaN if one of them is (PTX ISA 9.7.3 max.NaN).
 __device__ __forceinline__ float max_nan(float a, float b) {
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-    return most;
+    float largest;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
+    return largest;
 }
 
 }  // namespace ptxlab

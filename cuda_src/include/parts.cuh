@@ -70,11 +70,11 @@ struct Row {
     }
 
     // Workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
-    __device__ __forceinline__ void write(float* partial, float2* stats, size_t part) const {
+    __device__ __forceinline__ void write(float* partial, float2* stats, size_t index) const {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (has_piece(p)) *reinterpret_cast<float4*>(partial + part * DIM + dim(p)) = v[p];
-        if (threadIdx.x % 32 == 0) stats[part] = make_float2(largest, sum);
+            if (has_piece(p)) *reinterpret_cast<float4*>(partial + index * DIM + dim(p)) = v[p];
+        if (threadIdx.x % 32 == 0) stats[index] = make_float2(largest, sum);
     }
 
     // The parts of one row, put together in their order: those of `count` blocks, of which the first has it as its part
@@ -90,12 +90,12 @@ struct Row {
             float4 addends[AHEAD][PIECES] = {};
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                const size_t part = part_index(min(first_part + i, count - 1));
-                s[i] = __ldcg(stats + part);
+                const size_t index = part_index(min(first_part + i, count - 1));
+                s[i] = __ldcg(stats + index);
 #pragma unroll
                 for (int p = 0; p < PIECES; ++p)
                     if (has_piece(p))
-                        addends[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + part * DIM + dim(p)));
+                        addends[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + index * DIM + dim(p)));
             }
             row.add_parts(s, addends, count - first_part);
         }
@@ -122,11 +122,11 @@ struct Row {
 
     // To the block where the row begins, which takes it: into one part of sums u32 [parts, D] and (largest, sum) u32
     // [parts, 2].
-    __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t part) const {
+    __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t index) const {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (has_piece(p)) post(partial + part * DIM + dim(p), v[p]);
-        if (threadIdx.x % 32 == 0) post(stats + part * 2, make_float2(largest, sum));
+            if (has_piece(p)) post(partial + index * DIM + dim(p), v[p]);
+        if (threadIdx.x % 32 == 0) post(stats + index * 2, make_float2(largest, sum));
     }
 
     // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, from
@@ -138,11 +138,11 @@ struct Row {
         else add_posted<8, ONE_BY_ONE>(partial, stats, first_part, stride, count);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const size_t part = first_part + i * stride;
+            const size_t index = first_part + i * stride;
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                if (has_piece(p)) clear<4>(partial + part * DIM + dim(p));
-            if (threadIdx.x % 32 == 0) clear<2>(stats + part * 2);
+                if (has_piece(p)) clear<4>(partial + index * DIM + dim(p));
+            if (threadIdx.x % 32 == 0) clear<2>(stats + index * 2);
         }
     }
 
@@ -160,11 +160,11 @@ struct Row {
                 incomplete = false;
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) {
-                    const size_t part = first_part + min(added_parts + i, count - 1) * stride;
-                    incomplete |= !fetch(s[i], stats + part * 2);
+                    const size_t index = first_part + min(added_parts + i, count - 1) * stride;
+                    incomplete |= !fetch(s[i], stats + index * 2);
 #pragma unroll
                     for (int p = 0; p < PIECES; ++p)
-                        if (has_piece(p)) incomplete |= !fetch(addends[i][p], partial + part * DIM + dim(p));
+                        if (has_piece(p)) incomplete |= !fetch(addends[i][p], partial + index * DIM + dim(p));
                 }
                 incomplete = __any_sync(~0u, incomplete);  // nobody clears what another lane has yet to see
             }
@@ -190,17 +190,17 @@ struct Row {
     }
 
     // Takes back the part that this warp has handed over.
-    static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t part) {
+    static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t index) {
         Row row = {};
         float2 s;
         __syncwarp();
-        fetch(s, stats + part * 2);
+        fetch(s, stats + index * 2);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (has_piece(p)) fetch(row.v[p], partial + part * DIM + dim(p)), clear<4>(partial + part * DIM + dim(p));
+            if (has_piece(p)) fetch(row.v[p], partial + index * DIM + dim(p)), clear<4>(partial + index * DIM + dim(p));
         row.largest = s.x, row.sum = s.y;
         __syncwarp();  // all have read the statistics
-        if (threadIdx.x % 32 == 0) clear<2>(stats + part * 2);
+        if (threadIdx.x % 32 == 0) clear<2>(stats + index * 2);
         return row;
     }
 

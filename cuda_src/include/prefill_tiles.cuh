@@ -9,7 +9,7 @@ struct Tile {
     int sequence, head, first_row, queries;  // first_row: among the sequence's queries * group rows
     int start, context;                      // the sequence's first query in q; its tokens
     int begin, end;                          // blocks
-    int item, part, parts;                   // the work item; which part of the tile it is, and of how many
+    int item, part_index, parts;             // the work item; which part of the tile it is, and of how many
 
     // Tokens ahead of the queries' own ones. Negative if the sequence has fewer tokens than queries.
     __device__ __forceinline__ int old() const { return context - queries; }
@@ -73,7 +73,7 @@ struct TileScheduler {
                 const int item_of_sequence = item - passed - __shfl_sync(~0u, through_lane - of_lane, holder);
                 const int local = item_of_sequence / parts;
                 const int tiles = __shfl_sync(~0u, of_lane, holder) / parts / heads;
-                if constexpr (BY_LAST_TOKEN) tile.item = item, tile.part = item_of_sequence % parts;
+                if constexpr (BY_LAST_TOKEN) tile.item = item, tile.part_index = item_of_sequence % parts;
                 tile.sequence = base + holder, tile.head = local % heads;
                 tile.first_row = (tiles - 1 - local / heads) * ROWS;
                 tile.queries = __shfl_sync(~0u, queries, holder);
@@ -107,9 +107,9 @@ struct TileScheduler {
     __device__ __forceinline__ bool take_part(Tile& tile) const {
         const int blocks = tile.end - tile.begin;
         tile.parts = max(1, min(parts, blocks / MIN_PART_BLOCKS));
-        tile.end = tile.begin + blocks * (tile.part + 1) / tile.parts;
-        tile.begin += blocks * tile.part / tile.parts;
-        return tile.part < tile.parts;
+        tile.end = tile.begin + blocks * (tile.part_index + 1) / tile.parts;
+        tile.begin += blocks * tile.part_index / tile.parts;
+        return tile.part_index < tile.parts;
     }
 };
 

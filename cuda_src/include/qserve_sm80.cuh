@@ -36,8 +36,8 @@ struct QServeTile {
                                                  int token0) {
         const int thread = threadIdx.x;
 #pragma unroll
-        for (int first = 0; first < W_BYTES / 16; first += THREADS) {
-            const int i = first + thread;
+        for (int first_chunk = 0; first_chunk < W_BYTES / 16; first_chunk += THREADS) {
+            const int i = first_chunk + thread;
             if (W_BYTES / 16 % THREADS && i >= W_BYTES / 16) break;
             const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
             const int s = strip0 + strip, k = stage * STEPS + step;
@@ -47,8 +47,8 @@ struct QServeTile {
         }
         unsigned char* xs = slot + W_BYTES;
 #pragma unroll
-        for (int first = 0; first < X_BYTES / 16; first += THREADS) {
-            const int i = first + thread;
+        for (int first_chunk = 0; first_chunk < X_BYTES / 16; first_chunk += THREADS) {
+            const int i = first_chunk + thread;
             if (X_BYTES / 16 % THREADS && i >= X_BYTES / 16) break;
             const int m = i / (CHANNELS / 16), c = i % (CHANNELS / 16);
             const int k = stage * CHANNELS + c * 16;

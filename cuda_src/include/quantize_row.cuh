@@ -32,10 +32,10 @@ struct Chunk {
 template <int KIND>
 __device__ __forceinline__ Chunk<KIND> load_chunk(const uint4* row, int chunk, bool inside) {
     Chunk<KIND> c = {};
-    const uint4* from = row + chunk * c.VECTORS;
+    const uint4* vectors = row + chunk * c.VECTORS;
     if (inside) {
 #pragma unroll
-        for (int i = 0; i < c.VECTORS; ++i) c.v[i] = from[i];
+        for (int i = 0; i < c.VECTORS; ++i) c.v[i] = vectors[i];
     }
     return c;
 }
@@ -67,22 +67,22 @@ template <int BLOCKS, int WIDTH, int NUMBERS, int EACH = 1>
 struct Exchange {
     static_assert(BLOCKS == 1 || EACH == 1, "threads of a cluster have one chunk");
     static constexpr int WARPS = BLOCKS * WIDTH / 32 * EACH;
-    unsigned said[NUMBERS][WARPS];  // in the order of blocks and warps, those of the next chunks behind them
+    unsigned numbers[NUMBERS][WARPS];  // in the order of blocks and warps, those of the next chunks behind them
     u64 barrier;
 
     __device__ __forceinline__ void open() {
         mbarrier_init(&barrier, 1);
-        mbarrier_arrive_expect(&barrier, sizeof(said));
+        mbarrier_arrive_expect(&barrier, sizeof(numbers));
     }
 
     // By all warps, of a chunk: to all blocks, or to the first `listeners`, each of which waits before it ends.
     __device__ __forceinline__ void say(int which, unsigned number, int listeners = BLOCKS, int chunk = 0) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
-            if (lane == 0) said[which][chunk * (WIDTH / 32) + warp] = number;
+            if (lane == 0) numbers[which][chunk * (WIDTH / 32) + warp] = number;
         } else if (lane < listeners) {
-            const unsigned* place = said[which] + cluster_rank() * (WIDTH / 32) + warp;
-            store_async(address_in_block(place, lane), number, address_in_block(&barrier, lane));
+            const unsigned* own_number = numbers[which] + cluster_rank() * (WIDTH / 32) + warp;
+            store_async(address_in_block(own_number, lane), number, address_in_block(&barrier, lane));
         }
     }
 
@@ -93,9 +93,9 @@ struct Exchange {
 
     // For a whole warp.
     __device__ __forceinline__ unsigned max_of(int which) const {
-        unsigned most = 0;
-        each(which, [&](unsigned number) { most = max(most, number); });
-        return warp_max(most);
+        unsigned largest = 0;
+        each(which, [&](unsigned number) { largest = max(largest, number); });
+        return warp_max(largest);
     }
     __device__ __forceinline__ int sum_of(int which) const {
         int sum = 0;
@@ -110,21 +110,21 @@ struct Exchange {
 
 private:
     template <typename Function>
-    __device__ __forceinline__ void each(int which, const Function& take) const {
+    __device__ __forceinline__ void each(int which, const Function& use) const {
 #pragma unroll
         for (int i = 0; i < WARPS; i += 32)
-            if (i + threadIdx.x % 32 < WARPS) take(said[which][i + threadIdx.x % 32]);
+            if (i + threadIdx.x % 32 < WARPS) use(numbers[which][i + threadIdx.x % 32]);
     }
 };
 
 // A block's barriers must be ready before another block sends to them: every block arrives here at the cluster's barrier,
 // and waits at it before its first `say`.
 template <int BLOCKS, typename First, typename Second>
-__device__ __forceinline__ void open(First& first, Second& second) {
+__device__ __forceinline__ void open(First& first_exchange, Second& second_exchange) {
     if (BLOCKS == 1) return;
     if (threadIdx.x == 0) {
-        first.open();
-        second.open();
+        first_exchange.open();
+        second_exchange.open();
         fence_mbarrier_init();
     }
     cluster_arrive();
@@ -139,10 +139,10 @@ __device__ __forceinline__ void wait_for_open() {
 // As bits, magnitudes are ordered like numbers, and infinity and NaN lie above them all.
 template <typename Values>
 __device__ __forceinline__ unsigned magnitude(const Values& x) {
-    float most = 0;
+    float largest = 0;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) most = max_nan(most, fabsf(x[i]));
-    return __float_as_uint(most);
+    for (int i = 0; i < 16; ++i) largest = max_nan(largest, fabsf(x[i]));
+    return __float_as_uint(largest);
 }
 
 // The scale of a row with this largest magnitude: 1 where it would be no normal f32.
@@ -198,8 +198,8 @@ __device__ __forceinline__ uint4 quantized(Floats& x, float scale) {
 
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b, int mask) {
     const bool upper = threadIdx.x & mask;
-    const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? a : b, mask);
-    (upper ? a : b) = other;
+    const unsigned received = __shfl_xor_sync(0xffffffffu, upper ? a : b, mask);
+    (upper ? a : b) = received;
 }
 
 // Word j of lane i of a quad becomes word i of lane j.
@@ -219,8 +219,9 @@ __device__ __forceinline__ void store_chunk(uint4* row, int chunk, bool inside, 
     exchange(c.v[0].y, c.v[1].y, 1);
     exchange(c.v[0].z, c.v[1].z, 1);
     exchange(c.v[0].w, c.v[1].w, 1);
-    uint4* to = row + 2 * chunk - threadIdx.x % 2;  // an even lane has the first halves of both, an odd one the others
-    if (inside) to[0] = c.v[0], to[2] = c.v[1];
+    // An even lane has the first halves of both chunks, an odd one the second.
+    uint4* destination = row + 2 * chunk - threadIdx.x % 2;
+    if (inside) destination[0] = c.v[0], destination[2] = c.v[1];
 }
 
 // The orders: row-major, fragments, swizzled tiles of `rows` tokens (ORDER 0, 1, 2), padded to whole tiles.
@@ -233,7 +234,7 @@ struct Order {
         : chunks((K + SPAN - 1) / SPAN * (SPAN / 16)), tokens(tokens), rows(rows) {}
 
     // Where a chunk of token m goes, in 16-byte units.
-    __device__ __forceinline__ size_t place(int m, int chunk) const {
+    __device__ __forceinline__ size_t index_of(int m, int chunk) const {
         if (ORDER == 1) return (size_t(chunk / 4) * (tokens / 8) + m / 8) * 32 + m % 8 * 4 + chunk % 4;
         if (ORDER == 2)
             return (size_t(m / rows * (chunks / 8) + chunk / 8) * rows + m % rows) * 8 + (chunk % 8 ^ (m % rows & 7));
@@ -243,7 +244,7 @@ struct Order {
     // Thread t of a warp has the chunk 32 n + t of some n; all lanes call, whether they have one to store or not.
     __device__ __forceinline__ void store(uint4* x_q, int m, int chunk, uint4 q) const {
         if (ORDER == 1) transpose_in_quad(q);
-        if (chunk < chunks) x_q[place(m, chunk)] = q;
+        if (chunk < chunks) x_q[index_of(m, chunk)] = q;
     }
 };
 

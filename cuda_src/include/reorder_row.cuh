@@ -7,8 +7,8 @@
 namespace ptxlab {
 
 // A float or word into shared memory of any block of the cluster.
-__device__ __forceinline__ void store_in_block(unsigned to, unsigned word) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+__device__ __forceinline__ void store_in_block(unsigned address, unsigned word) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
 // Where the 16 channels of a thread go: s16 each.
@@ -21,9 +21,9 @@ struct Places {
     }
 };
 
-__device__ __forceinline__ Places load_places(const uint4* place, int chunk, bool inside) {
+__device__ __forceinline__ Places load_places(const uint4* places, int chunk, bool inside) {
     Places p = {};
-    if (inside) p.v[0] = place[2 * chunk], p.v[1] = place[2 * chunk + 1];
+    if (inside) p.v[0] = places[2 * chunk], p.v[1] = places[2 * chunk + 1];
     return p;
 }
 
@@ -44,7 +44,7 @@ template <int BLOCKS, int WIDTH>
 struct RowInOrder {
     static constexpr int HELD = 16 * WIDTH, WARPS = WIDTH / 32;
     unsigned y[HELD + HELD / 32];
-    unsigned said[BLOCKS * WARPS];
+    unsigned numbers[BLOCKS * WARPS];
 
     // Another block's shared memory may be written once that block has begun: every block says so, and waits for it
     // before its first `send`.
@@ -62,12 +62,12 @@ struct RowInOrder {
         const int gap = SIZE == 128 ? 0 : channels.blocks4() * 128 - channels.K;
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            const int place = places[i], at = place < channels.K ? place : place + gap;
-            const int held = BLOCKS == 1 ? at : at % HELD;
-            if (!inside || place >= channels.all()) continue;
-            unsigned* to = y + held + held / 32;
-            if constexpr (BLOCKS == 1) *to = __float_as_uint(x[i]);
-            else store_in_block(address_in_block(to, at / HELD), __float_as_uint(x[i]));
+            const int channel = places[i], position = channel < channels.K ? channel : channel + gap;
+            const int local = BLOCKS == 1 ? position : position % HELD;
+            if (!inside || channel >= channels.all()) continue;
+            unsigned* destination = y + local + local / 32;
+            if constexpr (BLOCKS == 1) *destination = __float_as_uint(x[i]);
+            else store_in_block(address_in_block(destination, position / HELD), __float_as_uint(x[i]));
         }
     }
 
@@ -75,9 +75,9 @@ struct RowInOrder {
     __device__ __forceinline__ void say(unsigned word) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
-            if (lane == 0) said[warp] = word;
+            if (lane == 0) numbers[warp] = word;
         } else if (lane < BLOCKS) {
-            store_in_block(address_in_block(said + cluster_rank() * WARPS + warp, lane), word);
+            store_in_block(address_in_block(numbers + cluster_rank() * WARPS + warp, lane), word);
         }
     }
 
@@ -96,7 +96,7 @@ struct RowInOrder {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < BLOCKS * WARPS; i += 32)
-            if (i + threadIdx.x % 32 < BLOCKS * WARPS) sum += __uint_as_float(said[i + threadIdx.x % 32]);
+            if (i + threadIdx.x % 32 < BLOCKS * WARPS) sum += __uint_as_float(numbers[i + threadIdx.x % 32]);
         return warp_sum(sum);
     }
 };
@@ -127,10 +127,10 @@ struct Grid {
         return int4 ? Grid{FEW, 1 / FEW, -8, 7, clip} : Grid{MANY, 1 / MANY, -128, 127, 1};
     }
 
-    // Four values of a group, of which `most` is the largest magnitude, to the low bytes of q. Returns the scale.
-    __device__ __forceinline__ __half operator()(const float (&y)[4], float most, int (&q)[4]) const {
+    // Four values of a group, of which `extent` is the largest magnitude, to the low bytes of q. Returns the scale.
+    __device__ __forceinline__ __half operator()(const float (&y)[4], float extent, int (&q)[4]) const {
         constexpr float LEAST = 0x1p-24f;  // the smallest f16
-        const float largest = __fmul_rn(most, clip);
+        const float largest = __fmul_rn(extent, clip);
         __half scale = __float2half_rn(Divider(steps, reciprocal)(largest));
         if (__half2float(scale) < LEAST) scale = __ushort_as_half(1);
         if (largest == 0) scale = __ushort_as_half(0x3c00);  // 1
@@ -149,7 +149,7 @@ struct Grid {
 // neighbours of each. The last that a block does.
 template <int SIZE, int PAIRS, int RULES, int BLOCKS, int WIDTH>
 __device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& row, float factor, float clip,
-                                               const Channels& channels, int m, const AtomRow& to) {
+                                               const Channels& channels, int m, const AtomRow& outputs) {
     constexpr int WARPS = WIDTH / 32;
     constexpr bool COMET = RULES == 2;  // of INT8, too, every block has a scale
     static_assert(!COMET || (SIZE == 128 && PAIRS), "COMET has blocks of 128, and INT4 in pairs");
@@ -163,55 +163,56 @@ __device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& 
                           : block_of(j) < channels.blocks() && 4 * lane < channels.outliers;
     };
     float y[4][4];
-    unsigned most[4];
+    unsigned extent[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         float largest = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int at = (j * WARPS + warp) * 132 + 4 * lane + lane / 8 + i;
-            y[j][i] = inside(j) ? __fmul_rn(__uint_as_float(row.y[at]), factor) : 0;
+            const int index = (j * WARPS + warp) * 132 + 4 * lane + lane / 8 + i;
+            y[j][i] = inside(j) ? __fmul_rn(__uint_as_float(row.y[index]), factor) : 0;
             largest = max_nan(largest, fabsf(y[j][i]));
         }
-        most[j] = __float_as_uint(largest);
+        extent[j] = __float_as_uint(largest);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         if (SIZE == 128) {
-            most[j] = warp_max(most[j]);
+            extent[j] = warp_max(extent[j]);
         } else {
 #pragma unroll
-            for (int mask = 1; mask < 16; mask *= 2) most[j] = max(most[j], __shfl_xor_sync(~0u, most[j], mask));
-            const unsigned other = __shfl_xor_sync(~0u, most[j], 16);
-            if (!is_int4(j)) most[j] = max(most[j], other);  // outliers are one group
+            for (int mask = 1; mask < 16; mask *= 2) extent[j] = max(extent[j], __shfl_xor_sync(~0u, extent[j], mask));
+            const unsigned other_half = __shfl_xor_sync(~0u, extent[j], 16);
+            if (!is_int4(j)) extent[j] = max(extent[j], other_half);  // outliers are one group
         }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const bool int4 = is_int4(j);
         const int behind4 = COMET ? (block_of(j) - channels.blocks4()) * 128 : 0;
-        const int first = (int4 ? block_of(j) * 128 : behind4) + 4 * lane;
+        const int first_channel = (int4 ? block_of(j) * 128 : behind4) + 4 * lane;
         int q[4];
-        const __half scale = Grid<RULES>::of(int4, clip)(y[j], __uint_as_float(most[j]), q);
+        const __half scale = Grid<RULES>::of(int4, clip)(y[j], __uint_as_float(extent[j]), q);
         if (!inside(j)) continue;
         const unsigned word = bytes_of<0>(q);
         if (PAIRS && int4) {
             const unsigned pairs = (word & 0x000f000f) | (word >> 4 & 0x00f000f0);  // in bytes 0 and 2
             const unsigned short both = static_cast<unsigned short>(__byte_perm(pairs, 0, 0x4420));
             const int bytes = channels.K / 2 + (PAIRS == 2 ? channels.outliers : 0);
-            *reinterpret_cast<unsigned short*>(to.x + size_t(m) * bytes + first / 2) = both;
+            *reinterpret_cast<unsigned short*>(outputs.x + size_t(m) * bytes + first_channel / 2) = both;
         } else {
-            const size_t at = PAIRS == 2 ? size_t(m) * (channels.K / 2 + channels.outliers) + channels.K / 2 + first
-                              : PAIRS    ? size_t(m) * channels.outliers + first
-                                         : size_t(m) * channels.all() + first + (int4 ? 0 : channels.K);
-            *reinterpret_cast<unsigned*>((PAIRS == 1 ? to.x8 : to.x) + at) = word;
+            const size_t index = PAIRS == 2
+                                     ? size_t(m) * (channels.K / 2 + channels.outliers) + channels.K / 2 + first_channel
+                                 : PAIRS ? size_t(m) * channels.outliers + first_channel
+                                         : size_t(m) * channels.all() + first_channel + (int4 ? 0 : channels.K);
+            *reinterpret_cast<unsigned*>((PAIRS == 1 ? outputs.x8 : outputs.x) + index) = word;
         }
         if (lane % (SIZE / 4) == 0 && (int4 || lane == 0))
-            to.scale[size_t(m) * columns + (COMET ? block_of(j) : int4 ? first / SIZE : groups)] = scale;
+            outputs.scale[size_t(m) * columns + (COMET ? block_of(j) : int4 ? first_channel / SIZE : groups)] = scale;
     }
     // Ones up to a whole number of eights.
-    const int behind = groups + (!COMET && channels.outliers > 0) + threadIdx.x;
-    if (rank == 0 && behind < columns) to.scale[size_t(m) * columns + behind] = __ushort_as_half(0x3c00);
+    const int column = groups + (!COMET && channels.outliers > 0) + threadIdx.x;
+    if (rank == 0 && column < columns) outputs.scale[size_t(m) * columns + column] = __ushort_as_half(0x3c00);
 }
 
 }  // namespace ptxlab

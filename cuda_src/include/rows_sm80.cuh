@@ -20,28 +20,29 @@ __device__ __forceinline__ int chunk_at(int row, int chunk) {
 // Bytes first .. first + 63 of ROWS rows from row0 on, of a matrix of so many rows and bytes per row, a multiple of 16;
 // what lies outside becomes zero.
 template <int ROWS, int THREADS>
-__device__ __forceinline__ void fetch_rows(unsigned char* to, const unsigned char* from, int row0, int rows, int first,
-                                           int bytes) {
+__device__ __forceinline__ void fetch_rows(unsigned char* destination, const unsigned char* source, int row0, int rows,
+                                           int first_byte, int bytes) {
 #pragma unroll
     for (int begin = 0; begin < ROWS * 4; begin += THREADS) {
         const int i = begin + threadIdx.x;
         if (ROWS * 4 % THREADS && i >= ROWS * 4) break;
-        const int row = row0 + i / 4, byte = first + i % 4 * 16;
+        const int row = row0 + i / 4, byte = first_byte + i % 4 * 16;
         const bool inside = row < rows && byte < bytes;
-        cp_async_16(to + chunk_at(i / 4, i % 4), inside ? from + size_t(row) * bytes + byte : from, inside);
+        cp_async_16(destination + chunk_at(i / 4, i % 4), inside ? source + size_t(row) * bytes + byte : source,
+                    inside);
     }
 }
 
 // Two neighbouring scales of each of ROWS rows from row0 on, those of columns 2 pair and 2 pair + 1.
 template <int ROWS, int THREADS>
-__device__ __forceinline__ void fetch_scales(__half* to, const __half* from, int row0, int rows, int pair,
+__device__ __forceinline__ void fetch_scales(__half* destination, const __half* source, int row0, int rows, int pair,
                                              int columns) {
 #pragma unroll
     for (int begin = 0; begin < ROWS; begin += THREADS) {
         const int i = begin + threadIdx.x;
         if (ROWS % THREADS && i >= ROWS) break;
         const bool inside = row0 + i < rows;
-        cp_async_4(to + 2 * i, inside ? from + size_t(row0 + i) * columns + 2 * pair : from, inside);
+        cp_async_4(destination + 2 * i, inside ? source + size_t(row0 + i) * columns + 2 * pair : source, inside);
     }
 }
 
@@ -67,17 +68,19 @@ struct RowsTile {
           wn(threadIdx.x / 32 % WN), wm(threadIdx.x / 32 / WN) {}
 
     // A stage of an operand: bytes first .. first + 63 of its rows, which have so many.
-    __device__ __forceinline__ void fetch_w(unsigned char* to, const unsigned char* w, int first, int bytes) const {
-        fetch_rows<ROWS, THREADS>(to, w, row0, N, first, bytes);
+    __device__ __forceinline__ void fetch_w(unsigned char* destination, const unsigned char* w, int first_byte,
+                                            int bytes) const {
+        fetch_rows<ROWS, THREADS>(destination, w, row0, N, first_byte, bytes);
     }
-    __device__ __forceinline__ void fetch_x(unsigned char* to, const unsigned char* x, int first, int bytes) const {
-        fetch_rows<COLUMNS, THREADS>(to, x, token0, M, first, bytes);
+    __device__ __forceinline__ void fetch_x(unsigned char* destination, const unsigned char* x, int first_byte,
+                                            int bytes) const {
+        fetch_rows<COLUMNS, THREADS>(destination, x, token0, M, first_byte, bytes);
     }
 
     // A pair of scales of every row, W's first.
-    __device__ __forceinline__ void fetch_scales(void* to, const __half* w_scale, const __half* x_scale, int pair,
-                                                 int columns) const {
-        __half* scales = static_cast<__half*>(to);
+    __device__ __forceinline__ void fetch_scales(void* destination, const __half* w_scale, const __half* x_scale,
+                                                 int pair, int columns) const {
+        __half* scales = static_cast<__half*>(destination);
         ptxlab::fetch_scales<ROWS, THREADS>(scales, w_scale, row0, N, pair, columns);
         ptxlab::fetch_scales<COLUMNS, THREADS>(scales + 2 * ROWS, x_scale, token0, M, pair, columns);
     }
@@ -142,10 +145,10 @@ struct RowsTile {
     // `counts`, a power of two: what an integer of acc stands for. ROUNDED: the product of the scales is rounded to f16,
     // where it is exact in f32.
     template <bool ROUNDED = false>
-    __device__ __forceinline__ void add_group(Totals& total, Sums& acc, const void* from, int odd,
+    __device__ __forceinline__ void add_group(Totals& total, Sums& acc, const void* group_scales, int odd,
                                               float counts = 1) const {
-        const __half* w_scales = static_cast<const __half*>(from) + 2 * wn * 32;
-        const __half* x_scales = static_cast<const __half*>(from) + 2 * (ROWS + wm * TOKENS);
+        const __half* w_scales = static_cast<const __half*>(group_scales) + 2 * wn * 32;
+        const __half* x_scales = static_cast<const __half*>(group_scales) + 2 * (ROWS + wm * TOKENS);
         const int g = lane / 4, t = lane % 4;
         __half w[2][2];
 #pragma unroll
@@ -194,19 +197,20 @@ struct RowsTile {
         static_assert(PAD % 4 == 0, "rows begin at multiples of 16 bytes");
         constexpr int PITCH = ROWS + PAD;
         __syncthreads();  // nobody reads the ring any more
-        Number* all = reinterpret_cast<Number*>(ring);
-        Number* own = all + wm * TOKENS * PITCH + wn * 32;
+        Number* block_results = reinterpret_cast<Number*>(ring);
+        Number* warp_results = block_results + wm * TOKENS * PITCH + wn * 32;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int m = 0; m < TOKENS / 8; ++m)
 #pragma unroll
                 for (int c = 0; c < 4; ++c)
-                    own[(m * 8 + lane % 4 * 2 + c % 2) * PITCH + h * 16 + c / 2 * 8 + lane / 4] = results[h][m][c];
+                    warp_results[(m * 8 + lane % 4 * 2 + c % 2) * PITCH + h * 16 + c / 2 * 8 + lane / 4] =
+                        results[h][m][c];
         __syncthreads();
         for (int i = threadIdx.x; i < COLUMNS * ROWS / 8; i += THREADS) {
             const int m = i / (ROWS / 8), c = i % (ROWS / 8) * 8, token = token0 + m, n = row0 + c;
-            if (token < M && n < N) store(size_t(token) * N + n, token, n, all + m * PITCH + c);
+            if (token < M && n < N) store(size_t(token) * N + n, token, n, block_results + m * PITCH + c);
         }
     }
 
@@ -214,12 +218,12 @@ struct RowsTile {
     template <int KIND, int PAD>
     __device__ __forceinline__ void store_totals(unsigned char* ring, const Totals& total, void* y,
                                                  const float* bias) const {
-        gather<PAD>(ring, total, [&](size_t at, int, int n, const float* results) {
+        gather<PAD>(ring, total, [&](size_t index, int, int n, const float* results) {
             const float* own_bias = bias ? bias + n : nullptr;
             float v[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = own_bias ? __fadd_rn(results[i], own_bias[i]) : results[i];
-            store_8_floats<KIND>(y, at, v);
+            store_8_floats<KIND>(y, index, v);
         });
     }
 };

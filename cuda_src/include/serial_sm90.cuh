@@ -33,12 +33,12 @@ struct SerialGemm {
                   w_blocks = (K + GROUP_K - 1) / GROUP_K;
         const int token0 = tile % token_tiles * TOKENS, row_tile0 = tile / token_tiles * WARP_GROUPS;
         const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-        const int all = (K + CHANNELS - 1) / CHANNELS, first = all * rank / BLOCKS,
-                  stages = all * (rank + 1) / BLOCKS - first;
+        const int k_stages = (K + CHANNELS - 1) / CHANNELS, first_stage = k_stages * rank / BLOCKS,
+                  stages = k_stages * (rank + 1) / BLOCKS - first_stage;
 
-        unsigned char* behind = ring + SLOTS * STAGE_BYTES;
-        const Epilogue epilogue{reinterpret_cast<int4*>(behind),
-                                reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, rank};
+        unsigned char* cluster_sums = ring + SLOTS * STAGE_BYTES;
+        const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
+                                reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
 
         // One thread asks for a stage: X, and for every warp group its 64 rows of W (the last ones again where N ends).
         // Behind the end of K, where X comes as zeros, any weights will do.
@@ -47,14 +47,17 @@ struct SerialGemm {
             u64* barrier = &full[stage % SLOTS];
             mbarrier_arrive_expect(barrier, X_BYTES + WARP_GROUPS * W_BYTES);
             for (int i = 0; i < CHANNELS / 128; ++i)
-                tensor_load(slot + i * TOKENS * 128, &x, (first + stage) * CHANNELS + i * 128, token0, barrier);
-            const int block = (first + stage) * (CHANNELS / GROUP_K), there = min(CHANNELS / GROUP_K, w_blocks - block);
+                tensor_load(slot + i * TOKENS * 128, &x, (first_stage + stage) * CHANNELS + i * 128, token0, barrier);
+            const int block = (first_stage + stage) * (CHANNELS / GROUP_K),
+                      valid_blocks = min(CHANNELS / GROUP_K, w_blocks - block);
             for (int i = 0; i < WARP_GROUPS; ++i) {
-                const unsigned char* from = blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
-                unsigned char* to = slot + X_BYTES + i * W_BYTES;
-                bulk_load(to, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
+                const unsigned char* row_blocks =
+                    blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
+                unsigned char* w_slot = slot + X_BYTES + i * W_BYTES;
+                bulk_load(w_slot, row_blocks + size_t(block) * W_BLOCK, valid_blocks * W_BLOCK, barrier);
 #pragma unroll 1
-                for (int b = there; b < CHANNELS / GROUP_K; ++b) bulk_load(to + b * W_BLOCK, from, W_BLOCK, barrier);
+                for (int b = valid_blocks; b < CHANNELS / GROUP_K; ++b)
+                    bulk_load(w_slot + b * W_BLOCK, row_blocks, W_BLOCK, barrier);
             }
         };
         if (threadIdx.x == 0) {
@@ -79,19 +82,20 @@ struct SerialGemm {
             PHASE(DEQUANTISE);
             u32 a[CHANNELS / 32][4];
 #pragma unroll
-            for (int unit = 0; unit < CHANNELS / 64; ++unit) {  // 64 k: the operands of two wgmmas
-                const unsigned char* block = w + unit * 64 / GROUP_K * W_BLOCK;
-                const uint4 q = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
-                const u32 c = *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 +
-                                                            (thread / 32 * 8 + thread % 32 / 4) * 4);
-                const u32 scale[2] = {c & 0xff, c >> 16 & 0xff},
-                          offset[2] = {__byte_perm(c, 0, 0x1111), __byte_perm(c, 0, 0x3333)};
-                const u32 words[4] = {q.x, q.y, q.z, q.w};
+            for (int k_unit = 0; k_unit < CHANNELS / 64; ++k_unit) {  // 64 k: the operands of two wgmmas
+                const unsigned char* block = w + k_unit * 64 / GROUP_K * W_BLOCK;
+                const uint4 packed =
+                    *reinterpret_cast<const uint4*>(block + k_unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
+                const u32 constants = *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 +
+                                                                    (thread / 32 * 8 + thread % 32 / 4) * 4);
+                const u32 scale[2] = {constants & 0xff, constants >> 16 & 0xff},
+                          offset[2] = {__byte_perm(constants, 0, 0x1111), __byte_perm(constants, 0, 0x3333)};
+                const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const uint2 d = DEQUANTISE(words[j], scale[j & 1], offset[j & 1]);
-                    a[unit * 2 + j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
-                    a[unit * 2 + j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                    a[k_unit * 2 + j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                    a[k_unit * 2 + j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
                 }
             }
             PHASE(ISSUE, CHANNELS / 64 * TOKENS);

@@ -33,8 +33,8 @@ constexpr unsigned TRACK_BYTES = STAMPS * 8;
 
 // Zeros, of which the host restores the first before a launch, and which it reads after it.
 struct Timeline {
-    unsigned long long tracks;  // given out so far
-    unsigned long long first;   // where the first one begins, in bytes: at a multiple of TRACK_BYTES in memory
+    unsigned long long tracks;       // given out so far
+    unsigned long long first_track;  // where the first one begins, in bytes: at a multiple of TRACK_BYTES in memory
     // Of a track: SM and warp; block; time in ns and clock at the beginning, and at the end; then clock (low half) and
     // phase with its argument (high half).
     unsigned long long stamps[(TRACKS + 1) * STAMPS];
@@ -61,9 +61,9 @@ struct Recorder {
         const unsigned track = unsigned(atomicAdd(&ptxlab_timeline.tracks, 1ull));
         if (track >= TRACKS) return;
         const unsigned long long stamps = reinterpret_cast<unsigned long long>(ptxlab_timeline.stamps);
-        const unsigned long long first = (stamps + TRACK_BYTES - 1) / TRACK_BYTES * TRACK_BYTES,
-                                 begin = first + track * TRACK_BYTES;
-        ptxlab_timeline.first = first - stamps;
+        const unsigned long long first_track = (stamps + TRACK_BYTES - 1) / TRACK_BYTES * TRACK_BYTES,
+                                 begin = first_track + track * TRACK_BYTES;
+        ptxlab_timeline.first_track = first_track - stamps;
         const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
         const unsigned warp = (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) / 32;
         unsigned long long* header = reinterpret_cast<unsigned long long*>(begin);
@@ -85,22 +85,22 @@ struct Recorder {
         asm volatile(
             "{\n"
             ".reg .pred room;\n"
-            ".reg .u32 time, at;\n"
-            ".reg .u64 to;\n"
+            ".reg .u32 time, offset;\n"
+            ".reg .u64 address;\n"
             "mov.u32 time, %%clock;\n"
-            "and.b32 at, %0, %3;\n"
-            "setp.ne.u32 room, at, 0;\n"
-            "mov.b64 to, {%0, %1};\n"
-            "@room st.global.v2.u32 [to], {time, %2};\n"
+            "and.b32 offset, %0, %3;\n"
+            "setp.ne.u32 room, offset, 0;\n"
+            "mov.b64 address, {%0, %1};\n"
+            "@room st.global.v2.u32 [address], {time, %2};\n"
             "@room add.u32 %0, %0, 8;\n"
             "}"
             : "+r"(low)
             : "r"(high), "r"(unsigned(phase) | argument << 8), "n"(TRACK_BYTES - 1));
     }
 
-    static __device__ __forceinline__ void anchor(unsigned long long* to) {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(to[0])::"memory");
-        asm volatile("mov.u64 %0, %%clock64;" : "=l"(to[1])::"memory");
+    static __device__ __forceinline__ void anchor(unsigned long long* address) {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(address[0])::"memory");
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(address[1])::"memory");
     }
 };
 

@@ -23,49 +23,49 @@ __device__ __forceinline__ void attend_token_by_token(const __half* q, const uns
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
-    const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    const int slot = threadIdx.x / PARTS, lane_part = threadIdx.x % PARTS;
     const size_t row = (size_t(sequence) * Hq + head) * 128;
 
     float query[DIMS];
 #pragma unroll
-    for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + part * DIMS + i]) * (softmax_scale * LOG2E);
+    for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + lane_part * DIMS + i]) * (softmax_scale * LOG2E);
 
     PHASE(SCORES);
-    float most = minus_infinity();
-    for (int first = 0; first < length; first += TOKENS) {
-        const int t = first + slot;
+    float row_max = minus_infinity();
+    for (int first_token = 0; first_token < length; first_token += TOKENS) {
+        const int t = first_token + slot;
         float dot = 0;
         if (t < length) {
             const unsigned char* page =
                 pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
-            const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
+            const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + lane_part * 16);
             Features::add_products(dot, query, k, Features::constants_of(page, t % PAGE));
         }
 #pragma unroll
         for (int mask = 1; mask < PARTS; mask *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
         if (t < length) {
-            most = fmaxf(most, dot);
-            if (part == 0) scores[t] = dot;
+            row_max = fmaxf(row_max, dot);
+            if (lane_part == 0) scores[t] = dot;
         }
     }
     PHASE(SOFTMAX);
-    most = block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
+    row_max = block_max<THREADS>(row_max, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0;
     for (int t = threadIdx.x; t < length; t += THREADS) {
-        scores[t] = exp2f(scores[t] - most);
+        scores[t] = exp2f(scores[t] - row_max);
         sum += scores[t];
     }
     sum = block_sum<THREADS>(sum, partial);
 
     PHASE(VALUES);
     float acc[DIMS] = {};
-    for (int first = 0; first < length; first += TOKENS) {
-        const int t = first + slot;
+    for (int first_token = 0; first_token < length; first_token += TOKENS) {
+        const int t = first_token + slot;
         if (t >= length) continue;
         const unsigned char* page =
             pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
-        const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
+        const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + lane_part * 16);
         Features::add_value(acc, scores[t], v, Features::constants_of(page, t % PAGE));
     }
     PHASE(EPILOGUE);

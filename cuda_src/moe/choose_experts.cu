@@ -30,11 +30,11 @@ constexpr float LOG2_E = 1.44269504f;
 struct Part {
     ptxlab::Chunk<IN> chunk[2];
 
-    __device__ __forceinline__ Part(const uint4* row, int part, int H) {
+    __device__ __forceinline__ Part(const uint4* row, int index, int H) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int at = part * 64 + i * 32 + threadIdx.x % 32;
-            chunk[i] = ptxlab::load_chunk<IN>(row, at, at < H / 16);
+            const int chunk_index = index * 64 + i * 32 + threadIdx.x % 32;
+            chunk[i] = ptxlab::load_chunk<IN>(row, chunk_index, chunk_index < H / 16);
         }
     }
 
@@ -62,29 +62,29 @@ __device__ __forceinline__ void choose(const float* parts, int* chosen, float* s
     for (int set = 0; set < SETS; ++set) {
         const int expert = set * 32 + lane;
         float logit = 0;
-        for (int part = 0; part < PARTS && expert < EXPERTS; ++part) logit += parts[expert * PARTS + part];
+        for (int index = 0; index < PARTS && expert < EXPERTS; ++index) logit += parts[expert * PARTS + index];
         key[set] = expert < EXPERTS ? ordered(logit) : 0;
     }
-    float largest = 0, own = 0;  // logits: of all, of the choice that this lane writes
+    float largest = 0, own_logit = 0;  // logits: of all, of the choice that this lane writes
     int expert = 0;
 #pragma unroll
     for (int choice = 0; choice < CHOSEN; ++choice) {
-        unsigned most = key[0];
-        for (int set = 1; set < SETS; ++set) most = max(most, key[set]);
-        most = ptxlab::warp_max(most);
-        int first = EXPERTS;
+        unsigned largest_key = key[0];
+        for (int set = 1; set < SETS; ++set) largest_key = max(largest_key, key[set]);
+        largest_key = ptxlab::warp_max(largest_key);
+        int best = EXPERTS;
 #pragma unroll
         for (int set = SETS - 1; set >= 0; --set) {
-            const unsigned equal = __ballot_sync(~0u, key[set] == most);
-            if (equal) first = set * 32 + __ffs(equal) - 1;
+            const unsigned equal = __ballot_sync(~0u, key[set] == largest_key);
+            if (equal) best = set * 32 + __ffs(equal) - 1;
         }
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
-            if (set * 32 + lane == first) key[set] = 0;
-        if (choice == 0) largest = float_of(most);
-        if (choice == lane) expert = first, own = float_of(most);
+            if (set * 32 + lane == best) key[set] = 0;
+        if (choice == 0) largest = float_of(largest_key);
+        if (choice == lane) expert = best, own_logit = float_of(largest_key);
     }
-    const float weight = ptxlab::exp2_approx((own - largest) * LOG2_E);
+    const float weight = ptxlab::exp2_approx((own_logit - largest) * LOG2_E);
     float total = 0;
 #pragma unroll
     for (int choice = 0; choice < CHOSEN; ++choice) total += __shfl_sync(~0u, weight, choice);
@@ -108,16 +108,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) choose_experts(const ui
     Part weight(router + warp / PARTS * vectors, warp % PARTS, H);
     ptxlab::wait_for_predecessors();
 
-    for (int m = blockIdx.x, turn = 0; m < M; m += gridDim.x, turn ^= 1) {
-        for (int unit = warp; unit < UNITS; unit += WARPS) {
-            const float sum = weight.dot(Part(x + size_t(m) * vectors, unit % PARTS, H));
-            if (threadIdx.x % 32 == 0) parts[turn][unit] = sum;
+    for (int m = blockIdx.x, buffer = 0; m < M; m += gridDim.x, buffer ^= 1) {
+        for (int dot_index = warp; dot_index < UNITS; dot_index += WARPS) {
+            const float sum = weight.dot(Part(x + size_t(m) * vectors, dot_index % PARTS, H));
+            if (threadIdx.x % 32 == 0) parts[buffer][dot_index] = sum;
             if (UNITS > WARPS) {
-                const int next = unit + WARPS < UNITS ? unit + WARPS : warp;
+                const int next = dot_index + WARPS < UNITS ? dot_index + WARPS : warp;
                 weight = Part(router + next / PARTS * vectors, next % PARTS, H);
             }
         }
         __syncthreads();
-        if (warp == 0) choose(parts[turn], chosen + size_t(m) * CHOSEN, share + size_t(m) * CHOSEN);
+        if (warp == 0) choose(parts[buffer], chosen + size_t(m) * CHOSEN, share + size_t(m) * CHOSEN);
     }
 }

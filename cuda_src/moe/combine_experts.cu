@@ -32,15 +32,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_experts(const uint
                                                                       uint4* hidden,         // [M, H], by IN
                                                                       int M, int H) {
     ptxlab::launch_dependents();
-    const int m = blockIdx.x, vectors = H / 8, at = blockIdx.y * THREADS + threadIdx.x;
+    const int m = blockIdx.x, vectors = H / 8, vector = blockIdx.y * THREADS + threadIdx.x;
     ptxlab::wait_for_predecessors();
-    if (at >= vectors) return;
+    if (vector >= vectors) return;
 
     uint4 row[CHOSEN];
     float by[CHOSEN];
 #pragma unroll
     for (int c = 0; c < CHOSEN; ++c) {
-        row[c] = results[size_t(place[size_t(m) * CHOSEN + c]) * vectors + at];
+        row[c] = results[size_t(place[size_t(m) * CHOSEN + c]) * vectors + vector];
         by[c] = share[size_t(m) * CHOSEN + c];
     }
     float sum[8];
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_experts(const uint
 #pragma unroll
         for (int c = 1; c < CHOSEN; ++c) sum[i] = __fadd_rn(sum[i], __fmul_rn(value(row[c], i), by[c]));
     }
-    hidden[size_t(m) * vectors + at] =
+    hidden[size_t(m) * vectors + vector] =
         make_uint4(ptxlab::rounded_pair<IN>(sum[0], sum[1]), ptxlab::rounded_pair<IN>(sum[2], sum[3]),
                    ptxlab::rounded_pair<IN>(sum[4], sum[5]), ptxlab::rounded_pair<IN>(sum[6], sum[7]));
 }

@@ -22,15 +22,15 @@ namespace {
 struct Row {
     uint4 v[VECTORS];
 
-    __device__ __forceinline__ void load(const uint4* from, int vectors) {
+    __device__ __forceinline__ void load(const uint4* source, int vectors) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-            if (const int at = i * THREADS + threadIdx.x; at < vectors) v[i] = from[at];
+            if (const int vector = i * THREADS + threadIdx.x; vector < vectors) v[i] = source[vector];
     }
-    __device__ __forceinline__ void store(uint4* to, int vectors) const {
+    __device__ __forceinline__ void store(uint4* destination, int vectors) const {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
-            if (const int at = i * THREADS + threadIdx.x; at < vectors) to[at] = v[i];
+            if (const int vector = i * THREADS + threadIdx.x; vector < vectors) destination[vector] = v[i];
     }
 };
 
@@ -56,15 +56,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(const uint4*
     Row row;
     if (begin < end) row.load(x_q + size_t(begin) * vectors, vectors);
     for (int expert = threadIdx.x / 32; expert < EXPERTS; expert += THREADS / 32) {
-        int lower = 0, before = 0;
+        int lower = 0, preceding = 0;
 #pragma unroll 8
         for (int i = lane; i < M * CHOSEN; i += 32) {
-            const int taken = chosen[i];
-            lower += taken < expert;
-            before += taken == expert && i < begin * CHOSEN;
+            const int chosen_expert = chosen[i];
+            lower += chosen_expert < expert;
+            preceding += chosen_expert == expert && i < begin * CHOSEN;
         }
-        lower = __reduce_add_sync(~0u, lower), before = __reduce_add_sync(~0u, before);
-        if (lane == 0) next[expert] = lower + before;
+        lower = __reduce_add_sync(~0u, lower), preceding = __reduce_add_sync(~0u, preceding);
+        if (lane == 0) next[expert] = lower + preceding;
         if (lane == 0 && blockIdx.x == 0) offsets[expert] = lower;
     }
     if (threadIdx.x == 0 && blockIdx.x == 0) offsets[EXPERTS] = M * CHOSEN;
@@ -77,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(const uint4*
         if (m + 1 < end) row.load(x_q + size_t(m + 1) * vectors, vectors);
         __syncthreads();
         if (threadIdx.x < CHOSEN) {
-            const int to = next[experts[threadIdx.x]]++;
-            place[size_t(m) * CHOSEN + threadIdx.x] = to;
-            row_scale[to] = scale[m];
-            row_sum[to] = token_sum[m];
+            const int row_index = next[experts[threadIdx.x]]++;
+            place[size_t(m) * CHOSEN + threadIdx.x] = row_index;
+            row_scale[row_index] = scale[m];
+            row_sum[row_index] = token_sum[m];
         }
     }
 }

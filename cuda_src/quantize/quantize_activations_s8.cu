@@ -25,31 +25,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(co
                                                                               int* token_sum,  // s32 [M]
                                                                               int M, int K,
                                                                               int rows) {  // rows: tokens of a tile
-    __shared__ ptxlab::Exchange<1, THREADS, 1> found, total;
+    __shared__ ptxlab::Exchange<1, THREADS, 1> extents, total;
     ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
     const ptxlab::Order<LAYOUT> order(K, gridDim.x, rows);
     const int m = blockIdx.x, inside = m < M ? K / 16 : 0;
     const uint4* row = x + size_t(m) * (K / 16) * ptxlab::Chunk<IN>::VECTORS;
-    const int first = threadIdx.x;
+    const int first_chunk = threadIdx.x;
 
-    ptxlab::Chunk<IN> held[CHUNKS];
-    unsigned most = 0;
+    ptxlab::Chunk<IN> chunks[CHUNKS];
+    unsigned extent = 0;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-        const int chunk = first + i * THREADS;
-        held[i] = ptxlab::load_chunk<IN>(row, chunk, chunk < inside);
-        most = max(most, ptxlab::magnitude(held[i]));
+        const int chunk = first_chunk + i * THREADS;
+        chunks[i] = ptxlab::load_chunk<IN>(row, chunk, chunk < inside);
+        extent = max(extent, ptxlab::magnitude(chunks[i]));
     }
 #pragma unroll 1
-    for (int chunk = first + CHUNKS * THREADS; chunk < inside; chunk += THREADS)
-        most = max(most, ptxlab::magnitude(ptxlab::load_chunk<IN>(row, chunk, true)));
-    found.say(0, ptxlab::warp_max(most));
-    found.wait();
+    for (int chunk = first_chunk + CHUNKS * THREADS; chunk < inside; chunk += THREADS)
+        extent = max(extent, ptxlab::magnitude(ptxlab::load_chunk<IN>(row, chunk, true)));
+    extents.say(0, ptxlab::warp_max(extent));
+    extents.wait();
 
-    const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)));
-    const float lift = IN == 0 ? 1 : ptxlab::lift_of(s);  // f16 has no numbers that small
-    const ptxlab::Divider divide(s * lift);
+    const float row_scale = ptxlab::scale_of(__uint_as_float(extents.max_of(0)));
+    const float lift = IN == 0 ? 1 : ptxlab::lift_of(row_scale);  // f16 has no numbers that small
+    const ptxlab::Divider divide(row_scale * lift);
     int sum = 0;
     const auto finish = [&](const ptxlab::Chunk<IN>& values, int chunk) {
         const uint4 q = ptxlab::quantized(values, divide, lift);
@@ -57,16 +57,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(co
         order.store(x_q, m, chunk, q);
     };
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) finish(held[i], first + i * THREADS);
+    for (int i = 0; i < CHUNKS; ++i) finish(chunks[i], first_chunk + i * THREADS);
 #pragma unroll 1
     for (int c = CHUNKS * THREADS; c < order.chunks; c += THREADS)
-        finish(ptxlab::load_chunk<IN>(row, first + c, first + c < inside), first + c);
+        finish(ptxlab::load_chunk<IN>(row, first_chunk + c, first_chunk + c < inside), first_chunk + c);
 
     total.say(0, ptxlab::warp_sum(sum));
     total.wait();
     sum = total.sum_of(0);
     if (threadIdx.x == 0 && m < M) {
-        scale[m] = s;
+        scale[m] = row_scale;
         token_sum[m] = sum;
     }
 }

@@ -36,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     int* token_sum,                       // s32 [M]
     int M, int K, int rows, float eps) {  // rows: tokens of a tile
     using Chunk = ptxlab::Chunk<IN>;
-    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 2, CHUNKS> found;
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 2, CHUNKS> statistics;
     __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> total;
     ptxlab::launch_dependents();
-    ptxlab::open<CLUSTER>(found, total);
+    ptxlab::open<CLUSTER>(statistics, total);
     const ptxlab::Order<LAYOUT> order(K, gridDim.x / CLUSTER, rows);
     const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
     bool within[CHUNKS], inside[CHUNKS];
@@ -70,14 +70,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     ptxlab::wait_for_open<CLUSTER>();
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        found.say(0, magnitudes[c], CLUSTER, c);
-        found.say(1, __float_as_uint(square[c]), CLUSTER, c);
+        statistics.say(0, magnitudes[c], CLUSTER, c);
+        statistics.say(1, __float_as_uint(square[c]), CLUSTER, c);
     }
-    found.wait();
+    statistics.wait();
 
-    const float mean = __fmul_rn(found.float_sum_of(1), share);
+    const float mean = __fmul_rn(statistics.float_sum_of(1), share);
     const float factor = ptxlab::rms_factor(mean, eps);
-    const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
+    const float s = ptxlab::scale_of(__uint_as_float(statistics.max_of(0)) * factor);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         const int chunk_c = chunk + c * THREADS;

@@ -38,17 +38,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
     const ptxlab::Channels channels{K, outliers};
     const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
     const bool inside = chunk < channels.all() / 16;
-    const size_t first = size_t(m) * (channels.all() / 16) * Chunk::VECTORS;
+    const size_t row_offset = size_t(m) * (channels.all() / 16) * Chunk::VECTORS;
     const Chunk weight = ptxlab::load_chunk<IN>(gamma, chunk, inside);
     const ptxlab::Places places = ptxlab::load_places(place, chunk, inside);
     const float share = ptxlab::reciprocal(float(channels.all()));
     ptxlab::wait_for_predecessors();
 
-    Chunk v = ptxlab::load_chunk<IN>(x + first, chunk, inside);
+    Chunk v = ptxlab::load_chunk<IN>(x + row_offset, chunk, inside);
     if (RESIDUAL) {
-        v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + first, chunk, inside));
+        v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row_offset, chunk, inside));
         __syncwarp();  // what a lane has read is half its neighbour's to overwrite
-        ptxlab::store_chunk(residual + first, chunk, inside, v);
+        ptxlab::store_chunk(residual + row_offset, chunk, inside, v);
     }
     ptxlab::Floats y;
     const float square = ptxlab::warp_sum(ptxlab::weigh(y, v, weight));
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
     if (NORMED) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) y.v[i] *= factor;
-        ptxlab::store_chunk(normed + first, chunk, inside, ptxlab::rounded<IN>(y));
+        ptxlab::store_chunk(normed + row_offset, chunk, inside, ptxlab::rounded<IN>(y));
     }
     ptxlab::write_atom_row<GROUP, PACKED, CODE>(row, factor, clip, channels, m, {x_q, x8, x_scale});
 }

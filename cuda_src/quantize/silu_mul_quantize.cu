@@ -29,10 +29,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     float* scale,              // f32 [M]
     int* token_sum,            // s32 [M]
     int M, int K, int rows) {  // rows: tokens of a tile
-    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1, CHUNKS> found;
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1, CHUNKS> extents;
     __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> total;
     ptxlab::launch_dependents();
-    ptxlab::open<CLUSTER>(found, total);
+    ptxlab::open<CLUSTER>(extents, total);
     const ptxlab::Order<LAYOUT> order(K, gridDim.x / CLUSTER, rows);
     const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
     const bool inside = chunk < K / 16 && m < M;
@@ -54,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     for (int c = 1; c < CHUNKS; ++c) take(c, chunk + c * THREADS, chunk + c * THREADS < K / 16 && m < M);
     ptxlab::wait_for_open<CLUSTER>();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) found.say(0, magnitudes[c], CLUSTER, c);
-    found.wait();
+    for (int c = 0; c < CHUNKS; ++c) extents.say(0, magnitudes[c], CLUSTER, c);
+    extents.wait();
 
-    const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)));
+    const float s = ptxlab::scale_of(__uint_as_float(extents.max_of(0)));
     ptxlab::write_row<CLUSTER, THREADS>(h, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

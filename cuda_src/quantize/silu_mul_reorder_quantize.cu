@@ -36,12 +36,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_reorder_quantize(
     const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x,
               chunks = channels.all() / 16;
     const bool inside = chunk < chunks;
-    const uint4* from = gate_up + size_t(m) * 2 * chunks * Chunk::VECTORS;
+    const uint4* gates = gate_up + size_t(m) * 2 * chunks * Chunk::VECTORS;
     const ptxlab::Places places = ptxlab::load_places(place, chunk, inside);
     ptxlab::wait_for_predecessors();
 
-    const Chunk gate = ptxlab::load_chunk<IN>(from, chunk, inside);
-    const Chunk up = ptxlab::load_chunk<IN>(from, chunks + chunk, inside);
+    const Chunk gate = ptxlab::load_chunk<IN>(gates, chunk, inside);
+    const Chunk up = ptxlab::load_chunk<IN>(gates, chunks + chunk, inside);
     ptxlab::Floats h;
 #pragma unroll
     for (int i = 0; i < 16; ++i) h.v[i] = ptxlab::activated<ACTIVATION>(gate[i]) * up[i];

@@ -36,8 +36,13 @@ FRAGMENT = re.compile(
 )
 
 
+LINE_END = 110  # a comment line that ends before, though the next word would fit, was torn off
+NO_CONTINUATION = re.compile(r"(\S+ ){0,2}\S+ {2,}\S|clang-format")  # a line of a header or a table, a directive
+OPEN_END = re.compile(r"\b(and|or|the|a|an)$")
+
+
 class Place(NamedTuple):
-    """Wording of a kind at a line: participle, fragment, vague, empty or cuda."""
+    """Wording of a kind at a line: participle, fragment, vague, empty, cuda or torn."""
 
     kind: str
     path: Path
@@ -82,10 +87,34 @@ def python_places(path: Path, text: str) -> Iterator[Place]:
 
 
 def cuda_places(path: Path, text: str) -> Iterator[Place]:
-    """Yield vague identifiers outside the comments of a CUDA source."""
-    for number, line in enumerate(text.splitlines(), 1):
+    """Yield vague identifiers outside the comments of a CUDA source, and comments that a formatter tore off."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
         for match in VAGUE_IN_CUDA.finditer(line.partition("//")[0]):
             yield Place("cuda", path, number, match[1])
+        if is_torn(line, lines[number] if number < len(lines) else ""):
+            yield Place("torn", path, number, line.strip())
+
+
+def is_torn(line: str, following: str) -> bool:
+    """Return whether the comment of a line is broken off in the middle of a sentence.
+
+    A comment beside code does not go on below; a comment line is filled, unless a sentence or the comment ends there.
+    """
+    code, mark, comment = line.partition("//")
+    next_code, next_mark, next_comment = following.partition("//")
+    goes_on = bool(next_mark) and not next_code.strip()
+    comment = comment.rstrip()
+    if not mark or not comment or comment.strip().startswith("clang-format"):
+        return False
+    if code.strip():
+        return bool(OPEN_END.search(comment)) or (goes_on and next_code == " " * len(code))
+    if not goes_on or not next_comment.strip() or next_code != code:
+        return bool(OPEN_END.search(comment))
+    if NO_CONTINUATION.match(next_comment.strip()):
+        return False
+    word = next_comment.split()[0]
+    return len(f"{line.rstrip()} {word}") <= LINE_END and (comment[-1] not in ".:;!?," or word[0].islower())
 
 
 if __name__ == "__main__":

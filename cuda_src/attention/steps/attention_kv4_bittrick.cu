@@ -39,22 +39,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kv4_bittrick(
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
-    const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    const int slot = threadIdx.x / PARTS, lane_part = threadIdx.x % PARTS;
     const size_t row = (size_t(sequence) * Hq + head) * 128;
 
     float query[DIMS];
 #pragma unroll
-    for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + part * DIMS + i]) * (softmax_scale * LOG2E);
+    for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + lane_part * DIMS + i]) * (softmax_scale * LOG2E);
 
     PHASE(SCORES);
-    float most = ptxlab::minus_infinity();
-    for (int first = 0; first < length; first += TOKENS) {
-        const int t = first + slot;
+    float row_max = ptxlab::minus_infinity();
+    for (int first_token = 0; first_token < length; first_token += TOKENS) {
+        const int t = first_token + slot;
         float dot = 0;
         if (t < length) {
             const unsigned char* page =
                 pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
-            const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
+            const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + lane_part * 16);
             const __half2 c = ptxlab::kv4_constants(page, t % PAGE);
             float x[DIMS];
             ptxlab::dequant_kv4(x, k, __high2half(c));
@@ -65,28 +65,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kv4_bittrick(
 #pragma unroll
         for (int mask = 1; mask < PARTS; mask *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
         if (t < length) {
-            most = fmaxf(most, dot);
-            if (part == 0) scores[t] = dot;
+            row_max = fmaxf(row_max, dot);
+            if (lane_part == 0) scores[t] = dot;
         }
     }
     PHASE(SOFTMAX);
-    most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
+    row_max = ptxlab::block_max<THREADS>(row_max, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0;
     for (int t = threadIdx.x; t < length; t += THREADS) {
-        scores[t] = exp2f(scores[t] - most);
+        scores[t] = exp2f(scores[t] - row_max);
         sum += scores[t];
     }
     sum = ptxlab::block_sum<THREADS>(sum, partial);
 
     PHASE(VALUES);
     float acc[DIMS] = {};
-    for (int first = 0; first < length; first += TOKENS) {
-        const int t = first + slot;
+    for (int first_token = 0; first_token < length; first_token += TOKENS) {
+        const int t = first_token + slot;
         if (t >= length) continue;
         const unsigned char* page =
             pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
-        const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
+        const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + lane_part * 16);
         const __half2 c = ptxlab::kv4_constants(page, t % PAGE);
         const float weight = scores[t] * __low2float(c);
         float x[DIMS];

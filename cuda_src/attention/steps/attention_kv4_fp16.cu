@@ -42,19 +42,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
-    const int whole = length / PAGE, rest = length % PAGE, all = whole + (rest > 0);
-    const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    const int full_pages = length / PAGE, tail_tokens = length % PAGE, num_pages = full_pages + (tail_tokens > 0);
+    const int slot = threadIdx.x / PARTS, lane_part = threadIdx.x % PARTS;
     const size_t row = (size_t(sequence) * Hq + head) * 128, pitch = size_t(2) * Hkv * PAGE_BYTES;
     const unsigned char* keys = pool + size_t(kv_head) * PAGE_BYTES;
     const unsigned char* values = keys + size_t(Hkv) * PAGE_BYTES;
 
-    for (int i = threadIdx.x; i < all; i += THREADS) pages[i] = table[size_t(sequence) * P + i];
+    for (int i = threadIdx.x; i < num_pages; i += THREADS) pages[i] = table[size_t(sequence) * P + i];
     __half2 query[4][4];  // of a word, in the order of Halves
-    const float scale = ptxlab::load_scaled<PARTS>(query, q + row + part * DIMS) * softmax_scale * LOG2E;
+    const float scale = ptxlab::load_scaled<PARTS>(query, q + row + lane_part * DIMS) * softmax_scale * LOG2E;
     __syncthreads();
 
     PHASE(SCORES);
-    float most = ptxlab::minus_infinity();
+    float row_max = ptxlab::minus_infinity();
     const auto score = [&](int i, bool inside) {
         const unsigned char* page = keys + pages[i] * pitch;
         const uint4 k = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
@@ -63,18 +63,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
 #pragma unroll
         for (int mask = 1; mask < PARTS; mask *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
         dot = inside ? dot * (__low2float(c) * scale) : ptxlab::minus_infinity();
-        most = fmaxf(most, dot);
-        if (part == 0) scores[i * PAGE + slot] = dot;
+        row_max = fmaxf(row_max, dot);
+        if (lane_part == 0) scores[i * PAGE + slot] = dot;
     };
 #pragma unroll 4
-    for (int i = 0; i < whole; ++i) score(i, true);
-    if (rest) score(whole, slot < rest);
+    for (int i = 0; i < full_pages; ++i) score(i, true);
+    if (tail_tokens) score(full_pages, slot < tail_tokens);
     PHASE(SOFTMAX);
-    most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
+    row_max = ptxlab::block_max<THREADS>(row_max, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0, heaviest = 0;
-    for (int t = threadIdx.x; t < all * PAGE; t += THREADS) {
-        const float p = exp2f(scores[t] - most);
+    for (int t = threadIdx.x; t < num_pages * PAGE; t += THREADS) {
+        const float p = exp2f(scores[t] - row_max);
         const __half2 c = t < length ? ptxlab::kv4_constants(values + pages[t / PAGE] * pitch, t % PAGE) : __half2{};
         sum += p;
         scores[t] = p * __low2float(c);
@@ -92,13 +92,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
         const __half2 c = inside ? ptxlab::kv4_constants(page, slot) : __half2{};
         ptxlab::add_weighted(sum4, scores[i * PAGE + slot], per_weight, v, __high2half(c));
     };
-    for (int first = 0; first < all; first += 4) {
+    for (int first_page = 0; first_page < num_pages; first_page += 4) {
         __half2 sum4[4][4] = {};
-        if (first + 4 <= whole) {
+        if (first_page + 4 <= full_pages) {
 #pragma unroll 2
-            for (int i = 0; i < 4; ++i) add(sum4, first + i, true);
+            for (int i = 0; i < 4; ++i) add(sum4, first_page + i, true);
         } else {
-            for (int i = first; i < all; ++i) add(sum4, i, i < whole || slot < rest);
+            for (int i = first_page; i < num_pages; ++i) add(sum4, i, i < full_pages || slot < tail_tokens);
         }
         ptxlab::add_halves(acc, sum4);
     }

@@ -41,20 +41,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
-    const int whole = length / PAGE, rest = length % PAGE, all = whole + (rest > 0);
-    const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    const int full_pages = length / PAGE, tail_tokens = length % PAGE, num_pages = full_pages + (tail_tokens > 0);
+    const int slot = threadIdx.x / PARTS, lane_part = threadIdx.x % PARTS;
     const size_t row = (size_t(sequence) * Hq + head) * 128, pitch = size_t(2) * Hkv * PAGE_BYTES;
     const unsigned char* keys = pool + size_t(kv_head) * PAGE_BYTES;
     const unsigned char* values = keys + size_t(Hkv) * PAGE_BYTES;
 
-    for (int i = threadIdx.x; i < all; i += THREADS) pages[i] = table[size_t(sequence) * P + i];
+    for (int i = threadIdx.x; i < num_pages; i += THREADS) pages[i] = table[size_t(sequence) * P + i];
     float query[DIMS];
 #pragma unroll
-    for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + part * DIMS + i]) * (softmax_scale * LOG2E);
+    for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + lane_part * DIMS + i]) * (softmax_scale * LOG2E);
     __syncthreads();
 
     PHASE(SCORES);
-    float most = ptxlab::minus_infinity();
+    float row_max = ptxlab::minus_infinity();
     const auto score = [&](int i, bool inside) {
         const unsigned char* page = keys + pages[i] * pitch;
         const uint4 k = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
@@ -67,18 +67,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
 #pragma unroll
         for (int mask = 1; mask < PARTS; mask *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
         if (!inside) dot = ptxlab::minus_infinity();
-        most = fmaxf(most, dot);
-        if (part == 0) scores[i * PAGE + slot] = dot;
+        row_max = fmaxf(row_max, dot);
+        if (lane_part == 0) scores[i * PAGE + slot] = dot;
     };
 #pragma unroll 4
-    for (int i = 0; i < whole; ++i) score(i, true);
-    if (rest) score(whole, slot < rest);
+    for (int i = 0; i < full_pages; ++i) score(i, true);
+    if (tail_tokens) score(full_pages, slot < tail_tokens);
     PHASE(SOFTMAX);
-    most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
+    row_max = ptxlab::block_max<THREADS>(row_max, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0;
-    for (int t = threadIdx.x; t < all * PAGE; t += THREADS) {
-        scores[t] = exp2f(scores[t] - most);
+    for (int t = threadIdx.x; t < num_pages * PAGE; t += THREADS) {
+        scores[t] = exp2f(scores[t] - row_max);
         sum += scores[t];
     }
     sum = ptxlab::block_sum<THREADS>(sum, partial);
@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
         for (int d = 0; d < DIMS; ++d) acc[d] += weight * x[d];
     };
 #pragma unroll 4
-    for (int i = 0; i < whole; ++i) add(i, true);
-    if (rest) add(whole, slot < rest);
+    for (int i = 0; i < full_pages; ++i) add(i, true);
+    if (tail_tokens) add(full_pages, slot < tail_tokens);
     PHASE(EPILOGUE);
     ptxlab::store_slots<THREADS, DIMS>(acc, sum > 0 ? 1 / sum : 0, sums, out + row);
 }

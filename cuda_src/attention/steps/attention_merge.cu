@@ -12,8 +12,7 @@ extern "C" __global__ void __launch_bounds__(32 * COLUMNS) attention_merge(
     const float* partial,  // f32 [blocks, 2, columns, D]: sums of 2^(score - largest) * value
     // f32 [blocks, 2, columns, 2]: the largest score (base 2), and the sum of 2^(score - largest)
     const float2* stats,
-    // s32 [blocks, 2]: the unit that begins in this block's part 1, and how many blocks have parts of it,
-    // or 0
+    // s32 [blocks, 2]: the unit that begins in this block's part 1; how many blocks have parts of it, or 0
     const int2* segments,
     unsigned short* out,  // f16 or bf16 [B, T, Hq, D]
     float* lse,           // f32 [B, T, Hq], or null

@@ -51,9 +51,10 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
         unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
         if (stage < stages) {
             const bool int4 = stage < stages4;
-            const int first = (int4 ? stage : stage - stages4) * ptxlab::ROW_BYTES, bytes = int4 ? K / 2 : outliers;
-            tile.fetch_w(slot, int4 ? w4 : w8, first, bytes);
-            tile.fetch_x(slot + Tile::W_BYTES, int4 ? x4 : x8, first, bytes);
+            const int first_byte = (int4 ? stage : stage - stages4) * ptxlab::ROW_BYTES,
+                      bytes = int4 ? K / 2 : outliers;
+            tile.fetch_w(slot, int4 ? w4 : w8, first_byte, bytes);
+            tile.fetch_x(slot + Tile::W_BYTES, int4 ? x4 : x8, first_byte, bytes);
             const int pair = int4 ? stage * 128 / GROUP / 2 : groups / 2;
             tile.fetch_scales(slot + OPERANDS, w_scale, x_scale, pair, columns);
         }

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_s4_sm80(
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    tile.gather<SUM_PAD>(ring, acc, [&](size_t at, int token, int n, const int* sums) {
-        ptxlab::store_8<OUT>(y, at, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
+    tile.gather<SUM_PAD>(ring, acc, [&](size_t index, int token, int n, const int* sums) {
+        ptxlab::store_8<OUT>(y, index, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
     });
 }

@@ -37,11 +37,15 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // bytes of 64 rows x GROUP channels
-constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+constexpr int kWBlockBytes = GROUP / 64 * 2048 + 128;  // bytes of 64 rows x GROUP channels
+constexpr int kWBytes = BK / GROUP * kWBlockBytes;     // of a stage
+constexpr int kXBytes = BM * BK;
+constexpr int kStageBytes = (kXBytes + kWBytes + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 constexpr int NOTHING = -1;
+constexpr int kConsumerRegisters = RESIDENT == 1   ? 232
+                                   : RESIDENT == 2 ? 104
+                                                   : 72,
+              kProducerRegisters = RESIDENT == 1 ? 40 : 24;
 using Epilogue = ptxlab::Epilogue<2, BM, 1>;
 
 // The next task in `next` if it is one of `tile`, or of any if that is NOTHING, and before `end`. For one thread.
@@ -84,37 +88,37 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     __syncthreads();
 
     if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
-        ptxlab::fewer_registers<RESIDENT == 1 ? 40 : 24>();
+        ptxlab::fewer_registers<kProducerRegisters>();
         if (threadIdx.x == 0) {
             ptxlab::Slot<STAGES> slot;
             for (int task = 0; task < tasks; ++task, slot.advance()) {
                 const int tile = blockIdx.x + task / stages * gridDim.x, stage = task % stages;
-                unsigned char* stage_slot = ring + slot.index * STAGE_BYTES;
+                unsigned char* stage_slot = ring + slot.index * kStageBytes;
                 u64* barrier = &full[slot.index];
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                 PHASE(LOAD);
-                ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + W_BYTES);
+                ptxlab::mbarrier_arrive_expect(barrier, kXBytes + kWBytes);
                 for (int i = 0; i < BK / 128; ++i)
                     ptxlab::tensor_load(stage_slot + i * BM * 128, &x, stage * BK + i * 128, tile % token_tiles * BM,
                                         barrier);
                 // Behind the end of K, where X comes as zeros, any weights will do.
-                const unsigned char* row_blocks = blocks + size_t(tile / token_tiles) * w_blocks * W_BLOCK;
-                const int block = stage * (BK / GROUP), existing = min(BK / GROUP, w_blocks - block);
-                ptxlab::bulk_load(stage_slot + X_BYTES, row_blocks + size_t(block) * W_BLOCK, existing * W_BLOCK,
-                                  barrier);
+                const unsigned char* row_blocks = blocks + size_t(tile / token_tiles) * w_blocks * kWBlockBytes;
+                const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
+                ptxlab::bulk_load(stage_slot + kXBytes, row_blocks + size_t(block) * kWBlockBytes,
+                                  valid_blocks * kWBlockBytes, barrier);
 #pragma unroll 1
-                for (int b = existing; b < BK / GROUP; ++b)
-                    ptxlab::bulk_load(stage_slot + X_BYTES + b * W_BLOCK, row_blocks, W_BLOCK, barrier);
+                for (int b = valid_blocks; b < BK / GROUP; ++b)
+                    ptxlab::bulk_load(stage_slot + kXBytes + b * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
             }
         }
         return;
     }
 
     // A warp group that dequantises and multiplies.
-    ptxlab::more_registers<RESIDENT == 1 ? 232 : RESIDENT == 2 ? 104 : 72>();
+    ptxlab::more_registers<kConsumerRegisters>();
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
-    int4* partial = reinterpret_cast<int4*>(ring + STAGES * STAGE_BYTES);  // [BM / 8][128]: sums from group to group
+    int4* partial = reinterpret_cast<int4*>(ring + STAGES * kStageBytes);  // [BM / 8][128]: sums from group to group
     const Epilogue epilogue{nullptr, reinterpret_cast<int*>(partial + BM / 8 * 128), nullptr, 0};
     int told_slot = 0;  // of the places for what a group's first thread tells: what it told before may still be read
     const auto tell = [&](int value) {
@@ -132,32 +136,32 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
             if (task == NOTHING) break;
             tile = task / stages;
             const int slot = task % STAGES;
-            const unsigned char* x_slot = ring + slot * STAGE_BYTES;
+            const unsigned char* x_slot = ring + slot * kStageBytes;
             const u64 x_tile = ptxlab::swizzled_128(x_slot);
             ptxlab::mbarrier_wait(&full[slot], task / STAGES & 1);
             PHASE(DEQUANTISE);
-            uint4 q[BK / 64];  // units of 64 channels
-            u32 c[BK / 64];
+            uint4 packed[BK / 64];  // units of 64 channels
+            u32 constants[BK / 64];
 #pragma unroll
-            for (int u = 0; u < BK / 64; ++u) {
-                const unsigned char* block = x_slot + X_BYTES + u * 64 / GROUP * W_BLOCK;
-                q[u] = *reinterpret_cast<const uint4*>(block + u * 64 % GROUP / 64 * 2048 + thread * 16);
-                c[u] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
+            for (int k_unit = 0; k_unit < BK / 64; ++k_unit) {
+                const unsigned char* block = x_slot + kXBytes + k_unit * 64 / GROUP * kWBlockBytes;
+                packed[k_unit] = *reinterpret_cast<const uint4*>(block + k_unit * 64 % GROUP / 64 * 2048 + thread * 16);
+                constants[k_unit] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
             }
 #pragma unroll
-            for (int u = 0; u < BK / 64; ++u) {
-                const u32 words[4] = {q[u].x, q[u].y, q[u].z, q[u].w};
+            for (int k_unit = 0; k_unit < BK / 64; ++k_unit) {
+                const u32 words[4] = {packed[k_unit].x, packed[k_unit].y, packed[k_unit].z, packed[k_unit].w};
                 u32 a[2][4];  // [MMA][register]
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const u32 pair = c[u] >> 16 * (j & 1);
+                    const u32 pair = constants[k_unit] >> 16 * (j & 1);
                     const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
                     a[j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
                     a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
                 }
                 PHASE(ISSUE, BM);
                 ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + u / 2 * (BM * 128 / 16) + u % 2 * 4;
+                const u64 x_unit = x_tile + k_unit / 2 * (BM * 128 / 16) + k_unit % 2 * 4;
                 ptxlab::wgmma_s8(acc, a[0], x_unit);
                 ptxlab::wgmma_s8(acc, a[1], x_unit + 2);
                 ptxlab::wgmma_commit();

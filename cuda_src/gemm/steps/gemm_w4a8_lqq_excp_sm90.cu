@@ -36,12 +36,13 @@ namespace {
 using ptxlab::u32;
 using ptxlab::u64;
 constexpr int BK = 128;
-constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
-constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage and 64 rows
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
-constexpr int TILE_BYTES = 64 * WN * BK;
+constexpr int kWBlockBytes = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
+constexpr int kWBytes = BK / GROUP * kWBlockBytes;     // of a stage and 64 rows
+constexpr int kXBytes = BM * BK;
+constexpr int kStageBytes = (kXBytes + WN * kWBytes + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+constexpr int kTileBytes = 64 * WN * BK;
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
+constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;  // with one block per SM
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
 }  // namespace
@@ -60,13 +61,14 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0, tile = blockIdx.x / CLUSTER;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = K / GROUP;
     const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * WN;
-    const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
+    const int k_stages = (K + BK - 1) / BK, first_stage = k_stages * rank / CLUSTER,
+              stages = k_stages * (rank + 1) / CLUSTER - first_stage;
     const int role = threadIdx.x / 128, thread = threadIdx.x % 128;
 
-    unsigned char* tiles = ring + STAGES * STAGE_BYTES;
-    unsigned char* behind = tiles + TILES * TILE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
-                            &arrived, rank};
+    unsigned char* tiles = ring + STAGES * kStageBytes;
+    unsigned char* cluster_sums = tiles + TILES * kTileBytes;
+    const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
+                            reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -85,23 +87,26 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     ptxlab::Slot<STAGES> slot;
     ptxlab::Slot<TILES> dequantised;
     if (role == 0) {  // load: one thread asks, the copy engine does
-        if (RESIDENT == 1) ptxlab::fewer_registers<40>();
+        if (RESIDENT == 1) ptxlab::fewer_registers<kProducerRegisters>();
         if (thread == 0) {
-            for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
-                unsigned char* to = ring + slot.index * STAGE_BYTES;
+            for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
+                unsigned char* stage_slot = ring + slot.index * kStageBytes;
                 u64* barrier = &full[slot.index];
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                 PHASE(LOAD);
-                ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + WN * W_BYTES);
-                ptxlab::tensor_load(to, &x, stage * BK, token0, barrier);
+                ptxlab::mbarrier_arrive_expect(barrier, kXBytes + WN * kWBytes);
+                ptxlab::tensor_load(stage_slot, &x, stage * BK, token0, barrier);
                 // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
-                const int block = stage * (BK / GROUP), there = min(BK / GROUP, w_blocks - block);
+                const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
                 for (int i = 0; i < WN; ++i) {
-                    const unsigned char* from = blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
-                    unsigned char* w = to + X_BYTES + i * W_BYTES;
-                    ptxlab::bulk_load(w, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
-                    if (there < BK / GROUP) ptxlab::bulk_load(w + there * W_BLOCK, from, W_BLOCK, barrier);
+                    const unsigned char* row_blocks =
+                        blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * kWBlockBytes;
+                    unsigned char* w = stage_slot + kXBytes + i * kWBytes;
+                    ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes,
+                                      barrier);
+                    if (valid_blocks < BK / GROUP)
+                        ptxlab::bulk_load(w + valid_blocks * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
                 }
             }
         }
@@ -111,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     } else if (role == 1) {  // dequantise
         const int row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
         for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
-            const unsigned char* w = ring + slot.index * STAGE_BYTES + X_BYTES;
-            unsigned char* to = tiles + dequantised.index * TILE_BYTES;
+            const unsigned char* w = ring + slot.index * kStageBytes + kXBytes;
+            unsigned char* tile_slot = tiles + dequantised.index * kTileBytes;
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             PHASE(WAIT_GROUP);
@@ -121,21 +126,21 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
 #pragma unroll
             for (int i = 0; i < WN; ++i) {
 #pragma unroll
-                for (int unit = 0; unit < 2; ++unit) {
-                    const unsigned char* block = w + i * W_BYTES + unit * 64 / GROUP * W_BLOCK;
-                    const uint4 q =
-                        *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
-                    const u32 c = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 +
-                                                                (thread / 32 * 8 + thread % 32 / 4) * 4);
-                    const u32 words[4] = {q.x, q.y, q.z, q.w};
+                for (int k_unit = 0; k_unit < 2; ++k_unit) {
+                    const unsigned char* block = w + i * kWBytes + k_unit * 64 / GROUP * kWBlockBytes;
+                    const uint4 packed =
+                        *reinterpret_cast<const uint4*>(block + k_unit * 64 % GROUP / 64 * 2048 + thread * 16);
+                    const u32 constants = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 +
+                                                                        (thread / 32 * 8 + thread % 32 / 4) * 4);
+                    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        const u32 pair = c >> 16 * (j & 1);
+                        const u32 pair = constants >> 16 * (j & 1);
                         const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
-                        const int r = row + 8 * (j & 1), column = unit * 4 + j / 2 * 2;  // of 16 bytes
-                        unsigned char* at = to + (i * 64 + r) * 128 + 4 * t;
-                        *reinterpret_cast<u32*>(at + ((column ^ (r & 7)) * 16)) = d.x;
-                        *reinterpret_cast<u32*>(at + (((column + 1) ^ (r & 7)) * 16)) = d.y;
+                        const int r = row + 8 * (j & 1), column = k_unit * 4 + j / 2 * 2;  // of 16 bytes
+                        unsigned char* tile_row = tile_slot + (i * 64 + r) * 128 + 4 * t;
+                        *reinterpret_cast<u32*>(tile_row + ((column ^ (r & 7)) * 16)) = d.x;
+                        *reinterpret_cast<u32*>(tile_row + (((column + 1) ^ (r & 7)) * 16)) = d.y;
                     }
                 }
             }
@@ -146,12 +151,12 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
         PHASE(WAIT_GROUP);
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // multiply
-        if (RESIDENT == 1) ptxlab::more_registers<232>();
+        if (RESIDENT == 1) ptxlab::more_registers<kConsumerRegisters>();
         int acc[WN][BM / 2] = {};
-        int slot_before = -1, tile_before = -1;
+        int unreleased_slot = -1, unreleased_tile = -1;
         for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
-            const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * TILE_BYTES);
+            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * kStageBytes);
+            const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * kTileBytes);
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             PHASE(WAIT_GROUP);
@@ -165,12 +170,12 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
                     ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
             PHASE(WAIT_MMA, 1);
-            ptxlab::wgmma_wait<1>();                     // the stage before is done with
-            if (slot_before >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
-                ptxlab::mbarrier_arrive(&empty[slot_before]);
-                ptxlab::mbarrier_arrive(&spent[tile_before]);
+            ptxlab::wgmma_wait<1>();                         // the stage before is done with
+            if (unreleased_slot >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
+                ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
+                ptxlab::mbarrier_arrive(&spent[unreleased_tile]);
             }
-            slot_before = slot.index, tile_before = dequantised.index;
+            unreleased_slot = slot.index, unreleased_tile = dequantised.index;
         }
         PHASE(WAIT_MMA, 0);
         ptxlab::wgmma_wait<0>();

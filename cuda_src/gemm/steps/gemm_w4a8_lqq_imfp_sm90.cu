@@ -38,13 +38,17 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;             // channels of a block of W
-constexpr int GROUPS = GROUP_K / GROUP;                      // groups of a block of W
-constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUPS * 128;  // its bytes
-constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;              // of a stage and 64 rows
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + 2 * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+constexpr int kBlockChannels = GROUP < 64 ? 64 : GROUP;                        // channels of a block of W
+constexpr int kBlockGroups = kBlockChannels / GROUP;                           // groups of a block of W
+constexpr int kWBlockBytes = kBlockChannels / 64 * 2048 + kBlockGroups * 128;  // its bytes
+constexpr int kWBytes = BK / kBlockChannels * kWBlockBytes;                    // of a stage and 64 rows
+constexpr int kXBytes = BM * BK;
+constexpr int kStageBytes = (kXBytes + 2 * kWBytes + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
+constexpr int kConsumerRegisters = RESIDENT == 1   ? 232
+                                   : RESIDENT == 2 ? 104
+                                                   : 72,
+              kProducerRegisters = RESIDENT == 1 ? 40 : 24;
 using Epilogue = ptxlab::Epilogue<2, BM, CLUSTER>;
 
 }  // namespace
@@ -61,13 +65,15 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = (K + GROUP_K - 1) / GROUP_K;
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64,
+              w_blocks = (K + kBlockChannels - 1) / kBlockChannels;
     const int tiles = token_tiles * ((row_tiles + 1) / 2), k_tiles = (K + 127) / 128;
-    const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
+    const int k_stages = (K + BK - 1) / BK, first_stage = k_stages * rank / CLUSTER,
+              stages = k_stages * (rank + 1) / CLUSTER - first_stage;
 
-    unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
-                            &arrived, rank};
+    unsigned char* cluster_sums = ring + STAGES * kStageBytes;
+    const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
+                            reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -81,34 +87,37 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
-        ptxlab::fewer_registers<RESIDENT == 1 ? 40 : 24>();
+        ptxlab::fewer_registers<kProducerRegisters>();
         if (threadIdx.x == 0) {
             for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
                 const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * 2;
-                for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
-                    unsigned char* to = ring + slot.index * STAGE_BYTES;
+                for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
+                    unsigned char* stage_slot = ring + slot.index * kStageBytes;
                     u64* barrier = &full[slot.index];
                     PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                     PHASE(LOAD);
-                    ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + 2 * W_BYTES);
+                    ptxlab::mbarrier_arrive_expect(barrier, kXBytes + 2 * kWBytes);
                     for (int i = 0; i < BK / 128; ++i) {
                         const int k_tile = stage * (BK / 128) + i;  // tiles lie one behind the other, along K first
                         const int row = k_tile < k_tiles ? (tile % token_tiles * k_tiles + k_tile) * BM : -BM;
-                        if (ORDER == 0) ptxlab::tensor_load(to + i * BM * 128, &x, k_tile * 128, token0, barrier);
-                        else ptxlab::tensor_load(to + i * BM * 128, &x, 0, row, barrier);
+                        if (ORDER == 0)
+                            ptxlab::tensor_load(stage_slot + i * BM * 128, &x, k_tile * 128, token0, barrier);
+                        else ptxlab::tensor_load(stage_slot + i * BM * 128, &x, 0, row, barrier);
                     }
                     // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will
                     // do.
-                    const int block = stage * (BK / GROUP_K), there = min(BK / GROUP_K, w_blocks - block);
+                    const int block = stage * (BK / kBlockChannels),
+                              valid_blocks = min(BK / kBlockChannels, w_blocks - block);
                     for (int i = 0; i < 2; ++i) {
-                        const unsigned char* from =
-                            blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
-                        unsigned char* w = to + X_BYTES + i * W_BYTES;
-                        ptxlab::bulk_load(w, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
+                        const unsigned char* row_blocks =
+                            blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * kWBlockBytes;
+                        unsigned char* w = stage_slot + kXBytes + i * kWBytes;
+                        ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes,
+                                          barrier);
 #pragma unroll 1
-                        for (int b = there; b < BK / GROUP_K; ++b)
-                            ptxlab::bulk_load(w + b * W_BLOCK, from, W_BLOCK, barrier);
+                        for (int b = valid_blocks; b < BK / kBlockChannels; ++b)
+                            ptxlab::bulk_load(w + b * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
                     }
                 }
             }
@@ -117,59 +126,61 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // a warp group that dequantises and multiplies
-        ptxlab::more_registers<RESIDENT == 1 ? 232 : RESIDENT == 2 ? 104 : 72>();
+        ptxlab::more_registers<kConsumerRegisters>();
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
         for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
             const int token0 = tile % token_tiles * BM, row_tile = tile / token_tiles * 2 + group;
             int acc[BM / 2] = {};
-            u32 a[2][2][4];   // [unit of 64 k][MMA][register]
-            int before = -1;  // the slot that wgmma may still read
+            u32 a[2][2][4];            // [unit of 64 k][MMA][register]
+            int unreleased_slot = -1;  // the slot that wgmma may still read
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
-                const unsigned char* w = x_slot + X_BYTES + group * W_BYTES;
+                const unsigned char* x_slot = ring + slot.index * kStageBytes;
+                const unsigned char* w = x_slot + kXBytes + group * kWBytes;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
                 PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
                 PHASE(DEQUANTISE);
-                uint4 q[BK / 64];
-                u32 c[BK / 64][GROUPS];
+                uint4 packed[BK / 64];
+                u32 constants[BK / 64][kBlockGroups];
 #pragma unroll
-                for (int unit = 0; unit < BK / 64; ++unit) {
-                    const unsigned char* block = w + unit * 64 / GROUP_K * W_BLOCK;
-                    q[unit] = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
+                for (int k_unit = 0; k_unit < BK / 64; ++k_unit) {
+                    const unsigned char* block = w + k_unit * 64 / kBlockChannels * kWBlockBytes;
+                    packed[k_unit] =
+                        *reinterpret_cast<const uint4*>(block + k_unit * 64 % kBlockChannels / 64 * 2048 + thread * 16);
 #pragma unroll
-                    for (int i = 0; i < GROUPS; ++i)
-                        c[unit][i] =
-                            *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (rows * GROUPS + i) * 4);
+                    for (int i = 0; i < kBlockGroups; ++i)
+                        constants[k_unit][i] = *reinterpret_cast<const u32*>(block + kBlockChannels / 64 * 2048 +
+                                                                             (rows * kBlockGroups + i) * 4);
                 }
 #pragma unroll
-                for (int unit = 0; unit < BK / 64; ++unit) {
-                    int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
+                for (int k_unit = 0; k_unit < BK / 64; ++k_unit) {
+                    int words[4] = {int(packed[k_unit].x), int(packed[k_unit].y), int(packed[k_unit].z),
+                                    int(packed[k_unit].w)};
                     PHASE(WAIT_MMA, 1);
                     ptxlab::wgmma_wait<1>();  // the unit before the last has left its registers
                     ptxlab::pin(words);
-                    if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+                    if (k_unit == 1 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
                     PHASE(DEQUANTISE);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
+                        const u32 pair = constants[k_unit][j / 2 * (kBlockGroups - 1)] >> 16 * (j & 1);
                         const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
-                        a[unit & 1][j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
-                        a[unit & 1][j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                        a[k_unit & 1][j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                        a[k_unit & 1][j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
                     }
                     PHASE(ISSUE, BM);
                     ptxlab::wgmma_fence();
-                    const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
-                    ptxlab::wgmma_s8(acc, a[unit & 1][0], x_unit);
-                    ptxlab::wgmma_s8(acc, a[unit & 1][1], x_unit + 2);
+                    const u64 x_unit = x_tile + k_unit / 2 * (BM * 128 / 16) + k_unit % 2 * 4;
+                    ptxlab::wgmma_s8(acc, a[k_unit & 1][0], x_unit);
+                    ptxlab::wgmma_s8(acc, a[k_unit & 1][1], x_unit + 2);
                     ptxlab::wgmma_commit();
                 }
-                before = slot.index;
+                unreleased_slot = slot.index;
             }
             PHASE(WAIT_MMA, 0);
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
-            if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+            if (unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
 
             PHASE(REDUCE);
             if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers

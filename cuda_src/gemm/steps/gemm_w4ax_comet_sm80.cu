@@ -40,27 +40,30 @@ constexpr int WHOLE = -1;
 // ends first, of several the lowest, while it helps. So gift k comes from block k mod cut, as the last quarter it has, and
 // goes to the idle block k mod idle.
 struct DecomposedTiles : ptxlab::RemappedTiles<RATIO> {
-    const int cut, idle, gifts, given, got, whole;
+    const int cut, idle, moved_quarters, given_quarters, received_quarters, whole_tiles;
 
     __device__ __forceinline__ DecomposedTiles(int int8, int int4)
-        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), idle(blocks - cut), gifts(helpful(cut, idle)),
-          given(me < cut ? share(gifts, me, cut) : 0), got(me < cut ? 0 : share(gifts, me - cut, idle)),
-          whole(RemappedTiles::count() - (given > 0)) {}
+        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), idle(blocks - cut),
+          moved_quarters(helpful(cut, idle)), given_quarters(me < cut ? share(moved_quarters, me, cut) : 0),
+          received_quarters(me < cut ? 0 : share(moved_quarters, me - cut, idle)),
+          whole_tiles(RemappedTiles::count() - (given_quarters > 0)) {}
 
     // Gifts until a block that gave away a quarters and one that got b would end no further apart than a quarter: a + b = 3.
     static __device__ __forceinline__ int helpful(int cut, int idle) {
         return min(min(3 * idle, max(cut, 2 * idle)), min(max(2 * cut, idle), 3 * cut));
     }
 
-    __device__ __forceinline__ int count() const { return whole + (given ? PIECES - given : got); }
+    __device__ __forceinline__ int count() const {
+        return whole_tiles + (given_quarters ? PIECES - given_quarters : received_quarters);
+    }
 
     __device__ __forceinline__ Work operator[](int i) const {
-        if (i < whole) return {RemappedTiles::operator[](i), WHOLE};
-        i -= whole;
-        const int first = int8 + int4 - cut;
-        if (given) return {first + me, i};
-        const int gift = me - cut + i * idle;
-        return {first + gift % cut, PIECES - 1 - gift / cut};
+        if (i < whole_tiles) return {RemappedTiles::operator[](i), WHOLE};
+        i -= whole_tiles;
+        const int first_cut_tile = int8 + int4 - cut;
+        if (given_quarters) return {first_cut_tile + me, i};
+        const int moved = me - cut + i * idle;
+        return {first_cut_tile + moved % cut, PIECES - 1 - moved / cut};
     }
 };
 
@@ -79,22 +82,24 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
     int M, int N, int K4, int K8) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const ptxlab::MixedOperands of{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
+    const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
     const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
-    const DecomposedTiles own(parts * (K8 / 128), parts * (K4 / 128));
-    const int count = own.count();
-    const auto part_at = [&](int part) { return Tile(M, N, part / across * BM, part % across * BN); };
-    const auto quarter_of = [&](const Tile& part, int quarter) {
-        return Quarter(M, N, part.token0 + quarter / 2 * (BM / 2), part.row0 + quarter % 2 * (BN / 2));
+    const DecomposedTiles block_tiles(parts * (K8 / 128), parts * (K4 / 128));
+    const int count = block_tiles.count();
+    const auto output_tile_at = [&](int part_index) {
+        return Tile(M, N, part_index / across * BM, part_index % across * BN);
+    };
+    const auto quarter_of = [&](const Tile& output_tile, int quarter) {
+        return Quarter(M, N, output_tile.token0 + quarter / 2 * (BM / 2), output_tile.row0 + quarter % 2 * (BN / 2));
     };
     const auto fetch = [&](int i) {
         if (i < count) {
-            const Work work = own[i];
-            const ptxlab::MixedTile tile(work.number, parts, of);
-            const Tile part = part_at(tile.part);
+            const Work work = block_tiles[i];
+            const ptxlab::MixedTile tile(work.number, parts, operands);
+            const Tile output_tile = output_tile_at(tile.part_index);
             unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
-            if (work.quarter == WHOLE) ptxlab::fetch_mixed(part, slot, of, tile.block);
-            else ptxlab::fetch_mixed(quarter_of(part, work.quarter), slot, of, tile.block);
+            if (work.quarter == WHOLE) ptxlab::fetch_mixed(output_tile, slot, operands, tile.block);
+            else ptxlab::fetch_mixed(quarter_of(output_tile, work.quarter), slot, operands, tile.block);
         }
         ptxlab::cp_async_commit();
     };
@@ -108,15 +113,15 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
         PHASE(LOAD);
         fetch(i + STAGES - 1);
         PHASE(MULTIPLY);
-        const Work work = own[i];
-        const ptxlab::MixedTile tile(work.number, parts, of);
-        const Tile part = part_at(tile.part);
+        const Work work = block_tiles[i];
+        const ptxlab::MixedTile tile(work.number, parts, operands);
+        const Tile output_tile = output_tile_at(tile.part_index);
         const unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
-        if (work.quarter == WHOLE) ptxlab::multiply_mixed(part, slot, of, tile.block, sums);
-        else ptxlab::multiply_mixed(quarter_of(part, work.quarter), slot, of, tile.block, sums);
+        if (work.quarter == WHOLE) ptxlab::multiply_mixed(output_tile, slot, operands, tile.block, sums);
+        else ptxlab::multiply_mixed(quarter_of(output_tile, work.quarter), slot, operands, tile.block, sums);
         PHASE(EPILOGUE);
-        unsigned* pieces = counted + size_t(part.token0) * ((N + 63) / 64) + part.row0 / 64;
-        if (ptxlab::is_last(pieces, work.quarter == WHOLE ? PIECES : 1, PIECES * of.blocks()))
-            ptxlab::put_together<OUT>(part, of, sums, bias, y);
+        unsigned* pieces = counted + size_t(output_tile.token0) * ((N + 63) / 64) + output_tile.row0 / 64;
+        if (ptxlab::is_last(pieces, work.quarter == WHOLE ? PIECES : 1, PIECES * operands.blocks()))
+            ptxlab::put_together<OUT>(output_tile, operands, sums, bias, y);
     }
 }

@@ -55,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
             if (block < blocks4) {
                 tile.fetch_x(xs, x4, block * ptxlab::ROW_BYTES, K4 / 2);
             } else {
-                const int first = (block - blocks4) * 128;
-                tile.fetch_x(xs, x8, first, K8);
-                tile.fetch_x(xs + Tile::X_BYTES, x8, first + ptxlab::ROW_BYTES, K8);
+                const int first_byte = (block - blocks4) * 128;
+                tile.fetch_x(xs, x8, first_byte, K8);
+                tile.fetch_x(xs + Tile::X_BYTES, x8, first_byte + ptxlab::ROW_BYTES, K8);
             }
             tile.fetch_scales(slot + OPERANDS, w_scale, x_scale, block / 2, columns);
         }

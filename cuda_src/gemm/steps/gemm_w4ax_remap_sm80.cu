@@ -42,15 +42,17 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     int M, int N, int K4, int K8) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const ptxlab::MixedOperands of{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
+    const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
     const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
-    const ptxlab::RemappedTiles<RATIO> own(parts * (K8 / 128), parts * (K4 / 128));
-    const int count = own.count();
-    const auto part_at = [&](int part) { return Tile(M, N, part / across * BM, part % across * BN); };
+    const ptxlab::RemappedTiles<RATIO> block_tiles(parts * (K8 / 128), parts * (K4 / 128));
+    const int count = block_tiles.count();
+    const auto output_tile_at = [&](int part_index) {
+        return Tile(M, N, part_index / across * BM, part_index % across * BN);
+    };
     const auto fetch = [&](int i) {
         if (i < count) {
-            const ptxlab::MixedTile tile(own[i], parts, of);
-            ptxlab::fetch_mixed(part_at(tile.part), ring + i % STAGES * STAGE_BYTES, of, tile.block);
+            const ptxlab::MixedTile tile(block_tiles[i], parts, operands);
+            ptxlab::fetch_mixed(output_tile_at(tile.part_index), ring + i % STAGES * STAGE_BYTES, operands, tile.block);
         }
         ptxlab::cp_async_commit();
     };
@@ -64,11 +66,12 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
         PHASE(LOAD);
         fetch(i + STAGES - 1);
         PHASE(MULTIPLY);
-        const ptxlab::MixedTile tile(own[i], parts, of);
-        const Tile part = part_at(tile.part);
-        ptxlab::multiply_mixed(part, ring + i % STAGES * STAGE_BYTES, of, tile.block, sums);
+        const ptxlab::MixedTile tile(block_tiles[i], parts, operands);
+        const Tile output_tile = output_tile_at(tile.part_index);
+        ptxlab::multiply_mixed(output_tile, ring + i % STAGES * STAGE_BYTES, operands, tile.block, sums);
         PHASE(EPILOGUE);
-        unsigned* tiles = counted + size_t(part.token0) * ((N + 63) / 64) + part.row0 / 64;
-        if (ptxlab::is_last(tiles, 1, of.blocks())) ptxlab::put_together<OUT>(part, of, sums, bias, y);
+        unsigned* tiles = counted + size_t(output_tile.token0) * ((N + 63) / 64) + output_tile.row0 / 64;
+        if (ptxlab::is_last(tiles, 1, operands.blocks()))
+            ptxlab::put_together<OUT>(output_tile, operands, sums, bias, y);
     }
 }

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
     // What each slot of the ring is for, one slot more: the oldest is still read while the newest is written.
     __shared__ Work works[STAGES + 1];
     const auto y_tile_of = [&](const ptxlab::MixedTile& tile) {  // the part of Y that a tile adds to
-        return Tile(M, N, tile.part / across * BM, tile.part % across * BN);
+        return Tile(M, N, tile.part_index / across * BM, tile.part_index % across * BN);
     };
     const auto quarter_of = [&](const Tile& y_tile, int quarter) {
         return Quarter(M, N, y_tile.token0 + quarter / 2 * (BM / 2), y_tile.row0 + quarter % 2 * (BN / 2));

@@ -242,7 +242,7 @@ CHANGES = {
     "a reciprocal of one part": ("fmaf(x, high, __fmul_rn(x, low))", "__fmul_rn(x, high)"),
     "a quotient that is not corrected": ("return fmaf(fmaf(-near, s, x), r, near);", "return near;"),
     "a quotient that is not cut off": ("fminf(__fmul_rn(x, r), 0x1p100f)", "__fmul_rn(x, r)"),
-    "a reciprocal for tiny scales": ("return most <= high - low;", "return true;"),
+    "a reciprocal for tiny scales": ("return largest_offset <= high - low;", "return true;"),
     "a scale by a reciprocal": ("float(LEVELS)))", "1.0f) * (1.0f / LEVELS))"),
     "a scale rounded down": ("__float2half_rn(__f", "__float2half_rz(__f"),
     "a range without 0": ("range.include({0, 0});", ""),
@@ -254,10 +254,10 @@ CHANGES = {
     "tokens beyond the last": ("slot[i] = t < tokens ? slots[t] : -1", "slot[i] = slots[t]"),
     "positions of padding": ("min(size_t(position[i]), size_t(turns - 1))", "position[i]"),
     "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
-    "heads beyond the last": ("at < 0 || head + i / TOKENS >= heads", "at < 0"),
-    "constants of heads beyond the last": ("slot >= 0 && head + own < heads", "slot >= 0"),
+    "heads beyond the last": ("row_slot < 0 || head + i / TOKENS >= heads", "row_slot < 0"),
+    "constants of heads beyond the last": ("slot >= 0 && head + answered_row < heads", "slot >= 0"),
     "no lower bound by channel": ("fmaxf(quotient[j](rows[i][j]), -127.0f)", "quotient[j](rows[i][j])"),
-    "half of a neighbour's word": ("odd ? first : second", "odd ? second : first"),
+    "half of a neighbour's word": ("odd ? first_word : second_word", "odd ? second_word : first_word"),
     "no wait for the kernel before": ("wait_for_predecessors();", ""),
 }
 

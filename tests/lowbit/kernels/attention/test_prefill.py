@@ -227,11 +227,14 @@ CHANGES = {
         "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
         "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
         "parts have a block in common": (
-            "blocks * tile.part / tile.parts",
-            "max(0, blocks * tile.part / tile.parts - 1)",
+            "blocks * tile.part_index / tile.parts",
+            "max(0, blocks * tile.part_index / tile.parts - 1)",
         ),
         "a part is not weighed": ("fmaf(x.x, factor[0], o[4 * v])", "x.x + o[4 * v]"),
-        "parts are handed over in one place": ("first_part(tile) + size_t(tile.part) * kPitch", "first_part(tile)"),
+        "parts are handed over in one place": (
+            "first_part(tile) + size_t(tile.part_index) * kPitch",
+            "first_part(tile)",
+        ),
         "counters are left behind": ("*count = 0;", ";"),
     },
     "sm80": {

@@ -117,17 +117,20 @@ def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, ratio: i
 
 # Would anybody notice? Small mistakes in the source and in the rows that it shares with `append_kv4`.
 CHANGES = {
-    "queries of the next group": ("(size_t(part) * heads + h)", "(size_t(part) * heads + h + 1)"),
-    "keys are values": ("part > ratio;", "part >= ratio;"),
+    "queries of the next group": ("(size_t(section) * heads + h)", "(size_t(section) * heads + h + 1)"),
+    "keys are values": ("section > ratio;", "section >= ratio;"),
     "tokens beyond the last, of q": ("t >= tokens || h >= heads", "h >= heads"),
     "heads beyond the last, of q": ("t >= tokens || h >= heads", "t >= tokens"),
     "tokens beyond the last": ("t < tokens && !is_q ? slots[t]", "!is_q ? slots[t]"),
     "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
     "positions of padding": ("min(size_t(position), size_t(turns - 1))", "position"),
-    "halves exchanged": ("to[0] = y.halves[0], to[LANES]", "to[LANES] = y.halves[0], to[0]"),
+    "halves exchanged": (
+        "lane_values[0] = y.halves[0], lane_values[LANES]",
+        "lane_values[LANES] = y.halves[0], lane_values[0]",
+    ),
     "keys where as many queries would be": ("size_t(is_q ? ratio : 1) * heads", "size_t(ratio) * heads"),
-    "keys of a cache alone": ("KEYS && !is_v", "KEYS && part == 0"),
-    "heads beyond the last": ("at < 0 || head + i / TOKENS >= heads", "at < 0"),
+    "keys of a cache alone": ("KEYS && !is_v", "KEYS && section == 0"),
+    "heads beyond the last": ("row_slot < 0 || head + i / TOKENS >= heads", "row_slot < 0"),
     "no wait for the kernel before": ("    wait_for_predecessors();", ""),
     "qkv is read ahead of the wait": (
         "    Channels channels;",
