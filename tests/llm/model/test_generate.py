@@ -114,7 +114,7 @@ def test_a_head_whose_batch_may_not_matter_is_a_kernel_of_ours(batch_invariant: 
     model, names = quantized_model(tied_head=False), list[str]()
     runner = KernelRunner(model, 2, 80, backend="emulator", batch_invariant=batch_invariant)
     x = np.ones((2, model.config.hidden), np.float16)
-    with emulator.watched(lambda machine: names.append(machine.launch.entry.name) or []):
+    with emulator.watch_launches(lambda machine: names.append(machine.launch.entry.name) or []):
         logits = runner._head(x)
     assert names == ["gemm_f16_sm80"] * batch_invariant
     np.testing.assert_allclose(logits, x @ model.head.T, rtol=2**-9, atol=2**-9)
