@@ -27,7 +27,7 @@ from ptxlab.llm.checkpoints.open import MODELS, missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, open_model_with_bar, open_text_with_bar
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.model.weights import DEFAULT_CACHE
-from ptxlab.llm.recipe import calibrate, named
+from ptxlab.llm.recipe import calibrate, find_recipe
 from ptxlab.llm.recipe.quantize import check_packable, quantize_model
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
@@ -105,7 +105,7 @@ def quantize(
     if seed < 0:
         raise expects("--seed", "an integer, 0 or more", seed)
     on_gpu = model_on_gpu(backend)
-    steps = named(recipe)
+    steps = find_recipe(recipe)
     if steps.int8 is None:
         refuse({"--int8": int8}, "is for --recipe fmpq")
     # As many outliers as a group has channels, so that the rest remains whole groups.
