@@ -206,7 +206,7 @@ def _file(
     packed = [planned for planned in conversion.tensors if planned.fields]
     copied = [planned for planned in conversion.tensors if not planned.fields]
     cells = [
-        (p.info.name, "x".join(map(str, p.info.shape)), f"{p.info.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
+        (p.source.name, "x".join(map(str, p.source.shape)), f"{p.source.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
         for p in packed
     ]
     packing = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
@@ -222,10 +222,10 @@ def _file(
 
 def _row(planned: convert.PlannedTensor) -> dict[str, Any]:
     return {
-        "tensor": planned.info.name,
-        "shape": list(planned.info.shape),
+        "tensor": planned.source.name,
+        "shape": list(planned.source.shape),
         "packed": planned.fields,
         "copied_because": planned.reason,
-        "bytes_before": planned.info.nbytes,
+        "bytes_before": planned.source.nbytes,
         "bytes": planned.nbytes,
     }

@@ -80,7 +80,7 @@ def test_bfloat16_and_foreign_dtypes(tmp_path: Path) -> None:
 
 
 def test_reasons_for_copies_and_sizes(source: Path) -> None:
-    planned = {tensor.info.name: tensor for tensor in convert.plan(source, pattern="layers.*").tensors}
+    planned = {tensor.source.name: tensor for tensor in convert.plan(source, pattern="layers.*").tensors}
     reasons = {name: tensor.reason for name, tensor in planned.items() if not tensor.fields}
     assert reasons == {
         "layers.0.norm": "not a matrix",
@@ -90,7 +90,7 @@ def test_reasons_for_copies_and_sizes(source: Path) -> None:
     }
     assert planned["layers.0.down"].nbytes == 64 * 128 // 2 + 2 * 64 * 2 + 4 * 64
     assert planned["layers.0.down"].bits == 4 + 0.25 + 0.25
-    assert planned["ids"].nbytes == planned["ids"].info.nbytes == 8 * 8 * 64
+    assert planned["ids"].nbytes == planned["ids"].source.nbytes == 8 * 8 * 64
 
 
 def test_a_pattern_selects(source: Path) -> None:
@@ -140,7 +140,7 @@ def test_embeddings_are_packed_only_by_name(tmp_path: Path, name: str) -> None:
     save_file({name: w, "layers.0.up": w, "lm_head.weight": w, "followed.weight": w}, path)
 
     def names_packed(**pattern: str) -> set[str]:
-        return {tensor.info.name for tensor in convert.plan(path, **pattern).tensors if tensor.fields}
+        return {tensor.source.name for tensor in convert.plan(path, **pattern).tensors if tensor.fields}
 
     assert names_packed() == names_packed(pattern="*") == {"layers.0.up", "lm_head.weight", "followed.weight"}
     assert names_packed(pattern=name) == {name}

@@ -327,7 +327,7 @@ STEPS = (
     "down_in",
     "hidden",
 )
-ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "results")
+ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "expert_outputs")
 
 
 @pytest.mark.default_cases("llama")
