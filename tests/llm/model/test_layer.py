@@ -252,6 +252,7 @@ ret;
 def test_who_writes_lengths_is_followed_by_an_ordinary_launch(programmatic: bool) -> None:
     """Attention reads them ahead of its wait, three launches later."""
     problem = layer_problem()
+    fill(problem.buffers, 0)  # read where attention, too early, sees no tokens and writes nothing
     lengths, problem.cache.lengths[...] = problem.cache.lengths.copy(), 0
     with emulator.chain({"race"}) as chain:
         emulator.run(SET_LENGTHS, None, [lengths, problem.cache.lengths], grid=1, block=len(lengths))
