@@ -46,7 +46,7 @@ class GeneratedText:
             text = self._tokenizer.decode(self.tokens)
             self.ended = any(stop in text for stop in self._stop)
 
-    def new_text(self, *, whole: bool = False) -> str:
+    def fresh(self, *, whole: bool = False) -> str:
         """Return the text that was not shown yet.
 
         A character whose tokens are incomplete waits, and what may be the beginning of a stop string, unless no more

@@ -16,10 +16,10 @@ def test_characters_are_shown_whole() -> None:
     text, shown = GeneratedText(TOKENIZER), []
     for token in TOKENIZER.encode("aé€!").tolist():
         text.append(token)
-        shown.append(text.new_text())
+        shown.append(text.fresh())
     assert shown == ["a", "", "é", "", "", "€", "!"]
     text.append(TOKENIZER.encode("é").tolist()[0])
-    assert text.new_text() == "" and text.new_text(whole=True) == "\ufffd"
+    assert text.fresh() == "" and text.fresh(whole=True) == "\ufffd"
     text.append(299)
     text.append(7)
     assert text.ended and len(text.tokens) == 8
@@ -35,10 +35,10 @@ def test_it_ends_before_the_stop_string_that_is_complete_first(written: str, sto
     text, shown = GeneratedText(TOKENIZER, stop), ""
     for token in tokens:
         text.append(token)
-        shown += text.new_text()
+        shown += text.fresh()
         assert right.startswith(shown)
     assert text.ended == (stopped is not None)
-    assert shown + text.new_text(whole=True) == text.text == right
+    assert shown + text.fresh(whole=True) == text.text == right
 
 
 @pytest.mark.parametrize("word", ["<turn>", "<end>"])

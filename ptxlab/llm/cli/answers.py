@@ -79,11 +79,11 @@ def _stream(
             for text, token in zip(texts, step.tolist(), strict=True):
                 text.append(token)
             if not quiet:
-                _write(texts[0].new_text())
+                _write(texts[0].fresh())
             if all(text.ended for text in texts):
                 break
     if not quiet:
-        _write(texts[0].new_text(whole=True) + "\n")
+        _write(texts[0].fresh(whole=True) + "\n")
     rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
     return _Streamed(texts, tokens, computed, times[1] - times[0], rate)
 
