@@ -89,8 +89,8 @@ def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_sweep_is_a_table(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timing = Measured(9.0, 9.0, 9.0, 1900.0)
     rows = [
-        sweep.Found({"STAGES": 4}, False, timing, 90),
-        sweep.Found({"STAGES": 6}, True, replace(timing, us=10.0), 80),
+        sweep.VariantFigures({"STAGES": 4}, False, timing, 90),
+        sweep.VariantFigures({"STAGES": 6}, True, replace(timing, us=10.0), 80),
     ]
     calls: list[Any] = []
     monkeypatch.setattr(sweep, "sweep", lambda *arguments: calls.append(arguments[1:3]) or rows)
