@@ -90,8 +90,8 @@ except ptxlab.errors.ArgumentError as error:
 # and the neighbour that it disturbed:
 
 # %%
-found = ptxlab.run("dequant_lqq", **packed, unchecked=True, backend="emulator", checks=["lanes"]).findings
-next(finding for finding in found if finding.kind == "carry")
+findings = ptxlab.run("dequant_lqq", **packed, unchecked=True, backend="emulator", checks=["lanes"]).findings
+next(finding for finding in findings if finding.kind == "carry")
 
 # %% [markdown]
 # ## Check a kernel of your own

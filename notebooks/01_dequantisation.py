@@ -53,11 +53,11 @@ print(f"word {word:08x}   low halves {low:08x}   high halves {high:08x}")
 # `q8`, the bytes. Here is a group of a trained weight in both schemes.
 
 # %%
-what, matrices = demo.weights()
-name, w = max(matrices.items(), key=lambda item: item[1].size)
+weights_name, matrices = demo.weights()
+name, w = max(matrices.items(), key=lambda named: named[1].size)
 level1 = quant.quantize_level1(w)
 qoq, lqq = quant.quantize_qoq(w, group=64), quant.quantize_lqq(w, group=64)
-print(what, "\n")
+print(weights_name, "\n")
 print("q8    ", level1.q8[0, :12], "... the bytes before 4 bits were made of them")
 print("QoQ q4", qoq.q4[0, :12], f"... s1 = {qoq.group_scale[0, 0]}, zero = {qoq.zero[0, 0]}")
 print("   q8'", qoq.level1()[0, :12], "... (q4 - zero) * s1")

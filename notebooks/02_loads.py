@@ -94,8 +94,10 @@ jupyter.layout_explorer()
 # %%
 for name in ("load_ldmatrix_s8", "load_lds32_u4", "load_qserve_reorder", "load_dual_mma", "load_comet_interleave"):
     accesses = holders.shared_accesses(name)
-    loads, fronts, least = (sum(getattr(a, f) for a in accesses) for f in ("requests", "wavefronts", "min_wavefronts"))
-    print(f"{name:24} {loads} loads per warp, {fronts:2} wavefronts, {fronts - least} of them conflicts")
+    loads, wavefronts, fewest = (
+        sum(getattr(a, f) for a in accesses) for f in ("requests", "wavefronts", "min_wavefronts")
+    )
+    print(f"{name:24} {loads} loads per warp, {wavefronts:2} wavefronts, {wavefronts - fewest} of them conflicts")
 
 # %% [markdown]
 # ## Keeping shared memory full

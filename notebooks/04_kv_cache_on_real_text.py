@@ -54,16 +54,16 @@ vocabulary = {word: index for index, word in enumerate((folder / "vocab.txt").re
 
 
 def pieces(word):
-    found, begin = [], 0
+    token_ids, begin = [], 0
     while begin < len(word):
         marked = "##" if begin else ""
         ends = range(len(word), begin, -1)
         end = next((end for end in ends if marked + word[begin:end] in vocabulary), None)
         if end is None:
             return [vocabulary["[UNK]"]]
-        found.append(vocabulary[marked + word[begin:end]])
+        token_ids.append(vocabulary[marked + word[begin:end]])
         begin = end
-    return found
+    return token_ids
 
 
 def tokenize(text):
@@ -161,15 +161,15 @@ calibration = list(run(card[TOKENS : 2 * TOKENS]))[:layers]
 
 
 def operands(layer, smooth=False):
-    (w_q, b_q), (w_k, b_k), value = projections(layer)
+    (w_q, b_q), (w_k, b_k), value_projection = projections(layer)
     if smooth:
         keys_max = np.abs(by_head(calibration[layer], w_k, b_k)).max(axis=0)
         folded = quant.smooth_attention(w_q, w_k, keys_max, head_dim=head_dim, b_q=b_q, b_k=b_k)
         w_q, b_q, w_k, b_k = folded.w_q, folded.b_q, folded.w_k, folded.b_k
-    return [by_head(inputs[layer], *pair) for pair in ((w_q, b_q), (w_k, b_k), value)]
+    return [by_head(inputs[layer], *pair) for pair in ((w_q, b_q), (w_k, b_k), value_projection)]
 
 
-def stored(scheme):
+def stored_as(scheme):
     return lambda x: quant.quantize_kv(x, scheme).dequantize()
 
 
@@ -179,9 +179,9 @@ outputs = [attend(*qkv) for qkv in exact]
 constants = 32 / head_dim  # bits per element: the token's scale and zero in FP16
 caches = {
     "KV16": (16, exact, lambda x: x.astype(np.float16).astype(np.float32)),
-    "KV8": (8 + constants, exact, stored("kv8")),
-    "KV4": (4 + constants, exact, stored("kv4")),
-    "KV4 + smoothing": (4 + constants, smooth, stored("kv4")),
+    "KV8": (8 + constants, exact, stored_as("kv8")),
+    "KV4": (4 + constants, exact, stored_as("kv4")),
+    "KV4 + smoothing": (4 + constants, smooth, stored_as("kv4")),
 }
 rows, by_layer = [], {}  # of the table; relative errors by layer
 for cache, (bits, qkv, store) in caches.items():
@@ -192,7 +192,7 @@ for cache, (bits, qkv, store) in caches.items():
 
 peaks = np.array([np.abs(k).max(axis=0) for _, k, _ in exact])  # [layers, heads, D]
 outlier = float((peaks.max(axis=-1) / np.median(peaks, axis=-1)).max())
-found = {
+figures = {
     "inputs": f"{TOKENS + 2} tokens of the model's card in {layers} layers, head dim {head_dim}",
     "outlier": outlier,
     "rows": rows,
@@ -231,7 +231,7 @@ assert all(row["error"] < row["worst"] < 2 * row["error"] for row in rows)
 assert 1 < outlier < 3
 
 recorded = json.loads((sources.results_dir() / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
-assert recorded["inputs"] == found["inputs"] and math.isclose(recorded["outlier"], outlier, rel_tol=1e-4)
+assert recorded["inputs"] == figures["inputs"] and math.isclose(recorded["outlier"], outlier, rel_tol=1e-4)
 for theirs, ours in zip(recorded["rows"], rows, strict=True):
     assert theirs["cache"] == ours["cache"] and theirs["bits"] == ours["bits"]
     assert math.isclose(theirs["error"], ours["error"], rel_tol=0.01)

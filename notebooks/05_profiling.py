@@ -57,14 +57,14 @@ Markdown("\n".join(lines))
 # the top: the time, then which unit is busiest, then what the warps waited for.
 
 # %%
-found = profiletables.load_compared()
-page_figure(found)
+profiles = profiletables.load_compared()
+page_figure(profiles)
 
 # %% [markdown]
 # The same in words, the largest difference first:
 
 # %%
-print("\n".join(nsight.differences(*found)))
+print("\n".join(nsight.differences(*profiles)))
 
 # %% [markdown]
 # The faster kernel executes *more* instructions per weight. It gains elsewhere: nearly all *barrier* stalls of the
@@ -78,7 +78,7 @@ print("\n".join(nsight.differences(*found)))
 
 # %%
 lines = ["| line | stalls | mostly for | source |", "| --- | ---: | --- | --- |"]
-for carrier in found[0].carriers[:6]:
+for carrier in profiles[0].carriers[:6]:
     reason = next(iter(carrier.reasons), "").replace("_", " ")
     lines.append(f"| {carrier.where} | {carrier.share:.0%} | {reason} | `{carrier.text or carrier.sass}` |")
 Markdown("\n".join(lines))

@@ -88,7 +88,7 @@ def problem():
 
 cache, slots, x, residual, rope = problem()
 buffers = LayerBuffers.empty(weights, cache)
-given = LayerInputs.of(x, residual, cache, slots, rope)
+layer_inputs = LayerInputs.of(x, residual, cache, slots, rope)
 
 # %% [markdown]
 # ## One layer, as one sequence of launches
@@ -108,9 +108,9 @@ print(f"{len(chain.launches)} launches, {len(chain.findings)} findings")
 # two is the price of INT8 activations and of the new token's 4 bits.
 
 # %%
-print(compare(given, weights, buffers, residual, cache))
-exact = sum(in_float64(given, weights)) - given.x - given.residual  # what the layer has added
-added = stream - given.x.astype(np.float64) - given.residual
+print(compare(layer_inputs, weights, buffers, residual, cache))
+exact = sum(in_float64(layer_inputs, weights)) - layer_inputs.x - layer_inputs.residual  # what the layer has added
+added = stream - layer_inputs.x.astype(np.float64) - layer_inputs.residual
 print(f"relative error {np.linalg.norm(added - exact) / np.linalg.norm(exact):.4f}, most of all quantisation")
 
 # %%
@@ -128,17 +128,17 @@ written = {
 }
 
 
-def said(name):
+def describe_buffer(name):
     array = residual if name == "residual" else getattr(buffers, name)
     inside = array.x_q if name.endswith("_in") else array
-    more = ", a scale and a sum per token" if name.endswith("_in") else ""
-    return f"`{name}`: {inside.dtype} {list(inside.shape)}{more}"
+    suffix = ", a scale and a sum per token" if name.endswith("_in") else ""
+    return f"`{name}`: {inside.dtype} {list(inside.shape)}{suffix}"
 
 
 table(
     ("launch", "kernel", "reads", "writes"),
     [
-        (call, kernel, reads, "; ".join(map(said, names)))
+        (call, kernel, reads, "; ".join(map(describe_buffer, names)))
         for kernel, (call, (reads, names)) in zip(chain.launches, written.items(), strict=True)
     ],
 )

@@ -65,8 +65,8 @@ weights = dequantize_model(rounded)  # what the integers stand for
 weights = replace(weights, layers=list(weights.layers))
 
 
-def relative(found, right):
-    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
+def relative(actual, expected):
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 names = ("q", "k", "v", "o", "gate", "up", "down")
@@ -113,8 +113,8 @@ figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
 for name, style in zip(list(variants)[1:], ("C7-s", "C0-o", "C1-^", "C3-D"), strict=True):
     # Median over tokens: the first one has a few huge channels, which would hide all others.
     by_token = [
-        np.linalg.norm(found - right, axis=1) / np.linalg.norm(right, axis=1)
-        for found, right in zip(streams[name], streams["float32"], strict=True)
+        np.linalg.norm(stream - right, axis=1) / np.linalg.norm(right, axis=1)
+        for stream, right in zip(streams[name], streams["float32"], strict=True)
     ]
     axes.plot(np.median(by_token, axis=1), style, markersize=4, label=name)
 axes.set(xlabel="layer", ylabel="relative error of the residual stream", ylim=0)
@@ -154,15 +154,15 @@ for layer in model.layers[:LAYER]:
 texts = (states[0], streams["float32"][LAYER - 1][None])
 
 
-def added(x, layer):
+def layer_change(x, layer):
     return model.run_layer(x, layer) - x
 
 
-exact = [added(x, model.layers[LAYER]) for x in texts]
+exact = [layer_change(x, model.layers[LAYER]) for x in texts]
 by_step = {}
 for name, recipe in steps.items():
-    made = quantize_layer(model, model.layers[LAYER], states, recipe).floats if recipe else weights.layers[LAYER]
-    by_step[name] = [relative(added(x, made), right) for x, right in zip(texts, exact, strict=True)]
+    quantised = quantize_layer(model, model.layers[LAYER], states, recipe).floats if recipe else weights.layers[LAYER]
+    by_step[name] = [relative(layer_change(x, quantised), right) for x, right in zip(texts, exact, strict=True)]
 table(
     ("weights of layer 3", "error on the calibration text", "error on the passage"),
     [(name, *(f"{error:.3f}" for error in of_texts)) for name, of_texts in by_step.items()],
@@ -193,9 +193,9 @@ table(
 runner = NumpyRunner(rounded, batch=1, context=64)
 
 
-def write(prompt, tokens=20, **how):
-    made = generate(runner, [tokenizer.encode(prompt).tolist()], tokens, **how)
-    return tokenizer.decode(int(step[0]) for step in made)
+def write(prompt, tokens=20, **options):
+    steps = generate(runner, [tokenizer.encode(prompt).tolist()], tokens, **options)
+    return tokenizer.decode(int(step[0]) for step in steps)
 
 
 for prompt in ("The capital of France is", "Water boils at"):
@@ -218,6 +218,6 @@ print(f"\n{runner.lengths[0]} tokens in the cache, {bytes_of_a_token:.0f} bytes 
 layer = rounded.layers[0]
 assert all(not unpack(getattr(layer, name)).overflows().any() for name in config.matrices)
 assert perplexities["float32"] < perplexities["A8"] * 1.02 < perplexities["W4A8KV4"]
-assert all(0.07 < error < 0.12 for each in errors.values() for error in each)
+assert all(0.07 < error < 0.12 for layer_errors in errors.values() for error in layer_errors)
 on_passage = {name: of_passage for name, (_, of_passage) in by_step.items()}
 assert on_passage["both"] < on_passage["round to nearest, as above"] > on_passage["levels of least error of the output"]

@@ -88,9 +88,9 @@ arrays = refuted.explanation.arrays
 launch = restore(*arrays.values(), grid=1, block=1, backend="emulator")
 stored = launch.outputs["out"].view(np.int8)
 nibbles, scale, minimum = arrays["q"][:4] & 15, int(arrays["scale"][0]), int(arrays["minimum"].view(np.int8)[0])
-wanted = nibbles.astype(int) * scale + minimum
+expected = nibbles.astype(int) * scale + minimum
 for i in range(4):
-    print(f"byte {i}: stored {stored[i]:4} ({stored[i].view(np.uint8):08b}), should be {wanted[i]:4}")
+    print(f"byte {i}: stored {stored[i]:4} ({stored[i].view(np.uint8):08b}), should be {expected[i]:4}")
 
 # %% [markdown]
 # ## Mend it
@@ -189,8 +189,8 @@ with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "model.safetensors")
     save_file({"weight": w}, file)
     audit = [sys.executable, "-m", "ptxlab", "audit", "--group", "64", str(file)]
-    said = subprocess.run(audit, capture_output=True, text=True, check=True).stdout
-print(*said.splitlines()[-2:], sep="\n")
+    printed = subprocess.run(audit, capture_output=True, text=True, check=True).stdout
+print(*printed.splitlines()[-2:], sep="\n")
 
 # %% [markdown]
 # `ptxlab prove --all` decides the project's claims, `ptxlab prove FILE.ptx` those on a kernel of your own. The

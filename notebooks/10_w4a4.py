@@ -76,11 +76,11 @@ for index in range(LAYER + 1):
     x = model.run_layer(x, layer, inputs)
 
 figure, panels = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
-for axes, (name, what) in zip(panels, {"q": "q, k, v", "o": "o", "down": "down"}.items(), strict=True):
+for axes, (name, matrices) in zip(panels, {"q": "q, k, v", "o": "o", "down": "down"}.items(), strict=True):
     peaks = np.sort(np.abs(inputs.seen[name]).max(axis=0))[::-1]
     axes.plot(peaks / np.median(peaks), color="C0")
     axes.axhline(quant.fmpq.OUTLIER, color="C7", linestyle="--", label="six times the median channel")
-    axes.set(title=f"input of {what}", xlabel="channel, the largest first", yscale="log")
+    axes.set(title=f"input of {matrices}", xlabel="channel, the largest first", yscale="log")
 panels[0].set_ylabel("largest |x|, by the median channel's")
 panels[0].legend(frameon=False)
 plt.show()
@@ -119,7 +119,7 @@ ladder = {
 }
 eight = quant.quantize_activations(x).dequantize()
 ladder["W4A8, for comparison"] = error(eight, quant.quantize_lqq(w, GROUP).dequantize())
-table(("down of layer 3", "relative error"), [(step, f"{found:.3f}") for step, found in ladder.items()])
+table(("down of layer 3", "relative error"), [(step, f"{loss:.3f}") for step, loss in ladder.items()])
 
 # %% [markdown]
 # COMET gathers the outliers into blocks, and makes those blocks INT8; weights stay in INT4. How much of a layer has to
@@ -165,18 +165,18 @@ table(
 # are exact, and floats are added in a fixed order, so both give the same bits; here in the emulator.
 
 # %%
-few, some = np.ascontiguousarray(x[:4]), np.ascontiguousarray(w[:64])
-weight = quant.quantize_atom_weight(some[:, order], GROUP, GROUP)
-found = {}
+few_tokens, few_rows = np.ascontiguousarray(x[:4]), np.ascontiguousarray(w[:64])
+weight = quant.quantize_atom_weight(few_rows[:, order], GROUP, GROUP)
+products = {}
 for layout, of_tokens in {"rows": "pairs", "strips": "bytes"}.items():
     tokens = ptxlab.reorder_quantize(
-        few, quant.channel_places(order), outliers=GROUP, group=GROUP, layout=of_tokens, backend="emulator"
+        few_tokens, quant.channel_places(order), outliers=GROUP, group=GROUP, layout=of_tokens, backend="emulator"
     )
     packed = ptxlab.pack_atom(weight, layout)
-    found[layout] = ptxlab.gemm_w4a4(tokens, packed, out_dtype="float32", backend="emulator")
-right = few @ some.T
-print(f"{np.linalg.norm(found['rows'] - right) / np.linalg.norm(right):.3f} from the exact product")
-print("the same bits for both GPUs:", np.array_equal(found["rows"], found["strips"]))
+    products[layout] = ptxlab.gemm_w4a4(tokens, packed, out_dtype="float32", backend="emulator")
+right = few_tokens @ few_rows.T
+print(f"{np.linalg.norm(products['rows'] - right) / np.linalg.norm(right):.3f} from the exact product")
+print("the same bits for both GPUs:", np.array_equal(products["rows"], products["strips"]))
 
 # %% [markdown]
 # ## What a GPU gains
@@ -256,7 +256,7 @@ steps = list(ladder.values())
 assert steps[0] > 1.2 * steps[1] and steps[1] > 1.5 * steps[2] and steps[3] < 1.05 * steps[2]
 assert ladder["W4A8, for comparison"] < steps[3]
 assert np.all(np.diff(curve) <= 0.002) and curve[0] > curve[-1]
-assert np.array_equal(found["rows"].view(np.uint32), found["strips"].view(np.uint32))
+assert np.array_equal(products["rows"].view(np.uint32), products["strips"].view(np.uint32))
 assert [makespan(schedule(name, tiles, 4, Costs())) for name in SCHEDULES] == [10, 10, 7, 6.75, 6.75]
 ratios = {row.name: row.ratio for row in w4a4.precisions(record).itertuples(index=False)}
 assert ratios["W4A8KV4, the whole recipe"] < ratios["W4A4KV4, Atom"]

@@ -30,8 +30,8 @@ def nearest_of(rule: str, value: object) -> str:
     if not listed or not isinstance(value, str) or "nearest" in rule:
         return ""
     names = [name for name in _BETWEEN_NAMES.split(listed[1] or listed[2]) if name != value]
-    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-    return f"; nearest: {near[0]}" if near and _letters(near[0]) != _letters(value) else ""
+    close_names = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    return f"; nearest: {close_names[0]}" if close_names and _letters(close_names[0]) != _letters(value) else ""
 
 
 class PtxlabError(Exception):

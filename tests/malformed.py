@@ -38,32 +38,32 @@ def sources(small: bool) -> list[str]:
     return [text for text in texts if len(text) < 10_000] if small else texts
 
 
-def changed(text: str, rng: random.Random) -> str:
+def make_mistakes(text: str, rng: random.Random) -> str:
     """Make one to four mistakes in a text."""
     for _ in range(rng.choice((1, 1, 2, 4))):
-        tokens = [(found.start(), found.end()) for found in _TOKEN.finditer(text)]
+        tokens = [(match.start(), match.end()) for match in _TOKEN.finditer(text)]
         if not tokens:
             return text
         (start, end), (a, b) = sorted((rng.choice(tokens), rng.choice(tokens)))
-        what = rng.choice((0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 7, 7, 8))
-        if what == 0:  # a token is lost
+        mistake = rng.choice((0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 7, 7, 8))
+        if mistake == 0:  # a token is lost
             text = text[:start] + text[end:]
-        elif what == 1:  # a token becomes another one of the file
+        elif mistake == 1:  # a token becomes another one of the file
             text = text[:start] + text[a:b] + text[end:]
-        elif what == 2:  # a number, or what stands there, becomes extreme
+        elif mistake == 2:  # a number, or what stands there, becomes extreme
             numbers = [t for t in tokens if text[t[0]].isdigit()] or tokens
             start, end = rng.choice(numbers)
             text = text[:start] + rng.choice(_NUMBERS) + text[end:]
-        elif what == 3:
+        elif mistake == 3:
             text = text[:start] + rng.choice(_PIECES) + text[start:]
-        elif what == 4:  # a stretch is lost
+        elif mistake == 4:  # a stretch is lost
             text = text[:start] + text[min(b, start + rng.choice((20, 200))) :]
-        elif what == 5:  # a stretch comes twice
+        elif mistake == 5:  # a stretch comes twice
             text = text[:b] + text[max(start, b - 300) : b] + text[b:]
-        elif what == 6:  # the file ends early
+        elif mistake == 6:  # the file ends early
             text = text[: rng.randrange(len(text))]
-        elif what == 7:  # a modifier is lost, or another's
-            dots = [found.span() for found in re.finditer(r"\.[a-z]\w*", text)]
+        elif mistake == 7:  # a modifier is lost, or another's
+            dots = [match.span() for match in re.finditer(r"\.[a-z]\w*", text)]
             (start, end), (a, b) = rng.choice(dots or tokens), rng.choice(dots or tokens)
             text = text[:start] + rng.choice(("", text[a:b])) + text[end:]
         else:  # a character
@@ -94,7 +94,7 @@ def failures(count: int, seed: int, small: bool = False) -> Iterator[str]:
     texts = sources(small)
     for i in range(count):
         rng = random.Random(f"{seed}.{i}")
-        text, started = changed(rng.choice(texts), rng), time.perf_counter()
+        text, started = make_mistakes(rng.choice(texts), rng), time.perf_counter()
         try:
             attempt(text, rng)
         except PtxlabError as error:
@@ -104,8 +104,8 @@ def failures(count: int, seed: int, small: bool = False) -> Iterator[str]:
             place = error.__traceback__
             while place is not None and place.tb_next is not None:
                 place = place.tb_next
-            where = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
-            yield f"{seed}.{i}: {type(error).__name__}: {str(error)[:200]} ({where})"
+            place_of_error = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
+            yield f"{seed}.{i}: {type(error).__name__}: {str(error)[:200]} ({place_of_error})"
         if (seconds := time.perf_counter() - started) > SECONDS:
             yield f"{seed}.{i}: took {seconds:.1f} s"
 
@@ -120,13 +120,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    before, wrong = peak(), 0
-    for line in failures(given.count, given.seed):
+    arguments = parser.parse_args()
+    peak_before, wrong = peak(), 0
+    for line in failures(arguments.count, arguments.seed):
         wrong += 1
         print(line, flush=True)
-    grown = peak() - before
-    print(f"{given.count} files, {wrong} failures, {grown >> 20} MiB more memory")
+    grown = peak() - peak_before
+    print(f"{arguments.count} files, {wrong} failures, {grown >> 20} MiB more memory")
     return int(wrong > 0 or grown > GROWTH)
 
 

@@ -37,14 +37,14 @@ def imports_of(path: Path, *, when_imported: bool = False) -> frozenset[str]:
     With `when_imported`, imports within functions do not count.
     """
     tree = tree_of(path)
-    found: set[str] = set()
+    names: set[str] = set()
     for node in tree.body if when_imported else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module and not node.level, f"{path}: imports are absolute"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 def name_of(path: Path) -> str:
@@ -185,7 +185,7 @@ def test_no_test_module_imports_another() -> None:
         yield from (name for name in imports_of(path) if name.startswith("tests.") and ".test_" in name)
         yield from re.findall(r"sys\.path\.(?:insert|append)", path.read_text())
 
-    assert {path.name: found for path in TEST_FILES if path != Path(__file__) and (found := [*wrong(path)])} == {}
+    assert {path.name: names for path in TEST_FILES if path != Path(__file__) and (names := [*wrong(path)])} == {}
 
 
 def test_nothing_is_built_while_tests_are_collected() -> None:

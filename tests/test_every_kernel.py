@@ -38,9 +38,9 @@ class Executions:
             self.runs[spec.name] += 1
             return outcome
 
-        def counted_compare(spec: Any, results: Any, *args: Any) -> None:
-            compare(spec, results, *args)
-            self.values[spec.name] += sum(array.size for array in results.values())
+        def counted_compare(spec: Any, outputs: Any, *args: Any) -> None:
+            compare(spec, outputs, *args)
+            self.values[spec.name] += sum(array.size for array in outputs.values())
 
         monkeypatch.setattr(verify, "run_spec", counted_run)
         monkeypatch.setattr(verify, "compare", counted_compare)

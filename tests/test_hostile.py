@@ -198,15 +198,15 @@ GEMM = {"strips": PACKED["strips"].buffers["strips"], "w_scale": LQQ.channel_sca
 @pytest.mark.parametrize("sums", [None, SUMS])
 def test_run_uses_all_that_it_is_given(dtype: Any, sums: np.ndarray | None) -> None:
     """The scales are not ignored for the sake of accumulators that nobody asked for."""
-    given = GEMM if sums is None else {**GEMM, "x_sum": sums}
-    found = ptxlab.run("gemm_w4a8_small_sm90", **given, g=64, out_dtype=dtype, backend="emulator").outputs["y"]
+    arguments = GEMM if sums is None else {**GEMM, "x_sum": sums}
+    output = ptxlab.run("gemm_w4a8_small_sm90", **arguments, g=64, out_dtype=dtype, backend="emulator").outputs["y"]
     spec, _ = ptxlab.find("gemm_w4a8_small_sm90")
     index = {None: 0, "bfloat16": 1, np.float32: 2, "int32": 3}[dtype]
-    assert np.array_equal(found, spec.expected({"weight": LQQ, "x": X, "x_scale": SCALE}, {"OUT": index})["y"])
+    assert np.array_equal(output, spec.expected({"weight": LQQ, "x": X, "x_scale": SCALE}, {"OUT": index})["y"])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"x_sum": SUMS + np.arange(5, dtype=np.int32)}, rf"x_sum: the sum of token 1 over K is {SUMS[1]} "),
         ({"out_dtype": "int8"}, r"out_dtype: one of float16, bfloat16, float32, int32 \(got int8\)"),
@@ -217,8 +217,8 @@ def test_run_uses_all_that_it_is_given(dtype: Any, sums: np.ndarray | None) -> N
         ({"g": 0}, "sizes: .* must be a number"),
     ],
 )  # fmt: skip
-def test_run_refuses_what_it_would_ignore(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
+def test_run_refuses_what_it_would_ignore(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         ptxlab.run("gemm_w4a8_small_sm90", **{"g": 64, **GEMM, **change}, backend="emulator")
 
 

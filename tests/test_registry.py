@@ -119,7 +119,7 @@ def test_an_entry_point_that_leads_nowhere_is_one_line_where_it_is_asked_for(
 
 @pytest.mark.parametrize("kind", registry._ROOMS)
 def test_everything_that_the_rooms_bring_is_there(kind: str) -> None:
-    assert all(what is not None for _, what in registry.load_all(kind)) and registry.entries(kind)
+    assert all(loaded is not None for _, loaded in registry.load_all(kind)) and registry.entries(kind)
 
 
 def test_sources_of_a_family_that_is_not_there(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
         ROPE_APPEND.name,
     }
     for family in ("gemm", "attention"):
-        own = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
-        assert {name for name in launched if sources.family_of(name) == family} == own - head_kernels
+        family_kernels = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
+        assert {name for name in launched if sources.family_of(name) == family} == family_kernels - head_kernels
 
 
 @pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize", "moe"])
@@ -81,8 +81,8 @@ def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
     """A family's page names its kernels, and what `-D` may set of them."""
     page = (sources.ptx_dir().parent / "notebooks" / "guide" / f"kernels_{family}.md").read_text()
     named = set(re.findall(r"`(\w+)(?:\.ptx)?`", page))
-    found = [source for name in sources.names() for source in sources.sources_of_kernel(name)]
-    for source in (source for source in found if sources.family_of(source.name) == family):
+    all_sources = [source for name in sources.names() for source in sources.sources_of_kernel(name)]
+    for source in (source for source in all_sources if sources.family_of(source.name) == family):
         constants = re.search(r"^#ifndef.*?^#endif", source.text, re.DOTALL | re.MULTILINE)
         names = re.findall(r"^#define (\w+)", constants[0], re.MULTILINE) if constants else []
         assert {source.name, *names} <= named, source.label

@@ -50,7 +50,7 @@ def profile_section() -> str:
 
 def stalls_section() -> str:
     """Build the table of the share of stalls at the subtraction, kernel by kernel (LiquidGEMM §3.2)."""
-    record = stalls.recorded()
+    record = stalls.find_record()
     if record is None:
         return "Not recorded yet.\n"
     lines = []

@@ -252,16 +252,24 @@ def confirm_slower(
     """
     for place in range(_PLACES):
         rerun_records: list[Record] = []
-        rerunnable = [one for one in slower if not baseline.suite.startswith("layer") and _has_suite(one.row.kernel)]
-        for kernel in sorted({one.row.kernel for one in rerunnable}):
-            sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
+        rerunnable = [
+            comparison
+            for comparison in slower
+            if not baseline.suite.startswith("layer") and _has_suite(comparison.row.kernel)
+        ]
+        for kernel in sorted({comparison.row.kernel for comparison in rerunnable}):
+            sizes = [comparison.row.sizes for comparison in slower if comparison.row.kernel == kernel]
             by_matrix = "matrices" in suite_of(kernel)[0].takes
             only = {(s["N"], s["K"]) for s in sizes if "N" in s} if by_matrix else None
             with gpu.allocating_elsewhere((1 + place) * _PAD):
                 rerun_records.append(run_suite(kernel, progress, matrices=only))
         measured = {row.key for record in rerun_records for row in record.rows}
-        slower_keys = {one.row.key for record in rerun_records for one in compare(record, baseline)}
-        slower = [one for one in slower if one.row.key in slower_keys or one.row.key not in measured]
+        slower_keys = {comparison.row.key for record in rerun_records for comparison in compare(record, baseline)}
+        slower = [
+            comparison
+            for comparison in slower
+            if comparison.row.key in slower_keys or comparison.row.key not in measured
+        ]
         if not measured:
             break
     return list(slower)

@@ -393,7 +393,7 @@ class Commands:
         chosen = [ALIASES[arguments]] if arguments else list(COMMANDS)
         lines = []
         for name in chosen:
-            short = [alias for alias, of in ALIASES.items() if of == name != alias]
+            short = [alias for alias, command in ALIASES.items() if command == name != alias]
             _, takes, purpose = COMMANDS[name]
             lines.append(f"{name}{''.join(f', {alias}' for alias in short)} {takes}".rstrip())
             lines.append(f"      {purpose}")

@@ -49,8 +49,8 @@ def _effects(machine: Machine, block: int) -> Iterator[str]:
     queue = machine.units.get(EffectQueue)
     if not isinstance(queue, EffectQueue):
         return
-    for whole in queue.queue:
-        effect, _ = whole.split(whole.lanes // machine.stride == block)
+    for queued in queue.queue:
+        effect, _ = queued.split(queued.lanes // machine.stride == block)
         if effect is not None:
             owner, state = _effect_owner(machine, effect), _state(machine, queue, effect)
             yield f"{_effect_name(effect)}, {line_of(effect.instruction)}, by {owner}: {state}"
@@ -122,8 +122,8 @@ def _waiting(machine: Machine, block: int) -> Iterator[str]:
         lanes = lanes[lanes // machine.stride == block]
         if not len(lanes):
             continue
-        who = place_of(machine, int(lanes[0])) + (f" and {len(lanes) - 1} more" if len(lanes) > 1 else "")
-        yield f"{line_of(machine.code[waiter.pc])}: {who}: waits for {waiter.why}"
+        threads = place_of(machine, int(lanes[0])) + (f" and {len(lanes) - 1} more" if len(lanes) > 1 else "")
+        yield f"{line_of(machine.code[waiter.pc])}: {threads}: waits for {waiter.why}"
 
 
 def whereabouts(machine: Machine, pc: int, running: Lanes, block: int) -> list[str]:

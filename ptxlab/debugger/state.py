@@ -154,11 +154,15 @@ class State:
         if name in self.parameters:
             return self.argument(self.parameters.index(name))
         names = [*self.registers(), *memory_names, *self.parameters]
-        near = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
+        suggestions = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
         unread = (
             " (debug information of `nvcc -G` is not read)" if ".debug_info" in self.session.kernel.source.text else ""
         )
-        hint = f"nearest: {near}" if near else f"C++ locals are in registers{unread}, which `line` shows by source line"
+        hint = (
+            f"nearest: {suggestions}"
+            if suggestions
+            else f"C++ locals are in registers{unread}, which `line` shows by source line"
+        )
         raise DebuggerError(f"print: no register, variable or argument {name!r}; {hint}")
 
     # Registers
@@ -193,8 +197,10 @@ class State:
                 raise ValueError(name)
             read = self.machine.special(name, type_name)
         except (UnknownOpcode, ValueError):
-            near = ", ".join(difflib.get_close_matches(name, self.registers(), 3, 0.4))
-            raise DebuggerError(f"print: no register {name} in this kernel{near and '; nearest: '}{near}") from None
+            suggestions = ", ".join(difflib.get_close_matches(name, self.registers(), 3, 0.4))
+            raise DebuggerError(
+                f"print: no register {name} in this kernel{suggestions and '; nearest: '}{suggestions}"
+            ) from None
         first = self.lane // 32 * 32
         row = np.broadcast_to(read(slice(first, first + 32)), (32,))
         return Held(name, self.place, type_name, row.copy(), self.lane - first)

@@ -124,7 +124,7 @@ class StoppableCall:
     def _call(self) -> None:
         try:
             self._wait()
-            with emulator.watched(self._attach, self.checks):
+            with emulator.watch_launches(self._attach, self.checks):
                 self.call()
         except _Abandoned:
             return
@@ -176,14 +176,14 @@ class StoppableCall:
         try:
             successors = handler(lanes)
         except EmulationError as error:
-            self._after(machine, pc, lanes, error)
+            self._stop_after(machine, pc, lanes, error)
             raise
         if len(machine.launch.findings.by_key) > self._finding_count:
-            self._after(machine, pc, lanes)
+            self._stop_after(machine, pc, lanes)
         self.position += 1
         return successors
 
-    def _after(self, machine: Machine, pc: int, lanes: Lanes, error: EmulationError | None = None) -> None:
+    def _stop_after(self, machine: Machine, pc: int, lanes: Lanes, error: EmulationError | None = None) -> None:
         """Reach the moment after an instruction that has reported something, or failed."""
         self.reach(Moment(self.position, machine, pc, lanes, True, self._take_new_findings(machine), error))
 

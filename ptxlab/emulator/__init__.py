@@ -20,7 +20,7 @@ from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, pointers_of
 from ptxlab.emulator.front.quirks import Note
-from ptxlab.emulator.launch import Result, run, size_of, watched
+from ptxlab.emulator.launch import Result, run, size_of, watch_launches
 from ptxlab.emulator.options import CHECKS, MAX_STEPS, MODES, ON_REQUEST, EmulatorOptions, OptionKeywords, checks_of
 from ptxlab.emulator.remedies import remedies_of, remedy_of
 from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
@@ -60,5 +60,5 @@ __all__ = [
     "run",
     "size_of",
     "statements_of",
-    "watched",
+    "watch_launches",
 ]

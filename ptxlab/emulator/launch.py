@@ -92,7 +92,7 @@ _WATCHED: ContextVar[tuple[Attach, frozenset[str]] | None] = ContextVar("watched
 
 
 @contextmanager
-def watched(attach: Attach, checks: Iterable[str] = ()) -> Iterator[None]:
+def watch_launches(attach: Attach, checks: Iterable[str] = ()) -> Iterator[None]:
     """Add checks to the launches inside, by whatever call; `attach` makes further watchers of each of their waves.
 
     It is asked before the code is bound. Its watchers come last: they see what the checks have reported by then.

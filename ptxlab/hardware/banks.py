@@ -157,8 +157,8 @@ def _phases(lanes: Counts, width: int, mask: npt.NDArray[np.bool_], store: bool)
         return phases
     together: Any = False
     for partner in (lane ^ 1, lane ^ 2):
-        same = (lanes == lanes[..., partner]) | ~mask | ~mask[..., partner]
-        together = together | same.all(axis=-1, keepdims=True)
+        equal_addresses = (lanes == lanes[..., partner]) | ~mask | ~mask[..., partner]
+        together = together | equal_addresses.all(axis=-1, keepdims=True)
     return np.where(together, phases // 2, phases)
 
 

@@ -139,7 +139,7 @@ def device(name: str) -> Device:
     `ArgumentError` names those that exist.
     """
     if name.lower() not in DEVICES:
-        near = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.5)
-        rule = f"one of {', '.join(DEVICES)}" + (f"; nearest: {', '.join(near)}" if near else "")
+        suggestions = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.5)
+        rule = f"one of {', '.join(DEVICES)}" + (f"; nearest: {', '.join(suggestions)}" if suggestions else "")
         raise ArgumentError("device", rule, name)
     return DEVICES[name.lower()]

@@ -39,11 +39,11 @@ def show(shell: Any, kind: type, error: PtxlabError, trace: TracebackType | None
     """Show an error of ptxlab that nobody caught; IPython calls it."""
     for line in excerpt(error):
         error.add_note(line)
-    shell.showtraceback((kind, error, _outside(trace)), tb_offset=tb_offset)
+    shell.showtraceback((kind, error, _drop_package_frames(trace)), tb_offset=tb_offset)
 
 
-def _outside(trace: TracebackType | None) -> TracebackType | None:
+def _drop_package_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the frames of a traceback that come before the package's."""
     if trace is None or Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
         return None
-    return TracebackType(_outside(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    return TracebackType(_drop_package_frames(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

@@ -259,7 +259,7 @@ def adjust_scores(requests: Sequence[Request], logits: Any) -> Any:
     In float64, where another order of additions decides a token otherwise once in 10^12 draws or so.
     """
     samplings = [request.sampling for request in requests]
-    penalized = any(by.penalizes for by in samplings)
+    penalized = any(sampling.penalizes for sampling in samplings)
     seen = tokens_mask([request.all_tokens for request in requests], logits) if penalized else None
     return adjust(logits.astype(np.float64), samplings, seen)
 

@@ -73,8 +73,8 @@ def launch(
         nsight.collect(launch_target.command(jobs), entries, metrics, file, metric_set=metric_set)
         launches = nsight.read(file)
     if [launched.kernel for launched in launches] != entries:
-        seen = ", ".join(launched.kernel for launched in launches)
-        raise UnavailableError(f"ncu: expected launches of {', '.join(entries)}, saw {seen}")
+        launched_names = ", ".join(launched.kernel for launched in launches)
+        raise UnavailableError(f"ncu: expected launches of {', '.join(entries)}, saw {launched_names}")
     return launches
 
 

@@ -597,8 +597,8 @@ class SymbolicExecution:
         target = instruction.operands[0]
         registers = target.elements if isinstance(target, ir.Vector) else (target,)
         t = instruction.opcode.split(".")[-1]
-        if ".param" in instruction.opcode and (whole := self.parameter(instruction)) is not None:
-            words = split_fields(whole, bits_of(t))
+        if ".param" in instruction.opcode and (parameter_bits := self.parameter(instruction)) is not None:
+            words = split_fields(parameter_bits, bits_of(t))
         else:
             access, places = self.find_places(instruction, lane, guard, "load")
             bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # of a fault

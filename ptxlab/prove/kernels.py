@@ -201,14 +201,14 @@ def _step_query(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Qu
         for lane, stored in enumerate(_lanes_of(step.output, target)):
             sources = {letter: integers[lane % len(integers)] for letter, integers in lanes.items()}
             exact = Integer.of(term(text, sources, lane))
-            fits = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _within(exact, target)
+            fits = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _fits_lane(exact, target)
             carried = z3.BoolVal(True) if operation.simd else exact.modulo(target.bits) == stored.modulo(target.bits)
             holds.append(z3.And(fits, carried))
             shown |= {
                 f"{n}[{lane}]": (str(types[n]).split("x")[0], x.bits) for n, x in (*sources.items(), ("d", stored))
             }
             shown[f"exact[{lane}]"] = str(target).split("x")[0], exact.bits
-        holds += [_within(integers[0], types[n]) for n, integers in lanes.items() if not types[n].count]
+        holds += [_fits_lane(integers[0], types[n]) for n, integers in lanes.items() if not types[n].count]
     question = z3.Implies(step.guard, z3.And(holds))
 
     def explain(model: Mapping[str, int]) -> Explanation:
@@ -230,7 +230,7 @@ def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
     return [Integer.from_signed(part) if lane_type.signed else Integer.from_unsigned(part) for part in parts]
 
 
-def _within(x: Integer, lane_type: LaneType) -> Any:
+def _fits_lane(x: Integer, lane_type: LaneType) -> Any:
     low, high = lane_type.limits
     return z3.And(x >= low, x <= high)
 

@@ -274,9 +274,9 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, max_products: int) -> list
         lowest, highest = z3.BitVecs("lowest highest", width)
         bounds = _product_bounds(body, loop) | {"lowest": [low * (max_products - step_channels) <= lowest, lowest <= 0]}
         bounds |= {"highest": [highest >= 0, highest <= high * (max_products - step_channels)]}
-        bounds |= {name: _within(initial_sum, lowest, highest) for name, initial_sum in body.sums.items()}
+        bounds |= {name: _range_conditions(initial_sum, lowest, highest) for name, initial_sum in body.sums.items()}
         for guard, bits in sums:
-            holds = z3.And(_within(bits, lowest + low * step_channels, highest + high * step_channels))
+            holds = z3.And(_range_conditions(bits, lowest + low * step_channels, highest + high * step_channels))
             queries.append(_query_within(z3.Implies(guard, holds), bounds))
         queries += _operands_fit(body, loop)
     # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
@@ -298,14 +298,14 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
         ]
         converted = set[str]()
         for guard, number in body.to_float:
-            exact = z3.And(_within(number, -EXACT_IN_F32, EXACT_IN_F32))
+            exact = z3.And(_range_conditions(number, -EXACT_IN_F32, EXACT_IN_F32))
             if products.keys() & _summands(number).keys():
                 queries.append(_query_within(z3.Implies(guard, exact), bounds))
                 converted |= _summands(number).keys()
         for product in body.products:
             if product.symbol.decl().name() not in converted | body.merged:
                 shifted_sum = product.added_to + product.symbol - SHIFT
-                in_mantissa = z3.And(_within(shifted_sum, 1 - 2**22, 2**22 - 1))
+                in_mantissa = z3.And(_range_conditions(shifted_sum, 1 - 2**22, 2**22 - 1))
                 queries.append(_query_within(in_mantissa, bounds))
         queries += _operands_fit(body, loop, SHIFT)
     return queries
@@ -369,7 +369,7 @@ def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
     )
 
 
-def _within(x: Bits, low: Any, high: Any) -> list[Any]:
+def _range_conditions(x: Bits, low: Any, high: Any) -> list[Any]:
     """Build the conditions that a sum lies within limits.
 
     The limits are numbers, or formulas of enough bits that they do not wrap.
@@ -413,9 +413,11 @@ def _summands(bits: Bits) -> dict[str, Bits]:
 def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
     """Return the most products that a sum has received, under any conditions."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
-        condition, *ways = bits.children()
-        simplified = (z3.substitute(way, (condition, truth)) for way, truth in zip(ways, (TRUE, FALSE), strict=True))
-        return max(_max_channels(z3.simplify(way), channels) for way in simplified)
+        condition, *branches = bits.children()
+        simplified = (
+            z3.substitute(branch, (condition, truth)) for branch, truth in zip(branches, (TRUE, FALSE), strict=True)
+        )
+        return max(_max_channels(z3.simplify(branch), channels) for branch in simplified)
     if z3.is_app_of(bits, z3.Z3_OP_BADD):
         return sum(_max_channels(term, channels) for term in bits.children())
     return channels.get(bits.decl().name(), 0) if z3.is_const(bits) else 0
@@ -424,7 +426,9 @@ def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
 def _product_bounds(body: Body, loop: LoopClaim) -> Bounds:
     """Return the bounds of the amount that each product may add."""
     low, high = loop.product
-    return {p.symbol.decl().name(): _within(p.symbol, low * p.channels, high * p.channels) for p in body.products}
+    return {
+        p.symbol.decl().name(): _range_conditions(p.symbol, low * p.channels, high * p.channels) for p in body.products
+    }
 
 
 def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:

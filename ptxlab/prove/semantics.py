@@ -588,8 +588,8 @@ def _convert(op: Opcode) -> Compute:
         if mode in _INTEGRAL:
             if source != target:
                 raise UnknownOpcode(op.text)
-            whole = _INTEGRAL[mode]()
-            return lambda a: float_bits(z3.fpRoundToIntegral(whole, as_float(a, target)), target)
+            rounding_mode = _INTEGRAL[mode]()
+            return lambda a: float_bits(z3.fpRoundToIntegral(rounding_mode, as_float(a, target)), target)
         to, rounding = z3.FPSort(*SORTS[target]), _MODES[mode or "rn"]()
         if is_float(source):
             if source == target:

@@ -46,9 +46,9 @@ class Difference:
     schedules: tuple[str, str]
 
     def __str__(self) -> str:
-        place, (one, two), (a, b) = ", ".join(map(str, self.index)), self.schedules, self.values
+        place, (first, second), (a, b) = ", ".join(map(str, self.index)), self.schedules, self.values
         several = f"; {self.count:,} of {self.total:,} elements differ" if self.count > 1 else ""
-        return f"{self.name}[{place}] is {a} in schedule {one} and {b} in {two}{several}"
+        return f"{self.name}[{place}] is {a} in schedule {first} and {b} in {second}{several}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the difference as JSON-ready values; numbers as text."""

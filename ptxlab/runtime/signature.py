@@ -282,10 +282,10 @@ def _parameter_names(symbol: str, types: Sequence[str], declared: Sequence[Kerne
     if not candidates:
         return tuple(f"arg{position}" for position in range(len(types)))
 
-    def likeness(kernel: KernelDeclaration) -> int:
+    def count_equal_types(kernel: KernelDeclaration) -> int:
         return sum(_normalise_type(a) == _normalise_type(b) for a, b in zip(kernel.types, types, strict=True))
 
-    return max(candidates, key=likeness).parameter_names
+    return max(candidates, key=count_equal_types).parameter_names
 
 
 def _normalise_type(type_: str) -> str:

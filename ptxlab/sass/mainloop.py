@@ -166,8 +166,8 @@ def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
     while changed:
         changed = False
         for index in range(1, len(successors)):
-            ways = [dominators[p] for p in predecessors[index]]
-            dominating = (ways[0].intersection(*ways[1:]) if ways else frozenset()) | {index}
+            incoming = [dominators[p] for p in predecessors[index]]
+            dominating = (incoming[0].intersection(*incoming[1:]) if incoming else frozenset()) | {index}
             changed |= dominating != dominators[index]
             dominators[index] = dominating
     return dominators

@@ -119,7 +119,10 @@ def changed_sources(since: GpuTests, now: Mapping[str, str]) -> list[str]:
 
     A source is known by its name, which is unique: in another folder it is the same kernel.
     """
-    recorded, current = ({Path(path).name: digest for path, digest in of.items()} for of in (since.sources, now))
+    recorded, current = (
+        {Path(path).name: digest for path, digest in digests_by_path.items()}
+        for digests_by_path in (since.sources, now)
+    )
     return [name for name, digest in current.items() if not name.endswith(".cuh") and recorded.get(name) != digest]
 
 

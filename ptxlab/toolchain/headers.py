@@ -25,9 +25,9 @@ _MISSING = re.compile(r'cannot open source file "([^"]+)"')
 BY_NAME = (
     dict.fromkeys(_HOST_NAMES.split(), "")
     | {
-        name: f"#pragma once\n#include <cuda/std/{of}>\nnamespace cuda {{ namespace std {{}} }}\n"
+        name: f"#pragma once\n#include <cuda/std/{std_name}>\nnamespace cuda {{ namespace std {{}} }}\n"
         "namespace std { using namespace cuda::std; }\n"
-        for name, of in _NAMES.items()
+        for name, std_name in _NAMES.items()
     }
     | {
         "stdio.h": "",  # `printf` is there

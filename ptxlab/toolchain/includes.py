@@ -26,8 +26,8 @@ class _Inputs:
 
     def are_unchanged(self) -> bool:
         """Check whether every input is as it was."""
-        same = all(_content_digest(path) == digest for path, digest in self.headers.items())
-        return same and not any(map(os.path.exists, self.absent))
+        headers_equal = all(_content_digest(path) == digest for path, digest in self.headers.items())
+        return headers_equal and not any(map(os.path.exists, self.absent))
 
 
 def digest(source: Source, options: Sequence[str]) -> str | None:

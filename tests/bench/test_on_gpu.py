@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
+def compile_variants() -> None:
     """Compile what is timed, unless `test_compiling` has left it in the cache; nobody else has the device now."""
     compile_timed_variants()
 
@@ -193,10 +193,10 @@ def test_appending_is_timed_and_exact(tokens: int, rope: bool, ceilings) -> None
 
 @pytest.mark.parametrize("batch", [even((32, 32), 4, 1024), even((64, 8), 1, 4096)], ids=str)
 def test_attention_is_timed_alone_and_behind_an_append(batch: Batch, ceilings) -> None:
-    behind, alone = attention.batch_rows(choose(AttentionOptions(backend="gpu")), batch, ceilings, lambda _: None)
-    assert 1 < alone.time_us < 200 and 1 < behind.time_us < 200 and 0.02 < alone.fraction < 1.05
+    after_append, alone = attention.batch_rows(choose(AttentionOptions(backend="gpu")), batch, ceilings, lambda _: None)
+    assert 1 < alone.time_us < 200 and 1 < after_append.time_us < 200 and 0.02 < alone.fraction < 1.05
     assert alone.checked.startswith(f"all {len(batch.lengths) * batch.Hq * 128} results of ")
-    assert behind.more["plain_us"] > 1
+    assert after_append.more["plain_us"] > 1
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.spec.name)
@@ -267,9 +267,9 @@ def test_a_copy_takes_what_its_bytes_take(ceilings) -> None:
 
 def test_a_decoder_layer_is_timed_and_its_bits_are_those_of_its_calls(launched: None, ceilings) -> None:
     selection = layer.Selection(fused=False, timeline=False, configs=(SHARE,), batches=(2, 16), mixes=())
-    few, more = layer.layer_rows(SHARE, selection, ceilings, lambda _: None)
-    assert few.checked.startswith("10 steps: ") and more.checked.startswith("the graph that was timed")
-    for row in (few, more):
+    small_batch, large_batch = layer.layer_rows(SHARE, selection, ceilings, lambda _: None)
+    assert small_batch.checked.startswith("10 steps: ") and large_batch.checked.startswith("the graph that was timed")
+    for row in (small_batch, large_batch):
         parts = sum(row.more[f"{name}_us"] for name in ("gemm", "attention", "others"))
         assert 0.2 < row.fraction < 1.05 and row.time_us < 1.1 * parts and row.time_us < 1.05 * row.more["plain_us"]
 

@@ -42,8 +42,8 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_default_path() -> None:
     assert bench.default_path(RECORD).parts[-3:] == ("results", "h200", "dequant.json")
-    own = replace(RECORD, suite="gemm.py")
-    assert bench.default_path(own) == Path("gemm-h200.json"), "the project's record stays"
+    user_record = replace(RECORD, suite="gemm.py")
+    assert bench.default_path(user_record) == Path("gemm-h200.json"), "the project's record stays"
 
 
 def test_record_says_when_and_what() -> None:
@@ -80,11 +80,11 @@ def test_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rate", "slower"), [(4000.0, False), (5000.0, False), (3885.0, False), (3875.0, True)])
 def test_compare(rate: float, slower: bool) -> None:
     new = replace(RECORD, rows=(slow_down(ROW, rate / ROW.rate), RECORD.rows[1]))
-    found = bench.compare(new, RECORD)
-    assert [s.row.source for s in found] == (["ptx"] if slower else [])
+    slower_rows = bench.compare(new, RECORD)
+    assert [row_found.row.source for row_found in slower_rows] == (["ptx"] if slower else [])
     if slower:
         text = "dequant_lqq.ptx streaming (R=16384, K=16384, g=128): 3875 GB/s, was 4000 (3.1% less), +3.2% cycles at "
-        assert str(found[0]) == text + f"{ROW.sm_mhz:.0f} MHz"
+        assert str(slower_rows[0]) == text + f"{ROW.sm_mhz:.0f} MHz"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_compare(rate: float, slower: bool) -> None:
 def test_a_lower_clock_alone_makes_no_slower_kernel(rate: float, clock: float, slower: bool) -> None:
     """10% less under a clock that is 10% lower is the card's temperature; under one that is 5% lower it is not."""
     row = replace(slow_down(ROW, rate / ROW.rate), sm_mhz=clock * ROW.sm_mhz)
-    found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
-    assert [one.row for one in found] == ([row] if slower else [])
+    slower_rows = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
+    assert [slower_row.row for slower_row in slower_rows] == ([row] if slower else [])
 
 
 @pytest.mark.parametrize(("floor", "slower"), [(1.0, True), (1.02, True), (1.04, False)])
@@ -102,8 +102,8 @@ def test_a_floor_that_rose_as_much_makes_no_slower_kernel(floor: float, slower: 
     """5% more time over a floor that is 4% higher is another card's memory; over one that is 2% higher it is not."""
     row = slow_down(ROW, 1 / 1.055)
     row = replace(row, floor_us=floor * ROW.floor_us, fraction=floor * row.fraction)
-    found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
-    assert [one.row for one in found] == ([row] if slower else [])
+    slower_rows = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
+    assert [slower_row.row for slower_row in slower_rows] == ([row] if slower else [])
 
 
 def test_a_row_whose_replays_overlap_the_old_ones_is_not_slower() -> None:
@@ -112,17 +112,19 @@ def test_a_row_whose_replays_overlap_the_old_ones_is_not_slower() -> None:
     old = replace(ROW, time_us=fast, fastest_us=fast, slowest_us=slow, rate=ROW.rate / 0.9, fraction=ROW.fraction / 0.9)
     for fastest, slower in ((fast, False), (1.01 * slow, True)):
         new = replace(ROW, time_us=1.01 * slow, fastest_us=fastest, slowest_us=1.02 * slow, rate=ROW.rate / 1.01)
-        found = bench.compare(replace(RECORD, rows=(new,)), replace(RECORD, rows=(old,)))
-        assert bool(found) == slower
+        slower_rows = bench.compare(replace(RECORD, rows=(new,)), replace(RECORD, rows=(old,)))
+        assert bool(slower_rows) == slower
 
 
 def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is as fast as before somewhere in memory was slow by chance; what no kernel's own run has stays."""
     names = ("dequant_lqq", "dequant_qoq_vadd4", "gemm_w8a8_sm90", "a, b", "quantize_activations_s8")
     rows = {name: replace(ROW, kernel=name, sizes={"N": 8, "K": 64}) for name in names}
-    before = replace(RECORD, rows=tuple(rows.values()))
-    found = bench.compare(replace(before, rows=tuple(slow_down(row, 0.9) for row in before.rows)), before)
-    assert len(found) == 5
+    old_record = replace(RECORD, rows=tuple(rows.values()))
+    slower_rows = bench.compare(
+        replace(old_record, rows=tuple(slow_down(row, 0.9) for row in old_record.rows)), old_record
+    )
+    assert len(slower_rows) == 5
     speeds = {"dequant_lqq": [1.0], "dequant_qoq_vadd4": [0.9, 0.9, 0.9], "gemm_w8a8_sm90": [0.9, 1.0]}
     places: list[int] = []
 
@@ -132,10 +134,10 @@ def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(bench, "run_suite", run)
     monkeypatch.setattr(bench.gpu, "allocating_elsewhere", lambda nbytes: nullcontext(places.append(nbytes)))
-    still = [one.row.kernel for one in bench.confirm_slower(found, before)]
+    still = [slower_row.row.kernel for slower_row in bench.confirm_slower(slower_rows, old_record)]
     assert still == ["dequant_qoq_vadd4", "a, b", "quantize_activations_s8"]
     assert not any(speeds.values()) and len(set(places)) == 3
-    assert bench.confirm_slower([], before) == []
+    assert bench.confirm_slower([], old_record) == []
 
 
 @pytest.mark.parametrize("suite", ["dequant", "attention_kv4_sm90", "emulator", "sums.py"])
@@ -145,13 +147,13 @@ def test_matrices_are_a_gemm_s(suite: str) -> None:
 
 
 def test_compare_only_the_same_measurement() -> None:
-    others = [
+    other_rows = [
         replace(ROW, kernel="dequant_comet", rate=1.0),
         replace(ROW, measure="registers", rate=1.0),
         replace(ROW, sizes={"R": 1, "K": 32, "g": 32}, rate=1.0),
         replace(ROW, config={"STAGES": 2}, rate=1.0),
     ]
-    assert bench.compare(replace(RECORD, rows=tuple(others)), RECORD) == []
+    assert bench.compare(replace(RECORD, rows=tuple(other_rows)), RECORD) == []
     with pytest.raises(ArgumentError, match=r"against: a record of b200 \(got h200\)"):
         bench.compare(replace(RECORD, device={"slug": "b200"}), RECORD)
 
@@ -182,13 +184,13 @@ def test_tables_show_rows_and_the_title_invalidity() -> None:
     ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW,)))
     assert title == "streaming, dequant_lqq.ptx" and columns == ["sizes", "µs>", "GB/s>", "of floor"]
     assert rows == [["R=16384 K=16384 g=128", "100.0", "4000.0", " 95% copy 4.26 TB/s"]]
-    beside = replace(RECORD, rows=(replace(ROW, peers={"slow": 130.0, "fast": 101.0}),))
-    assert bench.as_tables(beside)[0][2][0][-1] == "1.01x fast"
+    with_peers = replace(RECORD, rows=(replace(ROW, peers={"slow": 130.0, "fast": 101.0}),))
+    assert bench.as_tables(with_peers)[0][2][0][-1] == "1.01x fast"
 
 
 def test_what_all_rows_share_is_in_the_title_of_their_table() -> None:
-    other = replace(ROW, kernel="dequant_comet", sizes={**ROW.sizes, "g": 64})
-    ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW, other)))
+    comet_row = replace(ROW, kernel="dequant_comet", sizes={**ROW.sizes, "g": 64})
+    ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW, comet_row)))
     assert title == "streaming, R=16384 K=16384" and columns[:2] == ["kernel", "sizes"]
     assert [row[:2] for row in rows] == [["dequant_lqq.ptx", "g=128"], ["dequant_comet.ptx", "g=64"]]
     faces = [replace(ROW, sizes={"M": M}, kernel="gemm_w4a8_sm90", face="gemm_w4a8") for M in (16, 64)]
@@ -211,9 +213,9 @@ def test_no_row_of_a_suite_is_broken_at_100_columns(suite: str) -> None:
 
 
 def test_clock_rate() -> None:
-    before = {0: (1000, 5000), 1: (0, 5000), 7: (1, 1)}
-    after = {0: (1000 + 1980, 6000), 1: (2 * 1985, 7000), 9: (1, 2)}
-    assert clock_mhz(before, after) == pytest.approx((1980 + 1985) / 2)
+    first_stamps = {0: (1000, 5000), 1: (0, 5000), 7: (1, 1)}
+    last_stamps = {0: (1000 + 1980, 6000), 1: (2 * 1985, 7000), 9: (1, 2)}
+    assert clock_mhz(first_stamps, last_stamps) == pytest.approx((1980 + 1985) / 2)
     with pytest.raises(BenchmarkError, match="no SM was stamped twice"):
         clock_mhz({0: (1, 1)}, {1: (2, 2)})
 

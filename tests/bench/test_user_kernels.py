@@ -20,8 +20,8 @@ def sums(tmp_path: Path) -> SpecWithSources:
     texts = init.project_files("sums", "")
     for name in ("sums.cu", "sums.py"):
         (tmp_path / name).write_text(texts[name])
-    (found,) = specs_in(tmp_path / "sums.py")
-    return found
+    (spec,) = specs_in(tmp_path / "sums.py")
+    return spec
 
 
 @pytest.mark.usefixtures("emulated_gpu")

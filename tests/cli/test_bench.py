@@ -18,27 +18,27 @@ from tests.support.headline_record import record
 RECORD = record()
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
-    monkeypatch.setattr(bench, "run_suite", lambda *_, **__: found)
+def fake_measurement(monkeypatch: pytest.MonkeyPatch, record: bench.Record) -> None:
+    monkeypatch.setattr(bench, "run_suite", lambda *_, **__: record)
     monkeypatch.setattr(bench.gpu, "allocating_elsewhere", lambda nbytes: nullcontext())
 
 
 @pytest.mark.default_cases("gemm1")
 @pytest.mark.parametrize(
-    "found",
+    "record",
     [RECORD, kv_record.record(), ladder_record.record()],
     ids=lambda record: record.suite,
 )
 def test_one_command_records_and_prints_what_was_measured(
-    found: bench.Record, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record: bench.Record, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured(monkeypatch, found)
-    code, out, _ = cli("bench", found.suite, "--out", tmp_path / "r.json")
-    assert code == 0 and bench.load(tmp_path / "r.json") == found and "target" not in out
+    fake_measurement(monkeypatch, record)
+    code, out, _ = cli("bench", record.suite, "--out", tmp_path / "r.json")
+    assert code == 0 and bench.load(tmp_path / "r.json") == record and "target" not in out
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"], "nothing is drawn that was not asked for"
-    assert all(title.partition(",")[0] in out for title, *_ in bench.as_tables(found))
-    code, out, _ = cli("bench", found.suite, "--out", tmp_path / "r.json", "--plot", tmp_path / "p.png", "--json")
-    assert code == 0 and len(json.loads(out)["rows"]) == len(found.rows)
+    assert all(title.partition(",")[0] in out for title, *_ in bench.as_tables(record))
+    code, out, _ = cli("bench", record.suite, "--out", tmp_path / "r.json", "--plot", tmp_path / "p.png", "--json")
+    assert code == 0 and len(json.loads(out)["rows"]) == len(record.rows)
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
@@ -77,25 +77,25 @@ def test_a_part_that_is_not_there_is_refused_in_one_line(options: tuple[str, ...
 
 @pytest.mark.full
 def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = bench.save(RECORD, tmp_path / "before.json")
-    measured(monkeypatch, replace(RECORD, rows=tuple(slow_down(row, 0.98) for row in RECORD.rows)))
-    assert cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)[0] == 0
+    reference = bench.save(RECORD, tmp_path / "before.json")
+    fake_measurement(monkeypatch, replace(RECORD, rows=tuple(slow_down(row, 0.98) for row in RECORD.rows)))
+    assert cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", reference)[0] == 0
     slow = slow_down(RECORD.rows[-1], 0.96)
-    measured(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
-    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)
+    fake_measurement(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
+    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", reference)
     assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in " ".join(out.split())
 
 
 def test_a_sweep_is_a_table(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timing = Measured(9.0, 9.0, 9.0, 1900.0)
-    found = [
-        sweep.Found({"STAGES": 4}, False, timing, 90),
-        sweep.Found({"STAGES": 6}, True, replace(timing, us=10.0), 80),
+    rows = [
+        sweep.VariantFigures({"STAGES": 4}, False, timing, 90),
+        sweep.VariantFigures({"STAGES": 6}, True, replace(timing, us=10.0), 80),
     ]
-    asked: list[Any] = []
-    monkeypatch.setattr(sweep, "sweep", lambda *given: asked.append(given[1:3]) or found)
+    calls: list[Any] = []
+    monkeypatch.setattr(sweep, "sweep", lambda *arguments: calls.append(arguments[1:3]) or rows)
     code, out, _ = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4,6", "--shape", "M=16")
-    assert code == 0 and asked == [({"M": 16, "N": 22016, "K": 4096, "g": 128}, {"STAGES": [4, 6]})]
+    assert code == 0 and calls == [({"M": 16, "N": 22016, "K": 4096, "g": 128}, {"STAGES": [4, 6]})]
     assert "1.111x" in out and "chosen" in out
     code, out, _ = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4", "--json")
     assert code == 0 and json.loads(out)[1]["measured"]["us"] == 10.0

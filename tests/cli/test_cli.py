@@ -111,7 +111,7 @@ def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> No
 def test_run_ends_though_the_kernel_does_not(cli: Any, tmp_path: Path) -> None:
     """The run ends soon if nothing changes any more, otherwise after as many steps as are allowed."""
     np.savez(tmp_path / "in.npz", x=np.zeros(1, np.int32))
-    for body, more, problem in (
+    for body, options, problem in (
         ("while (!*(volatile int*)x) {}", [], r"deadlock: threads spin on what no other will change"),
         (
             "for (int i = 1; i; i += 2) *(volatile int*)x = i;",
@@ -121,20 +121,22 @@ def test_run_ends_though_the_kernel_does_not(cli: Any, tmp_path: Path) -> None:
         ("", ["--max-steps", 0], "max_steps: has to be a positive integer (got 0)"),
     ):
         (tmp_path / "spin.cu").write_text(f'extern "C" __global__ void spin(int* x) {{\n{body}\n}}')
-        code, out, err = cli("run", tmp_path / "spin.cu", "--in", tmp_path / "in.npz", "--backend", "emulator", *more)
+        code, out, err = cli(
+            "run", tmp_path / "spin.cu", "--in", tmp_path / "in.npz", "--backend", "emulator", *options
+        )
         assert code and not out and problem in err.replace("\n", " ")
         assert not body or "spin.cu:2" in err.replace("\n", "")
 
 
 def test_run_compiles_a_file_for_the_architecture_that_it_needs(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "k.cu").write_text('extern "C" __global__ void k(int* arch) { *arch = __CUDA_ARCH__; }')
-    given, got = tmp_path / "in.npz", tmp_path / "o.npz"
-    np.savez(given, arch=np.zeros(1, np.int32))
-    command = ("run", tmp_path / "k.cu", "--in", given, "--out", got, "--backend", "emulator")
-    for more, seen in (((), 800), (("--arch", "sm_90a"), 900)):
-        assert cli(*command, *more)[0] == 0
+    inputs, got = tmp_path / "in.npz", tmp_path / "o.npz"
+    np.savez(inputs, arch=np.zeros(1, np.int32))
+    command = ("run", tmp_path / "k.cu", "--in", inputs, "--out", got, "--backend", "emulator")
+    for options, expected in (((), 800), (("--arch", "sm_90a"), 900)):
+        assert cli(*command, *options)[0] == 0
         with np.load(got) as stored:
-            assert stored["arch"][0] == seen
+            assert stored["arch"][0] == expected
 
 
 def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
@@ -339,10 +341,10 @@ def test_sass_names_the_kernel_of_a_file_and_counts_weights_only_where_there_are
 @pytest.mark.full
 def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     code, out, _ = cli("doctor", "--json")
-    items = {item["name"]: item for item in json.loads(out)}
-    assert code == 0 and items["backend emulator"]["works"]
-    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "models", "cache", "ncu"} <= set(items)
-    assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
+    parts = {part["name"]: part for part in json.loads(out)}
+    assert code == 0 and parts["backend emulator"]["works"]
+    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "models", "cache", "ncu"} <= set(parts)
+    assert parts["ncu-report"]["works"] and "without a GPU" in parts["ncu-report"]["detail"]
 
 
 def test_doctor_says_where_releases_are_mixed(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,9 +357,9 @@ def test_doctor_says_where_releases_are_mixed(cli: Any, monkeypatch: pytest.Monk
 @pytest.mark.full  # .ci/run starts the same demo from the wheel
 def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, minilm: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
-    found = json.loads(out)
-    assert code == 0 and "trained weights of all-MiniLM-L6-v2" in found["weights"]
-    rows = {r["kernel"]: r for r in found["rows"]}
+    report = json.loads(out)
+    assert code == 0 and "trained weights of all-MiniLM-L6-v2" in report["weights"]
+    rows = {r["kernel"]: r for r in report["rows"]}
     assert set(rows) == {name for name in registry.specs() if name.startswith("dequant_")}
     assert all(r["as_predicted"] and r["weights"] == 10_616_832 for r in rows.values())
     assert [name for name, r in rows.items() if r["wrong"]] == ["dequant_qoq_presub"]
@@ -463,8 +465,11 @@ def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> 
     totals = [line.split() for line in out.splitlines() if line.split()[:1] == ["lqq"]]
     assert code == 0 and [line[1:4] for line in totals] == [[f"±{r}", "12", "48"] for r in (119, 120, 127)]
     for line in totals:
-        mine = [row for row in rows if f"±{row['protective_range']}" == line[1]]
-        overflows, errors = sum(row["overflows"] for row in mine), [row["relative_error"] for row in mine]
+        rows_in_range = [row for row in rows if f"±{row['protective_range']}" == line[1]]
+        overflows, errors = (
+            sum(row["overflows"] for row in rows_in_range),
+            [row["relative_error"] for row in rows_in_range],
+        )
         assert line[4:6] == [str(overflows), f"{overflows / (12 * 512):.4%}"]
         assert line[6:] == [f"{sum(errors) / 12:.4f}", f"{max(errors):.4f}"]
     unsafe = sum(row["unsafe_groups"] for row in rows)
@@ -502,11 +507,11 @@ def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_p
     spec = registry.specs()["attention_kv4_naive"]
     sizes = spec.example_sizes[0]
     arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
-    given = ("run", spec.name, "--backend", "emulator", "--in", tmp_path / "in.npz")
+    command = ("run", spec.name, "--backend", "emulator", "--in", tmp_path / "in.npz")
     np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array(0.1))
-    assert cli(*given)[0] == 0
+    assert cli(*command)[0] == 0
     np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array("abc"))
-    code, _, err = cli(*given)
+    code, _, err = cli(*command)
     assert code == 2 and "attention_kv4_naive: softmax_scale: a number (got abc)" in err
     options = ("--backend", "emulator", "--shape", "B=2,Hq=2,Hkv=1,P=2,pages=4", "--json")
     code, out, _ = cli("verify", spec.name, *options)
@@ -535,12 +540,12 @@ def test_run_tells_findings_as_annotations(cli: Any, tmp_path: Path, monkeypatch
     code, out, _ = cli(*run, "github")
     assert code == 1 and out.startswith(f"::error file=add4.ptx,line={line},title=ptxlab ") and "%25" in out
     code, out, _ = cli(*run, "sarif")
-    kinds = {result["ruleId"] for result in json.loads(out)["runs"][0]["results"]}
+    kinds = {entry["ruleId"] for entry in json.loads(out)["runs"][0]["results"]}
     assert code == 1 and kinds == {"carry", "range"}
     np.savez("in.npz", a=words[:30], b=words, sum=words)
     code, out, err = cli(*run, "json")
-    (found,) = json.loads(out)
-    assert code == 1 and found["kind"] == "MemoryFault" and found["path"] == "add4.ptx" and "out of bounds" in err
+    (fault,) = json.loads(out)
+    assert code == 1 and fault["kind"] == "MemoryFault" and fault["path"] == "add4.ptx" and "out of bounds" in err
     assert cli(*run, "xml")[::2] == (2, "error: --format expects one of text, github, sarif, json, got xml\n")
     assert cli(*run, "json", "--json")[::2] == (2, "error: --json prints all there is: leave --format out\n")
 

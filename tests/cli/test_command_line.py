@@ -31,7 +31,7 @@ RETIRED = {"--sizes": "--shape", "--timeline": "timeline", "--stalls": "stalls",
 
 def options(command: Callable[..., None]) -> dict[str, Any]:
     """Map each option to its type, as the signature declares them."""
-    found = {}
+    types = {}
     hints = get_type_hints(command, include_extras=True)
     for name in inspect.signature(command).parameters:
         kind, declared = get_args(hints[name])
@@ -39,8 +39,8 @@ def options(command: Callable[..., None]) -> dict[str, Any]:
             spelled = [one for one in (declared.default, *(declared.param_decls or ())) if str(one).startswith("-")]
             if type(None) in get_args(kind):  # `str | None`
                 kind = get_args(kind)[0]
-            found[(spelled or [f"--{name.replace('_', '-')}"])[0]] = kind
-    return found
+            types[(spelled or [f"--{name.replace('_', '-')}"])[0]] = kind
+    return types
 
 
 def test_help_has_panels(cli: Any) -> None:
@@ -68,8 +68,8 @@ def test_a_switch_has_no_negation(cli: Any) -> None:
 
 @pytest.mark.parametrize("name", ["profile", "timeline", "stalls"])
 def test_profile_is_three_commands_of_few_options(name: str) -> None:
-    own = set(options(COMMANDS[name])) - set(options(COMMANDS["run"])) - {"--json"}
-    assert len(own) <= 6, own
+    own_options = set(options(COMMANDS[name])) - set(options(COMMANDS["run"])) - {"--json"}
+    assert len(own_options) <= 6, own_options
 
 
 def test_every_command_takes_json() -> None:
@@ -89,8 +89,8 @@ def test_an_unavailable_gpu_names_the_emulator(
     spec = registry.specs()[SUMMING]
     packed = spec.pack(spec.example(np.random.default_rng(0), **spec.example_sizes[0]))
     np.savez(tmp_path / "in.npz", **packed)
-    more = ("--in", tmp_path / "in.npz") if command[0] == "run" else ()
-    code, _, err = cli(*command, *more, "--backend", "gpu")
+    options = ("--in", tmp_path / "in.npz") if command[0] == "run" else ()
+    code, _, err = cli(*command, *options, "--backend", "gpu")
     assert code == 2 and "no CUDA device; pass --backend emulator" in err and 'backend="' not in err
 
 
@@ -123,12 +123,12 @@ def test_a_family_is_a_folder_whatever_its_kernels_are_called() -> None:
 
 
 def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(nsight.sanitizer, "sanitize", lambda *given: asked.append(given) or [])
+    calls: list[Any] = []
+    monkeypatch.setattr(nsight.sanitizer, "sanitize", lambda *arguments: calls.append(arguments) or [])
     form = "gemm_w4a8_sm90:channel"
     code, _, _ = cli("sanitize", "layer", "moe", "dequant_lqq", form, "--tool", "memcheck,racecheck", "--shape", "R=2")
     named = ["choose_experts", "gather_tokens", "combine_experts", "dequant_lqq", form, "layer"]
-    assert code == 0 and asked == [(tool, named, "R=2") for tool in ("memcheck", "racecheck")]
+    assert code == 0 and calls == [(tool, named, "R=2") for tool in ("memcheck", "racecheck")]
 
 
 @pytest.mark.full
@@ -138,8 +138,8 @@ def test_a_form_of_a_kernel_is_named_like_a_kernel(cli: Any, monkeypatch: pytest
     monkeypatch.setattr(run_commands, "verify_job", looked_at)
     code, out, _ = cli("verify", *both, "--shape", "M=2,N=16,K=128,g=128", "--backend", "emulator", "--json")
     sizes = {"M": 2, "N": 16, "K": 128}
-    found = [(one["kernel"], one["sizes"]) for one in json.loads(out)[-2:]]
-    assert code == 0 and found == [(sources[0], {**sizes, "g": 128}), (sources[1], sizes)]
+    verified = [(one["kernel"], one["sizes"]) for one in json.loads(out)[-2:]]
+    assert code == 0 and verified == [(sources[0], {**sizes, "g": 128}), (sources[1], sizes)]
     (listed,) = json.loads(cli("list", both[1], "--json")[1])
     assert listed["name"] == json.loads(cli("show", both[1], "--json")[1])["name"] == both[1]
     counted = json.loads(cli("sass", *both, "--json")[1])
@@ -182,12 +182,12 @@ def test_a_listing_interleaves_machine_code_and_source(cli: Any, tmp_path: Path)
 }
 """
     (tmp_path / "scale.cu").write_text(text)
-    for more, line, other in (
+    for options, line, absent in (
         ((), "scale.cu:5  x[threadIdx.x] += 5.0f;  // or that one", "this one"),
         (("-D", "TWICE"), "scale.cu:3  x[threadIdx.x] *= 2.0f;  // this one", "or that"),
     ):
-        code, out, _ = cli("sass", tmp_path / "scale.cu", "--listing", *more)
-        assert code == 0 and line in out and other not in out
+        code, out, _ = cli("sass", tmp_path / "scale.cu", "--listing", *options)
+        assert code == 0 and line in out and absent not in out
         below = out[out.index(line) :].splitlines()[1]
         assert re.match(r"    /\*[0-9a-f]{4}\*/ \S", below)
     shown = re.findall(r"/\*([0-9a-f]+)\*/", out)

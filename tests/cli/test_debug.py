@@ -31,15 +31,15 @@ class Terminal:
 
     def until(self, end: str, seconds: float = 60) -> str:
         """Read the terminal's output until it contains `end`."""
-        said, late = "", time.monotonic() + seconds
-        while end not in said:
+        output, late = "", time.monotonic() + seconds
+        while end not in output:
             if not select.select([self.terminal], [], [], max(0, late - time.monotonic()))[0]:
-                raise AssertionError(f"no {end!r} in {said!r}")
+                raise AssertionError(f"no {end!r} in {output!r}")
             try:
-                said += os.read(self.terminal, 1 << 16).decode().replace("\r\n", "\n")
+                output += os.read(self.terminal, 1 << 16).decode().replace("\r\n", "\n")
             except OSError as error:  # it has ended
-                raise AssertionError(f"no {end!r} in {said!r}") from error
-        return said
+                raise AssertionError(f"no {end!r} in {output!r}") from error
+        return output
 
     def send(self, text: str) -> None:
         os.write(self.terminal, text.encode())

@@ -53,15 +53,15 @@ def test_nothing_heavy_is_imported(words: list[str]) -> None:
 @pytest.mark.full
 def test_help_lists_every_command_with_its_first_line() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--help"], capture_output=True, text=True)
-    said = " ".join(done.stdout.replace("│", " ").split())
+    output = " ".join(done.stdout.replace("│", " ").split())
     for panel in ("Run and check", "Measure", "Weights", "Project"):
-        assert f"{panel} " in said
+        assert f"{panel} " in output
     for command, line in (
         ("run", "Run a kernel, the project's or your own file, on given arrays"),
         ("cost", "Predict a GEMM's time in each scheme (LiquidGEMM's model)"),
         ("generate", "Continue a text with W4A8 weights and a 4-bit or 8-bit KV cache"),
     ):
-        assert f" {command} {line}" in said
+        assert f" {command} {line}" in output
 
 
 def test_a_group_has_its_subcommand() -> None:

@@ -54,7 +54,7 @@ def test_its_notebook_runs_and_shows_the_mistake(project: Path, capsys: pytest.C
 @pytest.mark.full
 def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
     code, out, _ = cli("verify", "sums.py:sums", "--shape", "rows=2,n=77", "--json")
-    assert code == 0 and [each["kernel"] for each in json.loads(out)] == ["sums.cu"] * 4
+    assert code == 0 and [verdict["kernel"] for verdict in json.loads(out)] == ["sums.cu"] * 4
     (project / "sums.py").write_text(
         (project / "sums.py").read_text().replace("sum(axis=1, dtype=np.int32)", "max(axis=1)")
     )
@@ -65,7 +65,7 @@ def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
 
 @pytest.mark.full_cases("bench sums.py-no GPU backend here")
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("init sums", "sums: already exists"),
         ("init 3x", "init expects a valid C and Python identifier, got 3x"),
@@ -84,7 +84,7 @@ def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
         ("bench sums.py", "no GPU backend here"),
     ],
 )
-def test_bad_input(command: str, said: str, project: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(command: str, message: str, project: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(init, "installed_from", lambda: REQUIREMENT)
     (project / "empty.py").write_text("")
@@ -96,7 +96,7 @@ def test_bad_input(command: str, said: str, project: Path, cli: Any, monkeypatch
     if "alone" in command:
         monkeypatch.chdir("apart")
     code, _, err = cli(*command.split())
-    assert code == 2 and said in err and err.count("\n") == 1
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
 def test_a_wheel_is_named_by_its_whole_path(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +160,8 @@ def test_a_git_url_is_found_where_pip_left_it(monkeypatch: pytest.MonkeyPatch) -
     vcs = {"vcs": "git", "requested_revision": "v2", "commit_id": "1f" * 20}
     monkeypatch.setattr(Installed, "record", json.dumps({"url": "https://example.org/p.git", "vcs_info": vcs}))
     assert init.installed_from() == "ptxlab[asm] @ git+https://example.org/p.git@v2"
-    for other in (None, json.dumps({"url": "file:///somewhere", "dir_info": {}})):
-        monkeypatch.setattr(Installed, "record", other)
+    for record in (None, json.dumps({"url": "file:///somewhere", "dir_info": {}})):
+        monkeypatch.setattr(Installed, "record", record)
         assert init.installed_from() is None
 
 

@@ -25,8 +25,8 @@ FENCES = Path(__file__).parents[1] / "outside" / "fences"
 @pytest.fixture
 def run() -> Iterator[Run]:
     """Stop `scale` at the load behind its barrier."""
-    with start_scale_session() as made:
-        commands = Commands(made)
+    with start_scale_session() as session:
+        commands = Commands(session)
         commands.run("break ld.shared")
         commands.run("continue")
         yield commands.run
@@ -90,8 +90,8 @@ def test_a_stop_says_why_where_and_who(run: Run) -> None:
     ],
 )
 def test_what_is_printed(run: Run, command: str, shown: str | None) -> None:
-    said = " | ".join(lines(run(command)))
-    assert said == shown if shown is not None else said.count("(") >= 32
+    output = " | ".join(lines(run(command)))
+    assert output == shown if shown is not None else output.count("(") >= 32
 
 
 @pytest.mark.parametrize("span", [32, 64, 128])
@@ -99,12 +99,12 @@ def test_a_swizzled_tile(span: int) -> None:
     """Rows of `span` bytes whose 16-byte pieces were permuted, in order again."""
     x = np.arange(4 * span, dtype=np.float32)  # 16 rows
     text = SCALE.replace("row[128]", "row[512]").replace("[%at], %v", "[%turned], %v")
-    where = swizzle(1024 + 4 * np.arange(len(x)), span)
+    positions = swizzle(1024 + 4 * np.arange(len(x)), span)
     text = text.replace("bar.sync 0;", "").replace("mad.lo.u32 %at, %t, 4, %at;", "ld.global.b32 %turned, [%y];")
-    with start_session(text, x, where.astype(np.uint32), np.float32(0), block=len(x), checks="") as made:
-        run = Commands(made).run
+    with start_session(text, x, positions.astype(np.uint32), np.float32(0), block=len(x), checks="") as session:
+        run = Commands(session).run
         run("break xor"), run("continue")
-        tile = State(made).find("row").tile(16, span // 4, span)
+        tile = State(session).find("row").tile(16, span // 4, span)
         np.testing.assert_array_equal(tile.values, x.reshape(16, -1))
         assert run(f"print row 16x{span // 4} swizzle {span}").splitlines()[3].split()[:2] == ["1", f"{x[span // 4]:g}"]
 
@@ -116,8 +116,8 @@ def test_registers_of_the_thread_that_is_looked_at(run: Run) -> None:
 
 
 def test_steps_and_their_repetition(run: Run) -> None:
-    with start_scale_session() as made:
-        commands = Commands(made)
+    with start_scale_session() as session:
+        commands = Commands(session)
         assert "mov.u32 %t" in commands.run("step 3")
         assert "add.u64 %y" in commands.run("")
         assert "#8" in commands.run("stepi 2")
@@ -200,11 +200,11 @@ def test_a_name_of_cpp_says_that_debug_information_is_not_read() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(run: Run, command: str, problem: str) -> None:
-    before = run("where")
+    place = run("where")
     with pytest.raises(DebuggerError) as error:
         run(command)
     assert problem in str(error.value) and "\n" not in str(error.value)
-    assert run("where") == before
+    assert run("where") == place
 
 
 # Matrices
@@ -221,11 +221,11 @@ def test_fragments_of_mma(form: str) -> None:
     """The registers are shown as matrices: those that were dealt out, and their product."""
     map_a, map_b, map_d, dtype, summed = FORMS[form]
     rng = np.random.default_rng(0)
-    a, b = (rng.integers(-9, 10, each.shape).astype(dtype) for each in (map_a, map_b))
+    a, b = (rng.integers(-9, 10, fragment.shape).astype(dtype) for fragment in (map_a, map_b))
     dealt = np.concatenate([map_a.scatter(a), map_b.scatter(b)], axis=1)
     dealt = np.concatenate([dealt, np.zeros((32, 8 - dealt.shape[1]), np.uint32)], axis=1).reshape(-1)
-    names = [", ".join(f"%{letter}{i}" for i in range(each.registers))
-             for letter, each in (("a", map_a), ("b", map_b), ("d", map_d))]  # fmt: skip
+    names = [", ".join(f"%{letter}{i}" for i in range(fragment.registers))
+             for letter, fragment in (("a", map_a), ("b", map_b), ("d", map_d))]  # fmt: skip
     loads = "".join(f"ld.global.b32 %{name}, [%x+{4 * i}];\n" for i, name in enumerate(
         [f"a{i}" for i in range(map_a.registers)] + [f"b{i}" for i in range(map_b.registers)]))  # fmt: skip
     d_type = ".f32" if summed == "f4" else ".b32"
@@ -234,23 +234,25 @@ def test_fragments_of_mma(form: str) -> None:
     {loads}
     mma.sync.aligned.{form} {{{names[2]}}}, {{{names[0]}}}, {{{names[1]}}}, {{{names[2]}}};
     ret;"""
-    with start_session(f"{HEADER}.visible .entry k(.param .u64 in) {{\n{body}\n}}", dealt, checks="") as made:
-        commands = Commands(made)
+    with start_session(f"{HEADER}.visible .entry k(.param .u64 in) {{\n{body}\n}}", dealt, checks="") as session:
+        commands = Commands(session)
         commands.run("break mma")
         commands.run("continue")
-        for letter, wanted in (("a", a), ("b", b)):
-            found, _ = matrices.matrix(State(made), matrices.operand(State(made), letter)[1])
-            np.testing.assert_array_equal(found, wanted)
+        for letter, expected in (("a", a), ("b", b)):
+            shown_matrix, _ = matrices.matrix(State(session), matrices.operand(State(session), letter)[1])
+            np.testing.assert_array_equal(shown_matrix, expected)
         commands.run("step")
-        found, _ = matrices.matrix(State(made), matrices.operand(State(made), "d")[1])
-        np.testing.assert_array_equal(found, a.astype("f4") @ b.astype("f4"))
-        for letter, each in (("a", map_a), ("d", map_d)):
-            lanes = sorted(set(np.argwhere(each.rows == 8)[:, 0].tolist()))
-            said = commands.run(f"who holds row 8 of {letter}").splitlines()
-            assert [int(re.search(r"lane +(\d+)", line)[1]) for line in said[1:]] == lanes
+        shown_matrix, _ = matrices.matrix(State(session), matrices.operand(State(session), "d")[1])
+        np.testing.assert_array_equal(shown_matrix, a.astype("f4") @ b.astype("f4"))
+        for letter, fragment in (("a", map_a), ("d", map_d)):
+            lanes = sorted(set(np.argwhere(fragment.rows == 8)[:, 0].tolist()))
+            output = commands.run(f"who holds row 8 of {letter}").splitlines()
+            assert [int(re.search(r"lane +(\d+)", line)[1]) for line in output[1:]] == lanes
         column = commands.run("who holds row 3 column 5 of d").splitlines()
-        assert len(column) == 2 and column[1].split(":")[1].split() == [f"{found[3, 5]:g}"]
-        assert commands.run("fragment d [0:2, 0:3]").splitlines()[-1].split()[1:] == [f"{n:g}" for n in found[1, :3]]
+        assert len(column) == 2 and column[1].split(":")[1].split() == [f"{shown_matrix[3, 5]:g}"]
+        assert commands.run("fragment d [0:2, 0:3]").splitlines()[-1].split()[1:] == [
+            f"{n:g}" for n in shown_matrix[1, :3]
+        ]
         with pytest.raises(DebuggerError, match=r"holds: row 0 to 15 of d \(got 16\)"):
             commands.run("who holds row 16")
         with pytest.raises(DebuggerError, match=r"fragment: mma\S+ has d, a, b, c \(got 'e'\)"):
@@ -266,24 +268,24 @@ def test_wgmma_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = (rng.integers(-3, 4, (rows, 16)).astype(np.float16) for rows in (64, 8))
     d = np.zeros((64, 8), np.float32)
     args = a.view(np.uint8), b.view(np.uint8), d
-    with Session.of(kernel, *args, grid=1, block=128, mode="late") as made:
-        run = Commands(made).run
-        text = made.kernel.source.text
+    with Session.of(kernel, *args, grid=1, block=128, mode="late") as session:
+        run = Commands(session).run
+        text = session.kernel.source.text
         with pytest.raises(DebuggerError, match=r"break: line 1 of tilelang_2634.cu has no instruction; the next"):
             run("break 1")
         line = line_of(text, "descriptor(right, 128, 128)")
         assert run(f"break {line}").startswith(f"breakpoint 1, tilelang_2634.cu:{line}")
-        assert "print: no register, variable or argument 'w'; C++ locals are in registers" in refused(run, "print w")
+        assert "print: no register, variable or argument 'w'; C++ locals are in registers" in refusal_of(run, "print w")
         title, assigned, written = run("print t").splitlines()
         assert title.startswith("t is a C++ local") and assigned.strip() == "12  const int t = threadIdx.x;"
         assert re.fullmatch(r" +%r\d+ = 0  0x0", written)
         assert f"tilelang_2634.cu:{line}, dispatch" in run("continue")
         run("delete 1"), run("break wgmma.mma_async")
         assert "breakpoint 2, wgmma.mma_async: tilelang_2634.cu" in run("continue")
-        for letter, wanted in (("a", a), ("b", b)):
-            found, _ = matrices.matrix(State(made), matrices.operand(State(made), letter)[1])
-            np.testing.assert_array_equal(found, wanted)
-        assert "b of wgmma is in shared memory; `fragment b` prints it" in refused(run, "who holds row 1 of b")
+        for letter, expected in (("a", a), ("b", b)):
+            shown_matrix, _ = matrices.matrix(State(session), matrices.operand(State(session), letter)[1])
+            np.testing.assert_array_equal(shown_matrix, expected)
+        assert "b of wgmma is in shared memory; `fragment b` prints it" in refusal_of(run, "who holds row 1 of b")
         run("delete 2"), run("break wgmma.commit_group"), run("break wgmma.wait_group"), run("break finding")
         pending = "wgmma m64n8, tilelang_2634.cu:25, by the warp of block (0,0,0) thread (0,0,0) and 3 more: under way"
         assert "async-dirty" in run("continue")
@@ -292,14 +294,14 @@ def test_wgmma_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run("pending") == f"{pending}; group 0, committed"
         run("next")
         assert run("pending") == "nothing is pending"
-        found, _ = matrices.matrix(State(made), matrices.operand(State(made), "d")[1])
-        np.testing.assert_array_equal(found, a.astype("f4") @ b.astype("f4").T)
+        shown_matrix, _ = matrices.matrix(State(session), matrices.operand(State(session), "d")[1])
+        np.testing.assert_array_equal(shown_matrix, a.astype("f4") @ b.astype("f4").T)
         assert "lane  8 of warp 1" in run("who holds row 18 of d")
         assert "[64 x 8], f32" in run("fragment d")
         assert run("print a").splitlines()[0] == "a   u8[64 x 32], argument 0, uint8[64, 32]"
 
 
-def refused(run: Run, command: str) -> str:
+def refusal_of(run: Run, command: str) -> str:
     with pytest.raises(DebuggerError) as error:
         run(command)
     return str(error.value)
@@ -328,8 +330,8 @@ WAIT:
 
 
 def test_copies_mbarriers_and_barriers() -> None:
-    with start_session(COPY, np.arange(16, dtype=np.uint32), block=1, mode="late") as made:
-        run = Commands(made).run
+    with start_session(COPY, np.arange(16, dtype=np.uint32), block=1, mode="late") as session:
+        run = Commands(session).run
         run("break mbarrier.try_wait"), run("continue")
         copy = f"bulk copy of 64 bytes, k.ptx:{line_of(COPY, 'cp.async.bulk')}, by block (0,0,0) thread (0,0,0)"
         assert run("pending").splitlines() == [
@@ -349,8 +351,8 @@ def test_copies_mbarriers_and_barriers() -> None:
 
 def test_phases_count_on() -> None:
     """A copy that is done early is shown as done; the end of the launch keeps its state."""
-    with start_session(COPY.replace("bar.sync 1, 64;", ""), np.arange(16, dtype=np.uint32), block=1) as made:
-        run = Commands(made).run
+    with start_session(COPY.replace("bar.sync 1, 64;", ""), np.arange(16, dtype=np.uint32), block=1) as session:
+        run = Commands(session).run
         run("break mbarrier.try_wait"), run("continue")
         assert (
             run("pending")
@@ -362,23 +364,23 @@ def test_phases_count_on() -> None:
         assert run("registers").count("\n") == 4
         assert run("pending") == "mbarrier full + 0: phase 1 (parity 1), 0 of 1 arrivals"
         assert run("warps").split() == ["warp", "0", "lanes", "0", "ended"]
-        assert "the launch has ended" in refused(run, "step")
+        assert "the launch has ended" in refusal_of(run, "step")
 
 
 def test_what_is_found_at_the_very_end() -> None:
     """Bytes that never come are no instruction's finding: the end says it."""
     text = COPY.replace("64, [%bar];", "32, [%bar];").partition("WAIT")[0] + "    ret;\n}\n"
-    with start_session(text, np.arange(16, dtype=np.uint32), block=1) as made:
-        said = Commands(made).run("continue").splitlines()
-        assert said[0].startswith(f"async: k.ptx:{line_of(COPY, 'expect_tx')}: `mbarrier.arrive.expect_tx")
-        assert said[1:] == ["the launch has ended after 8 dispatches, 1 finding"] and made.found
+    with start_session(text, np.arange(16, dtype=np.uint32), block=1) as session:
+        output = Commands(session).run("continue").splitlines()
+        assert output[0].startswith(f"async: k.ptx:{line_of(COPY, 'expect_tx')}: `mbarrier.arrive.expect_tx")
+        assert output[1:] == ["the launch has ended after 8 dispatches, 1 finding"] and session.found
 
 
 def test_an_interrupted_run_stops_and_goes_on() -> None:
-    with start_session(COUNT, np.zeros(1, np.uint32), 100, checks="") as made:
-        made._run.interrupted = True  # as a KeyboardInterrupt leaves it
-        assert made.go_on().reason == "interrupted" and made.now.moment.position == 1
-        assert made.go_on().ended
+    with start_session(COUNT, np.zeros(1, np.uint32), 100, checks="") as session:
+        session._run.interrupted = True  # as a KeyboardInterrupt leaves it
+        assert session.go_on().reason == "interrupted" and session.now.moment.position == 1
+        assert session.go_on().ended
 
 
 NAMES = (
@@ -409,8 +411,8 @@ LINES = st.one_of(
 @given(st.lists(LINES, max_size=25))
 @settings(max_examples=12)
 def test_any_line_is_carried_out_or_refused_in_one(typed: list[str]) -> None:
-    with start_scale_session() as made:
-        commands = Commands(made)
+    with start_scale_session() as session:
+        commands = Commands(session)
         commands.run("break ld.shared"), commands.run("continue")
         for line in typed:
             try:
@@ -421,6 +423,6 @@ def test_any_line_is_carried_out_or_refused_in_one(typed: list[str]) -> None:
 
 def test_the_fragment_of_a_warp_group() -> None:
     """The fragment of A in registers, of any width, is made of its warps': with 8 bits it equals the recorded one."""
-    made = matrices.of_warp_group(fragments.mma_a(32))
-    np.testing.assert_array_equal(made.rows, fragments.wgmma_a().rows)
-    np.testing.assert_array_equal(made.cols, fragments.wgmma_a().cols)
+    fragment = matrices.of_warp_group(fragments.mma_a(32))
+    np.testing.assert_array_equal(fragment.rows, fragments.wgmma_a().rows)
+    np.testing.assert_array_equal(fragment.cols, fragments.wgmma_a().cols)

@@ -19,15 +19,15 @@ from tests.support.small_kernels import HEADER, line_of
 
 @pytest.fixture
 def scale() -> Iterator[Session]:
-    with start_scale_session() as made:
-        yield made
+    with start_scale_session() as session:
+        yield session
 
 
-def here(session: Session) -> tuple[Any, ...]:
+def state_of(session: Session) -> tuple[Any, ...]:
     """Return where a session is, and all that the kernel holds there."""
     moment = session.now.moment
-    held = [file.tobytes() for file in moment.machine.files.values()]
-    return *moment.key, moment.pc, held, moment.machine.memory.arena.tobytes()
+    registers = [file.tobytes() for file in moment.machine.files.values()]
+    return *moment.key, moment.pc, registers, moment.machine.memory.arena.tobytes()
 
 
 def line(session: Session) -> int:
@@ -89,14 +89,14 @@ def test_lanes_that_come_apart(scale: Session) -> None:
 
 def test_backwards_is_the_same_state(scale: Session) -> None:
     """Every state on the way, registers and memory, comes again in the other order."""
-    on_the_way = [here(scale)]
+    on_the_way = [state_of(scale)]
     for _ in range(30):
         if scale.step("instruction").ended:
             break
-        on_the_way.append(here(scale))
+        on_the_way.append(state_of(scale))
     for state in reversed(on_the_way):
         scale.back("instruction")
-        assert here(scale) == state
+        assert state_of(scale) == state
 
 
 @pytest.mark.smoke
@@ -115,8 +115,8 @@ def test_any_way_to_a_moment_finds_the_same(moves: list[str]) -> None:
                 acts[move]()
             except DebuggerError as error:
                 assert "the beginning" in str(error) or "has ended" in str(error)
-            found = here(scale)
-            assert seen.setdefault(found[:2], found) == found
+            state = state_of(scale)
+            assert seen.setdefault(state[:2], state) == state
 
 
 def test_a_nan_and_the_operands_it_came_from() -> None:
@@ -126,9 +126,9 @@ def test_a_nan_and_the_operands_it_came_from() -> None:
     text = SCALE.replace("sub.f32 %d, %w, 0f40400000", "mul.f32 %d, %w, 0f00000000")
     with start_session(text, x, np.zeros(64, np.float32), np.float32(0), block=64) as scale:
         scale.step()
-        before = here(scale)
+        state = state_of(scale)
         scale.stop_at("nan")
-        assert here(scale) == before
+        assert state_of(scale) == state
         stop = scale.go_on()
         assert (stop.moment.findings[0].kind, stop.moment.findings[0].thread) == ("nan", (58, 0, 0))
         assert stop.moment.is_after and line(scale) == line_of(text, "div.rn") and scale.focus == (0, 58)
@@ -239,19 +239,19 @@ def test_what_was_left_behind_is_freed(scale: Session) -> None:
     try:
         scale.step()
         scale.step()
-        known = weakref.ref(scale.now.moment.machine.memory)
+        memory = weakref.ref(scale.now.moment.machine.memory)
         scale.back()
-        assert known() is None
+        assert memory() is None
         scale.go_on()
-        known = weakref.ref(scale.now.moment.machine.memory)
+        memory = weakref.ref(scale.now.moment.machine.memory)
         scale.restart()
-        assert known() is None
+        assert memory() is None
     finally:
         gc.enable()
 
 
 def test_without_a_debugger_nothing_is_watched() -> None:
-    """`watched` reaches the launches inside it and no others."""
+    """`watch_launches` reaches the launches inside it and no others."""
     seen = []
 
     def attach(machine: Any) -> list[Any]:
@@ -261,7 +261,7 @@ def test_without_a_debugger_nothing_is_watched() -> None:
     def launch() -> None:
         load_text(COUNT)(np.zeros(1, np.uint32), 3, grid=1, block=32, backend="emulator")
 
-    with emulator.watched(attach):
+    with emulator.watch_launches(attach):
         launch()
     launch()
     assert seen == [()]
@@ -290,7 +290,7 @@ def test_a_call_of_two_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "problem"),
+    ("place", "problem"),
     [
         ("1", "break: line 1 of k.ptx has no instruction; the next with one is {first}"),
         ("500", "break: k.ptx has {lines} lines (got 500)"),
@@ -301,10 +301,10 @@ def test_a_call_of_two_kernels() -> None:
         ("", "break: a line, #INSTRUCTION"),
     ],
 )
-def test_breakpoints_that_are_nowhere(scale: Session, what: str, problem: str) -> None:
+def test_breakpoints_that_are_nowhere(scale: Session, place: str, problem: str) -> None:
     first, lines = line_of(SCALE, "ld.param"), len(SCALE.splitlines())
     with pytest.raises(DebuggerError) as error:
-        scale.stop_at(what)
+        scale.stop_at(place)
     assert problem.format(first=first, lines=lines, last=len(scale.code) - 1) in str(error.value)
     assert "\n" not in str(error.value) and not scale.breakpoints
 

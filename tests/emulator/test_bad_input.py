@@ -52,14 +52,14 @@ BAD: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_files_that_are_none(what: str) -> None:
-    text, said = BAD[what]
-    one_line(lambda: call(text), said)
+@pytest.mark.parametrize("case", BAD)
+def test_files_that_are_none(case: str) -> None:
+    text, message = BAD[case]
+    one_line(lambda: call(text), message)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ((), "takes 1 argument|args: "),
         ((np.zeros(4, np.int32), np.int32(1)), "args: "),
@@ -68,8 +68,8 @@ def test_files_that_are_none(what: str) -> None:
         ((np.array([None]),), "dtype|numbers|object"),
     ],
 )
-def test_arguments_that_are_not_the_kernels(args: tuple[object, ...], said: str) -> None:
-    one_line(lambda: ptxlab.load(ptx(""))(*args, grid=1, block=32, backend="emulator"), said)
+def test_arguments_that_are_not_the_kernels(args: tuple[object, ...], message: str) -> None:
+    one_line(lambda: ptxlab.load(ptx(""))(*args, grid=1, block=32, backend="emulator"), message)
 
 
 def test_arrays_that_would_be_unpickled(tmp_path: Path) -> None:
@@ -77,12 +77,12 @@ def test_arrays_that_would_be_unpickled(tmp_path: Path) -> None:
     one_line(lambda: load_arrays(tmp_path / "bad.npz"), "bad.npz: ")
 
 
-def one_line(action: Callable[[], object], said: str) -> None:
+def one_line(action: Callable[[], object], expected: str) -> None:
     """Check that an action raises a PtxlabError of one line that says so, within seconds of CPU, and 256 MB."""
-    before, started = malformed.peak(), time.process_time()
-    with pytest.raises(PtxlabError, match=said) as error:
+    peak_before, started = malformed.peak(), time.process_time()
+    with pytest.raises(PtxlabError, match=expected) as error:
         action()
-    assert time.process_time() - started < 10 and malformed.peak() - before < 1 << 28
+    assert time.process_time() - started < 10 and malformed.peak() - peak_before < 1 << 28
     message = str(error.value)
     assert "\n" not in message or message.startswith("deadlock: ")  # which has a line for each who waits
     assert len(message) < 600

@@ -96,7 +96,7 @@ def test_it_is_right_and_clean(mode):
 
 @pytest.mark.full_cases("early-_*", "late-wgmma.f*", "late-wgmma.c*", "late-wgmma.w*", "late-m*")
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "pattern"),
     [
         (
             "fence.mbarrier_init.release.cluster;",
@@ -115,7 +115,7 @@ def test_it_is_right_and_clean(mode):
     ],
 )
 @both_modes
-def test_no_step_can_be_left_out(step, said, mode):
+def test_no_step_can_be_left_out(step, pattern, mode):
     assert SOURCE.count(step) == 1
-    found = findings_or_error(lambda: outcome(SOURCE.replace(step, ""), mode)[1])
-    assert re.search(said, found)
+    findings = findings_or_error(lambda: outcome(SOURCE.replace(step, ""), mode)[1])
+    assert re.search(pattern, findings)

@@ -10,12 +10,14 @@ ROOT = Path(ptxlab.emulator.__file__).parent
 # "": the package itself
 LAYERS = ("front", "unneeded", "options", "remedies", "core", "ops", "sync", "async_", "checks", "chain", "launch", "")
 IMPORTS: dict[str, set[str]] = {".".join(p.relative_to(ROOT).with_suffix("").parts): set() for p in ROOT.rglob("*.py")}
-for name, found in IMPORTS.items():
+for name, imported in IMPORTS.items():
     for node in ast.walk(ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())):  # also under TYPE_CHECKING
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ptxlab.emulator"):
             inside = (node.module or "").removeprefix("ptxlab.emulator").removeprefix(".")
             names = (f"{inside}.{alias.name}".removeprefix(".") for alias in node.names)
-            found |= {n if n in IMPORTS else f"{n}.__init__" if f"{n}.__init__" in IMPORTS else inside for n in names}
+            imported |= {
+                n if n in IMPORTS else f"{n}.__init__" if f"{n}.__init__" in IMPORTS else inside for n in names
+            }
 
 
 def layer(name: str) -> str:

@@ -94,9 +94,9 @@ def module():
     return emulator.parse(cuda_to_ptx(SOURCE), "k.ptx")
 
 
-def run(module, entry, *args, grid=1, block=32, **more):
-    result = emulator.run(module, entry, args, grid=grid, block=block, checks=["lanes", "race", "init"], **more)
-    assert not result.findings, str(result.findings[0])
+def run(module, entry, *args, grid=1, block=32, **options):
+    launch = emulator.run(module, entry, args, grid=grid, block=block, checks=["lanes", "race", "init"], **options)
+    assert not launch.findings, str(launch.findings[0])
 
 
 def test_block_reduction(module):

@@ -167,7 +167,7 @@ def test_a_chain_has_mode_and_seed_of_its_own_and_adds_checks(machines: list[Emu
 
 
 def test_the_checks_of_whoever_watches_are_added(machines: list[EmulatorOptions]) -> None:
-    with emulator.watched(lambda machine: (), ["race"]):
+    with emulator.watch_launches(lambda machine: (), ["race"]):
         SURFACES["Kernel"](checks=["init"])
     SURFACES["Kernel"]()
     assert [options.checks for options in machines] == [{"race", "init"}, frozenset()]

@@ -125,7 +125,7 @@ MISTAKES = {
 @both_modes
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_found(mistake: str, mode: str) -> None:
-    step, instead, said = MISTAKES[mistake]
+    step, instead, pattern = MISTAKES[mistake]
     assert specialised_gemm.SOURCE.count(step) == 1
-    found = findings_or_error(lambda: outcome(specialised_gemm.SOURCE.replace(step, instead), mode)[1])
-    assert re.search(said, found), found or "nothing"
+    findings = findings_or_error(lambda: outcome(specialised_gemm.SOURCE.replace(step, instead), mode)[1])
+    assert re.search(pattern, findings), findings or "nothing"

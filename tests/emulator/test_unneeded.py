@@ -46,30 +46,30 @@ def needs(body: str, seeds: int = 2) -> dict[str, tuple[str, bool]]:
     def attempt(mode, seed, without) -> Ran:
         out, a = np.zeros(64, np.uint32), np.arange(1, 1025, dtype=np.uint32)
         how = {"checks": CHECKS, "mode": mode, "seed": seed, "without": without}
-        found = emulator.run(module, "k", [out, a], grid=1, block=64, **how).findings
-        return Ran(tuple(f"{f.kind} at {f.line}" for f in found), out.tobytes() + a.tobytes())
+        findings = emulator.run(module, "k", [out, a], grid=1, block=64, **how).findings
+        return Ran(tuple(f"{f.kind} at {f.line}" for f in findings), out.tobytes() + a.tobytes())
 
     lines = text.split("\n")
-    found = needs_of(statements_of(module.entries["k"]), attempt, seeds)
-    return {lines[need.statement.line - 1]: (need.why, need.stands_in) for need in found}
+    needs_found = needs_of(statements_of(module.entries["k"]), attempt, seeds)
+    return {lines[need.statement.line - 1]: (need.why, need.stands_in) for need in needs_found}
 
 
 def test_two_fences_of_which_one_will_do():
-    found = needs(SEND)
-    unneeded = {line for line, (why, _) in found.items() if not why}
+    needed = needs(SEND)
+    unneeded = {line for line, (why, _) in needed.items() if not why}
     assert unneeded == {"fence.proxy.async.shared::cta;", "@%q fence.proxy.async;", "bar.warp.sync 0xffffffff;"}
-    assert [line for line, (_, stands_in) in found.items() if stands_in] == ["@%q fence.proxy.async;"]
-    assert found["bar.sync 0;"][0].startswith("early: async-dirty at") or "race" in found["bar.sync 0;"][0]
-    assert "async at" in found["cp.async.bulk.wait_group.read 0;"][0]
-    assert not any("cluster" in line for line in found)
+    assert [line for line, (_, stands_in) in needed.items() if stands_in] == ["@%q fence.proxy.async;"]
+    assert needed["bar.sync 0;"][0].startswith("early: async-dirty at") or "race" in needed["bar.sync 0;"][0]
+    assert "async at" in needed["cp.async.bulk.wait_group.read 0;"][0]
+    assert not any("cluster" in line for line in needed)
 
 
 def test_what_is_needed():
     """The wait for an mbarrier, its initialisation's fence, the barrier behind that; not the barrier at the end."""
-    found = needs(RECEIVE)
-    assert [line for line, (why, _) in found.items() if not why] == ["bar.sync 1;"]
-    assert found["mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;"][0].startswith("early: async at")
-    assert len(found) == 4
+    needed = needs(RECEIVE)
+    assert [line for line, (why, _) in needed.items() if not why] == ["bar.sync 1;"]
+    assert needed["mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;"][0].startswith("early: async at")
+    assert len(needed) == 4
 
 
 def test_one_line_of_cuda_is_one_statement():

@@ -82,8 +82,8 @@ class Case:
     @property
     def fields(self) -> dict[str, str]:
         """Operand -> domain, each once, destinations first."""
-        found = dict(_FIELD.findall(self.template))
-        return dict(sorted(found.items(), key=lambda item: (item[0] not in OUTPUTS, item[0])))
+        domains = dict(_FIELD.findall(self.template))
+        return dict(sorted(domains.items(), key=lambda field: (field[0] not in OUTPUTS, field[0])))
 
     @property
     def outputs(self) -> list[str]:
@@ -92,22 +92,22 @@ class Case:
 
     def ptx(self, version: str = "8.1", target: str = "sm_90") -> str:
         """Write a module with one entry: pointers to one array per operand, in the order of `fields`."""
-        declare, before, after = [], [], []
+        declare, loads, stores = [], [], []
         for i, (name, domain) in enumerate(self.fields.items()):
             bits = DOMAINS[domain].bits
             width = 32 if bits == 1 else bits
             declare.append(
                 f".reg .b64 %p{name}; .reg .b{width} %w{name};" + (f" .reg .pred %{name};" if bits == 1 else "")
             )
-            before.append(
+            loads.append(
                 f"ld.param.u64 %p{name}, [arg{i}]; mul.wide.u32 %o, %i, {width // 8}; add.s64 %p{name}, %p{name}, %o;"
             )
             if name not in OUTPUTS:
-                before.append(f"ld.global.b{width} %w{name}, [%p{name}];")
-                before.append(f"setp.ne.u32 %{name}, %w{name}, 0;" if bits == 1 else "")
+                loads.append(f"ld.global.b{width} %w{name}, [%p{name}];")
+                loads.append(f"setp.ne.u32 %{name}, %w{name}, 0;" if bits == 1 else "")
             elif name != "m":
-                after.append(f"selp.u32 %w{name}, 1, 0, %{name};" if bits == 1 else "")
-                after.append(f"st.global.b{width} [%p{name}], %w{name};")
+                stores.append(f"selp.u32 %w{name}, 1, 0, %{name};" if bits == 1 else "")
+                stores.append(f"st.global.b{width} [%p{name}], %w{name};")
 
         def operand(match: re.Match) -> str:
             name, domain = match.groups()
@@ -119,9 +119,9 @@ class Case:
             ".reg .b32 %i, %n, %t; .reg .b64 %o;",
             *declare,
             index,
-            *before,
+            *loads,
             _FIELD.sub(operand, self.template),
-            *after,
+            *stores,
         ]
         code = "\n    ".join(line for line in body if line)
         header = f".version {version}\n.target {target}\n.address_size 64\n"
@@ -134,9 +134,9 @@ class Case:
         """
         stream = np.random.RandomState(zlib.crc32(self.template.encode()))
         sources = {n: DOMAINS[d] for n, d in self.fields.items() if n not in OUTPUTS or n == "m"}
-        most = {1: 40, 2: 20, 3: 8, 4: 5}[min(len(sources), 4)]
-        few = [_thin(domain.boundary, most, stream) for domain in sources.values()]
-        rows = [list(column) for column in zip(*itertools.product(*few), strict=True)]
+        limit = {1: 40, 2: 20, 3: 8, 4: 5}[min(len(sources), 4)]
+        chosen = [_thin(domain.boundary, limit, stream) for domain in sources.values()]
+        rows = [list(column) for column in zip(*itertools.product(*chosen), strict=True)]
         extra = 256 + (-len(rows[0]) - 256) % BLOCK
         arrays = {}
         for (name, domain), column in zip(sources.items(), rows, strict=True):
@@ -154,8 +154,8 @@ class Case:
         return zlib.crc32(b"".join(arrays[name].tobytes() for name in self.fields))
 
 
-def _thin(values: list[int], most: int, stream: np.random.RandomState) -> list[int]:
-    return values if len(values) <= most else [values[i] for i in sorted(stream.permutation(len(values))[:most])]
+def _thin(values: list[int], limit: int, stream: np.random.RandomState) -> list[int]:
+    return values if len(values) <= limit else [values[i] for i in sorted(stream.permutation(len(values))[:limit])]
 
 
 def _tame(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.ndarray:
@@ -424,8 +424,8 @@ def _narrow() -> Iterator[str | tuple[str, float, float]]:
 def _modifiers() -> Iterator[str | tuple[str, float, float]]:
     """Yield modifiers of halves and bf16, packed 16-bit integers, and warps with inactive lanes."""
 
-    def each(template: str, types: str, *more: str) -> Iterator[str]:
-        for t, words in itertools.product(types.split(), more or ("",)):
+    def each(template: str, types: str, *modifiers: str) -> Iterator[str]:
+        for t, words in itertools.product(types.split(), modifiers or ("",)):
             yield template.replace("@t", t).replace("@m", words)
 
     dab, halves, brains = "{d:@t}, {a:@t}, {b:@t};", "f16 f16x2", "bf16 bf16x2"
@@ -457,30 +457,34 @@ def _modifiers() -> Iterator[str | tuple[str, float, float]]:
     yield "match.all.sync.b32 {d:u32}|{p:pred}, {a:bit}, -1;"
     yield "match.any.sync.b64 {d:u32}, {a:u64}, -1;"
     yield "match.all.sync.b64 {d:u32}|{p:pred}, {a:u64}, -1;"
-    some = "vote.sync.ballot.b32 %t, {c:pred}, -1; mov.b32 {d:u32}, 0; @{c:pred}"
-    yield f"{some} match.any.sync.b32 {{d:u32}}, {{a:count}}, %t;"
-    yield f"{some} redux.sync.add.u32 {{d:u32}}, {{a:u32}}, %t;"
-    yield f"{some} redux.sync.max.s32 {{d:u32}}, {{a:u32}}, %t;"
-    yield f"{some} vote.sync.ballot.b32 {{d:u32}}, {{g:pred}}, %t;"
-    lowest = some.replace("mov", "brev.b32 %n, %t; clz.b32 %n, %n; mov", 1)  # what a lane outside gives is undefined
+    part_of_warp = "vote.sync.ballot.b32 %t, {c:pred}, -1; mov.b32 {d:u32}, 0; @{c:pred}"
+    yield f"{part_of_warp} match.any.sync.b32 {{d:u32}}, {{a:count}}, %t;"
+    yield f"{part_of_warp} redux.sync.add.u32 {{d:u32}}, {{a:u32}}, %t;"
+    yield f"{part_of_warp} redux.sync.max.s32 {{d:u32}}, {{a:u32}}, %t;"
+    yield f"{part_of_warp} vote.sync.ballot.b32 {{d:u32}}, {{g:pred}}, %t;"
+    lowest = part_of_warp.replace(
+        "mov", "brev.b32 %n, %t; clz.b32 %n, %n; mov", 1
+    )  # what a lane outside gives is undefined
     yield f"{lowest} shfl.sync.idx.b32 {{d:u32}}, {{a:u32}}, %n, 31, %t;"
-    yield f"setp.ne.u32 {{p:pred}}, 0, 0; {some} elect.sync {{d:u32}}|{{p:pred}}, %t;"
+    yield f"setp.ne.u32 {{p:pred}}, 0, 0; {part_of_warp} elect.sync {{d:u32}}|{{p:pred}}, %t;"
 
 
 def cases() -> list[Case]:
     """List all cases; names are unique and fit for entry symbols."""
-    return _named([*_cases(), *_narrow(), *_modifiers()])
+    return _name_cases([*_cases(), *_narrow(), *_modifiers()])
 
 
-def _named(items: Iterable[str | tuple[str, float, float]]) -> list[Case]:
-    result: dict[str, Case] = {}
-    for item in items:
-        template, relative, absolute = (item, 0.0, 0.0) if isinstance(item, str) else item
+def _name_cases(templates: Iterable[str | tuple[str, float, float]]) -> list[Case]:
+    cases: dict[str, Case] = {}
+    for template_or_bounds in templates:
+        template, relative, absolute = (
+            (template_or_bounds, 0.0, 0.0) if isinstance(template_or_bounds, str) else template_or_bounds
+        )
         opcode = template.split(" ")[0]
         stem = re.sub(r"\W+", "_", opcode)
         name, copy = stem, 1
-        while name in result:
+        while name in cases:
             copy += 1
             name = f"{stem}_{copy}"
-        result[name] = Case(name, template, relative, absolute)
-    return list(result.values())
+        cases[name] = Case(name, template, relative, absolute)
+    return list(cases.values())

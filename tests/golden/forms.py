@@ -29,17 +29,17 @@ def _words(function: Callable[..., tuple[np.ndarray, np.ndarray]], *form: str) -
     return lambda backend: function(*form, backend)[0]
 
 
-def _moved(axes: int, back: str, backend: str) -> np.ndarray:
+def _move_box(axes: int, back: str, backend: str) -> np.ndarray:
     """Move a box that ends behind the array on its first axes."""
     place = (*(size - 1 for size in tensor_copies.SHAPES[axes][:-1]), tensor_copies.SHAPES[axes][-1] - 4)
     return tensor_copies.move_box(axes, place, back, backend)[1]
 
 
-def _reduced(reduction: tuple, backend: str) -> np.ndarray:
+def _reduce_words(reduction: tuple, backend: str) -> np.ndarray:
     return tensor_copies.reduce(*reduction, backend)[0].view(np.uint8)
 
 
-def _brought(swizzle: int, backend: str) -> np.ndarray:
+def _load_boxes(swizzle: int, backend: str) -> np.ndarray:
     """Bring two boxes of bytes, the second partly in front of the matrix."""
     width = swizzle or 48
     return tensor_copies.load_boxes(tensor_copies.ARRAY, (16, width), swizzle, 55, 0, 1024, 1, backend)[0]
@@ -47,27 +47,27 @@ def _brought(swizzle: int, backend: str) -> np.ndarray:
 
 def forms() -> dict[str, Form]:
     """List all forms by name."""
-    found: dict[str, Form] = {}
+    by_name: dict[str, Form] = {}
     for t, d in [("f16", "f32"), ("f16", "f16"), ("bf16", "f32")]:
         for case in wgmma.CASES:
-            found[f"wgmma {t} {d} {case}"] = partial(_wgmma, case, t, d, t)
+            by_name[f"wgmma {t} {d} {case}"] = partial(_wgmma, case, t, d, t)
     for t, d in wgmma.NARROW:
         for case in wgmma.CASES[:2]:
-            found[f"wgmma {t} {d} {case}"] = partial(_wgmma, case, t, d, t)
+            by_name[f"wgmma {t} {d} {case}"] = partial(_wgmma, case, t, d, t)
     for t, b, d in (("e4m3", "e5m2", "f32"), ("e5m2", "e4m3", "f16")):
-        found[f"wgmma {t} {b} {d}"] = partial(_wgmma, "shared", t, d, b)
+        by_name[f"wgmma {t} {b} {d}"] = partial(_wgmma, "shared", t, d, b)
     for form in wmma.FORMS:
         for layouts in wmma.LAYOUTS:
-            found[f"wmma {' '.join(form)} {layouts[0]}"] = partial(_wmma, form, layouts)
+            by_name[f"wmma {' '.join(form)} {layouts[0]}"] = partial(_wmma, form, layouts)
     for shape in mma_words.F64:
-        found[f"mma f64 {shape}"] = _words(mma_words.run_f64, shape)
+        by_name[f"mma f64 {shape}"] = _words(mma_words.run_f64, shape)
     for shape, op in mma_words.BITS:
-        found[f"mma b1 {shape} {op}"] = _words(mma_words.run_bits, shape, op)
+        by_name[f"mma b1 {shape} {op}"] = _words(mma_words.run_bits, shape, op)
     for axes in tensor_copies.SHAPES:
-        found[f"tensor store {axes}d"] = partial(_moved, axes, tensor_copies.STORE)
-        found[f"tensor reduction {axes}d"] = partial(_moved, axes, tensor_copies.REDUCE)
+        by_name[f"tensor store {axes}d"] = partial(_move_box, axes, tensor_copies.STORE)
+        by_name[f"tensor reduction {axes}d"] = partial(_move_box, axes, tensor_copies.REDUCE)
     for swizzle in (0, 32, 64, 128):
-        found[f"tensor load swizzle {swizzle}"] = partial(_brought, swizzle)
+        by_name[f"tensor load swizzle {swizzle}"] = partial(_load_boxes, swizzle)
     for reduction in tensor_copies.REDUCTIONS:
-        found[f"bulk reduction {reduction[0]}"] = partial(_reduced, reduction)
-    return found
+        by_name[f"bulk reduction {reduction[0]}"] = partial(_reduce_words, reduction)
+    return by_name

@@ -21,9 +21,9 @@ def by_transformers(folder: Path, tokens: np.ndarray) -> tuple[Any, float]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        given = torch.from_numpy(tokens)
-        found = model(given, labels=given)
-    return found.logits.numpy(), float(found.loss.exp())
+        inputs = torch.from_numpy(tokens)
+        outputs = model(inputs, labels=inputs)
+    return outputs.logits.numpy(), float(outputs.loss.exp())
 
 
 def record() -> None:

@@ -15,8 +15,8 @@ def main() -> None:
     vectors: dict[str, np.ndarray] = {}
     for case in CASES:
         operands = case(np.random.default_rng(0), SOME)
-        results = (*operands, instruction(*operands, "gpu"))
-        vectors |= {f"{case.__name__}_{name}": array for name, array in zip("abcd", results, strict=True)}
+        arrays = (*operands, instruction(*operands, "gpu"))
+        vectors |= {f"{case.__name__}_{name}": array for name, array in zip("abcd", arrays, strict=True)}
     np.savez_compressed(RECORDED, **vectors)
 
 

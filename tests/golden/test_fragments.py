@@ -80,8 +80,8 @@ def emulate(case: FragmentCase, mode: str) -> np.ndarray:
     out = np.full(case.out, 0xDEADBEEF, np.uint32)
     arguments = [*(array.copy() for array in case.inputs.values()), out]
     module = emulator.parse(case.ptx, f"{case.name}.ptx")
-    result = emulator.run(module, case.name, arguments, grid=1, block=case.threads, checks=emulator.CHECKS, mode=mode)
-    assert [str(finding) for finding in result.findings] == []
+    outcome = emulator.run(module, case.name, arguments, grid=1, block=case.threads, checks=emulator.CHECKS, mode=mode)
+    assert [str(finding) for finding in outcome.findings] == []
     return out
 
 

@@ -43,12 +43,12 @@ def test_recorded(family: str, vectors) -> None:
             continue
         assert int(vectors[f"{case.name}.inputs"]) == case.checksum(inputs), f"{case.name}: recorded with other inputs"
         got = emulate(case)
-        for name, result in got.items():
+        for name, actual in got.items():
             expected = vectors[f"{case.name}.{name}"]
-            bad = np.flatnonzero(~same(case, name, expected, result))
+            bad = np.flatnonzero(~same(case, name, expected, actual))
             if len(bad):
                 row = {k: hex(int(v[bad[0]])) for k, v in inputs.items() if k not in "depq"}
                 wrong.append(
-                    f"{case.template} {row}: {name} is {result[bad[0]]:#x}, not {expected[bad[0]]:#x} ({len(bad)} rows)"
+                    f"{case.template} {row}: {name} is {actual[bad[0]]:#x}, not {expected[bad[0]]:#x} ({len(bad)} rows)"
                 )
     assert not wrong, "\n".join(wrong)

@@ -29,7 +29,9 @@ SCHEMES = ("qoq", "qoq_channel", pytest.param("lqq", marks=ON_HOPPER))
 LIBRARIES = ("cupy", "torch", "jax")
 
 
-def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: Any = QUANTIZED) -> np.ndarray:
+def expected_product(
+    scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: Any = QUANTIZED
+) -> np.ndarray:
     weight = {"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}[scheme]
     return product(weight, x.q, x.scale, bias, dtype)
 
@@ -68,8 +70,8 @@ def bits(array: Any) -> np.ndarray:
     return shared.view(f"u{shared.itemsize}")
 
 
-def same(got: Any, wanted: np.ndarray) -> bool:
-    return np.array_equal(bits(got), wanted.view(f"u{wanted.itemsize}"))
+def equal_bits(got: Any, expected: np.ndarray) -> bool:
+    return np.array_equal(bits(got), expected.view(f"u{expected.itemsize}"))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -80,7 +82,7 @@ def test_every_output_of_every_library(weights, scheme: str, dtype: str, library
     y = ptxlab.gemm_w4a8(x, scale, weights[scheme], bias=bias, out_dtype=dtype)
     assert type(y) is type(x) and tuple(y.shape) == (M, N)
     assert dtype in str(y.dtype) or (library == "cupy" and dtype == "bfloat16" and y.dtype == np.uint16)
-    assert same(y, expected(scheme, dtype, BIAS))
+    assert equal_bits(y, expected_product(scheme, dtype, BIAS))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -100,7 +102,7 @@ def test_activations_of_every_library(library: str, order: str, rows: int | None
 @pytest.mark.parametrize("rows", [8, 32, 256])
 def test_a_gemm_on_tiles(weights, library: str, rows: int) -> None:
     tiles = ptxlab.quantize_activations(sent(X, library), layout="tiles", rows=rows)
-    assert same(ptxlab.gemm_w4a8(tiles, weight=weights["lqq"]), expected("lqq"))
+    assert equal_bits(ptxlab.gemm_w4a8(tiles, weight=weights["lqq"]), expected_product("lqq"))
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
@@ -110,14 +112,14 @@ def test_bfloat16_goes_in_and_comes_out(weights, library: str) -> None:
     x = x.bfloat16() if library == "torch" else x.astype("bfloat16")
     y = ptxlab.gemm_w4a8(ptxlab.quantize_activations(x), weight=weights["qoq_channel"], out_dtype="bfloat16")
     assert y.dtype == x.dtype
-    assert same(y, expected("qoq_channel", "bfloat16", x=quant.quantize_activations(values)))
+    assert equal_bits(y, expected_product("qoq_channel", "bfloat16", x=quant.quantize_activations(values)))
 
 
 @pytest.mark.parametrize("backend", [None, "gpu"])
 def test_numpy_is_copied_there_and_back(backend: str | None) -> None:
     activations = ptxlab.quantize_activations(X, backend=backend)
     y = ptxlab.gemm_w4a8(activations, weight=ptxlab.pack(CHANNEL, "qserve"), bias=BIAS, backend=backend)
-    assert isinstance(y, np.ndarray) and np.array_equal(y, expected("qoq_channel", bias=BIAS))
+    assert isinstance(y, np.ndarray) and np.array_equal(y, expected_product("qoq_channel", bias=BIAS))
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
@@ -125,19 +127,19 @@ def test_into_a_given_array(weights, library: str) -> None:
     x, scale = sent(QUANTIZED.q, library), sent(QUANTIZED.scale, library)
     out = sent(np.zeros((M, N), np.float32), library)
     assert ptxlab.gemm_w4a8(x, scale, weights["qoq"], out=out) is out
-    assert same(out, expected("qoq", "float32"))
+    assert equal_bits(out, expected_product("qoq", "float32"))
 
 
 def test_torch_writes_bfloat16_into_its_own(weights) -> None:
     torch = pytest.importorskip("torch")
     out = torch.zeros(M, N, dtype=torch.bfloat16, device="cuda")
     ptxlab.gemm_w4a8(sent(QUANTIZED.q, "torch"), sent(QUANTIZED.scale, "torch"), weights["qoq"], out=out)
-    assert same(out, expected("qoq", "bfloat16"))
+    assert equal_bits(out, expected_product("qoq", "bfloat16"))
 
 
 def test_accumulators_without_scales(cupy, weights) -> None:
     y = ptxlab.gemm_w4a8(cupy.asarray(QUANTIZED.q), weight=weights["qoq"], out_dtype="int32")
-    assert same(y, expected("qoq", "int32"))
+    assert equal_bits(y, expected_product("qoq", "int32"))
 
 
 def test_no_tokens(cupy, weights) -> None:
@@ -161,7 +163,7 @@ def test_on_cupys_current_stream(cupy, weights) -> None:
         x[...] = source
         y = ptxlab.gemm_w4a8(x, scale, weights["qoq_channel"])
     stream.synchronize()
-    assert same(y, expected("qoq_channel"))
+    assert equal_bits(y, expected_product("qoq_channel"))
 
 
 def test_on_torchs_current_stream(weights) -> None:
@@ -175,7 +177,7 @@ def test_on_torchs_current_stream(weights) -> None:
         x.copy_(source)
         y = ptxlab.gemm_w4a8(x, scale, weights["qoq_channel"])
         torch.cuda.current_stream().synchronize()
-    assert same(y, expected("qoq_channel"))
+    assert equal_bits(y, expected_product("qoq_channel"))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -198,7 +200,7 @@ def test_a_captured_graph_follows_its_inputs(cupy, weights, scheme: str) -> None
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        assert same(out, expected(scheme, x=quant.quantize_activations(changed)))
+        assert equal_bits(out, expected_product(scheme, x=quant.quantize_activations(changed)))
 
 
 def test_torch_captures_and_replays(weights) -> None:
@@ -215,7 +217,7 @@ def test_torch_captures_and_replays(weights) -> None:
     x.copy_(sent(changed, "torch"))
     graph.replay()
     torch.cuda.synchronize()
-    assert same(out, expected("qoq_channel", x=quant.quantize_activations(changed)))
+    assert equal_bits(out, expected_product("qoq_channel", x=quant.quantize_activations(changed)))
 
 
 def test_a_capture_that_would_allocate_is_told_what_to_make(cupy, weights) -> None:
@@ -237,7 +239,9 @@ def test_a_capture_that_would_allocate_is_told_what_to_make(cupy, weights) -> No
                 ptxlab.quantize_activations(floats)
         finally:
             stream.end_capture()
-    assert same(ptxlab.gemm_w4a8(x, scale, weight), expected("qoq_channel"))  # and nothing is left capturing
+    assert equal_bits(
+        ptxlab.gemm_w4a8(x, scale, weight), expected_product("qoq_channel")
+    )  # and nothing is left capturing
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -255,14 +259,14 @@ def test_nothing_is_allocated_after_the_first_call_of_a_shape(cupy, weights, sch
             requests.append(options["size"])
 
     pool = cupy.get_default_memory_pool()
-    before = pool.used_bytes(), pool.total_bytes()
+    pool_bytes = pool.used_bytes(), pool.total_bytes()
     with Counting():
         for _ in range(10):
             ptxlab.quantize_activations(floats, out=activations)
             ptxlab.gemm_w4a8(x, scale, weights[scheme], out=out)
     assert requests == []
-    assert (pool.used_bytes(), pool.total_bytes()) == before
-    assert same(out, expected(scheme))
+    assert (pool.used_bytes(), pool.total_bytes()) == pool_bytes
+    assert equal_bits(out, expected_product(scheme))
 
 
 @pytest.mark.timing
@@ -298,9 +302,9 @@ def test_device_arrays_refused(cupy, weights) -> None:
         ({"out": cupy.zeros((M, N + 8), cupy.float16)}, rf"out: shape \[{M}, {N}\]"),
         ({"out": cupy.zeros((M + 1, N), cupy.float16).ravel()[4:-260].reshape(M, N)}, r"out: aligned to 16 bytes"),
     ):
-        given = {"x_q": x, "x_scale": scale, "weight": weights["qoq"], **change}
+        arguments = {"x_q": x, "x_scale": scale, "weight": weights["qoq"], **change}
         with pytest.raises(ArgumentError, match=message):
-            ptxlab.gemm_w4a8(**given)
+            ptxlab.gemm_w4a8(**arguments)
 
 
 def test_many_shapes_one_after_the_other(cupy, weights) -> None:
@@ -308,4 +312,4 @@ def test_many_shapes_one_after_the_other(cupy, weights) -> None:
         x = np.random.default_rng(tokens).standard_normal((tokens, K), dtype=np.float32)
         for scheme, weight in weights.items():
             y = ptxlab.gemm_w4a8(ptxlab.quantize_activations(cupy.asarray(x)), weight=weight, out_dtype="float32")
-            assert same(y, expected(scheme, "float32", x=quant.quantize_activations(x)))
+            assert equal_bits(y, expected_product(scheme, "float32", x=quant.quantize_activations(x)))

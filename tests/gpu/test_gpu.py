@@ -96,28 +96,30 @@ def add() -> gpu.GpuKernel:
 
 
 def test_device() -> None:
-    info = gpu.device_info()
+    device = gpu.device_info()
     assert gpu.available() and gpu.why_not("sm_75") is None
-    assert info.sms > 0 and info.l2_bytes > 2**20 and info.memory_bytes > 2**30 and info.shared_bytes >= 48 * 1024
-    assert info.driver.count(".") >= 1
+    assert (
+        device.sms > 0 and device.l2_bytes > 2**20 and device.memory_bytes > 2**30 and device.shared_bytes >= 48 * 1024
+    )
+    assert device.driver.count(".") >= 1
 
 
 def test_numpy_in_place(add) -> None:
-    data = np.arange(64, dtype=np.uint32)
-    gpu.launch(add, [data, np.uint32(5)], Launch((2, 1, 1), (32, 1, 1)))
-    assert (data == np.arange(64) + 5).all()
+    numbers = np.arange(64, dtype=np.uint32)
+    gpu.launch(add, [numbers, np.uint32(5)], Launch((2, 1, 1), (32, 1, 1)))
+    assert (numbers == np.arange(64) + 5).all()
 
 
 def test_only_what_is_written_comes_back(add) -> None:
-    data = np.arange(32, dtype=np.uint32)
-    gpu.launch(add, [data, np.uint32(5)], ONE_WARP, written=())
-    assert (data == np.arange(32)).all()
+    numbers = np.arange(32, dtype=np.uint32)
+    gpu.launch(add, [numbers, np.uint32(5)], ONE_WARP, written=())
+    assert (numbers == np.arange(32)).all()
 
 
 def test_numpy_that_is_not_contiguous(add) -> None:
-    data = np.arange(64, dtype=np.uint32)
-    gpu.launch(add, [data[::2], np.uint32(5)], ONE_WARP)
-    assert (data[::2] == np.arange(0, 64, 2) + 5).all() and (data[1::2] == np.arange(1, 64, 2)).all()
+    numbers = np.arange(64, dtype=np.uint32)
+    gpu.launch(add, [numbers[::2], np.uint32(5)], ONE_WARP)
+    assert (numbers[::2] == np.arange(0, 64, 2) + 5).all() and (numbers[1::2] == np.arange(1, 64, 2)).all()
 
 
 COPY = Source.from_text(
@@ -129,48 +131,48 @@ extern "C" __global__ void copy(unsigned* to, const unsigned* from) { to[threadI
 
 
 def test_numpy_passed_twice_is_one_buffer() -> None:
-    data = np.arange(33, dtype=np.uint32)
-    gpu.launch(gpu.load(COPY, "copy"), [data, data], ONE_WARP)
-    assert (data == [0, *range(32)]).all()
+    numbers = np.arange(33, dtype=np.uint32)
+    gpu.launch(gpu.load(COPY, "copy"), [numbers, numbers], ONE_WARP)
+    assert (numbers == [0, *range(32)]).all()
 
 
 def test_cupy_without_copy(cupy, add) -> None:
-    data = cupy.arange(32, dtype=cupy.uint32)
-    gpu.launch(add, [data, np.uint32(7)], ONE_WARP)
-    assert (data.get() == np.arange(32) + 7).all()
+    numbers = cupy.arange(32, dtype=cupy.uint32)
+    gpu.launch(add, [numbers, np.uint32(7)], ONE_WARP)
+    assert (numbers.get() == np.arange(32) + 7).all()
 
 
 def test_torch_without_copy_on_its_stream(add) -> None:
     torch = pytest.importorskip("torch")
-    data = torch.arange(32, dtype=torch.int32, device="cuda")
-    assert gpu.is_device_array(data)
-    shared = gpu.as_array("data", data)
-    assert shared.data.ptr == data.data_ptr()
+    numbers = torch.arange(32, dtype=torch.int32, device="cuda")
+    assert gpu.is_device_array(numbers)
+    shared = gpu.as_array("data", numbers)
+    assert shared.data.ptr == numbers.data_ptr()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), gpu.caller_stream() as current:
         assert current.ptr == stream.cuda_stream
         torch.cuda._sleep(20_000_000)  # the launch must queue behind this, and the addition behind the launch
-        gpu.launch(add, [data, np.uint32(1)], ONE_WARP)
-        data += 1
+        gpu.launch(add, [numbers, np.uint32(1)], ONE_WARP)
+        numbers += 1
     stream.synchronize()
-    assert (data.cpu().numpy() == np.arange(32) + 2).all()
-    back = gpu.like(shared, data)
-    assert isinstance(back, torch.Tensor) and back.data_ptr() == data.data_ptr()
+    assert (numbers.cpu().numpy() == np.arange(32) + 2).all()
+    back = gpu.like(shared, numbers)
+    assert isinstance(back, torch.Tensor) and back.data_ptr() == numbers.data_ptr()
 
 
 def test_on_cupys_current_stream(cupy, add) -> None:
-    data = cupy.arange(32, dtype=cupy.uint32)
+    numbers = cupy.arange(32, dtype=cupy.uint32)
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        gpu.launch(add, [data, np.uint32(1)], ONE_WARP)
+        gpu.launch(add, [numbers, np.uint32(1)], ONE_WARP)
         graph = stream.end_capture()
-    assert (data.get() == np.arange(32)).all()  # captured, not run
+    assert (numbers.get() == np.arange(32)).all()  # captured, not run
     graph.launch(stream)
     stream.synchronize()
-    assert (data.get() == np.arange(32) + 1).all()
+    assert (numbers.get() == np.arange(32) + 1).all()
 
 
 def test_struct_by_value() -> None:
@@ -185,9 +187,9 @@ def test_struct_by_value() -> None:
 
 def test_large_dynamic_shared_memory() -> None:
     n = gpu.device_info().shared_bytes // 4
-    data = np.arange(n, dtype=np.uint32)
-    gpu.launch(gpu.load(SHARED, "reverse"), [data, np.uint32(n)], Launch((1, 1, 1), (256, 1, 1), 4 * n))
-    assert (data == np.arange(n)[::-1]).all()
+    numbers = np.arange(n, dtype=np.uint32)
+    gpu.launch(gpu.load(SHARED, "reverse"), [numbers, np.uint32(n)], Launch((1, 1, 1), (256, 1, 1), 4 * n))
+    assert (numbers == np.arange(n)[::-1]).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 16])
@@ -202,15 +204,15 @@ def test_clusters(size: int) -> None:
 def test_programmatic_launches_in_a_graph(cupy) -> None:
     if reason := gpu.why_not("sm_90"):
         pytest.skip(reason)
-    data = cupy.arange(32, dtype=cupy.uint32)
-    call = gpu.prepare(gpu.load(CHAIN, "chain"), [data], Launch((1, 1, 1), (32, 1, 1), programmatic=True))
+    numbers = cupy.arange(32, dtype=cupy.uint32)
+    call = gpu.prepare(gpu.load(CHAIN, "chain"), [numbers], Launch((1, 1, 1), (32, 1, 1), programmatic=True))
     graph = gpu.capture([call] * 5)  # five calls before, five captured
     graph.replay()
     graph.synchronize()
     expected = np.arange(32, dtype=np.uint32)
     for _ in range(10):
         expected = expected * np.uint32(3) + np.uint32(1)
-    assert (data.get() == expected).all()
+    assert (numbers.get() == expected).all()
 
 
 @pytest.mark.timing
@@ -252,9 +254,9 @@ def test_unknown_entry() -> None:
 
 def test_edited_source_is_loaded_anew(add) -> None:
     edited = Source(ADD.name, ADD.path, "ptx", ADD.text.replace("add.u32 %v, %v, %t", "sub.u32 %v, %v, %t"))
-    data = np.full(32, 100, np.uint32)
-    gpu.launch(gpu.load(edited, "add_to"), [data, np.uint32(1)], ONE_WARP)
-    assert (data == 99).all()
+    numbers = np.full(32, 100, np.uint32)
+    gpu.launch(gpu.load(edited, "add_to"), [numbers, np.uint32(1)], ONE_WARP)
+    assert (numbers == 99).all()
     assert gpu.load(ADD, "add_to") is add
 
 
@@ -263,12 +265,12 @@ def test_edited_header_is_loaded_anew(tmp_path) -> None:
     header, path = tmp_path / "h.h", tmp_path / "k.cu"
     path.write_text('#define H <h.h>\n#include H\nextern "C" __global__ void k(int* out) { out[0] = VALUE; }\n')
     loaded = []
-    for value in (1, 2, 2):
-        header.write_text(f"#define VALUE {value}\n")
+    for constant in (1, 2, 2):
+        header.write_text(f"#define VALUE {constant}\n")
         out = np.zeros(1, np.int32)
         loaded.append(gpu.load(Source.read(path), "k"))
         gpu.launch(loaded[-1], [out], Launch((1, 1, 1), (1, 1, 1)))
-        assert out[0] == value
+        assert out[0] == constant
     assert loaded[0] is not loaded[1] and loaded[1] is loaded[2]
 
 
@@ -348,24 +350,24 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
     spec, config = job.spec, {**job.spec.config_for(job.sizes), **(job.config or {})}
     dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
     logical = spec.example(np.random.default_rng(1), **job.sizes)
-    given = {n: array(convert_to_dtype(a, dtypes[n]), dtypes[n]) for n, a in spec.pack(logical).items()}
-    read = {arg.name: given[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in given}
-    out = {arg.name: given[arg.name] for arg in spec.inputs if arg.role == "inout"}
+    arrays = {n: array(convert_to_dtype(a, dtypes[n]), dtypes[n]) for n, a in spec.pack(logical).items()}
+    read = {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in arrays}
+    out = {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role == "inout"}
     if config != spec.config_for(job.sizes):
-        made = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
-        out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in made.items()}
+        storage_types = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
+        out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in storage_types.items()}
     how = {"out_dtype": dtypes["y"]} if "y" in dtypes and isinstance(spec.arg("y").dtype, ByVariant) else {}
     outcome = by_name.run(job.source.label, backend=job.backend, out=out, **how, **read, **job.sizes)
     assert outcome.backend == job.backend and outcome.outputs.keys() == {arg.name for arg in spec.outputs}
-    results = {}
-    for name, result in outcome.outputs.items():
-        assert type(result) is type(next(iter(read.values())))
-        assert name not in out or result is out[name]
-        shared = gpu.as_array(name, result)
-        results[name] = shared if isinstance(shared, np.ndarray) else gpu.to_host(shared)
-        assert results[name].shape == spec.arg(name).resolve(job.sizes)
-        assert results[name].dtype == storage(dtypes[name])
-    verify.compare(spec, results, logical, config)
+    outputs = {}
+    for name, output in outcome.outputs.items():
+        assert type(output) is type(next(iter(read.values())))
+        assert name not in out or output is out[name]
+        shared = gpu.as_array(name, output)
+        outputs[name] = shared if isinstance(shared, np.ndarray) else gpu.to_host(shared)
+        assert outputs[name].shape == spec.arg(name).resolve(job.sizes)
+        assert outputs[name].dtype == storage(dtypes[name])
+    verify.compare(spec, outputs, logical, config)
 
 
 @pytest.mark.parametrize("name", list(registry.specs()))
@@ -395,10 +397,10 @@ def most_registers(spec: KernelSpec, source: Source) -> int:
 
 @pytest.mark.parametrize("name", list(registry.specs()))
 def test_kernels_use_no_local_memory(name: str) -> None:
-    spec, found = registry.find(name)
+    spec, kernel_sources = registry.find(name)
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         pytest.skip(reason)
-    for source in found:
+    for source in kernel_sources:
         kernel = gpu.load(source, name)
         assert (source.label, kernel.local_bytes) == (source.label, 0)
         assert 0 < kernel.registers <= most_registers(spec, source), source.label

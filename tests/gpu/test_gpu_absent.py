@@ -127,8 +127,8 @@ def test_broken_and_blind_cupy(machine) -> None:
 )
 def test_architectures(machine, monkeypatch, capability, arch, exact, runs) -> None:
     machine(13000, cupy=FakeCupy("14.2.0", 1))
-    info = gpu.DeviceInfo("NVIDIA Test 1", capability, 1, 1, 1, 1, 1, "1", "14.2.0")
-    monkeypatch.setattr(device, "device_info", lambda: info)
+    device_info = gpu.DeviceInfo("NVIDIA Test 1", capability, 1, 1, 1, 1, 1, "1", "14.2.0")
+    monkeypatch.setattr(device, "device_info", lambda: device_info)
     reason = gpu.why_not(arch, exact=exact)
     assert (reason is None) == runs
     if not runs:
@@ -141,9 +141,10 @@ _H200 = gpu.DeviceInfo("NVIDIA H200", (9, 0), 132, 60 << 20, 141 << 30, 232448, 
 @pytest.mark.parametrize(("blocks", "share"), [(1, 1), (132, 1), (133, 2), (384, 3), (1056, 8)])
 @pytest.mark.parametrize("static", [0, 96, 4096])
 def test_an_sm_holds_its_share_of_a_spread_grid_and_no_more(blocks: int, share: int, static: int) -> None:
-    each = spread_bytes(Launch((blocks, 1, 1), (256, 1, 1)), static, _H200) + static
+    block_bytes = spread_bytes(Launch((blocks, 1, 1), (256, 1, 1)), static, _H200) + static
     assert (
-        share * (each + 1024) <= _H200.shared_bytes_per_sm < (share + 1) * (each + 1024) and each <= _H200.shared_bytes
+        share * (block_bytes + 1024) <= _H200.shared_bytes_per_sm < (share + 1) * (block_bytes + 1024)
+        and block_bytes <= _H200.shared_bytes
     )
 
 

@@ -15,21 +15,21 @@ ORDERS = ("by the writers, ahead of the barrier", "by the issuing thread, behind
 WORDS = 16
 
 
-def send(order: int, blocks: int, threads: int, rounds: int, **where: object) -> tuple[int, list[str]]:
+def send(order: int, blocks: int, threads: int, rounds: int, **options: object) -> tuple[int, list[str]]:
     """Copy words in an order; return how many were copied too early, and the kinds of findings."""
     out, stale = np.zeros((blocks, WORDS, threads), np.uint32), np.zeros(len(ORDERS), np.uint32)
     kernel = ptxlab.load(KERNEL, arch="sm_90")
     launch = Launch((blocks, 1, 1), (threads, 1, 1), WORDS * threads * 4)
-    result = kernel.launch([out, stale, np.int32(order), np.int32(rounds)], launch, **where)
-    return int(stale[order]), [finding.kind for finding in result.findings] if result else []
+    launched = kernel.launch([out, stale, np.int32(order), np.int32(rounds)], launch, **options)
+    return int(stale[order]), [finding.kind for finding in launched.findings] if launched else []
 
 
 @pytest.mark.default_cases("3-kinds3-late", "1-kinds1-early", "2-kinds2-early", "2-kinds2-late")
 @both_modes
 @pytest.mark.parametrize(("order", "kinds"), [(0, []), (1, []), (2, ["async-dirty"]), (3, ["async-dirty"])])
 def test_what_the_emulator_finds(order: int, kinds: list[str], mode: str) -> None:
-    found = send(order, 2, 64, 3, backend="emulator", checks=emulator.CHECKS, mode=mode)
-    assert found == (0, kinds)
+    outcome = send(order, 2, 64, 3, backend="emulator", checks=emulator.CHECKS, mode=mode)
+    assert outcome == (0, kinds)
 
 
 @pytest.mark.gpu

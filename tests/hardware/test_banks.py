@@ -14,7 +14,7 @@ G, T = LANE // 4, LANE % 4
 
 
 @pytest.mark.parametrize(
-    ("what", "addresses", "width", "wavefronts", "minimum"),
+    ("description", "addresses", "width", "wavefronts", "minimum"),
     [
         ("LDS.32, neighbours", 4 * LANE, 4, 1, 1),
         ("LDS.U8, neighbours: four lanes share a word", LANE, 1, 1, 1),
@@ -36,11 +36,11 @@ G, T = LANE // 4, LANE % 4
         ("a lane's 4-bit weights straight from 64-byte rows: LDS.U16", 64 * G + 2 * T, 2, 4, 1),
     ],
 )
-def test_by_hand(what: str, addresses: np.ndarray, width: int, wavefronts: int, minimum: int) -> None:
+def test_by_hand(description: str, addresses: np.ndarray, width: int, wavefronts: int, minimum: int) -> None:
     use = bank_use(addresses, width)
     assert (int(use.wavefronts), int(use.minimum), int(use.conflicts)) == (
         wavefronts, minimum, wavefronts - minimum
-    ), what  # fmt: skip
+    ), description  # fmt: skip
 
 
 def test_stores_on_one_word_share_it_but_phases_stay_apart() -> None:
@@ -50,7 +50,7 @@ def test_stores_on_one_word_share_it_but_phases_stay_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "addresses", "wavefronts", "minimum"),
+    ("description", "addresses", "wavefronts", "minimum"),
     [
         ("x4, 16-byte rows in a line (comet)", 16 * LANE, 4, 4),
         ("x4, 128-byte rows: all in one bank group", 128 * LANE, 32, 4),
@@ -62,17 +62,19 @@ def test_stores_on_one_word_share_it_but_phases_stay_apart() -> None:
         ("x4, one row for all", 0 * LANE, 4, 4),
     ],
 )
-def test_ldmatrix_by_hand(what: str, addresses: np.ndarray, wavefronts: int, minimum: int) -> None:
+def test_ldmatrix_by_hand(description: str, addresses: np.ndarray, wavefronts: int, minimum: int) -> None:
     use = ldmatrix_use(addresses)
-    assert (int(use.wavefronts), int(use.minimum)) == (wavefronts, minimum), what
+    assert (int(use.wavefronts), int(use.minimum)) == (wavefronts, minimum), description
 
 
 def by_definition(addresses: list[int], width: int, active: list[bool], store: bool) -> tuple[int, int]:
     """Compute (wavefronts, minimum) of one warp, one lane after the other."""
     lanes_per_phase = {8: 16, 16: 8}.get(width, 32)
     if width >= 8 and not store:
-        for other in (1, 2):
-            if all(not (active[i] and active[i ^ other]) or addresses[i] == addresses[i ^ other] for i in range(32)):
+        for distance in (1, 2):
+            if all(
+                not (active[i] and active[i ^ distance]) or addresses[i] == addresses[i ^ distance] for i in range(32)
+            ):
                 lanes_per_phase *= 2
                 break
     wavefronts = minimum = 0

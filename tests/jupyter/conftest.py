@@ -37,7 +37,7 @@ extern "C" __global__ void nothing() {}
 def shell(tmp_path: Path) -> InteractiveShell:
     config = Config()
     config.HistoryManager.enabled = False
-    made = InteractiveShell(config=config, ipython_dir=str(tmp_path))
-    made.run_line_magic("load_ext", "ptxlab")
-    made.display_formatter.active_types = ["text/plain", "text/html"]
-    return made
+    new_shell = InteractiveShell(config=config, ipython_dir=str(tmp_path))
+    new_shell.run_line_magic("load_ext", "ptxlab")
+    new_shell.display_formatter.active_types = ["text/plain", "text/html"]
+    return new_shell

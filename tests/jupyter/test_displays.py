@@ -37,9 +37,9 @@ class Reader(HTMLParser):
             self.marked += [data] if any("bad" in name.split(".")[1].split() for name in self.open) else []
 
 
-def shown(shell: InteractiveShell, value: Any) -> tuple[str, Reader]:
+def display_of(shell: InteractiveShell, content: Any) -> tuple[str, Reader]:
     """Return plain and rich text of a cell's last expression."""
-    bundle, _ = shell.display_formatter.format(value)
+    bundle, _ = shell.display_formatter.format(content)
     return bundle["text/plain"], Reader(bundle["text/html"])
 
 
@@ -54,7 +54,7 @@ def outcome(shell: InteractiveShell) -> ptxlab.Outcome:
 @pytest.mark.full
 def test_a_finding_shows_its_line_and_operands_in_binary(shell: InteractiveShell, outcome: ptxlab.Outcome) -> None:
     carry = next(f for f in outcome.findings if f.kind == "carry")
-    plain, page = shown(shell, carry)
+    plain, page = display_of(shell, carry)
     assert plain == repr(carry) and "LaneFault" not in plain
     text = "".join(page.text)
     assert "<cell add4>:11" in text and "block (0, 0, 0) thread (1, 0, 0)" in text
@@ -65,11 +65,11 @@ def test_a_finding_shows_its_line_and_operands_in_binary(shell: InteractiveShell
 
 
 def test_a_launch_shows_its_findings(shell: InteractiveShell, outcome: ptxlab.Outcome) -> None:
-    plain, page = shown(shell, outcome)
+    plain, page = display_of(shell, outcome)
     assert plain.startswith("Outcome(backend='emulator'")
     assert "2 findings" in page.marked and "sum" in page.text and " uint32[2]" in page.text
     clean = shell.user_ns["add4"](*[np.zeros(1, np.uint32)] * 3, grid=1, block=1)
-    assert "no findings" in shown(shell, clean)[1].text
+    assert "no findings" in display_of(shell, clean)[1].text
 
 
 @pytest.mark.full
@@ -80,9 +80,9 @@ extern "C" __global__ void carries(unsigned* x) { x[0] = ptxlab::mul_u8x4(x[0], 
 """
     shell.run_cell(f"%%cuda --check lanes\n{text}").raise_error()
     outcome = shell.user_ns["carries"](np.full(1, 0x0F0F0F0F, np.uint32), grid=1, block=1)
-    _, page = shown(shell, outcome)
-    said = "".join(page.text)
-    assert "dequant.cuh:" in said and str(sources.include_dir()) not in said and "mul.lo.u32" in said
+    _, page = display_of(shell, outcome)
+    page_text = "".join(page.text)
+    assert "dequant.cuh:" in page_text and str(sources.include_dir()) not in page_text and "mul.lo.u32" in page_text
 
 
 @pytest.mark.full
@@ -90,7 +90,7 @@ def test_a_cell_shows_counts_and_what_changed(shell: InteractiveShell) -> None:
     shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale\n{CUDA}")
     changed = '#include "dequant.cuh"\n' + CUDA.replace("= x;", "= ptxlab::unpack_u4(x).y;")
     cell = shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale --listing\n{changed}").result
-    _, page = shown(shell, cell)
+    _, page = display_of(shell, cell)
     assert "registers" in page.text and " was 0" in page.text and "LOP3.LUT" in page.text
     assert {"machine code by line", "dequant.cuh"} <= set(page.text)
 
@@ -100,13 +100,13 @@ def test_spills_stand_out(shell: InteractiveShell) -> None:
     body = "".join(f"a[{i}] = x[{i} * n]; " for i in range(64)) + "for (int i = 0; i < n; ++i) x[i] = a[i & 63];"
     text = f'extern "C" __global__ void heavy(float* x, int n) {{ float a[64]; {body} }}'
     cell = shell.run_cell(f"%%cuda\n{text}").result
-    assert f"{cell.reports['heavy'].stack}" in shown(shell, cell)[1].marked
+    assert f"{cell.reports['heavy'].stack}" in display_of(shell, cell)[1].marked
 
 
 @pytest.mark.parametrize("name", ["dequant_lqq", "gemm_w4a8_lqq_imfp_sm90", "dequant_qoq_presub"])
 def test_a_spec_shows_arguments_rules_and_sources(shell: InteractiveShell, name: str) -> None:
     spec, sources = ptxlab.find(name)
-    plain, page = shown(shell, spec)
+    plain, page = display_of(shell, spec)
     assert plain.startswith("KernelSpec(")
     assert {spec.summary, *spec.rules, *(arg.name for arg in spec.args)} <= set(page.text)
     assert any(text.startswith(sources[0].label) for text in page.text)
@@ -115,7 +115,7 @@ def test_a_spec_shows_arguments_rules_and_sources(shell: InteractiveShell, name:
 
 
 def test_a_kernel_shows_its_source(shell: InteractiveShell) -> None:
-    plain, page = shown(shell, ptxlab.load(PTX))
+    plain, page = display_of(shell, ptxlab.load(PTX))
     assert plain.startswith("Kernel(") and "add4(a, b, sum, grid=, block=)" in page.text
     assert PTX.splitlines()[0].split()[0] in page.text and "sm_75 and newer" in page.text
 
@@ -123,14 +123,14 @@ def test_a_kernel_shows_its_source(shell: InteractiveShell) -> None:
 def test_a_packed_weight_shows_its_buffers_and_layout(shell: InteractiveShell) -> None:
     w = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
     packed = ptxlab.pack(quant.quantize_lqq(w, group=64), "dual_mma")
-    plain, page = shown(shell, packed)
+    plain, page = display_of(shell, packed)
     assert plain == repr(packed)
     assert {"blocks", "channel_scale", "groups of 64", "[1, 2, 2176]", "0.r0"} <= set(page.text)
 
 
 def test_what_comes_from_outside_is_escaped(shell: InteractiveShell) -> None:
     text = PTX.replace("// @lanes", "// <script>alert(1)</script> @lanes")
-    _, page = shown(shell, ptxlab.load(text))
+    _, page = display_of(shell, ptxlab.load(text))
     assert not any("script" in name for name in page.open) and any("<script>" in part for part in page.text)
 
 

@@ -48,8 +48,8 @@ def test_checks_are_those_of_every_call_and_findings_point_at_the_cells_line(she
     run(shell, "ptx --check lanes,race", PTX)
     kernel, out = shell.user_ns["add4"], np.empty_like(WORDS[0])
     assert kernel.checks == {"lanes", "race"}
-    found = kernel(*WORDS, out, grid=1, block=32).findings
-    assert found and {(f.path, f.line) for f in found} == {("<cell add4>", line_of(PTX, "add.u32"))}
+    findings = kernel(*WORDS, out, grid=1, block=32).findings
+    assert findings and {(f.path, f.line) for f in findings} == {("<cell add4>", line_of(PTX, "add.u32"))}
     assert kernel(*WORDS, out, grid=1, block=32, checks=(), backend="emulator").findings == ()
 
 
@@ -57,9 +57,9 @@ def test_checks_are_those_of_every_call_and_findings_point_at_the_cells_line(she
 def test_a_cell_of_cuda_with_constants(shell: InteractiveShell) -> None:
     cell = run(shell, "cuda -D SCALE=300 --check lanes", CUDA)
     assert list(cell.kernels) == ["scale", "nothing"] and shell.user_ns["nothing"].parameters == ()
-    found = shell.user_ns["scale"](np.full(32, 0x0F0F0F0F, np.uint32), grid=1, block=32).findings
-    assert {(f.path, f.line) for f in found} == {("<cell scale>", line_of(CUDA, "mul.lo"))}
-    assert "15 * 300 = 4500" in found[0].message
+    findings = shell.user_ns["scale"](np.full(32, 0x0F0F0F0F, np.uint32), grid=1, block=32).findings
+    assert {(f.path, f.line) for f in findings} == {("<cell scale>", line_of(CUDA, "mul.lo"))}
+    assert "15 * 300 = 4500" in findings[0].message
 
 
 @pytest.mark.full
@@ -193,7 +193,7 @@ def test_what_the_assembler_is_not_there_for_the_parser_finds(
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "said"),
+    ("options", "text", "message"),
     [
         (
             "ptx --check lane",
@@ -208,9 +208,9 @@ def test_what_the_assembler_is_not_there_for_the_parser_finds(
         ("ptx --verify dequant_lq", PTX, "unknown kernel 'dequant_lq'; nearest: dequant_lqq"),
     ],
 )
-def test_bad_options_are_one_line(shell: InteractiveShell, options: str, text: str, said: str) -> None:
+def test_bad_options_are_one_line(shell: InteractiveShell, options: str, text: str, message: str) -> None:
     error = error_of(shell, options, text)
-    assert isinstance(error, ArgumentError) and said in str(error) and len(error._render_traceback_()) == 1
+    assert isinstance(error, ArgumentError) and message in str(error) and len(error._render_traceback_()) == 1
 
 
 class TestVerify:

@@ -16,10 +16,10 @@ pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes 
 
 def controls(widget: Any) -> dict[str, Any]:
     """Find every control within a widget by its description."""
-    found = {widget.description: widget} if getattr(widget, "description", "") else {}
+    controls_by_name = {widget.description: widget} if getattr(widget, "description", "") else {}
     for child in getattr(widget, "children", ()):
-        found |= controls(child)
-    return found
+        controls_by_name |= controls(child)
+    return controls_by_name
 
 
 def test_the_identities_follow_the_sliders() -> None:
@@ -66,23 +66,23 @@ def debugger() -> Any:
 
 
 def test_the_debugger_follows_its_buttons_and_its_line(debugger: Any) -> None:
-    named, (said, here) = controls(debugger), debugger.children[2:]
-    assert "begin: k.ptx" in said.value and "ld.param.u64" in here.value
+    named, (output, listing) = controls(debugger), debugger.children[2:]
+    assert "begin: k.ptx" in output.value and "ld.param.u64" in listing.value
     named["step"].click()
-    assert debugger.session.now.moment.pc == 1 and "dispatch 1" in said.value
+    assert debugger.session.now.moment.pc == 1 and "dispatch 1" in output.value
     for command, shown in (("break bar.sync", "breakpoint 1"), ("print %nosuch", "error: print: no register %nosuch")):
         named["command"].value = command
-        assert shown in said.value and named["command"].value == ""
+        assert shown in output.value and named["command"].value == ""
     named["continue"].click()
-    assert 'class="at"' in here.value and "bar.sync" in here.value and "breakpoint 1" in said.value
+    assert 'class="at"' in listing.value and "bar.sync" in listing.value and "breakpoint 1" in output.value
     named["command"].value = "registers all"
-    assert "%turned = 0" in said.value
+    assert "%turned = 0" in output.value
     named["back"].click()
-    assert "st.shared.f32" in here.value and "%at = 1024" in here.value
+    assert "st.shared.f32" in listing.value and "%at = 1024" in listing.value
     named["continue"].click(), named["continue"].click()
-    assert "the launch has ended" in said.value and "%at" not in here.value
+    assert "the launch has ended" in output.value and "%at" not in listing.value
     named["stepi"].click()
-    assert "error: step: the launch has ended" in said.value
+    assert "error: step: the launch has ended" in output.value
     named["restart"].click()
     assert debugger.session.now.moment.key == (0, False)
 

@@ -33,7 +33,7 @@ ALONE = {head: NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True, head=h
 KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
 
 
-def served(batch: int, head: str = "float16", *, share_prefixes: bool = True, **how: Any) -> Served:
+def small_server(batch: int, head: str = "float16", *, share_prefixes: bool = True, **how: Any) -> Served:
     runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, head=head, **how)
     return Served(Server(runner, share_prefixes=share_prefixes), ALONE[head], _tokens_by_request=KNOWN[head])
 
@@ -50,12 +50,12 @@ def served(batch: int, head: str = "float16", *, share_prefixes: bool = True, **
 def test_any_schedule_gives_the_tokens_of_each_alone(
     schedule: list[Any], batch: int, pages: int, chunk: int, head: str
 ) -> None:
-    these = served(batch, head, pages=pages, chunk=chunk)
-    for what in schedule:
-        if what == "step":
+    these = small_server(batch, head, pages=pages, chunk=chunk)
+    for action in schedule:
+        if action == "step":
             these.step()
-        elif what != "cancel":
-            these.submit(**REQUESTS[what])
+        elif action != "cancel":
+            these.submit(**REQUESTS[action])
         elif these.requests:
             these.cancel(these.requests[len(schedule) % len(these.requests)][1])
     these.finish()
@@ -64,7 +64,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
 @pytest.mark.full
 def test_a_soak_of_random_requests() -> None:
     """This is the small soak; `test_server_on_gpu` has 2,000 requests."""
-    these = served(4, pages=4, chunk=40)
+    these = small_server(4, pages=4, chunk=40)
     for _ in soak(these, random_requests(20, TINY_MODEL.vocabulary, 100), cancels=0.2):
         pass
     these.finish()
@@ -95,9 +95,9 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
     likeliest, drawn = these.parted
     assert f"12 requests: 0 preempted; 0 cancelled; {len(likeliest)} likeliest parted, first at [" in these.summary()
     assert likeliest and not drawn and these.summary().endswith("0 drawn parted")
-    for each in likeliest:
-        assert 0 <= each.position < 16 and each.token != each.alone and 0 <= each.margin <= 2 * NOISE + 0.02
-    quiet = served(3)
+    for tie in likeliest:
+        assert 0 <= tie.position < 16 and tie.token != tie.alone and 0 <= tie.margin <= 2 * NOISE + 0.02
+    quiet = small_server(3)
     quiet.may_part = True
     request = quiet.submit(**REQUESTS[0])
     quiet.finish()
@@ -105,41 +105,41 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 30.0])
-@pytest.mark.parametrize("at", [0, 5])
-def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
+@pytest.mark.parametrize("position", [0, 5])
+def test_the_first_other_token_is_found(temperature: float, position: int) -> None:
     """A request is changed at one token: no token before it differs, and no later one counts."""
     how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
-    right = served(1).tokens_alone(how)
+    right = small_server(1).tokens_alone(how)
     runner = ALONE["float16"]
-    logits = runner.prefill([[1, 2, 3, 4, *right[:at]]])[0].astype(float)
-    wrong = (right[at] + 7) % 260
+    logits = runner.prefill([[1, 2, 3, 4, *right[:position]]])[0].astype(float)
+    wrong = (right[position] + 7) % 260
     sampling = Sampling(temperature=temperature, seed=3)
-    request = Request([1, 2, 3, 4], 8, sampling=sampling, tokens=[*right[:at], wrong, 5, 6])
-    found = parting(runner, request)
-    assert found is not None and (found.position, found.token, found.alone) == (at, wrong, right[at])
-    assert found.spread == pytest.approx(logits.std())
+    request = Request([1, 2, 3, 4], 8, sampling=sampling, tokens=[*right[:position], wrong, 5, 6])
+    tie = parting(runner, request)
+    assert tie is not None and (tie.position, tie.token, tie.alone) == (position, wrong, right[position])
+    assert tie.spread == pytest.approx(logits.std())
     if temperature:
         shares = np.exp((logits - logits.max()) / temperature)
         below = np.concatenate([[0], shares.cumsum() / shares.sum()])
-        drawn = np.random.default_rng((3, at)).random()
-        assert below[right[at]] <= drawn < below[right[at] + 1]
-        assert found.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
+        drawn = np.random.default_rng((3, position)).random()
+        assert below[right[position]] <= drawn < below[right[position] + 1]
+        assert tie.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
     else:
-        assert found.margin == logits.max() - logits[wrong] > 0
+        assert tie.margin == logits.max() - logits[wrong] > 0
     assert parting(runner, Request([1, 2, 3, 4], 8, sampling=sampling, tokens=right)) is None
     assert parting(runner, Request([1], 8)) is None
 
 
 def test_the_margin_of_a_penalised_token_is_that_of_its_score() -> None:
     how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 4, "repetition_penalty": 3.0}
-    right = served(1).tokens_alone(how)
+    right = small_server(1).tokens_alone(how)
     (wrong,) = {1, 2} - {right[0]} if right[0] in (1, 2) else {1}
     request = Request([1, 2, 3, 4], 4, sampling=Sampling(repetition_penalty=3.0), tokens=[wrong])
     logits = ALONE["float16"].prefill([[1, 2, 3, 4]])[0].astype(float)
     score = logits[wrong] / 3 if logits[wrong] > 0 else logits[wrong] * 3
     best = logits[right[0]] if right[0] > 4 or right[0] == 0 else logits[right[0]] / 3
-    found = parting(ALONE["float16"], request)
-    assert found is not None and found.alone == right[0] and found.margin == pytest.approx(best - score)
+    tie = parting(ALONE["float16"], request)
+    assert tie is not None and tie.alone == right[0] and tie.margin == pytest.approx(best - score)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_bad_input_of_parting(runner: Any, request_: Any, message: str) -> None:
 
 
 def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
-    these = served(3, pages=3, chunk=64)
+    these = small_server(3, pages=3, chunk=64)
     first, second, young = (these.submit(**REQUESTS[i]) for i in (2, 0, 1))
     these.finish()
     assert these.preempted == {young} and first.tokens and second.tokens
@@ -188,7 +188,7 @@ def test_prompts_go_in_between_steps() -> None:
 
     The sequence before it makes a token in each of the steps.
     """
-    these = served(2, chunk=20)
+    these = small_server(2, chunk=20)
     first = these.submit(**REQUESTS[0])
     these.step()
     second = these.submit(**REQUESTS[3])
@@ -206,7 +206,7 @@ def test_a_page_of_an_equal_prefix_is_computed_once(share_prefixes: bool, monkey
 
     A prompt that is wholly in the cache computes its last token.
     """
-    these = served(3, pages=9, chunk=128, share_prefixes=share_prefixes)
+    these = small_server(3, pages=9, chunk=128, share_prefixes=share_prefixes)
     extend, computed = these.server.runner.extend, list[int]()
     monkeypatch.setattr(
         these.server.runner, "extend", lambda new: computed.extend(map(len, new.values())) or extend(new)
@@ -223,7 +223,7 @@ def test_a_page_of_an_equal_prefix_is_computed_once(share_prefixes: bool, monkey
 
 
 def test_a_whole_prompt_of_shared_pages_computes_its_last_page() -> None:
-    these = served(1, pages=4, chunk=128)
+    these = small_server(1, pages=4, chunk=128)
     for _ in range(2):
         these.submit(prompt=[*range(64)], tokens=2)
         these.finish()
@@ -243,7 +243,7 @@ def test_preempted_requests_take_up_what_they_had_left() -> None:
 
 
 def test_a_chunk_takes_several_prompts() -> None:
-    these = served(4, chunk=32)
+    these = small_server(4, chunk=32)
     requests = [these.submit(prompt=[i, 5, 6, i], tokens=2) for i in range(4)]
     these.step()
     assert [len(request.tokens) for request in requests] == [1, 1, 1, 1]
@@ -251,7 +251,7 @@ def test_a_chunk_takes_several_prompts() -> None:
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    these = served(2, chunk=32)
+    these = small_server(2, chunk=32)
     runner = these.server.runner
     decode = runner.decode
 
@@ -275,7 +275,7 @@ def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeyp
 
 
 def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    these = served(2, chunk=32)
+    these = small_server(2, chunk=32)
     runner, extend = these.server.runner, these.server.runner.extend
 
     def broken(new: Any) -> Any:
@@ -305,32 +305,32 @@ def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str
     how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
     runner = NumpyRunner(model, 3, 128, pages=4, **how)
     these = Served(Server(runner), NumpyRunner(model, 1, 128, **how))
-    made, others = (these.tokens_alone({"prompt": prompt, "tokens": 6}) for prompt in ([5, 6], [9, 9]))
-    unsound = next(token for token in made if token > 30 and token not in others)
+    first_tokens, second_tokens = (these.tokens_alone({"prompt": prompt, "tokens": 6}) for prompt in ([5, 6], [9, 9]))
+    unsound = next(token for token in first_tokens if token > 30 and token not in second_tokens)
     runner._embedding = runner._embedding.copy()
     runner._embedding[[unsound, 7]] = [[np.inf], [3e38]]  # the square of the other is not finite in float32
     prompts = [[1, 2, 7], [1, 7, *range(20, 30)], [7], [5, 6]]
     broken = [these.server.submit(prompt, tokens=6) for prompt in prompts]
     good = [these.submit(prompt=[9, 9], tokens=6) for _ in range(3)]
     these.finish()
-    counts = [0, 0, 0, made.index(unsound) + 1]
+    counts = [0, 0, 0, first_tokens.index(unsound) + 1]
     assert [request.error for request in broken] == [f"logits are not finite at token {count}" for count in counts]
     assert all(len(request.tokens) == 6 for request in good)
 
 
 def test_a_stream_gives_tokens_as_they_come() -> None:
-    these = served(2, chunk=32)
-    first, other = (these.submit(**REQUESTS[i]) for i in (0, 1))
+    these = small_server(2, chunk=32)
+    first, second_request = (these.submit(**REQUESTS[i]) for i in (0, 1))
     stream = these.server.stream(first)
     assert next(stream) == first.tokens[0] and len(first.tokens) == 1
-    assert [first.tokens[0], *stream] == these.tokens_alone(REQUESTS[0]) and other.tokens
+    assert [first.tokens[0], *stream] == these.tokens_alone(REQUESTS[0]) and second_request.tokens
     these.finish()
 
 
 def test_a_stream_of_another_server_is_refused() -> None:
-    these, other = served(1), served(1).submit(**REQUESTS[0])
+    these, foreign_request = small_server(1), small_server(1).submit(**REQUESTS[0])
     with pytest.raises(ArgumentError, match=r"^request: must be one of this server's \(got prompt of 7 tokens\)$"):
-        next(these.server.stream(other))
+        next(these.server.stream(foreign_request))
 
 
 @pytest.mark.full
@@ -339,7 +339,7 @@ def test_a_stream_of_another_server_is_refused() -> None:
 def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails in its middle, at any time: with prompts in chunks, with steps, with both."""
     for at in range(0, 8, 2):
-        these = served(2, pages=3, chunk=20)
+        these = small_server(2, pages=3, chunk=20)
         for i in (2, 0, 1):
             these.submit(**REQUESTS[i])
         for _ in range(at):
@@ -361,11 +361,11 @@ def test_tokens_of_a_call_that_fails_do_not_count(monkeypatch: pytest.MonkeyPatc
     right, broken = (NumpyRunner(MODEL, 1, 20, chunk=4) for _ in range(2))
     calls = [lambda one: one.prefill([[1, 2, 3]]), lambda one: one.extend({0: [4, 5]}), lambda one: one.decode([6])]
     for call in calls:
-        before = broken.lengths.copy()
+        lengths = broken.lengths.copy()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(broken, "_logits", Mock(side_effect=KeyboardInterrupt))
             call(broken)
-        assert broken.lengths.tolist() == before.tolist()
+        assert broken.lengths.tolist() == lengths.tolist()
         assert np.array_equal(call(broken), call(right))
 
 
@@ -399,16 +399,16 @@ def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatc
 
 
 def test_a_request_ends_at_its_last_token() -> None:
-    right = served(1).tokens_alone(REQUESTS[1])
+    right = small_server(1).tokens_alone(REQUESTS[1])
     end = next(token for i, token in enumerate(right) if i and token not in right[:i])
-    these = served(1)
+    these = small_server(1)
     request = these.submit(**REQUESTS[1], ends={end})
     these.server.run()
     assert request.tokens == right[: right.index(end) + 1]
 
 
 def test_a_cancelled_request_gives_its_pages_back() -> None:
-    these = served(1, pages=2)
+    these = small_server(1, pages=2)
     running, waiting = (these.submit(**REQUESTS[i]) for i in (0, 3))
     these.step()
     these.cancel(waiting)
@@ -451,7 +451,7 @@ def test_bad_requests(how: dict[str, Any], message: str) -> None:
 
 def test_a_prompt_longer_than_the_pages_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"must fit the 64 tokens of a sequence \(got 60 \+ 8\)"):
-        served(1, pages=1).submit(**REQUESTS[2])
+        small_server(1, pages=1).submit(**REQUESTS[2])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def in_use() -> int:
     return int(cupy.get_default_memory_pool().total_bytes())
 
 
-def endured(
+def run_soak(
     model: QuantizedModel, count: int, seconds: float, context: int, *, invariant: bool = True, head: str, **how: Any
 ) -> Served:
     """Run a soak of up to `count` requests or `seconds`.
@@ -51,18 +51,18 @@ def endured(
         these.submit(prompt=[1, 2, 3], tokens=crowded - 3, temperature=1.0)
     while these.server.running or these.server.waiting:
         these.step()
-    before, begin = in_use(), time.perf_counter()
+    bytes_before, begin = in_use(), time.perf_counter()
     for _ in soak(these, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
         if time.perf_counter() - begin > seconds:
             break
     while these.server.running or these.server.waiting:
         these.step()
-    after = in_use()
+    bytes_after = in_use()
     these.finish()
     mode, took = "invariant" if invariant else "fast", time.perf_counter() - begin
-    print(f"head {head}, {mode}: {these.summary()}; {took:.0f} s; {before} B before, {after} B after")
+    print(f"head {head}, {mode}: {these.summary()}; {took:.0f} s; {bytes_before} B before, {bytes_after} B after")
     assert these.preempted and these.cancelled
-    assert after <= before * 1.02 + (64 << 20)
+    assert bytes_after <= bytes_before * 1.02 + (64 << 20)
     return these
 
 
@@ -75,7 +75,7 @@ def small() -> QuantizedModel:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
     """The soak has 2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
-    endured(small, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
+    run_soak(small, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
 
 
 def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> None:
@@ -83,17 +83,17 @@ def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> Non
 
     Attention is rounded otherwise, which moves INT8 activations.
     """
-    these = endured(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
+    these = run_soak(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
     likeliest, drawn = these.parted
-    assert all(each.margin <= MOST_APART * each.spread for each in likeliest)
-    assert all(each.margin <= 0.1 for each in drawn)
+    assert all(tie.margin <= MOST_APART * tie.spread for tie in likeliest)
+    assert all(tie.margin <= 0.1 for tie in drawn)
 
 
 @pytest.mark.long(40)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_soak_on_a_model_of_7b(head: str) -> None:
     """The soak has 50 requests; the weights are random."""
-    endured(random_model(Config.named("LLaMA-2-7B")), 50, SECONDS, 600, batch=16, pages=20, chunk=256, head=head)
+    run_soak(random_model(Config.named("LLaMA-2-7B")), 50, SECONDS, 600, batch=16, pages=20, chunk=256, head=head)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -118,12 +118,12 @@ class Observed(Emulate):
     def _target(self, *args: Any) -> Any:
         started = time.perf_counter()
         try:
-            target, given = super()._target(*args)
+            target, arrays = super()._target(*args)
             instructions = target.kernel.module.entries[target.kernel.entry].instructions
             self.forms |= {instruction.opcode for instruction in instructions}
         finally:
             self.seconds -= time.perf_counter() - started
-        return target, given
+        return target, arrays
 
 
 def one_line(error: BaseException) -> str:
@@ -136,13 +136,13 @@ def one_line(error: BaseException) -> str:
     return _PATH.sub(r"\1", joined)
 
 
-def attempt(each: Case, folder: Path) -> Outcome:
+def attempt(case: Case, folder: Path) -> Outcome:
     """Run a case here."""
-    settings = Settings(folder=folder, root=folder, test=each.name, checks=each.checks, seeds=1)
+    settings = Settings(folder=folder, root=folder, test=case.name, checks=case.checks, seeds=1)
     emulate, outcome = Observed(lambda: settings), Outcome()
     try:
         try:
-            each.check(emulate, each.arch)
+            case.check(emulate, case.arch)
         except CheckFailed as error:
             outcome.findings = [
                 {
@@ -155,7 +155,7 @@ def attempt(each: Case, folder: Path) -> Outcome:
             ]
             outcome.seconds = emulate.seconds
             settings = replace(settings, checks="")
-            each.check(emulate, each.arch)
+            case.check(emulate, case.arch)
     except AssertionError as error:
         outcome.result, outcome.why = "wrong", " ".join(str(error).split())[:300]
     except UnknownInstruction as error:
@@ -168,27 +168,27 @@ def attempt(each: Case, folder: Path) -> Outcome:
         place = error.__traceback__
         while place and place.tb_next:
             place = place.tb_next
-        where = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
-        outcome.result, outcome.why = "crashed", f"{type(error).__name__}: {one_line(error)} ({where})"
+        place_of_error = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
+        outcome.result, outcome.why = "crashed", f"{type(error).__name__}: {one_line(error)} ({place_of_error})"
     outcome.seconds = outcome.seconds or emulate.seconds
     outcome.forms, outcome.schedules = " ".join(sorted(emulate.forms)), len(emulate.schedules)
     return outcome
 
 
-def _child(each: Case, folder: Path, pipe: Any) -> None:
+def _child(case: Case, folder: Path, pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    pipe.send(attempt(each, folder))
+    pipe.send(attempt(case, folder))
 
 
-def run(each: Case, folder: Path, seconds: float = SECONDS) -> Outcome:
+def run(case: Case, folder: Path, seconds: float = SECONDS) -> Outcome:
     """Run a case in a process of its own, which is ended when its time is over."""
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(each, folder, there))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(case, folder, sender))
     process.start()
-    there.close()
+    sender.close()
     try:
-        outcome: Outcome = here.recv() if here.poll(seconds) else Outcome("unfinished", f"after {seconds:g} s")
+        outcome: Outcome = receiver.recv() if receiver.poll(seconds) else Outcome("unfinished", f"after {seconds:g} s")
     except EOFError:
         outcome = Outcome("crashed", "the process ended")
     process.kill()
@@ -213,28 +213,30 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name, project or arch has this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"write the record (with --only: merged), as {RECORD}")
-    given = parser.parse_args()
-    folder = given.folder.resolve()
-    chosen = [c for c in load(folder) if given.only in f"{c.project} {c.name} {c.arch}"]
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    chosen = [c for c in load(folder) if arguments.only in f"{c.project} {c.name} {c.arch}"]
 
-    def row(each: Case) -> dict[str, Any]:
-        outcome = run(each, folder)
-        print(f"{each.name:32} {each.arch:7} {outcome.result:10} {outcome.seconds:6.1f} s  "
+    def row(case: Case) -> dict[str, Any]:
+        outcome = run(case, folder)
+        print(f"{case.name:32} {case.arch:7} {outcome.result:10} {outcome.seconds:6.1f} s  "
               f"{len(outcome.findings)} findings  {outcome.why[:200]}", flush=True)  # fmt: skip
         for finding in outcome.findings[:4]:
             print(f"    {finding['message'][:300]}", flush=True)
-        about = {name: value for name, value in asdict(replace(each, check=None)).items() if name != "check"}  # type: ignore[arg-type]
+        about = {name: entry for name, entry in asdict(replace(case, check=None)).items() if name != "check"}  # type: ignore[arg-type]
         return about | asdict(outcome) | {"seconds": round(outcome.seconds, 2)}
 
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         rows = list(pool.map(row, chosen))
-    if given.out:
-        kept = json.loads(given.out.read_text())["kernels"] if given.only and given.out.exists() else []
-        known = {(r["project"], r["name"], r["arch"]) for r in rows}
-        rows = [r for r in kept if (r["project"], r["name"], r["arch"]) not in known] + rows
+    if arguments.out:
+        kept_rows = (
+            json.loads(arguments.out.read_text())["kernels"] if arguments.only and arguments.out.exists() else []
+        )
+        new_keys = {(r["project"], r["name"], r["arch"]) for r in rows}
+        rows = [r for r in kept_rows if (r["project"], r["name"], r["arch"]) not in new_keys] + rows
         rows.sort(key=lambda r: (r["project"].lower(), r["name"], r["arch"]))
         record = {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "kernels": rows}
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -66,21 +66,21 @@ def crashed(emulate, arch):
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, corpus.Case]:
     (tmp_path / "cases_three.py").write_text(CASES)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    found = corpus.load(tmp_path)
+    loaded = corpus.load(tmp_path)
     sys.modules.pop("cases_three")
-    return {case.name: case for case in found}
+    return {case.name: case for case in loaded}
 
 
 @pytest.mark.full
 def test_what_came_out_of_each(cases: dict[str, corpus.Case], tmp_path: Path) -> None:
-    results = {name: corpus.attempt(case, tmp_path) for name, case in cases.items() if name != "endless"}
-    assert {name: outcome.result for name, outcome in results.items()} == {
+    outcomes = {name: corpus.attempt(case, tmp_path) for name, case in cases.items() if name != "endless"}
+    assert {name: outcome.result for name, outcome in outcomes.items()} == {
         **{name: name for name in ("right", "wrong", "fault", "refused", "crashed")}, "racy": "right",
     }  # fmt: skip
-    assert [finding["kind"] for finding in results["racy"].findings] == ["race"]
-    assert results["right"].forms and results["right"].seconds > 0 and not results["right"].findings
-    assert results["refused"].why.endswith("malloc on the device is not emulated")
-    assert results["crashed"].why.startswith("KeyError: 'a mistake of the case' (cases_three.py:")
+    assert [finding["kind"] for finding in outcomes["racy"].findings] == ["race"]
+    assert outcomes["right"].forms and outcomes["right"].seconds > 0 and not outcomes["right"].findings
+    assert outcomes["refused"].why.endswith("malloc on the device is not emulated")
+    assert outcomes["crashed"].why.startswith("KeyError: 'a mistake of the case' (cases_three.py:")
     assert cases["right"].judged == "by hand"
 
 
@@ -91,7 +91,7 @@ def test_a_kernel_that_does_not_end_is_ended(cases: dict[str, corpus.Case], tmp_
 
 def test_the_record_names_no_path_of_this_machine() -> None:
     text = corpus.RECORD.read_text(encoding="utf-8")
-    for each in json.loads(text)["kernels"]:
-        assert each["result"] in ("right", "wrong", "refused", "fault", "unfinished") and each["version"]
-        assert "\n" not in each["why"] and (each["judged"] or not each["findings"]), each["name"]
+    for entry in json.loads(text)["kernels"]:
+        assert entry["result"] in ("right", "wrong", "refused", "fault", "unfinished") and entry["version"]
+        assert "\n" not in entry["why"] and (entry["judged"] or not entry["findings"]), entry["name"]
     assert not re.findall(r"(?<![\w.>:/\]])/(?:\w[\w.+-]*/){2,}", text)  # an absolute path of some depth

@@ -58,33 +58,33 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
 
     def load(name: str) -> Arrays:
         with np.load(f"{name}.npz") as archive:
-            return {key: value if value.shape else value[()] for key, value in archive.items()}
+            return {key: array if array.shape else array[()] for key, array in archive.items()}
 
     return load
 
 
 @each_bug
 def test_the_bug_is_found_at_its_line(name: str, emulate: Any, arguments: Callable[[str], Arrays]) -> None:
-    threads, found, _ = BUGS[name]
+    threads, expected, _ = BUGS[name]
     lines = (HERE / f"{name}.cu").read_text().splitlines()
     for seeds in (0, 1):
         with pytest.raises(AssertionError) as error:
             emulate(HERE / f"{name}.cu", grid=1, block=threads, checks="all,proxy", seeds=seeds, **arguments(name))
         notes = error.value.annotations  # type: ignore[attr-defined]
-        assert {note.kind for note in notes} == {*found}
+        assert {note.kind for note in notes} == {*expected}
         for note in notes:
-            assert found[note.kind] in lines[note.line - 1] and note.path == f"tests/outside/fences/{name}.cu"
+            assert expected[note.kind] in lines[note.line - 1] and note.path == f"tests/outside/fences/{name}.cu"
 
 
 @pytest.mark.default_cases("tileops_1574")
 @each_bug
 def test_the_fix_is_clean_and_right(name: str, emulate: Any, arguments: Callable[[str], Arrays]) -> None:
     threads, _, expected = BUGS[name]
-    given = arguments(name)
+    arrays = arguments(name)
     fixed = {"defines": {"FIXED": 1}, "checks": "all,proxy", "seeds": 2}
-    out = emulate(HERE / f"{name}.cu", grid=1, block=threads, **fixed, **given)
-    result = out["d"] if "d" in out.arrays else out["out"]
-    np.testing.assert_array_equal(result.reshape(-1), np.asarray(expected(given)).reshape(-1))
+    out = emulate(HERE / f"{name}.cu", grid=1, block=threads, **fixed, **arrays)
+    output = out["d"] if "d" in out.arrays else out["out"]
+    np.testing.assert_array_equal(output.reshape(-1), np.asarray(expected(arrays)).reshape(-1))
 
 
 @pytest.mark.parametrize("defines", [{}, {"FIXED": 1}], ids=["bug", "fixed"])
@@ -97,13 +97,13 @@ def test_flashinfer_3361_is_found_across_two_launches(defines: dict[str, int]) -
     with emulator.chain(emulator.CHECKS | {"proxy"}) as chain:
         quantize.launch([x, q], launch, backend="emulator")
         consume.launch([q, sums], launch, backend="emulator", programmatic=True)
-    found = [(each.kind, each.line) for each in chain.findings]
+    places = [(finding.kind, finding.line) for finding in chain.findings]
     lines = source.read_text().splitlines()
     if defines:
-        assert found == [] and sums.tolist() == q.reshape(2, -1).sum(axis=1).tolist()
+        assert places == [] and sums.tolist() == q.reshape(2, -1).sum(axis=1).tolist()
     else:
-        assert {kind for kind, _ in found} == {"async-dirty"}
-        assert all('"l"(q + blockIdx.x * 1024)' in lines[line - 1] for _, line in found)
+        assert {kind for kind, _ in places} == {"async-dirty"}
+        assert all('"l"(q + blockIdx.x * 1024)' in lines[line - 1] for _, line in places)
 
 
 @pytest.mark.parametrize("name", ["deepep_642", "transformer_engine_2695"])

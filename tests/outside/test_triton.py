@@ -128,7 +128,7 @@ def test_heuristics_and_configurations_give_constants(emulate: Run, kernels: Any
     import triton
 
     x = np.arange(48, dtype=np.float32)
-    by_n = triton.heuristics({"BLOCK": lambda given: triton.next_power_of_2(given["n"])})(kernels.add)
+    by_n = triton.heuristics({"BLOCK": lambda arguments: triton.next_power_of_2(arguments["n"])})(kernels.add)
     np.testing.assert_array_equal(emulate(by_n, x, x, np.zeros_like(x), 48, grid=1).out, 2 * x)
     tuned = triton.autotune([triton.Config({"BLOCK": 64}, num_warps=2)], key=["n"])(kernels.add)
     np.testing.assert_array_equal(emulate(tuned, x, x, np.zeros_like(x), 48, grid=1).out, 2 * x)

@@ -41,7 +41,7 @@ def events(emulated_gpu: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     prepare = gpu.prepare
 
-    def remembered(kernel: Any, args: Any, geometry: Any) -> Any:
+    def prepare_recorded(kernel: Any, args: Any, geometry: Any) -> Any:
         call = prepare(kernel, args, geometry)
         return lambda: (seen.append(kernel.run.entry), call())
 
@@ -51,7 +51,7 @@ def events(emulated_gpu: pytest.MonkeyPatch) -> list[str]:
         yield
         seen.append("end")
 
-    emulated_gpu.setattr(gpu, "prepare", remembered)
+    emulated_gpu.setattr(gpu, "prepare", prepare_recorded)
     emulated_gpu.setattr(gpu, "profiling", profiling)
     emulated_gpu.setattr(launch_target, "WARM_UP", 1)
     return seen
@@ -102,8 +102,8 @@ def test_a_file_is_compiled_with_folders_language_and_constants(events: list[str
 
 def test_sizes_are_the_usual_ones_unless_given() -> None:
     assert LaunchTarget("gemm_w4a8_sm90").spec is registry.specs()["gemm_w4a8_sm90"]
-    found = launch_target.sizes_of(registry.specs()["gemm_w4a8_sm90"], {"M": 3})
-    assert found == {"M": 3, "N": 22016, "K": 4096, "g": 128}
+    sizes = launch_target.sizes_of(registry.specs()["gemm_w4a8_sm90"], {"M": 3})
+    assert sizes == {"M": 3, "N": 22016, "K": 4096, "g": 128}
     assert launch_target.usual_sizes(registry.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
     assert launch_target.usual_sizes(registry.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
     with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got cuda\)"):

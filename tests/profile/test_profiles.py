@@ -26,8 +26,8 @@ NAME = "gemm_w4a8_qoq_sm90"
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, ncu: SimpleNamespace) -> SimpleNamespace:
     """Fake a GPU for which ncu has a report of one launch of `NAME`."""
-    info = SimpleNamespace(name="NVIDIA H200", slug="h200", driver="580")
-    monkeypatch.setattr(gpu, "device_info", lambda: info)
+    fake_device = SimpleNamespace(name="NVIDIA H200", slug="h200", driver="580")
+    monkeypatch.setattr(gpu, "device_info", lambda: fake_device)
     monkeypatch.setattr(gpu, "why_not", lambda arch, exact=False: None)
     ncu.report = GEMM
     return ncu
@@ -38,8 +38,8 @@ def test_a_profile_of_a_launch(device: SimpleNamespace, tmp_path: Path) -> None:
     assert page.kernel == NAME and page.sizes == SIZES and "per_weight" in page.figures
     assert page.origin["ncu"] == "2025.3.1.0" and {"commit", "date", "driver"} <= set(page.origin)
     assert (tmp_path / "k.ncu-rep").read_bytes() == GEMM.read_bytes()
-    asked = device.command[device.command.index("--metrics") + 1]
-    assert asked == ",".join(nsight.METRICS) and json.loads(device.command[-1])[0]["target"] == NAME
+    metrics = device.command[device.command.index("--metrics") + 1]
+    assert metrics == ",".join(nsight.METRICS) and json.loads(device.command[-1])[0]["target"] == NAME
 
 
 def test_another_launch_than_asked_for_is_refused(device: SimpleNamespace) -> None:
@@ -76,8 +76,8 @@ def test_two_beside_each_other_and_drawn(cli: Any, device: SimpleNamespace, tmp_
     assert code == 0 and "takes" in out and "times as long as add4" in out and "SHF" not in out.splitlines()[0]
     assert picture.read_bytes().startswith(b"\x89PNG")
     code, out, _ = cli("profile", NAME, "--shape", SHAPE, "--compare", FILE, "--json")
-    found = json.loads(out)
-    assert [one["kernel"] for one in found["profiles"]] == [NAME, "add4"] and found["differences"]
+    report = json.loads(out)
+    assert [one["kernel"] for one in report["profiles"]] == [NAME, "add4"] and report["differences"]
 
 
 def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path) -> None:

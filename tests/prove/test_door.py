@@ -22,15 +22,15 @@ FLOATS = np.random.default_rng(0).standard_normal((64, 128), np.float32)
 SMALL = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=1, vocabulary=60, tied_head=True)
 
 
-def packed(folder: Path) -> None:
+def pack_weight(folder: Path) -> None:
     layout.pack(quant.quantize_lqq(FLOATS))
 
 
-def loaded(folder: Path) -> None:
+def load_weight(folder: Path) -> None:
     layout.load(folder / "packed.safetensors")
 
 
-def converted(folder: Path) -> None:
+def convert_checkpoint(folder: Path) -> None:
     save_file({"w": FLOATS}, folder / "in.safetensors")
     convert.plan(folder / "in.safetensors").write(folder / "out.safetensors")
 
@@ -40,13 +40,13 @@ def by_a_recipe(folder: Path) -> None:
     quantize.quantize_model(FloatModel.random(SMALL), text, RECIPES["rtn"].but(group=32), folder / "out")
 
 
-def imported(folder: Path) -> None:
+def import_qserve(folder: Path) -> None:
     arrays = foreign_files.qserve(*foreign_files.quantize_two_levels(FLOATS, 64))
     save_file({f"a.q.{part}": array for part, array in arrays.items()}, folder / "qserve.safetensors")
     import_checkpoint(folder / "qserve.safetensors", folder / "out.safetensors")
 
 
-@pytest.mark.parametrize("door", [packed, loaded, converted, by_a_recipe, imported])
+@pytest.mark.parametrize("door", [pack_weight, load_weight, convert_checkpoint, by_a_recipe, import_qserve])
 def test_a_door_opens_or_closes_by_the_predicate(
     door: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,5 +69,5 @@ def test_audit_counts_by_the_predicate(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(TwoLevelWeight, "overflows", everywhere)
     (row,) = audit_file(tmp_path / "packed.safetensors")
     assert row.unsafe_groups == 128 and all(one.unsafe_groups == 64 for one in audit_matrix(FLOATS))
-    said = cli("audit", tmp_path / "packed.safetensors")[1].splitlines()[-1]
-    assert said == "not safe: 128 of 128 groups of lqq ±119"
+    last_line = cli("audit", tmp_path / "packed.safetensors")[1].splitlines()[-1]
+    assert last_line == "not safe: 128 of 128 groups of lqq ±119"

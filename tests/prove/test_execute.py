@@ -60,13 +60,13 @@ THREADS = 4
     "a predicated store",
     "shared memory",
 )
-@pytest.mark.parametrize("what", BODIES)
-def test_the_same_as_the_emulator(what: str) -> None:
-    text = kernel_text(BEFORE + BODIES[what] + AFTER, PARAMS, outside=TABLE)
+@pytest.mark.parametrize("case", BODIES)
+def test_the_same_as_the_emulator(case: str) -> None:
+    text = kernel_text(BEFORE + BODIES[case] + AFTER, PARAMS, outside=TABLE)
     module = emulator.parse(text)
-    given, out = Buffer("in", 16), Buffer("out", 16)
+    source, out = Buffer("in", 16), Buffer("out", 16)
     trace = execute(
-        module.entries["k"], [given, out], grid=(1, 1, 1), block=(THREADS, 1, 1),
+        module.entries["k"], [source, out], grid=(1, 1, 1), block=(THREADS, 1, 1),
         threads=[((0, 0, 0), (t, 0, 0)) for t in range(THREADS)],
     )  # fmt: skip
     assert trace.faults == [] and sorted(out.written) == list(range(16))
@@ -74,9 +74,11 @@ def test_the_same_as_the_emulator(what: str) -> None:
     for numbers in (rng.integers(0, 2**32, THREADS, np.uint32), np.array([0, 9, 10, 2**31], np.uint32)):
         expected = np.zeros(THREADS, np.uint32)
         emulator.run(module, "k", [numbers, expected], grid=1, block=THREADS)
-        known = [(given.read(at), z3.BitVecVal(int(octet), 8)) for at, octet in enumerate(numbers.view(np.uint8))]
-        found = [z3.simplify(z3.substitute(out.content[at], *known)).as_long() for at in range(16)]
-        assert np.array(found, np.uint8).view(np.uint32).tolist() == expected.tolist(), numbers
+        substitutions = [
+            (source.read(at), z3.BitVecVal(int(octet), 8)) for at, octet in enumerate(numbers.view(np.uint8))
+        ]
+        result_bytes = [z3.simplify(z3.substitute(out.content[at], *substitutions)).as_long() for at in range(16)]
+        assert np.array(result_bytes, np.uint8).view(np.uint32).tolist() == expected.tolist(), numbers
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("what", APART)
-def test_threads_that_meet_elsewhere_are_not_followed(what: str) -> None:
-    entry = emulator.parse(kernel_text(BEFORE + APART[what] + AFTER, PARAMS)).entries["k"]
+@pytest.mark.parametrize("case", APART)
+def test_threads_that_meet_elsewhere_are_not_followed(case: str) -> None:
+    entry = emulator.parse(kernel_text(BEFORE + APART[case] + AFTER, PARAMS)).entries["k"]
     threads = [((0, 0, 0), (t, 0, 0)) for t in range(2)]
     with pytest.raises(NotModelled, match=r"1 come to it|is not followed here"):
         execute(entry, [Buffer("in"), Buffer("out")], grid=(1, 1, 1), block=(2, 1, 1), threads=threads)
@@ -145,11 +147,11 @@ def test_an_address_may_have_as_many_values_as_said() -> None:
 def test_faults_name_the_line_and_the_condition() -> None:
     body = "setp.gt.u32 %p, %r1, 9; @%p trap; add.u64 %x0, %x0, 1; ld.global.u32 %s, [%x0];"
     entry = emulator.parse(kernel_text(BEFORE + body + AFTER, PARAMS), "k.ptx").entries["k"]
-    first, given = (0, 0, 0), Buffer("in")
-    trace = execute(entry, [given, Buffer("out")], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
-    (trapped, why), (unaligned, where) = trace.faults
-    assert "traps" in why and "byte 1 of in" in where
-    word = z3.Concat(*[given.read(at) for at in (3, 2, 1, 0)])
+    first, source = (0, 0, 0), Buffer("in")
+    trace = execute(entry, [source, Buffer("out")], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
+    (trapped, why), (unaligned, place) = trace.faults
+    assert "traps" in why and "byte 1 of in" in place
+    word = z3.Concat(*[source.read(at) for at in (3, 2, 1, 0)])
     solver = z3.Solver()
     assert solver.check(trapped, z3.ULE(word, 9)) == z3.unsat and solver.check(trapped) == z3.sat
     assert solver.check(unaligned, z3.UGT(word, 9)) == z3.unsat
@@ -159,9 +161,9 @@ def test_what_nobody_wrote_may_be_anything() -> None:
     entry = emulator.parse(kernel_text(BEFORE + "setp.eq.u32 %p, %r1, 0; @%p mov.u32 %s, 1;" + AFTER, PARAMS)).entries[
         "k"
     ]
-    first, given, out = (0, 0, 0), Buffer("in"), Buffer("out")
-    execute(entry, [given, out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
-    zero = [given.read(at) == 0 for at in range(4)]
+    first, source, out = (0, 0, 0), Buffer("in"), Buffer("out")
+    execute(entry, [source, out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
+    zero = [source.read(at) == 0 for at in range(4)]
     solver = z3.Solver()
     assert solver.check(*zero, out.content[0] != 1) == z3.unsat
     assert solver.check(z3.Not(z3.And(zero)), out.content[0] == 77) == z3.sat

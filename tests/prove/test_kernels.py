@@ -47,7 +47,7 @@ CLAIM = "out.u8[i] == nibbles(q)[i] * scale"
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> str:
+def own_kernel(tmp_path: Path) -> str:
     path = tmp_path / "mine.ptx"
     path.write_text(MINE)
     return str(path)
@@ -56,8 +56,12 @@ def mine(tmp_path: Path) -> str:
 def one(name: str, claim: str, source: int = 0) -> Decision:
     """Decide a claim of a spec on one of its sources."""
     spec, sources = registry.find(name)
-    found = next(c for c in spec.claims if c.name == claim)
-    return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
+    claim_of_spec = next(c for c in spec.claims if c.name == claim)
+    return decide(
+        Claim(
+            name, claim, claim_of_spec.text, lambda: query(spec, sources[source], claim_of_spec), claim_of_spec.expect
+        )
+    )
 
 
 @pytest.mark.full
@@ -84,67 +88,71 @@ def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> N
 
 
 def test_every_mutant_that_is_recorded_as_not_refuted_has_a_reason() -> None:
-    record = {one["kernel"]: one for one in json.loads((results_dir() / "proof_mutants.json").read_text())}
+    record = {row["kernel"]: row for row in json.loads((results_dir() / "proof_mutants.json").read_text())}
     assert [*record] == NAMES
-    for name, one in record.items():
-        made = dict(mutants(registry.find(name)[1][0].text))
-        passed = [m for m in one["not_by_both"] if m["verdict"] != "refuted"]
-        assert one["mutants"] == len(made) and all(m["mutant"] in made and survivor_reason(m["mutant"]) for m in passed)
+    for name, row in record.items():
+        mutants_by_name = dict(mutants(registry.find(name)[1][0].text))
+        passed = [m for m in row["not_by_both"] if m["verdict"] != "refuted"]
+        assert row["mutants"] == len(mutants_by_name) and all(
+            m["mutant"] in mutants_by_name and survivor_reason(m["mutant"]) for m in passed
+        )
 
 
-def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
+def replay_counterexample(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
     """Return bytes of the output that a solver foretells, and what a run gives.
 
     The solver claims some of them wrong.
     """
-    found = one("dequant_lqq", "quantised at 121, nearest")
-    assert found.explanation is not None and found.explanation.command == "ptxlab run dequant_lqq.ptx --unchecked"
+    decision = one("dequant_lqq", "quantised at 121, nearest")
+    assert decision.explanation is not None and decision.explanation.command == "ptxlab run dequant_lqq.ptx --unchecked"
     path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"
-    np.savez(path, **found.explanation.arrays)
+    np.savez(path, **decision.explanation.arrays)
     code, _, error = cli(
-        *found.explanation.command.split()[1:], "--in", str(path), "--out", str(out), "--backend", backend
+        *decision.explanation.command.split()[1:], "--in", str(path), "--out", str(out), "--backend", backend
     )
     assert code == 0, error
     got = load_arrays(out)["out"].reshape(-1)
-    told = {int(k[4:-1]): bits for k, bits in found.counterexample.items() if k.startswith("out[")}
-    assert any(found.counterexample[f"wrong[{i}]"] for i in told)
-    assert all(np.int8(got[i]) != np.uint8(found.counterexample[f"claimed[{i}]"] % 256).astype(np.int16)
-               for i in told if found.counterexample[f"wrong[{i}]"])  # fmt: skip
-    return np.array([*told.values()], np.uint8), got[[*told]].view(np.uint8)
+    foretold = {int(k[4:-1]): bits for k, bits in decision.counterexample.items() if k.startswith("out[")}
+    assert any(decision.counterexample[f"wrong[{i}]"] for i in foretold)
+    assert all(np.int8(got[i]) != np.uint8(decision.counterexample[f"claimed[{i}]"] % 256).astype(np.int16)
+               for i in foretold if decision.counterexample[f"wrong[{i}]"])  # fmt: skip
+    return np.array([*foretold.values()], np.uint8), got[[*foretold]].view(np.uint8)
 
 
 @pytest.mark.full
 def test_the_emulator_shows_the_same_wrong_byte(tmp_path: Path, cli) -> None:
-    told, got = replayed("emulator", tmp_path, cli)
-    assert told.tolist() == got.tolist()
+    foretold, got = replay_counterexample("emulator", tmp_path, cli)
+    assert foretold.tolist() == got.tolist()
 
 
 @pytest.mark.gpu
 def test_the_gpu_shows_the_same_wrong_byte(tmp_path: Path, cli) -> None:
-    told, got = replayed("gpu", tmp_path, cli)
-    assert told.tolist() == got.tolist()
+    foretold, got = replay_counterexample("gpu", tmp_path, cli)
+    assert foretold.tolist() == got.tolist()
 
 
 # Files without a spec
 
 
-def test_an_own_kernel_is_proved_within_its_range_and_refuted_beyond(mine: str, tmp_path: Path, cli) -> None:
-    assert cli("prove", mine, "--assume", "scale <= 17", "--claim", CLAIM)[0] == 0
+def test_an_own_kernel_is_proved_within_its_range_and_refuted_beyond(own_kernel: str, tmp_path: Path, cli) -> None:
+    assert cli("prove", own_kernel, "--assume", "scale <= 17", "--claim", CLAIM)[0] == 0
     path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"
-    code, said, _ = cli("prove", mine, "--assume", "scale <= 18", "--claim", CLAIM, "--out", str(path), "--json")
-    (found,) = json.loads(said)
-    assert code == 1 and found["verdict"] == "refuted"
-    model = found["counterexample"]
+    code, output, _ = cli(
+        "prove", own_kernel, "--assume", "scale <= 18", "--claim", CLAIM, "--out", str(path), "--json"
+    )
+    (verdict,) = json.loads(output)
+    assert code == 1 and verdict["verdict"] == "refuted"
+    model = verdict["counterexample"]
     wrong = [i for i in range(4) if model[f"wrong[{i}]"]]
     assert wrong and model["scale[0]"] == 18
-    code, _, error = cli("run", mine, "--in", str(path), "--out", str(out))
+    code, _, error = cli("run", own_kernel, "--in", str(path), "--out", str(out))
     assert code == 0, error
     assert load_arrays(out)["out"][:4].tolist() == [model[f"out.u8[{i}]"] for i in range(4)]
 
 
 @pytest.mark.full
-def test_in_python_a_loaded_kernel_or_a_name_is_decided(mine: str) -> None:
-    kernel = load(Path(mine))
+def test_in_python_a_loaded_kernel_or_a_name_is_decided(own_kernel: str) -> None:
+    kernel = load(Path(own_kernel))
     assert prove_kernel(kernel, CLAIM, assume="scale <= 17").verdict == "proved"
     refuted = prove_kernel(kernel, CLAIM, assume=["scale == 18"])
     assert "refuted\n" in str(refuted) and "wrong  i = " in str(refuted)
@@ -173,40 +181,47 @@ __global__ void add(long* y, int n) { *y = n; }
     assert cli(*shlex.split(command), "--backend", "emulator")[0] == 0
 
 
-def test_the_counterexample_is_printed_lane_by_lane(mine: str, cli) -> None:
-    code, said, _ = cli("prove", mine, "--assume", "scale == 18", "--claim", CLAIM)
-    lanes = [line for line in said.splitlines() if "i = " in line]
+def test_the_counterexample_is_printed_lane_by_lane(own_kernel: str, cli) -> None:
+    code, output, _ = cli("prove", own_kernel, "--assume", "scale == 18", "--claim", CLAIM)
+    lanes = [line for line in output.splitlines() if "i = " in line]
     assert code == 1 and [line.split()[0] in ("right", "wrong") for line in lanes] == [True] * 4
     assert any(line.split()[0] == "wrong" for line in lanes)
-    assert [line.strip() for line in said.splitlines() if "scale[0]" in line] == ["all    scale[0] = 18 (00010010)"]
+    assert [line.strip() for line in output.splitlines() if "scale[0]" in line] == ["all    scale[0] = 18 (00010010)"]
     for line in lanes:  # as wide as the output, and wider where that does not hold it
         number, digits = re.findall(r"claimed = (\d+) \(([01]+)\)", line)[0]
         assert int(digits, 2) == int(number) and len(digits) == max(8, int(number).bit_length())
 
 
 @pytest.mark.smoke
-def test_annotated_lanes_are_proved_instead_of_sampled(mine: str, cli) -> None:
-    assert cli("prove", mine, "--assume", "scale <= 17")[0] == 0
-    code, said, _ = cli("prove", mine)
-    assert code == 1 and "mul.lo.u32 %d, %w, %s" in said
-    for d, exact, digits in re.findall(r"d = \d+ \(([01]+)\), exact = (\d+) \(([01]+)\)", said):
+def test_annotated_lanes_are_proved_instead_of_sampled(own_kernel: str, cli) -> None:
+    assert cli("prove", own_kernel, "--assume", "scale <= 17")[0] == 0
+    code, output, _ = cli("prove", own_kernel)
+    assert code == 1 and "mul.lo.u32 %d, %w, %s" in output
+    for d, exact, digits in re.findall(r"d = \d+ \(([01]+)\), exact = (\d+) \(([01]+)\)", output):
         assert len(d) == 8 and int(digits, 2) == int(exact) and len(digits) == max(8, int(exact).bit_length())
 
 
-def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli) -> None:
-    other = tmp_path / "other.ptx"
-    other.write_text(
+def test_two_spellings_are_compared_on_all_inputs(own_kernel: str, tmp_path: Path, cli) -> None:
+    respelled = tmp_path / "other.ptx"
+    respelled.write_text(
         MINE.replace("mul.lo.u32 %d, %w, %s;", "mad.lo.u32 %d, %w, %s, 0;").replace(
             "d:u8x4 a:u8x4 b:u32", "d:u8x4 a:u8x4 b:u32 c:u8x4"
         )
     )
-    assert cli("prove", mine, "--equals", str(other))[0] == 0
-    other.write_text(MINE.replace("0x0f0f0f0f", "0x1f0f0f0f"))
-    assert cli("prove", mine, "--equals", str(other))[0] == 1
+    assert cli("prove", own_kernel, "--equals", str(respelled))[0] == 0
+    respelled.write_text(MINE.replace("0x0f0f0f0f", "0x1f0f0f0f"))
+    assert cli("prove", own_kernel, "--equals", str(respelled))[0] == 1
     assert (
-        cli("prove", mine, "--equals", str(other), "--claim", "out.u8[i] == other.out.u8[i]", "--assume", "scale == 0")[
-            0
-        ]
+        cli(
+            "prove",
+            own_kernel,
+            "--equals",
+            str(respelled),
+            "--claim",
+            "out.u8[i] == other.out.u8[i]",
+            "--assume",
+            "scale == 0",
+        )[0]
         == 0
     )
 
@@ -266,26 +281,26 @@ def test_a_kernel_without_claims_in_its_spec_has_those_on_its_loop(cli) -> None:
 def test_a_fault_refutes_every_claim(tmp_path: Path, cli) -> None:
     path = tmp_path / "mine.ptx"
     path.write_text(MINE.replace("and.b32 %w, %w,", ".reg .pred %p; setp.eq.u32 %p, %s, 3; @%p trap; and.b32 %w, %w,"))
-    code, said, _ = cli("prove", str(path), "--assume", "scale <= 17", "--claim", CLAIM)
-    assert code == 1 and "mine.ptx:13" in said and "the kernel traps" in said
+    code, output, _ = cli("prove", str(path), "--assume", "scale <= 17", "--claim", CLAIM)
+    assert code == 1 and "mine.ptx:13" in output and "the kernel traps" in output
     assert cli("prove", str(path), "--assume", "scale <= 2", "--claim", CLAIM)[0] == 0
 
 
-def test_other_solvers_agree(mine: str, cli) -> None:
+def test_other_solvers_agree(own_kernel: str, cli) -> None:
     for solver in ("bitwuzla", "cvc5"):
         pytest.importorskip(solver, reason=f"{solver} is not installed")
         for limit, expected in ((17, 0), (18, 1)):
             options = ("--assume", f"scale <= {limit}", "--claim", CLAIM, "--solver", solver)
-            assert cli("prove", mine, *options)[0] == expected, solver
+            assert cli("prove", own_kernel, *options)[0] == expected, solver
 
 
 @pytest.mark.parametrize(("missing", "advice"), [("z3", "'ptxlab[prove]'"), ("bitwuzla", "pip install bitwuzla")])
 def test_a_solver_that_is_not_here_is_refused_in_one_line(
-    mine: str, missing: str, advice: str, monkeypatch: pytest.MonkeyPatch, cli
+    own_kernel: str, missing: str, advice: str, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *of: None if name == missing else find(name, *of))
-    code, _, error = cli("prove", mine, "--claim", CLAIM, "--solver", "bitwuzla")
+    code, _, error = cli("prove", own_kernel, "--claim", CLAIM, "--solver", "bitwuzla")
     assert code == 2 and f"{missing}: not installed" in error and advice in error and error.count("\n") == 1
 
 
@@ -311,9 +326,9 @@ def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
 
 
 @pytest.mark.full
-def test_undecided_in_time_is_3(mine: str, cli) -> None:
-    code, said, _ = cli("prove", "dequant_lqq.ptx", "--seconds", "0.001", "--claim", "out[i] == 0")
-    assert code == 3 and "undecided" in said
+def test_undecided_in_time_is_3(own_kernel: str, cli) -> None:
+    code, output, _ = cli("prove", "dequant_lqq.ptx", "--seconds", "0.001", "--claim", "out[i] == 0")
+    assert code == 3 and "undecided" in output
 
 
 @pytest.mark.parametrize(
@@ -342,8 +357,8 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
         (("MINE", "--claim", CLAIM, "--unchecked"), "--unchecked is for kernels with a spec"),
     ],
 )
-def test_bad_input_is_one_line_and_2(mine: str, options: tuple[str, ...], message: str, cli) -> None:
-    code, _, error = cli("prove", *(mine if word == "MINE" else word for word in options))
+def test_bad_input_is_one_line_and_2(own_kernel: str, options: tuple[str, ...], message: str, cli) -> None:
+    code, _, error = cli("prove", *(own_kernel if word == "MINE" else word for word in options))
     assert code == 2 and message in error and len(error.strip().splitlines()) == 1
 
 
@@ -361,8 +376,8 @@ def test_few_cases_are_all_tried() -> None:
     claims = [claim for claim in registered_claims() if claim.subject == "kv4 in FP16"]
     assert len(claims) == 3 and all(decide(claim).as_expected and decide(claim).cases == 256 for claim in claims)
     wrong = Claim("numbers", "small", "x < 3", lambda: Enumeration(5, {"x": 3}))
-    found = decide(wrong)
-    assert (found.verdict, found.counterexample, found.as_expected) == ("refuted", {"x": 3}, False)
+    decision = decide(wrong)
+    assert (decision.verdict, decision.counterexample, decision.as_expected) == ("refuted", {"x": 3}, False)
 
 
 def test_integers_never_wrap() -> None:
@@ -382,11 +397,11 @@ def test_integers_never_wrap() -> None:
         octets = np.array([a, b], np.int8).view(np.uint8)
         view = view_bytes("x", lambda at, octets=octets: constant(int(octets[at]), 8), type="s8")
         for text in texts:
-            found = Integer.of(term(text, {"a": view[0], "b": view[1]}, 0))
+            integer = Integer.of(term(text, {"a": view[0], "b": view[1]}, 0))
             clip = lambda x, low, high: max(low, min(high, x))  # noqa: E731
-            wanted = eval(text, {"a": a, "b": b, "clip": clip})
-            assert z3.simplify(found.bits).as_signed_long() == wanted, (text, a, b)
-            assert found.low <= wanted <= found.high
+            expected = eval(text, {"a": a, "b": b, "clip": clip})
+            assert z3.simplify(integer.bits).as_signed_long() == expected, (text, a, b)
+            assert integer.low <= expected <= integer.high
 
 
 def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
@@ -409,4 +424,4 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "every", "first"), [("dequant_comet", 9, 2), ("dequant_lqq", 17, 6)])
 def test_changed_opcodes_and_immediates_are_refuted(name: str, every: int, first: int) -> None:
-    assert [what for what, _ in survivors(name, every, first) if not survivor_reason(what)] == []
+    assert [mutant for mutant, _ in survivors(name, every, first) if not survivor_reason(mutant)] == []

@@ -26,7 +26,7 @@ def tile(old: str = "", new: str = "") -> str:
 
 @pytest.mark.default_cases("%o1, %*", "    ad*")
 @pytest.mark.parametrize(
-    ("old", "new", "what"),
+    ("old", "new", "property"),
     [
         ("%a1, %q1, 0x0f0f0f0f", "%a1, %q1, 0x1f0f0f0f", "dequantises"),  # five bits of a nibble
         ("%o1, %pair, 0, 0x1111", "%o1, %pair, 0, 0x1101", "dequantises"),  # another byte among the offsets
@@ -36,11 +36,11 @@ def tile(old: str = "", new: str = "") -> str:
         ("    add.u32         %step, %step, 1;\n    add.u64", "    shl.b32 %c0, %c0, 1;\n    add.u64", "sums_fit"),
     ],
 )
-def test_a_mistake_in_the_body_is_refuted(old: str, new: str, what: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_body_is_refuted(old: str, new: str, property: str, tmp_path: Path) -> None:
     loop = MAIN_LOOPS[TILE]
-    more = (loop.max_products,) if what == "sums_fit" else ()
-    assert loop_verdict(tile(), what, loop, *more, tmp_path=tmp_path) == "proved"
-    assert loop_verdict(tile(old, new), what, loop, *more, tmp_path=tmp_path) == "refuted"
+    bounds = (loop.max_products,) if property == "sums_fit" else ()
+    assert loop_verdict(tile(), property, loop, *bounds, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(tile(old, new), property, loop, *bounds, tmp_path=tmp_path) == "refuted"
 
 
 def test_a_sum_has_room_for_as_many_products_as_said_and_no_more(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
     loop = LoopClaim(sums="converted")
     assert loop_verdict(loop_text(body), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
-    kept = body.replace("mov.s32 %s, 0;", "")
-    assert loop_verdict(loop_text(kept), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
-    begun = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x]; dp4a.s32.s32 %b, %a, %a, %s;"
-    assert loop_verdict(loop_text(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
-    begun = begun.replace("0x4b400000", "0x4b400001")
-    assert loop_verdict(loop_text(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    unreset = body.replace("mov.s32 %s, 0;", "")
+    assert loop_verdict(loop_text(unreset), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    from_offset = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x]; dp4a.s32.s32 %b, %a, %a, %s;"
+    assert loop_verdict(loop_text(from_offset), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    from_offset = from_offset.replace("0x4b400000", "0x4b400001")
+    assert loop_verdict(loop_text(from_offset), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
 
 
 @pytest.mark.parametrize(("products", "expected"), [(63, "proved"), (64, "refuted")])

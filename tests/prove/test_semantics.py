@@ -55,13 +55,13 @@ def symbolic(case: Case, rows: list[int]) -> dict[str, np.ndarray]:
     threads = [((row // BLOCK, 0, 0), (row % BLOCK, 0, 0)) for row in rows]
     blocks = len(next(iter(inputs.values()))) // BLOCK
     execute(module.entries[case.name], buffers, grid=(blocks, 1, 1), block=(BLOCK, 1, 1), threads=threads)
-    found = {}
+    outputs = {}
     for buffer, (name, array) in zip(buffers, inputs.items(), strict=True):
         if name in OUTPUTS:
             places = [range(r * array.itemsize, (r + 1) * array.itemsize) for r in rows]
             octet = [[z3.simplify(buffer.content[at]).as_long() for at in place] for place in places]
-            found[name] = np.array(octet, np.uint8).view(array.dtype)[:, 0]
-    return found
+            outputs[name] = np.array(octet, np.uint8).view(array.dtype)[:, 0]
+    return outputs
 
 
 def octets(array: np.ndarray):
@@ -86,13 +86,13 @@ def test_recorded_on_a_gpu(family: str, vectors) -> None:
         rng = np.random.default_rng(zlib.crc32(case.name.encode()))
         rows = list(range(32)) if family == "shfl" else sorted(map(int, rng.choice(count, ROWS, replace=False)))
         try:
-            found = symbolic(case, rows)
+            outputs = symbolic(case, rows)
         except NotModelled:
             if not any(form in case.template for form in ABSENT_FORMS):
                 wrong.append(f"{case.template}: not modelled")
             continue
         modelled += 1
-        for name, got in found.items():
+        for name, got in outputs.items():
             expected = vectors[f"{case.name}.{name}"][rows]
             if not same(case, name, expected, got).all():
                 wrong.append(f"{case.template}: {name} is {got}, not {expected}")
@@ -181,26 +181,28 @@ def test_random_words_as_in_the_emulator(words: list[int]) -> None:
 
 def compare(opcode: str, words: list[int]) -> None:
     """Give the same words to an instruction of the emulator and of the prover, and compare the results."""
-    known = alu_operation(opcode)
+    operation = alu_operation(opcode)
     arrays, terms = [], []
-    for t, drawn in zip(known.sources, words, strict=False):
+    for t, drawn in zip(operation.sources, words, strict=False):
         bits = bits_of(t)
         word = drawn & (255 if opcode.startswith("lop3") and len(arrays) == 3 else (1 << bits) - 1)
         arrays.append(np.array([word], bool if t == "pred" else f"u{bits // 8}").view(DTYPES[t]))
         terms.append(z3.BoolVal(bool(word)) if t == "pred" else constant(word, bits))
     with np.errstate(all="ignore"):
-        expected, got = known.compute(*arrays), computation(opcode)(*terms)
+        expected, got = operation.compute(*arrays), computation(opcode)(*terms)
     expected = expected if isinstance(expected, tuple) else (expected,)
     got = got if isinstance(got, tuple) else (got,)
-    for t, wanted, term in zip(known.out, expected, got, strict=False):
-        found = z3.simplify(term)
+    for t, expected_value, term in zip(operation.out, expected, got, strict=False):
+        simplified = z3.simplify(term)
         if t in ("pred", "cc"):
-            assert z3.is_true(found) == bool(np.asarray(wanted).reshape(-1)[0])
+            assert z3.is_true(simplified) == bool(np.asarray(expected_value).reshape(-1)[0])
             continue
-        wanted = np.asarray(wanted).reshape(-1)[:1]
-        wanted = wanted.astype(DTYPES[t]) if wanted.dtype.itemsize != DTYPES[t].itemsize else wanted
-        raw = int(wanted.view(f"u{wanted.dtype.itemsize}")[0])
-        assert found.as_long() == raw, (opcode, [hex(int(a.view(f"u{a.itemsize}")[0])) for a in arrays])
+        expected_value = np.asarray(expected_value).reshape(-1)[:1]
+        expected_value = (
+            expected_value.astype(DTYPES[t]) if expected_value.dtype.itemsize != DTYPES[t].itemsize else expected_value
+        )
+        raw = int(expected_value.view(f"u{expected_value.dtype.itemsize}")[0])
+        assert simplified.as_long() == raw, (opcode, [hex(int(a.view(f"u{a.itemsize}")[0])) for a in arrays])
 
 
 def test_enough_is_held_against_the_emulator() -> None:

@@ -118,9 +118,9 @@ def test_a_product_and_a_sum_that_ptxas_may_fuse_are_refused(tmp_path: Path) -> 
     add{0}.f32 %f, %f, %g; st.global.f32 [%o], %f;"""
     with pytest.raises(NotModelled, match=r"ptxas may fuse it with a mul\.f32: write add\.rn\.f32"):
         prove_kernel(load_body(tmp_path, body.replace("{0}", ""), TWO), "out.f32[0] == x.f32[0] * x.f32[1] + x.f32[1]")
-    apart = load_body(tmp_path, body.replace("{0}", ".rn"), TWO)
+    unfused = load_body(tmp_path, body.replace("{0}", ".rn"), TWO)
     claim = "out.f32[i] == x.f32[0] * x.f32[1] + x.f32[1]"
-    assert prove_kernel(apart, claim, assume="0.5 < x.f32[0] < 0.6 and x.f32[1] == 3.0").verdict == "proved"
+    assert prove_kernel(unfused, claim, assume="0.5 < x.f32[0] < 0.6 and x.f32[1] == 3.0").verdict == "proved"
 
 
 def test_a_shuffle_whose_mask_leaves_a_lane_out_is_refused(tmp_path: Path, cli) -> None:

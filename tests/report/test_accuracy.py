@@ -23,15 +23,15 @@ STEPS = {
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     rows = [
-        {"ladder": ladder, "step": step, "seed": seed, "perplexity": {"wikipedia": value, "lee": 2 * value}}
+        {"ladder": ladder, "step": step, "seed": seed, "perplexity": {"wikipedia": perplexity, "lee": 2 * perplexity}}
         for (ladder, step), values in STEPS.items()
-        for seed, value in enumerate(values)
+        for seed, perplexity in enumerate(values)
     ]
-    found = {**fake_rows.ACCURACY, "windows": {"wikipedia": [8, 512]}, "calibration": [16, 512], "rows": rows}
+    written = {**fake_rows.ACCURACY, "windows": {"wikipedia": [8, 512]}, "calibration": [16, 512], "rows": rows}
     (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
+    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(written))
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
-    return found
+    return written
 
 
 def test_points_are_means_over_seeds(record: dict[str, Any]) -> None:

@@ -21,15 +21,15 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             "step": step,
             "seed": 0,
             "cache_bytes": size,
-            "perplexity": {"lee": of},
+            "perplexity": {"lee": perplexity},
         }
-        for place, (step, (of, size)) in enumerate(STEPS.items())
+        for place, (step, (perplexity, size)) in enumerate(STEPS.items())
     ]
-    found = {**fake_rows.ACCURACY, "windows": {"lee": [2, 512]}, "calibration": [8, 512], "rows": measured}
-    (tmp_path / "accuracy_cache.json").write_text(json.dumps(found))
+    written = {**fake_rows.ACCURACY, "windows": {"lee": [2, 512]}, "calibration": [8, 512], "rows": measured}
+    (tmp_path / "accuracy_cache.json").write_text(json.dumps(written))
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
     monkeypatch.setattr(caches, "decode_times", lambda: {"KV4": "71 µs"})
-    return found
+    return written
 
 
 def test_the_section_and_the_picture(record: dict[str, Any]) -> None:

@@ -21,13 +21,13 @@ SEVEN = models.MODELS[1]
 
 def record() -> Record:
     work = [models.Work("gemm qkv", 9_200_000_000, 1)]
-    apart = Alone({"gemm qkv": 50.0, "attention": 10.0}, {"gemm qkv": "gemm", "attention": "attention"})
+    timed_alone = Alone({"gemm qkv": 50.0, "attention": 10.0}, {"gemm qkv": "gemm", "attention": "attention"})
     measured = Measured(4000.0, 4000.0, 4000.0, 1900.0)
     peers = {"fp8_row/sdpa": 8000.0, "fp8_tensor/sdpa": 6000.0, "without": 5000.0}
-    step = models.row_at(SEVEN, 16, measured, work, apart, 80.0, Ceilings(4.6, 4.2), "made up", peers, {})
-    more = {"decode_us": 4e6, "fp8_row/sdpa tokens_per_second": 10_000.0, "fp8_row/xqa tokens_per_second": 8_000.0}
+    step = models.row_at(SEVEN, 16, measured, work, timed_alone, 80.0, Ceilings(4.6, 4.2), "made up", peers, {})
+    figures = {"decode_us": 4e6, "fp8_row/sdpa tokens_per_second": 10_000.0, "fp8_row/xqa tokens_per_second": 8_000.0}
     sizes = models.sizes_of(SEVEN, 100, 80)
-    whole: Row = fake_rows.row(1.0, 2.0, 1, kernel="x", measure="generate", sizes=sizes, limit="itself", more=more)
+    whole: Row = fake_rows.row(1.0, 2.0, 1, kernel="x", measure="generate", sizes=sizes, limit="itself", more=figures)
     rows = (step, Row(**{**vars(whole), "rate": 12_000.0}))
     device = {"name": "NVIDIA H200", "card": "GPU-1"}
     return Record("decode/LLaMA-2-7B", device, {}, {}, rows, commit="0123456789ab", date="2026-11-23")
@@ -45,8 +45,8 @@ def test_tables() -> None:
 def test_the_table_says_how_many_cards_and_commits_it_is_of() -> None:
     device = {"name": "NVIDIA H200", "card": "GPU-2"}
     second = replace(record(), suite="decode/LLaMA-3-8B", device=device, commit="abcdef012345")
-    said = "alone on one of 2 GPUs (NVIDIA H200): LLaMA-2-7B at commit 0123456789; LLaMA-3-8B at commit abcdef0123."
-    assert said in decode.steps_table([record(), second])
+    sentence = "alone on one of 2 GPUs (NVIDIA H200): LLaMA-2-7B at commit 0123456789; LLaMA-3-8B at commit abcdef0123."
+    assert sentence in decode.steps_table([record(), second])
 
 
 def test_first_tokens_stand_beside_those_of_new_prompts() -> None:
@@ -76,14 +76,14 @@ def test_weights_of_other_systems_stand_below_the_models_own() -> None:
 def test_the_table_says_what_attended_the_prompts() -> None:
     (_, row), eight = record().rows, models.sizes_of(models.MODELS[4], 100, 80)
     by_torch = replace(row, more={**row.more, models.BY_TORCH: 1.0})
-    for rows, said in (
+    for rows, sentence in (
         ((by_torch,), "Our prompts are attended by PyTorch.\n"),
         (
             (by_torch, replace(row, sizes=eight)),
             "Our prompts are attended by PyTorch, those of LLaMA-3-8B by attention_kv4_prefill_sm90.\n",
         ),
     ):
-        assert decode.generate_table([replace(record(), rows=rows)]).endswith(said)
+        assert decode.generate_table([replace(record(), rows=rows)]).endswith(sentence)
 
 
 WHOLE = [decode_record.record()]
@@ -114,9 +114,9 @@ def test_every_table_has_both_formats_of_humming() -> None:
     rows, best = decode.points(WHOLE, "decode"), decode.peaks(WHOLE)
     dense = rows[rows.model != "Mixtral-8x7B"]
     assert dense["over humming g128"].min() > dense["over humming per channel"].max() > 1
-    for found in (rows, best):
-        there = [found[f"over {kind}"].notna() for kind in ("humming per channel", "humming g128")]
-        assert all(found.model[of].nunique() == 7 for of in there)
+    for points in (rows, best):
+        has_peer = [points[f"over {kind}"].notna() for kind in ("humming per channel", "humming g128")]
+        assert all(points.model[rows_with_peer].nunique() == 7 for rows_with_peer in has_peer)
 
 
 def test_heads_at_the_smallest_batch_and_the_largest() -> None:
@@ -150,13 +150,13 @@ def test_what_limits_a_step_is_said_at_three_batches() -> None:
     thirty = [line.split(" | ")[1] for line in decode.limits_table(WHOLE).splitlines() if "| LLaMA-30B |" in line]
     largest = models.largest_batch(models.MODELS[0], 141, 1536, chunk=2048)
     assert thirty == ["1", "64", str(largest)] and largest < 256
-    found = [line for line in decode.limits_table(WHOLE).splitlines() if line.startswith("| LLaMA-2-7B |")]
-    assert [line.split(" | ")[1] for line in found] == ["1", "64", "256"]
+    lines = [line for line in decode.limits_table(WHOLE).splitlines() if line.startswith("| LLaMA-2-7B |")]
+    assert [line.split(" | ")[1] for line in lines] == ["1", "64", "256"]
     (row,) = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-7B' and B == 64").to_dict("records")
     share = (row["others_us"] + row["gaps_us"]) / row["time_us"]
     cells = f"{row['power_w']:.0f} | {row['sm_mhz']:,.0f} | {row['fraction']:.2f} | {row['fraction']:.2f}"
     parts = f"{row['others_us'] / 1e3:.2f} | {row['gaps_us'] / 1e3:.2f}"
-    assert found[1] == f"| LLaMA-2-7B | 64 | {cells} | {parts} | {share:.0%} |"
+    assert lines[1] == f"| LLaMA-2-7B | 64 | {cells} | {parts} | {share:.0%} |"
     assert decode.limits_table([]) == MISSING
 
 
@@ -178,13 +178,13 @@ def test_the_floor_at_a_lower_clock_is_higher_by_products_alone() -> None:
 
 
 def target(start: str, records: list[Record]) -> Target:
-    (found,) = [each for each in targets.whole_models(records) if each.name.startswith(start)]
-    return found
+    (match,) = [candidate for candidate in targets.whole_models(records) if candidate.name.startswith(start)]
+    return match
 
 
 @pytest.mark.full
 def test_targets_are_met_or_missed_and_need_every_model_where_they_say_so() -> None:
-    assert {each.verdict for each in targets.whole_models([])} == {""}
+    assert {candidate.verdict for candidate in targets.whole_models([])} == {""}
     assert targets.table(targets.whole_models([])) == MISSING
     assert target("of the floor, LLaMA-2-7B, batch 64", WHOLE).verdict == "met"
     assert target("of the floor, LLaMA-2-7B, batch 128", WHOLE).verdict == "missed"
@@ -196,10 +196,15 @@ def test_targets_are_met_or_missed_and_need_every_model_where_they_say_so() -> N
     assert target("steps over humming per channel", WHOLE).measured == pytest.approx(1.4, abs=0.01)
     assert target("peak at equal memory over humming g128", WHOLE).verdict == "met"
     assert target("peak at equal memory over humming per channel", WHOLE).verdict == "missed"
-    one = [decode_record.record(models.MODELS[1:2])]
-    assert target("of the floor, LLaMA-2-7B, batch 64", one).verdict == "met"
-    assert target("LLaMA-2-7B, 80 GB", one).verdict == "met" and target("LLaMA-2-70B, 80 GB", one).verdict == ""
-    assert {target(start, one).verdict for start in ("QServe's rule", "peak at equal memory over humming g128")} == {""}
+    one_model = [decode_record.record(models.MODELS[1:2])]
+    assert target("of the floor, LLaMA-2-7B, batch 64", one_model).verdict == "met"
+    assert (
+        target("LLaMA-2-7B, 80 GB", one_model).verdict == "met"
+        and target("LLaMA-2-70B, 80 GB", one_model).verdict == ""
+    )
+    assert {
+        target(start, one_model).verdict for start in ("QServe's rule", "peak at equal memory over humming g128")
+    } == {""}
 
 
 @pytest.mark.full

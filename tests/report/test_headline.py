@@ -33,13 +33,13 @@ TABLES = (
 )
 
 
-def changed(change: Callable[[Row], Row]) -> Record:
+def change_rows(change: Callable[[Row], Row]) -> Record:
     return replace(RECORD, rows=tuple(map(change, RECORD.rows)))
 
 
-def target(what: str, of: Record = RECORD) -> targets.Target:
-    (found,) = (t for t in targets.gemm(of) if t.name.startswith(what))
-    return found
+def target(start: str, of: Record = RECORD) -> targets.Target:
+    (match,) = (t for t in targets.gemm(of) if t.name.startswith(start))
+    return match
 
 
 def test_a_point_is_row_major_with_sums_from_the_quantiser() -> None:
@@ -47,9 +47,9 @@ def test_a_point_is_row_major_with_sums_from_the_quantiser() -> None:
     assert set(POINTS.activations) == {"row_major"}
     orders = gemm.otherwise(RECORD).activations.value_counts().to_dict()
     assert orders == dict.fromkeys(("fragment", "row_major-sums"), len(POINTS))
-    faster = changed(lambda row: replace(row, time_us=0.1) if row.activations in orders else row)
+    faster = change_rows(lambda row: replace(row, time_us=0.1) if row.activations in orders else row)
     assert gemm.points(faster).equals(POINTS), "another order is never the headline, even if it is faster"
-    other_group = changed(lambda row: replace(row, sizes={**row.sizes, "g": 64}))
+    other_group = change_rows(lambda row: replace(row, sizes={**row.sizes, "g": 64}))
     assert gemm.points(other_group).empty and len(gemm.points(other_group, group=64)) == len(POINTS)
 
 
@@ -62,9 +62,9 @@ def test_the_ladder_does_not_see_them() -> None:
 def test_the_best_peer_of_a_point() -> None:
     unknown = {**HEADLINE.sizes, "N": 1}  # not among the stored peers
     row = replace(HEADLINE, sizes=unknown, time_us=10.0, peers={"cublas_fp8": 15.0, "qqq_w4a8_g128": 9.0})
-    here, alone = (gemm.points(replace(RECORD, rows=(one,))) for one in (row, replace(row, peers={})))
-    assert (*here.best, *here["over"]) == ("qqq_w4a8_g128", 0.9)
-    assert len(frames.slower(here)) == 1 and [*frames.over(here, "cublas_fp8")] == [1.5]
+    point, alone = (gemm.points(replace(RECORD, rows=(one,))) for one in (row, replace(row, peers={})))
+    assert (*point.best, *point["over"]) == ("qqq_w4a8_g128", 0.9)
+    assert len(frames.slower(point)) == 1 and [*frames.over(point, "cublas_fp8")] == [1.5]
     assert alone["over"].isna().all() and frames.slower(alone).empty and frames.over(alone).empty
 
 
@@ -78,19 +78,26 @@ def test_kinds_of_peers_stand_apart_and_only_where_all_were_measured() -> None:
     row = POINTS[(POINTS.layer == "7B QKV") & (POINTS.M == 256)].iloc[0]
     for kind, (_, names) in gemm.KINDS.items():
         assert row[kind] == pytest.approx(min(row.peers[name] for name in names) / row.time_us)
-    known = {kind: {*POINTS[POINTS[kind].notna()].M} for kind in gemm.KINDS}
+    tokens_by_kind = {kind: {*POINTS[POINTS[kind].notna()].M} for kind in gemm.KINDS}
     tokens = {1, 16, 64, 128, 256, 512}  # humming: not at 32
-    assert known == {"over g128": tokens, "over channel": tokens, "over wide": tokens | {32}, "over all": tokens}
+    assert tokens_by_kind == {
+        "over g128": tokens,
+        "over channel": tokens,
+        "over wide": tokens | {32},
+        "over all": tokens,
+    }
 
 
 def test_a_record_with_humming_needs_no_stored_times_of_it() -> None:
     """The stored times have none at 32 tokens; beside other peers the record's own time stands."""
-    here = dict.fromkeys(gemm.KINDS["over g128"][1][-1:] + gemm.KINDS["over channel"][1][-1:], 1.0)
-    own = changed(lambda row: replace(row, peers={**row.peers, **here}) if row.measure == "headline" else row)
-    rows = gemm.points(own)
-    assert {*rows[rows["over all"].notna()].M} == {1, 16, 32, 64, 128, 256, 512} and set(here) == set(HUMMING)
+    humming_us = dict.fromkeys(gemm.KINDS["over g128"][1][-1:] + gemm.KINDS["over channel"][1][-1:], 1.0)
+    with_humming = change_rows(
+        lambda row: replace(row, peers={**row.peers, **humming_us}) if row.measure == "headline" else row
+    )
+    rows = gemm.points(with_humming)
+    assert {*rows[rows["over all"].notna()].M} == {1, 16, 32, 64, 128, 256, 512} and set(humming_us) == set(HUMMING)
     assert (rows["over g128"].dropna() * rows.time_us).dropna().tolist() == pytest.approx([1.0] * 7 * len(LLAMA))
-    assert "cuBLAS and humming ran beside `ptxlab`" in gemm.matrices_table(own)
+    assert "cuBLAS and humming ran beside `ptxlab`" in gemm.matrices_table(with_humming)
 
 
 def test_chains_beside_the_best_of_each_point() -> None:
@@ -110,7 +117,7 @@ def test_targets_that_are_met_and_missed() -> None:
     assert target("of the floor, M <= 256").verdict == "met"
     assert target("of the floor, M <= 256").measured == pytest.approx(1 / SLOWDOWN)
     assert target("of the floor, 70B gate+up").verdict == "missed", "0.89 is less than 0.90"
-    slow = changed(lambda row: replace(row, fraction=0.8) if row.measure == "headline" else row)
+    slow = change_rows(lambda row: replace(row, fraction=0.8) if row.measure == "headline" else row)
     assert target("of the floor, M <= 256", slow).verdict == "missed"
     assert target("dequantising").measured == pytest.approx(0.04)
     assert target("grouped over the loop, every").measured == pytest.approx(1.5)
@@ -124,20 +131,22 @@ def test_targets_that_are_met_and_missed() -> None:
 def test_one_slow_point_is_found() -> None:
     largest = LLAMA[6]
 
-    def slowed(row: Row) -> Row:
-        here = row.measure == "headline" and [row.sizes[name] for name in "NKM"] == [largest.N, largest.K, 64]
-        return replace(row, time_us=1e3, fraction=row.floor_us / 1e3) if here else row
+    def slow_down_point(row: Row) -> Row:
+        is_point = row.measure == "headline" and [row.sizes[name] for name in "NKM"] == [largest.N, largest.K, 64]
+        return replace(row, time_us=1e3, fraction=row.floor_us / 1e3) if is_point else row
 
-    before, after = (target("points slower", of).measured for of in (RECORD, changed(slowed)))
-    assert after == before + 1
-    assert target("of the floor, 70B gate+up", changed(slowed)).measured < 0.1
-    assert f"{largest}, M = 64 (0." in gemm.means_table(changed(slowed))
+    slower_before, slower_after = (
+        target("points slower", of).measured for of in (RECORD, change_rows(slow_down_point))
+    )
+    assert slower_after == slower_before + 1
+    assert target("of the floor, 70B gate+up", change_rows(slow_down_point)).measured < 0.1
+    assert f"{largest}, M = 64 (0." in gemm.means_table(change_rows(slow_down_point))
 
 
 def test_without_a_peer_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "stored_times", dict)
-    without = changed(lambda row: replace(row, peers={n: us for n, us in row.peers.items() if n != "cublas_fp8"}))
-    assert {target(what, without).verdict for what in ("over cuBLAS FP8", "over QServe g128")} == {""}
+    without = change_rows(lambda row: replace(row, peers={n: us for n, us in row.peers.items() if n != "cublas_fp8"}))
+    assert {target(start, without).verdict for start in ("over cuBLAS FP8", "over QServe g128")} == {""}
     assert "nan" not in targets.table(targets.gemm(without)) + gemm.means_table(without)
 
 
@@ -225,17 +234,17 @@ def test_what_is_not_measured_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(figures, "PICTURES", {"lacking": lacking, "drawn": Figure})
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
-    said = f"{tmp_path / 'lacking.png'}: Not measured yet. layer.json: lacks what is drawn here"
-    assert figures.draw_all() == ([tmp_path / "drawn.png"], [said])
+    message = f"{tmp_path / 'lacking.png'}: Not measured yet. layer.json: lacks what is drawn here"
+    assert figures.draw_all() == ([tmp_path / "drawn.png"], [message])
     assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
 
 
 @pytest.fixture
 def measured() -> pd.DataFrame:
-    found = gemm.points(ladder.load_record())
-    if found.empty:
+    points = gemm.points(ladder.load_record())
+    if points.empty:
         pytest.skip("no record of what gemm_w4a8 launches yet: notebooks/results/h200/gemm.json has the ladder alone")
-    return found
+    return points
 
 
 def test_the_record_is_whole(measured: pd.DataFrame) -> None:
@@ -244,5 +253,5 @@ def test_the_record_is_whole(measured: pd.DataFrame) -> None:
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows)
     assert all(set(CUBLAS) <= set(row.peers) for row in rows)
     assert all((ladder.QSERVE in row.peers) == ((row.N, row.K, row.M) in stored_times()) for row in rows)
-    found = ladder.load_record()
-    assert len(gemm.untuned_points(found)) == 80 and len(gemm.chains(found)) == 14
+    record = ladder.load_record()
+    assert len(gemm.untuned_points(record)) == 80 and len(gemm.chains(record)) == 14

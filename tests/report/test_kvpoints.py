@@ -31,13 +31,13 @@ TABLES: tuple[Callable[[Record | None], str], ...] = (
 )
 
 
-def changed(change: Callable[[Row], Row]) -> Record:
+def change_rows(change: Callable[[Row], Row]) -> Record:
     return replace(RECORD, rows=tuple(change(row) for row in RECORD.rows))
 
 
 def target(start: str, of: Record | None = RECORD) -> Target:
-    (found,) = [t for t in targets.attention(of) if t.name.startswith(start)]
-    return found
+    (match,) = [t for t in targets.attention(of) if t.name.startswith(start)]
+    return match
 
 
 def places(rows: pd.DataFrame) -> list[tuple[int, ...]]:
@@ -62,10 +62,10 @@ def test_the_points_and_their_peers() -> None:
     row = at(32, 32, 64, 1024)
     fastest = stored_attention()[32, 32, 64, 1024]["fi_xqa_fp8"]
     assert row.best == "fi_xqa_fp8" and row["over"] == row["over 8"] == pytest.approx(fastest / row.time_us)
-    own, then = at(32, 32, 128, 1024), stored_attention()[32, 32, 128, 1024]
-    assert own.peers["fi_xqa_fp8"] == then["fi_xqa_fp8"], "as it was measured"
-    assert own.peers["sdpa_flash_f16"] == pytest.approx(1.1 * then["sdpa_flash_f16"]), "the record's own"
-    assert OURS not in own.peers
+    point, stored_peers = at(32, 32, 128, 1024), stored_attention()[32, 32, 128, 1024]
+    assert point.peers["fi_xqa_fp8"] == stored_peers["fi_xqa_fp8"], "as it was measured"
+    assert point.peers["sdpa_flash_f16"] == pytest.approx(1.1 * stored_peers["sdpa_flash_f16"]), "the record's own"
+    assert OURS not in point.peers
     appending = {"qserve_kv4", "qserve_kv8", "lserve_kv4"}  # those whose time has the append in it
     for row in attention.behind_append(RECORD).itertuples():
         assert set(row.peers) == (appending if row.B < 256 and row.L <= 4096 else set())
@@ -73,28 +73,32 @@ def test_the_points_and_their_peers() -> None:
 
 @pytest.mark.full
 def test_targets() -> None:
-    for band, wanted in (("240", 0.95), ("60 to 240", 0.90), ("15 to 60", 0.75), ("3.8 to 15", 0.55)):
-        found = target(f"of the floor where that is {band} µs")
-        assert found.minimum == wanted and found.measured == pytest.approx(1 / SLOWDOWN) and found.verdict == "met"
+    for band, minimum in (("240", 0.95), ("60 to 240", 0.90), ("15 to 60", 0.75), ("3.8 to 15", 0.55)):
+        floor_target = target(f"of the floor where that is {band} µs")
+        assert (
+            floor_target.minimum == minimum
+            and floor_target.measured == pytest.approx(1 / SLOWDOWN)
+            and floor_target.verdict == "met"
+        )
     assert target("of the floor, single sequences").minimum == 0.6
     assert target("points slower").measured == 0
     assert target("ragged beside even").measured == pytest.approx(1.2 / 1.1)
     assert target("append, 4096 tokens").measured == pytest.approx(1 / 1.2)
     decode = attention.appends(RECORD, 64).time_us.max()
     assert target("append, a token for each").measured == pytest.approx(decode)
-    behind = attention.batch_points(attention.behind_append(RECORD))
-    behind = behind[behind.heads == "heads 32/32"]
-    over = frames.mean(row.peers["qserve_kv4"] / row.time_us for row in behind.itertuples() if row.B < 256)
+    behind_append = attention.batch_points(attention.behind_append(RECORD))
+    behind_append = behind_append[behind_append.heads == "heads 32/32"]
+    over = frames.mean(row.peers["qserve_kv4"] / row.time_us for row in behind_append.itertuples() if row.B < 256)
     assert target("append + attention over QServe KV4, MHA").measured == pytest.approx(over)
     assert target("append + attention over QServe KV4, GQA").minimum == 9.0
 
 
 def test_one_slow_point_is_found() -> None:
-    def slowed(row: Row) -> Row:
-        here = row.measure == "attention" and [*row.sizes.values()] == [32, 32, 128, 4096]
-        return replace(row, time_us=1e4, fraction=row.floor_us / 1e4) if here else row
+    def slow_down_point(row: Row) -> Row:
+        is_point = row.measure == "attention" and [*row.sizes.values()] == [32, 32, 128, 4096]
+        return replace(row, time_us=1e4, fraction=row.floor_us / 1e4) if is_point else row
 
-    slow = changed(slowed)
+    slow = change_rows(slow_down_point)
     assert (
         target("points slower", slow).measured == 1
         and target("of the floor where that is 240 µs", slow).verdict == "missed"
@@ -106,7 +110,7 @@ def test_one_slow_point_is_found() -> None:
 
 def test_programmatic_launches_stand_beside_plain_ones() -> None:
     assert f"| {1 / SLOWDOWN:.2f} | {1 / EARLY:.2f} |" in attention.means_table(RECORD)
-    without = changed(lambda row: replace(row, more={k: v for k, v in row.more.items() if k != PROGRAMMATIC}))
+    without = change_rows(lambda row: replace(row, more={k: v for k, v in row.more.items() if k != PROGRAMMATIC}))
     assert f"| {1 / SLOWDOWN:.2f} |  |" in attention.means_table(without)
 
 
@@ -167,18 +171,18 @@ def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_record_is_whole() -> None:
-    found = attention.load_record()
-    if found is None:
+    record = attention.load_record()
+    if record is None:
         pytest.skip(
             "no record of the suite yet: `python -m benchmarks attention` makes notebooks/results/h200/attention.json"
         )
-    rows = attention.points(found)
+    rows = attention.points(record)
     assert places(rows) == places(POINTS)
     assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())
     for row in rows.itertuples():  # cuDNN in the same run where there are no groups, else stored
         everyone = row.B < 256 and row.L <= 4096
         assert len(row.peers) == (11 if everyone else 1 + (row.Hq == row.Hkv))
-    assert [*attention.steps(found).kernel] == [step.spec.name for step in STEPS]
+    assert [*attention.steps(record).kernel] == [step.spec.name for step in STEPS]
 
 
 def test_qserves_table_1_stands_beside_its_own_ratios() -> None:

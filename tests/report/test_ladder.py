@@ -169,16 +169,16 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
 
 def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:
     slow = replace(slow_down(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
-    found = compare(replace(RECORD, rows=(slow, *RECORD.rows[1:])), RECORD)
-    assert [slower.row for slower in found] == [slow]
+    slower_rows = compare(replace(RECORD, rows=(slow, *RECORD.rows[1:])), RECORD)
+    assert [slower.row for slower in slower_rows] == [slow]
 
 
 @pytest.fixture
 def measured() -> Record:
-    found = ladder.load_record()
-    if found is None:
+    record = ladder.load_record()
+    if record is None:
         pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
-    return found
+    return record
 
 
 def test_the_record_is_valid_and_whole(measured: Record) -> None:

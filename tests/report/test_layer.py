@@ -27,8 +27,8 @@ TABLES: tuple[Callable[[Record | None], str], ...] = (
 
 
 def target(start: str, of: Record | None = RECORD) -> Target:
-    (found,) = [t for t in targets.layers(of) if t.name.startswith(start)]
-    return found
+    (match,) = [t for t in targets.layers(of) if t.name.startswith(start)]
+    return match
 
 
 def test_the_points_and_their_mixes() -> None:
@@ -83,7 +83,7 @@ def test_the_ends_that_win() -> None:
 def test_heads_of_64_stand_beside_those_of_128() -> None:
     """Attention takes 1.2 times its floor in both, and `rope_append_kv4` 2 µs."""
     us = [1.2 * (1024 * 8 * 2 * (D // 2 + 4)) / 4.6e6 for D in (64, 128)]
-    cells = [f"{each:.1f} µs | 0.83 | 2.0 µs" for each in us]
+    cells = [f"{attention_us:.1f} µs | 0.83 | 2.0 µs" for attention_us in us]
     assert f"µs | 0.80 | {cells[0]} | {cells[1]} |" in layer.d64_table(RECORD).splitlines()[2]
 
 
@@ -148,9 +148,9 @@ def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_record_is_whole() -> None:
-    found = layer.load_record()
-    if found is None:
+    record = layer.load_record()
+    if record is None:
         pytest.skip("no record of the suite yet: `python -m benchmarks layer` makes notebooks/results/h200/layer.json")
-    rows = layer.points(found)
+    rows = layer.points(record)
     assert sorted(zip(rows.model, rows.B, strict=True)) == sorted(zip(POINTS.model, POINTS.B, strict=True))
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())

@@ -37,9 +37,9 @@ def test_runs_from_top_to_bottom(script: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 def test_the_ipynb_is_made_from_the_script(script: Path) -> None:
     """`python -m report --notebooks` renews it."""
-    source, made = jupytext.read(script), jupytext.read(script.with_suffix(".ipynb"))
-    assert [(cell.cell_type, cell.source) for cell in source.cells] == [(c.cell_type, c.source) for c in made.cells]
-    outputs = [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
+    source, notebook = jupytext.read(script), jupytext.read(script.with_suffix(".ipynb"))
+    assert [(cell.cell_type, cell.source) for cell in source.cells] == [(c.cell_type, c.source) for c in notebook.cells]
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert outputs and not [o for o in outputs if o.output_type == "error"]
     assert not [o for o in outputs if o.get("name") == "stderr"]
     assert any({"image/png", "text/html"} & set(output.get("data", {})) for output in outputs)

@@ -23,27 +23,27 @@ RECORD = record()
 DEVICE = predictions.measured_device(RECORD)
 
 
-def timed(factor: float = 1.0) -> Record:
+def record_timed_at(factor: float = 1.0) -> Record:
     """Make up a record whose times are `factor` times the model's prediction in turn, at all predicted points."""
-    found = predictions.predictions(RECORD)
-    places = found[["measure", "kernel", "activations", "N", "K", "M"]].itertuples(index=False, name=None)
-    ours = dict(zip(places, found.in_turn_us, strict=True))
+    predicted = predictions.predictions(RECORD)
+    places = predicted[["measure", "kernel", "activations", "N", "K", "M"]].itertuples(index=False, name=None)
+    ours = dict(zip(places, predicted.in_turn_us, strict=True))
 
-    def timed(row: Row) -> Row:
+    def time_row(row: Row) -> Row:
         place = row.measure, row.kernel, row.activations, *(row.sizes.get(name) for name in "NKM")
         is_point = place in ours and row.sizes.get("g", 128) == 128
         return replace(row, time_us=factor * ours[place]) if is_point else row
 
-    return replace(RECORD, rows=tuple(map(timed, RECORD.rows)))
+    return replace(RECORD, rows=tuple(map(time_row, RECORD.rows)))
 
 
 @pytest.mark.full
 def test_errors_are_relative_to_the_measured_time() -> None:
     for factor in (1.0, 2.0, 0.8):
-        found = predictions.predictions(timed(factor))
-        assert len(found) == len(ladder.points(RECORD)) + 2 * len(LLAMA) * len(ALL_TOKENS)
-        assert found.error.mean() == pytest.approx(abs(1 / factor - 1))
-        assert found.overlapped_error.mean() >= 0
+        predicted = predictions.predictions(record_timed_at(factor))
+        assert len(predicted) == len(ladder.points(RECORD)) + 2 * len(LLAMA) * len(ALL_TOKENS)
+        assert predicted.error.mean() == pytest.approx(abs(1 / factor - 1))
+        assert predicted.overlapped_error.mean() >= 0
     assert predictions.predictions(None).empty
 
 
@@ -51,9 +51,9 @@ def test_alpha_is_counted() -> None:
     """The word's instructions at least, and of the record's variants the one for about so many tokens."""
     loops = counts.load()["main_loops"]
     for name, word in (("gemm_w4a8_lqq_sm90", "dequant_lqq"), ("gemm_w4a8_qoq_sm80", "dequant_qoq_vadd4")):
-        few, many = (predictions.alpha_at(name, M) for M in (4, 128))
-        assert few == sum(loops[f"{name}.cu"]["16"]["pipes"].values()) / loops[f"{name}.cu"]["16"]["weights"]
-        assert counts.alpha_of(word) <= few < many
+        alpha_of_few, alpha_of_many = (predictions.alpha_at(name, M) for M in (4, 128))
+        assert alpha_of_few == sum(loops[f"{name}.cu"]["16"]["pipes"].values()) / loops[f"{name}.cu"]["16"]["weights"]
+        assert counts.alpha_of(word) <= alpha_of_few < alpha_of_many
     assert counts.alpha_of("dequant_lqq") == 7 / 8 and counts.alpha_of("") == 0
     assert predictions.alpha_at(W8A8, 64) == 0
     assert predictions.alpha_at("gemm_w4a8_small_sm90", 16) == 5 / 8
@@ -63,13 +63,13 @@ def test_alpha_is_counted() -> None:
 def test_a_prediction_takes_bytes_tile_and_tensor_path_from_the_row() -> None:
     rows = ladder.points(ladder_record.record(["gemm_w4a8_qoq_sm80"]))
     (row,) = rows[(rows.N == 12288) & (rows.K == 4096) & (rows.M == 256)].itertuples()
-    found = predictions.predict(row, DEVICE)
+    prediction = predictions.predict(row, DEVICE)
     weights = 12288 * 4096
     alpha = predictions.alpha_at(row.kernel, 256)
     shared = row.variant["WM"] * math.ceil(256 / row.variant["BM"])
-    assert found.load_us == pytest.approx(row.packed_bytes / 4.5e6)
-    assert found.dequantise_us == pytest.approx(weights * alpha * shared / (132 * 128 * 1.81e9) * 1e6)
-    assert found.multiply_us == pytest.approx(2 * 256 * weights / 1268e6), "on mma.sync"
+    assert prediction.load_us == pytest.approx(row.packed_bytes / 4.5e6)
+    assert prediction.dequantise_us == pytest.approx(weights * alpha * shared / (132 * 128 * 1.81e9) * 1e6)
+    assert prediction.multiply_us == pytest.approx(2 * 256 * weights / 1268e6), "on mma.sync"
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ def test_a_prediction_takes_bytes_tile_and_tensor_path_from_the_row() -> None:
     ],
 )
 def test_where_a_ratio_is_above_one(ratios: dict[int, float], expected: list, words: str) -> None:
-    found = slower_between(ratios)
-    assert [end for pair in found for end in pair] == pytest.approx([e for pair in expected for e in pair], rel=1e-3)
+    ranges = slower_between(ratios)
+    assert [end for pair in ranges for end in pair] == pytest.approx([e for pair in expected for e in pair], rel=1e-3)
     assert predictions.describe_slower_ranges(ratios) == words
 
 
 def test_duels_compare_the_same_matrix_at_the_same_tokens() -> None:
-    exact = timed()
-    found = ratios_to_8bit(exact, W8A8)
-    assert [*zip(found.layer, found.M, strict=True)] == [(str(layer), M) for layer in LLAMA for M in ALL_TOKENS]
-    assert [*found.measured] == pytest.approx([*found.in_turn]) and (found.overlapped <= found.in_turn).all()
+    exact = record_timed_at()
+    ratios = ratios_to_8bit(exact, W8A8)
+    assert [*zip(ratios.layer, ratios.M, strict=True)] == [(str(layer), M) for layer in LLAMA for M in ALL_TOKENS]
+    assert [*ratios.measured] == pytest.approx([*ratios.in_turn]) and (ratios.overlapped <= ratios.in_turn).all()
     peer, row = ratios_to_8bit(exact, "cublas_fp8").iloc[0], gemm.points(exact).iloc[0]
     assert peer.measured == pytest.approx(row.time_us / row.peers["cublas_fp8"])
     assert ratios_to_8bit(RECORD, "nobody").empty and ratios_to_8bit(None, W8A8).empty
@@ -123,8 +123,8 @@ def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> None:
     panels = costplot.predicted_figure(RECORD).axes
     labels = [text.get_text() for axes in panels for text in axes.get_legend().get_texts()]
-    for name, mine in predictions.predictions(RECORD).groupby("kernel"):
-        error, ideal = mine.error.mean(), mine.overlapped_error.mean()
+    for name, predicted in predictions.predictions(RECORD).groupby("kernel"):
+        error, ideal = predicted.error.mean(), predicted.overlapped_error.mean()
         assert f"{predictions.display_name(name)}: {error:.0%} ({ideal:.0%})" in labels
     dots = sum(len(line.get_xdata()) for axes in panels for line in axes.lines if line.get_linestyle() == "None")
     assert dots == len(predictions.predictions(RECORD)), "every point"
@@ -134,9 +134,9 @@ def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> Non
 
 def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = ladder_record.record()
-    for found in (alone, None):
-        monkeypatch.setattr(ladder, "load_record", lambda found=found: found)
-        assert sections.cost_section() == f"{frames.NOT_RECORDED}\n" == predictions.crossover_table(found)
+    for measured in (alone, None):
+        monkeypatch.setattr(ladder, "load_record", lambda measured=measured: measured)
+        assert sections.cost_section() == f"{frames.NOT_RECORDED}\n" == predictions.crossover_table(measured)
         with pytest.raises(FileError, match="python -m benchmarks gemm"):
             figures.picture("cost_roofline")
 
@@ -146,17 +146,17 @@ def test_nothing_recorded_is_faster_than_the_model_overlapped() -> None:
     measured = ladder.load_record()
     if measured is None:
         pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
-    found = predictions.predictions(measured)
-    assert len(found) and (found.overlapped_us < 1.03 * found.time_us).all()
+    predicted = predictions.predictions(measured)
+    assert len(predicted) and (predicted.overlapped_us < 1.03 * predicted.time_us).all()
 
 
 def test_command_of_all_devices(cli: Any) -> None:
     code, out, _ = cli("cost")
     assert code == 0 and all(name in out for name in cost.DEVICES) and "W4A8     α*" in out, "no column is cut off"
     code, out, _ = cli("cost", "--json")
-    found = {gpu["name"]: gpu for gpu in json.loads(out)}
-    assert code == 0 and found["h100"]["transitions"]["W8A8"] == pytest.approx(295, abs=1)
-    assert not found["h200"]["measured"] and found["h200-measured"]["measured"]
+    devices = {gpu["name"]: gpu for gpu in json.loads(out)}
+    assert code == 0 and devices["h100"]["transitions"]["W8A8"] == pytest.approx(295, abs=1)
+    assert not devices["h200"]["measured"] and devices["h200-measured"]["measured"]
 
 
 def test_command_of_one_shape(cli: Any) -> None:

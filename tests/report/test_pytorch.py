@@ -8,10 +8,10 @@ from ptxlab.bench import Record, Row, save
 from report import frames, sections
 
 
-def row(kernel: str, measure: str, us: float, floor: float, **more: object) -> Row:
+def row(kernel: str, measure: str, us: float, floor: float, **fields: object) -> Row:
     none = {"source": "torch", "fastest_us": us, "slowest_us": us, "rate_unit": "", "bytes": 0, "operations": 0}
-    given = {"sizes": {}, "rate": 1e6 / us, "fraction": 0.5, "limit": "", "sm_mhz": 0.0, "checked": "", **more}
-    return Row(kernel=kernel, measure=measure, time_us=us, floor_us=floor, **none, **given)  # type: ignore[arg-type]
+    defaults = {"sizes": {}, "rate": 1e6 / us, "fraction": 0.5, "limit": "", "sm_mhz": 0.0, "checked": "", **fields}
+    return Row(kernel=kernel, measure=measure, time_us=us, floor_us=floor, **none, **defaults)  # type: ignore[arg-type]
 
 
 def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

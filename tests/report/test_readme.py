@@ -20,12 +20,12 @@ def test_the_tables_are_what_the_records_say() -> None:
 
 
 def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = "![picture](notebooks/figures/demo.png) and [page](https://example.org/notebooks/x)\n"
-    monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: made)
+    section = "![picture](notebooks/figures/demo.png) and [page](https://example.org/notebooks/x)\n"
+    monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: section)
     page = "before\n<!-- report: kernels -->\nold\n<!-- end -->\nafter\n"
     moved = sections.renew_sections(page, ROOT / "notebooks" / "guide" / "kernels")
     assert "![picture](../../figures/demo.png) and [page](https://example.org/notebooks/x)" in moved
-    assert sections.renew_sections(page, ROOT) == page.replace("old\n", made)
+    assert sections.renew_sections(page, ROOT) == page.replace("old\n", section)
     with pytest.raises(FileError, match=r"a section named one of .* \(got nosuch\)"):
         sections.renew_sections(page.replace("kernels", "nosuch"), ROOT)
 
@@ -39,17 +39,19 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "load_record", lambda slower=slower: slower)
     monkeypatch.setattr(w4a4, "load_record", w4a4_record.record)
     rows = {suite: headers.rows("h200", suite) for suite in ("dequant", "load")}
-    slower = {suite: {key: slow_down(row, 0.5) for key, row in found.items()} for suite, found in rows.items()}
+    slower = {
+        suite: {key: slow_down(row, 0.5) for key, row in suite_rows.items()} for suite, suite_rows in rows.items()
+    }
     monkeypatch.setattr(headers, "rows", lambda gpu, suite: slower.get(suite, {}))
     stating = {
         source.name for _, (source, *_) in map(registry.find, registry.specs()) if "\n// Measured" in source.text
     }
     texts = {path.stem: text for path, text in headers.corrected_sources().items()}
-    recorded = {kernel for found in rows.values() for kernel, _, what in found if what == "streaming"}
+    recorded = {kernel for suite_rows in rows.values() for kernel, _, measure in suite_rows if measure == "streaming"}
     assert set(texts) == stating and recorded <= stating
     table = texts["attention_kv4_sm90"]
     assert table.count("// Measured") == 1 and table.count("//            32 / 8 ") == 1
-    streaming, registers = (slower["dequant"]["dequant_lqq", "ptx", what] for what in ("streaming", "registers"))
+    streaming, registers = (slower["dequant"]["dequant_lqq", "ptx", measure] for measure in ("streaming", "registers"))
     stated = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a copy; the word alone in"
     assert f"// Measured   {stated} registers: {registers.rate:.0f} weights" in texts["dequant_lqq"]
 

@@ -16,11 +16,11 @@ def test_a_kernel_that_one_tool_has_not_seen_is_named(tmp_path: Path, monkeypatc
     assert command.not_sanitized() == [f"in no record of the sanitizers: {', '.join(everything)}"]
     (tmp_path / "h200").mkdir()
     first = [{"tool": tool, "kernels": everything[:-2]} for tool in TOOLS]
-    rest = [{"tool": tool, "kernels": everything[-2:]} for tool in TOOLS[1:]] + [{"tool": TOOLS[0], "kernels": []}]
-    rest[-1]["kernels"] = everything[-1:]
-    for name, verdicts in {"sanitizers": first, "sanitizers_attention": rest}.items():
+    last = [{"tool": tool, "kernels": everything[-2:]} for tool in TOOLS[1:]] + [{"tool": TOOLS[0], "kernels": []}]
+    last[-1]["kernels"] = everything[-1:]
+    for name, verdicts in {"sanitizers": first, "sanitizers_attention": last}.items():
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(verdicts))
     assert command.not_sanitized() == [f"in no record of the sanitizers: {everything[-2]}"]
-    rest[-1]["kernels"] = everything[-2:]
-    (tmp_path / "h200" / "sanitizers_attention.json").write_text(json.dumps(rest))
+    last[-1]["kernels"] = everything[-2:]
+    (tmp_path / "h200" / "sanitizers_attention.json").write_text(json.dumps(last))
     assert command.not_sanitized() == []

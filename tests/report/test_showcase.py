@@ -15,11 +15,11 @@ from ptxlab.hardware.fragments import mma_a
 from report import showcase
 from report.showcase import MISTAKES, Mistake
 
-each = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+every_mistake = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kernel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy the kernels and their inputs to the current folder."""
     monkeypatch.chdir(tmp_path)
     for path in showcase.folder().glob("*.*"):
@@ -29,11 +29,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(here: Path, cli: Any) -> Any:
+def run(kernel_folder: Path, cli: Any) -> Any:
     """Run a mistake's command in this process: (exit code, findings, what the kernel wrote)."""
 
-    def command(mistake: Mistake, *more: str) -> tuple[int, list[dict[str, Any]], dict[str, np.ndarray]]:
-        code, out, _ = cli(*mistake.command(*more, "--json", "--out out.npz").split()[1:])
+    def command(mistake: Mistake, *options: str) -> tuple[int, list[dict[str, Any]], dict[str, np.ndarray]]:
+        code, out, _ = cli(*mistake.command(*options, "--json", "--out out.npz").split()[1:])
         with np.load("out.npz") as archive:
             return code, json.loads(out)["findings"], dict(archive)
 
@@ -54,7 +54,7 @@ FOUND = {  # kind, what is on the line that is found, on the one that called it,
 
 
 @pytest.mark.parametrize("mode", [(), ("--late",)], ids=emulator.MODES)
-@each
+@every_mistake
 def test_the_mistake_is_found_at_its_line(mistake: Mistake, mode: tuple[str, ...], run: Any) -> None:
     kind, text, call, message = FOUND[mistake.name]
     code, findings, _ = run(mistake, *mode)
@@ -68,22 +68,22 @@ def test_the_mistake_is_found_at_its_line(mistake: Mistake, mode: tuple[str, ...
 def right(name: str) -> np.ndarray:
     """Compute the kernel's right output from its inputs, in plain NumPy."""
     with np.load(f"{name}.npz") as archive:
-        given = dict(archive)
+        inputs = dict(archive)
     if name == "carrying_multiply":
-        q = given["q"][:, None] >> np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32) & 15
-        scale, zero = (np.repeat(given[part], 16)[:, None].astype(np.int8) for part in ("scale", "zero"))
+        q = inputs["q"][:, None] >> np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32) & 15
+        scale, zero = (np.repeat(inputs[part], 16)[:, None].astype(np.int8) for part in ("scale", "zero"))
         return (q.astype(np.int8) - zero) * scale
-    nibbles = given["w"][:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    nibbles = inputs["w"][:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
     weights = nibbles.astype(np.int32).reshape(64, -1) - 8
     if name == "reused_fragment":  # [steps, warps, lanes, words], low nibbles before high ones
-        words = given["w"].reshape(-1, 4, 32, 2)
+        words = inputs["w"].reshape(-1, 4, 32, 2)
         registers = np.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], axis=-1).reshape(-1, 4, 32, 4)
         weights = mma_a(32).gather(registers).astype(np.int32).transpose(1, 2, 0, 3).reshape(64, -1) - 8
-    return weights @ given["x"].T.astype(np.int32)
+    return weights @ inputs["x"].T.astype(np.int32)
 
 
 @pytest.mark.parametrize("mode", [(), ("--late",)], ids=emulator.MODES)
-@each
+@every_mistake
 def test_the_remedy_is_clean_and_right(mistake: Mistake, mode: tuple[str, ...], run: Any) -> None:
     code, findings, wrote = run(mistake, "-D FIXED", *mode)
     assert code == 0 and findings == []
@@ -97,7 +97,7 @@ def test_late_shows_what_the_missing_wait_does(run: Any) -> None:
     assert wrong == [False, True]
 
 
-@each
+@every_mistake
 def test_the_page_shows_the_lines_that_are_found_and_the_remedy(mistake: Mistake) -> None:
     printed = showcase.output_of(mistake)
     text = (showcase.folder() / f"{mistake.name}.cu").read_text()

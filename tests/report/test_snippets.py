@@ -69,22 +69,22 @@ def commands(block: Block) -> Iterator[tuple[str, str, str]]:
         yield last.strip(), comment, shown
 
 
-def assert_shown(shown: str, printed: str, where: str) -> None:
+def assert_shown(shown: str, printed: str, place: str) -> None:
     """Assert that shown output equals the printed words, without the rules of tables, with `...` for anything."""
     shown, printed = (text.replace("─", "") for text in (shown, printed))
     shown = re.sub(r"^\.\.\. and \d+ more like it.*$", "...", shown, flags=re.MULTILINE)
     pattern = ".*?".join(re.escape(" ".join(part.split())) for part in shown.split("..."))
     pattern = re.sub(r"(\\ )*\.\*\?(\\ )*", ".*?", pattern)
-    said = " ".join(printed.split())
-    assert re.fullmatch(pattern, said), f"{where} shows\n{shown}\nbut printed\n{printed}"
+    words = " ".join(printed.split())
+    assert re.fullmatch(pattern, words), f"{place} shows\n{shown}\nbut printed\n{printed}"
 
 
 def parse(command: str) -> None:
     """Assert that the command and its options exist."""
     name, *arguments = shlex.split(command)[1:]
-    known = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
-    assert name in known, f"{command}: no such command"
-    known[name].make_context(name, arguments)
+    command_by_name = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
+    assert name in command_by_name, f"{command}: no such command"
+    command_by_name[name].make_context(name, arguments)
 
 
 class Page:
@@ -100,31 +100,31 @@ class Page:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(console, "width", WIDTH)
 
-    def run(self, block: Block, where: str, *, gpu: bool) -> None:
+    def run(self, block: Block, place: str, *, gpu: bool) -> None:
         first = block.text.partition("\n")[0]
         if named := re.fullmatch(r"(?://|#) (\w+\.(?:cu|ptx|py))", first):
             Path(named[1]).write_text(block.text)
         elif block.language in PYTHON and (gpu or GPU not in first):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                (self.cell if block.language == "ipython" else self.python)(block.text, where)
+                (self.cell if block.language == "ipython" else self.python)(block.text, place)
             self.printed = printed.getvalue()
         elif block.language == "text":
-            assert_shown(block.text, self.printed, where)
+            assert_shown(block.text, self.printed, place)
         elif block.language in SHELL:
             for command, comment, shown in commands(block):
-                self.shell(command, comment, shown, where, gpu=gpu)
+                self.shell(command, comment, shown, place, gpu=gpu)
 
-    def python(self, text: str, where: str) -> None:
-        exec(compile(text, where, "exec"), self.names)
+    def python(self, text: str, place: str) -> None:
+        exec(compile(text, place, "exec"), self.names)
 
-    def cell(self, text: str, where: str) -> None:
+    def cell(self, text: str, place: str) -> None:
         """Run a notebook cell, with `%load_ext ptxlab` done."""
-        ipython = pytest.importorskip("IPython.core.interactiveshell", reason=f"{where} needs IPython")
+        ipython = pytest.importorskip("IPython.core.interactiveshell", reason=f"{place} needs IPython")
         shell = ipython.InteractiveShell.instance()
         ptxlab.load_ipython_extension(shell)
         shell.run_cell(text).raise_error()
 
-    def shell(self, command: str, comment: str, shown: str, where: str, *, gpu: bool) -> None:
+    def shell(self, command: str, comment: str, shown: str, place: str, *, gpu: bool) -> None:
         program, *words = shlex.split(command)
         if program == "cd":
             shutil.copytree(ROOT / words[0], self.folder / words[0])
@@ -133,25 +133,25 @@ class Page:
             runpy.run_path(words[0], run_name="__main__")
         elif program == "ptxlab" and (not any(why in comment for why in NOT_RUN) or (gpu and comment.strip() == GPU)):
             status, out, err = self.cli(*words)
-            assert status == (1 if "finding" in shown or "refuted" in shown else 0), f"{where}: {command}\n{out}{err}"
+            assert status == (1 if "finding" in shown or "refuted" in shown else 0), f"{place}: {command}\n{out}{err}"
             if shown:
-                assert_shown(shown, out + err, where)
+                assert_shown(shown, out + err, place)
         elif program == "ptxlab":
             parse(command)
         elif program == "pytest" and any(Path(word).is_file() for word in words):
-            self.pytest(words, shown, where)
+            self.pytest(words, shown, place)
         else:
-            assert program in OTHERS, f"{where}: {command}: neither run nor known"
+            assert program in OTHERS, f"{place}: {command}: neither run nor known"
 
-    def pytest(self, words: list[str], shown: str, where: str) -> None:
+    def pytest(self, words: list[str], shown: str, place: str) -> None:
         """Run pytest within this test run, and compare its output with the shown one."""
         options = ["-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "--disable-warnings"]
         with contextlib.redirect_stdout(io.StringIO()):  # which it echoes
-            result = self.pytester.runpytest_inprocess(*options, *plugin.OPTIONS, *words)
-        printed = "\n".join(result.outlines)
-        assert result.ret == (1 if "failed" in shown else 0), f"{where}: {printed}"
+            outcome = self.pytester.runpytest_inprocess(*options, *plugin.OPTIONS, *words)
+        printed = "\n".join(outcome.outlines)
+        assert outcome.ret == (1 if "failed" in shown else 0), f"{place}: {printed}"
         if shown:
-            assert_shown(shown, printed, where)
+            assert_shown(shown, printed, place)
 
 
 @pytest.fixture
@@ -207,12 +207,12 @@ def test_every_fence_names_its_language(page: Path) -> None:
 
 def test_commands_in_running_text_exist() -> None:
     """`ptxlab NAME ... --option`, in the prose of every page, by name and options."""
-    known = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
+    command_by_name = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
     for page in PAGES:
         for span in re.findall(r"`ptxlab ([a-z][^`]*)`", prose(page)):
             name, *words = span.split()
-            assert name in known, f"{ids(page)}: ptxlab {span}"
-            options = {option for of in known[name].params for option in (*of.opts, *of.secondary_opts)}
+            assert name in command_by_name, f"{ids(page)}: ptxlab {span}"
+            options = {option for of in command_by_name[name].params for option in (*of.opts, *of.secondary_opts)}
             assert {word for word in words if re.match("--?[a-zA-Z]", word)} <= options, f"{ids(page)}: ptxlab {span}"
 
 

@@ -24,8 +24,8 @@ def test_the_figures_are_those_of_the_record(tmp_path: Path, monkeypatch: pytest
     assert "| Atom | Atom §4 | `ptxlab quantize MODEL --recipe atom --group 128 --out DIR` |  |" in systems.section()
     assert sections.SECTIONS["accuracy_systems"]() == frames.MISSING
     rows = [
-        {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": value}}
-        for (ladder, step), value in {("float", "float32"): 20.0, ("systems", "Atom"): 25.0}.items()
+        {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": perplexity}}
+        for (ladder, step), perplexity in {("float", "float32"): 20.0, ("systems", "Atom"): 25.0}.items()
     ]
     record = {**fake_rows.ACCURACY, "windows": {"wikipedia": [2, 512]}, "calibration": [8, 512], "rows": rows}
     (tmp_path / "accuracy_systems.json").write_text(json.dumps(record))

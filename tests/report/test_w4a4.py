@@ -30,10 +30,10 @@ def test_every_claim_and_every_gpu_has_its_row() -> None:
 
 @pytest.mark.full
 def test_every_schedule_is_beside_comets() -> None:
-    found = rows(w4a4.schedule_table())
-    assert [(row[0], row[1]) for row in found] == [(model, name) for model in COMET for name in COMET[model]]
-    assert [float(row[2].rstrip("x")) for row in found] == [COMET[row[0]][row[1]] for row in found]
-    assert [row[5] for row in found if row[1] == "naive"] == ["1.00x", "1.00x"]
+    schedule_rows = rows(w4a4.schedule_table())
+    assert [(row[0], row[1]) for row in schedule_rows] == [(model, name) for model in COMET for name in COMET[model]]
+    assert [float(row[2].rstrip("x")) for row in schedule_rows] == [COMET[row[0]][row[1]] for row in schedule_rows]
+    assert [row[5] for row in schedule_rows if row[1] == "naive"] == ["1.00x", "1.00x"]
 
 
 def test_the_picture_says_how_busy_the_sms_are() -> None:
@@ -66,12 +66,12 @@ def test_perplexity_beside_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(frames.NotMeasuredError, match="ptxlab accuracy"):
         figures.picture("w4a4_accuracy")
     lines = [
-        {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": value}, "bytes": nbytes}
-        for (ladder, step), (value, nbytes) in MEASURED.items()
+        {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": perplexity}, "bytes": nbytes}
+        for (ladder, step), (perplexity, nbytes) in MEASURED.items()
     ]
-    found = {**fake_rows.ACCURACY, "windows": {"wikipedia": [4, 512]}, "calibration": [4, 256], "rows": lines}
+    record = {**fake_rows.ACCURACY, "windows": {"wikipedia": [4, 512]}, "calibration": [4, 256], "rows": lines}
     (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
+    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(record))
     text = sections.SECTIONS["w4a4_accuracy"]()
     table = rows(text)
     assert [row[1] for row in table] == ["104", "112", "118", "150", "150", "200", "400"]
@@ -94,9 +94,9 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     record = w4a4_record.record()
     bench.save(record, tmp_path / "h200" / "gemm_w4a4.json")
     text = sections.SECTIONS["w4a4_measured"]()
-    found = rows(text)
-    assert [(row[0], row[1]) for row in found] == [(s, f"{M:,}") for s in ("W4A4", "W4Ax") for M in COMPARED]
-    assert [row[3:9] for row in found[::5]] == [
+    measured_rows = rows(text)
+    assert [(row[0], row[1]) for row in measured_rows] == [(s, f"{M:,}") for s in ("W4A4", "W4Ax") for M in COMPARED]
+    assert [row[3:9] for row in measured_rows[::5]] == [
         ["1.20x", "1.20x", "1.10x", "1.06x", "1.06x", "0.76x"],
         ["1.30x", "1.30x", "1.19x", "0.98x", "0.98x", "0.70x"],
     ]
@@ -114,9 +114,11 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         path.stem: " ".join(text.replace("\n//", "").split()) for path, text in headers.corrected_sources().items()
     }
     fives = {"gemm_w4a4_sm90": ("1.20", "1.06"), "gemm_w4ax_sm90": ("1.30", "0.98")}
-    for name, (beside, int8) in fives.items():
-        said = f"{', '.join([beside] * 5)} of gemm_w4a8's time, {', '.join([int8] * 5)} times as fast as cuBLAS INT8"
-        assert said in stated[name]
+    for name, (time_ratio, int8) in fives.items():
+        sentence = (
+            f"{', '.join([time_ratio] * 5)} of gemm_w4a8's time, {', '.join([int8] * 5)} times as fast as cuBLAS INT8"
+        )
+        assert sentence in stated[name]
     (axes,) = figures.picture("w4a4_measured").axes
     assert axes.get_title("left") == "W4A4 1.20x and W4Ax 1.30x W4A8's time on an H200, in the mean"
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}

@@ -80,12 +80,12 @@ def test_findings_in_a_cuda_source_are_at_its_own_lines(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("race.cu").write_text(CUDA_RACE)
     y = np.zeros(64, np.uint32)
-    found = ptxlab.load("race.cu")(y, grid=1, block=64, backend="emulator", checks=["race", "lanes"]).findings
-    race = next(f for f in found if f.kind == "race")
+    findings = ptxlab.load("race.cu")(y, grid=1, block=64, backend="emulator", checks=["race", "lanes"]).findings
+    race = next(f for f in findings if f.kind == "race")
     assert (race.path, race.line) == ("race.cu", 3) and "races with line 10, `st.shared" in race.message
     assert race.callers == (("race.cu", 5), ("race.cu", 11))
     assert "race.cu:3 (called from line 5, line 11): `ld.shared" in str(race) and "(s + " in race.message
-    packed = next(f for f in found if f.kind == "carry")
+    packed = next(f for f in findings if f.kind == "carry")
     header = Path(packed.path).read_text().splitlines()
     assert packed.path.endswith("dequant.cuh") and 'asm("mul.lo.u32' in header[packed.line - 1]
     assert packed.callers == (("race.cu", 11),) and "(called from line 11 of race.cu)" in str(packed)
@@ -140,14 +140,14 @@ def test_the_emulator_runs_what_is_compiled_for_the_kernels_own_architecture() -
         ptxlab.load(PTX_ADD4, arch="sm_80")
 
 
-@pytest.mark.parametrize(("arch", "asked"), [(None, (None, False)), ("sm_90", ("sm_90", False)),
+@pytest.mark.parametrize(("arch", "expected"), [(None, (None, False)), ("sm_90", ("sm_90", False)),
                                              ("sm_90a", ("sm_90a", True))])  # fmt: skip
-def test_a_gpu_is_asked_whether_it_has_the_architecture(arch, asked, monkeypatch) -> None:
+def test_a_gpu_is_asked_whether_it_has_the_architecture(arch, expected, monkeypatch) -> None:
     monkeypatch.setattr(runtime.gpu, "why_not", lambda arch, exact: heard.append((arch, exact)) or "too old")
     heard: list = []
     kernel = ptxlab.load(CUDA_WGMMA, arch=arch)
     assert runtime.choose_backend(None, kernel, Launch((1, 1, 1), (32, 1, 1)), on_device=False) == "emulator"
-    assert heard == [asked]
+    assert heard == [expected]
 
 
 def test_parameters_that_are_more_than_a_name() -> None:
@@ -164,10 +164,12 @@ def test_a_ptx_kernel_without_a_spec_is_checked_by_lane(tmp_path: Path) -> None:
     b = np.full(32, 0x10101010, np.uint32)
     b[5] = 0x1010FF10
     total = np.empty_like(a)
-    (finding, *more) = ptxlab.load(path)(a, b, total, grid=1, block=32, backend="emulator", checks=["lanes"]).findings
+    (finding, *further_findings) = ptxlab.load(path)(
+        a, b, total, grid=1, block=32, backend="emulator", checks=["lanes"]
+    ).findings
     assert np.array_equal(total, a + b)
-    assert {finding.kind, *(f.kind for f in more)} == {"carry", "range"}
-    carry = next(f for f in (finding, *more) if f.kind == "carry")
+    assert {finding.kind, *(f.kind for f in further_findings)} == {"carry", "range"}
+    carry = next(f for f in (finding, *further_findings) if f.kind == "carry")
     assert carry.line == 1 + PTX_ADD4.split("\n").index(next(x for x in PTX_ADD4.split("\n") if "@lanes" in x))
     assert carry.thread == (5, 0, 0)
     assert "add.u32" in str(carry) and "add4.ptx" in str(carry)
@@ -378,11 +380,11 @@ def test_what_is_no_source_is_refused(source: object) -> None:
         ptxlab.load(source)
 
 
-@pytest.mark.parametrize("more", [{"defines": 3}, {"defines": {1: 2}}, {"defines": {"N": None}},
+@pytest.mark.parametrize("options", [{"defines": 3}, {"defines": {1: 2}}, {"defines": {"N": None}},
                                   {"defines": {"N": 1.5}}, {"arch": 80}, {"arch": b"sm_80"}])  # fmt: skip
-def test_constants_and_architectures_that_are_none_are_refused(more: dict) -> None:
+def test_constants_and_architectures_that_are_none_are_refused(options: dict) -> None:
     with pytest.raises(ArgumentError, match=r"^(defines: names of macros|arch: sm_<number>)"):
-        ptxlab.load(CUDA_AXPY, **more)
+        ptxlab.load(CUDA_AXPY, **options)
 
 
 def test_geometry_is_checked() -> None:

@@ -28,22 +28,24 @@ SCALE = """.version 6.5
 }"""
 
 
-def called(source: str, *args: Any) -> ptxlab.Outcome:
+def call_emulated(source: str, *args: Any) -> ptxlab.Outcome:
     return ptxlab.load(source)[1, 32](*args, backend="emulator")
 
 
 @pytest.mark.parametrize(("source", "add"), [(AXPY, 1), (SCALE, 0)])
 def test_python_numbers_become_what_the_parameter_is(source: str, add: int) -> None:
     x, y = np.arange(32, dtype=np.float32), np.full(32, add, np.float32)
-    assert called(source, x, y, 3, 32).outputs["y"] is y
+    assert call_emulated(source, x, y, 3, 32).outputs["y"] is y
     assert np.array_equal(y, 3 * x + add)
-    before = y.copy()
-    called(source, x.view(np.uint8), y.view(np.uint8), np.float32(2), np.uint32(32))  # bytes; scalars of its own width
-    assert np.array_equal(y, 2 * x + add * before)
+    old_y = y.copy()
+    call_emulated(
+        source, x.view(np.uint8), y.view(np.uint8), np.float32(2), np.uint32(32)
+    )  # bytes; scalars of its own width
+    assert np.array_equal(y, 2 * x + add * old_y)
 
 
 @pytest.mark.parametrize(
-    ("source", "change", "said"),
+    ("source", "change", "message"),
     [
         (AXPY, {0: np.zeros(32)}, "axpy: x: float* takes an array of float32, or bytes (.view(np.uint8)) (got f"),
         (AXPY, {1: np.zeros(32, np.int32)}, "axpy: y: float* takes an array of float32, or bytes"),
@@ -73,13 +75,13 @@ def test_python_numbers_become_what_the_parameter_is(source: str, add: int) -> N
         (SCALE, {3: np.float32(1)}, "scale: n: .param .u32 takes 32-bit integers (got float32 1.0)"),
     ],
 )  # fmt: skip
-def test_what_the_kernel_would_take_for_something_else_is_refused(source: str, change: dict, said: str) -> None:
+def test_what_the_kernel_would_take_for_something_else_is_refused(source: str, change: dict, message: str) -> None:
     args = [np.ones(32, np.float32), np.full(32, 9, np.float32), 3.0, 32]
-    for place, value in change.items():
-        args[place] = value
+    for place, argument in change.items():
+        args[place] = argument
     with pytest.raises(ArgumentError) as raised:
-        called(source, *args)
-    assert said in str(raised.value) and "\n" not in str(raised.value)
+        call_emulated(source, *args)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 OPTIONAL = """extern "C" __global__ void k(int* y, const int* bias) {
@@ -89,16 +91,16 @@ OPTIONAL = """extern "C" __global__ void k(int* y, const int* bias) {
 
 def test_none_is_a_null_pointer() -> None:
     y = np.zeros(32, np.int32)
-    called(OPTIONAL, y, None)
+    call_emulated(OPTIONAL, y, None)
     assert (y == 7).all()
     with pytest.raises(MemoryFault, match="null pointer"):
-        called(OPTIONAL, None, None)
+        call_emulated(OPTIONAL, None, None)
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_a_matrix_is_the_array_that_it_is() -> None:
     x, y = np.arange(32, dtype=np.float32), np.asmatrix(np.zeros(32, np.float32))
-    called(AXPY, np.asmatrix(x), y, 2.0, 32)
+    call_emulated(AXPY, np.asmatrix(x), y, 2.0, 32)
     assert np.array_equal(np.asarray(y)[0], 2 * x)
 
 
@@ -110,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(32) k(%s) {}
 
 
 @pytest.mark.parametrize(
-    ("declaration", "taken", "refused"),
+    ("declaration", "accepted", "refused"),
     [
         ("const float* __restrict__ x", "float32 complex64 uint8", "float64 float16 int32 uint32 bool int8"),
         ("float x[4]", "float32", "float64"),
@@ -142,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(32) k(%s) {}
         ("float& x", "float64", ""),
     ],
 )  # fmt: skip
-def test_arrays_for_a_pointer_of_c(declaration: str, taken: str, refused: str) -> None:
+def test_arrays_for_a_pointer_of_c(declaration: str, accepted: str, refused: str) -> None:
     (parameter,) = cuda_parameters(SIGNATURE % declaration, "k", ["x"], ["MACRO"])
 
     def refuses(dtype: str) -> bool:
@@ -152,7 +154,7 @@ def test_arrays_for_a_pointer_of_c(declaration: str, taken: str, refused: str) -
             return True
         return False
 
-    assert [dtype for dtype in taken.split() if refuses(dtype)] == []
+    assert [dtype for dtype in accepted.split() if refuses(dtype)] == []
     assert [dtype for dtype in refused.split() if not refuses(dtype)] == []
 
 

@@ -21,7 +21,7 @@ def verdict(spec: KernelSpec = LQQ, source: Source = PTX) -> verify.Verdict:
     return verify.verify(verify.Job(spec, source, "emulator", SIZES))
 
 
-def edited(edit: Callable[[str], str]) -> Source:
+def edit_source(edit: Callable[[str], str]) -> Source:
     text = edit(PTX.text)
     assert text != PTX.text
     return replace(PTX, text=text)
@@ -33,18 +33,22 @@ def short(text: str) -> str:
 
 
 def test_a_right_kernel_passes() -> None:
-    found = verdict()
-    assert found.passed and found.detail == "equal to the reference, checks clean" and found.to_json()["sizes"] == SIZES
+    verdict_of_run = verdict()
+    assert (
+        verdict_of_run.passed
+        and verdict_of_run.detail == "equal to the reference, checks clean"
+        and verdict_of_run.to_json()["sizes"] == SIZES
+    )
 
 
 def test_a_wrong_result_names_the_first_place() -> None:
-    found = verdict(source=edited(lambda text: text.replace("%d3, 0x80808080", "%d3, 0x80808081")))
-    assert not found.passed and "elements differ from the reference, first at [0, 12]" in found.detail
+    verdict_of_run = verdict(source=edit_source(lambda text: text.replace("%d3, 0x80808080", "%d3, 0x80808081")))
+    assert not verdict_of_run.passed and "elements differ from the reference, first at [0, 12]" in verdict_of_run.detail
 
 
 def test_an_unwritten_element_is_noticed() -> None:
-    found = verdict(source=edited(short))
-    assert not found.passed and "differ from the reference, first at [7, 1008]" in found.detail
+    verdict_of_run = verdict(source=edit_source(short))
+    assert not verdict_of_run.passed and "differ from the reference, first at [7, 1008]" in verdict_of_run.detail
 
 
 def test_an_unwritten_element_that_should_be_the_poison_is_noticed() -> None:
@@ -55,8 +59,8 @@ def test_an_unwritten_element_that_should_be_the_poison_is_noticed() -> None:
         right[7, 1008:] = np.uint8(0xA5).view(np.int8)
         return right
 
-    found = verdict(replace(LQQ, reference=reference), edited(short))
-    assert not found.passed and "first at [7, 1008]: 90 instead of -91" in found.detail
+    verdict_of_run = verdict(replace(LQQ, reference=reference), edit_source(short))
+    assert not verdict_of_run.passed and "first at [7, 1008]: 90 instead of -91" in verdict_of_run.detail
 
 
 @pytest.mark.parametrize("at", [verify._GUARD - 1, -1])
@@ -73,14 +77,14 @@ def test_bytes_written_outside_the_array_are_noticed(at: int, monkeypatch: pytes
 
 
 def test_a_fault_is_a_failed_verdict() -> None:
-    found = verdict(source=edited(lambda text: text.replace("%out, %index, 16", "%out, %index, 32")))
-    assert not found.passed and "out of bounds" in found.detail
+    verdict_of_run = verdict(source=edit_source(lambda text: text.replace("%out, %index, 16", "%out, %index, 32")))
+    assert not verdict_of_run.passed and "out of bounds" in verdict_of_run.detail
 
 
 def test_a_finding_fails_a_kernel_whose_results_are_right() -> None:
     """An annotation that does not hold: q4 * scale + offset is not a signed byte."""
-    found = verdict(source=edited(lambda text: text.replace("@lanes d:u8x4 a", "@lanes d:s8x4 a")))
-    assert not found.passed and "findings, first: range" in found.detail
+    verdict_of_run = verdict(source=edit_source(lambda text: text.replace("@lanes d:u8x4 a", "@lanes d:s8x4 a")))
+    assert not verdict_of_run.passed and "findings, first: range" in verdict_of_run.detail
 
 
 def test_a_kernel_wrong_by_design_must_be_wrong_where_its_model_says() -> None:
@@ -88,8 +92,8 @@ def test_a_kernel_wrong_by_design_must_be_wrong_where_its_model_says() -> None:
     assert spec.wrong is not None
     assert verdict(spec, source).passed
     nowhere = WrongByDesign(spec.wrong.truth, lambda q4, scale, zero: np.zeros(q4.shape, bool), "")
-    found = verdict(replace(spec, wrong=nowhere), source)
-    assert not found.passed and "misses the truth in other places than its model says" in found.detail
+    verdict_of_run = verdict(replace(spec, wrong=nowhere), source)
+    assert not verdict_of_run.passed and "misses the truth in other places than its model says" in verdict_of_run.detail
 
 
 def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
@@ -140,19 +144,19 @@ def test_asynchronous_kernels_are_verified_early_and_late() -> None:
     """A copy that nobody waits for is there in time only if it happens early."""
     spec, (source, *_) = registry.find("load_cp_async")
     job = verify.Job(spec, source, "emulator", {"P": 11, "B": 2})
-    found = verify.verify(job)
-    assert found.passed and found.detail == "equal to the reference, checks clean, early and late"
+    verdict_of_run = verify.verify(job)
+    assert verdict_of_run.passed and verdict_of_run.detail == "equal to the reference, checks clean, early and late"
     hasty = replace(source, text=source.text.replace("cp.async.wait_group 3;", ""))
-    found = verify.verify(replace(job, source=hasty))
-    assert not found.passed and "256 of 256 elements differ from the reference" in found.detail
+    verdict_of_run = verify.verify(replace(job, source=hasty))
+    assert not verdict_of_run.passed and "256 of 256 elements differ from the reference" in verdict_of_run.detail
 
 
 def test_a_wrong_order_is_nothing_that_checks_find() -> None:
     spec, (source, *_) = registry.find("load_ldmatrix_u4")
     assert verify.verify(verify.Job(spec, source, "emulator", {"T": 1})).passed
     racing = replace(source, text=source.text.replace("st.shared.v4.u32 [%at]", "st.shared.v4.u32 [stage]"))
-    found = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
-    assert not found.passed
+    verdict_of_run = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
+    assert not verdict_of_run.passed
 
 
 def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
@@ -160,8 +164,10 @@ def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
     spec, (source,) = registry.find("attention_merge")
     job = verify.Job(spec, source, "emulator", spec.example_sizes[0])
     assert verify.verify(job).passed
-    found = verify.verify(replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// "))))
-    assert not found.passed and "ahead of griddepcontrol.wait" in found.detail
+    verdict_of_run = verify.verify(
+        replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// ")))
+    )
+    assert not verdict_of_run.passed and "ahead of griddepcontrol.wait" in verdict_of_run.detail
 
 
 def test_a_kernel_of_one_architecture_is_emulated_as_that() -> None:
@@ -179,7 +185,7 @@ def rows_alone(name: str, **changes: Any) -> verify.Verdict:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "rows"),
     [
         ("quantize_activations_s8", "rows 0, 100, 299 of 300"),
         ("rmsnorm_quantize", "rows 0, 21, 63 of 64"),
@@ -189,9 +195,9 @@ def rows_alone(name: str, **changes: Any) -> verify.Verdict:
         ("attention_kv4_sm90", "rows 0, 1, 4 of 5"),
     ],
 )
-def test_rows_have_the_same_bits_alone(name: str, said: str) -> None:
-    found = rows_alone(name)
-    assert found.passed and found.detail == f"same bits alone: {said}"
+def test_rows_have_the_same_bits_alone(name: str, rows: str) -> None:
+    verdict = rows_alone(name)
+    assert verdict.passed and verdict.detail == f"same bits alone: {rows}"
 
 
 @pytest.mark.full
@@ -199,16 +205,18 @@ def test_rows_that_depend_on_the_batch_are_noticed() -> None:
     """Attention as it is by default shares its work out by all lengths; a scale that is the batch's is not a row's."""
     invariant = registry.find("attention_kv4_sm90")[0].invariant
     assert invariant is not None
-    found = rows_alone("attention_kv4_sm90", invariant=None, batch="B", batch_sizes=invariant.batch_sizes)
-    assert not found.passed and "alone differs from itself among 5 in" in found.detail
-    found = rows_alone("gemm_w4a8_grouped_sm90", one_row=lambda arrays, row: {"x_scale": arrays["x_scale"][:1]})
-    assert not found.passed
+    verdict_of_run = rows_alone("attention_kv4_sm90", invariant=None, batch="B", batch_sizes=invariant.batch_sizes)
+    assert not verdict_of_run.passed and "alone differs from itself among 5 in" in verdict_of_run.detail
+    verdict_of_run = rows_alone(
+        "gemm_w4a8_grouped_sm90", one_row=lambda arrays, row: {"x_scale": arrays["x_scale"][:1]}
+    )
+    assert not verdict_of_run.passed
 
 
 def test_what_has_no_rows_says_so_in_one_line() -> None:
     jobs, _ = verify.plan(["dequant_lqq", "gemm_tile_lqq_sm80", "attention_merge"], "emulator")
-    asked, refused = verify.plan_rows(jobs)
-    assert asked == [] and all("\n" not in line for line in refused)
+    jobs_of_rows, refused = verify.plan_rows(jobs)
+    assert jobs_of_rows == [] and all("\n" not in line for line in refused)
     assert "dequant_lqq.ptx: batch: the spec must have a size that counts rows (got M)" in refused
     tile = replace(registry.find("gemm_tile_lqq_sm80")[0], rules=())
     _, (line,) = verify.plan_rows([replace(job, spec=tile) for job in jobs if job.spec.name == tile.name][:1])
@@ -227,6 +235,6 @@ ROWLESS = {  # kernels whose work has no rows, or is that of a whole batch, besi
 
 def test_no_kernel_escapes_the_question_for_a_batch() -> None:
     jobs, _ = verify.plan([*registry.specs()], "emulator")
-    asked = {job.spec.name for job in verify.plan_rows(jobs)[0]}
+    names = {job.spec.name for job in verify.plan_rows(jobs)[0]}
     expected = {name for name, spec in registry.specs().items() if spec.family not in ("dequant", "load")}
-    assert expected - asked == ROWLESS
+    assert expected - names == ROWLESS

@@ -28,9 +28,9 @@ def count_words(name: str, words: np.ndarray, shared: np.ndarray) -> np.ndarray:
     word = harness.word_of(ptx(name))
     source = harness.counting_harness(ptx(name), 16)
     assert word is not None and source is not None
-    results = np.zeros((THREADS, 16, len(word.result_registers)), np.uint32)
-    run(source, harness.COUNTING, [words, shared, results])
-    return results
+    counted = np.zeros((THREADS, 16, len(word.result_registers)), np.uint32)
+    run(source, harness.COUNTING, [words, shared, counted])
+    return counted
 
 
 @pytest.mark.smoke
@@ -58,20 +58,20 @@ def test_loop_feeds_the_words_results_back(name: str) -> None:
 @pytest.mark.parametrize("words", [8, 16])
 def test_counted_words_are_dequantised(words: int) -> None:
     rng = np.random.default_rng(4)
-    given = rng.integers(0, 2**32, (THREADS, 16), np.uint32)
+    packed = rng.integers(0, 2**32, (THREADS, 16), np.uint32)
     scale = rng.integers(1, 7, (THREADS, 1), np.uint32)
     offset = rng.integers(9, 150, (THREADS, 1), np.uint32)
     shared = np.concatenate([scale, offset * 0x01010101], axis=1).astype(np.uint32)
     source = harness.counting_harness(ptx("dequant_lqq"), words)
     assert source is not None
-    results = np.full((THREADS, 16, 2), 0xA5A5A5A5, np.uint32)
-    run(source, harness.COUNTING, [given, shared, results])
+    counted = np.full((THREADS, 16, 2), 0xA5A5A5A5, np.uint32)
+    run(source, harness.COUNTING, [packed, shared, counted])
     expected = reference.dequant_lqq(
-        unpack_u4(given), np.repeat(scale, 1, 1).astype(np.uint8), offset.astype(np.uint8)
+        unpack_u4(packed), np.repeat(scale, 1, 1).astype(np.uint8), offset.astype(np.uint8)
     ).reshape(THREADS, 16, 8)
-    got = results.view(np.int8).reshape(THREADS, 16, 8)
+    got = counted.view(np.int8).reshape(THREADS, 16, 8)
     assert (got[:, :words] == expected[:, :words]).all()
-    assert (results[:, words:] == 0xA5A5A5A5).all()
+    assert (counted[:, words:] == 0xA5A5A5A5).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -40,12 +40,12 @@ def loops(text: str) -> mainloop.MainLoop | None:
 
 
 def test_what_every_iteration_executes_once() -> None:
-    found = loops(NESTED)
-    assert found is not None
-    assert found.weights == 8
-    assert found.opcodes == {"LOP3.LUT": 2, "BRA": 2, "IMMA.16832.S8.S8": 1}
-    assert found.beside == 5, "the skipped IADD3; the loop that waits, with its branch, its slow path and the way back"
-    assert found.per_weight == 5 / 8
+    loop = loops(NESTED)
+    assert loop is not None
+    assert loop.weights == 8
+    assert loop.opcodes == {"LOP3.LUT": 2, "BRA": 2, "IMMA.16832.S8.S8": 1}
+    assert loop.beside == 5, "the skipped IADD3; the loop that waits, with its branch, its slow path and the way back"
+    assert loop.per_weight == 5 / 8
 
 
 def test_without_unpacking_there_is_no_main_loop() -> None:
@@ -64,22 +64,22 @@ def test_first_step(M: int) -> None:
     sizes = sizes_at(spec, DISSECTED, M)
     constants = variant(spec, sizes)
     image = toolchain.build(source, "sm_90a", defines=constants)
-    found = mainloop.main_loop(sass.parse(toolchain.disassemble(image))[spec.name])
-    assert found is not None
+    loop = mainloop.main_loop(sass.parse(toolchain.disassemble(image))[spec.name])
+    assert loop is not None
     warps = constants["WN"] * constants["WM"] * constants["WK"]
-    assert found.weights == constants["BN"] * constants["BK"] * constants["WM"] // warps // 32
+    assert loop.weights == constants["BN"] * constants["BK"] * constants["WM"] // warps // 32
     # IMMA m16n8k32: 16 weights of a thread against 8 tokens.
-    assert found.pipes["tensor"] * 16 == found.weights * constants["BM"] // constants["WM"] // 8
-    arithmetic = found.pipes["alu"] + found.pipes["fmaheavy"]
-    assert 13 / 8 <= arithmetic / found.weights < 1.4 * 13 / 8
+    assert loop.pipes["tensor"] * 16 == loop.weights * constants["BM"] // constants["WM"] // 8
+    arithmetic = loop.pipes["alu"] + loop.pipes["fmaheavy"]
+    assert 13 / 8 <= arithmetic / loop.weights < 1.4 * 13 / 8
 
 
 @pytest.mark.parametrize("spec", STEPS, ids=lambda s: s.name)
 def test_every_step_has_its_main_loop_in_the_record(spec: KernelSpec) -> None:
     for source in registry.find(spec.name)[1]:
-        found = counts.load()["main_loops"][source.label]
-        assert set(found) == {str(M) for M in DISSECTED_TOKENS}
-        assert all(loop and loop["weights"] % 32 == 0 for loop in found.values())
+        loops_by_tokens = counts.load()["main_loops"][source.label]
+        assert set(loops_by_tokens) == {str(M) for M in DISSECTED_TOKENS}
+        assert all(loop and loop["weights"] % 32 == 0 for loop in loops_by_tokens.values())
 
 
 # Sums are scaled on two ways: with the MMAs of INT4, and alone behind those of INT8.
@@ -110,8 +110,8 @@ def test_what_scaling_a_sum_takes(convert: str, pipe: str) -> None:
     (code,) = sass.parse(SCALING.replace("{convert}", convert)).values()
     assert mainloop.pipes_per_sum(code) == {pipe: 1, "fma": 0.5, "control": 0.5}
     assert mainloop.pipes_beside_mma(code) == {pipe: 3, "fma": 2, "lsu": 1, "control": 4}
-    (other,) = sass.parse(NESTED).values()
-    assert mainloop.pipes_per_sum(other) == {} and mainloop.pipes_beside_mma(other[:2]) == {}
+    (nested,) = sass.parse(NESTED).values()
+    assert mainloop.pipes_per_sum(nested) == {} and mainloop.pipes_beside_mma(nested[:2]) == {}
 
 
 @pytest.mark.full

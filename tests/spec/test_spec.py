@@ -54,7 +54,7 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
 def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
     appended = {"T", "H", "D", "pages", "size", "bits", "channel", "R"}
     atom = {"M", "K", "outliers", "g", "pairs", "code", "clip"}
-    wanted = {
+    expected = {
         "reorder": (atom,),
         "append": (appended | {"k_pitch", "v_pitch"},),
         "rope": (appended | {"ratio", "kept", "pitch"},),
@@ -84,8 +84,8 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
             {"N", "B", "Hq", "Hkv", "D", "P", "pages", "page", "window", "blocks", "softmax_scale", "parts"},
         ),
     }
-    found = {name: spec.symbols for name, spec in registry.specs().items()}
-    assert [name for name, symbols in found.items() if symbols not in wanted[name.partition("_")[0]]] == []
+    symbols_by_name = {name: spec.symbols for name, spec in registry.specs().items()}
+    assert [name for name, symbols in symbols_by_name.items() if symbols not in expected[name.partition("_")[0]]] == []
     assert LQQ.symbols == {"R", "K", "g"} and registry.specs()["dequant_comet"].symbols == {"R", "K"}
     with pytest.raises(ArgumentError, match=r"dequant_lqq: sizes: K, R, g \(got G\)"):
         LQQ.sizes_of(shapes(), {"G": 64})
@@ -154,8 +154,8 @@ def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
 
 def test_a_file_without_a_spec_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the first step of adding a kernel and the third."""
-    known = registry.specs()
-    monkeypatch.setattr(registry, "specs", lambda: {n: s for n, s in known.items() if n != "dequant_lqq"})
+    all_specs = registry.specs()
+    monkeypatch.setattr(registry, "specs", lambda: {n: s for n, s in all_specs.items() if n != "dequant_lqq"})
     with pytest.raises(ArgumentError, match=r"dequant_lqq.ptx has no spec yet: add one to SPECS of the family dequant"):
         registry.find("dequant_lqq")
 

@@ -12,5 +12,5 @@ def test_a_source_that_changed_is_read_again(tmp_path: Path) -> None:
     first = sources.sources_of_kernel("dequant_lqq")[0].text
     for text in (first, first + "// changed\n"):
         ptx.write_text(text)
-        ((found, (source,), entry),) = registry.resolve_all(str(spec))
-        assert found is not None and found.name == entry == "dequant_lqq" and source.text == text
+        ((resolved, (source,), entry),) = registry.resolve_all(str(spec))
+        assert resolved is not None and resolved.name == entry == "dequant_lqq" and source.text == text

@@ -54,12 +54,12 @@ class Problem:
         """Number of full pages."""
         return self.length // PAGE
 
-    def unchanged(self, draws: int = DRAWS) -> Draws:
+    def unchanged_draws(self, draws: int = DRAWS) -> Draws:
         return Draws(np.repeat(self.cache.block_table, draws, axis=0), np.repeat(self.cache.lengths, draws))
 
     def with_other_last_tokens(self) -> Draws:
         """Return the unchanged draws, each with another last token."""
-        draws = self.unchanged()
+        draws = self.unchanged_draws()
         draws.table[:, -1] = np.resize(self.other_last_pages, DRAWS)
         return draws
 
@@ -91,7 +91,7 @@ def page_skipped(problem: Problem, rng: np.random.Generator) -> Draws:
 
 
 def neighbours_page(problem: Problem, rng: np.random.Generator) -> Draws:
-    table, lengths = problem.unchanged()
+    table, lengths = problem.unchanged_draws()
     first = rng.integers(0, problem.full_pages - 1, DRAWS)
     table[np.arange(DRAWS), first] = problem.cache.block_table[0, first + 1]
     return Draws(table, lengths)
@@ -99,7 +99,7 @@ def neighbours_page(problem: Problem, rng: np.random.Generator) -> Draws:
 
 def integers_swapped(problem: Problem, rng: np.random.Generator) -> Draws:
     """Swap the integers of keys and values of one page in each draw."""
-    table, lengths = problem.unchanged()
+    table, lengths = problem.unchanged_draws()
     swap = rng.integers(0, len(problem.swaps), DRAWS)
     table[np.arange(DRAWS), problem.swapped[swap]] = problem.swaps[swap]
     return Draws(table, lengths)
@@ -129,7 +129,7 @@ FAULTS: tuple[Callable[[Problem, np.random.Generator], Draws], ...] = (
 
 def _remove_pages(problem: Problem, first: np.ndarray, end: np.ndarray) -> Draws:
     """Remove the pages first .. end - 1 from each draw."""
-    table, lengths = problem.unchanged()
+    table, lengths = problem.unchanged_draws()
     place = np.arange(table.shape[1])
     place = np.minimum(place + (place >= first[:, None]) * (end - first)[:, None], table.shape[1] - 1)
     return Draws(np.take_along_axis(table, place, axis=1), (lengths - (end - first) * PAGE).astype(np.int32))

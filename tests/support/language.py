@@ -27,7 +27,7 @@ NO_PARTICIPLES = (  # verbs and nouns that end like participles
     "between markdown seed need feed speed embed shared open when then even often listen broken child build field hold"
     " world bold fold old add read load send find bind bound round end append expand extend spend blend kind mind pad"
     " widen shorten head thread and bid grid valid id word record guard board standard forward backward script accept"
-    " concept except interrupt prompt corrupt encrypt attempt adapt opt gpt"
+    " concept except interrupt prompt token corrupt encrypt attempt adapt opt gpt"
 )
 PARTICIPLE = re.compile(rf"_?(?!(?:{NO_PARTICIPLES.replace(' ', '|')})$)[a-z]+(ed|wn|en|ept|eld|aid|ought|uilt|ound)$")
 FRAGMENT = re.compile(

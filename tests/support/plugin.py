@@ -7,7 +7,7 @@ from _pytest import pytester
 
 MODULE = "ptxlab.testing.plugin"
 # Of a checkout that was installed before it had one, or not at all, pytest does not know by itself.
-INSTALLED = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
+INSTALLED = any(point.name == "ptxlab" for point in entry_points(group="pytest11"))
 OPTIONS = () if INSTALLED else ("-p", MODULE)  # of a test run within this one
 
 

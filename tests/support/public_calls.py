@@ -54,8 +54,8 @@ class PublicCall(NamedTuple):
 
 _NORM = ("x", "gamma", "residual", "normed", "out")
 CALLS = {
-    each.call.__name__: each
-    for each in (
+    call.call.__name__: call
+    for call in (
         PublicCall(
             ptxlab.gemm_w4a8,
             GemmOptions,

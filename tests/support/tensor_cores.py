@@ -15,7 +15,7 @@ Model = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # a f16 [..,
 def ampere_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Compute an Ampere MMA: 8 products at a time, with one bit less below the largest exponent (Fasi et al. 2021)."""
     for k in (slice(0, 8), slice(8, 16)):
-        c = hopper_mma(a[..., k], b[..., k, :], c, kept=24)
+        c = hopper_mma(a[..., k], b[..., k, :], c, kept_bits=24)
     return c
 
 

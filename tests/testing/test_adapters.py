@@ -28,8 +28,8 @@ def stand_in(library: str, kind: str, /, **facts: Any) -> Any:
     return type(kind, (SimpleNamespace,), {"__module__": f"{library}.somewhere"})(**facts)
 
 
-def raw_kernel(code: str = CUDA, options: tuple[str, ...] = ("-DX=2", "-std=c++17"), **more: Any) -> Any:
-    facts = {"code": code, "name": "f", "options": options, "backend": "nvrtc", "file_path": None, **more}
+def raw_kernel(code: str = CUDA, options: tuple[str, ...] = ("-DX=2", "-std=c++17"), **attributes: Any) -> Any:
+    facts = {"code": code, "name": "f", "options": options, "backend": "nvrtc", "file_path": None, **attributes}
     return stand_in("cupy", "RawKernel", **facts)
 
 
@@ -101,10 +101,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_had_without_a_gpu(what: str, emulate: Any) -> None:
-    kernel, said = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_without_a_gpu(case: str, emulate: Any) -> None:
+    kernel, message = REFUSED[case]
     with pytest.raises(PtxlabError) as error:
         emulate(kernel, grid=1)
-    assert str(error.value) == said
-    assert isinstance(error.value, UnavailableError) == ("driver" in what)
+    assert str(error.value) == message
+    assert isinstance(error.value, UnavailableError) == ("driver" in case)

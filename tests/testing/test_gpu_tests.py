@@ -86,19 +86,19 @@ def test_code_is_what_reaches_the_compiler(text: str, code: str) -> None:
 
 
 def test_every_source_of_the_project_has_a_digest() -> None:
-    found = gpu_tests.digests()
+    digests = gpu_tests.digests()
     files = [source.path for name in sources.names() for source in sources.sources_of_kernel(name)]
     headers = [str(path) for path in sources.include_dir().glob("*.cuh")]
     root = sources.ptx_dir().parent
-    assert set(found) == {Path(path).relative_to(root).as_posix() for path in files + headers}
-    assert len(set(found.values())) == len(found)
+    assert set(digests) == {Path(path).relative_to(root).as_posix() for path in files + headers}
+    assert len(set(digests.values())) == len(digests)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_comments_and_blank_lines_change_no_digest(tree: Path, name: str) -> None:
-    before = gpu_tests.digests()
+    digests = gpu_tests.digests()
     edit(tree, name, "\n", "  // other words\n\n")
-    assert gpu_tests.digests() == before
+    assert gpu_tests.digests() == digests
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_comments_and_blank_lines_change_no_digest(tree: Path, name: str) -> Non
 def test_code_changes_the_digest_of_all_that_includes_it(
     tree: Path, name: str, old: str, new: str, changed: list[str]
 ) -> None:
-    before = gpu_tests.digests()
+    old_digests = gpu_tests.digests()
     edit(tree, name, old, new)
-    after = gpu_tests.digests()
-    assert sorted(path for path in after if after[path] != before[path]) == changed
+    new_digests = gpu_tests.digests()
+    assert sorted(path for path in new_digests if new_digests[path] != old_digests[path]) == changed
 
 
 def test_kernels_that_changed_since_are_named_in_a_line(tree: Path) -> None:
@@ -171,10 +171,10 @@ def test_a_file_that_is_no_record_is_named(tree: Path, text: str, message: str) 
     assert line.startswith(str(path)) and message in line
 
 
-@pytest.mark.parametrize(("field", "value"), [("sources", None), ("commit", 7), ("date", ["2026"])])
-def test_a_record_with_a_field_of_another_kind_is_named(tree: Path, field: str, value: object) -> None:
+@pytest.mark.parametrize(("field", "content"), [("sources", None), ("commit", 7), ("date", ["2026"])])
+def test_a_record_with_a_field_of_another_kind_is_named(tree: Path, field: str, content: object) -> None:
     path = write(tree, record())
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: content}))
     (line,) = gpu_tests.warnings()
     assert line.startswith(f"{path}: not a record of GPU tests: {field} has to be a ")
 
@@ -220,5 +220,5 @@ def test_the_doctor_says_so(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tests, "warnings", lambda: [LINE])
     code, out, _ = cli("doctor", "--json")
     assert code == 0
-    (item,) = (item for item in json.loads(out) if item["name"] == "GPU tests")
-    assert item == {"name": "GPU tests", "works": False, "detail": LINE, "remedy": "pytest -m gpu --record-tests FILE"}
+    (part,) = (part for part in json.loads(out) if part["name"] == "GPU tests")
+    assert part == {"name": "GPU tests", "works": False, "detail": LINE, "remedy": "pytest -m gpu --record-tests FILE"}

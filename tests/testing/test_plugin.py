@@ -79,7 +79,7 @@ def plugin(pytester: pytest.Pytester) -> Any:
 
 
 def test_arrays_by_name_and_by_place(plugin: Any) -> None:
-    result = plugin("""
+    run = plugin("""
 def test_names(emulate):
     out = emulate("scale.ptx", grid=4, block=128, a=A, s=2.0)
     np.testing.assert_array_equal(out.a, A * 2)
@@ -110,7 +110,7 @@ def test_a_read_only_array_may_not_be_written(emulate):
     with pytest.raises(Exception, match="read-only"):
         emulate("scale.ptx", grid=4, block=128, a=fixed, s=2.0)
 """)
-    result.assert_outcomes(passed=6)
+    run.assert_outcomes(passed=6)
 
 
 def test_options_of_the_call_and_of_each_schedule_reach_the_machine(
@@ -136,7 +136,7 @@ def test_differs(emulate):
 
 @pytest.mark.full
 def test_hypothesis_calls_it_for_every_example_and_nothing_is_loaded_twice(plugin: Any) -> None:
-    result = plugin("""
+    run = plugin("""
 from hypothesis import given, settings, strategies as st
 from ptxlab import runtime
 loads = []
@@ -157,7 +157,7 @@ def test_scale(emulate, blocks, s):
 def test_once():
     assert len(loads) == 1
 """)
-    result.assert_outcomes(passed=2)
+    run.assert_outcomes(passed=2)
 
 
 BROKEN = """
@@ -178,9 +178,9 @@ def test_differs(emulate):
 
 @pytest.mark.smoke
 def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
-    result = plugin(BROKEN, "--ptxlab-format", "github")
-    result.assert_outcomes(failed=4)
-    result.stdout.fnmatch_lines_random(
+    run = plugin(BROKEN, "--ptxlab-format", "github")
+    run.assert_outcomes(failed=4)
+    run.stdout.fnmatch_lines_random(
         [
             "E *MemoryFault: scale.ptx:11: `ld.global.f32*out of bounds",
             "E *replay: pytest test_it.py::test_bounds --ptxlab-schedule early",
@@ -196,7 +196,7 @@ def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
             "::error file=late.ptx,line=11,title=ptxlab async::*",
         ]
     )
-    assert "ptxlab/testing" not in result.stdout.str()  # no frame of the plugin
+    assert "ptxlab/testing" not in run.stdout.str()  # no frame of the plugin
 
 
 @pytest.mark.default_cases("false-False")
@@ -227,21 +227,21 @@ def test_several(emulate):
 
 
 def test_a_schedule_can_be_seen_again(plugin: Any) -> None:
-    result = plugin("""
+    run = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
 def test_schedules(emulate):
     out = emulate("late.ptx", grid=1, block=64, a=A[:64], out=np.zeros(64, np.float32), same=False)
     assert out.schedules == ("late:7",)
 """, "--ptxlab-schedule", "late:7")  # fmt: skip
-    result.assert_outcomes(passed=1)
-    result = plugin("""
+    run.assert_outcomes(passed=1)
+    run = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
 def test_schedules(emulate):
     out = emulate("late.ptx", grid=1, block=64, a=A[:64], out=np.zeros(64, np.float32), same=False)
     assert out.schedules == ("early", "late:5", "late:6")
     assert emulate("late.ptx", A[:64], A[:64], grid=1, block=64, seeds=0).schedules == ("early",)
 """, "--ptxlab-seed", "5")  # fmt: skip
-    result.assert_outcomes(passed=1)
+    run.assert_outcomes(passed=1)
 
 
 @pytest.mark.full
@@ -266,8 +266,8 @@ def test_annotations_come_through_xdist_into_a_file(
 
 def test_annotations_as_json(plugin: Any, pytester: pytest.Pytester) -> None:
     plugin(BROKEN, "--ptxlab-format", "json", "--ptxlab-output", "found.json").assert_outcomes(failed=4)
-    found = json.loads((pytester.path / "found.json").read_text())
-    lines = {(each["test"].partition("::")[2], each["line"]) for each in found}
+    annotations = json.loads((pytester.path / "found.json").read_text())
+    lines = {(annotation["test"].partition("::")[2], annotation["line"]) for annotation in annotations}
     assert lines >= {("test_bounds", 11), ("test_race", 3), ("test_late", 11)}
 
 
@@ -296,18 +296,18 @@ BAD = {
 
 def test_bad_input_fails_in_one_line_at_the_call(plugin: Any) -> None:
     tests = "".join(f"\ndef test_{i}(emulate):\n    {call}\n" for i, call in enumerate(BAD))
-    result = plugin(
+    run = plugin(
         tests + "\n@pytest.mark.ptxlab(check=1)\ndef test_marker(emulate):\n    pass\n", "--ptxlab-format=github"
     )
-    result.assert_outcomes(failed=len(BAD), errors=1)
+    run.assert_outcomes(failed=len(BAD), errors=1)
     escaped = [line.replace("[", "[[]") for line in BAD.values()]
-    result.stdout.fnmatch_lines_random([f"E *{line}" for line in escaped])
-    result.stdout.fnmatch_lines_random(["*test_it.py::test_marker: the marker ptxlab takes checks= and seeds="])
-    result.stdout.fnmatch_lines(["::error file=scale.cu,line=3,title=ptxlab CompileError::scale.cu:3: *"])
+    run.stdout.fnmatch_lines_random([f"E *{line}" for line in escaped])
+    run.stdout.fnmatch_lines_random(["*test_it.py::test_marker: the marker ptxlab takes checks= and seeds="])
+    run.stdout.fnmatch_lines(["::error file=scale.cu,line=3,title=ptxlab CompileError::scale.cu:3: *"])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--ptxlab-schedule", "soon"], "--ptxlab-schedule expects early or late:SEED, got soon"),
         (["--ptxlab-schedule", "soon:3"], "--ptxlab-schedule expects early or late:SEED, got soon:3"),
@@ -318,10 +318,10 @@ def test_bad_input_fails_in_one_line_at_the_call(plugin: Any) -> None:
         (["--ptxlab-format", "sarif", "--ptxlab-output", "no/x"], "--ptxlab-output expects a file in a folder*"),
     ],
 )
-def test_bad_options_stop_at_once(options: list[str], said: str, plugin: Any) -> None:
-    result = plugin("def test_nothing(): pass", *options)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {said}"])
+def test_bad_options_stop_at_once(options: list[str], message: str, plugin: Any) -> None:
+    run = plugin("def test_nothing(): pass", *options)
+    assert run.ret == pytest.ExitCode.USAGE_ERROR
+    run.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
 def test_cuda_without_its_compiler_and_the_gpu_backend_without_a_gpu(plugin: Any, monkeypatch: Any) -> None:
@@ -335,12 +335,10 @@ def test_cuda_without_its_compiler_and_the_gpu_backend_without_a_gpu(plugin: Any
     monkeypatch.setattr(nvrtc, "_library", missing)
     monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "there is none")
     test = "def test_it(emulate):\n    emulate('scale.NAME', grid=4, block=128, a=A, s=2.0)\n"
-    result = plugin(test.replace("NAME", "cu"))
-    result.stdout.fnmatch_lines(
-        ["E *UnavailableError: NVRTC: needed to compile CUDA C++ and not found; python -m pip*"]
-    )
-    result = plugin(test.replace("NAME", "ptx"), "--ptxlab-backend", "gpu")
-    result.stdout.fnmatch_lines(["E *UnavailableError: scale: no GPU backend here: there is none*"])
+    run = plugin(test.replace("NAME", "cu"))
+    run.stdout.fnmatch_lines(["E *UnavailableError: NVRTC: needed to compile CUDA C++ and not found; python -m pip*"])
+    run = plugin(test.replace("NAME", "ptx"), "--ptxlab-backend", "gpu")
+    run.stdout.fnmatch_lines(["E *UnavailableError: scale: no GPU backend here: there is none*"])
 
 
 @pytest.mark.parametrize(
@@ -355,8 +353,8 @@ def test_an_error_is_annotated_at_the_place_in_its_message(message: str, place: 
     from ptxlab.errors import EmulationError
     from ptxlab.testing.annotations import of_error
 
-    found = of_error(EmulationError(message), "k.ptx")
-    assert (found.path, found.line) == place
+    annotation = of_error(EmulationError(message), "k.ptx")
+    assert (annotation.path, annotation.line) == place
 
 
 def test_what_a_test_run_within_a_test_imports_stays(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,14 +25,14 @@ def entries(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.rglob("*") if p.is_file() and p.suffix != ".lock")
 
 
-def unexpected() -> bytes:
+def fail_to_make() -> bytes:
     raise AssertionError("made again")
 
 
 def test_is_made_once_and_found_again(folder: Path) -> None:
     path = cache.get_or_make(KEY, ".bin", lambda: b"content")
     assert path.read_bytes() == b"content"
-    assert cache.get_or_make(KEY, ".bin", unexpected) == path
+    assert cache.get_or_make(KEY, ".bin", fail_to_make) == path
     assert entries(folder) == [path.name]
 
 
@@ -46,10 +46,10 @@ def test_keys_and_suffixes_are_apart() -> None:
 @pytest.mark.full
 def test_much_that_was_made_before_is_not_looked_through() -> None:
     path = cache.get_or_make(KEY, ".bin", lambda: b"content")
-    for other in range(300):
-        cache.get_or_make(cache.key_of(other), ".bin", lambda: b"content")
+    for key in range(300):
+        cache.get_or_make(cache.key_of(key), ".bin", lambda: b"content")
     assert len(list(path.parent.iterdir())) < 20
-    assert cache.get_or_make(KEY, ".bin", unexpected) == path
+    assert cache.get_or_make(KEY, ".bin", fail_to_make) == path
 
 
 def test_key_depends_on_where_parts_end() -> None:
@@ -152,6 +152,6 @@ def test_read_only_folder_still_serves_what_it_has(folder: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert cache.get_or_make(KEY, ".bin", unexpected) == path
+    assert cache.get_or_make(KEY, ".bin", fail_to_make) == path
     with pytest.raises(FileError, match="Read-only file system"):
         cache.get_or_make(cache.key_of("another"), ".bin", lambda: b"content")

@@ -41,15 +41,15 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(includes, "_digests", {})
     (tmp_path / "sub").mkdir()
-    made: list[str] = []
+    outputs: list[str] = []
     run = nvrtc.run
 
-    def counted(source: Source, output: str, options: list[str]) -> object:
-        made.append(output)
+    def record_output(source: Source, output: str, options: list[str]) -> object:
+        outputs.append(output)
         return run(source, output, options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nvrtc, "run", counted)
-    return made
+    monkeypatch.setattr(nvrtc, "run", record_output)
+    return outputs
 
 
 def value(path: Path) -> int:
@@ -59,7 +59,7 @@ def value(path: Path) -> int:
     return int(out[0])
 
 
-def written(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
 
@@ -67,8 +67,8 @@ def written(path: Path, text: str) -> Path:
 @pytest.mark.default_cases("macro angle")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[str]) -> None:
-    source = written(tmp_path / "k.cu", FORMS[form] + BODY)
-    header = written(tmp_path / "h.h", "#define VALUE 1\n")
+    source = write_text(tmp_path / "k.cu", FORMS[form] + BODY)
+    header = write_text(tmp_path / "h.h", "#define VALUE 1\n")
     assert [value(source), value(source)] == [1, 1] and len(compiles) == 1
     stamp = header.stat()
     header.write_text("#define VALUE 2\n")
@@ -82,9 +82,9 @@ def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[s
 @pytest.mark.default_cases("has_include")
 @pytest.mark.parametrize("form", ["has_include", "has_include of a macro"])
 def test_a_header_that_was_looked_for_appears_and_goes(form: str, tmp_path: Path, compiles: list[str]) -> None:
-    source = written(tmp_path / "k.cu", FORMS[form] + BODY)
+    source = write_text(tmp_path / "k.cu", FORMS[form] + BODY)
     assert [value(source), value(source)] == [-1, -1] and len(compiles) == 1
-    header = written(tmp_path / "h.h", "#define VALUE 3\n")
+    header = write_text(tmp_path / "h.h", "#define VALUE 3\n")
     assert value(source) == 3
     header.unlink()
     assert value(source) == -1 and len(compiles) == 2
@@ -95,7 +95,7 @@ def test_a_header_in_front_of_the_one_before(tmp_path: Path, compiles: list[str]
     """Beside its includer, in the folder of the source, then among the project's own headers."""
     (tmp_path / "h.h").write_text("#define VALUE 4\n")
     (tmp_path / "sub" / "outer.h").write_text('#include "h.h"\n')
-    source = written(tmp_path / "k.cu", '#include "sub/outer.h"' + BODY)
+    source = write_text(tmp_path / "k.cu", '#include "sub/outer.h"' + BODY)
     assert [value(source), value(source)] == [4, 4]
     (tmp_path / "sub" / "h.h").write_text("#define VALUE 5\n")
     assert [value(source), value(source)] == [5, 5] and len(compiles) == 2
@@ -108,8 +108,8 @@ def test_a_header_in_front_of_the_one_before(tmp_path: Path, compiles: list[str]
 
 
 def test_what_no_compiler_sees_compiles_nothing_anew(tmp_path: Path, compiles: list[str]) -> None:
-    source = written(tmp_path / "k.cu", '#include "h.h"\n#if 0\n#include "other.h"\n#endif' + BODY)
-    header = written(tmp_path / "h.h", "#define VALUE 1 // one\n")
+    source = write_text(tmp_path / "k.cu", '#include "h.h"\n#if 0\n#include "other.h"\n#endif' + BODY)
+    header = write_text(tmp_path / "h.h", "#define VALUE 1 // one\n")
     assert value(source) == 1
     (tmp_path / "other.h").write_text("#define VALUE 7\n")
     header.write_text("#define VALUE 1 // the first\n")
@@ -118,7 +118,7 @@ def test_what_no_compiler_sees_compiles_nothing_anew(tmp_path: Path, compiles: l
 
 def test_options_from_the_environment(tmp_path: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """NVRTC reads them when it is loaded: what another process compiled by others is not taken."""
-    source = written(tmp_path / "k.cu", BODY)
+    source = write_text(tmp_path / "k.cu", BODY)
     value(source)
     monkeypatch.setenv("NVRTC_APPEND_FLAGS", "-DVALUE=8")
     value(source)
@@ -127,20 +127,20 @@ def test_options_from_the_environment(tmp_path: Path, compiles: list[str], monke
 
 def test_headers_in_any_encoding(tmp_path: Path, compiles: list[str]) -> None:
     (tmp_path / "h.h").write_bytes("#define VALUE 9 // größer\n".encode("latin-1"))
-    assert value(written(tmp_path / "k.cu", '#include "h.h"' + BODY)) == 9
+    assert value(write_text(tmp_path / "k.cu", '#include "h.h"' + BODY)) == 9
 
 
 def test_a_header_that_changes_while_it_is_compiled(
     tmp_path: Path, compiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = written(tmp_path / "k.cu", '#include "h.h"' + BODY)
-    header = written(tmp_path / "h.h", "#define VALUE 1\n")
+    source = write_text(tmp_path / "k.cu", '#include "h.h"' + BODY)
+    header = write_text(tmp_path / "h.h", "#define VALUE 1\n")
     run = nvrtc.run
 
     def slow(*args: object) -> object:
-        made = run(*args)  # type: ignore[arg-type]
+        compiled = run(*args)  # type: ignore[arg-type]
         header.write_text("#define VALUE 2\n")
-        return made
+        return compiled
 
     with monkeypatch.context() as patched, pytest.raises(CompileError, match=r"k\.cu: a header changed while it was"):
         patched.setattr(nvrtc, "run", slow)
@@ -153,7 +153,7 @@ def test_without_a_front_end_nothing_is_taken_from_the_cache(
 ) -> None:
     """The options that ask it are not documented; an NVRTC without them compiles every time, and is right."""
     monkeypatch.setattr(nvrtc, "run_front_end", lambda *_: b"")
-    source = written(tmp_path / "k.cu", '#include "h.h"' + BODY)
+    source = write_text(tmp_path / "k.cu", '#include "h.h"' + BODY)
     for number in (1, 2):
         (tmp_path / "h.h").write_text(f"#define VALUE {number}\n")
         assert value(source) == number
@@ -161,7 +161,7 @@ def test_without_a_front_end_nothing_is_taken_from_the_cache(
 
 
 def test_looking_up_is_quick(tmp_path: Path, compiles: list[str]) -> None:
-    source = Source.read(written(tmp_path / "k.cu", '#include <cuda_fp16.h>\n#include "h.h"' + BODY))
+    source = Source.read(write_text(tmp_path / "k.cu", '#include <cuda_fp16.h>\n#include "h.h"' + BODY))
     (tmp_path / "h.h").write_text("#define VALUE 1\n")
     toolchain.compile_cuda(source, "sm_80", output="ptx")
     seconds = []

@@ -166,14 +166,14 @@ def test_arguments(ptx: Source, cuda: Source) -> None:
 def test_cache_key_covers_everything(cuda: Source, tmp_path: Path) -> None:
     first = toolchain.compile_cuda(cuda, "sm_90a", defines=MASK)
     assert toolchain.compile_cuda(cuda, "sm_90a", defines=MASK) == first
-    others = [
+    images = [
         toolchain.compile_cuda(cuda, "sm_90a", defines={"MASK": "1u"}),
         toolchain.compile_cuda(cuda, "sm_80", defines=MASK),
         toolchain.compile_cuda(cuda, "sm_90a", output="ptx", defines=MASK),
     ]
     (tmp_path / "flip.cuh").write_text(HEADER.replace("^", "|"))
-    others.append(toolchain.compile_cuda(cuda, "sm_90a", defines=MASK))
-    assert len({image.path for image in [first, *others]}) == 5
+    images.append(toolchain.compile_cuda(cuda, "sm_90a", defines=MASK))
+    assert len({image.path for image in [first, *images]}) == 5
 
 
 def test_compiles_once_and_keeps_the_log(cuda: Source, monkeypatch: pytest.MonkeyPatch) -> None:

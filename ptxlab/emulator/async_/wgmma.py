@@ -48,8 +48,10 @@ _WARP_GROUP = 128  # threads
 @cache
 def accumulators(n: int, d_type: str) -> Fragment:
     """Return the fragment of D that a warp holds: its own 16 rows."""
-    whole = wgmma_d(n, d_type != "s32", bits_of(d_type))
-    return Fragment(f"{whole.name} of a warp", whole.bits, whole.rows[:32], whole.cols[:32])
+    group_fragment = wgmma_d(n, d_type != "s32", bits_of(d_type))
+    return Fragment(
+        f"{group_fragment.name} of a warp", group_fragment.bits, group_fragment.rows[:32], group_fragment.cols[:32]
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -93,8 +95,8 @@ class DecodedWgmma:
     @cached_property
     def rows(self) -> tuple[Array, Array]:
         """Rows of A's and of D's registers in the file of 32-bit registers, each [registers, 1]."""
-        both = self.a_registers, self.d_registers
-        a, d = (np.array([register.index for register in registers], np.intp)[:, None] for registers in both)
+        register_lists = self.a_registers, self.d_registers
+        a, d = (np.array([register.index for register in registers], np.intp)[:, None] for registers in register_lists)
         return a, d
 
 
@@ -150,8 +152,8 @@ class WgmmaProducts(Effect):
             if a_rows is not None:
                 left = a_rows[warps]
             else:
-                whole = self.operand(memory, a, base, 4 * ROWS, of_b=False)
-                left = whole.reshape(4, ROWS, -1)[self.quarter[warps]]
+                group_rows = self.operand(memory, a, base, 4 * ROWS, of_b=False)
+                left = group_rows.reshape(4, ROWS, -1)[self.quarter[warps]]
             products[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
             if self.notes_special:
                 self.note_special(warps, (left, decoded.a_type), (right[None], decoded.b_type))

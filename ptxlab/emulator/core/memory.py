@@ -35,12 +35,14 @@ class Region:
     written: bool = False
     variables: Sequence[Variable] = ()  # those that lie in it, in order
 
-    def place(self, at: int) -> str:
+    def place(self, offset: int) -> str:
         """Name a byte of the region in words."""
         for variable in reversed(self.variables):
-            if variable.offset <= at and (at < variable.offset + variable.size or not variable.size):
-                return f"byte {at} of {self.name} ({LOCAL_NAME.sub('', variable.name)} + {at - variable.offset})"
-        return f"byte {at} of {self.name}"
+            if variable.offset <= offset and (offset < variable.offset + variable.size or not variable.size):
+                return (
+                    f"byte {offset} of {self.name} ({LOCAL_NAME.sub('', variable.name)} + {offset - variable.offset})"
+                )
+        return f"byte {offset} of {self.name}"
 
 
 class Memory:

@@ -95,17 +95,17 @@ def _w4a8kv4() -> Iterator[AccuracyRow]:
         ("smoothing", ("smooth",)),
         ("SmoothAttention", ("smooth_keys",)),
     ):
-        recipe = _with(recipe, full, names)
+        recipe = _copy_settings(recipe, full, names)
         yield AccuracyRow("channel", step, recipe)
-    yield AccuracyRow("channel", "clipping", _with(recipe, full, ("clip",)))
+    yield AccuracyRow("channel", "clipping", _copy_settings(recipe, full, ("clip",)))
     yield AccuracyRow("channel", "GPTQ", full, repeats=True)
     for group in (64, 32):
         full, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
         yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
         recipe = full.but(reorder=False, clip=None, gptq=False)
         yield AccuracyRow(ladder, "groups", recipe)  # after the steps above
-        yield AccuracyRow(ladder, "reordering", recipe := _with(recipe, full, ("reorder",)))
-        yield AccuracyRow(ladder, "clipping", _with(recipe, full, ("clip",)))
+        yield AccuracyRow(ladder, "reordering", recipe := _copy_settings(recipe, full, ("reorder",)))
+        yield AccuracyRow(ladder, "clipping", _copy_settings(recipe, full, ("clip",)))
         yield AccuracyRow(ladder, "GPTQ", full, repeats=True)
 
 
@@ -164,7 +164,7 @@ def _fmpq() -> Iterator[AccuracyRow]:
     yield AccuracyRow("FMPQ", f"blocks with outliers in INT8, at most {recipe.int8:.0%}", recipe)
 
 
-def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
+def _copy_settings(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
     return recipe.but(**{name: getattr(full, name) for name in names})
 
 
@@ -268,7 +268,7 @@ def _measure_recipe(
     return {
         "recipe": recipe.to_json(),
         "perplexity": perplexities,
-        "errors": _means([layer.errors for layer in layers if layer]),
+        "errors": _mean_errors([layer.errors for layer in layers if layer]),
         "cache_bytes": cache_bytes(model.config, recipe),
         "bytes": sum(gemm_bytes(model.config, recipe, layer) for layer in layers if layer),
         "seconds": {"quantize": done - start, "measure": perf_counter() - done},
@@ -321,7 +321,7 @@ def _weight_bytes(recipe: Recipe, K: int) -> float:
     return K / 2 + 2 * K / recipe.group + 4
 
 
-def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+def _mean_errors(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = errors[0] if errors else {}
     of_layers = {name: [error for layer in errors if (error := layer[name]) is not None] for name in names}
     return {name: float(np.mean(errors_of_name)) for name, errors_of_name in of_layers.items() if errors_of_name}

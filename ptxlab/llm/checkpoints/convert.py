@@ -34,7 +34,7 @@ class PlannedTensor:
     `selected`: it is a matrix under the pattern, so that a copy deserves a word.
     """
 
-    info: TensorInfo
+    source: TensorInfo
     fields: dict[str, Any] | None
     reason: str = ""
     selected: bool = True
@@ -42,22 +42,22 @@ class PlannedTensor:
     @property
     def described(self) -> str:
         """Name, dtype and shape, for a message."""
-        return f"{self.info.name} {self.info.dtype} {list(self.info.shape)}"
+        return f"{self.source.name} {self.source.dtype} {list(self.source.shape)}"
 
     @property
     def announced(self) -> list[TensorInfo]:
         """Tensors of the new file that the tensor becomes."""
-        return announce(self.info.name, self.fields) if self.fields else [self.info]
+        return announce(self.source.name, self.fields) if self.fields else [self.source]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the new file."""
-        return sum(info.nbytes for info in self.announced)
+        return sum(tensor.nbytes for tensor in self.announced)
 
     @property
     def bits(self) -> float:
         """Bits per element in the new file, constants and padding included."""
-        return 8 * self.nbytes / max(1, prod(self.info.shape))
+        return 8 * self.nbytes / max(1, prod(self.source.shape))
 
 
 @dataclass
@@ -83,14 +83,14 @@ class Conversion:
         """
         if os.path.exists(out) and os.path.samefile(out, self.checkpoint.path):
             raise ArgumentError("out", "must be another file than the checkpoint, which would be lost", out)
-        announced = [info for tensor in self.tensors for info in tensor.announced]
-        packed = {tensor.info.name: tensor.fields for tensor in self._packed if tensor.fields}
+        announced = [new for tensor in self.tensors for new in tensor.announced]
+        packed = {tensor.source.name: tensor.fields for tensor in self._packed if tensor.fields}
         write_checkpoint(out, announced, self._contents(progress), self.checkpoint.metadata | metadata(packed))
 
     def verify(self, out: str | os.PathLike[str], progress: Progress | None = None) -> None:
         """Load every packed weight of the written file; raises VerificationError if one differs in any bit."""
         for tensor in self._packed:
-            name = tensor.info.name
+            name = tensor.source.name
             if _digest(unpack(load(out, name))) != self._digests[name]:
                 raise VerificationError(f"{out}: {name} does not load as it was written")
             if progress:
@@ -102,7 +102,7 @@ class Conversion:
 
     def _contents(self, progress: Progress | None) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         for tensor in self.tensors:
-            name = tensor.info.name
+            name = tensor.source.name
             if tensor.fields:
                 weight, packed = self._quantize(name, tensor.fields)
                 self._digests[name] = _digest(weight)
@@ -147,7 +147,7 @@ def plan(
         _plan(tensor_info, scheme, group, layout, pattern, protective_range)
         for tensor_info in checkpoint.tensors.values()
     ]
-    matched = [tensor for tensor in tensors if fnmatchcase(tensor.info.name, pattern)]
+    matched = [tensor for tensor in tensors if fnmatchcase(tensor.source.name, pattern)]
     if not matched:
         raise ArgumentError("pattern", f"must match a tensor of {path}", pattern)
     if not any(tensor.fields for tensor in matched):

@@ -147,10 +147,12 @@ def _without_method(settings: Mapping[str, Any]) -> Declaration:
 
 
 def _gptq_version(settings: Mapping[str, Any]) -> int | None:
-    stated = [settings[name] for name in ("checkpoint_format", "format") if settings.get(name) is not None]
-    if any(name not in ("gptq", "gptq_v2") or name != stated[0] for name in stated):
-        raise ArgumentError("the config's checkpoint_format", "must be gptq or gptq_v2", " and ".join(map(str, stated)))
-    return {"gptq": 1, "gptq_v2": 2}[stated[0]] if stated else None
+    formats = [settings[name] for name in ("checkpoint_format", "format") if settings.get(name) is not None]
+    if any(name not in ("gptq", "gptq_v2") or name != formats[0] for name in formats):
+        raise ArgumentError(
+            "the config's checkpoint_format", "must be gptq or gptq_v2", " and ".join(map(str, formats))
+        )
+    return {"gptq": 1, "gptq_v2": 2}[formats[0]] if formats else None
 
 
 def _gptq(settings: Mapping[str, Any]) -> Declaration:

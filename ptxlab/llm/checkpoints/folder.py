@@ -31,7 +31,7 @@ from ptxlab.llm.model.weights import DEFAULT_CACHE, LayerWeights
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.layout import stack_experts
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.lowbit.layout.storage import described, holds_reordered, packed_headers
+from ptxlab.lowbit.layout.storage import collect_file_contents, holds_reordered, packed_headers
 from ptxlab.lowbit.quant.kv import BY_CHANNEL, check_channel
 from ptxlab.validate import is_one_of
 
@@ -67,7 +67,7 @@ def save(model: QuantizedModel, folder: Path) -> None:
 
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
-    announced, arrays, metadata = described(
+    announced, arrays, metadata = collect_file_contents(
         {part_name(name, index): product_weight(layer, name) for name in fused_parts(layer.config)}
     )
     plain = {part_name(name, index): part for name, part in layer.parts.items() if name in _PLAIN}

@@ -284,8 +284,8 @@ def _qserve_channel(arrays: Arrays) -> AffineWeight:
         zero = np.where(scaled == 0, 0, scaled / scale).astype(np.float32)
     if not np.isfinite(zero).all():
         raise ArgumentError("s1_szeros", "must be finite multiples of s1_scales", "infinity")
-    whole = np.rint(zero)
-    zero = np.where(np.abs(whole * scale - scaled) <= np.abs(scaled) * 2.0**-10 + 2.0**-24, whole, zero)
+    rounded_zero = np.rint(zero)
+    zero = np.where(np.abs(rounded_zero * scale - scaled) <= np.abs(scaled) * 2.0**-10 + 2.0**-24, rounded_zero, zero)
     return AffineWeight(
         q4=unpack_qserve(arrays["qweight"]), scale=scale[:, None], zero=zero.astype(np.float32)[:, None]
     )

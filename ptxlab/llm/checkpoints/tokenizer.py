@@ -323,7 +323,7 @@ def _starts(file: Path, tokenizer: Any) -> tuple[int, ...]:
     adding = [part for part in _parts(processor) if part["type"] != "ByteLevel"]
     if len(adding) > 1:
         raise FileError(f"{file}: post_processor: at most one part may add tokens (got {len(adding)})")
-    starts = tuple(_ahead(adding[0])) if adding else ()
+    starts = tuple(_start_tokens(adding[0])) if adding else ()
     if len(starts) > _MOST_STARTS:
         raise FileError(f"{file}: post_processor: at most {_MOST_STARTS} tokens ahead of a text (got {len(starts)})")
     return starts
@@ -337,7 +337,7 @@ def _parts(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _parts(inner)
 
 
-def _ahead(processor: dict[str, Any]) -> Iterator[int]:
+def _start_tokens(processor: dict[str, Any]) -> Iterator[int]:
     """Yield the tokens that a part of a post-processor puts ahead of a text."""
     if "cls" in processor:
         yield processor["cls"][1]

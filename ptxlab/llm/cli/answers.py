@@ -108,7 +108,7 @@ def continue_text(
         )
     for i, text in enumerate(streamed.texts[1:], 2):
         _write(f"\n[{i}] {echo}{text.text}\n")
-    note(f"{streamed.speed()}; {_where(runner, computing)}")
+    note(f"{streamed.speed()}; {_describe_backend(runner, computing)}")
 
 
 def converse(
@@ -126,7 +126,7 @@ def converse(
         # The template, or the tokenizer, may make other tokens of an answer's text than those that were generated.
         goes_on = 0 < len(cached) < len(ids) and ids[: len(cached)] == cached
         streamed = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
-        note(f"{streamed.speed()}; {_where(runner, computing)}")
+        note(f"{streamed.speed()}; {_describe_backend(runner, computing)}")
         messages.append({"role": "assistant", "content": streamed.texts[0].text})
         cached = (ids + streamed.tokens)[: int(runner.lengths[0])]
 
@@ -196,7 +196,8 @@ def serve_prompts(
         print_json({**origin, **rates, "requests": answers})
     else:
         summary = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
-        note(f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s; {summary}; {_where(runner, computing)}")
+        speed = f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s"
+        note(f"{speed}; {summary}; {_describe_backend(runner, computing)}")
     if any(request.error for request in requests):
         raise typer.Exit(FAILED)
 
@@ -205,7 +206,7 @@ def _recipe(runner: Runner) -> dict[str, Any]:
     return {"scheme": "float"} if isinstance(runner, FloatRunner) else dict(runner.model.recipe)
 
 
-def _where(runner: Runner, computing: Computing) -> str:
+def _describe_backend(runner: Runner, computing: Computing) -> str:
     if isinstance(runner, FloatRunner):
         return f"weights and KV cache in float32, on {'the GPU' if computing.backend == 'gpu' else 'NumPy'}"
     on_gpu = f"the GPU: a CUDA graph per step, the prompt in chunks of {runner.chunk} tokens"

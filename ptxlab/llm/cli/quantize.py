@@ -27,7 +27,7 @@ from ptxlab.llm.checkpoints.open import MODELS, missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, open_model_with_bar, open_text_with_bar
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.model.weights import DEFAULT_CACHE
-from ptxlab.llm.recipe import calibrate, named
+from ptxlab.llm.recipe import calibrate, find_recipe
 from ptxlab.llm.recipe.quantize import check_packable, quantize_model
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
@@ -105,7 +105,7 @@ def quantize(
     if seed < 0:
         raise expects("--seed", "an integer, 0 or more", seed)
     on_gpu = model_on_gpu(backend)
-    steps = named(recipe)
+    steps = find_recipe(recipe)
     if steps.int8 is None:
         refuse({"--int8": int8}, "is for --recipe fmpq")
     # As many outliers as a group has channels, so that the rest remains whole groups.
@@ -206,7 +206,7 @@ def _file(
     packed = [planned for planned in conversion.tensors if planned.fields]
     copied = [planned for planned in conversion.tensors if not planned.fields]
     cells = [
-        (p.info.name, "x".join(map(str, p.info.shape)), f"{p.info.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
+        (p.source.name, "x".join(map(str, p.source.shape)), f"{p.source.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
         for p in packed
     ]
     packing = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
@@ -222,10 +222,10 @@ def _file(
 
 def _row(planned: convert.PlannedTensor) -> dict[str, Any]:
     return {
-        "tensor": planned.info.name,
-        "shape": list(planned.info.shape),
+        "tensor": planned.source.name,
+        "shape": list(planned.source.shape),
         "packed": planned.fields,
         "copied_because": planned.reason,
-        "bytes_before": planned.info.nbytes,
+        "bytes_before": planned.source.nbytes,
         "bytes": planned.nbytes,
     }

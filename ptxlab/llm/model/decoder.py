@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.lowbit.reference.activations import gated, rms_norm
+from ptxlab.lowbit.reference.activations import apply_gate, rms_norm
 from ptxlab.lowbit.reference.attention import rope
 from ptxlab.lowbit.reference.experts import top_experts
 
@@ -118,7 +118,7 @@ def feed_forward(
     def run(y: Floats, expert: int | None = None) -> Floats:
         gate, up, down = (expert_part(part, expert) for part in EXPERT_MATRICES)
         gate_up = np.concatenate([numerics.product(name, y, layer) for name in (gate, up)], axis=-1)
-        return numerics.product(down, gated(gate_up, activation).astype(x.dtype), layer)
+        return numerics.product(down, apply_gate(gate_up, activation).astype(x.dtype), layer)
 
     if not chosen_experts:
         return x + run(y)

@@ -59,7 +59,7 @@ def quantize_input(weight: Any, y: Any) -> QuantizedInput:
     rows = to_numpy(y)
     if not isinstance(weight, ReorderedWeight):
         return _arrays_like(quant.quantize_activations(rows), y)
-    return _arrays_like(_pack_inputs(weight, with_arrays(weight, to_numpy).quantized(rows)), y)
+    return _arrays_like(_pack_inputs(weight, with_arrays(weight, to_numpy).quantize_input(rows)), y)
 
 
 def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedInput, tuple[Allowed, ...]]:

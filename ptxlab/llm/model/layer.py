@@ -48,13 +48,13 @@ class Routing:
         tokens: normalised and quantised, row-major [M, H].
         normed: the same before quantisation, f16 or bf16 [M, H], which the router looks at.
         routed: rows for experts, which are the buffers' `gate_up_in`.
-        results: what the experts give, [M·chosen, H].
+        expert_outputs: what the experts give, [M·chosen, H].
     """
 
     tokens: PackedActivations
     normed: Any
     routed: RoutedTokens
-    results: Any
+    expert_outputs: Any
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -168,7 +168,7 @@ class LayerBuffers:
                 tokens=new_rows(M, H, array, **row_major),
                 normed=array(M, H),
                 routed=routed,
-                results=array(M * chosen, H),
+                expert_outputs=array(M * chosen, H),
             )
         else:
             gate_up_in, down_in = inputs("gate_up"), inputs("down")
@@ -349,7 +349,12 @@ def layer_calls(
             down_in,
             to_stream("down", b.down_in, weights.down, b.hidden),
         ]
-    tokens, normed, routed, expert_outputs = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
+    tokens, normed, routed, expert_outputs = (
+        b.routing.tokens,
+        b.routing.normed,
+        b.routing.routed,
+        b.routing.expert_outputs,
+    )
 
     def grouped_product(name: str, inputs: Inputs, weights: Any, out: Any) -> LayerCall:
         return call(name, gemm_w4a8_grouped, inputs, weights=weights, offsets=routed.offsets, out=out)

@@ -14,7 +14,7 @@ from ptxlab.llm.model.cache_formats import CACHE_FORMATS
 from ptxlab.llm.model.decoder import Floats, Layer, Numerics
 from ptxlab.lowbit.quant.activations import token_scales
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
-from ptxlab.lowbit.quant.groups import dequantized, integer_groups
+from ptxlab.lowbit.quant.groups import dequantize_groups, integer_groups
 from ptxlab.lowbit.quant.kv import BY_CHANNEL, quantize_kv
 from ptxlab.validate import is_one_of, require_integer, require_number
 
@@ -127,7 +127,7 @@ def per_token(x: Floats) -> Floats:
 def _in_groups(x: Floats, group: int, bits: int, steps: float, clip: float = 1.0) -> Floats:
     """Round x [M, K] to integers of `bits` bits and back, with a scale per group in FP16."""
     q, scale = integer_groups("activations", x.reshape(len(x), -1, group), bits, steps, clip=clip)
-    rounded: Floats = dequantized(q.reshape(x.shape), scale).astype(x.dtype)
+    rounded: Floats = dequantize_groups(q.reshape(x.shape), scale).astype(x.dtype)
     return rounded
 
 

@@ -83,7 +83,7 @@ class GroupProduct:
         parts = np.split(rows.q4, rows.scale4.shape[1], axis=1) + [rows.q8] * (weight.outliers > 0)
         self.groups = [np.ascontiguousarray(part.T, np.float32) for part in parts]
         self.scales = rows.scales[:, : len(parts)]
-        self.quantize, self.bias = weight.quantized, bias
+        self.quantize, self.bias = weight.quantize_input, bias
 
     def quantize_gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
         """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
@@ -224,7 +224,7 @@ class NumpyRunner(Runner):
             if len(row):
                 gate_up, down = products
                 outputs[start:stop] = self._ffn(gate_up, down, inputs, Rows(*(part[row] for part in rows)))
-        return round_to_dtype(reference.combined(outputs, place, share.astype(np.float32)), self._dtype)
+        return round_to_dtype(reference.combine_expert_rows(outputs, place, share.astype(np.float32)), self._dtype)
 
     def _clear_nonfinite(self, x: F32, rows: Rows) -> F32:
         """Set rows of x that are not finite to zeros.

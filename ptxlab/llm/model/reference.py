@@ -136,7 +136,9 @@ def exact(
         down_in = add_step("down_in", *gate_inputs(weights.down, gate_up, config.activation, dtype))
     ffn_output = product(down_in, weights.down)
     if config.experts:
-        ffn_output = convert_to_dtype(reference.combined(floats(add_step("results", ffn_output)), place, share), dtype)
+        ffn_output = convert_to_dtype(
+            reference.combine_expert_rows(floats(add_step("expert_outputs", ffn_output)), place, share), dtype
+        )
     if config.experts or not residual_epilogue:
         add_step("hidden", ffn_output)
     else:
@@ -152,7 +154,7 @@ def outputs_by_step(buffers: LayerBuffers, weights: LayerWeights, residual: Any,
         arrays_by_step[f"{name}_in"] = read_outputs(getattr(weights, name), getattr(buffers, f"{name}_in"))
     if buffers.routing is not None:
         routing, routed = buffers.routing, buffers.routing.routed
-        arrays = {"normed": routing.normed, "results": routing.results, "chosen": routed.chosen}
+        arrays = {"normed": routing.normed, "expert_outputs": routing.expert_outputs, "chosen": routed.chosen}
         arrays |= {"share": routed.share, "offsets": routed.offsets, "place": routed.place}
         arrays_by_step |= {name: as_view(array) for name, array in arrays.items()}
         arrays_by_step["tokens"] = read_outputs(weights.gate_up, routing.tokens)
@@ -192,7 +194,7 @@ def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
         return outputs
 
     def ffn(y: F64, gate_up: Any, down: Any) -> F64:
-        return product(reference.gated(product(y, gate_up), config.activation), down)
+        return product(reference.apply_gate(product(y, gate_up), config.activation), down)
 
     stream = stream + x
     qkv = product(reference.rms_norm(stream, norms[0], config.eps), weights.qkv)

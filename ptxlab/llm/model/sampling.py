@@ -89,9 +89,9 @@ def adjust(scores: Any, samplings: Sequence[Sampling], seen: Any = None) -> Any:
     if seen is not None:
         penalty = settings.repetition_penalty
         scores = np.where(seen, np.where(scores < 0, scores * penalty, scores / penalty), scores)
-    if any(by.temperature for by in samplings):
+    if any(sampling.temperature for sampling in samplings):
         scores = scores / settings.temperature
-    if any(by.top_k or by.top_p < 1 or by.min_p for by in samplings):
+    if any(sampling.top_k or sampling.top_p < 1 or sampling.min_p for sampling in samplings):
         scores = np.where(_find_excluded(scores, settings), scores.dtype.type(-np.inf), scores)
     return scores
 
@@ -99,8 +99,14 @@ def adjust(scores: Any, samplings: Sequence[Sampling], seen: Any = None) -> Any:
 def _settings(samplings: Sequence[Sampling], logits: Any) -> _Columns:
     """Return numbers where one `Sampling` is for all rows, which need not be copied to a GPU; else columns."""
     rows = [
-        _Columns(float(by.temperature or 1), by.top_k, float(by.top_p), float(by.min_p), float(by.repetition_penalty))
-        for by in samplings
+        _Columns(
+            float(sampling.temperature or 1),
+            sampling.top_k,
+            float(sampling.top_p),
+            float(sampling.min_p),
+            float(sampling.repetition_penalty),
+        )
+        for sampling in samplings
     ]
     if len(rows) == 1:
         return rows[0]

@@ -17,7 +17,7 @@ from ptxlab.lowbit.layout import packed_weight as w4a8
 from ptxlab.lowbit.layout import reordered as w4a4
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
-from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
+from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, repeat_to_shape, with_arrays
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import convert_to_dtype
 from ptxlab.validate import is_one_of, require_integer, shape_of
@@ -162,7 +162,7 @@ class LayerWeights:
                 return _random_reordered(rng, N, K, scheme, group, layout, place)
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
             quantised = quantiser(scheme)(block.astype(np.float32), group)
-            return pack(tiled(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
+            return pack(repeat_to_shape(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
 
         def norm() -> Any:
             return place(convert_to_dtype(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
@@ -233,9 +233,12 @@ def _random_reordered(
     size = min(N, BLOCK_ROWS), min(K - outliers, BLOCK_K) + outliers
     block = rng.standard_normal(size, dtype=np.float32) / np.float32(np.sqrt(K))
     rows = quant.quantize_atom_weight(block, group, outliers)
-    q4, scale4 = tiled(place(rows.q4), N, K - outliers), tiled(place(rows.scale4), N, (K - outliers) // group)
-    q8 = tiled(place(rows.q8), N, outliers) if outliers else q4[:, :0]
-    repeated = quant.AtomRows(q4, scale4, q8, tiled(place(rows.scale8), N, 1))
+    q4, scale4 = (
+        repeat_to_shape(place(rows.q4), N, K - outliers),
+        repeat_to_shape(place(rows.scale4), N, (K - outliers) // group),
+    )
+    q8 = repeat_to_shape(place(rows.q8), N, outliers) if outliers else q4[:, :0]
+    repeated = quant.AtomRows(q4, scale4, q8, repeat_to_shape(place(rows.scale8), N, 1))
     int8 = None if scheme == "atom" else round(K // group * quant.fmpq.MOST_INT8)
     return w4a4.pack_reordered(repeated, rng.permutation(K), layout, int8=int8, clip=quant.atom.ACTIVATION_CLIP)
 

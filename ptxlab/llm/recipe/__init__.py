@@ -8,7 +8,7 @@ from ptxlab.llm.recipe.gptq import Rounded, gptq, inverse_factor, objective, rou
 from ptxlab.llm.recipe.grids import ChannelGrid, Grid, Levels, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.llm.recipe.reorder import reorder_down, reorder_heads
 from ptxlab.llm.recipe.rotation import fold_norms, hadamard, random_orthogonal, rotate_ends, rotate_heads, rotate_stream
-from ptxlab.llm.recipe.settings import RECIPES, Recipe, named
+from ptxlab.llm.recipe.settings import RECIPES, Recipe, find_recipe
 from ptxlab.llm.recipe.smoothing import search_factor, smooth_down, smooth_heads, smooth_input, smooth_keys
 
 rounded = round_to_nearest  # its name until 0.2
@@ -23,11 +23,11 @@ __all__ = [
     "Recipe",
     "Rounded",
     "SymmetricGrid",
+    "find_recipe",
     "fold_norms",
     "gptq",
     "hadamard",
     "inverse_factor",
-    "named",
     "objective",
     "random_orthogonal",
     "reorder_down",

@@ -215,7 +215,7 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def named(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """Return a recipe by name. Raises ArgumentError for a name that is not in `RECIPES`."""
     if not is_one_of(name, RECIPES):
         raise ArgumentError("recipe", f"must be one of {', '.join(RECIPES)}", name)

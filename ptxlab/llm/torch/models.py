@@ -22,7 +22,7 @@ from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.llm.model.decoder import BIASES, NORMS, ROUTER, expert_of
 from ptxlab.llm.model.floats import MappedLayers
 from ptxlab.llm.model.quantized import convert_ends, pack_layer
-from ptxlab.llm.recipe import Recipe, named
+from ptxlab.llm.recipe import Recipe, find_recipe
 from ptxlab.llm.recipe.calibrate import prepare_model, quantize_layers
 from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
@@ -72,7 +72,7 @@ def quantize_model(
     """
     config, dtype = _check_model(model), name_of(model.dtype)
     if not isinstance(recipe, QuantizedModel):
-        steps = named(recipe) if isinstance(recipe, str) else recipe
+        steps = find_recipe(recipe) if isinstance(recipe, str) else recipe
         recipe = _quantize_by_recipe(float_model(model), steps, tokens, layout, dtype, progress)
     _check_same(config, recipe, dtype)
     _replace_modules(model, recipe)

@@ -83,7 +83,7 @@ def _combine_on_cpu(outputs: Tensor, place: Tensor, share: Tensor) -> Tensor:
     rows = floats(array_of(f"{name}: results", outputs, _HALVES, places.size, "H"))
     if places.size and not 0 <= places.min() <= places.max() < len(rows):
         raise ArgumentError(f"{name}: place", f"must be rows in 0..{len(rows) - 1}", f"{places.min()}..{places.max()}")
-    return tensor_of(convert_to_dtype(reference.combined(rows, places, shares), dtype), outputs.dtype)
+    return tensor_of(convert_to_dtype(reference.combine_expert_rows(rows, places, shares), dtype), outputs.dtype)
 
 
 define(

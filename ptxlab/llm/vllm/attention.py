@@ -217,9 +217,9 @@ def _pieces(batch: CommonAttentionMetadata, first: int) -> Iterator[SequenceRows
             continue
         sequence = np.repeat(np.arange(len(new)), pieces)
         number = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of its sequence
-        at = begin[sequence] + size * number
-        tokens_after = starts[1:][sequence] - (at + size)
-        rows = (at[:, None] + np.arange(size)).reshape(-1)
+        first_token = begin[sequence] + size * number
+        tokens_after = starts[1:][sequence] - (first_token + size)
+        rows = (first_token[:, None] + np.arange(size)).reshape(-1)
         sequences, shortening, rows_of_batch = (
             torch.from_numpy(numbers).to(batch.seq_lens.device) for numbers in (first + sequence, tokens_after, rows)
         )

@@ -205,13 +205,13 @@ def _audit_packed(name: str, packed: layout.PackedWeight) -> AuditRow:
     )
 
 
-def _why_not(info: TensorInfo, group: int) -> str:
-    if len(info.shape) != 2:
-        return f"not a matrix (shape {list(info.shape)})"
-    if info.dtype not in FLOATS:
-        return f"not floats (dtype {info.dtype})"
-    if info.shape[1] % group:
-        return f"K is not a multiple of the group (K={info.shape[1]}, group={group})"
+def _why_not(tensor: TensorInfo, group: int) -> str:
+    if len(tensor.shape) != 2:
+        return f"not a matrix (shape {list(tensor.shape)})"
+    if tensor.dtype not in FLOATS:
+        return f"not floats (dtype {tensor.dtype})"
+    if tensor.shape[1] % group:
+        return f"K is not a multiple of the group (K={tensor.shape[1]}, group={group})"
     return ""
 
 

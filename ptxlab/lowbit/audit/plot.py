@@ -41,5 +41,5 @@ def audit_figure(rows: Sequence[AuditRow], title: str) -> Figure:
     return figure
 
 
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
+def _or_nan(number: float | None) -> float:
+    return float("nan") if number is None else number

@@ -88,17 +88,17 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
 
 def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> Row:
     """Measure the marked word in a loop over registers, beside the limit of the pipes for its machine code."""
-    info = gpu.device_info()
+    device = gpu.device_info()
     loop = harness.looping_harness(source)
     word = harness.word_of(source)
     if loop is None or word is None:
         raise BenchmarkError(f"{source.label}: no word is marked (`// @begin word`)")
-    image = toolchain.assemble(loop, info.arch)
+    image = toolchain.assemble(loop, device.arch)
     body = sass.loop_of(sass.parse(toolchain.disassemble(image))[harness.LOOPING])
     per_lane, pipe = sass.pipe_limit(sass.pipe_counts(body))  # clocks of an SM per lane and round
     kernel = gpu.load_image(loop, image, harness.LOOPING)
 
-    threads = info.sms * _BLOCKS_PER_SM * _THREADS
+    threads = device.sms * _BLOCKS_PER_SM * _THREADS
     clocks_per_round = per_lane * _BLOCKS_PER_SM * _THREADS
     iterations = max(1, round(_LOOP_CLOCKS / clocks_per_round))
     words = rng.integers(0, 2**32, (threads, harness.LOOP_WORDS), np.uint32)
@@ -109,7 +109,7 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
     geometry = Launch((threads // _THREADS, 1, 1), (_THREADS, 1, 1))
     measured = measure([gpu.prepare(kernel, [*arrays, np.uint32(iterations)], geometry)])
     weights = 8 * words.size * iterations
-    counts = sass.count_per_8_weights(source, info.arch) or {}
+    counts = sass.count_per_8_weights(source, device.arch) or {}
     return row_of(
         spec,
         "registers",
@@ -119,7 +119,7 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
         source=source,
         checked=f"{_CHECKED_THREADS} threads, {_CHECKED_ITERATIONS} rounds equal to the emulator",
         nbytes=0,
-        rate=(weights / (measured.us * measured.sm_mhz * info.sms), "w/clk/SM"),
+        rate=(weights / (measured.us * measured.sm_mhz * device.sms), "w/clk/SM"),
         more={
             "limit_with_harness": 8 * harness.LOOP_WORDS / per_lane,
             "limit_of_word": 8 / sass.pipe_limit(sass.by_pipe(counts))[0],
@@ -133,13 +133,13 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
 
 def _check_loop(kernel: gpu.GpuKernel, loop: Source, words: np.ndarray, shared: np.ndarray) -> None:
     """Run a few rounds of the loop on the GPU and in the emulator, and compare."""
-    results = [np.zeros_like(words), np.zeros_like(words)]
+    outputs = [np.zeros_like(words), np.zeros_like(words)]
     iterations = np.uint32(_CHECKED_ITERATIONS)
-    gpu.launch(kernel, [words, shared, results[0], iterations], Launch((1, 1, 1), (len(words), 1, 1)))
+    gpu.launch(kernel, [words, shared, outputs[0], iterations], Launch((1, 1, 1), (len(words), 1, 1)))
     module = emulator.parse(loop.text, loop.path)
-    args: list[np.ndarray | np.generic] = [words.copy(), shared.copy(), results[1], iterations]
+    args: list[np.ndarray | np.generic] = [words.copy(), shared.copy(), outputs[1], iterations]
     emulator.run(module, harness.LOOPING, args, grid=(1, 1, 1), block=(len(words), 1, 1))
-    if (results[0] != results[1]).any():
+    if (outputs[0] != outputs[1]).any():
         raise BenchmarkError(f"{loop.path}: GPU and emulator differ")
 
 

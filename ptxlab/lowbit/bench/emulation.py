@@ -102,9 +102,9 @@ def measure_kernel(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, *
         )
 
     def check(outcome: Outcome) -> int:
-        results = {arg.name: outcome.outputs[arg.name] for arg in spec.outputs}
+        outputs = {arg.name: outcome.outputs[arg.name] for arg in spec.outputs}
         try:
-            compare(spec, results, logical, config)
+            compare(spec, outputs, logical, config)
         except VerificationError as error:
             raise BenchmarkError(f"{source.label}: the timed run gave wrong results: {error}") from None
         return outcome.lane_instructions
@@ -133,11 +133,11 @@ def triton_matmul(path: Path, checks: Checks) -> Row:
     args: list[Any] = [a, b, c, *map(np.int32, (n, n, n)), scratch, scratch]
     grid = n // 64, n // 128
 
-    def check(result: emulator.Result) -> int:
+    def check(outcome: emulator.Result) -> int:
         if not np.array_equal(c, expected):
             raise BenchmarkError(f"{path.name}: the timed run gave wrong results")
         c[...] = 0
-        return result.lane_instructions
+        return outcome.lane_instructions
 
     def call() -> emulator.Result:
         return emulator.run(module, None, args, grid=grid, block=128, shared_bytes=49152, checks=checks)

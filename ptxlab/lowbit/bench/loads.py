@@ -91,13 +91,13 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
 
 def resident(spec: KernelSpec, source: Source) -> Row:
     """Measure the fragment's loads alone, again and again from the same tile in shared memory."""
-    info = gpu.device_info()
+    device = gpu.device_info()
     repeated = harness.repeating_harness(source)
     if repeated is None:
         raise BenchmarkError(f"{source.label}: no fragment is marked (`// @begin fragment`)")
-    image = toolchain.assemble(source, info.arch)
+    image = toolchain.assemble(source, device.arch)
     cost = dataflow.fragment_cost(sass.parse(toolchain.disassemble(image))[spec.name])
-    sizes = {"T": info.sms * _BLOCKS_PER_SM["resident"]}
+    sizes = {"T": device.sms * _BLOCKS_PER_SM["resident"]}
     kernel = gpu.load(repeated, spec.name)
     logical = spec.example(np.random.default_rng(0), **sizes)
     arrays = {name: gpu.to_device(array) for name, array in spec.pack(logical).items()}
@@ -107,13 +107,13 @@ def resident(spec: KernelSpec, source: Source) -> Row:
     _require_equal(spec, source, gpu.to_host(out), spec.reference(**logical))
     weights = sizes["T"] * TILE * TILE * _REPEATS
     useful = spec.inputs[0].nbytes(sizes) * _REPEATS
-    per_clock = weights / (measured.us * measured.sm_mhz * info.sms)
+    per_clock = weights / (measured.us * measured.sm_mhz * device.sms)
     return row_of(
         spec,
         "resident",
         sizes,
         measured,
-        floor=(useful / (_SHARED_BYTES_PER_CLOCK * info.sms * measured.sm_mhz), "128 B/clock/SM"),
+        floor=(useful / (_SHARED_BYTES_PER_CLOCK * device.sms * measured.sm_mhz), "128 B/clock/SM"),
         checked=_CHECKED,
         nbytes=useful,
         rate=(per_clock, "w/clk/SM"),

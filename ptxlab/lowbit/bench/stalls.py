@@ -93,9 +93,9 @@ def measure(keep: Path | None = None) -> StallRecord:
     """Launch every kernel on every matrix under ncu; raises as `profiles.launch` does."""
     planned = list(jobs())
     launched = profiles.launch([job for job, _ in planned], METRICS, keep=keep)
-    info = gpu.device_info()
+    device = gpu.device_info()
     rows = tuple(row_of(one, job, layer) for one, (job, layer) in zip(launched, planned, strict=True))
-    return StallRecord({"name": info.name, "slug": info.slug, "driver": info.driver}, profiles.origin(), rows)
+    return StallRecord({"name": device.name, "slug": device.slug, "driver": device.driver}, profiles.origin(), rows)
 
 
 def jobs() -> Iterator[tuple[LaunchTarget, Layer]]:
@@ -185,7 +185,7 @@ def load(path: Path) -> StallRecord:
         raise FileError(f"{path}: not a record of stalls: {error}") from None
 
 
-def recorded(slug: str = "h200") -> StallRecord | None:
+def find_record(slug: str = "h200") -> StallRecord | None:
     """Return the record of a GPU, or None if there is none."""
     path = default_path(slug)
     return load(path) if path.is_file() else None

@@ -18,7 +18,7 @@ _REPLAYS = 5
 
 
 @dataclass(frozen=True)
-class Found:
+class VariantFigures:
     """Result of one variant.
 
     Attributes:
@@ -42,7 +42,7 @@ def sweep(
     sizes: Mapping[str, int],
     constants: Mapping[str, Sequence[int]],
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Found]:
+) -> list[VariantFigures]:
     """Time every combination of `constants` of a GEMM's or an attention's kernel, and the spec's choice.
 
     Variants come quickest first. The results of the timed launches are checked as in a bench.
@@ -76,15 +76,15 @@ def sweep(
     timed = []
     for variant, why_not in zip(variants, _compile_all(spec, variants), strict=True):
         named = {name: variant[name] for name in constants}
-        progress(", ".join(f"{name}={value}" for name, value in named.items()))
-        variant_figures = Found(named, variant == chosen, why_not=why_not)
+        progress(", ".join(f"{name}={number}" for name, number in named.items()))
+        variant_figures = VariantFigures(named, variant == chosen, why_not=why_not)
         timed.append(variant_figures if why_not else _time_variant(variant_figures, variant, problem))
     return sorted(
         timed, key=lambda variant_figures: variant_figures.measured.us if variant_figures.measured else float("inf")
     )
 
 
-def _time_variant(variant_figures: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
+def _time_variant(variant_figures: VariantFigures, variant: dict[str, int], problem: SizedProblem) -> VariantFigures:
     try:
         ready = problem.launches(variant)
     except PtxlabError as error:
@@ -118,7 +118,7 @@ def _line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def lines(variants: Sequence[Found]) -> Iterator[list[str]]:
+def lines(variants: Sequence[VariantFigures]) -> Iterator[list[str]]:
     """Format variants for the terminal: constants, microseconds, ratio to the spec's choice, and so on.
 
     The other columns are registers, local bytes and a remark.

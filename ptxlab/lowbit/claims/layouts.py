@@ -53,14 +53,14 @@ def fragments() -> Iterator[Claim]:
 def _fragments() -> list[maps.Fragment]:
     """List every fragment of ldmatrix, mma and wgmma, each name once."""
     operands = product((maps.mma_a, maps.mma_b), (128, 256), (4, 8, 16, 32))  # of so many bits in a row
-    known = [
+    fragments = [
         *(maps.ldmatrix(count, trans) for count in (1, 2, 4) for trans in (False, True)),
         *(of(row // bits, bits) for of, row, bits in operands),
         *(maps.mma_c(bits) for bits in (16, 32)),
         maps.wgmma_a(),
         *(maps.wgmma_d(n, True, bits) for bits in (16, 32) for n in range(8, 257, 8)),
     ]
-    return list({fragment.name: fragment for fragment in known}.values())
+    return list({fragment.name: fragment for fragment in fragments}.values())
 
 
 @register
@@ -90,40 +90,45 @@ def packings() -> Iterator[Claim]:
 
 def _packings() -> Iterator[tuple[str, str, Originals, Through]]:
     """Yield each packing to try: subject, name, the arrays to pack, and the function that packs and unpacks them."""
-    there: Callable[..., Any]
+    pack_function: Callable[..., Any]
     through: Through
-    for name, low, there, back in (
+    for name, low, pack_function, unpack_function in (
         ("eight weights", 0, nibbles.pack_u4, nibbles.unpack_u4),
         ("eight signed weights", -8, nibbles.pack_s4, nibbles.unpack_s4),
         ("COMET's word", -8, nibbles.pack_comet, nibbles.unpack_comet),
         ("an MMA's word", 0, nibbles.pack_mma, nibbles.unpack_mma),
         ("pairs", -8, layout.pack_pairs, layout.unpack_pairs),
     ):
-        yield "nibbles", name, partial(_matrices, 16, low), partial(_through, there, back)
-    for where, kind in product(layout.LAYOUTS, _KINDS):
-        through = partial(_through_pack, where)
-        yield f"packing {where}", f"{kind.__name__} comes back", partial(_weights, kind), through
+        yield "nibbles", name, partial(_matrices, 16, low), partial(_through, pack_function, unpack_function)
+    for layout_name, kind in product(layout.LAYOUTS, _KINDS):
+        through = partial(_through_pack, layout_name)
+        yield f"packing {layout_name}", f"{kind.__name__} comes back", partial(_weights, kind), through
     for kind in _KINDS:
         through = partial(_through_pack, "strips", interleaved=True)
         yield "packing strips", f"{kind.__name__}, gate and up in turns", partial(_weights, kind, (64, 144)), through
     yield "packing of experts", "each comes back", partial(_weights, LQQWeight), _through_experts
-    for where in layout.ATOM_LAYOUTS:
-        through = partial(_through, partial(layout.pack_atom, layout=where), layout.unpack_atom)
-        yield "packing W4A4 weights", where, _atom_rows, through
-        yield "packing W4A4 weights", f"{where}, reordered", _reordered_rows, partial(_through_reordered, where)
-        yield "packing W4Ax weights", where, partial(_block_rows, False), partial(_through_blocks, where)
-    for where in layout.ATOM_ORDERS.values():
-        there = partial(layout.pack_atom_activations, layout=where)
-        through = partial(_through, there, layout.unpack_atom_activations)
-        yield "packing W4A4 activations", where, _atom_rows, through
-    for where in layout.BLOCK_ORDERS.values():
-        there = partial(layout.pack_block_activations, layout=where)
-        through = partial(_through, there, layout.unpack_block_activations)
-        yield "packing W4Ax activations", where, partial(_block_rows, True), through
+    for layout_name in layout.ATOM_LAYOUTS:
+        through = partial(_through, partial(layout.pack_atom, layout=layout_name), layout.unpack_atom)
+        yield "packing W4A4 weights", layout_name, _atom_rows, through
+        yield (
+            "packing W4A4 weights",
+            f"{layout_name}, reordered",
+            _reordered_rows,
+            partial(_through_reordered, layout_name),
+        )
+        yield "packing W4Ax weights", layout_name, partial(_block_rows, False), partial(_through_blocks, layout_name)
+    for layout_name in layout.ATOM_ORDERS.values():
+        pack_function = partial(layout.pack_atom_activations, layout=layout_name)
+        through = partial(_through, pack_function, layout.unpack_atom_activations)
+        yield "packing W4A4 activations", layout_name, _atom_rows, through
+    for layout_name in layout.BLOCK_ORDERS.values():
+        pack_function = partial(layout.pack_block_activations, layout=layout_name)
+        through = partial(_through, pack_function, layout.unpack_block_activations)
+        yield "packing W4Ax activations", layout_name, partial(_block_rows, True), through
     for order, rows in (("row_major", None), ("fragment", None), ("tiles", 8), ("tiles", 64), ("tiles", 256)):
         name = f"swizzled tiles of {rows}" if rows else order
-        there = partial(layout.pack_activations, layout=order, rows=rows)
-        yield "orders of activations", name, _activations, partial(_through, there, layout.unpack_activations)
+        pack_function = partial(layout.pack_activations, layout=order, rows=rows)
+        yield "orders of activations", name, _activations, partial(_through, pack_function, layout.unpack_activations)
     for scheme in KV_SCHEMES:
         yield "pages of the KV cache", scheme, partial(_tokens, scheme), _through_pages
         yield "pages of the KV cache", f"{scheme}, in a pool", partial(_tokens, scheme), _through_pool
@@ -132,28 +137,30 @@ def _packings() -> Iterator[tuple[str, str, Originals, Through]]:
 # There and back
 
 
-def _through(there: Callable[[Any], Any], back: Callable[[Any], Any], x: Any, _: Sizes) -> Any:
-    return back(there(x))
+def _through(pack_function: Callable[[Any], Any], unpack_function: Callable[[Any], Any], x: Any, _: Sizes) -> Any:
+    return unpack_function(pack_function(x))
 
 
-def _through_pack(where: str, weight: Any, _: Sizes, **how: bool) -> Any:
-    return unpack(pack(weight, where, unchecked=True, **how))
+def _through_pack(layout_name: str, weight: Any, _: Sizes, **options: bool) -> Any:
+    return unpack(pack(weight, layout_name, unchecked=True, **options))
 
 
 def _through_experts(weight: LQQWeight, _: Sizes) -> Any:
     """Stack the weight as the second of two experts and take it out again."""
-    other = replace(weight, q4=weight.q4[::-1].copy())
-    return unpack(layout.stack_experts([pack(each, "strips", unchecked=True) for each in (other, weight)]).expert(1))
+    reversed_weight = replace(weight, q4=weight.q4[::-1].copy())
+    return unpack(
+        layout.stack_experts([pack(expert, "strips", unchecked=True) for expert in (reversed_weight, weight)]).expert(1)
+    )
 
 
-def _through_reordered(where: str, arrays: dict[str, Any], _: Sizes) -> dict[str, Any]:
+def _through_reordered(layout_name: str, arrays: dict[str, Any], _: Sizes) -> dict[str, Any]:
     rows = {name: x for name, x in arrays.items() if name != "order"}
-    packed = layout.pack_reordered(AtomRows(**rows), arrays["order"], where)
+    packed = layout.pack_reordered(AtomRows(**rows), arrays["order"], layout_name)
     return {**vars(packed.rows), "order": packed.order}
 
 
-def _through_blocks(where: str, rows: BlockRows, sizes: Sizes) -> BlockRows:
-    return layout.unpack_block_weight(layout.pack_block_weight(rows, sizes["int8"], where))
+def _through_blocks(layout_name: str, rows: BlockRows, sizes: Sizes) -> BlockRows:
+    return layout.unpack_block_weight(layout.pack_block_weight(rows, sizes["int8"], layout_name))
 
 
 def _through_pages(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
@@ -169,13 +176,18 @@ def _through_pool(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
     """
     channel = (kv.scale, kv.zero) if KV_SCHEMES[kv.scheme].by_channel else None
     tokens, heads, D = kv.shape
-    each = ceil_div(tokens, sizes["page"])
-    how: dict[str, Any] = {"page_size": sizes["page"], "scheme": kv.scheme, "k_channel": channel, "v_channel": channel}
-    cache = layout.KVCache.empty(2, each, heads, D, **how)
-    cache.block_table[:] = np.random.default_rng(0).permutation(2 * each).reshape(2, each)
+    pages_per_sequence = ceil_div(tokens, sizes["page"])
+    options: dict[str, Any] = {
+        "page_size": sizes["page"],
+        "scheme": kv.scheme,
+        "k_channel": channel,
+        "v_channel": channel,
+    }
+    cache = layout.KVCache.empty(2, pages_per_sequence, heads, D, **options)
+    cache.block_table[:] = np.random.default_rng(0).permutation(2 * pages_per_sequence).reshape(2, pages_per_sequence)
     cache.lengths[:] = tokens
-    other = replace(kv, values=kv.values[::-1].copy())
-    layout.scatter(cache, [other, other], [other, kv])
+    reversed_tokens = replace(kv, values=kv.values[::-1].copy())
+    layout.scatter(cache, [reversed_tokens, reversed_tokens], [reversed_tokens, kv])
     return layout.gather(cache)[1][1]
 
 
@@ -231,8 +243,8 @@ def _atom_rows() -> Iterator[Original]:
         if K % group:
             continue
         scale8 = _halves(N, 2)[:, 1] if outliers else np.ones(N, np.float16)
-        q8 = list(_signed(N, outliers, 256))
-        for number, q4 in enumerate(_signed(N, K, 16)):
+        q8 = list(_signed_matrices(N, outliers, 256))
+        for number, q4 in enumerate(_signed_matrices(N, K, 16)):
             rows = AtomRows(q4, _halves(N, K // group), q8[number % len(q8)], scale8)
             yield {"N": N, "K": K, "group": group, "outliers": outliers}, rows
 
@@ -250,33 +262,33 @@ def _block_rows(mixed: bool) -> Iterator[Original]:
     for N, K in _SIZES:
         for int8 in range(K // BLOCK + 1):
             at = K - int8 * BLOCK if mixed else K
-            for number, q4 in enumerate(_signed(N, K, 16)):
-                q8 = list(_signed(N, K, 256))
+            for number, q4 in enumerate(_signed_matrices(N, K, 16)):
+                q8 = list(_signed_matrices(N, K, 256))
                 q = np.concatenate([q4[:, :at], q8[number % len(q8)][:, at:]], axis=1)
                 yield {"N": N, "K": K, "int8": int8}, BlockRows(q, _halves(N, K // BLOCK), int8 if mixed else 0)
 
 
-def _signed(N: int, K: int, base: int) -> Iterator[S8]:
+def _signed_matrices(N: int, K: int, base: int) -> Iterator[S8]:
     for digit in _digits(N * K, base):
         yield (digit - base // 2).reshape(N, K).astype(np.int8)
 
 
 def _activations() -> Iterator[Original]:
     for M, K in _TOKENS:
-        for q in _signed(M, K, 256):
+        for q in _signed_matrices(M, K, 256):
             numbers = np.arange(M)
             yield {"M": M, "K": K}, QuantizedActivations(q, numbers.astype(np.float32), numbers.astype(np.int32))
 
 
 def _tokens(scheme: str) -> Iterator[Original]:
-    known, heads = KV_SCHEMES[scheme], 3
+    kv_format, heads = KV_SCHEMES[scheme], 3
     for page, D in product(layout.PAGE_SIZES, layout.HEAD_DIMS):
         tokens = 2 * page + 5
-        shape = (heads, D) if known.by_channel else (tokens, heads)
-        scale = np.arange(1, np.prod(shape) + 1, dtype=known.constant).reshape(shape)
-        zero = scale % 16 if not known.low else np.zeros_like(scale)
-        for digit in _digits(tokens * heads * D, known.high - known.low + 1):
-            values = (digit + known.low).reshape(tokens, heads, D).astype(known.dtype)
+        shape = (heads, D) if kv_format.by_channel else (tokens, heads)
+        scale = np.arange(1, np.prod(shape) + 1, dtype=kv_format.constant).reshape(shape)
+        zero = scale % 16 if not kv_format.low else np.zeros_like(scale)
+        for digit in _digits(tokens * heads * D, kv_format.high - kv_format.low + 1):
+            values = (digit + kv_format.low).reshape(tokens, heads, D).astype(kv_format.dtype)
             yield {"page": page, "D": D, "tokens": tokens}, QuantizedKV(scheme, values, scale, zero)
 
 
@@ -289,9 +301,9 @@ def _returns(originals: Originals, there_and_back: Through) -> Enumeration:
     for sizes, original in originals():
         back = there_and_back(original, sizes)
         for name, array in _arrays(original).items():
-            other = _arrays(back)[name]
-            if not np.array_equal(array, other):
-                wrong = np.not_equal(array, other) if np.shape(array) == np.shape(other) else np.ones(1)
+            returned = _arrays(back)[name]
+            if not np.array_equal(array, returned):
+                wrong = np.not_equal(array, returned) if np.shape(array) == np.shape(returned) else np.ones(1)
                 return Enumeration(cases, {**sizes, name: int(np.flatnonzero(wrong)[0])})
             cases += np.size(array)
     return Enumeration(cases)
@@ -314,10 +326,10 @@ def _reads_each_once(read: Callable[[Any], U8], size: int = 64 * 256) -> Enumera
 
     The nibbles hold the digits of their index.
     """
-    found = np.zeros(2 * size, np.int64)
+    positions = np.zeros(2 * size, np.int64)
     for place, digit in enumerate(_digits(2 * size, 16)):
-        found += read((digit[::2] | digit[1::2] << 4).astype(np.uint8)).reshape(-1).astype(np.int64) << 4 * place
-    return _is_bijection(found)
+        positions += read((digit[::2] | digit[1::2] << 4).astype(np.uint8)).reshape(-1).astype(np.int64) << 4 * place
+    return _is_bijection(positions)
 
 
 def _is_map(fragment: maps.Fragment) -> Enumeration:
@@ -357,10 +369,10 @@ def swizzles() -> Iterator[Claim]:
 
 def _is_involution(span: int) -> Enumeration:
     addresses = np.arange(0, 8 * 128, 16)
-    there = swizzle(addresses, span)
-    if not np.array_equal(swizzle(there, span), addresses):
-        return Enumeration(len(addresses), {"address": int(addresses[(swizzle(there, span) != addresses).argmax()])})
-    return _is_bijection(there // 16)
+    swizzled = swizzle(addresses, span)
+    if not np.array_equal(swizzle(swizzled, span), addresses):
+        return Enumeration(len(addresses), {"address": int(addresses[(swizzle(swizzled, span) != addresses).argmax()])})
+    return _is_bijection(swizzled // 16)
 
 
 def _without_conflicts(span: int) -> Enumeration:

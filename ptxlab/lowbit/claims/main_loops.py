@@ -74,15 +74,15 @@ def main_loops() -> Iterator[Claim]:
             text = "a step leaves no sum behind, and the sums that it converts to FP32 are held by it exactly"
             yield claim("sums are exact in FP32", text, partial(build, "sums_are_exact"))
         if loop.packed:
-            what = "converts" if loop.packed == "s4" else "dequantises"
-            yield claim(what, _PACKED[loop.packed], partial(build, what))
+            step_name = "converts" if loop.packed == "s4" else "dequantises"
+            yield claim(step_name, _PACKED[loop.packed], partial(build, step_name))
 
 
-def _queries(name: str, loop: LoopClaim, what: str, *more: Any) -> Any:
-    """Build the formulas of claim `what` on a kernel."""
+def _queries(name: str, loop: LoopClaim, claim: str, *arguments: Any) -> Any:
+    """Build the formulas of a claim on a kernel."""
     from ptxlab.prove import loops  # needs z3
 
-    return getattr(loops, what)(_steps(name), loop, *more)
+    return getattr(loops, claim)(_steps(name), loop, *arguments)
 
 
 @lru_cache(maxsize=1)

@@ -58,23 +58,23 @@ def predicate() -> Iterable[Claim]:
 @register
 def sums() -> Iterator[Claim]:
     """Yield the claims on the longest K at which a sum still fits an INT32 accumulator."""
-    for what, low, high, safe in (
+    for operands, low, high, safe in (
         ("u8 x s8", -255 * 128, 255 * 127, 65793),
         ("s8 x s8", -128 * 127, 128 * 128, 131071),
         ("16*u4 x s8, COMET's and per-channel bytes", -240 * 128, 240 * 127, 69905),
     ):
         for K in (safe, safe + 1):
             yield Claim(
-                subject=f"accumulator {what}",
+                subject=f"accumulator {operands}",
                 name=f"fits s32 up to K = {K:,}",
                 text=f"K <= {K:,}, every product in {low}..{high}: the sum lies in s32",
                 build=partial(_sum_fits, low, high, K, 2**31 - 1),
                 expect="proved" if safe == K else "refuted",
             )
-    for what, low, high, safe in (("s4 x s4", -56, 64, 262144), ("16*s4 x s8, W4Ax's bytes", -16256, 16384, 1024)):
+    for operands, low, high, safe in (("s4 x s4", -56, 64, 262144), ("16*s4 x s8, W4Ax's bytes", -16256, 16384, 1024)):
         for K in (safe, safe + 1):
             yield Claim(
-                subject=f"accumulator {what}",
+                subject=f"accumulator {operands}",
                 name=f"exact in FP32 up to K = {K:,}",
                 text=f"K <= {K:,}, every product in {low}..{high}: the sum lies within 2^24, so FP32 holds it",
                 build=partial(_sum_fits, low, high, K, 2**24),
@@ -102,10 +102,14 @@ def _all_groups(quantise: Callable[[Bytes], TwoLevelWeight], limit: int) -> Enum
     cases = len(wrong) * (len(weight.q4) // len(low))
     if not wrong.any():
         return Enumeration(cases)
-    at = int(wrong.argmax())
-    restored = weight.exact_level1()[at]
-    found = {"min": int(low[at % len(low)]), "max": int(high[at % len(low)]), "scale": int(weight.group_scale[at, 0])}
-    return Enumeration(cases, {**found, "restored": int(restored.min() if restored.min() < -128 else restored.max())})
+    row = int(wrong.argmax())
+    restored = weight.exact_level1()[row]
+    group = {
+        "min": int(low[row % len(low)]),
+        "max": int(high[row % len(low)]),
+        "scale": int(weight.group_scale[row, 0]),
+    }
+    return Enumeration(cases, {**group, "restored": int(restored.min() if restored.min() < -128 else restored.max())})
 
 
 def _qoq(q8: Bytes) -> QoQWeight:
@@ -157,13 +161,13 @@ def _no_carry() -> Query:
     return Query(holds=holds, assume=[*admitted, q * scale + minimum <= 127], values=values)
 
 
-def _sum_fits(low: int, high: int, K: int, most: int) -> Query:
-    """Build the query that a sum of at most K products, each in low..high, lies within -most..most."""
+def _sum_fits(low: int, high: int, K: int, limit: int) -> Query:
+    """Build the query that a sum of at most K products, each in low..high, lies within -limit..limit."""
     import z3
 
     terms, total = z3.BitVec("K", 64), z3.BitVec("sum", 64)
     bounds = [terms >= 1, terms <= K, terms * low <= total, total <= terms * high]
-    return Query(holds=z3.And(total >= -most, total <= most), assume=bounds, values={"K": terms, "sum": total})
+    return Query(holds=z3.And(total >= -limit, total <= limit), assume=bounds, values={"K": terms, "sum": total})
 
 
 def _epilogue() -> Query:

@@ -74,32 +74,37 @@ class Thread(LoopStepExecution):
         if (function := _UNINTERPRETED.get(instruction.opcode)) is not None:
             self.write(0, guard, operands[0], function(*(self.read(0, o, "f32") for o in operands[1:])))
         elif instruction.head == "st":
-            items = operands[1].elements if isinstance(operands[1], ir.Vector) else operands[1:]
+            registers = operands[1].elements if isinstance(operands[1], ir.Vector) else operands[1:]
             word = f"u{bits_of(instruction.opcode.split('.')[-1])}"
             self.stores.append(
-                self.access(instruction, guard, concatenate_fields([self.read(0, item, word) for item in items]))
+                self.access(
+                    instruction, guard, concatenate_fields([self.read(0, register, word) for register in registers])
+                )
             )
         elif instruction.opcode in ("redux.sync.max.u32", "max.NaN.f32"):
-            most, of_warp = z3.FreshConst(WORD, "most"), instruction.head == "redux"
-            own, *others = (self.read(0, o, "u32") for o in operands[1 : 2 if of_warp else 3])
-            self.maxima.append(z3.UGE(most, own) if of_warp else _is_magnitude(most, own, *others))
-            self.write(0, guard, operands[0], most)
+            maximum, of_warp = z3.FreshConst(WORD, "maximum"), instruction.head == "redux"
+            first, *operands_left = (self.read(0, o, "u32") for o in operands[1 : 2 if of_warp else 3])
+            self.maxima.append(z3.UGE(maximum, first) if of_warp else _is_magnitude(maximum, first, *operands_left))
+            self.write(0, guard, operands[0], maximum)
         elif instruction.head == "mapa":
-            there = z3.FreshConst(WORD, "in the cluster")
-            self.mapped[there.decl().name()] = self.read(0, operands[1], "u32"), self.read(0, operands[2], "u32")
-            self.write(0, guard, operands[0], there)
+            cluster_address = z3.FreshConst(WORD, "in the cluster")
+            self.mapped[cluster_address.decl().name()] = (
+                self.read(0, operands[1], "u32"),
+                self.read(0, operands[2], "u32"),
+            )
+            self.write(0, guard, operands[0], cluster_address)
         else:
             super().perform(instruction, guards)
 
     def load_unknown(self, instruction: Instruction, guard: Any) -> None:
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
-        items = target.elements if isinstance(target, ir.Vector) else (target,)
+        registers = target.elements if isinstance(target, ir.Vector) else (target,)
         whole = self.parameter(instruction) if ".param" in instruction.opcode else None
         if whole is None:
-            whole = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(items)), "loaded")
+            whole = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(registers)), "loaded")
             self.loads.append(self.access(instruction, guard, whole))
-        for item, piece in zip(items, split_fields(whole, bits_of(t)), strict=True):
-            self.write(0, guard, item, piece, is_signed(t))
+        for register, piece in zip(registers, split_fields(whole, bits_of(t)), strict=True):
+            self.write(0, guard, register, piece, is_signed(t))
 
     def access(self, instruction: Instruction, guard: Any, bits: Bits) -> Access:
         """Return the access that a load or store makes: its guard, space, address and bits."""
@@ -109,9 +114,9 @@ class Thread(LoopStepExecution):
         return Access(guard, space, z3.simplify(base + constant(address.offset, base.size())), bits)
 
 
-def _is_magnitude(most: Bits, a: Bits, b: Bits) -> Any:
-    """State that `most` is a magnitude, and no less than the magnitudes a and b, as words."""
-    return z3.Implies(z3.And(a >= 0, b >= 0), z3.And(most >= 0, most >= a, most >= b))
+def _is_magnitude(maximum: Bits, a: Bits, b: Bits) -> Any:
+    """State that `maximum` is a magnitude, and no less than the magnitudes a and b, as words."""
+    return z3.Implies(z3.And(a >= 0, b >= 0), z3.And(maximum >= 0, maximum >= a, maximum >= b))
 
 
 @dataclass(frozen=True)
@@ -171,18 +176,20 @@ class TokenRow:
         """Conditions on thread and block numbers that hold in the launch."""
         return [z3.ULT(self.special("%tid.x"), self.width), z3.ULT(self.special("%ctaid.x"), self.blocks << 28)]
 
-    def held(self, channel: Bits) -> tuple[Bits, Bits]:
+    def place_of(self, channel: Bits) -> tuple[Bits, Bits]:
         """Return the byte address in shared memory of a channel u32, and the block of the row that holds it."""
         gap = 0 if self.g == 128 else -self.K % 128
-        at = z3.If(z3.ULT(channel, self.K), channel, channel + gap)
-        held = z3.URem(at, 16 * self.width)
-        return self.shared + 4 * (held + z3.LShR(held, 5)), z3.UDiv(at, constant(16 * self.width, 32))
+        index = z3.If(z3.ULT(channel, self.K), channel, channel + gap)
+        index_in_block = z3.URem(index, 16 * self.width)
+        return self.shared + 4 * (index_in_block + z3.LShR(index_in_block, 5)), z3.UDiv(
+            index, constant(16 * self.width, 32)
+        )
 
     @property
     def shared(self) -> Bits:
         """The address of the row in shared memory, u32."""
-        (known,) = (x for name, x in self.thread.named.items() if isinstance(name, tuple))
-        return extend(known, 32, False)
+        (base_address,) = (x for name, x in self.thread.named.items() if isinstance(name, tuple))
+        return extend(base_address, 32, False)
 
     def sent_to(self, one: Access) -> tuple[Bits, Bits]:
         """Return the target of a store into shared memory: the address in a block, and which block of the row."""
@@ -196,36 +203,36 @@ class TokenRow:
                     yield name, one, z3.simplify(one.at - z3.BitVec(name, 64))
 
     @cached_property
-    def written(self) -> list["Written"]:
+    def writes(self) -> list["Written"]:
         """Stores of integers, once as INT4 and once as INT8, as far as the store can be either."""
-        found = []
-        for name, one, offset in self.stores_to("x_q", "x8"):
+        writes = []
+        for name, access, offset in self.stores_to("x_q", "x8"):
             joined_bytes = self.K // 2 + (self.outliers if self.pairs == 2 else 0)
             per_row = self.outliers if name == "x8" else joined_bytes if self.pairs else self.channels
-            first, bits = offset - self.m * per_row, 4 if one.bits.size() == 16 else 8
+            first, bits = offset - self.m * per_row, 4 if access.bits.size() == 16 else 8
             if self.pairs:
                 first = 2 * first if bits == 4 else first + (self.K if name == "x8" else self.K // 2)
             for four_bits in (True, False):
-                given = [*self.limits, one.guard, (first < self.K) == z3.BoolVal(four_bits)]
-                if not contradict(given):
-                    found.append(Written(self, one, first, four_bits, bits, given))
-        return found
+                conditions = [*self.limits, access.guard, (first < self.K) == z3.BoolVal(four_bits)]
+                if not contradict(conditions):
+                    writes.append(Written(self, access, first, four_bits, bits, conditions))
+        return writes
 
 
-def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow:
+def row_of(entry: Entry, spec: KernelSpec, parameters: Mapping[str, Any]) -> TokenRow:
     """Run a kernel's thread at known sizes and constants; every other argument may have any value."""
 
     def argument(arg: Arg) -> Bits:
         if arg.name in ("K", "outliers"):
-            return constant(int(known[arg.name]), 32)
+            return constant(int(parameters[arg.name]), 32)
         return z3.BitVec(arg.name, 64 if arg.shape else 32)
 
-    sizes = {name: int(known[name]) for name in ("K", "outliers", "g", "pairs", "code")}
+    sizes = {name: int(parameters[name]) for name in ("K", "outliers", "g", "pairs", "code")}
     return TokenRow(
         thread=Thread(entry, [argument(arg) for arg in spec.args]),
         **sizes,
-        width=known["THREADS"],
-        blocks=known["CLUSTER"],
+        width=parameters["THREADS"],
+        blocks=parameters["CLUSTER"],
         plain=spec.name == "reorder_quantize",
         normed="gamma" in {arg.name for arg in spec.args},
     )
@@ -233,30 +240,30 @@ def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow
 
 @dataclass(frozen=True)
 class Written:
-    """Store of four integers to channels `first`.. (u64), each of `bits` bits, under the conditions `given`."""
+    """Store of four integers to channels `first`.. (u64), each of `bits` bits, under the `conditions`."""
 
     row: TokenRow
     access: Access
     first: Bits
     four_bits: bool
     bits: int
-    given: list[Any]
+    conditions: list[Any]
 
     @cached_property
-    def known(self) -> "Known":
-        """Simplifier under this store's conditions `given`; see `Known`."""
-        return Known(self.given)
+    def simplify(self) -> "Simplifier":
+        """Simplifier under this store's `conditions`; see `Simplifier`."""
+        return Simplifier(self.conditions)
 
     @cached_property
     def elements(self) -> list[Bits]:
         """The four integers."""
-        return [z3.simplify(x) for x in split_fields(self.known(self.access.bits), self.bits)]
+        return [z3.simplify(x) for x in split_fields(self.simplify(self.access.bits), self.bits)]
 
     @cached_property
     def quotients(self) -> list[Bits]:
         """Quotient that each integer was rounded from; an integer that depends on several terms has none."""
-        found = [results_in(element) for element in self.elements]
-        return [one[0] for one in found if len(one) == 1]
+        divisions = [results_in(element) for element in self.elements]
+        return [terms[0] for terms in divisions if len(terms) == 1]
 
     @property
     def steps(self) -> float:
@@ -265,42 +272,44 @@ class Written:
 
     def of_largest(self, access: Access) -> dict[str, Bits] | None:
         """Find the terms of a stored scale: the quotient (`whole`), its divisor `steps`, its dividend `largest`."""
-        for whole in results_in(self.known(access.bits)):
-            for found in matches(OF_LARGEST, whole, {"whole": whole}):
-                if is_result(found["largest"]):
-                    return found
+        for whole in results_in(self.simplify(access.bits)):
+            for terms in matches(OF_LARGEST, whole, {"whole": whole}):
+                if is_result(terms["largest"]):
+                    return terms
         return None
 
     def largest(self, access: Access) -> Bits | None:
         """Return the largest magnitude of a stored scale, before it is clipped."""
         parts = self.of_largest(access)
         clip = z3.BitVec("clip", 32) if self.four_bits else float_word(1)
-        others = [x for x in parts["largest"].children() if not x.eq(clip)] if parts else []
-        return others[0] if len(others) == 1 else None
+        magnitudes = [x for x in parts["largest"].children() if not x.eq(clip)] if parts else []
+        return magnitudes[0] if len(magnitudes) == 1 else None
 
     def parts(self, i: int) -> dict[str, Bits] | None:
         """Find the terms of quotient i: `value`, `factor`, `scale` and, by the code's rules, `largest`."""
         pattern = BY_RECIPROCAL if self.row.code == 1 else BY_SCALE
-        known = {str(load.bits) for load in self.row.thread.loads}
-        return next((x for x in matches(pattern, self.quotients[i], {}) if str(x["value"]) in known), None)
+        loaded_terms = {str(load.bits) for load in self.row.thread.loads}
+        return next((x for x in matches(pattern, self.quotients[i], {}) if str(x["value"]) in loaded_terms), None)
 
 
-class Known:
+class Simplifier:
     """Simplifier of terms: removes conditions on the thread's number that the given conditions decide."""
 
-    def __init__(self, given: list[Any]) -> None:
+    def __init__(self, conditions: list[Any]) -> None:
         self.solver = z3.Solver()
-        self.solver.add(*given)
+        self.solver.add(*conditions)
         self.decided = dict[int, tuple[Any, Any]]()  # by the id of a condition, which lives as long as it is here
         self.of_thread = dict[int, tuple[Any, bool]]()  # of a term: whether nothing but the thread's number is in it
 
     def __call__(self, term: Any) -> Any:
         """Simplify a term, with every condition in it that is decided replaced by its value."""
-        told = [(condition, known) for condition in conditions_in(term) if (known := self.of(condition)) is not None]
-        found = z3.simplify(z3.substitute(term, *told))
-        constant = [x for x in parts_of(found) if x.decl().eq(PRODUCT) and all(map(z3.is_bv_value, x.children()))]
+        substitutions = [
+            (condition, truth) for condition in conditions_in(term) if (truth := self.of(condition)) is not None
+        ]
+        simplified = z3.simplify(z3.substitute(term, *substitutions))
+        constant = [x for x in parts_of(simplified) if x.decl().eq(PRODUCT) and all(map(z3.is_bv_value, x.children()))]
         multiply = computation("mul.rn.f32")
-        return z3.simplify(z3.substitute(found, *((x, z3.simplify(multiply(*x.children()))) for x in constant)))
+        return z3.simplify(z3.substitute(simplified, *((x, z3.simplify(multiply(*x.children()))) for x in constant)))
 
     def of(self, condition: Any) -> Any:
         """Return the condition's value, or None if it is undecided; each condition is decided once."""
@@ -343,13 +352,13 @@ def is_result(term: Any) -> bool:
 
 def parts_of(term: Any, within: bool = True) -> list[Any]:
     """List a term and its parts, each once; leave out parts of results unless `within`."""
-    found, todo = dict[int, Any](), [term]
+    parts_by_id, todo = dict[int, Any](), [term]
     while todo:
         part = todo.pop()
-        if part.get_id() not in found:
-            found[part.get_id()] = part
+        if part.get_id() not in parts_by_id:
+            parts_by_id[part.get_id()] = part
             todo += part.children() if within or not is_result(part) else []
-    return list(found.values())
+    return list(parts_by_id.values())
 
 
 # Patterns
@@ -373,23 +382,23 @@ def float_word(number: float) -> Bits:
     return constant(int(np.float32(number).view(np.uint32)), 32)
 
 
-def matches(pattern: Any, term: Any, found: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
+def matches(pattern: Any, term: Any, bindings: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
     """Yield the ways to match a pattern with a term: unknown -> part of the term; factors in either order."""
     if z3.is_const(pattern) and pattern.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-        if found.get(str(pattern), term).eq(term):
-            yield {**found, str(pattern): term}
+        if bindings.get(str(pattern), term).eq(term):
+            yield {**bindings, str(pattern): term}
     elif pattern.decl().eq(term.decl()):
         parts, children = pattern.children(), term.children()
-        yield from _all_match(parts, children, found)
+        yield from _all_match(parts, children, bindings)
         if len(parts) > 1 and is_result(term):
-            yield from _all_match(parts, [children[1], children[0], *children[2:]], found)
+            yield from _all_match(parts, [children[1], children[0], *children[2:]], bindings)
 
 
-def _all_match(patterns: list[Any], terms: list[Any], found: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
+def _all_match(patterns: list[Any], terms: list[Any], bindings: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
     if not patterns:
-        yield found
+        yield bindings
         return
-    for so_far in matches(patterns[0], terms[0], found):
+    for so_far in matches(patterns[0], terms[0], bindings):
         yield from _all_match(patterns[1:], terms[1:], so_far)
 
 
@@ -408,7 +417,7 @@ def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
 
     The paper's rules round half to even, the code's half away from zero.
     """
-    for written in (one for row in rows for one in row.written):
+    for written in (one for row in rows for one in row.writes):
         low, high = (-8, 7) if written.four_bits else (-128, 127)
         yield Query(z3.BoolVal([len(one) for one in map(results_in, written.elements)] == [1] * 4))
         for element, made_of in zip(written.elements, written.quotients, strict=False):
@@ -418,8 +427,8 @@ def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
             clipped = z3.If(z3.fpGEQ(nearest, _float(high)), _float(high), nearest)
             clipped = z3.If(z3.fpLEQ(nearest, _float(low)), _float(low), clipped)
             expected = z3.fpToSBV(z3.RTZ(), z3.If(z3.fpIsNaN(x), _float(low), clipped), WORD)
-            found = z3.simplify(z3.substitute(element, (made_of, t)))
-            yield Query(extend(found, 32, True) == expected, [], {"quotient": t})
+            stored_integer = z3.simplify(z3.substitute(element, (made_of, t)))
+            yield Query(extend(stored_integer, 32, True) == expected, [], {"quotient": t})
 
 
 def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
@@ -431,17 +440,17 @@ def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
     for row in rows:
         yield _complete(row)
         factors = dict[int, Bits]()
-        for written in row.written:
+        for written in row.writes:
             first, last = written.first, row.K if written.four_bits else row.channels
             begins = first >= (0 if written.four_bits else row.K)
-            yield _where(written.given, begins, first + 4 <= last, z3.URem(first, 4) == 0)
+            yield _where(written.conditions, begins, first + 4 <= last, z3.URem(first, 4) == 0)
             for i, parts in enumerate(map(written.parts, range(4))):
                 load = next((x for x in row.thread.loads if parts and x.bits.eq(parts["value"])), None)
                 if parts is None or load is None:
                     yield Query(z3.BoolVal(False))
                     continue
-                place, rank = row.held(z3.Extract(31, 0, first) + i)
-                yield _where(written.given, written.known(load.guard), load.at == place, rank == row.rank)
+                place, rank = row.place_of(z3.Extract(31, 0, first) + i)
+                yield _where(written.conditions, written.simplify(load.guard), load.at == place, rank == row.rank)
                 yield Query(parts["negated"] == parts["scale"] ^ 0x80000000)
                 yield Query(z3.Or(z3.BoolVal(row.normed), parts["factor"] == float_word(1)))
                 factors.setdefault(parts["factor"].get_id(), parts["factor"])
@@ -452,14 +461,14 @@ def _complete(row: TokenRow) -> Query:
     """Build the query that some thread of the row stores the four channels from `first` on, for any `first`."""
     first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
     int4 = z3.ULT(first, row.K)
-    behind = first - row.K
-    block = z3.If(int4, z3.LShR(first, 7), constant(ceil_div(row.K, 128), 16) + z3.LShR(behind, 7))
-    lane = z3.LShR(z3.If(int4, first, behind) & 127, 2)
+    outlier_index = first - row.K
+    block = z3.If(int4, z3.LShR(first, 7), constant(ceil_div(row.K, 128), 16) + z3.LShR(outlier_index, 7))
+    lane = z3.LShR(z3.If(int4, first, outlier_index) & 127, 2)
     rank = z3.UDiv(block, constant(4 * warps, 16))
     token = z3.Concat(m, z3.Extract(row.blocks.bit_length() - 2, 0, rank)) if row.blocks > 1 else m
-    known = {"%tid.x": z3.URem(block, warps) * 32 + lane, "%ctaid.x": token}
-    terms = [(row.thread.named[name], extend(x, 64, False)) for name, x in known.items()]
-    stores = [z3.And(one.access.guard, one.first == extend(first, 64, False)) for one in row.written]
+    terms_by_name = {"%tid.x": z3.URem(block, warps) * 32 + lane, "%ctaid.x": token}
+    terms = [(row.thread.named[name], extend(x, 64, False)) for name, x in terms_by_name.items()]
+    stores = [z3.And(written.access.guard, written.first == extend(first, 64, False)) for written in row.writes]
     there_is = z3.simplify(z3.substitute(z3.And(*row.limits, z3.Or(stores)), *terms))
     return _where([z3.ULT(first, row.channels), first & 3 == 0], there_is)
 
@@ -474,61 +483,61 @@ def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
     yield Query(_is_magnitude(computation("max.NaN.f32")(a, b), a, b))
     for row in rows:
         stored = list(row.stores_to("x_scale"))
-        for written in row.written:
-            after = row.thread.stores.index(written.access)  # the next scale that is stored is its group's
-            _, access, offset = next(one for one in stored if row.thread.stores.index(one[1]) > after)
+        for written in row.writes:
+            store_index = row.thread.stores.index(written.access)  # the next scale that is stored is its group's
+            _, access, offset = next(one for one in stored if row.thread.stores.index(one[1]) > store_index)
             yield from _scale(written, access, offset)
         for _, access, offset in stored:
             if z3.is_bv_value(access.bits):  # ones up to a whole number of eights
                 column = z3.ZeroExt(32, row.special("%tid.x")) + row.groups + (row.code < 2 and row.outliers > 0)
-                behind = z3.And(row.rank == 0, z3.ULT(column, row.columns))
-                yield _where(row.limits, access.guard == behind)
-                at = offset == 2 * (row.m * row.columns + column)
-                yield _where([*row.limits, access.guard], at, access.bits == ONE)
+                stores_padding = z3.And(row.rank == 0, z3.ULT(column, row.columns))
+                yield _where(row.limits, access.guard == stores_padding)
+                at_column = offset == 2 * (row.m * row.columns + column)
+                yield _where([*row.limits, access.guard], at_column, access.bits == ONE)
 
 
 def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
-    row, known, int4 = written.row, written.known, written.four_bits
+    row, simplify, int4 = written.row, written.simplify, written.four_bits
     column, begins = written.first / row.g, z3.URem(written.first, row.g) == 0
     if not int4 and row.code < 2:
         column, begins = constant(row.groups, 64), written.first == row.K
-    yield _where(written.given, known(access.guard) == begins)
-    yield _where([*written.given, access.guard], offset == 2 * (row.m * row.columns + column))
+    yield _where(written.conditions, simplify(access.guard) == begins)
+    yield _where([*written.conditions, access.guard], offset == 2 * (row.m * row.columns + column))
     parts, largest = written.of_largest(access), written.largest(access)
     if parts is None or largest is None:
         yield Query(z3.BoolVal(False))
         return
-    by = written.steps
+    steps = written.steps
     t, u = z3.BitVecs("quotient largest", 32)
-    yield Query(z3.And(parts["negated"] == float_word(-by), parts["reciprocal"] == float_word(1 / by)))
+    yield Query(z3.And(parts["negated"] == float_word(-steps), parts["reciprocal"] == float_word(1 / steps)))
     half = float_bits(z3.fpFPToFP(z3.RNE(), as_float(t, "f32"), z3.FPSort(*SORTS["f16"])), "f16")
-    least = z3.fpLT(as_float(half, "f16"), as_float(constant(LEAST, 16), "f16"))
-    expected = z3.If(z3.fpIsZero(as_float(u, "f32")), constant(ONE, 16), z3.If(least, constant(LEAST, 16), half))
+    below_least = z3.fpLT(as_float(half, "f16"), as_float(constant(LEAST, 16), "f16"))
+    expected = z3.If(z3.fpIsZero(as_float(u, "f32")), constant(ONE, 16), z3.If(below_least, constant(LEAST, 16), half))
     abstract = [(parts["whole"], t), (parts["largest"], u)]
-    bits = z3.substitute(known(access.bits), *abstract)
+    bits = z3.substitute(simplify(access.bits), *abstract)
     yield Query(bits == expected)
     divisor = (
-        computation("max.f32")(u, float_word(by * 2.0**-24)) if row.code == 1 else computation("cvt.f32.f16")(bits)
+        computation("max.f32")(u, float_word(steps * 2.0**-24)) if row.code == 1 else computation("cvt.f32.f16")(bits)
     )
     for made_of in map(written.parts, range(4)):
         yield Query(z3.BoolVal(made_of is not None))
         if made_of is not None:
             yield Query(z3.substitute(made_of["scale"], *abstract) == divisor)
-            yield Query(made_of.get("steps", float_word(by)) == float_word(by))
-    own = [PRODUCT(x["value"], x["factor"]) for x in map(written.parts, range(4)) if x]
-    channels = [(x, z3.BitVec(f"channel {i}", 32)) for i, x in enumerate(own)]
-    most = z3.substitute(largest, *channels)
-    bounds = _bounds_of(most, [z3.substitute(known(bound), *channels) for bound in row.thread.maxima])
-    yield _where(bounds, *(z3.UGE(most, x & 0x7FFFFFFF) for _, x in channels))
+            yield Query(made_of.get("steps", float_word(steps)) == float_word(steps))
+    products = [PRODUCT(x["value"], x["factor"]) for x in map(written.parts, range(4)) if x]
+    channels = [(x, z3.BitVec(f"channel {i}", 32)) for i, x in enumerate(products)]
+    maximum = z3.substitute(largest, *channels)
+    bounds = _bounds_of(maximum, [z3.substitute(simplify(bound), *channels) for bound in row.thread.maxima])
+    yield _where(bounds, *(z3.UGE(maximum, x & 0x7FFFFFFF) for _, x in channels))
 
 
-def _bounds_of(most: Bits, bounds: list[Any]) -> list[Any]:
+def _bounds_of(maximum: Bits, bounds: list[Any]) -> list[Any]:
     """Select the bounds on a magnitude and on the magnitudes that it was made of."""
-    names, found = {*symbols_of([most])}, list[Any]()
+    names, selected = {*symbols_of([maximum])}, list[Any]()
     for bound in reversed(bounds):
         if names & symbols_of([bound]).keys():
-            found, names = [*found, bound], names | {*symbols_of([bound])}
-    return found
+            selected, names = [*selected, bound], names | {*symbols_of([bound])}
+    return selected
 
 
 def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
@@ -541,21 +550,21 @@ def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
         sent = [x for x in row.thread.stores if x.space == "shared" and _depends(row, x, places)]
         yield Query(z3.BoolVal(len(sent) == 16 and len(places) == 2))
         chunk = z3.ZeroExt(32, row.chunk)
-        for e, (one, load) in enumerate(zip(sent, [places[0]] * 8 + [places[1]] * 8, strict=False)):
-            given = [*row.limits, one.guard]
+        for e, (store, load) in enumerate(zip(sent, [places[0]] * 8 + [places[1]] * 8, strict=False)):
+            conditions = [*row.limits, store.guard]
             place = z3.ZeroExt(16, split_fields(load.bits, 16)[e % 8])
-            address, rank = row.sent_to(one)
-            wanted, in_block = row.held(place)
+            address, rank = row.sent_to(store)
+            expected_address, in_block = row.place_of(place)
             read = z3.And(load.guard, load.at == z3.BitVec("place", 64) + 32 * chunk + 16 * (e // 8))
-            yield _where(given, read, address == wanted, rank == in_block)
+            yield _where(conditions, read, address == expected_address, rank == in_block)
             inside = z3.And(z3.ULT(row.chunk, row.channels // 16), z3.ULT(place, row.channels))
-            yield _where(row.limits, one.guard == inside)
+            yield _where(row.limits, store.guard == inside)
             if row.plain:
                 source = values[e // 8]
-                at = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
-                yield _where(given, source.guard, source.at == at)
+                at_channel = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
+                yield _where(conditions, source.guard, source.at == at_channel)
                 sent_as = computation("cvt.f32.f16")(split_fields(source.bits, 16)[e % 8])
-                yield Query(z3.BoolVal(Known(given)(one.bits).eq(z3.simplify(sent_as))))
+                yield Query(z3.BoolVal(Simplifier(conditions)(store.bits).eq(z3.simplify(sent_as))))
 
 
 def _depends(row: TokenRow, one: Access, loads: list[Access]) -> bool:
@@ -563,9 +572,9 @@ def _depends(row: TokenRow, one: Access, loads: list[Access]) -> bool:
     return bool(symbols_of([row.sent_to(one)[0]]).keys() & {str(load.bits) for load in loads})
 
 
-def _where(given: list[Any], *holds: Any) -> Query:
-    """Build the query that all of `holds` is true under the conditions `given`, which other threads do not share."""
-    return Query(z3.Implies(z3.And(given), z3.And(holds)))
+def _where(conditions: list[Any], *holds: Any) -> Query:
+    """Build the query that all of `holds` is true under `conditions`, which other threads do not share."""
+    return Query(z3.Implies(z3.And(conditions), z3.And(holds)))
 
 
 def _float(number: float) -> Any:

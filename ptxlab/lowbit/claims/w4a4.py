@@ -36,17 +36,17 @@ def quantisers() -> Iterator[Claim]:
             "one warp": [i for i, number in enumerate(warps) if number == 1],
             "more warps": [i for i, number in enumerate(warps) if number > 1],
         }
-        for (rows, examples), (what, text) in product(sets.items(), _TEXTS.items()):
-            build = partial(_queries, name, tuple(examples), what)
-            quick = name == KERNELS[0] and rows == "one warp" and what in ("divides", "sends")
-            yield Claim(source.label, f"{what}, rows of {rows}", text, build, quick=quick)
+        for (rows, examples), (claim, text) in product(sets.items(), _TEXTS.items()):
+            build = partial(_queries, name, tuple(examples), claim)
+            quick = name == KERNELS[0] and rows == "one warp" and claim in ("divides", "sends")
+            yield Claim(source.label, f"{claim}, rows of {rows}", text, build, quick=quick)
 
 
-def _queries(name: str, examples: tuple[int, ...], what: str) -> Any:
+def _queries(name: str, examples: tuple[int, ...], claim: str) -> Any:
     """Build the formulas of a claim."""
     from ptxlab.lowbit.claims import reordering  # needs z3
 
-    return list(getattr(reordering, what)(_rows(name, examples)))
+    return list(getattr(reordering, claim)(_rows(name, examples)))
 
 
 @lru_cache(maxsize=1)
@@ -54,9 +54,9 @@ def _rows(name: str, examples: tuple[int, ...]) -> Any:
     from ptxlab.lowbit.claims import reordering
 
     spec, (source, *_) = registry.find(name)
-    found = []
+    rows = []
     for sizes in (spec.example_sizes[i] for i in examples):
         config = spec.config_for(sizes)
         entry = Kernel.of(spec, source, config).module.entries[name]
-        found.append(reordering.row_of(entry, spec, {**sizes, **config}))
-    return found
+        rows.append(reordering.row_of(entry, spec, {**sizes, **config}))
+    return rows

@@ -75,7 +75,7 @@ def cost(
     if shape is None and scheme is None:
         devices = [model.device(device)] if device is not None else list(model.DEVICES.values())
         if as_json:
-            return print_json([tables.device_json(each) for each in devices])
+            return print_json([tables.device_json(gpu_model) for gpu_model in devices])
         title = "GPUs by their data sheets, and as measured"
         console.print(table(title, tables.DEVICE_COLUMNS, tables.device_lines(devices)))
         return console.print(f"{tables.RATES} {tables.LEGEND}", style="dim")
@@ -84,19 +84,21 @@ def cost(
     if set(sizes) != set(_AXES):
         raise ArgumentError("--shape", "M=..,N=..,K=..", shape)
     chosen = model.schemes(scheme) if scheme is not None else None
-    found = tables.entries(gpu, **sizes, counts_of=counts.loop_counts, schemes=chosen)
+    costs = tables.entries(gpu, **sizes, counts_of=counts.loop_counts, schemes=chosen)
     if as_json:
-        return print_json({"device": tables.device_json(gpu), **sizes, "schemes": [e.to_json() for e in found]})
+        return print_json({"device": tables.device_json(gpu), **sizes, "schemes": [e.to_json() for e in costs]})
     title = f"{', '.join(f'{axis} = {sizes[axis]}' for axis in _AXES)} on {gpu.name} ({gpu.source}), µs"
-    console.print(table(title, tables.SCHEME_COLUMNS, tables.scheme_lines(found)))
+    console.print(table(title, tables.SCHEME_COLUMNS, tables.scheme_lines(costs)))
     console.print(f"{tables.TIMES} {tables.LEGEND} {tables.LOOPS}", style="dim")
 
 
 def _papers(as_json: bool) -> None:
-    found = published.predictions(counts.loop_counts)
+    predictions = published.predictions(counts.loop_counts)
     if as_json:
-        return print_json([{**vars(p.figure), "in_turn": p.in_turn, "overlapped": p.overlapped} for p in found])
-    console.print(table("What papers report, and the model", tables.PUBLISHED_COLUMNS, tables.published_lines(found)))
+        return print_json([{**vars(p.figure), "in_turn": p.in_turn, "overlapped": p.overlapped} for p in predictions])
+    console.print(
+        table("What papers report, and the model", tables.PUBLISHED_COLUMNS, tables.published_lines(predictions))
+    )
     console.print(tables.PUBLISHED, style="dim")
 
 
@@ -121,16 +123,16 @@ def schedule(
         raise expects("--int4", "a share of 0 to 1", int4)
     costs = Costs(1.0, int8_cost, conversion)
     shape = shape_of(name, "--model")
-    found = layer_speedups([*shape.matrices.values()], tokens, sms, costs, int4_share=int4, spread=spread)
+    speedups = layer_speedups([*shape.matrices.values()], tokens, sms, costs, int4_share=int4, spread=spread)
     bound = rate_bound(int4, costs.ratio)
     if as_json:
         print_json(
-            {"model": name, "tokens": tokens, "sms": sms, "ratio": costs.ratio, "bound": bound, "over_w4a8": found}
+            {"model": name, "tokens": tokens, "sms": sms, "ratio": costs.ratio, "bound": bound, "over_w4a8": speedups}
         )
     else:
         title = f"{name}, {tokens} tokens, {sms} SMs: an INT8 tile takes {costs.ratio:.3g} INT4 tiles"
         reported = COMET.get(name, {}) if (sms, int4) == (COMET_SMS, COMET_INT4) else {}
-        lines = tables.schedule_lines(found, reported)
+        lines = tables.schedule_lines(speedups, reported)
         console.print(table(title, tables.SCHEDULE_COLUMNS, lines))
         console.print(f"{tables.BOUND} {bound:.2f}x.", style="dim")
     if plot is not None:

@@ -29,15 +29,15 @@ def demo(
 
     plot.require_writable(out)
     with download_bar(demos.TRAINED, quiet=as_json) as progress:
-        what, matrices = demos.weights(progress)
+        weights_name, matrices = demos.weights(progress)
     if not as_json:
         count = sum(w.size for w in matrices.values())
-        console.print(f"[bold]{count:,} weights[/]: {escape(what)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{count:,} weights[/]: {escape(weights_name)}", highlight=False, soft_wrap=True)
     with progress_bar("demo", demos.steps(), quiet=as_json) as advance:
         rows = list(demos.rows(matrices, backend=backend, advance=advance))
-    plot.save(demo_figure(rows, matrices, what), out)
+    plot.save(demo_figure(rows, matrices, weights_name), out)
     if as_json:
-        print_json({"weights": what, "rows": [asdict(row) for row in rows], "picture": str(out)})
+        print_json({"weights": weights_name, "rows": [asdict(row) for row in rows], "picture": str(out)})
     else:
         console.print(_demo_table(rows))
         _explain(rows)
@@ -73,7 +73,7 @@ def _explain(rows: list[demos.DemoRow]) -> None:
 
 
 def _what_next(picture: Path) -> None:
-    lines = [f"{command:<62}{what}" for command, what in demos.next_commands()]
+    lines = [f"{command:<62}{explanation}" for command, explanation in demos.next_commands()]
     console.print(
         f"Picture: {escape(str(picture))}\n\nNext:  " + "\n       ".join(lines), highlight=False, soft_wrap=True
     )

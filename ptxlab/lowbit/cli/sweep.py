@@ -48,7 +48,7 @@ def _constants(define: list[str]) -> dict[str, list[int]]:
         if name in choices:
             raise expects("-D", "each name once", name)
         try:
-            choices[name] = [int(value) for value in values.split(",")]
+            choices[name] = [int(number) for number in values.split(",")]
         except ValueError:
             raise expects("-D", "NAME=INTEGER[,INTEGER..]", text) from None
     return choices

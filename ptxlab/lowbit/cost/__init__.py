@@ -109,16 +109,18 @@ def schemes(names: str) -> list[Scheme]:
 
     Raises ArgumentError with the nearest names for an unknown one.
     """
-    known = {scheme.slug: scheme for scheme in SCHEMES.values()}
-    found: dict[str, Scheme] = {}
+    by_slug = {scheme.slug: scheme for scheme in SCHEMES.values()}
+    chosen: dict[str, Scheme] = {}
     for name in names.lower().split(","):
         slug = "-".join(name.split())
-        family = {s: scheme for s, scheme in known.items() if s.partition("-")[0] == slug}
-        if not family and slug not in known:
-            near = difflib.get_close_matches(slug, [*known, "w4a8"], n=3, cutoff=0.4) or known
+        family = {
+            family_slug: scheme for family_slug, scheme in by_slug.items() if family_slug.partition("-")[0] == slug
+        }
+        if not family and slug not in by_slug:
+            near = difflib.get_close_matches(slug, [*by_slug, "w4a8"], n=3, cutoff=0.4) or by_slug
             raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near)}", repr(name))
-        found |= family or {slug: known[slug]}
-    return list(found.values())
+        chosen |= family or {slug: by_slug[slug]}
+    return list(chosen.values())
 
 
 @dataclass(frozen=True)
@@ -190,9 +192,9 @@ def gemm_cost(
         ArgumentError: a size below 1, a negative alpha, or operands that the GPU does not multiply.
     """
     counts = counts or LoopCounts({"issue": alpha}, tile=tile)
-    for name, value in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
-        if value < 1:
-            raise ArgumentError(name, "at least 1", value)
+    for name, size in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
+        if size < 1:
+            raise ArgumentError(name, "at least 1", size)
     if not 0 <= alpha < math.inf:
         raise ArgumentError("alpha", "instructions per weight, 0 or more", alpha)
     weights = N * K / 1e6  # over rates in 10^12 per second: microseconds
@@ -240,8 +242,8 @@ def largest_alpha(device: Device, scheme: Scheme, M: int = 1) -> float:
 
     The longer of the two counts, in a tile of M tokens.
     """
-    behind = max(1 / weight_rate(device, scheme), 2 * M / tensor_rate(device, scheme))
-    return device.issue_tips * behind
+    us_per_weight = max(1 / weight_rate(device, scheme), 2 * M / tensor_rate(device, scheme))
+    return device.issue_tips * us_per_weight
 
 
 def most_tops(device: Device, scheme: Scheme, M: float, alpha: float = 0.0) -> float:

@@ -34,9 +34,9 @@ class PublishedFigure:
     most: float
     over: str = ""
 
-    def form(self, value: float) -> str:
+    def form(self, number: float) -> str:
         """Format a value in the figure's unit."""
-        return f"{value:.2f}x" if self.over else f"{value:,.0f}"
+        return f"{number:.2f}x" if self.over else f"{number:,.0f}"
 
     @property
     def reported(self) -> str:
@@ -76,13 +76,13 @@ class Predicted:
 
 def predictions(counts_of: CountsOf, figures: Iterable[PublishedFigure] = FIGURES) -> list[Predicted]:
     """Predict all figures; `counts_of` gives the instructions of a scheme's main loop on an architecture."""
-    found = []
+    predicted = []
     for figure in figures:
         cost = _cost(figure, figure.scheme, counts_of)
         operations = 2 * figure.M * WIDTH * WIDTH / 1e6
         base = _cost(figure, figure.over, counts_of).overlapped_us if figure.over else operations
-        found.append(Predicted(figure, base / cost.in_turn_us, base / cost.overlapped_us))
-    return found
+        predicted.append(Predicted(figure, base / cost.in_turn_us, base / cost.overlapped_us))
+    return predicted
 
 
 def instructions_per_sum(figure: PublishedFigure, counts_of: CountsOf) -> float:

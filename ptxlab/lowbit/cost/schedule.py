@@ -119,13 +119,13 @@ def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[T
 def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """Schedule rounds of one tile per SM; a round ends with its slowest tile."""
     _require_sms(sms)
-    found: list[TileWork] = []
+    works: list[TileWork] = []
     start = 0.0
     for first in range(0, len(tiles), sms):
-        turn = tiles[first : first + sms]
-        found += [TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)) for sm, tile in enumerate(turn)]
-        start += max(map(costs.of, turn))
-    return found
+        round_tiles = tiles[first : first + sms]
+        works += [TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)) for sm, tile in enumerate(round_tiles)]
+        start += max(map(costs.of, round_tiles))
+    return works
 
 
 def in_order(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
@@ -146,12 +146,12 @@ def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """
     _require_sms(sms)
     free = [(0.0, sm) for sm in range(sms)]
-    found = []
+    works = []
     for tile in sorted(tiles, key=costs.of, reverse=True):
         start, sm = free[0]
-        found.append(TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)))
-        heapq.heapreplace(free, (found[-1].end, sm))
-    return found
+        works.append(TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)))
+        heapq.heapreplace(free, (works[-1].end, sm))
+    return works
 
 
 def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
@@ -170,8 +170,8 @@ def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
         if ends[idle] + piece >= ends[busy] * (1 - _ROUNDING):
             lists[busy].append(work)
             break
-        if kept := work.pieces[:-1]:
-            lists[busy].append(work._replace(pieces=kept, end=work.start + len(kept) * piece))
+        if remaining := work.pieces[:-1]:
+            lists[busy].append(work._replace(pieces=remaining, end=work.start + len(remaining) * piece))
         ends[busy] = lists[busy][-1].end if lists[busy] else 0.0
         lists[idle].append(TileWork(idle, work.tile, work.pieces[-1:], ends[idle], ends[idle] + piece))
         ends[idle] += piece

@@ -59,11 +59,11 @@ def entries(
 
     Raises ArgumentError for a requested scheme that the device does not multiply or that has no counts for it.
     """
-    found = []
+    costs = []
     for scheme in schemes if schemes is not None else cost.SCHEMES.values():
         counts = counts_of(scheme, device.arch) if scheme.operands in device.tops else None
         if counts is not None:
-            found.append(
+            costs.append(
                 SchemeCost(
                     scheme,
                     counts,
@@ -75,13 +75,13 @@ def entries(
         elif schemes is not None:
             rule = f"one that {device.name} runs: it multiplies {', '.join(device.tops)} on {device.arch}"
             raise ArgumentError("scheme", rule, scheme.name)
-    return found
+    return costs
 
 
-def scheme_lines(found: list[SchemeCost]) -> list[list[str]]:
+def scheme_lines(costs: list[SchemeCost]) -> list[list[str]]:
     """Format entries as lines of `SCHEME_COLUMNS`."""
     lines = []
-    for e in found:
+    for e in costs:
         c = e.cost
         times = (c.load_us, c.dequantise_us, c.scale_us, c.multiply_us, c.in_turn_us, c.overlapped_us)
         hidden = f"{e.largest_alpha:.1f}" if e.scheme.dequantiser else ""
@@ -113,10 +113,10 @@ def device_lines(devices: Iterable[Device]) -> list[list[str]]:
     ]
 
 
-def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
+def published_lines(predictions: Iterable[Predicted]) -> list[list[str]]:
     """Format published figures and predictions as lines of `PUBLISHED_COLUMNS`."""
     lines = []
-    for p in found:
+    for p in predictions:
         f = p.figure
         unit = f"over {f.over}" if f.over else "TOPS"
         numbers = (f.reported, f.form(p.in_turn), f.form(p.overlapped), f"{p.error:+.0%}")
@@ -128,10 +128,10 @@ def schedule_lines(speedups: Mapping[str, float], reported: Mapping[str, float])
     """Format speed-ups of schedules over W4A8, and COMET's if reported, as lines of `SCHEDULE_COLUMNS`."""
     lines = []
     for name, times in speedups.items():
-        beside = [f"{reported[name]:.2f}x", f"{times / reported[name] - 1:+.0%}"] if name in reported else ["", ""]
-        lines.append([name, f"{times:.2f}x", *beside])
+        comparison = [f"{reported[name]:.2f}x", f"{times / reported[name] - 1:+.0%}"] if name in reported else ["", ""]
+        lines.append([name, f"{times:.2f}x", *comparison])
     return lines
 
 
-def _us(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+def _us(us: float) -> str:
+    return f"{us:.1f}" if us < 1000 else f"{us:,.0f}"

@@ -105,12 +105,12 @@ def weights(progress: shipped.Progress = lambda done, total: None) -> tuple[str,
     try:
         path = shipped.fetch(TRAINED, progress) / "model.safetensors"
     except UnavailableError as error:
-        return f"GENERATED weights with outlier channels, as there are no trained ones: {error}", _generated()
+        return f"GENERATED weights with outlier channels, as there are no trained ones: {error}", _generate_weights()
     matrices = dict(checkpoint.encoder_matrices(path))
     return f"trained weights of all-MiniLM-L6-v2 ({len(matrices)} matrices of its six encoder layers)", matrices
 
 
-def _generated() -> dict[str, F32]:
+def _generate_weights() -> dict[str, F32]:
     """Generate six matrices as in one layer of the trained model, with a channel in 64 ten times as large."""
     rng = np.random.default_rng(0)
     matrices = {}

@@ -16,11 +16,13 @@ from ptxlab.plot import BLUE, GREY, PALE, RED
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
-def demo_figure(rows: Sequence[DemoRow], matrices: dict[str, np.ndarray], what: str) -> Figure:
+def demo_figure(rows: Sequence[DemoRow], matrices: dict[str, np.ndarray], weights_name: str) -> Figure:
     """Draw the demo in one picture: what unpacking costs, why the range is 119, what a wrong order destroys."""
-    name, w = max(matrices.items(), key=lambda item: item[1].size)
+    name, w = max(matrices.items(), key=lambda named: named[1].size)
     figure = Figure(figsize=(16, 5.4), layout="constrained")
-    figure.suptitle(f"4-bit weights to 8 bits, every way: {what}", fontsize=12, x=0.01, ha="left", weight="bold")
+    figure.suptitle(
+        f"4-bit weights to 8 bits, every way: {weights_name}", fontsize=12, x=0.01, ha="left", weight="bold"
+    )
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1.2))
     _instruction_bars(left, rows)
     _overflow_curve(middle, w, name)
@@ -47,8 +49,8 @@ def _instruction_bars(axes: Axes, rows: Sequence[DemoRow]) -> None:
 
 def _overflow_curve(axes: Axes, w: np.ndarray, name: str) -> None:
     for scheme in ("qoq", "lqq"):
-        found = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
-        counts = [row.overflows for row in found]
+        audited = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
+        counts = [row.overflows for row in audited]
         axes.plot(
             SWEEP,
             counts,

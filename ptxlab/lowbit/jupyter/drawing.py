@@ -34,7 +34,7 @@ class HolderView:
     lane: int | None = None
 
     def __repr__(self) -> str:
-        lines = [f"{self.holders.name}: {self.holders.what}"]
+        lines = [f"{self.holders.name}: {self.holders.description}"]
         if self.lane is not None:
             lines += [f"lane {self.lane}, r{i}: {_in_words(places)}" for i, places in self._registers()]
         return "\n".join(lines)
@@ -44,7 +44,7 @@ class HolderView:
 
     def body(self) -> Html:
         """Render the picture without the style."""
-        title = element("div", element("b", self.holders.name), " ", self.holders.what, cls="title")
+        title = element("div", element("b", self.holders.name), " ", self.holders.description, cls="title")
         return join([title, self._picture(), self._lane()])
 
     def _registers(self) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -53,11 +53,11 @@ class HolderView:
     def _lane(self) -> Html:
         row, column = self.holders.axes
         if self.lane is None:
-            said = f"Down: {row}, across: {column}. In a box: lane and register; its colour: lane."
-            return element("div", said, cls="dim")
-        said = f"Lane {self.lane} holds, as ({row}, {column}) from the highest bits of a register to its lowest:"
+            caption = f"Down: {row}, across: {column}. In a box: lane and register; its colour: lane."
+            return element("div", caption, cls="dim")
+        caption = f"Lane {self.lane} holds, as ({row}, {column}) from the highest bits of a register to its lowest:"
         registers = [chip(element("code", f"r{i} {_in_words(places)}")) for i, places in self._registers()]
-        return join([element("div", said), *registers])
+        return join([element("div", caption), *registers])
 
     def _picture(self) -> Html:
         rows, columns, width = self._window()
@@ -67,18 +67,18 @@ class HolderView:
         boxes = [self._box(run, rows.start, columns.start, width) for run in _runs(self.holders, rows, columns)]
         across, down = _LEFT + len(columns) * width + 2, _TOP + len(rows) * _HEIGHT + 2
         svg = element("svg", *ticks, *boxes, width=across, height=down, viewBox=f"0 0 {across} {down}")
-        return join([element("div", svg, cls="wide"), self._shown(rows, columns)])
+        return join([element("div", svg, cls="wide"), self._drawn_range(rows, columns)])
 
-    def _shown(self, rows: range, columns: range) -> Html:
+    def _drawn_range(self, rows: range, columns: range) -> Html:
         """Render a line that says which rows and columns are drawn; empty if all are."""
         height, width = self.holders.lane.shape
         if (len(rows), len(columns)) == (height, width):
             return Html("")
-        above, beside = (
+        row_range, column_range = (
             f"rows {rows.start}-{rows.stop - 1} of {height}",
             f"{columns.start}-{columns.stop - 1} of {width}",
         )
-        return element("div", f"Drawn: {above}, columns {beside}.", cls="dim")
+        return element("div", f"Drawn: {row_range}, columns {column_range}.", cls="dim")
 
     def _window(self) -> tuple[range, range, int]:
         """Choose the rows and columns to draw, around the lane's first element, and the pixels of a column."""
@@ -86,7 +86,7 @@ class HolderView:
         longest = max(run.count for run in _runs(self.holders, range(1), columns))
         width = max(_NARROWEST, _LABEL // longest)
         row, column = (0, 0) if self.lane is None else self.holders.held_by(self.lane)[0][0]
-        return _around(rows, row, _ROWS), _around(columns, column, _WIDTH // width // 8 * 8), width
+        return _window_around(rows, row, _ROWS), _window_around(columns, column, _WIDTH // width // 8 * 8), width
 
     def _box(self, run: Run, top: int, left: int, width: int) -> Html:
         x, y, across = _LEFT + (run.first - left) * width, _TOP + (run.row - top) * _HEIGHT, run.count * width
@@ -96,13 +96,13 @@ class HolderView:
         return join([box, _text(x + across / 2, y + _HEIGHT - 4, f"{run.lane}.r{run.register}", f"label {state}")])
 
 
-def _around(whole: range, place: int, most: int) -> range:
-    start = place // most * most
-    return range(start, min(start + most, whole.stop))
+def _window_around(whole: range, place: int, window: int) -> range:
+    start = place // window * window
+    return range(start, min(start + window, whole.stop))
 
 
-def _text(x: float, y: float, what: object, kind: str = "") -> Html:
-    return element("text", what, x=f"{x:g}", y=f"{y:g}", cls=kind.strip())
+def _text(x: float, y: float, content: object, kind: str = "") -> Html:
+    return element("text", content, x=f"{x:g}", y=f"{y:g}", cls=kind.strip())
 
 
 def _colour(lane: int) -> str:
@@ -122,10 +122,10 @@ def _runs(holders: HolderMap, rows: range, columns: range) -> Iterator[Run]:
             first = end
 
 
-def _same(holders: HolderMap, row: int, one: int, other: int) -> bool:
+def _same(holders: HolderMap, row: int, column: int, partner_column: int) -> bool:
     return bool(
-        holders.lane[row, one] == holders.lane[row, other]
-        and holders.register[row, one] == holders.register[row, other]
+        holders.lane[row, column] == holders.lane[row, partner_column]
+        and holders.register[row, column] == holders.register[row, partner_column]
     )
 
 

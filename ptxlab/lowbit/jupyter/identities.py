@@ -81,7 +81,7 @@ class Trace:
     def lanes(self, step: int) -> tuple[int, ...]:
         """Decode the values of the lanes after a step, lane 0 first."""
         decoded = self.identity.types[step].decode(np.array([self.words[step]], np.uint64))
-        return tuple(int(value) for value in decoded[:, 0])
+        return tuple(int(lane_value) for lane_value in decoded[:, 0])
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Identities:
 
     def wrong(self, trace: Trace) -> set[int]:
         """Find the lanes in which an identity does not give the exact value plus its bias."""
-        given = trace.lanes(-1)
-        return {lane for lane, value in enumerate(self.exact) if given[lane] != value + trace.identity.bias}
+        traced = trace.lanes(-1)
+        return {lane for lane, exact in enumerate(self.exact) if traced[lane] != exact + trace.identity.bias}
 
     def __repr__(self) -> str:
         lines = [f"q4 {self.q4}, s1 {self.s1}, min {self.minimum}: {self.exact} (lane 0 first)"]
@@ -118,21 +118,25 @@ class Identities:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        given = [
+        inputs = [
             RegisterRow("q4", UNSIGNED, self.q4),
             RegisterRow("s1", LaneType(False, 32, 0), (self.s1,)),
             RegisterRow("min", SIGNED, (self.minimum,) * LANES),
             RegisterRow("a = 128 + min", UNSIGNED, (self.minimum + 128,) * LANES),
             RegisterRow("q4·s1 + min", SIGNED, self.exact, _outside(self.exact), "what it should be"),
         ]
-        return page(word_table([*given, *(row for trace in self.traces for row in self._section(trace))]))
+        return page(word_table([*inputs, *(row for trace in self.traces for row in self._section(trace))]))
 
     def _section(self, trace: Trace) -> list[RegisterRow | Html]:
         wrong = self.wrong(trace)
         verdict = chip(f"wrong in {len(wrong)} of 4", kind="bad") if wrong else chip("exact", kind="good")
         rows = [
             RegisterRow(
-                step.partition(";")[0], trace.identity.types[i], trace.lanes(i), _disturbed(trace, i), _note(trace, i)
+                step.partition(";")[0],
+                trace.identity.types[i],
+                trace.lanes(i),
+                _lanes_with_findings(trace, i),
+                _note(trace, i),
             )
             for i, step in enumerate(trace.identity.steps)
         ]
@@ -167,8 +171,8 @@ def _trace(identity: Identity, q4: tuple[int, ...], s1: int, minimum: int) -> Tr
     outcome = _kernel(identity)(
         word, np.uint32(s1), low, shifted, out, grid=1, block=1, backend="emulator", checks=["lanes"]
     )
-    found = tuple(tuple(f for f in outcome.findings if f.text == step.partition(";")[0]) for step in identity.steps)
-    return Trace(identity, tuple(map(int, out)), found)
+    findings = tuple(tuple(f for f in outcome.findings if f.text == step.partition(";")[0]) for step in identity.steps)
+    return Trace(identity, tuple(map(int, out)), findings)
 
 
 @cache
@@ -178,16 +182,16 @@ def _kernel(identity: Identity) -> Kernel:
     return load(_KERNEL.format(body="\n".join(body)))
 
 
-def _disturbed(trace: Trace, step: int) -> set[int]:
+def _lanes_with_findings(trace: Trace, step: int) -> set[int]:
     return {finding.lane for finding in trace.findings[step] if finding.lane is not None}
 
 
 def _outside(values: tuple[int, ...]) -> set[int]:
     low, high = SIGNED.limits
-    return {lane for lane, value in enumerate(values) if not low <= value <= high}
+    return {lane for lane, number in enumerate(values) if not low <= number <= high}
 
 
 def _note(trace: Trace, step: int) -> Html:
     """Render the word after a step, and the findings of the step."""
-    said = [element("code", f"{trace.words[step]:#010x}"), *(finding.message for finding in trace.findings[step])]
-    return join(said, "<br>")
+    parts = [element("code", f"{trace.words[step]:#010x}"), *(finding.message for finding in trace.findings[step])]
+    return join(parts, "<br>")

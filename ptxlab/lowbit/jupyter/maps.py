@@ -28,7 +28,7 @@ class HolderMap:
 
     Attributes:
         name: of the fragment, packing or kernel.
-        what: it says in a line what is held.
+        description: what is held, in a line.
         axes: names of rows and columns.
         lane: the lane of each element (of a warp group: 0..127).
         register: which of its 32-bit registers.
@@ -38,7 +38,7 @@ class HolderMap:
     """
 
     name: str
-    what: str
+    description: str
     axes: tuple[str, str]
     lane: np.ndarray
     register: np.ndarray
@@ -55,8 +55,8 @@ class HolderMap:
         """List (row, column) of the elements of each register of a lane, from its least significant bits."""
         if not 0 <= lane < self.lanes:
             raise ArgumentError("lane", f"0..{self.lanes - 1} for {self.name}", lane)
-        mine = np.argwhere(self.lane == lane)
-        places = sorted((int(self.register[r, c]), int(self.bit[r, c]), int(r), int(c)) for r, c in mine)
+        elements = np.argwhere(self.lane == lane)
+        places = sorted((int(self.register[r, c]), int(self.bit[r, c]), int(r), int(c)) for r, c in elements)
         registers = range(places[-1][0] + 1)
         return [[(r, c) for register, _, r, c in places if register == number] for number in registers]
 
@@ -66,12 +66,14 @@ def of_fragment(fragment: Fragment) -> HolderMap:
     axes = {"a": ("row", "k"), "b": ("k", "column")}.get(fragment.name.rsplit(".", 1)[-1], ("row", "column"))
     lanes, registers, elements = np.indices(fragment.rows.shape)
     lane, register, bit = np.empty((3, *fragment.shape), int)
-    for held, source in ((lane, lanes), (register, registers), (bit, elements * fragment.bits)):
-        held[fragment.rows, fragment.cols] = source
+    for target, source in ((lane, lanes), (register, registers), (bit, elements * fragment.bits)):
+        target[fragment.rows, fragment.cols] = source
     rows, columns = fragment.shape
     size = f"{rows} x {columns} elements of {fragment.bits} bits"
-    what = f"{size} in {fragment.registers} registers of {fragment.lanes} lanes"
-    return HolderMap(fragment.name, what, axes, lane, register, bit, fragment.bits, np.zeros(fragment.shape, bool))
+    description = f"{size} in {fragment.registers} registers of {fragment.lanes} lanes"
+    return HolderMap(
+        fragment.name, description, axes, lane, register, bit, fragment.bits, np.zeros(fragment.shape, bool)
+    )
 
 
 _TILES = {"row_major": (8, 128), "qserve": (32, 32), "dual_mma": (64, 64), "comet": (16, 64), "strips": (16, 128)}
@@ -88,36 +90,47 @@ def of_packing(layout: str) -> HolderMap:
     if layout == "comet":  # row 8 i + j is that of lane 8 i + j, and its word t goes to register i of lane 4 j + t
         matrix, row = np.divmod(lane, 8)
         lane, word = 4 * row + word, matrix
-    how = "ldmatrix.x4 brings" if layout == "comet" else "loads of 128 bits bring"
-    what = f"a tile of {shape[0]} x {shape[1]} 4-bit weights as {how} it to {lanes} lanes"
-    return HolderMap(layout, what, ("row", "k"), lane, 4 * load + word, 4 * (address % 8), 4, np.zeros(shape, bool))
+    instruction = "ldmatrix.x4 brings" if layout == "comet" else "loads of 128 bits bring"
+    description = f"a tile of {shape[0]} x {shape[1]} 4-bit weights as {instruction} it to {lanes} lanes"
+    return HolderMap(
+        layout, description, ("row", "k"), lane, 4 * load + word, 4 * (address % 8), 4, np.zeros(shape, bool)
+    )
 
 
 def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
     """Find the position of each weight of a tile in the packed buffer, in nibbles from its beginning."""
     N, K = shape
     position = np.arange(N * K).reshape(shape)
-    found = np.zeros(N * K, int)
+    weight_at = np.zeros(N * K, int)
     for digit in range(_DIGITS):
         q4 = (position >> 4 * digit & 15).astype(np.uint8)
         packed = pack(QoQChannelWeight(q4, np.ones(N, np.float32), np.zeros(N, np.uint8)), layout)
         stored = next(iter(packed.buffers.values())).reshape(-1).view(np.uint8).astype(int)
-        found += np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1) << 4 * digit
-    return np.argsort(found).reshape(shape)
+        weight_at += np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1) << 4 * digit
+    return np.argsort(weight_at).reshape(shape)
 
 
 def of_load(name: str) -> HolderMap:
     """Build the map of the tile that a `load_*` kernel brings to the lanes of a warp group, as 8-bit operand A."""
-    held = holders.map_registers(name)
-    share = held.wrong.mean()
-    what = "a tile of 64 x 64 weights as the kernel brings it to 128 lanes" + (
+    register_map = holders.map_registers(name)
+    share = register_map.wrong.mean()
+    description = "a tile of 64 x 64 weights as the kernel brings it to 128 lanes" + (
         f"; {share:.0%} of it is not where the MMA wants it" if share else ""
     )
-    return HolderMap(name, what, ("row", "k"), held.thread, held.register, 8 * held.byte, 8, held.wrong)
+    return HolderMap(
+        name,
+        description,
+        ("row", "k"),
+        register_map.thread,
+        register_map.register,
+        8 * register_map.byte,
+        8,
+        register_map.wrong,
+    )
 
 
 def _fragments() -> dict[str, Callable[[], HolderMap]]:
-    made = [
+    shown = [
         *(fragments.mma_a(k) for k in (16, 32, 64)),
         *(fragments.mma_b(k) for k in (16, 32, 64)),
         fragments.mma_c(32),
@@ -126,11 +139,11 @@ def _fragments() -> dict[str, Callable[[], HolderMap]]:
         fragments.wgmma_a(),
         *(fragments.wgmma_d(n) for n in (8, 16, 64)),
     ]
-    return {one.name: partial(of_fragment, one) for one in made}
+    return {fragment.name: partial(of_fragment, fragment) for fragment in shown}
 
 
 @cache
-def known() -> dict[str, Callable[[], HolderMap]]:
+def maps_by_name() -> dict[str, Callable[[], HolderMap]]:
     """List the maps by name: fragments, packings, kernels of the family `load` that bring fragments."""
     loads = [
         s.name for s in registry.specs().values() if s.family == "load" and "fragments" in {a.name for a in s.args}
@@ -145,7 +158,7 @@ def known() -> dict[str, Callable[[], HolderMap]]:
 @cache
 def find(name: str) -> HolderMap:
     """Return the map of that name; raise ArgumentError with the nearest names for an unknown one."""
-    if name not in known():
-        near = difflib.get_close_matches(name, known(), n=3, cutoff=0.3) or list(known())
+    if name not in maps_by_name():
+        near = difflib.get_close_matches(name, maps_by_name(), n=3, cutoff=0.3) or list(maps_by_name())
         raise ArgumentError("name", f"one of {', '.join(near)}", name)
-    return known()[name]()
+    return maps_by_name()[name]()

@@ -22,14 +22,14 @@ def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: 
     ui = require_ipywidgets()
     identities(q4, s1, minimum)
     weights = [slider(f"q4, lane {lane}", q4[lane], 0, 15) for lane in range(LANES)]
-    scale, least = slider("s1", s1, 1, max(s1, 20)), slider("min", minimum, -128, 127)
+    scale_slider, minimum_slider = slider("s1", s1, 1, max(s1, 20)), slider("min", minimum, -128, 127)
 
     def show(values: Mapping[str, int]) -> str:
         lanes = tuple(values[control.description] for control in weights)
         return identities(lanes, values["s1"], values["min"])._repr_html_()
 
-    columns = ui.HBox([ui.VBox(weights[::-1]), ui.VBox([scale, least])])
-    return link_controls(columns, [*weights, scale, least], show)
+    columns = ui.HBox([ui.VBox(weights[::-1]), ui.VBox([scale_slider, minimum_slider])])
+    return link_controls(columns, [*weights, scale_slider, minimum_slider], show)
 
 
 def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
@@ -41,7 +41,7 @@ def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
     """
     ui = require_ipywidgets()
     maps.find(name).held_by(lane)
-    choice = ui.Dropdown(options=list(maps.known()), value=name, description="map")
+    choice = ui.Dropdown(options=list(maps.maps_by_name()), value=name, description="map")
     lane_slider = slider("lane", lane, 0, maps.find(name).lanes - 1)
 
     def show(values: Mapping[str, Any]) -> str:

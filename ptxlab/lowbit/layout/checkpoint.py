@@ -48,15 +48,15 @@ class TensorFile(ABC):
 
         Raises ArgumentError for a name that is not in the file, FileError for a dtype that is not in `FLOATS`.
         """
-        info = self._info(name)
-        if info.dtype not in FLOATS:
-            raise FileError(f"{self.path}: {name} has dtype {info.dtype}, not one of {', '.join(FLOATS)}")
+        tensor = self._info(name)
+        if tensor.dtype not in FLOATS:
+            raise FileError(f"{self.path}: {name} has dtype {tensor.dtype}, not one of {', '.join(FLOATS)}")
         content = self.read_bytes(name)
-        if info.dtype != "BF16":
-            return content.view(f"<f{int(info.dtype[1:]) // 8}").reshape(info.shape)
+        if tensor.dtype != "BF16":
+            return content.view(f"<f{int(tensor.dtype[1:]) // 8}").reshape(tensor.shape)
         bits = content.view("<u2").astype(np.uint32)  # NumPy has no bfloat16: the upper half of a float32
         bits <<= np.uint32(16)
-        return bits.view(np.float32).reshape(info.shape)
+        return bits.view(np.float32).reshape(tensor.shape)
 
     @abstractmethod
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
@@ -68,14 +68,14 @@ class TensorFile(ABC):
         return self.tensors[name]
 
 
-def bytes_at(path: Path, info: TensorInfo, offset: int) -> npt.NDArray[np.uint8]:
+def bytes_at(path: Path, tensor: TensorInfo, offset: int) -> npt.NDArray[np.uint8]:
     """Read a tensor's bytes from a file; raise FileError if the file, changed meanwhile, no longer has them."""
     try:
-        content = np.fromfile(path, dtype=np.uint8, count=info.nbytes, offset=offset)
+        content = np.fromfile(path, dtype=np.uint8, count=tensor.nbytes, offset=offset)
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if content.nbytes != info.nbytes:
-        raise FileError(f"{path}: {info.name}: {info.nbytes} bytes expected (got {content.nbytes})")
+    if content.nbytes != tensor.nbytes:
+        raise FileError(f"{path}: {tensor.name}: {tensor.nbytes} bytes expected (got {content.nbytes})")
     return content
 
 
@@ -96,14 +96,14 @@ class Checkpoint(TensorFile):
             self.metadata = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise FileError(f"{self.path}: not a readable safetensors file ({error})") from error
-        self.tensors = {name: self._announced(name) for name in names}
+        self.tensors = {name: self._tensor_info(name) for name in names}
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """See `TensorFile.read_bytes`."""
         data_start, header = self._header
         return bytes_at(self.path, self.tensors[name], data_start + header[name]["data_offsets"][0])
 
-    def _announced(self, name: str) -> TensorInfo:
+    def _tensor_info(self, name: str) -> TensorInfo:
         entry = self._header[1][name]
         begin, end = entry["data_offsets"]
         return TensorInfo(name, tuple(entry["shape"]), entry["dtype"], end - begin)
@@ -143,10 +143,10 @@ class CheckpointFolder(TensorFile):
         self._files: dict[str, TensorFile] = {}
         self.tensors = {}
         for checkpoint in map(type(self)._OPEN, files):
-            for name, info in checkpoint.tensors.items():
+            for name, tensor in checkpoint.tensors.items():
                 if name in self.tensors:
                     raise FileError(f"{checkpoint.path}: {name} is in {self._files[name].path.name} too")
-                self._files[name], self.tensors[name] = checkpoint, info
+                self._files[name], self.tensors[name] = checkpoint, tensor
         for name, file in names.items():
             if name not in self._files or self._files[name].path.name != file:
                 raise FileError(f"{index}: {name} is not in {file}")
@@ -199,12 +199,12 @@ def write_checkpoint(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin, places = 0, {}
     # The widest elements first, as the format's own writer has it, so that every tensor is aligned to its elements.
-    for info in sorted(tensors, key=_width, reverse=True):
-        if info.name in header:
-            raise ArgumentError("tensors", "must have different names", info.name)
-        end = begin + info.nbytes
-        header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
-        places[info.name] = range(begin, end)
+    for tensor in sorted(tensors, key=_width, reverse=True):
+        if tensor.name in header:
+            raise ArgumentError("tensors", "must have different names", tensor.name)
+        end = begin + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        places[tensor.name] = range(begin, end)
         begin = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -223,9 +223,9 @@ def write_checkpoint(
     write_whole(Path(path), write)
 
 
-def _width(info: TensorInfo) -> int:
+def _width(tensor: TensorInfo) -> int:
     """Return the bytes per element; 0 for an empty tensor, which may lie anywhere."""
-    return info.nbytes // max(1, prod(info.shape))
+    return tensor.nbytes // max(1, prod(tensor.shape))
 
 
 def encoder_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -234,6 +234,6 @@ def encoder_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, npt.ND
     Embeddings, heads, vectors and tensors of other dtypes are left out. Raises FileError as `Checkpoint` does.
     """
     checkpoint = Checkpoint(path)
-    for info in checkpoint.tensors.values():
-        if _TRANSFORMER_LAYER.search(info.name) and len(info.shape) == 2 and info.dtype in FLOATS:
-            yield info.name, checkpoint.read(info.name)
+    for tensor in checkpoint.tensors.values():
+        if _TRANSFORMER_LAYER.search(tensor.name) and len(tensor.shape) == 2 and tensor.dtype in FLOATS:
+            yield tensor.name, checkpoint.read(tensor.name)

@@ -84,10 +84,10 @@ class PageView:
     @classmethod
     def of(cls, pages: U8, scheme: str, page_size: int, head_dim: int) -> "PageView":
         """Build a view of contiguous pages u8 [..., page_bytes]."""
-        known, leading = kv_scheme(scheme), pages.shape[:-1]
-        row = head_dim * known.bits // 8
+        kv_format, leading = kv_scheme(scheme), pages.shape[:-1]
+        row = head_dim * kv_format.bits // 8
         features = pages[..., : page_size * row].reshape(*leading, page_size, row)
-        if known.by_channel:
+        if kv_format.by_channel:
             return cls(scheme, page_size, features, None)
         constants = pages.view(np.float16)[..., page_size * row // 2 :].reshape(*leading, page_size, 2)
         return cls(scheme, page_size, features, constants)
@@ -111,8 +111,8 @@ class PageView:
     def read(self, slots: npt.NDArray[Any], channel: tuple[F32, F32] | None) -> QuantizedKV:
         """Read a copy of the tokens [n, heads, D] in the slots [n]."""
         page, offset = slots // self.page_size, slots % self.page_size
-        known, features = kv_scheme(self.scheme), self.features[page, :, offset]
-        values = unpack_u4(as_words(features)) if known.bits == 4 else features.view(known.dtype)
+        kv_format, features = kv_scheme(self.scheme), self.features[page, :, offset]
+        values = unpack_u4(as_words(features)) if kv_format.bits == 4 else features.view(kv_format.dtype)
         if self.constants is None:
             if channel is None:
                 raise ArgumentError("channel", f"must be (scale, zero) for {self.scheme}", None)

@@ -110,15 +110,15 @@ class ReorderedWeight:
     @property
     def order(self) -> npt.NDArray[np.intp]:
         """The channels in the order of the weight's columns, [K]."""
-        found: npt.NDArray[np.intp] = np.argsort(self.buffers["place"])
-        return found
+        order: npt.NDArray[np.intp] = np.argsort(self.buffers["place"])
+        return order
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, padding included."""
         return sum(int(array.nbytes) for array in self.buffers.values())
 
-    def quantized(self, x: npt.NDArray[Any]) -> AtomRows | BlockRows:
+    def quantize_input(self, x: npt.NDArray[Any]) -> AtomRows | BlockRows:
         """Reorder and quantise an input x float [M, K] as the GEMM reads it."""
         ordered = x[:, self.order]
         if self.scheme == "fmpq":

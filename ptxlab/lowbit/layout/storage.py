@@ -118,16 +118,16 @@ def save(packed: _Packed, path: str | os.PathLike[str], name: str = "weight") ->
     if not isinstance(packed, _Packed):
         kinds = ", ".join(form.weight.__name__ for form in _FORMATS)
         raise ArgumentError("packed", f"must be one of {kinds}", type(packed).__name__)
-    write_checkpoint(path, *described({name: packed}))
+    write_checkpoint(path, *collect_file_contents({name: packed}))
 
 
-def described(
+def collect_file_contents(
     weights: Mapping[str, _Packed],
 ) -> tuple[list[TensorInfo], list[tuple[str, Any]], dict[str, str]]:
     """Collect the contents of a file of weights, all of one class: its tensors, their arrays, its metadata."""
     form = next(form for form in _FORMATS if isinstance(next(iter(weights.values())), form.weight))
     fields = {name: form.header(weight) for name, weight in weights.items()}
-    announced = [info for name, header in fields.items() for info in form.announce(name, header)]
+    announced = [tensor for name, header in fields.items() for tensor in form.announce(name, header)]
     return (
         announced,
         [pair for name, weight in weights.items() for pair in contents(name, weight)],

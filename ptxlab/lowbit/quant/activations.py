@@ -38,11 +38,11 @@ def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
     x = float_matrix("x", x)
     scale = token_scales(x)
 
-    def rounded(x: npt.NDArray[Any], scale: F32) -> tuple[S8, S32]:
+    def round_rows(x: npt.NDArray[Any], scale: F32) -> tuple[S8, S32]:
         q = np.rint(as_float32(x) / scale[:, None]).astype(np.int8)
         return q, q.sum(axis=1, dtype=np.int32)
 
-    q, token_sum = by_strips(rounded, x, scale)
+    q, token_sum = by_strips(round_rows, x, scale)
     return QuantizedActivations(q, scale, token_sum)
 
 

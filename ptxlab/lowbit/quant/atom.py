@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, F32, S8
-from ptxlab.lowbit.quant.groups import dequantized, integer_groups
+from ptxlab.lowbit.quant.groups import dequantize_groups, integer_groups
 from ptxlab.lowbit.quant.inputs import as_float32, channel_vector, extremes, float_matrix, strip_of
 from ptxlab.validate import is_integer, is_one_of
 
@@ -91,7 +91,7 @@ class AtomRows:
 
     def dequantize(self) -> F32:
         """Compute q·scale as f32 [R, K + outliers], in Atom's channel order."""
-        parts = dequantized(self.q4, self.scale4), dequantized(self.q8, self.scale8[:, None])
+        parts = dequantize_groups(self.q4, self.scale4), dequantize_groups(self.q8, self.scale8[:, None])
         both: F32 = np.concatenate(parts, axis=1)
         return both
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, F32, S8
-from ptxlab.lowbit.quant.groups import dequantized, integer_groups
+from ptxlab.lowbit.quant.groups import dequantize_groups, integer_groups
 from ptxlab.lowbit.quant.inputs import channel_vector, extremes, float_matrix
 from ptxlab.validate import is_integer, is_one_of, require_number
 
@@ -59,7 +59,7 @@ class BlockRows:
 
     def dequantize(self) -> F32:
         """Compute q·scale as f32 [R, K]."""
-        return dequantized(self.q, self.scale)
+        return dequantize_groups(self.q, self.scale)
 
 
 def int8_blocks(

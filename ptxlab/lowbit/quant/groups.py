@@ -21,11 +21,12 @@ def integer_groups(
     clip: float = 1.0,
     rows: int = 1,
     reciprocal: bool = False,
-    most: int | None = None,
+    largest_scale: int | None = None,
 ) -> tuple[S8, F16]:
     """Quantise groups to integers s8 [R, G, g] of `bits` bits, with scales max|x|·clip / steps in FP16 [R, G].
 
-    A group of zeros has scale 1. Raises ArgumentError, which calls the array `name`, for a scale beyond FP16 or `most`.
+    A group of zeros has scale 1. Raises ArgumentError, which calls the array `name`, for a larger
+    scale than FP16 has or `largest_scale`.
 
     Args:
         name: of the array, for errors.
@@ -35,7 +36,7 @@ def integer_groups(
         clip: of the largest magnitude what the scale is made for.
         rows: neighbouring rows that share their scales.
         reciprocal: x is multiplied by an FP32 reciprocal and rounded half away from zero; else divided, ties to even.
-        most: the largest scale.
+        largest_scale: the largest scale.
     """
     R, G, g = x.shape
     (largest,) = by_strips(lambda strip: (np.abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
@@ -43,15 +44,15 @@ def integer_groups(
         largest = np.repeat(largest.reshape(-1, rows, G).max(axis=1), rows, axis=0)
     scale = group_scales(largest, steps, clip)
     largest = largest * np.float32(clip)
-    beyond = ~np.isfinite(scale) if most is None else scale > most
+    beyond = ~np.isfinite(scale) if largest_scale is None else scale > largest_scale
     if bool(beyond.any()):
         row, column = map(int, np.argwhere(beyond)[0])
-        limit = "an FP16 number" if most is None else f"at most {most}"
+        limit = "an FP16 number" if largest_scale is None else f"at most {largest_scale}"
         rule = f"a group's largest magnitude over {steps:g} must be {limit}"
         raise ArgumentError(name, rule, f"{float(largest[row, column]):g} in row {row}, group {column}")
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
-    def rounded(strip: npt.NDArray[Any], largest: F32, scale: F16) -> tuple[S8]:
+    def round_strip(strip: npt.NDArray[Any], largest: F32, scale: F16) -> tuple[S8]:
         values = as_float32(strip).reshape(-1, G, g)
         if reciprocal:
             factor = np.float32(steps) / np.maximum(largest, np.float32(steps) * _MIN_SCALE.astype(np.float32))
@@ -61,7 +62,7 @@ def integer_groups(
             quotient = np.rint(values / scale.astype(np.float32)[:, :, None])
         return (quotient.clip(low, high).astype(np.int8),)
 
-    (q,) = by_strips(rounded, x.reshape(R, -1), largest, scale)
+    (q,) = by_strips(round_strip, x.reshape(R, -1), largest, scale)
     return q, scale
 
 
@@ -76,6 +77,6 @@ def group_scales(largest: F32, steps: float, clip: float = 1.0) -> F16:
     return np.where(clipped == 0, np.float16(1), scale)
 
 
-def dequantized(q: S8, scale: F16) -> F32:
+def dequantize_groups(q: S8, scale: F16) -> F32:
     """Compute q·scale as f32 [R, K] from q s8 [R, K] and one scale per group, f16 [R, G]."""
     return q.astype(np.float32) * spread(scale.astype(np.float32), q.shape[1])

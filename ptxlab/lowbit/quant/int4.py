@@ -41,5 +41,5 @@ def quantize_int4(w: npt.NDArray[Any], group: int = 128) -> Int4Weight:
     """
     floats = as_float_matrix("w", w)
     check_group("w", floats.shape[1], group)
-    q4, scale = integer_groups("w", floats.reshape(len(floats), -1, group), 4, 7, most=MAX_INT4_SCALE)
+    q4, scale = integer_groups("w", floats.reshape(len(floats), -1, group), 4, 7, largest_scale=MAX_INT4_SCALE)
     return Int4Weight(q4.reshape(floats.shape), scale)

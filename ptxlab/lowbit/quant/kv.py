@@ -71,14 +71,14 @@ class QuantizedKV:
     zero: npt.NDArray[Any]
 
     def __post_init__(self) -> None:
-        known = kv_scheme(self.scheme)
+        kv_format = kv_scheme(self.scheme)
         shape = tuple(getattr(self.values, "shape", ()))
         if len(shape) < 3:
             raise ArgumentError("values", "must be [..., tokens, heads, D]", f"shape {shape}")
-        _check_array("values", self.values, known.dtype, shape)
-        expected = shape[-2:] if known.by_channel else shape[:-1]
+        _check_array("values", self.values, kv_format.dtype, shape)
+        expected = shape[-2:] if kv_format.by_channel else shape[:-1]
         for name in ("scale", "zero"):
-            _check_array(name, getattr(self, name), known.constant, expected)
+            _check_array(name, getattr(self, name), kv_format.constant, expected)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,22 +114,22 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
         ArgumentError: an unknown scheme, constants that do not belong to it, not a float array of three axes or more, a
             NaN or an infinity (with the place of the first), a scale that is infinite in float16 (with its place).
     """
-    known = kv_scheme(scheme)
+    kv_format = kv_scheme(scheme)
     x = _tokens(x)
-    if known.by_channel:
+    if kv_format.by_channel:
         extremes("x", x)  # refuses what is not finite
         channel = calibrate_kv(x, scheme) if channel is None else channel
         check_channel("channel", scheme, channel, x.shape[-2:])
         scale, zero = channel
-        return QuantizedKV(scheme, _round_values(x, scale, zero, known), scale, zero)
+        return QuantizedKV(scheme, _round_values(x, scale, zero, kv_format), scale, zero)
     if channel is not None:
         raise ArgumentError("channel", f"{scheme} has constants of its own: must be None", "constants")
     low, high = extremes("x", x)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
-    half = _token_scales(low, high, known)
+    half = _token_scales(low, high, kv_format)
     scale = half.astype(np.float32)
-    zero = np.rint((0 - low) / scale).clip(known.low, known.high)  # -low would give -0 where low is 0
-    values = _round_values(x, scale[..., None], zero[..., None], known)
+    zero = np.rint((0 - low) / scale).clip(kv_format.low, kv_format.high)  # -low would give -0 where low is 0
+    values = _round_values(x, scale[..., None], zero[..., None], kv_format)
     return QuantizedKV(scheme, values, half, zero.astype(np.float16))
 
 
@@ -143,8 +143,8 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     Raises ArgumentError as `quantize_kv` does, and for x without a token, or a scale that is not a normal float32 or so
     large that 128 times it is infinite.
     """
-    known = kv_scheme(scheme)
-    if not known.by_channel:
+    kv_format = kv_scheme(scheme)
+    if not kv_format.by_channel:
         raise ArgumentError("scheme", "must be one by channel", scheme)
     x = _tokens(x)
     if x.size == 0:
@@ -155,11 +155,11 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     low, high = floats.min(axis=0), floats.max(axis=0)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     with np.errstate(over="ignore"):  # an infinite extent is refused as a scale
-        extent = np.maximum(-low, high) if known.low else high - low
-    scale = extent / np.float32(known.high)
+        extent = np.maximum(-low, high) if kv_format.low else high - low
+    scale = extent / np.float32(kv_format.high)
     scale = np.where(extent == 0, np.float32(1), scale)
     _check_scales("x", scale)
-    zero = np.rint((0 - low) / scale).clip(0, 0 if known.low else known.high)
+    zero = np.rint((0 - low) / scale).clip(0, 0 if kv_format.low else kv_format.high)
     return scale, zero
 
 
@@ -175,14 +175,14 @@ def check_channel(argument: str, scheme: str, channel: Any, shape: tuple[int, ..
 
     Scales are normal and not too large (`calibrate_kv`), zeros integers in 0..15, or 0 for the symmetric scheme.
     """
-    known = kv_scheme(scheme)
+    kv_format = kv_scheme(scheme)
     if not isinstance(channel, tuple) or len(channel) != 2:
         raise ArgumentError(argument, f"must be (scale, zero) for {scheme}", type(channel).__name__)
     scale, zero = channel
-    _check_array(f"{argument} scale", scale, known.constant, shape)
-    _check_array(f"{argument} zero", zero, known.constant, shape)
+    _check_array(f"{argument} scale", scale, kv_format.constant, shape)
+    _check_array(f"{argument} zero", zero, kv_format.constant, shape)
     _check_scales(f"{argument} scale", scale)
-    highest = 0 if known.low else known.high
+    highest = 0 if kv_format.low else kv_format.high
     wrong = ~((zero >= 0) & (zero <= highest) & (zero == np.rint(zero)))
     if wrong.any():
         place = _first(wrong)
@@ -198,10 +198,10 @@ def _tokens(x: Any) -> npt.NDArray[Any]:
     return floats
 
 
-def _token_scales(low: F32, high: F32, known: KVScheme) -> F16:
+def _token_scales(low: F32, high: F32, kv_format: KVScheme) -> F16:
     """Compute f16((high - low) / levels), and 1 where that is 0; raise ArgumentError where it is infinite."""
     with np.errstate(over="ignore"):
-        exact = (high - low) / np.float32(known.high)
+        exact = (high - low) / np.float32(kv_format.high)
         scale: F16 = exact.astype(np.float16)
     if not np.isfinite(scale).all():
         place = _first(~np.isfinite(scale))
@@ -224,10 +224,10 @@ def _check_scales(argument: str, scale: F32) -> None:
         raise ArgumentError(argument, rule, f"channel {place} has {float(scale[tuple(place)]):.3g}")
 
 
-def _round_values(x: npt.NDArray[Any], scale: F32, zero: F32, known: KVScheme) -> npt.NDArray[Any]:
+def _round_values(x: npt.NDArray[Any], scale: F32, zero: F32, kv_format: KVScheme) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):  # clipped
         quotient = np.rint(as_float32(x) / scale)
-    values: npt.NDArray[Any] = (quotient + zero).clip(known.low, known.high).astype(known.dtype)
+    values: npt.NDArray[Any] = (quotient + zero).clip(kv_format.low, kv_format.high).astype(kv_format.dtype)
     return values
 
 

@@ -46,9 +46,9 @@ def quantize_level1(w: npt.NDArray[Any], protective_range: int = PROTECTIVE_RANG
     low, high = extremes("w", w)
     scale = row_scales("w", np.maximum(-low, high), protective_range)
 
-    def rounded(w: npt.NDArray[Any], scale: F32) -> tuple[S8]:
+    def round_rows(w: npt.NDArray[Any], scale: F32) -> tuple[S8]:
         quotient = np.rint(as_float32(w) / scale[:, None])
         return (quotient.clip(-protective_range, protective_range).astype(np.int8),)
 
-    (q8,) = by_strips(rounded, w, scale)
+    (q8,) = by_strips(round_rows, w, scale)
     return Level1Weight(q8, scale, protective_range)

@@ -41,8 +41,8 @@ class LQQWeight(TwoLevelWeight):
         """See `TwoLevelWeight.level1`; by `reference.dequant_lqq`."""
         return reference.dequant_lqq(self.q4, self.group_scale, self.offset)
 
-    def restored(self, q4: U8) -> S32:
-        """See `TwoLevelWeight.restored`."""
+    def restore(self, q4: U8) -> S32:
+        """See `TwoLevelWeight.restore`."""
         return reference.exact_lqq(q4, self.group_scale, self.offset)
 
 

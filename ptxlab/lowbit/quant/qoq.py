@@ -32,8 +32,8 @@ class QoQWeight(TwoLevelWeight):
         """See `TwoLevelWeight.level1`; by `reference.dequant_qoq_vadd4`."""
         return reference.dequant_qoq_vadd4(self.q4, self.group_scale, self.offset)
 
-    def restored(self, q4: U8) -> S32:
-        """See `TwoLevelWeight.restored`."""
+    def restore(self, q4: U8) -> S32:
+        """See `TwoLevelWeight.restore`."""
         return reference.exact_qoq(q4, self.group_scale, self.zero)
 
 
@@ -105,8 +105,8 @@ def quantize_qoq_channel(w: npt.NDArray[Any]) -> QoQChannelWeight:
         scale = row_scales("w", high - low, 15)
     zero = np.rint(-low / scale).clip(0, 15)
 
-    def rounded(w: npt.NDArray[Any], scale: F32, zero: F32) -> tuple[U8]:
+    def round_rows(w: npt.NDArray[Any], scale: F32, zero: F32) -> tuple[U8]:
         return ((np.rint(as_float32(w) / scale[:, None]) + zero[:, None]).clip(0, 15).astype(np.uint8),)
 
-    (q4,) = by_strips(rounded, w, scale, zero)
+    (q4,) = by_strips(round_rows, w, scale, zero)
     return QoQChannelWeight(q4, scale, zero.astype(np.uint8))

@@ -76,8 +76,8 @@ def smooth_attention(
     factor = _factor(peaks, alpha)
     of_keys, of_queries = factor.reshape(-1), np.repeat(factor, Hq // Hkv, axis=0).reshape(-1)
     return SmoothedAttention(
-        w_q=_scaled("w_q", w_q, of_queries[:, None]),
-        w_k=_scaled("w_k", w_k, 1 / of_keys[:, None]),
+        w_q=_scale_finite("w_q", w_q, of_queries[:, None]),
+        w_k=_scale_finite("w_k", w_k, 1 / of_keys[:, None]),
         b_q=None if b_q is None else _scaled_bias("b_q", b_q, of_queries),
         b_k=None if b_k is None else _scaled_bias("b_k", b_k, 1 / of_keys),
         factor=factor,
@@ -103,10 +103,10 @@ def _scaled_bias(argument: str, bias: npt.NDArray[Any], factor: npt.NDArray[np.f
     if bias.shape != factor.shape:
         raise ArgumentError(argument, f"must be [{factor.size}]", f"shape {bias.shape}")
     extremes(argument, bias)
-    return _scaled(argument, bias, factor)
+    return _scale_finite(argument, bias, factor)
 
 
-def _scaled(argument: str, x: npt.NDArray[Any], factor: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+def _scale_finite(argument: str, x: npt.NDArray[Any], factor: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         scaled = (x.astype(np.float64) * factor).astype(x.dtype)
     lost = ~np.isfinite(scaled.astype(np.float64))

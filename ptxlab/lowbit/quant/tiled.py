@@ -11,19 +11,19 @@ from ptxlab.arithmetic import ceil_div
 BLOCK_ROWS, BLOCK_K = 520, 7 * 128  # of that block: no multiples of a tile's, so that a tile in a wrong place shows
 
 
-def tiled(part: Any, N: int, K: int) -> Any:
+def repeat_to_shape(part: Any, N: int, K: int) -> Any:
     """Repeat a quantised weight, or an array of one, to [N, K]; cut off the excess at the ends.
 
     NumPy or CuPy arrays.
     """
     n, k = part.shape[0], part.shape[-1]
 
-    def repeated(array: Any) -> Any:
+    def repeat_array(array: Any) -> Any:
         if array.ndim == 1:
             return np.tile(array, ceil_div(N, n))[:N]
         return np.tile(array, (ceil_div(N, n), ceil_div(K, k)))[:N, : K * array.shape[1] // k].copy()
 
-    return with_arrays(part, repeated)
+    return with_arrays(part, repeat_array)
 
 
 def with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
@@ -31,9 +31,9 @@ def with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
     if hasattr(part, "ndim"):
         return change(part)
     if isinstance(part, tuple):
-        return tuple(with_arrays(each, change) for each in part)
+        return tuple(with_arrays(element, change) for element in part)
     if isinstance(part, Mapping):
-        return {name: with_arrays(each, change) for name, each in part.items()}
+        return {name: with_arrays(element, change) for name, element in part.items()}
     if not is_dataclass(part) or isinstance(part, type):
         return part
     return replace(part, **{field.name: with_arrays(getattr(part, field.name), change) for field in fields(part)})

@@ -36,10 +36,10 @@ class TwoLevelWeight(ABC):
 
         They equal `level1()` where nothing overflows.
         """
-        return self.restored(self.q4)
+        return self.restore(self.q4)
 
     @abstractmethod
-    def restored(self, q4: U8) -> S32:
+    def restore(self, q4: U8) -> S32:
         """Compute q8' without overflow, int32, from all nibbles [N, K] or from one nibble per group [N, K/g]."""
 
     def overflows(self) -> Bool:
@@ -51,7 +51,7 @@ class TwoLevelWeight(ABC):
         N, groups = self.group_scale.shape
         nibbles = self.q4.reshape(N, groups, -1)
         ends = nibbles.min(axis=2), nibbles.max(axis=2)
-        lowest, highest = (reference.fits_s8(self.restored(end)) for end in ends)
+        lowest, highest = (reference.fits_s8(self.restore(end)) for end in ends)
         return ~(lowest & highest)
 
     def dequantize(self) -> F32:

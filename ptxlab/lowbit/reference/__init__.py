@@ -2,7 +2,7 @@
 
 from ptxlab.hardware.floats import bfloat16_bits, fma, from_bfloat16_bits
 from ptxlab.hardware.words import as_bytes, as_words, replicate
-from ptxlab.lowbit.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
+from ptxlab.lowbit.reference.activations import ACTIVATIONS, apply_gate, exponent, rms_norm
 from ptxlab.lowbit.reference.attention import attention, dequantize_kv, rope, rope_tables, rotate_heads
 from ptxlab.lowbit.reference.dequant import (
     dequant_comet,
@@ -20,7 +20,7 @@ from ptxlab.lowbit.reference.dequant import (
     scale_rows,
 )
 from ptxlab.lowbit.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
-from ptxlab.lowbit.reference.experts import combined, rows_by_expert, top_experts
+from ptxlab.lowbit.reference.experts import combine_expert_rows, rows_by_expert, top_experts
 from ptxlab.lowbit.reference.gemm import (
     gemm_accumulators,
     gemm_accumulators_channel,
@@ -32,11 +32,12 @@ from ptxlab.lowbit.reference.gemm import (
 
 __all__ = [
     "ACTIVATIONS",
+    "apply_gate",
     "as_bytes",
     "as_words",
     "attention",
     "bfloat16_bits",
-    "combined",
+    "combine_expert_rows",
     "dequant_comet",
     "dequant_int4_naive",
     "dequant_lqq",
@@ -56,7 +57,6 @@ __all__ = [
     "fits_s8",
     "fma",
     "from_bfloat16_bits",
-    "gated",
     "gemm_accumulators",
     "gemm_accumulators_channel",
     "gemm_add_groups",

@@ -16,7 +16,7 @@ def rms_norm(x: npt.NDArray[np.floating], gamma: npt.NDArray[np.floating], eps: 
     return normed
 
 
-def gated(gate_up: npt.NDArray[np.floating], activation: str = "silu") -> F64:
+def apply_gate(gate_up: npt.NDArray[np.floating], activation: str = "silu") -> F64:
     """Compute act(gate) · up, f64 [..., K], of gate_up float [..., 2 K]: K gates, then the K factors `up`.
 
     `silu` is g / (1 + exp(-g)); `gelu_tanh`, which is g/2 (1 + tanh(z)), is g / (1 + exp(-2 z)) with

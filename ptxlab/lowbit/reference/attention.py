@@ -112,8 +112,8 @@ def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         rotated = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
         distance *= 2
-    result: npt.NDArray[Any] = rotated * dtype.type(block**-0.5)
-    return result
+    normalized: npt.NDArray[Any] = rotated * dtype.type(block**-0.5)
+    return normalized
 
 
 def rope_tables(

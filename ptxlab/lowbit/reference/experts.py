@@ -32,7 +32,7 @@ def rows_by_expert(chosen: Any, experts: int) -> tuple[Any, Any]:
     return offsets.astype(np.int32), place.astype(np.int32)
 
 
-def combined(results: Any, place: Any, share: Any) -> Any:
+def combine_expert_rows(results: Any, place: Any, share: Any) -> Any:
     """Compute Σ_c share[m, c] · results[place[m, c]] of results f32 [rows, H]: f32 [M, H], added in the order of c."""
     rows = results[place] * share[:, :, None]
     total = rows[:, 0]

@@ -18,12 +18,12 @@ _PLUS, _SIGN = np.uint32(0), np.uint32(1 << 31)
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
 
 
-def hopper_mma(a: Any, b: Any, c: F32, kept: int = KEPT) -> Any:
+def hopper_mma(a: Any, b: Any, c: F32, kept_bits: int = KEPT) -> Any:
     """Compute a·b + c with the bits of one `mma.m16n8k16`; NumPy or CuPy.
 
     Shapes are f16 [..., M, 16], f16 [..., 16, N] and f32 [..., M, N]. A product has the sum of its operands' exponents,
     whatever its significand is; subnormals have -14. A product of zero has no exponent, so the other summands keep
-    their bits. A sum of zero is +0. Other tensor cores have `kept` bits.
+    their bits. A sum of zero is +0. Other tensor cores have `kept_bits` bits.
     """
     (a_bits, a_exponent), (b_bits, b_exponent) = _parts(a), _parts(b)
     c_bits, c_exponent = _parts_of_single(c)
@@ -31,18 +31,18 @@ def hopper_mma(a: Any, b: Any, c: F32, kept: int = KEPT) -> Any:
     for k in range(a.shape[-1]):
         exponent = np.maximum(exponent, a_exponent[..., :, k, None] + b_exponent[..., None, k, :])
 
-    total = _cut(c_bits << (kept - 23), exponent - c_exponent)
+    total = _cut(c_bits << (kept_bits - 23), exponent - c_exponent)
     for k in range(a.shape[-1]):
         product = a_bits[..., :, k, None] * b_bits[..., None, k, :]  # 20 bits behind the point
         below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
-        total = total + _cut(product << (kept - 20), below)
+        total = total + _cut(product << (kept_bits - 20), below)
     # a float64 has room for the sum; an FP32 has all but 29 bits of its significand, or multiples of 2^-149
-    wide = np.ldexp(total.astype(np.float64), exponent - kept)
+    wide = np.ldexp(total.astype(np.float64), exponent - kept_bits)
     with np.errstate(over="ignore", invalid="ignore"):  # of what is special
-        result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
+        single = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
         small = np.trunc(np.abs(wide) * 2.0**149).astype(np.uint32) | np.where(wide < 0, _SIGN, _PLUS)
-    result = np.where(np.abs(wide) < 2.0**-126, small.view(np.float32), result)
-    return _with_special(result, a, b, c)
+    single = np.where(np.abs(wide) < 2.0**-126, small.view(np.float32), single)
+    return _with_special(single, a, b, c)
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
@@ -68,11 +68,11 @@ def _cut(x: Any, places: Any) -> Any:
     return np.where(x < 0, -(-x >> shift), x >> shift)
 
 
-def _with_special(result: Any, a: Any, b: Any, c: F32) -> Any:
-    """Replace `result` by infinity or NaN where an operand is one, as ordinary arithmetic does."""
+def _with_special(finite: Any, a: Any, b: Any, c: F32) -> Any:
+    """Replace `finite` by infinity or NaN where an operand is one, as ordinary arithmetic does."""
     special = [~np.isfinite(x) for x in (a, b, c)]
     if not any(bool(x.any()) for x in special):
-        return result
+        return finite
     with np.errstate(invalid="ignore"):
         plain = (a[..., :, :, None].astype(np.float32) * b[..., None, :, :].astype(np.float32)).sum(axis=-2) + c
-    return np.where(np.isfinite(plain), result, np.where(np.isnan(plain), _NAN, plain))
+    return np.where(np.isfinite(plain), finite, np.where(np.isnan(plain), _NAN, plain))

@@ -231,5 +231,5 @@ def load(path: Path) -> Profile:
         raise FileError(f"{path}: not a profile: {error}") from None
 
 
-def _shares(counts: Counter[str], whole: int) -> dict[str, float]:
-    return {reason: count / whole for reason, count in counts.most_common() if count}
+def _shares(counts: Counter[str], total: int) -> dict[str, float]:
+    return {reason: count / total for reason, count in counts.most_common() if count}

@@ -104,10 +104,10 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
         names.append(f"{block}warp {track.warp}: {track.role}")
         for phase, (_, colour) in STYLES.items():
             spans = [(s.begin, s.end) for s in track.spans if s.phase == phase]
-            axes.broken_barh(_within(spans, window), (row - 0.4, 0.8), linewidth=0, color=colour)
+            axes.broken_barh(_clip_spans(spans, window), (row - 0.4, 0.8), linewidth=0, color=colour)
     issuers = [p for p, is_active in zip(timeline.products, active, strict=True) if p and is_active]
     for number, products in enumerate(issuers):
-        places = _within([(p.start, p.stop) for p in products], window)
+        places = _clip_spans([(p.start, p.stop) for p in products], window)
         axes.broken_barh(places, (len(tracks) - 0.4, 0.8), linewidth=0, color=_TENSOR[number % len(_TENSOR)])
     if issuers:
         names.append(f"tensor cores: {timeline.busy(window):.0%}")
@@ -118,7 +118,7 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _within(spans: Sequence[tuple[float, float]], window: Window) -> list[tuple[float, float]]:
+def _clip_spans(spans: Sequence[tuple[float, float]], window: Window) -> list[tuple[float, float]]:
     """Clip spans to the window; return (begin, length) of each, counted from the window's beginning."""
     begin, end = window
     clipped = [(max(a, begin), min(b, end)) for a, b in spans]

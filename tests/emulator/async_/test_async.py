@@ -18,13 +18,13 @@ def module(body: str) -> str:
     return kernel_text(COPY_PROLOGUE + body + STORE, TWO, SHARED)
 
 
-def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str = "late", **more):
+def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str = "late", **options):
     """Run a body; return what each thread has in %s, and the findings, as (kind, line in the body)."""
     out, a = np.zeros(threads, np.uint32), np.arange(1, 1025, dtype=np.uint32) if a is None else a
     text = module(body)
-    result = run_text(text, out, a, threads=threads, mode=mode, checks=emulator.CHECKS, **more)
+    launch = run_text(text, out, a, threads=threads, mode=mode, checks=emulator.CHECKS, **options)
     first = line_of(text, "ld.param.u64 %x3, [a];")
-    return out, sorted({(f.kind, f.line - first) for f in result.findings})
+    return out, sorted({(f.kind, f.line - first) for f in launch.findings})
 
 
 # cp.async
@@ -47,13 +47,13 @@ def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str
 def test_a_copy_arrives_with_zeros_behind_it(copy, words, mode):
     fill = "mov.u32 %r9, 77; st.shared.v4.u32 [%r2], {%r9, %r9, %r9, %r9}; mov.u64 %x9, 0;\n"
     for i, word in enumerate(words):
-        out, found = outcome(f"{fill}{copy}\ncp.async.wait_all;\nld.shared.u32 %s, [%r2+{4 * i}];\n", mode=mode)
-        assert not found
+        out, findings = outcome(f"{fill}{copy}\ncp.async.wait_all;\nld.shared.u32 %s, [%r2+{4 * i}];\n", mode=mode)
+        assert not findings
         assert out.tolist() == [word + 4 * t if 0 < word < 77 else word for t in range(32)]
 
 
 @pytest.mark.parametrize(
-    ("copy", "error", "said"),
+    ("copy", "error", "message"),
     [
         ("cp.async.cg.shared.global [%r2], [%x1], 8;", SourceError, "cp.async.cg copies 16 bytes"),
         ("cp.async.ca.shared.global [%r2+4], [%x1], 16;", MemoryFault, "not a multiple of the 16 bytes"),
@@ -76,8 +76,8 @@ def test_a_copy_arrives_with_zeros_behind_it(copy, words, mode):
         ("cp.async.bulk.global.global.bulk_group [%x1], [%x2], 16;", UnknownInstruction, "does not know"),
     ],
 )  # fmt: skip
-def test_refused(copy, error, said):
-    with pytest.raises(error, match=said) as caught:
+def test_refused(copy, error, message):
+    with pytest.raises(error, match=message) as caught:
         outcome(copy + "\n")
     assert "k.ptx:" in str(caught.value)
 
@@ -95,7 +95,7 @@ GROUPS = """cp.async.ca.shared.global [%r2], [%x1], 4;
 
 @both_modes
 @pytest.mark.parametrize(
-    ("wait", "found"),
+    ("wait", "expected"),
     [
         ("cp.async.wait_group 0;", []),
         ("cp.async.wait_all;", []),
@@ -104,11 +104,11 @@ GROUPS = """cp.async.ca.shared.global [%r2], [%x1], 4;
         ("", [("async", 6), ("async", 7)]),
     ],
 )
-def test_groups_are_waited_for_oldest_first(wait, found, mode):
+def test_groups_are_waited_for_oldest_first(wait, expected, mode):
     out, findings = outcome(GROUPS.replace("WAIT", wait), mode=mode)
-    assert findings == found
+    assert findings == expected
     right = [1 + 4 * t + 1000 * (2 + 4 * t) for t in range(32)]
-    assert (out.tolist() == right) == (mode == "early" or not found)
+    assert (out.tolist() == right) == (mode == "early" or not expected)
 
 
 def test_what_is_not_committed_is_not_waited_for():
@@ -152,8 +152,8 @@ def test_others_see_a_copy_behind_a_barrier_only(mode):
     BARRIER
     ld.shared.u32 %s, [%r7];
     """
-    out, found = outcome(body.replace("BARRIER", "bar.sync 0;"), threads=64, mode=mode)
-    assert not found and out.tolist() == [1 + 4 * (t ^ 32) for t in range(64)]
+    out, findings = outcome(body.replace("BARRIER", "bar.sync 0;"), threads=64, mode=mode)
+    assert not findings and out.tolist() == [1 + 4 * (t ^ 32) for t in range(64)]
     assert outcome(body.replace("BARRIER", ""), threads=64, mode=mode)[1] == [("race", 5)]
 
 
@@ -183,12 +183,12 @@ def test_phases_tokens_and_counts(mode):
     mbarrier.init.shared.b64 [%r5], 1;
     END:
     """
-    out, found = outcome(body, mode=mode)
-    assert out[0] == 3111 and not found
+    out, findings = outcome(body, mode=mode)
+    assert out[0] == 3111 and not findings
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("@%q mbarrier.init.shared.b64 [%r5], 0;", "expects 1 to 1048575 arrivals, not 0"),
         ("mbarrier.init.shared.b64 [%r5], 1;", r"thread \(1,0,0\): the mbarrier at byte 2048 .* initialised already"),
@@ -204,8 +204,8 @@ def test_phases_tokens_and_counts(mode):
         ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.expect_tx.shared.b64 [%r5], 0x200000;", "beyond 1048575"),
     ],
 )  # fmt: skip
-def test_misused_mbarriers(body, said):
-    with pytest.raises(EmulationError, match=said):
+def test_misused_mbarriers(body, message):
+    with pytest.raises(EmulationError, match=message):
         outcome(body + "\n")
 
 
@@ -224,7 +224,7 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
+    ("instruction", "message"),
     [
         ("mbarrier.expect_tx.shared.b64 [%r5], 32;", "1 of 1 arrivals are missing, and 32 bytes"),
         (
@@ -233,9 +233,9 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
         ),
     ],
 )
-def test_a_deadlock_says_what_is_missing(before, said):
-    body = f"@!%q bra END; mbarrier.init.shared.b64 [%r5], 1; {before}\n"
-    with pytest.raises(Deadlock, match=said):
+def test_a_deadlock_says_what_is_missing(instruction, message):
+    body = f"@!%q bra END; mbarrier.init.shared.b64 [%r5], 1; {instruction}\n"
+    with pytest.raises(Deadlock, match=message):
         outcome(body + "W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;\nEND:\n")
 
 
@@ -281,8 +281,8 @@ def test_lanes_may_spin_while_others_wait_for_what_is_late(mode):
     mov.u32 %s, 9;
     END:
     """
-    out, found = outcome(body, threads=64, mode=mode, max_steps=10_000)
-    assert not found and out.tolist() == [9] * 32 + [1] * 32
+    out, findings = outcome(body, threads=64, mode=mode, max_steps=10_000)
+    assert not findings and out.tolist() == [9] * 32 + [1] * 32
 
 
 @both_modes
@@ -300,9 +300,9 @@ def test_arrivals_hand_knowledge_on(order, mode):
     ld.shared.u32 %s, [%r2+512];
     END:
     """
-    out, found = outcome(body, threads=64, mode=mode)
+    out, findings = outcome(body, threads=64, mode=mode)
     assert out[:32].tolist() == list(range(32, 64))
-    assert found == ([] if order == "release.cta" else [("race", 9)])
+    assert findings == ([] if order == "release.cta" else [("race", 9)])
 
 
 HANDOVER = """@%q mbarrier.init.shared.b64 [%r5], COUNT;
@@ -343,8 +343,8 @@ def test_a_lane_arrives_and_waits_for_itself(count, arrive, wrote, waiters, wait
     """Lanes of the upper warp write, those of the lower one read; only where a warp meets do others count too."""
     body = HANDOVER.replace("COUNT", str(count)).replace("ARRIVE", arrive).replace("WROTE", wrote)
     body = body.replace("WAITERS", str(waiters)).replace("WAITED", waited)
-    _, found = outcome(body, threads=64, mode=mode)
-    assert found == ([] if clean else [("race", 12)])
+    _, findings = outcome(body, threads=64, mode=mode)
+    assert findings == ([] if clean else [("race", 12)])
 
 
 @both_modes
@@ -371,8 +371,8 @@ def test_a_slot_is_free_when_all_lanes_have_done_with_it(access, meet, mode):
     setp.eq.u32 %p, %r7, 0; @%p mbarrier.arrive.shared.b64 _, [%r5+8];
     END:
     """
-    _, found = outcome(body, threads=64, mode=mode)
-    assert found == ([] if meet else [("race", 10)])
+    _, findings = outcome(body, threads=64, mode=mode)
+    assert findings == ([] if meet else [("race", 10)])
 
 
 @both_modes
@@ -402,8 +402,8 @@ def test_cp_async_arrives_at_an_mbarrier(mode):
     """
     for kind, also in (("noinc.shared.b64", ""), ("shared::cta.b64", "mbarrier.arrive.shared.b64 _, [%r5];")):
         text = body.replace("KIND", kind).replace("ALSO", also)
-        out, found = outcome(text, threads=64, mode=mode)
-        assert not found and out.tolist() == [1 + 4 * (t ^ 32) for t in range(64)]
+        out, findings = outcome(text, threads=64, mode=mode)
+        assert not findings and out.tolist() == [1 + 4 * (t ^ 32) for t in range(64)]
         head, _, tail = text.partition("W:")
         assert outcome(head + tail.partition("bra W;")[2], threads=64, mode=mode)[1] == [("async", 7)]
 
@@ -443,16 +443,16 @@ RING = """setp.ge.u32 %p, %r0, 32; mov.u32 %r10, 0; mov.u32 %r11, 0;
 @both_modes
 def test_a_producer_and_its_consumers(mode):
     for seed in range(4):
-        out, found = outcome(RING, threads=64, mode=mode, seed=seed)
+        out, findings = outcome(RING, threads=64, mode=mode, seed=seed)
         expected = np.zeros(32, np.int64)
         for stage in range(5):
             expected = expected * 3 + np.arange(1, 129, 4) + 128 * stage
-        assert not found and out[32:].tolist() == expected.tolist()
+        assert not findings and out[32:].tolist() == expected.tolist()
 
 
 @both_modes
 @pytest.mark.parametrize(
-    ("gone", "found"),
+    ("gone", "expected"),
     [
         ("fence.mbarrier_init.release.cluster;", [("async", 16)]),
         ("mbarrier.try_wait.parity.shared.b64 %p, [%r5+8], %r12;\n    @!%p bra PRODUCE;", None),
@@ -460,12 +460,12 @@ def test_a_producer_and_its_consumers(mode):
         ("mbarrier.arrive.shared.b64 _, [%r5+8];", None),
     ],
 )
-def test_what_is_missing_is_found(gone, found, mode):
+def test_what_is_missing_is_found(gone, expected, mode):
     try:
         got = outcome(RING.replace(gone, "\n" * gone.count("\n")), threads=64, mode=mode)[1]
     except EmulationError as error:
         got = str(error)
-    assert got == found if found else got
+    assert got == expected if expected else got
 
 
 SEND = """add.u32 %r7, %r0, 100; mov.u32 %r8, buf; shl.b32 %r9, %r0, 2; add.u32 %r8, %r8, %r9;
@@ -491,23 +491,23 @@ def test_a_tile_is_sent(mode):
 
 @both_modes
 @pytest.mark.parametrize(
-    ("gone", "found"),
+    ("gone", "expected"),
     [
         ("fence.proxy.async.shared::cta;", [("async-dirty", 6)]),
         ("cp.async.bulk.wait_group.read 0;", [("async", 6), ("async", 11)]),
         ("cp.async.bulk.commit_group;", [("async", 6), ("async", 11)]),
     ],
 )
-def test_a_tile_is_sent_badly(gone, found, mode):
-    assert outcome(SEND.replace(gone, ""), np.zeros(64, np.uint32), threads=64, mode=mode)[1] == found
+def test_a_tile_is_sent_badly(gone, expected, mode):
+    assert outcome(SEND.replace(gone, ""), np.zeros(64, np.uint32), threads=64, mode=mode)[1] == expected
 
 
 def test_reading_is_done_before_writing():
     """After wait_group.read the tile may change, but where it goes to may not be read yet."""
     body = SEND + "@%q ld.global.u32 %s, [%x3];\n"
     assert outcome(body, np.zeros(64, np.uint32), threads=64)[1] == [("async", 12)]
-    out, found = outcome(body.replace("group.read", "group"), np.zeros(64, np.uint32), threads=64)
-    assert not found and out[0] == 100
+    out, findings = outcome(body.replace("group.read", "group"), np.zeros(64, np.uint32), threads=64)
+    assert not findings and out[0] == 100
 
 
 def test_prefetches_move_nothing():
@@ -587,12 +587,12 @@ def test_programs_without_findings_mean_the_same_early_and_late(program, seed):
     """And what is found does not depend on when copies happen."""
     zeros = "mov.u32 %r9, 0; st.shared.v4.u32 [%r2], {%r9, %r9, %r9, %r9};\n"
     lines = [STEPS[name].format(4 * first, 4 * second, third) for name, first, second, third in program]
-    results = []
+    outcomes = []
     for mode, drawn in (("early", 0), ("late", 0), ("late", seed)):
         a = np.arange(1, 1025, dtype=np.uint32)
-        out, found = outcome(zeros + "\n".join(lines) + "\n", a, mode=mode, seed=drawn)
-        results.append((found, [] if found else out.tolist(), [] if found else a.tolist()))
-    assert results[0] == results[1] == results[2]
+        out, findings = outcome(zeros + "\n".join(lines) + "\n", a, mode=mode, seed=drawn)
+        outcomes.append((findings, [] if findings else out.tolist(), [] if findings else a.tolist()))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 def test_findings_survive_a_fault():

@@ -39,9 +39,9 @@ def test_there_and_back(axes: int, back: str, mode: str, backend: str) -> None:
     beyond = tuple(size - 1 for size in SHAPES[axes][:-1])
     for place in ((0,) * axes, (1,) * (axes - 1) + (4 if axes > 1 else 16,), (*beyond, SHAPES[axes][-1] - 4)):
         options = {**CHECKED, "mode": mode} if backend == "emulator" else {}
-        before, y, expected, found = move_box(axes, place, back, backend, **options)
+        untouched, y, expected, findings = move_box(axes, place, back, backend, **options)
         np.testing.assert_array_equal(y, expected)
-        assert found == [] and not np.array_equal(y, before)
+        assert findings == [] and not np.array_equal(y, untouched)
 
 
 @pytest.mark.parametrize("back", [STORE, REDUCE])
@@ -55,8 +55,8 @@ def test_nothing_is_written_from_in_front_of_the_array(place: tuple[int, ...], b
 
 @both_modes
 def test_a_store_of_what_threads_wrote_needs_a_fence(mode: str) -> None:
-    found = findings_or_error(lambda: move_box(2, (0, 0), STORE, fence="", **CHECKED, mode=mode)[-1])
-    assert "async-dirty" in found and "without a fence.proxy.async" in found
+    findings = findings_or_error(lambda: move_box(2, (0, 0), STORE, fence="", **CHECKED, mode=mode)[-1])
+    assert "async-dirty" in findings and "without a fence.proxy.async" in findings
 
 
 @both_modes
@@ -71,8 +71,8 @@ def test_copies_are_told_to_every_block_that_acquires_in_scope_cta(mode: str) ->
 
 
 def test_a_store_that_nobody_waits_for() -> None:
-    found = findings_or_error(lambda: move_box(2, (0, 0), STORE, wait="wait_group 1", **CHECKED)[-1])
-    assert "async" in found and "ends" in found
+    findings = findings_or_error(lambda: move_box(2, (0, 0), STORE, wait="wait_group 1", **CHECKED)[-1])
+    assert "async" in findings and "ends" in findings
 
 
 PADDED = """
@@ -151,17 +151,17 @@ def test_a_padded_store_takes_and_writes_what_lies_inside(
 ) -> None:
     """Whatever of the box lies outside of the array is not written there, and need not be there in shared memory."""
     for how in ({**CHECKED, "mode": mode} for mode in emulator.MODES) if backend == "emulator" else ({},):
-        y, expected, found = pad(shape, box, first, span, backend, **how)
+        y, expected, findings = pad(shape, box, first, span, backend, **how)
         np.testing.assert_array_equal(y, expected)
-        assert found == []
+        assert findings == []
 
 
 @pytest.mark.parametrize(("shape", "box", "first", "span"), PADDINGS[::3], ids=str)
 def test_an_element_that_is_missing_inside_is_found(
     shape: tuple[int, ...], box: tuple[int, ...], first: tuple[int, ...], span: int
 ) -> None:
-    found = pad(shape, box, first, span, "emulator", lost=1, **CHECKED)[-1]
-    assert len(found) == 1 and "uninitialised" in found[0] and "takes byte" in found[0]
+    findings = pad(shape, box, first, span, "emulator", lost=1, **CHECKED)[-1]
+    assert len(findings) == 1 and "uninitialised" in findings[0] and "takes byte" in findings[0]
 
 
 def test_the_map_has_as_many_axes_as_the_instruction() -> None:
@@ -246,8 +246,8 @@ def test_reductions_that_there_are_not() -> None:
 @pytest.mark.parametrize(("op", "t", "dtype", "combine"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS])
 def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend: str) -> None:
     """Three blocks add to the same place, which is no race."""
-    out, expected, found = reduce(op, t, dtype, combine, backend, **CHECKED if backend == "emulator" else {})
-    assert found == () and out.tobytes() == expected.tobytes()
+    out, expected, findings = reduce(op, t, dtype, combine, backend, **CHECKED if backend == "emulator" else {})
+    assert findings == () and out.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def outcome(source: str = SOURCE, **options) -> tuple[bool, list[str]]:
     """Run the ring; return whether the result is right, and the findings."""
     out = np.zeros((BLOCKS, 32), np.uint32)
     kernel = ptxlab.load(source, arch="sm_90a")
-    found = kernel(TensorMap(MATRIX, (8, 32), 0), out, np.int32(STEPS), grid=BLOCKS, block=64, **options).findings
-    wanted = np.zeros(32, np.uint32)
+    findings = kernel(TensorMap(MATRIX, (8, 32), 0), out, np.int32(STEPS), grid=BLOCKS, block=64, **options).findings
+    expected = np.zeros(32, np.uint32)
     for row in MATRIX:
-        wanted = wanted * np.uint32(3) + row
-    return bool((out == wanted).all()), [str(finding) for finding in found]
+        expected = expected * np.uint32(3) + row
+    return bool((out == expected).all()), [str(finding) for finding in findings]
 
 
 @on_every_backend
@@ -110,20 +110,20 @@ def test_what_is_missing_is_found(old: str, new: str, mode: str, seed: int) -> N
     if "[s], 1" in new:
         source = source.replace("for (int r = 0; r < 2; ++r) arrive_at(&empty[slot.index], r)",
                                 "arrive_at(&empty[slot.index], rank)")  # fmt: skip
-    _, found = outcome(source, backend="emulator", checks=["race", "async"], mode=mode, seed=seed)
-    assert any(line.startswith(("race: ", "async: ")) for line in found)
+    _, findings = outcome(source, backend="emulator", checks=["race", "async"], mode=mode, seed=seed)
+    assert any(line.startswith(("race: ", "async: ")) for line in findings)
 
 
 def test_bytes_may_come_before_they_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, expect = set(), MBarrier.expect
+    byte_counts, expect = set(), MBarrier.expect
 
-    def watched(barrier: MBarrier, size: int) -> None:
+    def record_bytes(barrier: MBarrier, size: int) -> None:
         expect(barrier, size)
-        ahead.add(barrier.bytes)
+        byte_counts.add(barrier.bytes)
 
-    monkeypatch.setattr(MBarrier, "expect", watched)
+    monkeypatch.setattr(MBarrier, "expect", record_bytes)
     assert outcome(backend="emulator", checks=emulator.CHECKS) == (True, [])
-    assert ahead == {-1024, 0, 1024, 2048}
+    assert byte_counts == {-1024, 0, 1024, 2048}
 
 
 @pytest.mark.default_cases("0-late", "1-late")
@@ -132,8 +132,8 @@ def test_bytes_may_come_before_they_are_expected(monkeypatch: pytest.MonkeyPatch
 def test_bytes_that_nobody_expects_are_found(mode: str, seed: int) -> None:
     source = SOURCE.replace("&full[slot.index], 2 * BOX", "&full[slot.index], BOX")
     try:
-        found = outcome(source, backend="emulator", checks=["async"], mode=mode, seed=seed)[1]
-        assert any("still being written" in line for line in found)
+        findings = outcome(source, backend="emulator", checks=["async"], mode=mode, seed=seed)[1]
+        assert any("still being written" in line for line in findings)
     except Deadlock as error:
         assert "bytes came that nobody expected" in str(error)
 

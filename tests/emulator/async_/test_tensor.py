@@ -21,13 +21,15 @@ from tests.support.small_kernels import findings_or_error
 from tests.support.tensor_copies import ARRAY, IMAGE, SOURCE, load_boxes
 
 
-def expected(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int):
+def expected_image(
+    array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, last_box: int
+):
     """Compute the same by the definition, byte by byte.
 
     Bytes outside are zeros; 16-byte columns of a line are XORed with its number.
     """
     image = np.full(IMAGE, 0xAA, np.uint8)
-    for i in range(more + 1):
+    for i in range(last_box + 1):
         rows, columns = row + i + np.arange(box[0])[:, None], column - 16 * i + np.arange(box[1])
         inside = (rows >= 0) & (rows < array.shape[0]) & (columns >= 0) & (columns < array.shape[1])
         values = np.where(inside, array[rows % array.shape[0], columns % array.shape[1]], array.dtype.type(0))
@@ -62,8 +64,8 @@ def copies(draw: st.DrawFn) -> tuple:
 @settings(max_examples=60, deadline=None)
 def test_boxes_land_where_the_definition_says(backend: str, copy: tuple, mode: str) -> None:
     options = {"checks": emulator.CHECKS, "mode": mode} if backend == "emulator" else {}
-    image, found = load_boxes(*copy, backend=backend, **options)
-    assert found == [] and np.array_equal(image, expected(*copy))
+    image, findings = load_boxes(*copy, backend=backend, **options)
+    assert findings == [] and np.array_equal(image, expected_image(*copy))
 
 
 PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
@@ -73,21 +75,23 @@ PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
 @both_modes
 def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
     wait = SOURCE[SOURCE.index("/* WAIT */") : SOURCE.index("    for (int i = threadIdx.x; i < 8192; i += 128) image")]
-    image, found = load_boxes(*PLAIN, source=SOURCE.replace(wait, "\n"), checks=emulator.CHECKS, mode=mode)
-    assert any("async" in line and "still being written by line" in line and "tensor.2d" in line for line in found)
-    assert mode == "early" or not np.array_equal(image, expected(*PLAIN))
+    image, findings = load_boxes(*PLAIN, source=SOURCE.replace(wait, "\n"), checks=emulator.CHECKS, mode=mode)
+    assert any("async" in line and "still being written by line" in line and "tensor.2d" in line for line in findings)
+    assert mode == "early" or not np.array_equal(image, expected_image(*PLAIN))
 
 
 @both_modes
 def test_a_box_over_what_threads_have_written_needs_a_fence(mode: str) -> None:
     source = SOURCE.replace('asm volatile("fence.proxy.async;" ::: "memory");', "")
-    found = "\n".join(load_boxes(*PLAIN, source=source, checks=emulator.CHECKS, mode=mode)[1])
-    assert re.search(r"async-dirty: .*tensor\.2d.* copies over byte \d+ .* `st\.shared.*, wrote without a fence", found)
+    findings = "\n".join(load_boxes(*PLAIN, source=source, checks=emulator.CHECKS, mode=mode)[1])
+    assert re.search(
+        r"async-dirty: .*tensor\.2d.* copies over byte \d+ .* `st\.shared.*, wrote without a fence", findings
+    )
 
 
 def test_overlapping_boxes_are_found() -> None:
-    _, found = load_boxes(*PLAIN[:-1], 1, source=SOURCE.replace("i * 16384", "i * 1024"), checks=["async"])
-    assert any("copies to byte 2048" in line and "still being written" in line for line in found)
+    _, findings = load_boxes(*PLAIN[:-1], 1, source=SOURCE.replace("i * 16384", "i * 1024"), checks=["async"])
+    assert any("copies to byte 2048" in line and "still being written" in line for line in findings)
 
 
 @pytest.mark.default_cases(
@@ -190,7 +194,7 @@ def test_boxes_for_several_blocks(mask: int, mode: str, backend: str) -> None:
     options = {"checks": emulator.CHECKS, "mode": mode} if backend == "emulator" else {}
     outcome = kernel(TensorMap(ARRAY, (8, 128), 128), image.view(np.uint32), np.int32(mask), grid=4, block=64,
                      cluster=4, backend=backend, **options)  # fmt: skip
-    whole = expected(ARRAY, (32, 128), 128, 0, 64, 0, 0)[:4096]
+    whole = expected_image(ARRAY, (32, 128), 128, 0, 64, 0, 0)[:4096]
     assert not outcome.findings
     assert [(block == whole).all() for block in image] == [bool(mask >> rank & 1) for rank in range(4)]
 
@@ -223,7 +227,7 @@ SPEC = KernelSpec(
     launch=lambda sizes: Launch((1, 1, 1), (128, 1, 1), IMAGE),
     example=dict,
     pack=dict,
-    reference=expected,
+    reference=expected_image,
     configs=({"BM": 16},),
     arch="sm_90a",
     exact_arch=True,
@@ -233,7 +237,7 @@ SPEC = KernelSpec(
 @on_every_backend
 def test_a_specs_argument_becomes_a_tensor_map(backend: str) -> None:
     outcome = run_spec(SPEC, Source.from_text(SOURCE, "<boxes>"), {"x": ARRAY}, backend=backend)
-    assert np.array_equal(outcome.outputs["image"].view(np.uint8), expected(ARRAY, (16, 128), 128, 32, 0, 0, 0))
+    assert np.array_equal(outcome.outputs["image"].view(np.uint8), expected_image(ARRAY, (16, 128), 128, 32, 0, 0, 0))
     assert SPEC.bytes_moved({"M": 64, "K": 256}) == ARRAY.nbytes + IMAGE
     wrong = dataclasses.replace(SPEC, configs=({"BM": 512},))
     with pytest.raises(ArgumentError, match=r"^boxes: x: tensor map: box: \(rows, columns\), each 1 to 256"):

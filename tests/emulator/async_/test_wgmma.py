@@ -25,8 +25,8 @@ SECOND = [line for line in CASE.ptx.split("\n") if "wgmma.mma_async" in line][1]
 def outcome(text: str, mode: str) -> tuple[np.ndarray, list[tuple[str, int]]]:
     out = np.zeros(CASE.out, np.uint32)
     arguments = [*(array.copy() for array in CASE.inputs.values()), out]
-    result = run_text(text, *arguments, threads=CASE.threads, checks=emulator.CHECKS, mode=mode)
-    return out, sorted({(finding.kind, finding.line) for finding in result.findings})
+    launch = run_text(text, *arguments, threads=CASE.threads, checks=emulator.CHECKS, mode=mode)
+    return out, sorted({(finding.kind, finding.line) for finding in launch.findings})
 
 
 def test_long_lists_of_registers_are_cut_in_messages():
@@ -66,15 +66,15 @@ def test_every_step_is_needed(gone, kind, lines, mode):
 
 @both_modes
 @pytest.mark.parametrize(
-    ("fence", "found"),
+    ("fence", "expected"),
     [
         ("release.sync_restrict::shared::cta", []),
         ("acquire.sync_restrict::shared::cluster", [("async-dirty", line) for line in LAUNCHES]),
     ],
 )
-def test_proxy_fences_of_one_direction(fence: str, found: list, mode: str) -> None:
+def test_proxy_fences_of_one_direction(fence: str, expected: list, mode: str) -> None:
     """The writes of threads need the release fence; acquire orders the engine's writes before the reads of threads."""
-    assert outcome(CASE.ptx.replace(PROXY, f"fence.proxy.async::generic.{fence}.cluster;"), mode)[1] == found
+    assert outcome(CASE.ptx.replace(PROXY, f"fence.proxy.async::generic.{fence}.cluster;"), mode)[1] == expected
 
 
 @both_modes
@@ -95,8 +95,8 @@ def test_operands_are_in_use_until_waited_for(line, wrong, mode):
     """A line too early is found; behind the wait it is fine."""
     text = CASE.ptx.replace(FENCE, f"mov.b32 %x1, 0x07070707; {FENCE}")
     early, late = text.replace(COMMIT, f"{COMMIT} {line}"), text.replace(WAIT, f"{WAIT} bar.sync 0; {line}")
-    out, found = outcome(early, mode)
-    assert found == [("async", line_of(early, line))]
+    out, early_findings = outcome(early, mode)
+    assert early_findings == [("async", line_of(early, line))]
     assert (out == right()).all() == (mode != wrong)
     if "%d1, 0" not in line:
         out, findings = outcome(late, mode)
@@ -175,12 +175,12 @@ def test_newer_groups_may_stay_in_flight(mode):
     text = CASE.ptx.replace(SECOND, f"{SECOND} {COMMIT} wgmma.wait_group.sync.aligned 1; REWRITE").replace(
         LAUNCHED := CASE.ptx.split("\n")[LAUNCHES[0] - 1], f"{LAUNCHED} {COMMIT}"
     )
-    out, found = outcome(text.replace("REWRITE", "mov.b32 %a1, 7;"), mode)
-    assert found == [] and (out == right()).all()
+    out, findings = outcome(text.replace("REWRITE", "mov.b32 %a1, 7;"), mode)
+    assert findings == [] and (out == right()).all()
     assert [kind for kind, _ in outcome(text.replace("REWRITE", "mov.b32 %a5, 7;"), mode)[1]] == ["async"]
 
 
-def from_shared(n: int, more: str = "", types: str = "s8.s8") -> str:
+def from_shared(n: int, setup: str = "", types: str = "s8.s8") -> str:
     """Write a kernel with A [64, 32] and B [n, 32] in shared memory, without swizzle.
 
     Its result is out = A·Bᵀ·2 (two products, one added to the other).
@@ -197,7 +197,7 @@ def from_shared(n: int, more: str = "", types: str = "s8.s8") -> str:
     mad.lo.u32 %s, %t, 16, %s; mad.wide.u32 %o, %t, 16, %o;
     L: ld.global.v4.b32 {{%x0, %x1, %x2, %x3}}, [%o]; st.shared.v4.b32 [%s], {{%x0, %x1, %x2, %x3}};
     add.u32 %s, %s, 2048; add.u64 %o, %o, 2048; setp.lt.u32 %p, %s, {1024 + 2048 + 32 * n}; @%p bra L;
-    fence.proxy.async; bar.sync 0; mov.b64 %a, {at}; mov.b64 %b, {bt}; {more}
+    fence.proxy.async; bar.sync 0; mov.b64 %a, {at}; mov.b64 %b, {bt}; {setup}
     wgmma.fence.sync.aligned; setp.ne.u32 %p, 0, 0; setp.eq.u32 %q, 0, 0;
     wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{types} {d}, %a, %b, %p;
     wgmma.mma_async.sync.aligned.m64n{n}k32.satfinite.s32.{types} {d}, %a, %b, %q;
@@ -224,7 +224,7 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
     rng, n = np.random.default_rng(4), 16
     a, b = rng.integers(-128, 128, (64, 32), np.int8), rng.integers(-128, 128, (n, 32), np.int8)
     start = np.tile(np.array([2**31 - 9, -(2**31) + 9], np.int32), (128, n // 4))
-    text = from_shared(n, more=" ".join(f"mov.b32 %d{i}, {value};" for i, value in enumerate(start[0])))
+    text = from_shared(n, setup=" ".join(f"mov.b32 %d{i}, {number};" for i, number in enumerate(start[0])))
     first = text.split("\n")[line_of(text, "wgmma.mma_async") - 1]
     text = text.replace(first, "").replace(".satfinite", satfinite)
     image, out = np.concatenate([cores(a), cores(b)]).view(np.uint8), np.zeros((256, n // 2), np.uint32)
@@ -232,8 +232,8 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
     sums = wgmma_d(n).gather(start.view(np.uint32), np.int32) + a.astype(np.int64) @ b.T.astype(np.int64)
     clamped = sums.clip(-(2**31), 2**31 - 1)
     assert (sums > clamped).any() and (sums < clamped).any()
-    wanted = (clamped if satfinite else sums).astype(np.int32)
-    assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), wanted)
+    expected = (clamped if satfinite else sums).astype(np.int32)
+    assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), expected)
 
 
 def test_the_first_product_may_not_add():
@@ -244,7 +244,7 @@ def test_the_first_product_may_not_add():
 
 
 @pytest.mark.parametrize(
-    ("more", "error", "said"),
+    ("setup", "error", "message"),
     [
         ("add.u64 %b, %b, 64;", MemoryFault, "descriptor reaches shared addresses 3072 to 4096 .window of 3072 bytes"),
         ("or.b64 %b, %b, 0x2000000000000;", EmulationError, "base offset must be 0"),
@@ -252,10 +252,10 @@ def test_the_first_product_may_not_add():
         ("setp.eq.u32 %p, %t, 5; @%p ret;", EmulationError, "not all 32 threads"),
     ],
 )
-def test_refused(more, error, said):
+def test_refused(setup, error, message):
     image, out = np.zeros(4096, np.uint8), np.zeros((128, 16), np.uint32)
-    with pytest.raises(error, match=said):
-        run_text(from_shared(32, more), image, out, threads=128)
+    with pytest.raises(error, match=message):
+        run_text(from_shared(32, setup), image, out, threads=128)
 
 
 # Floating operands
@@ -283,9 +283,9 @@ def test_refused(more, error, said):
     ("case", "n"), [(case, n) for case in CASES for n in ((8, 40, 128) if case in CASES[:2] else (64, 128))]
 )
 def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) -> None:
-    text, image, held, right = problem(case, type_name, n)
+    text, image, a_registers, right = problem(case, type_name, n)
     out = np.zeros((128, n // 2), np.uint32)
-    assert not run_text(text, image, held, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
+    assert not run_text(text, image, a_registers, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
     assert np.array_equal(wgmma_d(n, True).gather(out, np.float32), right)
 
 
@@ -293,8 +293,8 @@ def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) ->
 @pytest.mark.parametrize(("type_name", "d"), NARROW)
 @pytest.mark.parametrize("case", CASES[:2])
 def test_tf32_fp8_and_f16_accumulators(case: str, type_name: str, d: str, mode: str) -> None:
-    found, right = run_narrow(case, type_name, d, backend="emulator", checks="all", mode=mode)
-    np.testing.assert_array_equal(found, right.astype(d.replace("f", "float")))
+    output, expected = run_narrow(case, type_name, d, backend="emulator", checks="all", mode=mode)
+    np.testing.assert_array_equal(output, expected.astype(d.replace("f", "float")))
 
 
 @both_modes
@@ -310,19 +310,19 @@ def test_tf32_fp8_and_f16_accumulators(case: str, type_name: str, d: str, mode: 
 )
 def test_where_a_nan_arises(d: str, planted: int, kinds: list[str], case: str, mode: str) -> None:
     """A number planted in B's last row brings a finding where the product makes a NaN of it; D is 1 before."""
-    text, image, held, _ = problem(case, "f16", 64, d)
+    text, image, a_registers, _ = problem(case, "f16", 64, d)
     image.view(np.uint16)[-1024 - 8 :][:8] = planted  # B's end, before 2,048 bytes that nobody reads
     text = text.replace(" -1, 1", " 1, 1")
-    found = run_text(
-        text, image, held, np.zeros((128, 32), np.uint32), threads=128, checks=["float"], mode=mode
+    findings = run_text(
+        text, image, a_registers, np.zeros((128, 32), np.uint32), threads=128, checks=["float"], mode=mode
     ).findings
-    assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "mma_async")) for kind in kinds]
+    assert [(f.kind, f.line) for f in findings] == [(kind, line_of(text, "mma_async")) for kind in kinds]
 
 
 def test_fp8_operands_may_differ() -> None:
-    text, image, held, right = problem("shared", "e4m3", 64)
+    text, image, a_registers, right = problem("shared", "e4m3", 64)
     out = np.zeros((128, 32), np.uint32)
-    run_text(text.replace("e4m3.e4m3", "e4m3.e5m2"), image, held, out, threads=128)
+    run_text(text.replace("e4m3.e4m3", "e4m3.e5m2"), image, a_registers, out, threads=128)
     codes = np.arange(256, dtype=np.uint8)
     as_e5m2 = codes.view(ml_dtypes.float8_e5m2).astype(np.float32)
     (a, _), (_, b_bits) = (draw_operand(rng := np.random.default_rng(6), 64, "e4m3"), draw_operand(rng, 64, "e4m3"))
@@ -334,22 +334,22 @@ def test_fp8_operands_may_differ() -> None:
 @pytest.mark.parametrize(("type_name", "d"), NARROW)
 @pytest.mark.parametrize("case", CASES[:2])
 def test_narrow_floats_on_hopper(case: str, type_name: str, d: str) -> None:
-    found, right = run_narrow(case, type_name, d, backend="gpu")
-    assert np.array_equal(found, right.astype(d.replace("f", "float")))
+    output, expected = run_narrow(case, type_name, d, backend="gpu")
+    assert np.array_equal(output, expected.astype(d.replace("f", "float")))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("type_name", ["f16", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_floats_on_hopper(case: str, type_name: str) -> None:
-    text, image, held, right = problem(case, type_name, 64)
+    text, image, a_registers, right = problem(case, type_name, 64)
     out = np.zeros((128, 32), np.uint32)
-    ptxlab.load(text)(image, held, out, grid=1, block=128, backend="gpu")
+    ptxlab.load(text)(image, a_registers, out, grid=1, block=128, backend="gpu")
     assert np.array_equal(wgmma_d(64, True).gather(out, np.float32), right)
 
 
 @pytest.mark.parametrize(
-    ("form", "constants", "said"),
+    ("form", "constants", "message"),
     [
         ("m64n8k16.f32.f16.f16", "1, 1, 0", "takes 4 constants"),
         ("m64n8k16.f32.f16.f16", "1, 2, 0, 0", "signs of A and B, 1 or -1"),
@@ -357,9 +357,9 @@ def test_floats_on_hopper(case: str, type_name: str) -> None:
         ("m64n8k32.f32.e4m3.e4m3", "1, 1, 0, 0", "takes 2 constants: signs of A and B, 1 or -1: "),
     ],
 )
-def test_constants_that_no_wgmma_takes(form: str, constants: str, said: str) -> None:
+def test_constants_that_no_wgmma_takes(form: str, constants: str, message: str) -> None:
     text = kernel_text(("mov.b64 %da, 0;", "%da"), "0", 2048, 8, form, constants)
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message):
         run_text(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
 
 

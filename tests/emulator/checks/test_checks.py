@@ -15,8 +15,8 @@ SHARED = ".shared .align 4 .b8 buf[512];"
 MINE = "mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1;\n"
 
 
-def kinds(result: emulator.Result) -> list[tuple[str, int]]:
-    return sorted((f.kind, f.line) for f in result.findings)
+def kinds(launch: emulator.Result) -> list[tuple[str, int]]:
+    return sorted((f.kind, f.line) for f in launch.findings)
 
 
 # Packed lanes
@@ -27,20 +27,20 @@ PACKED = """mov.u32 %t, %tid.x; ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %t, 12;
 """
 
 
-def packed(instruction: str, *rows: tuple[int, int, int]) -> emulator.Result:
+def run_packed(instruction: str, *rows: tuple[int, int, int]) -> emulator.Result:
     text = kernel_text(PACKED.replace("{instruction}", instruction) + STORE, TWO)
     out, a = np.zeros(len(rows), np.uint32), np.array(rows, np.uint32)
-    result = run_text(text, out, a, threads=len(rows), checks=["lanes"])
-    assert all(f.line == line_of(text, "@lanes") for f in result.findings)
-    return result
+    launch = run_text(text, out, a, threads=len(rows), checks=["lanes"])
+    assert all(f.line == line_of(text, "@lanes") for f in launch.findings)
+    return launch
 
 
 MAD = "mad.lo.u32 %s, %r1, %r2, %r3; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4"
 
 
 def test_overflow_of_a_lane_disturbs_the_next():
-    result = packed(MAD, (0x0F0F0F0F, 15, 0x1E1E1E1E), (0x0101010F, 15, 0x0101019F))
-    carry, ranged = sorted(result.findings, key=lambda f: f.kind)
+    launch = run_packed(MAD, (0x0F0F0F0F, 15, 0x1E1E1E1E), (0x0101010F, 15, 0x0101019F))
+    carry, ranged = sorted(launch.findings, key=lambda f: f.kind)
     assert (carry.kind, carry.lane, carry.thread, carry.block) == ("carry", 1, (1, 0, 0), (0, 0, 0))
     assert "lane 1 is disturbed by lane 0 (15 * 15 + 159 = 384 > 255)" in carry.message
     assert carry.operands == {"a": 1, "b": 15, "c": 1, "d": 17}
@@ -49,16 +49,16 @@ def test_overflow_of_a_lane_disturbs_the_next():
 
 
 def test_overflow_of_the_top_lane_disturbs_nobody():
-    assert [f.kind for f in packed(MAD, (0xFF000000, 2, 0)).findings] == ["range"]
+    assert [f.kind for f in run_packed(MAD, (0xFF000000, 2, 0)).findings] == ["range"]
 
 
 def test_findings_are_counted_not_repeated():
-    (finding, other) = packed(MAD, *[(0xFF, 2, 0)] * 20).findings
-    assert finding.count == other.count == 20 and str(finding).endswith("; 19 more")
+    (first, second) = run_packed(MAD, *[(0xFF, 2, 0)] * 20).findings
+    assert first.count == second.count == 20 and str(first).endswith("; 19 more")
 
 
 @pytest.mark.parametrize(
-    ("instruction", "row", "found"),
+    ("instruction", "row", "expected"),
     [
         ("sub.u32 %s, %r1, %r2; // @lanes d:u8x4 a:u8x4 b:u8x4", (5, 6, 0),
          [("carry", 1), ("carry", 2), ("carry", 3), ("range", 0)]),
@@ -77,8 +77,8 @@ def test_findings_are_counted_not_repeated():
         ("mul.lo.u32 %s, %r1, %r2; // @lanes d:u4x8 a:u4x8 b:u32", (0x00000041, 5, 0), [("carry", 2), ("range", 1)]),
     ],
 )  # fmt: skip
-def test_packed_operations(instruction, row, found):
-    assert sorted((f.kind, f.lane) for f in packed(instruction, row).findings) == found
+def test_packed_operations(instruction, row, expected):
+    assert sorted((f.kind, f.lane) for f in run_packed(instruction, row).findings) == expected
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 3), min_size=32, max_size=32), st.integers(0, 20))
@@ -93,8 +93,8 @@ def test_carry_is_exactly_a_wrong_lane(rows, multiplier):
             exact = (a >> 8 * lane & 255) * b + (c >> 8 * lane & 255)
             for kind, wrong in (("carry", exact % 256 != stored >> 8 * lane & 255), ("range", exact > 255)):
                 expected[kind, lane] = expected.get((kind, lane), 0) + wrong
-    found = {(f.kind, f.lane): f.count for f in packed(MAD, *rows).findings}
-    assert found == {key: count for key, count in expected.items() if count}
+    counts = {(f.kind, f.lane): f.count for f in run_packed(MAD, *rows).findings}
+    assert counts == {key: count for key, count in expected.items() if count}
 
 
 def test_annotation_in_inline_assembly():
@@ -106,17 +106,17 @@ def test_annotation_in_inline_assembly():
         d[threadIdx.x] = r;
     }"""
     out, a = np.zeros(32, np.uint32), np.arange(32, dtype=np.uint32)
-    found = [
+    findings = [
         (f.kind, f.lane, f.thread, f.count) for f in run_text(cuda_to_ptx(source), out, a, checks=["lanes"]).findings
     ]
-    assert found == [("range", 0, (15, 0, 0), 17), ("carry", 1, (15, 0, 0), 17)]
+    assert findings == [("range", 0, (15, 0, 0), 17), ("carry", 1, (15, 0, 0), 17)]
 
 
 # Uninitialised reads
 
 
 @pytest.mark.parametrize(
-    ("body", "marker", "said", "thread"),
+    ("body", "marker", "message", "thread"),
     [
         ("mov.u32 %r1, 1;\nadd.u32 %s, %r1, %r7;\n", "%r7", "%r7 is read, but never written", (0, 0, 0)),
         ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nadd.u32 %s, %r1, 1;\n", "%s, %r1, 1;",
@@ -133,12 +133,12 @@ def test_annotation_in_inline_assembly():
         (".local .align 4 .b8 mem[8];\nld.local.u32 %s, [mem];\n", "ld.local", "local memory", (0, 0, 0)),
     ],
 )  # fmt: skip
-def test_uninitialised(body, marker, said, thread):
+def test_uninitialised(body, marker, message, thread):
     text = kernel_text(body + STORE, TWO, SHARED)
-    result = run_text(text, np.zeros(32, np.uint32), np.zeros(8, np.uint32), checks=["init"], uninitialised=[1])
-    (finding,) = result.findings
+    launch = run_text(text, np.zeros(32, np.uint32), np.zeros(8, np.uint32), checks=["init"], uninitialised=[1])
+    (finding,) = launch.findings
     assert (finding.kind, finding.line, finding.thread) == ("uninitialised", line_of(text, marker), thread)
-    assert said in finding.message
+    assert message in finding.message
 
 
 def test_scratch_that_is_written_first_is_fine():
@@ -204,12 +204,14 @@ def test_a_write_waits_for_all_who_have_read(heard, write):
     {write}
     END:
     """
-    one, both = body.replace("ALL", "64"), body.replace("ALL", "96").replace("@%q bar", "bar")
-    for source, wanted in ((one, [("race", 1, (64, 0, 0))]), (both, [])):
+    one_reader, both_readers = body.replace("ALL", "64"), body.replace("ALL", "96").replace("@%q bar", "bar")
+    for source, expected in ((one_reader, [("race", 1, (64, 0, 0))]), (both_readers, [])):
         text = kernel_text(source + STORE, TWO, SHARED)
-        found = run_text(text, np.zeros(96, np.uint32), np.zeros(32, np.uint32), threads=96, checks=["race"]).findings
-        assert [(f.kind, f.line - line_of(text, "WRITE: "), f.thread) for f in found] == wanted
-        assert all(f"by thread ({32 * (1 - heard)},0,0)" in f.message for f in found)
+        findings = run_text(
+            text, np.zeros(96, np.uint32), np.zeros(32, np.uint32), threads=96, checks=["race"]
+        ).findings
+        assert [(f.kind, f.line - line_of(text, "WRITE: "), f.thread) for f in findings] == expected
+        assert all(f"by thread ({32 * (1 - heard)},0,0)" in f.message for f in findings)
 
 
 @pytest.mark.parametrize(
@@ -227,10 +229,10 @@ def test_lanes_of_a_warp_do_not_run_in_step(between, clean):
     """Lanes read what their neighbours have written; neither a vote orders memory, nor a meeting with others."""
     body = f"setp.eq.u32 %p, 0, 0; {MINE} st.shared.u32 [%r2], %r0;\n{between}\nxor.b32 %r3, %r2, 4;\n"
     text = kernel_text(body + "ld.shared.u32 %s, [%r3];\n" + STORE, outside=SHARED)
-    result = run_text(text, np.zeros(32, np.uint32), checks=["race"])
-    assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.shared"))])
+    launch = run_text(text, np.zeros(32, np.uint32), checks=["race"])
+    assert kinds(launch) == ([] if clean else [("race", line_of(text, "ld.shared"))])
     if not clean:
-        assert "by thread (1,0,0) of block (0,0,0), in block (0,0,0) thread (0,0,0)" in str(result.findings[0])
+        assert "by thread (1,0,0) of block (0,0,0), in block (0,0,0) thread (0,0,0)" in str(launch.findings[0])
 
 
 @pytest.mark.parametrize(
@@ -294,9 +296,9 @@ FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
 def test_flags_order_what_they_should(release, acquire, fence, clean):
     text = kernel_text(FLAG.replace("{release}", release).replace("{acquire}", acquire).replace("{fence}", fence), TWO)
     out = np.zeros(2, np.uint32)
-    result = run_text(text, out, np.zeros(1, np.uint32), threads=1, blocks=2, checks=["race"])
+    launch = run_text(text, out, np.zeros(1, np.uint32), threads=1, blocks=2, checks=["race"])
     assert out[0] == 42
-    assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])
+    assert kinds(launch) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])
 
 
 RESET = """mov.u32 %r0, %ctaid.x; mov.u32 %r3, %tid.x; ld.param.u64 %x2, [a]; setp.eq.u32 %q, %r3, 0;
@@ -375,6 +377,6 @@ def test_a_flag_stands_for_the_lane_that_sets_it(wrote, read, clean):
     """Lanes of one block write, lanes of the other one read; lane 0 or all of them say so and hear of it."""
     text = kernel_text(WARP_FLAG.replace("{wrote}", wrote).replace("{read}", read), TWO)
     out = np.zeros(64, np.uint32)
-    result = run_text(text, out, np.zeros(1, np.uint32), threads=32, blocks=2, checks=["race"])
+    launch = run_text(text, out, np.zeros(1, np.uint32), threads=32, blocks=2, checks=["race"])
     assert out[32:].tolist() == [42] * 32
-    assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])
+    assert kinds(launch) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])

@@ -15,12 +15,12 @@ def module(body: str) -> str:
     return kernel_text(START + body + STORE, outside=".shared .align 16 .b8 buf[128];")
 
 
-def found(body: str, threads: int = 64) -> list[tuple[str, int]]:
+def findings_of(body: str, threads: int = 64) -> list[tuple[str, int]]:
     """List kind and line of the findings; the first line of the body is 1."""
     text = module(body)
     first = text[: text.index(START)].count("\n") + 1
-    result = run_text(text, np.zeros(threads, np.uint32), threads=threads, checks=emulator.CHECKS)
-    return [(finding.kind, finding.line - first) for finding in result.findings]
+    launch = run_text(text, np.zeros(threads, np.uint32), threads=threads, checks=emulator.CHECKS)
+    return [(finding.kind, finding.line - first) for finding in launch.findings]
 
 
 MATRIX = "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r5];"
@@ -41,7 +41,7 @@ APART = {
 
 @pytest.mark.parametrize(("body", "line"), APART.values(), ids=APART)
 def test_a_warp_apart_is_reported_by_line(body: str, line: int) -> None:
-    assert found(body) == [("divergence", line)]
+    assert findings_of(body) == [("divergence", line)]
 
 
 def test_what_it_says() -> None:
@@ -76,7 +76,7 @@ TOGETHER = {
 @pytest.mark.parametrize("body", TOGETHER.values(), ids=TOGETHER)
 @pytest.mark.parametrize("threads", [64, 50])
 def test_a_warp_together_is_not(body: str, threads: int) -> None:
-    assert [finding for finding in found(body, threads) if finding[0] != "uninitialised"] == []
+    assert [finding for finding in findings_of(body, threads) if finding[0] != "uninitialised"] == []
 
 
 KERNELS = {  # CUDA, and a part of the line that is reported
@@ -102,7 +102,7 @@ def test_what_nvrtc_makes(body: str, line: str | None) -> None:
         'extern "C" __global__ void k(float* y, const float* x, int n) { __shared__ float s[64]; int i = threadIdx.x;'
     )
     x = np.linspace(0, 1, 64, dtype=np.float32)
-    result = run_text(
+    launch = run_text(
         cuda_to_ptx(head + body + " }"), np.zeros(64, np.float32), x, np.int32(40), threads=64, checks=["divergence"]
     )
-    assert [(f.kind, f.text.split()[0]) for f in result.findings] == ([("divergence", line)] if line else [])
+    assert [(f.kind, f.text.split()[0]) for f in launch.findings] == ([("divergence", line)] if line else [])

@@ -14,8 +14,8 @@ VALUES = np.arange(32, dtype=np.float32)
 
 def findings(body: str, a: np.ndarray = VALUES, checks=("float",), threads: int = 32, blocks: int = 1) -> list:
     text = kernel_text(READ + body + STORE, ".param .u64 out, .param .u64 a")
-    result = run_text(text, np.zeros(threads * blocks, np.uint32), a, threads=threads, blocks=blocks, checks=checks)
-    return [(f.kind, text.split("\n")[f.line - 1].strip(), f.thread[0], f.count, f.message) for f in result.findings]
+    launch = run_text(text, np.zeros(threads * blocks, np.uint32), a, threads=threads, blocks=blocks, checks=checks)
+    return [(f.kind, text.split("\n")[f.line - 1].strip(), f.thread[0], f.count, f.message) for f in launch.findings]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_what_follows_is_not_reported():
 def test_the_first_place_of_each_kind():
     """Later ones of a kind are not told, in the same wave or another one; what a guard leaves out does not count."""
     body = "setp.ne.u32 %p, %r0, 0;\n@%p rcp.approx.f32 %f2, %f1;\ndiv.rn.f32 %f2, %f1, %f1;\n"
-    found = findings(body + "sqrt.rn.f32 %f3, 0fBF800000;\nrcp.approx.f32 %f4, 0f00000000;\n", blocks=2)
-    assert [found[:2] for found in found] == [
+    reported = findings(body + "sqrt.rn.f32 %f3, 0fBF800000;\nrcp.approx.f32 %f4, 0f00000000;\n", blocks=2)
+    assert [finding[:2] for finding in reported] == [
         ("nan", "div.rn.f32 %f2, %f1, %f1;"),
         ("infinity", "rcp.approx.f32 %f4, 0f00000000;"),
     ]
-    assert found[0][3] == 2
+    assert reported[0][3] == 2
 
 
 def test_it_is_on_request():

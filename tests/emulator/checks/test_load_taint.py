@@ -25,8 +25,8 @@ GUARDED = {
 
 
 @functools.cache
-def module(few: str, together: str = "__syncwarp();") -> emulator.Module:
-    """Compile a kernel for each of `GUARDED`, all at once; those of the threads `few` use what thread 0 writes."""
+def module(users: str, together: str = "__syncwarp();") -> emulator.Module:
+    """Compile a kernel for each of `GUARDED`, all at once; those of the threads `users` use what thread 0 writes."""
     kernels = "".join(
         f"""extern "C" __global__ void {name.replace(" ", "_")}(const float* x, float* y, int n) {{
             __shared__ float total, other;
@@ -38,14 +38,14 @@ def module(few: str, together: str = "__syncwarp();") -> emulator.Module:
         }}\n"""
         for name, code in GUARDED.items()
     )
-    return emulator.parse(cuda_to_ptx(kernels.replace("FEW", few)), "k.ptx")
+    return emulator.parse(cuda_to_ptx(kernels.replace("FEW", users)), "k.ptx")
 
 
-def races(name: str, few: str, together: str = "__syncwarp();") -> list[str]:
+def races(name: str, users: str, together: str = "__syncwarp();") -> list[str]:
     x, y = np.arange(1, 41, dtype=np.float32), np.zeros(96, np.float32)
     args, entry = [x, y, np.int32(6)], name.replace(" ", "_")
-    result = emulator.run(module(few, together), entry, args, grid=1, block=96, checks=["race"])
-    return [f.kind for f in result.findings]
+    launch = emulator.run(module(users, together), entry, args, grid=1, block=96, checks=["race"])
+    return [f.kind for f in launch.findings]
 
 
 @pytest.mark.default_cases("twice", "computed", "rewritten later", "condition", "integers", "hoisted")
@@ -64,19 +64,19 @@ LOAD = """mov.u32 %r0, %tid.x; setp.eq.u32 %p, %r0, 0; setp.lt.u32 %q, %r0, 32; 
 """
 
 
-def outcome(body: str, **more) -> list[tuple[str, int]]:
+def outcome(body: str, **options) -> list[tuple[str, int]]:
     """List findings and their counts of 64 threads, the upper 32 of which load what nobody has told them of."""
     text = kernel_text(LOAD + body + STORE, outside=SHARED)
-    result = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"], **more)
-    assert all(f.kind == "race" and f.line == line_of(text, "ld.shared.u32 %r1") for f in result.findings)
-    return [(str(f.thread), f.count) for f in result.findings]
+    launch = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"], **options)
+    assert all(f.kind == "race" and f.line == line_of(text, "ld.shared.u32 %r1") for f in launch.findings)
+    return [(str(f.thread), f.count) for f in launch.findings]
 
 
 USED = [("(32, 0, 0)", 32)]
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "expected"),
     [
         ("", []),
         ("mov.u32 %r2, %r1; add.u32 %r2, %r2, 1; mov.u32 %r2, 0; mov.u32 %s, %r2;", []),
@@ -114,8 +114,8 @@ USED = [("(32, 0, 0)", 32)]
          "setp.lt.u32 %p, %r4, 3; @%p bra L; mov.u32 %s, %r3;", USED),
     ],
 )  # fmt: skip
-def test_what_counts_as_use(body, found):
-    assert outcome(body.replace("; ", ";\n")) == found
+def test_what_counts_as_use(body, expected):
+    assert outcome(body.replace("; ", ";\n")) == expected
 
 
 @pytest.mark.parametrize(("use", "kinds"), [("selp.u32 %s, %r1, 0, %q;", 0), ("mov.u32 %s, %r1;", 1)])
@@ -131,8 +131,8 @@ def test_a_write_after_a_read_of_no_consequence(use, kinds):
     WAIT:
     """
     text = kernel_text(body + STORE, outside=SHARED)
-    result = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
-    assert [(f.kind, f.line) for f in result.findings] == [("race", line_of(text, "@%p st.shared"))] * kinds
+    launch = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
+    assert [(f.kind, f.line) for f in launch.findings] == [("race", line_of(text, "@%p st.shared"))] * kinds
 
 
 def test_each_execution_of_a_load_counts_for_itself():
@@ -149,13 +149,13 @@ def test_each_execution_of_a_load_counts_for_itself():
     """
     for barrier, count in (("bar.sync 0;", 0), ("", 1)):
         text = kernel_text(body.replace("BARRIER", barrier) + STORE, outside=SHARED)
-        result = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
-        assert len(result.findings) == count
+        launch = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
+        assert len(launch.findings) == count
 
 
 @pytest.mark.parametrize("checks", [["init"], ["init", "race"]])
 @pytest.mark.parametrize(
-    ("use", "found"),
+    ("use", "expected"),
     [
         ("selp.u32 %s, %r1, 0, %q;", [("(32, 0, 0)", 32, 1)]),  # the upper warp
         ("mov.u32 %s, 0;", []),
@@ -165,13 +165,13 @@ def test_each_execution_of_a_load_counts_for_itself():
         ("ld.shared.u32 %r2, [total]; selp.u32 %s, %r2, 0, %q;", [("(32, 0, 0)", 32, 2)]),
     ],
 )
-def test_what_nobody_has_written_counts_where_it_is_used(use, found, checks):
+def test_what_nobody_has_written_counts_where_it_is_used(use, expected, checks):
     body = "mov.u32 %r0, %tid.x; setp.ge.u32 %q, %r0, 32;\nld.shared.u32 %r1, [total];\n" + use
     text = kernel_text(body + STORE, outside=SHARED)
     first = line_of(text, "%r1, [total]") - 1
     findings = run_text(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings
     assert all(f.kind == "uninitialised" for f in findings)
-    assert [(str(f.thread), f.count, f.line - first) for f in findings] == found
+    assert [(str(f.thread), f.count, f.line - first) for f in findings] == expected
 
 
 @pytest.mark.parametrize("checks", [["init"], ["init", "race"]])
@@ -197,8 +197,8 @@ def test_a_fault_tells_what_was_used_before_it():
 def test_of_two_races_neither_hides_the_other(operation):
     """Either value would decide alone, were it known."""
     text = kernel_text(LOAD + f"ld.shared.u32 %r2, [total];\n{operation}" + STORE, outside=SHARED)
-    found = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
-    assert sorted(f.line for f in found) == [line_of(text, f"ld.shared.u32 %r{i}") for i in (1, 2)]
+    findings = run_text(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
+    assert sorted(f.line for f in findings) == [line_of(text, f"ld.shared.u32 %r{i}") for i in (1, 2)]
 
 
 def test_strong_reads_count_at_once():

@@ -47,9 +47,9 @@ RELAXED = ALL_WAIT.replace("parity.", "parity.relaxed.cluster.")
 def test_a_wait_by_parity_needs_the_phase_before(checks: set[str], body: str, lanes: int) -> None:
     text = kernel_text(COPY_PROLOGUE + BEGIN + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run_text(text, np.zeros(64, np.uint32), a, threads=64, checks=checks)
-    found = [f for f in result.findings if "by parity" in f.message]
-    assert sum(f.count for f in found) == lanes
-    for finding in found:
+    launch = run_text(text, np.zeros(64, np.uint32), a, threads=64, checks=checks)
+    findings = [f for f in launch.findings if "by parity" in f.message]
+    assert sum(f.count for f in findings) == lanes
+    for finding in findings:
         assert (finding.kind, text.split("\n")[finding.line - 1]) == ("async", LAST.strip())
         assert "for phase 1 of the mbarrier at byte" in finding.message and "phase 0 is over" in finding.message

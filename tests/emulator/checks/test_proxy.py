@@ -26,12 +26,12 @@ SEND = """st.shared.u64 [%r7], %x9;
 PREPARE = "shl.b32 %r7, %r0, 3; add.u32 %r7, %r6, %r7; mov.u64 %x9, 5; and.b32 %r8, %r0, 31;\n"
 
 
-def found(body: str, threads: int = 64, mode: str = "late", checks=emulator.CHECKS) -> list:
+def kinds_and_instructions(body: str, threads: int = 64, mode: str = "late", checks=emulator.CHECKS) -> list:
     """List the kinds of the findings, each with the instruction it is at."""
     text = kernel_text(COPY_PROLOGUE + PREPARE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run_text(text, np.zeros(threads, np.uint32), a, threads=threads, mode=mode, checks=checks)
-    return sorted({(f.kind, text.split("\n")[f.line - 1].strip().split(" ")[0]) for f in result.findings})
+    launch = run_text(text, np.zeros(threads, np.uint32), a, threads=threads, mode=mode, checks=checks)
+    return sorted({(f.kind, text.split("\n")[f.line - 1].strip().split(" ")[0]) for f in launch.findings})
 
 
 @both_modes
@@ -57,12 +57,14 @@ def found(body: str, threads: int = 64, mode: str = "late", checks=emulator.CHEC
     ],
 )
 def test_a_fence_on_the_way_from_the_write_to_the_copy(between, kinds, mode):
-    assert found(SEND.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
+    assert kinds_and_instructions(SEND.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
 
 
 def test_the_check_async_needs_no_other():
     for between, kinds in ((BARRIER + "@%q " + FENCE, []), ("@%q " + FENCE + BARRIER, ["async-dirty"])):
-        assert found(SEND.replace("BETWEEN", between), checks=["async"]) == [(kind, COPY) for kind in kinds]
+        assert kinds_and_instructions(SEND.replace("BETWEEN", between), checks=["async"]) == [
+            (kind, COPY) for kind in kinds
+        ]
 
 
 @both_modes
@@ -76,7 +78,7 @@ def test_the_check_async_needs_no_other():
 )
 def test_one_lane_for_its_warp(meet, fence, kinds, mode):
     between = f"{meet} {fence} {FENCE} {BARRIER}"
-    assert found(SEND.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
+    assert kinds_and_instructions(SEND.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
 
 
 ARRIVALS = {  # how many arrive, having done what
@@ -103,7 +105,7 @@ def test_an_mbarrier_tells_of_writes_to_be_fenced(count, write, fence, kinds, mo
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
     END:
     """
-    assert found(body, mode=mode) == [(kind, COPY) for kind in kinds]
+    assert kinds_and_instructions(body, mode=mode) == [(kind, COPY) for kind in kinds]
 
 
 @both_modes
@@ -119,7 +121,7 @@ def test_an_mbarrier_tells_of_writes_to_be_fenced(count, write, fence, kinds, mo
 def test_what_cp_async_has_written_is_fenced_too(between, kinds, mode):
     """It goes by the generic proxy, as ordinary stores do (PTX ISA, cp.async), and has come once waited for."""
     copies = SEND.replace("st.shared.u64 [%r7], %x9;", "cp.async.ca.shared.global [%r7], [%x1], 8;")
-    assert found(copies.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
+    assert kinds_and_instructions(copies.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
 
 
 @both_modes
@@ -144,11 +146,11 @@ def test_who_may_fence_an_mbarrier(fence, clean, mode):
     W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;
     """
     into = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    assert found(body, mode=mode) == ([] if clean else [("async", into)])
+    assert kinds_and_instructions(body, mode=mode) == ([] if clean else [("async", into)])
 
 
 @pytest.mark.parametrize(
-    ("behind", "clean"),
+    ("fence", "clean"),
     [
         ("fence.proxy.async.global;", True),
         ("fence.proxy.async;", True),
@@ -156,7 +158,7 @@ def test_who_may_fence_an_mbarrier(fence, clean, mode):
         ("", False),
     ],
 )
-def test_a_flag_hands_on_what_to_fence_across_blocks(behind, clean):
+def test_a_flag_hands_on_what_to_fence_across_blocks(fence, clean):
     """Block 0 writes global memory and sets a flag; block 1 sees it, fences, and has the bytes copied."""
     body = f"""mov.u32 %r10, %ctaid.x; setp.eq.u32 %p, %r10, 1; @%p bra READ;
     mov.u64 %x9, 7;
@@ -165,7 +167,7 @@ def test_a_flag_hands_on_what_to_fence_across_blocks(behind, clean):
     bra END;
     READ: mbarrier.init.shared.b64 [%r5], 1; fence.mbarrier_init.release.cluster;
     L: ld.acquire.gpu.global.u32 %r9, [%x3]; setp.ne.u32 %p, %r9, 0; @%p bra L;
-    {behind}
+    {fence}
     mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 16;
     cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3+64], 16, [%r5];
     W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;
@@ -173,9 +175,9 @@ def test_a_flag_hands_on_what_to_fence_across_blocks(behind, clean):
     """
     text = kernel_text(COPY_PROLOGUE + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run_text(text, np.zeros(2, np.uint32), a, threads=1, blocks=2, checks=emulator.CHECKS)
+    launch = run_text(text, np.zeros(2, np.uint32), a, threads=1, blocks=2, checks=emulator.CHECKS)
     copy = line_of(text, "cp.async.bulk.shared::cluster")
-    assert [(f.kind, f.line) for f in result.findings] == ([] if clean else [("async-dirty", copy)])
+    assert [(f.kind, f.line) for f in launch.findings] == ([] if clean else [("async-dirty", copy)])
 
 
 @pytest.mark.full
@@ -183,10 +185,12 @@ def test_what_a_decoder_layer_leaves_to_the_wait() -> None:
     """Its copy engine reads what launches before wrote, behind griddepcontrol.wait without a proxy fence: the guide's
     "Fence bugs" says so, and these are all the places."""
     problem = layer_problem(TINY)
-    with emulator.chain({"proxy"}, begin="early", given=[problem.cache.pool]) as made:
+    with emulator.chain({"proxy"}, begin="early", given=[problem.cache.pool]) as chain:
         problem.run()
-    told = [re.search(r"` of (\w+) .* nobody has fenced here since griddepcontrol.wait", str(f)) for f in made.findings]
-    writers = [found[1] if found else "" for found in told]
-    assert {f.kind for f in made.findings} == {"async-dirty"} and {*writers} == {
+    matches = [
+        re.search(r"` of (\w+) .* nobody has fenced here since griddepcontrol.wait", str(f)) for f in chain.findings
+    ]
+    writers = [match[1] if match else "" for match in matches]
+    assert {f.kind for f in chain.findings} == {"async-dirty"} and {*writers} == {
         "rmsnorm_quantize", "rope_append_kv4", "quantize_activations_s8", "silu_mul_quantize",
     }  # fmt: skip

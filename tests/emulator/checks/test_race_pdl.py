@@ -25,21 +25,23 @@ def outcome(body: str, mode: str = "late", after_wait=(1,), cluster: int = 1, ch
     out, x, w = np.zeros((3, 2 * THREADS), np.uint32)
     x[:], w[:] = np.arange(2 * THREADS), 1000
     text = kernel_text(f"{START}{body}ret;", PARAMS, SHARED)
-    result = run_text(text, out, x, w, threads=THREADS, blocks=2, mode=mode, cluster=cluster, checks=checks,
+    launch = run_text(text, out, x, w, threads=THREADS, blocks=2, mode=mode, cluster=cluster, checks=checks,
                  after_wait=after_wait)  # fmt: skip
-    assert result.findings or (out == x + w).all()
-    return list(result.findings)
+    assert launch.findings or (out == x + w).all()
+    return list(launch.findings)
 
 
-def expect(found: list[Finding], body: str, **lines: str) -> None:
+def expect(findings: list[Finding], body: str, **lines: str) -> None:
     """Check that there is a finding for each of the lines named by what stands in them, in any order, and no other."""
     text = kernel_text(f"{START}{body}ret;", PARAMS, SHARED)
-    assert sorted((f.line, f.kind) for f in found) == sorted((line_of(text, line), "race") for line in lines.values())
-    for finding in found:
-        (what,) = (what for what, line in lines.items() if line_of(text, line) == finding.line)
-        ahead = "ahead of griddepcontrol.wait: the kernel before may still"
-        message = {"read": rf"read of byte \d+ of argument 1 (x) {ahead} write it",
-                   "write": rf"write to byte \d+ of argument 0 (out) {ahead} use it"}[what]  # fmt: skip
+    assert sorted((f.line, f.kind) for f in findings) == sorted(
+        (line_of(text, line), "race") for line in lines.values()
+    )
+    for finding in findings:
+        (access,) = (access for access, line in lines.items() if line_of(text, line) == finding.line)
+        consequence = "ahead of griddepcontrol.wait: the kernel before may still"
+        message = {"read": rf"read of byte \d+ of argument 1 (x) {consequence} write it",
+                   "write": rf"write to byte \d+ of argument 0 (out) {consequence} use it"}[access]  # fmt: skip
         assert message.replace(r"\d+", finding.message.split()[3]) in finding.message
 
 
@@ -61,9 +63,9 @@ def test_a_read_only_load_may_be_moved_ahead_of_the_wait() -> None:
     """A read-only load of what the predecessor makes is a race; that of w is as good as any."""
     constant = EACH.replace("ld.global.u32 %r5, [%x2]", "ld.global.nc.u32 %r5, [%x2]")
     assert outcome(constant) == []
-    (found,) = outcome(constant.replace("ld.global.u32 %r6, [%x1]", "ld.global.nc.u32 %r6, [%x1]"))
-    assert (found.kind, found.count) == ("race", 2 * THREADS)
-    assert "argument 1 (x) as read-only (.nc), which ptxas may move ahead of griddepcontrol.wait" in found.message
+    (finding,) = outcome(constant.replace("ld.global.u32 %r6, [%x1]", "ld.global.nc.u32 %r6, [%x1]"))
+    assert (finding.kind, finding.count) == ("race", 2 * THREADS)
+    assert "argument 1 (x) as read-only (.nc), which ptxas may move ahead of griddepcontrol.wait" in finding.message
 
 
 def test_what_the_caller_names_is_the_predecessors() -> None:
@@ -88,9 +90,9 @@ def test_one_thread_waits_for_those_behind_a_barrier() -> None:
     body = EACH.replace(WAIT, f"@%q {WAIT}bar.sync 0;\n")
     assert outcome(body) == []
     alone = body.replace("bar.sync 0;\n", "")
-    found = outcome(alone)
-    expect(found, alone, read="%r6, [%x1]", write="[%x0], %r5")
-    assert [f.count for f in found] == [2 * (THREADS - 1)] * 2 and {f.thread for f in found} == {(1, 0, 0)}
+    findings = outcome(alone)
+    expect(findings, alone, read="%r6, [%x1]", write="[%x0], %r5")
+    assert [f.count for f in findings] == [2 * (THREADS - 1)] * 2 and {f.thread for f in findings} == {(1, 0, 0)}
     hasty = body.replace("bar.sync 0;\n", "").replace(f"@%q {WAIT}", f"bar.sync 0;\n@%q {WAIT}")
     assert len(outcome(hasty)) == 2
 
@@ -105,9 +107,9 @@ def test_a_read_that_acquires_lies_behind_the_wait_that_it_learns_of() -> None:
 
 
 def test_one_lane_waits_for_its_warp() -> None:
-    each = EACH.replace(WAIT, f"and.b32 %r7, %r0, 31; setp.eq.u32 %p, %r7, 0;\n@%p {WAIT}bar.warp.sync -1;\n")
-    assert outcome(each) == []
-    assert len(outcome(each.replace("bar.warp.sync -1;\n", ""))) == 2
+    body = EACH.replace(WAIT, f"and.b32 %r7, %r0, 31; setp.eq.u32 %p, %r7, 0;\n@%p {WAIT}bar.warp.sync -1;\n")
+    assert outcome(body) == []
+    assert len(outcome(body.replace("bar.warp.sync -1;\n", ""))) == 2
 
 
 def test_one_block_waits_for_its_cluster() -> None:

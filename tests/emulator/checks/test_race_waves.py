@@ -59,7 +59,7 @@ def small_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "WAVE_LANES", 32)
 
 
-def found(body: str) -> list[str]:
+def race_messages(body: str) -> list[str]:
     x, out = np.zeros(128, np.int32), np.zeros(128, np.int32)
     outcome = ptxlab.load(WHOLE.format(body.replace("; ", ";\n")))(
         x, out, grid=4, block=32, backend="emulator", checks=["race"]
@@ -69,12 +69,12 @@ def found(body: str) -> list[str]:
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("small_waves")
-@pytest.mark.parametrize("what", RACES)
-def test_races(what: str) -> None:
-    body, said = RACES[what]
-    messages = found(body)
+@pytest.mark.parametrize("case", RACES)
+def test_races(case: str) -> None:
+    body, kinds = RACES[case]
+    messages = race_messages(body)
     assert any("by block (" in m and "nothing orders before this one" in m for m in messages), messages
-    assert any(kind in "".join(messages) for kind in said.split("|"))
+    assert any(kind in "".join(messages) for kind in kinds.split("|"))
 
 
 @pytest.mark.default_cases(
@@ -87,14 +87,14 @@ def test_races(what: str) -> None:
     "atomics-128",
 )
 @pytest.mark.parametrize("lanes", [32, 64, 128])
-@pytest.mark.parametrize("what", ORDERED)
-def test_what_is_ordered_or_alike(what: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ORDERED)
+def test_what_is_ordered_or_alike(case: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "WAVE_LANES", lanes)
-    assert found(ORDERED[what]) == []
+    assert race_messages(ORDERED[case]) == []
 
 
 def test_one_wave_needs_no_look_back() -> None:
-    messages = found(RACES["reads what another block wrote"][0])
+    messages = race_messages(RACES["reads what another block wrote"][0])
     assert messages and not any("nothing orders" in m for m in messages)
 
 

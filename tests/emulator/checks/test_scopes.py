@@ -36,15 +36,15 @@ ACQUIRES = {
 
 
 def hand_over(release: str, acquire: str, scopes: tuple[str, str], cluster: int = 1, blocks: int = 2) -> list:
-    look, behind = (part.format(scopes[1]) for part in ACQUIRES[acquire])
-    body = HAND_OVER.replace("RELEASE", RELEASES[release].format(scopes[0])).replace("ACQUIRE", look)
-    text = kernel_text(body.replace("BEHIND", behind) + STORE, ".param .u64 out, .param .u64 a")
+    acquire_code, after_acquire = (part.format(scopes[1]) for part in ACQUIRES[acquire])
+    body = HAND_OVER.replace("RELEASE", RELEASES[release].format(scopes[0])).replace("ACQUIRE", acquire_code)
+    text = kernel_text(body.replace("BEHIND", after_acquire) + STORE, ".param .u64 out, .param .u64 a")
     out, a = np.zeros(blocks, np.uint32), np.zeros(2, np.uint32)
     how = {"checks": emulator.CHECKS, "cluster": cluster}
-    result = run_text(text, out, a, threads=1, blocks=blocks, **how)
+    launch = run_text(text, out, a, threads=1, blocks=blocks, **how)
     assert out[1] == 7
-    data = line_of(text, "ld.global.u32 %s")
-    return [f.message for f in result.findings if f.line == data and f.kind == "race"]
+    load_line = line_of(text, "ld.global.u32 %s")
+    return [f.message for f in launch.findings if f.line == load_line and f.kind == "race"]
 
 
 @pytest.mark.default_cases(
@@ -61,9 +61,9 @@ def test_scopes_between_blocks(release, acquire):
     assert not hand_over(release, acquire, ("gpu", "gpu"))
     assert not hand_over(release, acquire, ("sys", "gpu"))
     for scopes in (("cta", "gpu"), ("gpu", "cta"), ("cluster", "gpu")):
-        (said,) = hand_over(release, acquire, scopes)
+        (message,) = hand_over(release, acquire, scopes)
         narrow = "cluster" if "cluster" in scopes else "cta"
-        assert f"in scope .{narrow} only, which does not reach the other block" in said
+        assert f"in scope .{narrow} only, which does not reach the other block" in message
     assert not hand_over(release, acquire, ("cluster", "cluster"), cluster=2)
     assert hand_over(release, acquire, ("cluster", "cta"), cluster=2)
 
@@ -93,9 +93,9 @@ def test_atomics_of_a_narrow_scope_race(access, blocks, cluster, races):
     text = kernel_text(f"ld.param.u64 %x1, [a]; mov.u32 %s, 0;\n{access}\n" + STORE, ".param .u64 out, .param .u64 a")
     a = np.zeros(1, np.uint32)
     how = {"checks": ["race"], "cluster": cluster}
-    found = run_text(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
-    assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, access))] if races else [])
-    assert all("as a scope does not reach the other block" in f.message for f in found)
+    findings = run_text(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
+    assert [(f.kind, f.line) for f in findings] == ([("race", line_of(text, access))] if races else [])
+    assert all("as a scope does not reach the other block" in f.message for f in findings)
 
 
 REMOTE = """mov.u32 %r0, %cluster_ctarank; mov.u32 %r5, bar; mov.u32 %r6, buf; setp.eq.u32 %q, %r0, 0; mov.u32 %s, 0;
@@ -129,12 +129,12 @@ def test_arrivals_from_another_block(arrive, wait, side, mode):
     outside = ".shared .align 128 .b8 buf[128]; .shared .align 8 .b64 bar[1];"
     text = kernel_text(REMOTE.format(arrive, wait) + STORE, outside=outside)
     out = np.zeros(2, np.uint32)
-    found = run_text(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
+    findings = run_text(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
     assert out[0] == 7
-    assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, "ld.shared"))] if side else [])
+    assert [(f.kind, f.line) for f in findings] == ([("race", line_of(text, "ld.shared"))] if side else [])
     waits = line_of(text, "try_wait")
     assert all(
-        f"line {waits} {side} in scope .cta only, which does not reach the other block" in f.message for f in found
+        f"line {waits} {side} in scope .cta only, which does not reach the other block" in f.message for f in findings
     )
 
 

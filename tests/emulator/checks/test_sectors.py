@@ -16,14 +16,14 @@ def sectors(access: str, stride: int, threads: int = 64, guard: str = "") -> tup
 {access}
 """
     text = kernel_text(body + STORE, PARAMS, OUTSIDE)
-    result = run_text(text, np.zeros(threads, np.uint32), np.zeros(16384, np.uint32), threads=threads, count_banks=True)
-    found = [a for a in result.sectors if a.line == line_of(text, access)]
-    assert all(a.path == "k.ptx" and a.text == access.rstrip(";") for a in found)
-    return (found[0].requests, found[0].sectors, found[0].needed) if found else (0, 0, 0)
+    launch = run_text(text, np.zeros(threads, np.uint32), np.zeros(16384, np.uint32), threads=threads, count_banks=True)
+    accesses = [a for a in launch.sectors if a.line == line_of(text, access)]
+    assert all(a.path == "k.ptx" and a.text == access.rstrip(";") for a in accesses)
+    return (accesses[0].requests, accesses[0].sectors, accesses[0].needed) if accesses else (0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("access", "stride", "each"),
+    ("access", "stride", "per_warp"),
     [
         ("ld.global.u32 %r4, [%x1];", 4, (4, 4)),
         ("ld.global.u32 %r4, [%x1];", 8, (8, 4)),
@@ -39,8 +39,8 @@ def sectors(access: str, stride: int, threads: int = 64, guard: str = "") -> tup
         ("ld.shared.u32 %r4, [%r2];", 4, (0, 0)),
     ],
 )
-def test_an_access(access, stride, each):
-    assert sectors(access, stride) == (2 if each[0] else 0, 2 * each[0], 2 * each[1])
+def test_an_access(access, stride, per_warp):
+    assert sectors(access, stride) == (2 if per_warp[0] else 0, 2 * per_warp[0], 2 * per_warp[1])
 
 
 def test_lanes_that_take_no_part():

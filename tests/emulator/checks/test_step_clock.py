@@ -18,8 +18,8 @@ CLOCK = "mov.u32 %s, %clock;"
 
 
 def test_every_warp_has_a_time_of_its_own() -> None:
-    found = run_body(LOOP + CLOCK, threads=64, step_clock=True)
-    assert set(found[:32]) == {5} and set(found[32:]) == {5 + 3 * ROUNDS}
+    times = run_body(LOOP + CLOCK, threads=64, step_clock=True)
+    assert set(times[:32]) == {5} and set(times[32:]) == {5 + 3 * ROUNDS}
 
 
 def test_without_it_all_instructions_are_counted_together() -> None:
@@ -27,8 +27,8 @@ def test_without_it_all_instructions_are_counted_together() -> None:
 
 
 def test_who_waits_at_a_barrier_goes_on_with_the_last() -> None:
-    found = run_body(LOOP + BARRIER + CLOCK, threads=64, step_clock=True)
-    assert found[0] == found[32] == 5 + 3 * ROUNDS + 1
+    times = run_body(LOOP + BARRIER + CLOCK, threads=64, step_clock=True)
+    assert times[0] == times[32] == 5 + 3 * ROUNDS + 1
 
 
 def test_the_halves_of_a_clock_and_the_time() -> None:
@@ -55,9 +55,9 @@ WAIT:
 
 def test_a_copy_takes_its_time() -> None:
     text = kernel_text(COPY + STORE, params=".param .u64 out, .param .u64 data")
-    out, data = np.zeros(32, np.uint32), np.zeros(2048, np.uint8)
+    out, copied = np.zeros(32, np.uint32), np.zeros(2048, np.uint8)
     for mode in ("early", "late"):
-        run_text(text, out, data, step_clock=True, mode=mode)
+        run_text(text, out, copied, step_clock=True, mode=mode)
         assert out[0] + 8 > LATENCY and out[0] < LATENCY + 2048 // BYTES_PER_STEP + 8
 
 
@@ -69,7 +69,7 @@ def test_later_waves_begin_where_earlier_ones_ended() -> None:
 
 def test_global_variables_are_handed_back() -> None:
     body = "mov.u64 %x0, counts; mov.u32 %r0, %tid.x; atom.global.add.u32 %r1, [%x0+4], 1; ret;"
-    result = run_text(
+    launch = run_text(
         kernel_text(body, outside=".visible .global .align 4 .u32 counts[2] = {7, 8};"), np.zeros(1, np.uint32)
     )
-    assert np.frombuffer(result.variables["counts"], np.uint32).tolist() == [7, 40]
+    assert np.frombuffer(launch.variables["counts"], np.uint32).tolist() == [7, 40]

@@ -49,8 +49,8 @@ def test_a_copy_over_what_threads_have_read(between: str, kinds: list[str], mode
     a = np.arange(256, dtype=np.uint32)
     for checks, expected in ((STRICT, kinds), (["proxy"], kinds), (emulator.CHECKS, [])):
         out = np.zeros(32, np.uint32)
-        found = run_text(text, out, a, threads=32, mode=mode, checks=checks).findings
-        assert [finding.kind for finding in found] == expected
+        findings = run_text(text, out, a, threads=32, mode=mode, checks=checks).findings
+        assert [finding.kind for finding in findings] == expected
         assert np.array_equal(out, a[:128:4] + a[128::4])
     if kinds:
         (finding,) = run_text(text, out, a, threads=32, mode=mode, checks=STRICT).findings
@@ -90,20 +90,20 @@ CONSUMER = f"""{HEADER}{OUTSIDE}
 def chain(producer: str, consumer: str, *, programmatic: bool = True, checks: frozenset[str] = STRICT) -> list[str]:
     """List the messages of two launches, the second of which reads what the first wrote; its result has to be right."""
     middle, out = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
-    with emulator.chain(checks) as made:
+    with emulator.chain(checks) as launches:
         emulator.run(producer, None, [middle], grid=1, block=64)
         emulator.run(consumer, None, [middle, out], grid=1, block=64, programmatic=programmatic)
     assert np.array_equal(out, np.arange(64))
-    assert all(finding.kind == "async-dirty" for finding in made.findings)
-    return [finding.message for finding in made.findings]
+    assert all(finding.kind == "async-dirty" for finding in launches.findings)
+    return [finding.message for finding in launches.findings]
 
 
-def consumer(ahead: str = "", behind: str = "") -> str:
-    return CONSUMER.replace("AHEAD", ahead).replace("BEHIND", behind)
+def consumer(before_wait: str = "", after_wait: str = "") -> str:
+    return CONSUMER.replace("AHEAD", before_wait).replace("BEHIND", after_wait)
 
 
 @pytest.mark.parametrize(
-    ("behind", "found"),
+    ("fence", "count"),
     [
         ("", 1),
         (GLOBAL_FENCE, 0),
@@ -113,15 +113,15 @@ def consumer(ahead: str = "", behind: str = "") -> str:
         (FENCE, 1),  # of another space
     ],
 )
-def test_the_producer_fences(behind: str, found: int) -> None:
-    messages = chain(PRODUCER.replace("BEHIND", behind), consumer())
-    assert len(messages) == found
+def test_the_producer_fences(fence: str, count: int) -> None:
+    messages = chain(PRODUCER.replace("BEHIND", fence), consumer())
+    assert len(messages) == count
     for message in messages:
         assert "which `st.global.u32 [%o], %t` of write (<ptx>:8), wrote without a fence.proxy.async" in message
 
 
 @pytest.mark.parametrize(
-    ("ahead", "behind", "found"),
+    ("before_wait", "after_wait", "count"),
     [
         ("", GLOBAL_FENCE, 0),
         ("", "@%q " + GLOBAL_FENCE, 0),
@@ -130,8 +130,8 @@ def test_the_producer_fences(behind: str, found: int) -> None:
         (GLOBAL_FENCE, "", 1),  # too early
     ],
 )
-def test_the_consumer_fences_behind_its_wait(ahead: str, behind: str, found: int) -> None:
-    assert len(chain(PRODUCER.replace("BEHIND", ""), consumer(ahead, behind))) == found
+def test_the_consumer_fences_behind_its_wait(before_wait: str, after_wait: str, count: int) -> None:
+    assert len(chain(PRODUCER.replace("BEHIND", ""), consumer(before_wait, after_wait))) == count
 
 
 def test_only_programmatic_launches_and_only_where_asked_for() -> None:
@@ -143,11 +143,11 @@ def test_only_programmatic_launches_and_only_where_asked_for() -> None:
 def test_what_is_written_again_counts_anew() -> None:
     middle, out = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
     fenced = PRODUCER.replace("BEHIND", GLOBAL_FENCE).replace("st.global", "griddepcontrol.wait; st.global", 1)
-    with emulator.chain(STRICT) as made:
+    with emulator.chain(STRICT) as launches:
         emulator.run(PRODUCER.replace("BEHIND", ""), None, [middle], grid=1, block=64)
         emulator.run(fenced, None, [middle], grid=1, block=64, programmatic=True)
         emulator.run(consumer(), None, [middle, out], grid=1, block=64, programmatic=True)
-    assert made.findings == []
+    assert launches.findings == []
 
 
 def test_a_proxy_fence_in_a_kernel_that_copies_nothing() -> None:

@@ -22,34 +22,34 @@ steps = st.lists(st.tuples(st.sampled_from(["tell", "hear", "meet", "wait", "lan
 def test_every_lane_knows_what_it_should(steps):
     clocks = Clocks(LANES, CLUSTER, engines=True, spaces=2)
     # of lanes and engines; then what of these the async proxy sees, in each of two spaces
-    known = np.concatenate((np.eye(LANES, dtype=int), np.zeros((LANES, 5 * LANES), int)), axis=1)
-    told = [({}, np.zeros(6 * LANES, int))]  # as a clock, and as a row of the matrix
+    knowledge = np.concatenate((np.eye(LANES, dtype=int), np.zeros((LANES, 5 * LANES), int)), axis=1)
+    messages = [({}, np.zeros(6 * LANES, int))]  # as a clock, and as a row of the matrix
     for serial, (step, lanes) in enumerate(steps, 1):
         if step == "tell":
-            told.append((clocks.known_to(lanes), known[lanes].max(axis=0)))
+            messages.append((clocks.known_to(lanes), knowledge[lanes].max(axis=0)))
             clocks.tick(lanes)
-            known[lanes, lanes] += 1
+            knowledge[lanes, lanes] += 1
         elif step == "hear":
-            clock, row = told[serial % len(told)]
+            clock, row = messages[serial % len(messages)]
             clocks.learn(lanes, clock)
-            known[lanes] = np.maximum(known[lanes], row)
+            knowledge[lanes] = np.maximum(knowledge[lanes], row)
         elif step == "meet":
             clocks.meet(lanes)
             for warp in np.unique(lanes // 32):
-                mine = lanes[lanes // 32 == warp]
-                known[mine] = known[mine].max(axis=0)
-            known[lanes, lanes] += 1
+                lanes_of_warp = lanes[lanes // 32 == warp]
+                knowledge[lanes_of_warp] = knowledge[lanes_of_warp].max(axis=0)
+            knowledge[lanes, lanes] += 1
         elif step == "wait":
             clocks.wait(lanes, serial, for_warp=False)
-            known[lanes, LANES + lanes] = serial
+            knowledge[lanes, LANES + lanes] = serial
         elif step == "fence":
             space = serial % 2
             clocks.fence_proxy(lanes, space)
-            known[lanes, 2 * LANES * (1 + space) : 2 * LANES * (2 + space)] = known[lanes, : 2 * LANES]
+            knowledge[lanes, 2 * LANES * (1 + space) : 2 * LANES * (2 + space)] = knowledge[lanes, : 2 * LANES]
         else:
             row = np.zeros(6 * LANES, int)
             row[LANES + lanes] = serial
-            told.append((clocks.engines(lanes, serial), row))
-    lane, actor = (a.reshape(-1) for a in np.indices(known.shape))
-    assert clocks.knows(lane, actor, known.reshape(-1)).all()
-    assert not clocks.knows(lane, actor, known.reshape(-1) + 1).any()
+            messages.append((clocks.engines(lanes, serial), row))
+    lane, actor = (a.reshape(-1) for a in np.indices(knowledge.shape))
+    assert clocks.knows(lane, actor, knowledge.reshape(-1)).all()
+    assert not clocks.knows(lane, actor, knowledge.reshape(-1) + 1).any()

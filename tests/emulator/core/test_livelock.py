@@ -12,19 +12,19 @@ START = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mov.u32 %r5, buf;\n"
 POLL = "ld.volatile.global.u32 %r1, [%x1];\nsetp.eq.u32 %p, %r1, 0;\n"
 
 
-def outcome(body: str, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
+def outcome(body: str, threads: int = 32, blocks: int = 1, **options) -> emulator.Result:
     text = kernel_text(START + body + STORE, outside=".shared .align 8 .b8 buf[8];")
-    return run_text(text, np.zeros(threads * blocks, np.uint32), threads=threads, blocks=blocks, **more)
+    return run_text(text, np.zeros(threads * blocks, np.uint32), threads=threads, blocks=blocks, **options)
 
 
 def test_who_spins_and_who_waits_for_them() -> None:
     body = f"setp.ne.u32 %p, %r0, 5;\n@%p bra B;\nL: {POLL}@%p bra L;\nB: bar.sync 0;\n"
     with pytest.raises(Deadlock) as caught:
         outcome(body)
-    first, second, *more = str(caught.value).split("\n")[1:]
+    first, second, *further_lines = str(caught.value).split("\n")[1:]
     assert "k.ptx:11: `L: ld.volatile.global.u32" in first and first.endswith("thread (5,0,0) spins")
     assert "k.ptx:14: `B: bar.sync 0`" in second and second.endswith("all threads of its block at barrier 0")
-    assert not more
+    assert not further_lines
 
 
 @pytest.mark.default_cases("branch-early", "store-early")

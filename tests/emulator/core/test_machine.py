@@ -29,8 +29,8 @@ def test_lanes_meet_again_behind_a_branch():
     out = np.zeros(32, np.uint32)
     body = f"""{TID} and.b32 %r1, %r0, 1; setp.eq.u32 %p, %r1, 0; @%p bra A; mov.u32 %s, 1; bra J;
     A: mov.u32 %s, 2; J: {STORE}"""
-    result = run_text(kernel_text(body), out)
-    assert result.steps == 4 + 3 + 9  # before, the two sides (2 + 1), the store
+    launch = run_text(kernel_text(body), out)
+    assert launch.steps == 4 + 3 + 9  # before, the two sides (2 + 1), the store
 
 
 def test_loops_with_different_counts():
@@ -51,8 +51,8 @@ SPIN_PARAMS = ".param .u64 out, .param .u64 flag"
 def test_spinning_on_a_global_flag_does_not_starve_the_writer(writer):
     out, flag = np.zeros(2, np.uint32), np.zeros(1, np.uint32)
     text = kernel_text(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS)
-    result = run_text(text, out, flag, threads=1, blocks=2, checks=["race", "init"])
-    assert out.tolist() == [42, 42] and flag[0] == 1 and not result.findings
+    launch = run_text(text, out, flag, threads=1, blocks=2, checks=["race", "init"])
+    assert out.tolist() == [42, 42] and flag[0] == 1 and not launch.findings
 
 
 @pytest.mark.full
@@ -70,8 +70,8 @@ def test_lanes_of_a_warp_take_turns_at_a_lock():
 
 def test_step_budget_says_where_it_spins():
     text = kernel_text("ld.param.u64 %x1, [out];\nL: ld.volatile.global.u32 %r1, [%x1]; bra L; ret;")
-    said = r"still running after 5000 steps: k.ptx:\d+: .*thread \(0,0,0\) and 31 more"
-    with pytest.raises(EmulationError, match=said):
+    message = r"still running after 5000 steps: k.ptx:\d+: .*thread \(0,0,0\) and 31 more"
+    with pytest.raises(EmulationError, match=message):
         run_text(text, np.zeros(4, np.uint32), max_steps=5000)
 
 
@@ -96,8 +96,8 @@ def test_named_barriers_hand_over():
     bar.sync 3, 64; ld.shared.u32 %s, [%r2]; """
     out = np.zeros(64, np.uint32)
     outside = ".shared .align 4 .b8 buf[128];"
-    result = run_text(kernel_text(body + STORE, outside=outside), out, threads=64, checks=["race", "init"])
-    assert out.tolist() == [*range(32, 64), *[0] * 32] and not result.findings
+    launch = run_text(kernel_text(body + STORE, outside=outside), out, threads=64, checks=["race", "init"])
+    assert out.tolist() == [*range(32, 64), *[0] * 32] and not launch.findings
 
 
 def test_barrier_reductions():
@@ -128,8 +128,8 @@ def test_lanes_of_a_collective_wait_for_each_other():
     mov.u32 %r1, 77;
     JOIN: shfl.sync.bfly.b32 %s, %r1, 16, 31, -1;"""
     assert run_body(body).tolist() == [*range(116, 132), *range(16)]
-    few = "mov.u32 %r0, %laneid; mov.u32 %s, 9; setp.lt.u32 %p, %r0, 2; @%p shfl.sync.bfly.b32 %s, %r0, 1, 31, 3;"
-    assert run_body(few).tolist() == [1, 0, *[9] * 30]
+    two_lanes = "mov.u32 %r0, %laneid; mov.u32 %s, 9; setp.lt.u32 %p, %r0, 2; @%p shfl.sync.bfly.b32 %s, %r0, 1, 31, 3;"
+    assert run_body(two_lanes).tolist() == [1, 0, *[9] * 30]
 
 
 def test_missing_lane_of_a_mask_is_a_deadlock():
@@ -218,7 +218,7 @@ OUT_AT = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4
 
 
 @pytest.mark.parametrize(
-    ("access", "said"),
+    ("access", "message"),
     [
         ("st.global.u32 [%x1+4], %r0;",
          r"thread \(31,0,0\): 4 bytes at byte 128 of argument 0 \(out\), 4 bytes past its end"),
@@ -234,10 +234,10 @@ OUT_AT = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4
         ("cvta.to.global.u64 %x3, %x1; mov.u64 %x3, half; st.global.f32 [%x3], %f1;", "const half is read-only"),
     ],
 )  # fmt: skip
-def test_access_out_of_bounds(access, said):
+def test_access_out_of_bounds(access, message):
     text = kernel_text(OUT_AT + access + "\nret;", outside=".shared .align 8 .b8 buf[64]; .const .f32 half = 0.5;")
     out = np.zeros(32, np.uint32)
-    with pytest.raises(MemoryFault, match=said) as caught:
+    with pytest.raises(MemoryFault, match=message) as caught:
         run_text(text, out)
     assert f"k.ptx:{line_of(text, access)}: " in str(caught.value)
     assert not out.any()
@@ -292,16 +292,16 @@ def test_arguments_are_refused_before_anything_runs():
         "byte order": [good[0].astype(">u4"), *good[1:]],
         "NumPy scalar or bytes": [good[0], 4, good[2]],
     }
-    for said, args in bad.items():
-        with pytest.raises(ArgumentError, match=said):
+    for message, args in bad.items():
+        with pytest.raises(ArgumentError, match=message):
             emulator.run(text, "k", args, grid=1, block=1)
     launches = {
         "1024": {"block": 2000}, "positive": {"grid": 0}, "rase": {"checks": ["rase"]}, "mode": {"mode": "x"},
         "227": {"shared_bytes": 10**6}, "divide": {"cluster": 2},
     }  # fmt: skip
-    for said, more in launches.items():
-        with pytest.raises(ArgumentError, match=said):
-            emulator.run(text, "k", good, **{"grid": 1, "block": 1, **more})
+    for message, options in launches.items():
+        with pytest.raises(ArgumentError, match=message):
+            emulator.run(text, "k", good, **{"grid": 1, "block": 1, **options})
     with pytest.raises(ArgumentError, match="one of k"):
         emulator.run(text, "other", good, grid=1, block=1)
 

@@ -17,7 +17,7 @@ def test_a_type_that_there_is_not_is_an_unknown_instruction():
 
 
 @pytest.mark.parametrize(
-    ("declaration", "said"),
+    ("declaration", "message"),
     [
         (".reg .b32 %z<999999999999>;", "999999999999 registers: at most"),
         (".shared .b32 z[99999999999];", "z has 399999999996 bytes: at most"),
@@ -31,8 +31,8 @@ def test_a_type_that_there_is_not_is_an_unknown_instruction():
         (f".loc 1 {'1' * 5000} 1", "a line beyond any file"),
     ],
 )
-def test_declarations_that_cannot_be_meant(declaration, said):
-    with pytest.raises(SourceError, match=said):
+def test_declarations_that_cannot_be_meant(declaration, message):
+    with pytest.raises(SourceError, match=message):
         only(declaration + " ret;")
 
 
@@ -216,13 +216,13 @@ def test_calls_that_grow_exponentially_are_refused():
 def test_what_is_nested_too_deeply_is_refused_in_a_line():
     emulator.parse(chain(100, "call f{0};"))
     emulator.parse(kernel_text("{" * 100 + "}" * 100))
-    for text, said in (
+    for text, message in (
         (chain(1500, "call f{0};"), "nested too deeply: calls, in f1499"),
         (kernel_text("{" * 5000 + "}" * 5000), "nested too deeply: braces"),
         (kernel_text("mov.b32 %r1, " + "{" * 5000), "nested too deeply: braces"),
         (HEADER + ".global .b32 x[2] = " + "{" * 5000, "nested too deeply: braces"),
     ):
-        with pytest.raises(SourceError, match=said) as caught:
+        with pytest.raises(SourceError, match=message) as caught:
             emulator.parse(text)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
@@ -260,14 +260,14 @@ CONSTANTS = {
 
 
 def test_constant_expressions() -> None:
-    found = np.zeros(len(CONSTANTS), np.int64)
+    values = np.zeros(len(CONSTANTS), np.int64)
     body = "".join(f"mov.u64 %x2, {text}; st.global.u64 [%x1+{i}*8], %x2;\n" for i, text in enumerate(CONSTANTS))
-    run_text(kernel_text(f"ld.param.u64 %x1, [out];\n{body} ret;"), found, threads=1)
-    assert dict(zip(CONSTANTS, found.tolist(), strict=True)) == CONSTANTS
+    run_text(kernel_text(f"ld.param.u64 %x1, [out];\n{body} ret;"), values, threads=1)
+    assert dict(zip(CONSTANTS, values.tolist(), strict=True)) == CONSTANTS
 
 
 @pytest.mark.parametrize(
-    ("body", "outside", "said"),
+    ("body", "outside", "message"),
     [
         (".local .b8 deep[600000]; mov.u32 %r1, 0;", "", "makes 600000 bytes of local memory: 524288 at most"),
         (
@@ -277,8 +277,8 @@ def test_constant_expressions() -> None:
         ),
     ],
 )
-def test_memory_bombs_are_refused(body: str, outside: str, said: str) -> None:
-    with pytest.raises(SourceError, match=said):
+def test_memory_bombs_are_refused(body: str, outside: str, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
         run_body(body, outside=outside)
 
 

@@ -19,7 +19,7 @@ def entry(body: str) -> Entry:
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "expected"),
     [
         ("ld.global.f32 %f0, [%p0+4];", {"a": {"f32"}}),
         ("cvta.to.global.u64 %p1, %p0; mad.wide.u32 %p2, %r0, 8, %p1; st.global.f64 [%p2], %d0;", {"a": {"f64"}}),
@@ -38,12 +38,12 @@ def entry(body: str) -> Entry:
         ("ld.global.b32 %r1, [%p0]; st.global.b32 [%q0], %r1; mov.b32 %r1, 0; add.f32 %r2, %r1, %r1;", {}),
     ],
 )
-def test_accesses_through_each_pointer(body: str, found: dict[str, set[str]]) -> None:
-    assert {name: set(map(str, types)) for name, types in accesses_of(entry(body)).items()} == found
+def test_accesses_through_each_pointer(body: str, expected: dict[str, set[str]]) -> None:
+    assert {name: set(map(str, types)) for name, types in accesses_of(entry(body)).items()} == expected
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "expected"),
     [
         ("ld.global.u8 %r1, [%p0]; and.b32 %r1, %r1, 63; cp.async.ca.shared.global [tile], [%q0], 16;", {"a", "b"}),
         ("ld.param.u64 %p1, [stride]; setp.gt.u64 %c, %p1, 5; @%c st.global.u32 [%p0], 0;", {"a"}),
@@ -51,5 +51,5 @@ def test_accesses_through_each_pointer(body: str, found: dict[str, set[str]]) ->
         ("prefetch.global.L2 [%p0];", set()),
     ],
 )
-def test_pointers_for_sure(body: str, found: set[str]) -> None:
-    assert pointers_of(entry(body)) == found
+def test_pointers_for_sure(body: str, expected: set[str]) -> None:
+    assert pointers_of(entry(body)) == expected

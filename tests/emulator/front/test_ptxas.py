@@ -93,9 +93,12 @@ red.shared.exch.b32 [sm], %b32;
 
 def variants(instruction: str) -> list[str]:
     """List the instruction, and with one of its registers in the place of each other type."""
-    found = [*re.finditer(r"%\w+", instruction)]
-    others = [(m, f"%{t}") for m in found for t in [*REGISTERS, "p"] if m[0] != f"%{t}"]
-    return [instruction, *(instruction[: m.start()] + other + instruction[m.end() :] for m, other in others)]
+    registers = [*re.finditer(r"%\w+", instruction)]
+    replacements = [(m, f"%{t}") for m in registers for t in [*REGISTERS, "p"] if m[0] != f"%{t}"]
+    return [
+        instruction,
+        *(instruction[: m.start()] + replacement + instruction[m.end() :] for m, replacement in replacements),
+    ]
 
 
 def refused_by_ptxas(snippets: list[str], folder: Path) -> set[str]:

@@ -20,7 +20,7 @@ def run_body(body: str, a: np.ndarray) -> np.ndarray:
     return out
 
 
-def added(body: str, a: np.ndarray) -> np.ndarray:
+def run_on(body: str, a: np.ndarray) -> np.ndarray:
     run_body(body, a)
     return a
 
@@ -28,22 +28,22 @@ def added(body: str, a: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_pairs_are_rounded_one_by_one(kind: str) -> None:
     a = np.arange(16 * 8, dtype=np.float16)
-    given = a if kind == "f16" else (a.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    found = added(f"{HALVES}red.relaxed.gpu.global.add.noftz.v4.{kind}x2 [%x1], {{%r4, %r5, %r4, %r5}};\n", given)
-    more = np.array([0x4000, 0x3C01, 1, 1] * 2, np.uint16)
+    operands = a if kind == "f16" else (a.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    sums = run_on(f"{HALVES}red.relaxed.gpu.global.add.noftz.v4.{kind}x2 [%x1], {{%r4, %r5, %r4, %r5}};\n", operands)
+    addends = np.array([0x4000, 0x3C01, 1, 1] * 2, np.uint16)
     if kind == "f16":
-        once = np.resize(more.view(np.float16), a.shape)
-        right = (np.arange(16 * 8, dtype=np.float16) + once) + once
+        once = np.resize(addends.view(np.float16), a.shape)
+        expected = (np.arange(16 * 8, dtype=np.float16) + once) + once
     else:
-        wide = np.resize((more.astype(np.uint32) << 16).view(np.float32), a.shape)
+        wide = np.resize((addends.astype(np.uint32) << 16).view(np.float32), a.shape)
 
-        def rounded(x: np.ndarray) -> np.ndarray:  # to bf16, half to even
+        def round_to_bf16(x: np.ndarray) -> np.ndarray:  # to bf16, half to even
             bits = x.view(np.uint32)
             return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
 
         exact = np.arange(16 * 8, dtype=np.float32)
-        right = (rounded(rounded(exact + wide) + wide).view(np.uint32) >> 16).astype(np.uint16)
-    assert np.array_equal(found, right)
+        expected = (round_to_bf16(round_to_bf16(exact + wide) + wide).view(np.uint32) >> 16).astype(np.uint16)
+    assert np.array_equal(sums, expected)
 
 
 def numbers_taken(mode: str, seed: int) -> list[int]:
@@ -73,8 +73,8 @@ ONE_TWO = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000; mov.f32 %f3, 0f0000
 
 @pytest.mark.parametrize("opcode", ["red.global.add.v4.f32", "red.global.v4.f32.add", "red.add.v4.f32"])
 def test_single_numbers(opcode: str) -> None:
-    found = added(f"{ONE_TWO}{opcode} [%x1], {{%f1, %f2, %f1, %f3}};\n", np.zeros(64, np.float32))
-    assert np.array_equal(found, np.resize([2, 4, 2, 0], 64))
+    sums = run_on(f"{ONE_TWO}{opcode} [%x1], {{%f1, %f2, %f1, %f3}};\n", np.zeros(64, np.float32))
+    assert np.array_equal(sums, np.resize([2, 4, 2, 0], 64))
 
 
 @pytest.mark.parametrize("opcode", ["atom.global.add.v4.f32", "atom.relaxed.gpu.v4.f32.add"])
@@ -85,7 +85,7 @@ def test_old_numbers_come_back(opcode: str) -> None:
 
 def test_no_number_comes_back_to_a_sink() -> None:
     assert np.array_equal(
-        added(f"{ONE_TWO}atom.global.add.v2.f32 _, [%x1], {{%f1, %f2}};\n", np.zeros(64, np.float32)),
+        run_on(f"{ONE_TWO}atom.global.add.v2.f32 _, [%x1], {{%f1, %f2}};\n", np.zeros(64, np.float32)),
         np.resize([2, 4, 0, 0], 64),
     )
 
@@ -99,10 +99,10 @@ def test_no_number_comes_back_to_a_sink() -> None:
     ],
 )
 def test_smaller_and_larger_halves(opcode: str, expected: list[int]) -> None:
-    given = np.resize(np.array([0x4500BC00, 0x42004200, 0, 0], np.uint32), 64)
+    operands = np.resize(np.array([0x4500BC00, 0x42004200, 0, 0], np.uint32), 64)
     second = "mov.b32 %r8, 0x40003C01; mov.b32 %r9, 0x00010001;\n"
     assert np.array_equal(
-        added(f"{second}red.global.{opcode} [%x1], {{%r8, %r9}};\n", given), np.resize([*expected, 0, 0], 64)
+        run_on(f"{second}red.global.{opcode} [%x1], {{%r8, %r9}};\n", operands), np.resize([*expected, 0, 0], 64)
     )
 
 
@@ -128,4 +128,4 @@ def test_a_generic_address_of_shared_memory_is_refused() -> None:
 )
 def test_other_forms_are_refused(line: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        added(f"{line};\n", np.zeros(64, np.float32))
+        run_on(f"{line};\n", np.zeros(64, np.float32))

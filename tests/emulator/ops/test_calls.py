@@ -11,9 +11,9 @@ ASSERT = """extern "C" __device__ void __assertfail(const char*, const char*, un
 """
 
 
-def run(body: str, *args: object, head: str = "", **more: object) -> None:
+def run(body: str, *args: object, head: str = "", **options: object) -> None:
     text = f'{head}extern "C" __global__ void k(int* x, int n) {{\n{body}\n}}'
-    ptxlab.load(text)(*args, grid=2, block=32, backend="emulator", **more)
+    ptxlab.load(text)(*args, grid=2, block=32, backend="emulator", **options)
 
 
 def integers() -> np.ndarray:
@@ -58,12 +58,12 @@ def test_a_string_that_points_nowhere() -> None:
 def test_an_assertion_fails_with_line_and_values() -> None:
     with pytest.raises(EmulationError) as error:
         run("int i = blockIdx.x * 32 + threadIdx.x;\nassert(x[i] < n);", integers(), np.int32(60), head=ASSERT)
-    said = str(error.value)
+    message = str(error.value)
     assert (
-        "\n" not in said
-        and "block (1,0,0) thread (28,0,0) and 3 more: the assertion `x[i] < n` of file.cu:5 (k)" in said
+        "\n" not in message
+        and "block (1,0,0) thread (28,0,0) and 3 more: the assertion `x[i] < n` of file.cu:5 (k)" in message
     )
-    assert said.startswith("<text>:5: ") and said.count(" = 60") == 2 and "setp" in said
+    assert message.startswith("<text>:5: ") and message.count(" = 60") == 2 and "setp" in message
 
 
 def test_a_trap_fails_with_line_and_values() -> None:
@@ -75,7 +75,7 @@ def test_a_trap_fails_with_line_and_values() -> None:
 
 @pytest.mark.full_cases("cooper*")
 @pytest.mark.parametrize(
-    ("body", "head", "said"),
+    ("body", "head", "message"),
     [
         ("int* p = new int[4]; x[0] = p[n];", "", "malloc on the device is not emulated"),
         (
@@ -110,10 +110,10 @@ def test_a_trap_fails_with_line_and_values() -> None:
         ("x[0] = tex1Dfetch<int>(n, 0);", "", "textures and surfaces are not emulated"),
     ],
 )
-def test_refused_by_name(body: str, head: str, said: str) -> None:
+def test_refused_by_name(body: str, head: str, message: str) -> None:
     with pytest.raises(PtxlabError) as error:
         run(body, integers(), np.int32(5), head=head)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_initial_values_may_be_addresses() -> None:
@@ -136,21 +136,21 @@ __device__ int (*table[1])(int) = {f};
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         (".u64 p = generic(nosuch)", "nosuch is no variable of global memory that is declared above"),
         (".u32 a[2]; .global .u32 p = a", "p: an address has 8 bytes, not 4"),
         (".u64 p = generic(", "expected a variable"),
     ],
 )
-def test_addresses_that_are_none(declared: str, said: str) -> None:
-    with pytest.raises(PtxlabError, match=said) as error:
+def test_addresses_that_are_none(declared: str, message: str) -> None:
+    with pytest.raises(PtxlabError, match=message) as error:
         ptxlab.emulator.parse(f".version 8.7\n.target sm_90\n.address_size 64\n.global {declared};\n")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("instruction", "said"),
+    ("instruction", "message"),
     [
         (
             "tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%rd1];",
@@ -162,10 +162,10 @@ def test_addresses_that_are_none(declared: str, said: str) -> None:
         ("clusterlaunchcontrol.try_cancel.async.shared::cta.b128 [%r1], [%r1];", "cluster launch control of sm_100"),
     ],
 )
-def test_blackwell_is_parsed_and_refused(instruction: str, said: str) -> None:
+def test_blackwell_is_parsed_and_refused(instruction: str, message: str) -> None:
     text = (
         ".version 8.7\n.target sm_100a\n.address_size 64\n.visible .entry k() {\n"
         f".reg .b32 %r<2>; .reg .b64 %rd<2>; .reg .pred %p<2>;\n{instruction}\nret; }}"
     )
-    with pytest.raises(PtxlabError, match=said):
+    with pytest.raises(PtxlabError, match=message):
         ptxlab.emulator.run(text, None, [], grid=1, block=32)

@@ -41,8 +41,8 @@ def test_barriers_that_there_are_not(body: str, problem: str) -> None:
     ],
 )  # fmt: skip
 def test_barriers_that_do_not_fit_together(body: str, thread: int, problem: str) -> None:
-    where = rf"^k.ptx:10: `.*`: block \(0,0,0\) thread \({thread},0,0\) .*: "
-    with pytest.raises(EmulationError, match=where + problem):
+    place = rf"^k.ptx:10: `.*`: block \(0,0,0\) thread \({thread},0,0\) .*: "
+    with pytest.raises(EmulationError, match=place + problem):
         outcome(body)
 
 
@@ -56,10 +56,12 @@ ALONE = "setp.ge.u32 %q, %r0, 16;\n@%q ret;\nshfl.sync.down.b32 %s, %r0, 8, SEGM
 
 @pytest.mark.parametrize(("segments", "mask", "lanes"), [(0x1F, "0xffff", 8), (0x1F, "-1", 8), (0x100F, "0xffff", 0)])
 def test_a_shuffle_from_a_lane_that_does_not_take_part(segments: int, mask: str, lanes: int) -> None:
-    found = outcome(ALONE.replace("SEGMENTS", str(segments)).replace("MASK", mask), threads=32).findings
-    wanted = [("uninitialised", 11, (8, 0, 0), lanes)] * (lanes > 0)
-    assert [(f.kind, f.line, f.thread, f.count) for f in found] == wanted
-    assert all("takes the value of lane 16, which does not take part (members 0x0000ffff)" in f.message for f in found)
+    findings = outcome(ALONE.replace("SEGMENTS", str(segments)).replace("MASK", mask), threads=32).findings
+    expected = [("uninitialised", 11, (8, 0, 0), lanes)] * (lanes > 0)
+    assert [(f.kind, f.line, f.thread, f.count) for f in findings] == expected
+    assert all(
+        "takes the value of lane 16, which does not take part (members 0x0000ffff)" in f.message for f in findings
+    )
 
 
 def test_a_shuffle_by_a_lane_outside_its_mask() -> None:
@@ -84,9 +86,9 @@ def test_a_volatile_reduction_relies_on_running_in_step(step: str, accesses: lis
     """Five of its six steps rely on it: the first reads what lies behind the barrier of the block."""
     source = REDUCTION.replace("STEPS", "".join(step.format(32 >> i) for i in range(6)))
     x, y = np.arange(64, dtype=np.float32), np.zeros(1, np.float32)
-    found = run_text(cuda_to_ptx(source), y, x, threads=64, checks=emulator.CHECKS).findings
-    assert y[0] == x.sum() and {f.kind for f in found} <= {"race"}
-    assert [f.text.split(".shared")[0] for f in sorted(found, key=lambda f: f.line)] == accesses
+    findings = run_text(cuda_to_ptx(source), y, x, threads=64, checks=emulator.CHECKS).findings
+    assert y[0] == x.sum() and {f.kind for f in findings} <= {"race"}
+    assert [f.text.split(".shared")[0] for f in sorted(findings, key=lambda f: f.line)] == accesses
 
 
 WRONG = """

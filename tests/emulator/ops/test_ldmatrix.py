@@ -31,16 +31,16 @@ def test_only_the_lanes_that_give_rows_need_addresses():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
         ("add.u32 %r2, %r2, 16;\n", MemoryFault, r"thread \(31,0,0\): 16 bytes at shared address 512"),
         ("setp.eq.u32 %p, %r0, 5; @%p ret;\n", EmulationError, "not all 32 threads of the warp are there"),
         ("setp.eq.u32 %p, %r0, 5; @%p bar.sync 1;\n", Deadlock, "waits for the rest of its warp"),
     ],
 )
-def test_refused(change, error, said):
+def test_refused(change, error, message):
     text = module(FILL + change + LOAD)
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         run_text(text, np.zeros(32, np.uint32))
     assert f"k.ptx:{line_of(text, 'ldmatrix')}: " in str(caught.value)
 

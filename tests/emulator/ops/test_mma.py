@@ -59,7 +59,7 @@ def matrices(warps: int, k: int, low: int, high: int, extreme: bool, seed: int, 
     return rng.integers(low, high + 1, (warps, rows, k))
 
 
-def scattered(fragment: fragments.Fragment, matrix: np.ndarray, depth: int) -> np.ndarray:
+def scatter_registers(fragment: fragments.Fragment, matrix: np.ndarray, depth: int) -> np.ndarray:
     """Distribute matrices over the registers of all warps; one of half the depth is the left half of the fragment's."""
     padded = np.zeros((len(matrix), *fragment.shape), np.uint8)
     padded[:, : matrix.shape[1], : matrix.shape[2]] = matrix.astype(np.uint8) & (15 if fragment.bits == 4 else 255)
@@ -80,15 +80,15 @@ def test_integers(k, a_type, b_type, satfinite, warps, extreme, seed):
     near = rng.choice([-(2**31), 0, 2**31 - 1], (warps, 16, 8))
     c = (rng.integers(-(2**21), 2**21, near.shape) + near).clip(-(2**31), 2**31 - 1)
     full = 256 // bits
-    registers_a = scattered(fragments.mma_a(full), a, depth)
-    registers_b = scattered(fragments.mma_b(full), b.swapaxes(1, 2), depth)
+    registers_a = scatter_registers(fragments.mma_a(full), a, depth)
+    registers_b = scatter_registers(fragments.mma_b(full), b.swapaxes(1, 2), depth)
     d = fragments.mma_c().scatter(c.astype(np.int32)).reshape(-1, 4)
     text = kernel(one(k, f"s32.{a_type}.{b_type}.s32", satfinite, depth), a=2 * depth, b=depth)
     assert not run_text(text, registers_a, registers_b, d, threads=32 * warps, checks=emulator.CHECKS).findings
     exact = c + a @ b.swapaxes(1, 2)
     expected = exact.clip(-(2**31), 2**31 - 1) if satfinite else exact
-    result = fragments.mma_c().gather(d.reshape(warps, 32, 4), np.int32)
-    np.testing.assert_array_equal(result, expected.astype(np.int32))
+    product = fragments.mma_c().gather(d.reshape(warps, 32, 4), np.int32)
+    np.testing.assert_array_equal(product, expected.astype(np.int32))
 
 
 def test_extremes():
@@ -126,11 +126,11 @@ def test_floats_are_rounded_once(d_type):
     run_text(text, *operands, d, threads=128)
     with np.errstate(all="ignore"):
         expected = (c + a.astype(np.float64) @ b.astype(np.float64)).astype(dtype)
-    result = fragment.gather(d.reshape(4, 32, count), dtype)
-    np.testing.assert_array_equal(result, expected)
-    raw, nan = result.view(f"u{dtype().itemsize}"), np.isnan(expected)
+    product = fragment.gather(d.reshape(4, 32, count), dtype)
+    np.testing.assert_array_equal(product, expected)
+    raw, nan = product.view(f"u{dtype().itemsize}"), np.isnan(expected)
     assert nan[1].any() and set(raw[nan].tolist()) == {0x7FFF if d_type == "f16" else 0x7FFFFFFF}
-    assert np.isinf(result[2, 0, 0]) and (np.isinf(result[3, 0, 0]) == (d_type == "f16"))
+    assert np.isinf(product[2, 0, 0]) and (np.isinf(product[3, 0, 0]) == (d_type == "f16"))
 
 
 def test_constants():
@@ -153,8 +153,8 @@ def outcome(body: str, warps: int, monkeypatch, fused: bool) -> tuple[np.ndarray
     sizes: list[int] = []
     group = mma.group
     with monkeypatch.context() as patch:
-        patch.setattr(mma, "group", lambda *where: sizes.append(group(*where) - where[1]) or (
-            group(*where) if fused else where[1] + 1))  # fmt: skip
+        patch.setattr(mma, "group", lambda *arguments: sizes.append(group(*arguments) - arguments[1]) or (
+            group(*arguments) if fused else arguments[1] + 1))  # fmt: skip
         rng = np.random.default_rng(5)
         a, b, d = (rng.integers(0, 2**32, (32 * warps, n), np.uint32) for n in (12, 8, 16))
         run_text(kernel(body, a=12, b=8, d=16), a, b, d, threads=32 * warps)
@@ -223,7 +223,7 @@ def test_many_warps():
 
 
 @pytest.mark.parametrize(
-    ("change", "threads", "error", "said"),
+    ("change", "threads", "error", "message"),
     [
         ("", 40, EmulationError, "not all 32 threads of the warp are there"),
         ("setp.eq.u32 %p, %t, 5; @%p ret;\n", 32, EmulationError, "not all 32 threads of the warp are there"),
@@ -231,10 +231,10 @@ def test_many_warps():
         ("setp.ne.u32 %p, %t, 5;\n@%p ", 32, EmulationError, "not all 32 threads of the warp are there"),
     ],
 )
-def test_refused(change, threads, error, said):
+def test_refused(change, threads, error, message):
     text = kernel(change + one(32))
     arrays = (np.zeros((threads, n), np.uint32) for n in (4, 2, 4))
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         run_text(text, *arrays, threads=threads)
     assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(caught.value)
 

@@ -40,9 +40,9 @@ def join(fields: list[int], bits: int) -> int:
 
 def simd(function, bits, signed, saturate=False):
     def oracle(a, b, c):
-        results = [function(x, y) for x, y in zip(parts(a, bits, signed), parts(b, bits, signed), strict=True)]
+        lane_results = [function(x, y) for x, y in zip(parts(a, bits, signed), parts(b, bits, signed), strict=True)]
         low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-        return join([clamp(r, low, high) for r in results] if saturate else results, bits)
+        return join([clamp(r, low, high) for r in lane_results] if saturate else lane_results, bits)
 
     return oracle
 
@@ -71,12 +71,12 @@ def lop3(table):
 def bfe(bits, signed):
     def oracle(a, b, c):
         position, length = (b & 255, c & 255) if bits == 32 else (b, c)
-        value = 0
+        field = 0
         top = a >> min(position + length - 1, bits - 1) & 1 if signed and length else 0
         for i in range(bits):
             bit = a >> position + i & 1 if i < length and position + i < bits else top
-            value |= bit << i
-        return value
+            field |= bit << i
+        return field
 
     return oracle
 
@@ -256,9 +256,9 @@ def test_integer_operation(template):
     sources = [inputs[name].tolist() for name in sorted(set(case.fields) - set(case.outputs))]
     got = results(case, inputs)
     modulus = 1 << 8 * got.itemsize
-    for row, result in zip(zip(*sources, strict=True), got.tolist(), strict=True):
+    for row, output in zip(zip(*sources, strict=True), got.tolist(), strict=True):
         expected = int(oracle(*row)) % modulus
-        assert result == expected, (tuple(map(hex, row)), hex(result), hex(expected))
+        assert output == expected, (tuple(map(hex, row)), hex(output), hex(expected))
 
 
 # Floating point: an oracle in exact fractions
@@ -282,25 +282,25 @@ def decode(raw: int, kind: str):
     return sign * (mantissa + ((1 << precision - 1) if exponent else 0)) * scale
 
 
-def encode(value: Fraction, kind: str, mode: str) -> int:
+def encode(number: Fraction, kind: str, mode: str) -> int:
     """Round a non-zero number to its nearest (or directed) representation."""
     bits, precision, low, high = FORMATS[kind]
-    negative, size = value < 0, abs(value)
+    negative, size = number < 0, abs(number)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     exponent -= size < Fraction(2) ** exponent
-    unit = Fraction(2) ** (max(exponent, low) - (precision - 1))
-    whole, rest = divmod(size, unit)
+    quantum = Fraction(2) ** (max(exponent, low) - (precision - 1))
+    whole, remainder = divmod(size, quantum)
     up = {
-        "rn": rest * 2 > unit or (rest * 2 == unit and whole % 2),
+        "rn": remainder * 2 > quantum or (remainder * 2 == quantum and whole % 2),
         "rz": False,
-        "rm": negative and rest,
-        "rp": not negative and rest,
+        "rm": negative and remainder,
+        "rp": not negative and remainder,
     }
     whole += bool(up[mode])
     largest = ((1 << precision) - 1) * Fraction(2) ** (high - precision + 1)
     sign = int(negative) << bits - 1
     infinity = ((1 << bits - precision) - 1) << precision - 1
-    if whole * unit > largest:
+    if whole * quantum > largest:
         away = mode == "rn" or (mode == "rm" and negative) or (mode == "rp" and not negative)
         return sign | (infinity if away else infinity - 1)
     if whole < 1 << precision - 1:
@@ -341,13 +341,13 @@ def close_calls(case: Case, name: str, mode: str, kind: str, letters: str) -> No
 def check_rounding(case: Case, name: str, mode: str, kind: str, inputs: dict[str, np.ndarray]) -> None:
     sources = [inputs[letter].tolist() for letter in "abc" if letter in inputs]
     got = results(case, inputs).tolist()
-    for *raw, result in zip(*sources, got, strict=True):
+    for *raw, output in zip(*sources, got, strict=True):
         exact = [decode(x, kind) for x in raw]
         if any(isinstance(x, float) for x in exact):
             continue  # zeros, infinities and NaNs are IEEE's affair: see the golden vectors
-        value = FLOAT_ORACLES[name](*exact)
-        if value:
-            assert result == encode(value, kind, mode), (case.template, list(map(hex, raw)), hex(result))
+        number = FLOAT_ORACLES[name](*exact)
+        if number:
+            assert output == encode(number, kind, mode), (case.template, list(map(hex, raw)), hex(output))
 
 
 @pytest.mark.default_cases("div-bf16", "div-f16", "mul-f16", "mul-bf16", "add-f16")

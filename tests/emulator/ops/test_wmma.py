@@ -36,8 +36,8 @@ def test_where_a_nan_arises(d: str, planted: float, kinds: list[str]) -> None:
     a, c = np.zeros((16, 16), np.float16), np.zeros((16, 16), DTYPES[d])
     a[3, 3] = planted
     text = kernel("m16n16k16", "f16", d, ("row", "col", "row"), (16, 16, 16))
-    found = run_text(text, a, a, c, c.copy(), checks=["float"]).findings
-    assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "wmma.mma")) for kind in kinds]
+    findings = run_text(text, a, a, c, c.copy(), checks=["float"]).findings
+    assert [(f.kind, f.line) for f in findings] == [(kind, line_of(text, "wmma.mma")) for kind in kinds]
 
 
 def test_integers_wrap_or_are_clamped() -> None:

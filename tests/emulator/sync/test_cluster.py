@@ -34,8 +34,8 @@ def module(body: str) -> str:
 def outcome(body: str, mode: str = "late", cluster: int = 3, checks=emulator.CHECKS) -> tuple[list[int], list[str]]:
     """Run a body; return what the threads have in %s, and the findings."""
     out = np.zeros(BLOCKS * THREADS, np.uint32)
-    result = run_text(module(body), out, threads=THREADS, blocks=BLOCKS, cluster=cluster, checks=checks, mode=mode)
-    return out.tolist(), [str(finding) for finding in result.findings]
+    launch = run_text(module(body), out, threads=THREADS, blocks=BLOCKS, cluster=cluster, checks=checks, mode=mode)
+    return out.tolist(), [str(finding) for finding in launch.findings]
 
 
 def test_who_is_who() -> None:
@@ -102,8 +102,8 @@ atom.shared::cluster.add.u32 %r9, [%r5], 1;
     [(PASS_ON, MEET, "race"), (PASS_ON, ".release", ""), (LAST + FETCH, MEET, "race")],  # release is the default
 )
 def test_without_the_barrier_it_is_a_race(body: str, gone: str, kind: str, mode: str) -> None:
-    _, found = outcome(body.replace(gone, "", 1), mode)
-    assert any(line.startswith(f"{kind}: k.ptx:") for line in found) if kind else not found
+    _, findings = outcome(body.replace(gone, "", 1), mode)
+    assert any(line.startswith(f"{kind}: k.ptx:") for line in findings) if kind else not findings
 
 
 def test_a_relaxed_arrival_orders_nothing() -> None:
@@ -152,8 +152,8 @@ def test_vectors_and_sums_are_sent(mode: str) -> None:
     ]  # fmt: skip
     for send, size, first in sends:
         fill = "st.shared.u32 [%r4], 5; setp.lt.u32 %p, %r0, 32;\n"
-        clean, found = outcome(fill + ASYNC.replace("BYTES", str(size)).replace("SEND", send), mode)
-        assert found == [] and clean[4 * THREADS : 4 * THREADS + 8] == first
+        clean, findings = outcome(fill + ASYNC.replace("BYTES", str(size)).replace("SEND", send), mode)
+        assert findings == [] and clean[4 * THREADS : 4 * THREADS + 8] == first
     assert any("uninitialised" in line and "red.async" in line for line in outcome(
         ASYNC.replace("BYTES", "512").replace("SEND", sends[1][0]), mode)[1])  # fmt: skip
 
@@ -165,8 +165,8 @@ mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r9];
 {WAIT}ld.shared.u32 %s, [%r4];
 {MEET}"""
     assert outcome(body, mode) == (BEFORE, [])
-    _, found = outcome(body.replace(".release.cluster.s", ".relaxed.cluster.s"))
-    assert any(line.startswith("race: ") for line in found)
+    _, findings = outcome(body.replace(".release.cluster.s", ".relaxed.cluster.s"))
+    assert any(line.startswith("race: ") for line in findings)
 
 
 MULTICAST = f"""{INIT.replace("COUNT", "1")}
@@ -183,8 +183,8 @@ def test_one_copy_for_several_blocks(mode: str) -> None:
     text = module(MULTICAST.replace("MASK", "7")).replace("st.global.u32 [%y]", "st.global.u32 [%y+256]")
     out = np.zeros((BLOCKS + 1) * THREADS, np.uint32)
     out[:THREADS] = np.arange(THREADS)
-    result = run_text(text, out, threads=THREADS, blocks=BLOCKS, cluster=3, checks=emulator.CHECKS, mode=mode)
-    assert not result.findings and (out.reshape(-1, THREADS) == np.arange(THREADS)).all()
+    launch = run_text(text, out, threads=THREADS, blocks=BLOCKS, cluster=3, checks=emulator.CHECKS, mode=mode)
+    assert not launch.findings and (out.reshape(-1, THREADS) == np.arange(THREADS)).all()
     with pytest.raises(EmulationError, match="block 3 of a cluster of 3"):
         outcome(MULTICAST.replace("MASK", "15"), mode)
     with pytest.raises(Deadlock, match="256 bytes"):

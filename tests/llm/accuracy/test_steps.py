@@ -18,9 +18,9 @@ TOKENS = 10
 
 
 def read(recipe: Recipe) -> int:
-    made = next(calibrate.quantize_layers(MODEL, TEXT, recipe))
-    assert made is not None
-    return accuracy.gemm_bytes(CONFIG, recipe, made, TOKENS)
+    quantized = next(calibrate.quantize_layers(MODEL, TEXT, recipe))
+    assert quantized is not None
+    return accuracy.gemm_bytes(CONFIG, recipe, quantized, TOKENS)
 
 
 def whole(arrays: list[Any]) -> int:
@@ -39,8 +39,8 @@ def operands(quantise: Any) -> int:
 
 def lqq(values: np.ndarray, which: str) -> list[Any]:
     if which == "x":
-        made = quant.quantize_activations(values)
-        return [made.q, made.scale]
+        activations = quant.quantize_activations(values)
+        return [activations.q, activations.scale]
     packed = layout.pack(quant.quantize_lqq(values, 64), "row_major")
     return list(packed.buffers.values())
 
@@ -78,8 +78,8 @@ def test_other_rows_by_hand() -> None:
     per_token = Recipe(scheme="int4", acts=4, group=None, kv=None)
     assert read(per_token) == weights // 2 + 2 * rows + TOKENS * (channels // 2 + 2 * 4)
     halves = per_token.but(kept=64, kept_bits=16)
-    kept = 64 * (sum(N for N, _ in CONFIG.matrices.values()) + 4 * TOKENS)
-    assert read(halves) == read(per_token) + kept * 3 // 2 + 2 * rows + TOKENS * 2 * 4
+    kept_bytes = 64 * (sum(N for N, _ in CONFIG.matrices.values()) + 4 * TOKENS)
+    assert read(halves) == read(per_token) + kept_bytes * 3 // 2 + 2 * rows + TOKENS * 2 * 4
 
 
 @pytest.mark.full

@@ -41,8 +41,8 @@ def test_other_texts_are_one_document(fetched: Path, tmp_path: Path) -> None:
 
 
 def test_documents_are_apart() -> None:
-    made = Tokenizer((), tokenizer())
-    assert tokens_of(("a", "b"), made).tolist() == tokenizer().encode("a\n\nb").ids
+    documents_tokenizer = Tokenizer((), tokenizer())
+    assert tokens_of(("a", "b"), documents_tokenizer).tolist() == tokenizer().encode("a\n\nb").ids
 
 
 def test_windows_are_all_or_evenly_spread() -> None:
@@ -54,7 +54,7 @@ def test_windows_are_all_or_evenly_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"length": 108}, r"length: at most 107, the tokens of the text \(got 108\)"),
         ({"length": 10, "count": 11}, r"windows: at most 10, as the text has 107 tokens \(got 11\)"),
@@ -63,9 +63,9 @@ def test_windows_are_all_or_evenly_spread() -> None:
         ({"length": 2.5}, r"length: must be an integer, 2 or more \(got 2.5\)"),
     ],
 )
-def test_windows_that_do_not_fit(given: dict[str, int], message: str) -> None:
+def test_windows_that_do_not_fit(options: dict[str, int], message: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^{message}$"):
-        windows(np.arange(107), **given)
+        windows(np.arange(107), **options)
 
 
 @pytest.mark.full

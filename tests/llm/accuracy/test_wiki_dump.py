@@ -43,8 +43,8 @@ def dump(*pages: str) -> bytes:
     return bz2.compress(f"<mediawiki {space}>{''.join(pages)}</mediawiki>".encode())
 
 
-def page(text: str, more: str = "") -> str:
-    return f"<page><title>T</title>{more}<revision><id>1</id><text>{text}</text></revision></page>"
+def page(text: str, elements: str = "") -> str:
+    return f"<page><title>T</title>{elements}<revision><id>1</id><text>{text}</text></revision></page>"
 
 
 def test_articles_of_a_dump(tmp_path: Path) -> None:

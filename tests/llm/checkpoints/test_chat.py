@@ -154,9 +154,9 @@ def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.Monke
         template("a").render([CHAT])
 
 
-@pytest.mark.default_cases("None-extra5-own5-<c><i>")
+@pytest.mark.default_cases("None-extra5-config_tokens5-<c><i>")
 @pytest.mark.parametrize(
-    ("special", "extra", "own", "text"),
+    ("special", "extra", "config_tokens", "text"),
     [
         ({"bos_token": {"content": "<m>"}}, None, {}, "<m>"),
         ({"bos_token": "<m>"}, {"bos_token": "<x>"}, {}, "<x>"),
@@ -170,9 +170,9 @@ def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.Monke
     ],
 )
 def test_where_a_folder_keeps_special_tokens(
-    tmp_path: Path, special: dict[str, Any] | None, extra: Any, own: dict[str, Any], text: str
+    tmp_path: Path, special: dict[str, Any] | None, extra: Any, config_tokens: dict[str, Any], text: str
 ) -> None:
-    config = own | {"chat_template": "{{ bos_token }}{{ boi_token | default('') }}"}
+    config = config_tokens | {"chat_template": "{{ bos_token }}{{ boi_token | default('') }}"}
     config |= {} if extra is None else {"extra_special_tokens": extra}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if special is not None:
@@ -210,18 +210,18 @@ def test_a_gguf_files_conversation_has_its_start_token_once(
         "tokenizer.chat_template": "{{ bos_token }}" * prints + text,
         "tokenizer.ggml.add_bos_token": add, "tokenizer.ggml.bos_token_id": 0,
     }  # fmt: skip
-    found = Tokenizer.from_gguf(Path("a.gguf"), metadata)
+    first_tokenizer = Tokenizer.from_gguf(Path("a.gguf"), metadata)
     (tmp_path / "saved").mkdir()
-    found.save(tmp_path / "saved")
-    right = [0] * (prints or start) + found.encode("\nBe  brief.\n\n  \n  ").tolist()
-    for tokenizer in (found, Tokenizer.from_folder(tmp_path / "saved")):
-        assert tokenizer.encode_chats([CHAT, CHAT]) == [right, right]
+    first_tokenizer.save(tmp_path / "saved")
+    expected = [0] * (prints or start) + first_tokenizer.encode("\nBe  brief.\n\n  \n  ").tolist()
+    for tokenizer in (first_tokenizer, Tokenizer.from_folder(tmp_path / "saved")):
+        assert tokenizer.encode_chats([CHAT, CHAT]) == [expected, expected]
 
 
 def test_a_folders_template_alone_decides_on_the_start(tmp_path: Path) -> None:
-    for text, right in (("a", [0] * 0), ("{{ bos_token }}a", [0])):
-        made = Tokenizer((1,), small_tokenizer(), starts=(0,), template=template(text))
-        assert made.encode_chats([CHAT]) == [right + made.encode("a").tolist()]
+    for text, start in (("a", [0] * 0), ("{{ bos_token }}a", [0])):
+        chat_tokenizer = Tokenizer((1,), small_tokenizer(), starts=(0,), template=template(text))
+        assert chat_tokenizer.encode_chats([CHAT]) == [start + chat_tokenizer.encode("a").tolist()]
 
 
 def test_an_answer_that_is_marked_for_training_is_rendered() -> None:

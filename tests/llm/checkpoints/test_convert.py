@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in.safetensors"
 
 
-def converted(source: Path, **arguments) -> Path:
+def convert_and_verify(source: Path, **arguments) -> Path:
     out = source.with_name("out.safetensors")
     conversion = convert.plan(source, **arguments)
     steps: list[str] = []
@@ -50,7 +50,7 @@ def converted(source: Path, **arguments) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_matrices_are_packed_and_the_rest_is_copied(source: Path, scheme: str, layout: str) -> None:
-    out = converted(source, scheme=scheme, layout=layout)
+    out = convert_and_verify(source, scheme=scheme, layout=layout)
     assert packed_names(out) == ["layers.0.down", "layers.0.up"]
     for name in packed_names(out):
         packed = load(out, name)
@@ -62,7 +62,7 @@ def test_matrices_are_packed_and_the_rest_is_copied(source: Path, scheme: str, l
 
 
 def test_what_loads_dequantises_to_what_was_quantised(source: Path) -> None:
-    out = converted(source)
+    out = convert_and_verify(source)
     w = TENSORS["layers.0.up"]
     dequantised = unpack(load(out, "layers.0.up")).dequantize()
     np.testing.assert_array_equal(dequantised, quant.quantize_lqq(w, 64).dequantize(), strict=True)
@@ -73,14 +73,14 @@ def test_bfloat16_and_foreign_dtypes(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     brain = TENSORS["layers.0.up"].astype(ml_dtypes.bfloat16)
     tensors = {"w": ("BF16", [24, 192], brain.tobytes()), "v": ("F8_E4M3", [8, 64], bytes(range(256)) * 2)}
-    out = converted(write(tmp_path / "in.safetensors", tensors))
+    out = convert_and_verify(write(tmp_path / "in.safetensors", tensors))
     assert_equal(unpack(load(out, "w")), quant.quantize_lqq(brain.astype(np.float32), 64))
     assert Checkpoint(out).read_bytes("v").tobytes() == bytes(range(256)) * 2
     assert Checkpoint(out).tensors["v"].dtype == "F8_E4M3"
 
 
 def test_reasons_for_copies_and_sizes(source: Path) -> None:
-    planned = {tensor.info.name: tensor for tensor in convert.plan(source, pattern="layers.*").tensors}
+    planned = {tensor.source.name: tensor for tensor in convert.plan(source, pattern="layers.*").tensors}
     reasons = {name: tensor.reason for name, tensor in planned.items() if not tensor.fields}
     assert reasons == {
         "layers.0.norm": "not a matrix",
@@ -90,11 +90,11 @@ def test_reasons_for_copies_and_sizes(source: Path) -> None:
     }
     assert planned["layers.0.down"].nbytes == 64 * 128 // 2 + 2 * 64 * 2 + 4 * 64
     assert planned["layers.0.down"].bits == 4 + 0.25 + 0.25
-    assert planned["ids"].nbytes == planned["ids"].info.nbytes == 8 * 8 * 64
+    assert planned["ids"].nbytes == planned["ids"].source.nbytes == 8 * 8 * 64
 
 
 def test_a_pattern_selects(source: Path) -> None:
-    out = converted(source, pattern="*.up")
+    out = convert_and_verify(source, pattern="*.up")
     assert packed_names(out) == ["layers.0.up"]
     np.testing.assert_array_equal(load_file(out)["layers.0.down"], TENSORS["layers.0.down"], strict=True)
 
@@ -139,16 +139,16 @@ def test_embeddings_are_packed_only_by_name(tmp_path: Path, name: str) -> None:
     path, w = tmp_path / "in.safetensors", TENSORS["layers.0.down"]
     save_file({name: w, "layers.0.up": w, "lm_head.weight": w, "followed.weight": w}, path)
 
-    def packed(**pattern: str) -> set[str]:
-        return {tensor.info.name for tensor in convert.plan(path, **pattern).tensors if tensor.fields}
+    def names_packed(**pattern: str) -> set[str]:
+        return {tensor.source.name for tensor in convert.plan(path, **pattern).tensors if tensor.fields}
 
-    assert packed() == packed(pattern="*") == {"layers.0.up", "lm_head.weight", "followed.weight"}
-    assert packed(pattern=name) == {name}
+    assert names_packed() == names_packed(pattern="*") == {"layers.0.up", "lm_head.weight", "followed.weight"}
+    assert names_packed(pattern=name) == {name}
 
 
 def test_refuses_what_is_packed_already(source: Path) -> None:
     with pytest.raises(ArgumentError, match="must not hold packed weights already"):
-        convert.plan(converted(source))
+        convert.plan(convert_and_verify(source))
     with pytest.raises(FileError, match="no such file"):
         convert.plan(source.with_name("gone"))
 
@@ -158,23 +158,23 @@ def test_values_that_cannot_be_quantised_stop_it_by_name_and_leave_nothing(sourc
     bad["layers.0.up"][3, 5] = np.nan
     save_file(bad, source)
     with pytest.raises(ArgumentError, match=r"layers.0.up: must be finite in float32 \(got w\[3, 5\] is nan\)"):
-        converted(source)
+        convert_and_verify(source)
     assert list(source.parent.iterdir()) == [source]
 
 
 def test_the_checkpoint_is_not_overwritten(source: Path) -> None:
-    before, alias = source.read_bytes(), source.with_name("alias.safetensors")
+    original, alias = source.read_bytes(), source.with_name("alias.safetensors")
     alias.symlink_to(source)
     for out in (source, alias):
         with pytest.raises(ArgumentError, match="out: must be another file than the checkpoint"):
             convert.plan(source).write(out)
-    assert source.read_bytes() == before and alias.is_symlink()
+    assert source.read_bytes() == original and alias.is_symlink()
 
 
 def test_two_tensors_of_one_name(source: Path) -> None:
     save_file(TENSORS | {"layers.0.up.strips": np.zeros(3, np.uint8)}, source)
     with pytest.raises(ArgumentError, match=r"must have different names \(got layers.0.up.strips\)"):
-        converted(source)
+        convert_and_verify(source)
 
 
 def test_a_damaged_result_is_found(source: Path) -> None:

@@ -19,17 +19,17 @@ W = (RNG.standard_normal((64, 128)) / 10).astype(np.float32)
 Q4 = RNG.integers(0, 16, (64, 128)).astype(np.uint8)
 
 
-def saved(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Path:
+def write_checkpoint(path: Path, arrays: dict[str, np.ndarray], **quantization: Any) -> Path:
     """Write a file with the matrix `q.weight` and a norm, and the given quantisation in a config beside it."""
-    made = {f"q.{part}": array for part, array in arrays.items()} | {"norm.weight": np.ones(8, np.float16)}
-    if stated:
-        (path / "config.json").write_text(json.dumps({"quantization_config": stated}))
-    save_file(made, path / "model.safetensors")
+    tensors = {f"q.{part}": array for part, array in arrays.items()} | {"norm.weight": np.ones(8, np.float16)}
+    if quantization:
+        (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    save_file(tensors, path / "model.safetensors")
     return path / "model.safetensors"
 
 
-def opened(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Any:
-    return ForeignCheckpoint(saved(path, arrays, **stated)).weight("q.weight")
+def open_weight(path: Path, arrays: dict[str, np.ndarray], **quantization: Any) -> Any:
+    return ForeignCheckpoint(write_checkpoint(path, arrays, **quantization)).weight("q.weight")
 
 
 def test_orders() -> None:
@@ -57,7 +57,7 @@ def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> No
     q4, s1, s2, zeros = foreign_files.quantize_two_levels(W, group)
     assert (zeros % s2).any()
     arrays = foreign_files.qserve(q4, s1, s2, zeros)
-    path = saved(tmp_path, arrays)
+    path = write_checkpoint(tmp_path, arrays)
     if container == "torch":
         path = write_torch(tmp_path / "quant_model.pt", {f"q.{part}": array for part, array in arrays.items()})
     weight = ForeignCheckpoint(path).weight("q.weight")
@@ -77,24 +77,24 @@ def test_qserve_with_zeros_that_wrap(tmp_path: Path) -> None:
     s2, zeros = np.full((64, 2), 16), np.full((64, 2), -15 * 16)
     exact = q4.astype(int) * 16 - 240
     assert exact.min() == -112 and exact.max() == 0
-    weight = opened(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
+    weight = open_weight(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
     assert (weight.exact_level1() == exact).all() and (weight.level1() == exact).all() and not weight.overflows().any()
     zeros[3, 1] = 0  # and a group that does overflow, 8·16..15·16
-    weight = opened(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
+    weight = open_weight(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
     assert np.argwhere(weight.overflows()).tolist() == [[3, 1]] and weight.exact_level1()[3, 64:].max() == 240
 
 
 @pytest.mark.parametrize("zero", [0, 7, 15])
 def test_qserve_per_channel(zero: int, tmp_path: Path) -> None:
     scale = RNG.uniform(1e-4, 1, 64).astype(np.float16)
-    weight = opened(tmp_path, foreign_files.qserve_channel(Q4, scale, np.full(64, zero)))
+    weight = open_weight(tmp_path, foreign_files.qserve_channel(Q4, scale, np.full(64, zero)))
     exact = weight.per_channel()
     assert (exact.zero == zero).all() and (exact.scale == scale).all() and (exact.q4 == Q4).all()
 
 
 def test_qserve_per_channel_with_zeros_between(tmp_path: Path) -> None:
     arrays = foreign_files.qserve_channel(Q4, np.full(64, 0.5), np.full(64, 7.25))
-    weight = opened(tmp_path, arrays)
+    weight = open_weight(tmp_path, arrays)
     assert weight.per_channel() is None
     np.testing.assert_array_equal(weight.dequantize(), (Q4 - np.float32(7.25)) / 2)
 
@@ -105,16 +105,16 @@ def test_qserve_per_channel_with_zeros_between(tmp_path: Path) -> None:
 def test_compressed_tensors(symmetric: bool, group: int, N: int, tmp_path: Path) -> None:
     """Zero points of eight rows are a word, whose end is padding where N is no multiple of 8."""
     q4, scale, zero = foreign_files.quantize_affine(W[:N], group, symmetric=symmetric)
-    weight = opened(tmp_path, foreign_files.compressed_tensors(q4, scale, None if symmetric else zero))
+    weight = open_weight(tmp_path, foreign_files.compressed_tensors(q4, scale, None if symmetric else zero))
     check(weight, q4, scale, zero, group)
     assert (weight.per_channel() is not None) == (group == 128)
     if symmetric:
-        check(opened(tmp_path, foreign_files.compressed_integers(q4, scale)), q4, scale, zero, group)
+        check(open_weight(tmp_path, foreign_files.compressed_integers(q4, scale)), q4, scale, zero, group)
 
 
 def check(weight: AffineWeight, q4: Any, scale: Any, zero: Any, group: int) -> None:
     assert (weight.q4 == q4).all() and (weight.scale == scale).all() and (weight.zero == zero).all()
-    per_weight = [np.repeat(each.astype(np.float32), group, axis=1) for each in (scale, zero)]
+    per_weight = [np.repeat(array.astype(np.float32), group, axis=1) for array in (scale, zero)]
     np.testing.assert_array_equal(weight.dequantize(), (q4 - per_weight[1]) * per_weight[0])
 
 
@@ -125,9 +125,9 @@ def test_both_versions_of_gptq(tmp_path: Path) -> None:
     """The first stores the zero point less 1: 0 as 15."""
     q4, scale, zero = foreign_files.quantize_affine(W, 64)
     zero[:3, 0] = 0
-    check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
+    check(open_weight(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
     second = foreign_files.gptq(q4, scale, zero, stored=0)
-    check(opened(tmp_path, second, **GPTQ, checkpoint_format="gptq_v2"), q4, scale, zero, 64)
+    check(open_weight(tmp_path, second, **GPTQ, checkpoint_format="gptq_v2"), q4, scale, zero, 64)
 
 
 @pytest.mark.parametrize("writer", [{"meta": {"quantizer": ["gptqmodel:2.0.0"]}}, {"provider": "auto-round"}])
@@ -137,7 +137,7 @@ def test_zeros_that_borrow_from_the_next(writer: dict[str, Any], tmp_path: Path)
     zero[:3, 0], zero[15, 1] = 0, 0
     arrays = foreign_files.gptq(q4, scale, zero, stored=0)
     arrays["qzeros"] = (arrays["qzeros"].view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
-    check(opened(tmp_path, arrays, **GPTQ, **writer, checkpoint_format="gptq"), q4, scale, zero, 64)
+    check(open_weight(tmp_path, arrays, **GPTQ, **writer, checkpoint_format="gptq"), q4, scale, zero, 64)
 
 
 @pytest.mark.parametrize("label", [None, "gptq", "gptq_v2"])
@@ -149,7 +149,7 @@ def test_the_version_of_a_symmetric_file_is_that_of_its_zeros(
     """Zeros that are all 7, or all 8, are the middle of one version, whatever the config calls it."""
     q4, scale, zero = foreign_files.quantize_affine(W, 64, symmetric=True)
     arrays = foreign_files.gptq(q4, scale, zero, stored=stored)
-    check(opened(tmp_path, arrays, **GPTQ, sym=sym, checkpoint_format=label), q4, scale, zero, 64)
+    check(open_weight(tmp_path, arrays, **GPTQ, sym=sym, checkpoint_format=label), q4, scale, zero, 64)
 
 
 CONTRADICTIONS = {  # format, config, change of its arrays' q4, scale and zero, message
@@ -172,7 +172,7 @@ def test_zeros_that_contradict_the_config(case: str, tmp_path: Path) -> None:
         zero[5, 1] = change.get("one_zero", zero[5, 1])
     arrays = foreign_files.awq(q4, scale, zero) if format == "awq" else foreign_files.gptq(q4, scale, zero)
     with pytest.raises(FileError, match=rf"q\.weight: {message}"):
-        opened(tmp_path, arrays, **{**GPTQ, **config})
+        open_weight(tmp_path, arrays, **{**GPTQ, **config})
 
 
 @pytest.mark.parametrize("desc_act", [True, False, None])
@@ -180,9 +180,9 @@ def test_gptq_in_order_of_activation(desc_act: bool | None, tmp_path: Path) -> N
     """The file's own order counts, even if the config denies one, as in files with act_group_aware."""
     q4, scale, zero = foreign_files.quantize_affine(W, 64)
     order = RNG.permutation(np.arange(128) // 64)
-    weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order), **GPTQ, desc_act=desc_act)
+    weight = open_weight(tmp_path, foreign_files.gptq(q4, scale, zero, order), **GPTQ, desc_act=desc_act)
     np.testing.assert_array_equal(weight.dequantize(), (q4 - zero[:, order].astype(np.float32)) * scale[:, order])
-    in_order = opened(tmp_path, foreign_files.gptq(q4, scale, zero), **GPTQ, desc_act=desc_act)
+    in_order = open_weight(tmp_path, foreign_files.gptq(q4, scale, zero), **GPTQ, desc_act=desc_act)
     check(in_order, q4, scale, zero, 64)
 
 
@@ -193,16 +193,16 @@ def test_an_order_that_the_file_lacks(format: str, tmp_path: Path) -> None:
     if format == "w4a16":
         config = packed_config(64, actorder="group")
     with pytest.raises(FileError, match=r"q\.weight: g_idx: must be there, as the config says"):
-        opened(tmp_path, arrays, **config)
+        open_weight(tmp_path, arrays, **config)
 
 
 def test_indices_of_groups_that_no_writer_set(tmp_path: Path) -> None:
     """compressed-tensors begins with -1 throughout. All 0 would put every column into one group."""
     q4, scale, zero = foreign_files.quantize_affine(W, 64, symmetric=True)
     arrays = foreign_files.compressed_tensors(q4, scale) | {"weight_g_idx": np.full(128, -1, np.int32)}
-    check(opened(tmp_path, arrays), q4, scale, zero, 64)
+    check(open_weight(tmp_path, arrays), q4, scale, zero, 64)
     with pytest.raises(FileError, match=r"weight_g_idx: must give a group 64 columns \(got 128 in group 0\)"):
-        opened(tmp_path, arrays | {"weight_g_idx": np.zeros(128, np.int32)})
+        open_weight(tmp_path, arrays | {"weight_g_idx": np.zeros(128, np.int32)})
 
 
 def packed_config(group: int, **changes: Any) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_a_last_group_that_is_shorter(format: str, K: int, group: int, tmp_path:
             arrays = foreign_files.compressed_tensors(q4, scale)
         case _:
             arrays = foreign_files.compressed_integers(q4, scale)
-    weight = opened(tmp_path, arrays, **config)
+    weight = open_weight(tmp_path, arrays, **config)
     np.testing.assert_array_equal(weight.dequantize(), (q4 - np.float32(8)) * scale[:, order])
 
 
@@ -237,7 +237,7 @@ def test_scales_that_are_negative_or_0(tmp_path: Path) -> None:
     q4, scale, zero = foreign_files.quantize_affine(W, 64, symmetric=True)
     scale[::2] *= -1
     scale[5, 1] = 0
-    check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
+    check(open_weight(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
 
 
 @pytest.mark.parametrize(("bias", "is_zero"), [([0.0] * 64, True), ([0.0] * 63 + [1.0], False), (None, False)])
@@ -245,23 +245,23 @@ def test_biases_of_zero_are_told_from_others(bias: list[float] | None, is_zero: 
     arrays = foreign_files.gptq(*foreign_files.quantize_affine(W, 64))
     if bias:
         arrays["bias"] = np.array(bias, np.float16)
-    assert ForeignCheckpoint(saved(tmp_path, arrays)).zero_biases() == ({"q.bias"} if is_zero else set())
+    assert ForeignCheckpoint(write_checkpoint(tmp_path, arrays)).zero_biases() == ({"q.bias"} if is_zero else set())
 
 
 def test_awq(tmp_path: Path) -> None:
     q4, scale, zero = foreign_files.quantize_affine(W, 32)
-    check(opened(tmp_path, foreign_files.awq(q4, scale, zero), bits=4, group_size=32), q4, scale, zero, 32)
+    check(open_weight(tmp_path, foreign_files.awq(q4, scale, zero), bits=4, group_size=32), q4, scale, zero, 32)
 
 
 def test_a_square_matrix_of_8_columns_is_told_by_its_scales(tmp_path: Path) -> None:
     """GPTQ and AWQ have the same names."""
     q4, scale, zero = foreign_files.quantize_affine(W[:, :64], 64)
     for form in (foreign_files.gptq, foreign_files.awq):
-        check(opened(tmp_path, form(q4, scale, zero)), q4, scale, zero, 64)
+        check(open_weight(tmp_path, form(q4, scale, zero)), q4, scale, zero, 64)
 
 
 def test_the_rest_is_as_the_file_has_it(tmp_path: Path) -> None:
-    file = ForeignCheckpoint(saved(tmp_path, quantize_as("gptq", W)))
+    file = ForeignCheckpoint(write_checkpoint(tmp_path, quantize_as("gptq", W)))
     assert {*file.tensors} == {"q.weight", "norm.weight"} and {*file.matrices} == {"q.weight"}
     assert file.tensors["q.weight"].shape == (64, 128) and file.read("norm.weight").tolist() == [1] * 8
     assert np.abs(file.read("q.weight") - W).max() < 0.03
@@ -281,8 +281,8 @@ def to(part: str, change: Any) -> Any:
     return lambda arrays: arrays.update({part: np.ascontiguousarray(change(arrays[part]))})
 
 
-def put(part: str, at: Any, value: Any) -> Any:
-    return lambda arrays: arrays[part].__setitem__(at, value)
+def put(part: str, index: Any, number: Any) -> Any:
+    return lambda arrays: arrays[part].__setitem__(index, number)
 
 
 BAD = {  # format, change, message
@@ -327,7 +327,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
     arrays = {part: array.copy() for part, array in quantize_as(format, W).items()}
     change(arrays)
     with pytest.raises(FileError, match=message) as error:
-        opened(tmp_path, arrays)
+        open_weight(tmp_path, arrays)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
@@ -357,7 +357,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 )
 def test_a_config_that_contradicts(format: str, stated: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=message):
-        opened(tmp_path, quantize_as(format, W), **stated)
+        open_weight(tmp_path, quantize_as(format, W), **stated)
 
 
 def of_groups(*weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -384,7 +384,7 @@ def test_several_groups_of_a_config(symmetric: bool, group: int, K: int, tmp_pat
         asymmetric = [{**group["weights"], "symmetric": False} for group in config["config_groups"].values()]
         config = of_groups(*({}, *asymmetric))
     arrays = foreign_files.compressed_tensors(q4, scale, None if symmetric else zero)
-    weight = opened(tmp_path, arrays, **config)
+    weight = open_weight(tmp_path, arrays, **config)
     expected = (q4 - zero[:, order].astype(np.float32)) * scale[:, order]
     np.testing.assert_array_equal(weight.dequantize(), expected)
 
@@ -393,16 +393,16 @@ def test_groups_of_a_config_that_do_not_tell_their_size(tmp_path: Path) -> None:
     arrays = foreign_files.compressed_tensors(*foreign_files.quantize_affine(W[:, :96], 48, symmetric=True)[:2])
     rule = r"q\.weight: config_groups: must tell the size of 2 groups of K=96 \(got 64 or 80\)"
     with pytest.raises(FileError, match=rule):
-        opened(tmp_path, arrays, **of_groups({}, {"group_size": 80}))
+        open_weight(tmp_path, arrays, **of_groups({}, {"group_size": 80}))
     with pytest.raises(
         FileError, match=r"config_groups: must have the groups of every matrix \(got 2 groups of K=96\)"
     ):
-        opened(tmp_path, arrays, **of_groups({"group_size": 32}, {"group_size": 16}))
+        open_weight(tmp_path, arrays, **of_groups({"group_size": 32}, {"group_size": 16}))
 
 
 def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no matrix is quantised, where the config declares GPTQ"):
-        opened(tmp_path, {"weight": np.ones((8, 8), np.float16)}, **GPTQ)
+        open_weight(tmp_path, {"weight": np.ones((8, 8), np.float16)}, **GPTQ)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FileError, match=r"config\.json: not JSON"):
         ForeignCheckpoint(tmp_path / "model.safetensors")
@@ -411,7 +411,7 @@ def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_mutated_files_are_read_or_refused(format: str, tmp_path: Path) -> None:
     """The 500 mutants of each file have changed bytes of the header or the tensors, or are cut off."""
-    path = saved(tmp_path, quantize_as(format, W[:32, :64], 32))
+    path = write_checkpoint(tmp_path, quantize_as(format, W[:32, :64], 32))
 
     def read() -> None:
         file = ForeignCheckpoint(path)

@@ -27,11 +27,11 @@ def test_tensors_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     ours, theirs = GgufFile(path), gguf.GGUFReader(path)
     assert ours.tensors.keys() == {tensor.name for tensor in theirs.tensors}
     for tensor in theirs.tensors:
-        info, array = ours.tensors[tensor.name], ours.read(tensor.name)
+        tensor_info, array = ours.tensors[tensor.name], ours.read(tensor.name)
         right = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert (info.dtype, info.nbytes) == (tensor.tensor_type.name, tensor.n_bytes)
-        assert info.shape == tuple(reversed(tensor.shape.tolist()))
-        np.testing.assert_array_equal(array, right.reshape(info.shape), strict=True)
+        assert (tensor_info.dtype, tensor_info.nbytes) == (tensor.tensor_type.name, tensor.n_bytes)
+        assert tensor_info.shape == tuple(reversed(tensor.shape.tolist()))
+        np.testing.assert_array_equal(array, right.reshape(tensor_info.shape), strict=True)
     assert ours.tensors["blk.0.attn_q.weight"].dtype == kind
 
 
@@ -39,8 +39,8 @@ def test_metadata_are_those_of_the_library(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     numbers = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 2**32 - 1, "int32": -(2**31),
                "uint64": 2**63, "int64": -(2**62), "float32": 0.5, "float64": 1e300, "bool": True}  # fmt: skip
-    for name, value in numbers.items():
-        getattr(writer, f"add_{name}")(f"of.{name}", value)
+    for name, number in numbers.items():
+        getattr(writer, f"add_{name}")(f"of.{name}", number)
     writer.add_string("of.text", "Zwölf\n")
     writer.add_array("of.texts", ["a", "", "ü"])
     writer.add_array("of.numbers", [1, 2, 3])
@@ -48,10 +48,14 @@ def test_metadata_are_those_of_the_library(tmp_path: Path) -> None:
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
-    found = GgufFile(tmp_path / "model.gguf").metadata
-    assert {name: found[f"of.{name}"] for name in numbers} == numbers
-    assert (found["of.text"], found["of.texts"], found["of.numbers"].tolist()) == ("Zwölf\n", ["a", "", "ü"], [1, 2, 3])
-    assert found["general.architecture"] == "llama"
+    metadata = GgufFile(tmp_path / "model.gguf").metadata
+    assert {name: metadata[f"of.{name}"] for name in numbers} == numbers
+    assert (metadata["of.text"], metadata["of.texts"], metadata["of.numbers"].tolist()) == (
+        "Zwölf\n",
+        ["a", "", "ü"],
+        [1, 2, 3],
+    )
+    assert metadata["general.architecture"] == "llama"
 
 
 def test_an_alignment_of_its_own(tmp_path: Path) -> None:
@@ -77,8 +81,8 @@ def header(
     return b"GGUF" + struct.pack("<IQQ", version, *counts) + entries + tensors + bytes(256)
 
 
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
+def text(string: str) -> bytes:
+    return struct.pack("<Q", len(string.encode())) + string.encode()
 
 
 def tensor(*shape: int, kind: int = 0, offset: int = 0) -> bytes:
@@ -128,9 +132,9 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_is_broken_is_refused(what: str, tmp_path: Path) -> None:
-    content, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_refused(case: str, tmp_path: Path) -> None:
+    content, message = BROKEN[case]
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
     with pytest.raises(FileError, match=rf"broken\.gguf: not a readable GGUF file \(.*{message}") as error:

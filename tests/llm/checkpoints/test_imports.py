@@ -28,7 +28,7 @@ QWEN2 = {key: small_models.CONFIGS["qwen2"][key] for key in ("architectures", "m
 OTHERS = {"bias": np.ones(64, np.float16), "ids": np.arange(3)}
 
 
-def saved(path: Path, arrays: dict[str, np.ndarray]) -> Path:
+def write_tensors(path: Path, arrays: dict[str, np.ndarray]) -> Path:
     save_file({f"a.q.{part}": array for part, array in arrays.items()} | OTHERS, path)
     return path
 
@@ -36,7 +36,7 @@ def saved(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("packing", ["strips", "qserve"])
 def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
-    source, out = saved(tmp_path / "in.safetensors", quantize_as(format, W)), tmp_path / "out.safetensors"
+    source, out = write_tensors(tmp_path / "in.safetensors", quantize_as(format, W)), tmp_path / "out.safetensors"
     (row,) = import_checkpoint(source, out, layout=packing)
     theirs = ForeignCheckpoint(source).weight("a.q.weight")
     ours = layout.unpack(layout.load(out))
@@ -49,9 +49,13 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.dequantize(), theirs.nearest_lqq(64)[0].dequantize())
         error = np.linalg.norm(ours.dequantize() - theirs.dequantize()) / np.linalg.norm(theirs.dequantize())
         assert row.relative_error == pytest.approx(error, rel=1e-5) and 0.002 < error < 0.03
-    kept = Checkpoint(out)
-    assert kept.read("bias").tolist() == [1] * 64 and kept.read_bytes("ids").view(np.int64).tolist() == [0, 1, 2]
-    (audited,) = [found for found in audit_file(out, pattern="a.*") if hasattr(found, "overflows")]
+    converted = Checkpoint(out)
+    assert converted.read("bias").tolist() == [1] * 64 and converted.read_bytes("ids").view(np.int64).tolist() == [
+        0,
+        1,
+        2,
+    ]
+    (audited,) = [row for row in audit_file(out, pattern="a.*") if hasattr(row, "overflows")]
     assert (audited.scheme, audited.group, audited.overflows) == (row.scheme, row.group, 0)
 
 
@@ -59,7 +63,7 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
 def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
     """The groups are the file's where kernels take them, otherwise the largest that divide them."""
     wide = np.concatenate([W, W[::-1], W, W], axis=1)
-    source = saved(tmp_path / "in.safetensors", quantize_as("w4a16_asymmetric", wide, group))
+    source = write_tensors(tmp_path / "in.safetensors", quantize_as("w4a16_asymmetric", wide, group))
     (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
     assert row.group == ours and 0.002 < row.relative_error < 0.1
     assert row.requantised == (row.groups if group == 16 else 0)
@@ -68,7 +72,7 @@ def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> N
 def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> None:
     q4, scale, zero = foreign_files.quantize_affine(W, 64)
     arrays = foreign_files.gptq(q4, scale, zero, RNG.permutation(np.arange(128) // 64))
-    source, out = saved(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors"
+    source, out = write_tensors(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors"
     (row,) = import_checkpoint(source, out)
     again = quantize_lqq(ForeignCheckpoint(source).read("a.q.weight"), 32, rounding="search")
     np.testing.assert_array_equal(layout.unpack(layout.load(out)).dequantize(), again.dequantize())
@@ -77,7 +81,9 @@ def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> No
 
 def test_zeros_between_integers_are_quantised_again(tmp_path: Path) -> None:
     q4 = RNG.integers(0, 16, W.shape).astype(np.uint8)
-    source = saved(tmp_path / "in.safetensors", foreign_files.qserve_channel(q4, np.full(64, 0.5), np.full(64, 7.25)))
+    source = write_tensors(
+        tmp_path / "in.safetensors", foreign_files.qserve_channel(q4, np.full(64, 0.5), np.full(64, 7.25))
+    )
     (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
     assert row.scheme == "lqq" and 0 < row.relative_error < 0.1
 
@@ -179,7 +185,7 @@ def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     arrays = foreign_files.gptq(q4, scale, np.full(scale.shape, 8), np.arange(160) // 128)
-    (row,) = import_checkpoint(saved(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors")
+    (row,) = import_checkpoint(write_tensors(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors")
     assert (row.group, row.requantised) == (32, 0) and row.relative_error < 0.02
 
 
@@ -189,7 +195,7 @@ def overflowing(path: Path) -> Path:
     q4[9, 64], s2[9, 1], zeros[9, 1] = 15, 16, -100
     q4[70, :64], s2[70, 0], zeros[70, 0] = 3, 40, 10
     q4[70, 1:64] = 0
-    return saved(path, foreign_files.qserve(q4, s1, s2, zeros))
+    return write_tensors(path, foreign_files.qserve(q4, s1, s2, zeros))
 
 
 def test_groups_that_overflow_are_refused_with_their_place(tmp_path: Path) -> None:
@@ -200,8 +206,8 @@ def test_groups_that_overflow_are_refused_with_their_place(tmp_path: Path) -> No
     assert not out.exists()
     (row,) = import_checkpoint(source, out, unchecked=True)
     assert (row.overflows, row.groups) == (2, 256) and re.search(f"{place}$", row.overflow)
-    (found,) = audit_file(out, pattern="a.*")
-    assert found.unsafe_groups == 2
+    (audited,) = audit_file(out, pattern="a.*")
+    assert audited.unsafe_groups == 2
     with pytest.raises(FileError, match="must restore"):
         layout.load(out)
     wrong = layout.unpack(layout.load(out, unchecked=True)).overflows()
@@ -212,13 +218,13 @@ def test_a_model_that_overflows_names_the_matrix_of_the_file(tmp_path: Path, mon
     source = write_model(tmp_path / "in", "qserve")
     weight = ForeignCheckpoint.weight
 
-    def planted(self: ForeignCheckpoint, name: str) -> Any:
-        found = weight(self, name)
+    def weight_with_overflow(self: ForeignCheckpoint, name: str) -> Any:
+        foreign_weight = weight(self, name)
         if name == "model.layers.1.mlp.up_proj.weight":
-            found.q4[3, 64:], found.group_scale[3, 1], found.minimum[3, 1] = 15, 17, 0
-        return found
+            foreign_weight.q4[3, 64:], foreign_weight.group_scale[3, 1], foreign_weight.minimum[3, 1] = 15, 17, 0
+        return foreign_weight
 
-    monkeypatch.setattr(ForeignCheckpoint, "weight", planted)
+    monkeypatch.setattr(ForeignCheckpoint, "weight", weight_with_overflow)
     with pytest.raises(ArgumentError, match=r"layers\.1\.mlp\.up_proj\.weight: .*got 255\.\.255 in row 3, group 1"):
         import_checkpoint(source, tmp_path / "out")
     assert {*tmp_path.iterdir()} == {source}
@@ -227,7 +233,7 @@ def test_a_model_that_overflows_names_the_matrix_of_the_file(tmp_path: Path, mon
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    source, out = saved(tmp_path / "in.safetensors", quantize_as("gptq", W)), tmp_path / "out.safetensors"
+    source, out = write_tensors(tmp_path / "in.safetensors", quantize_as("gptq", W)), tmp_path / "out.safetensors"
     with pytest.raises(ArgumentError, match=r"layout: must be one of .*got tiles"):
         import_checkpoint(source, out, layout="tiles")
     save_file(OTHERS, tmp_path / "plain.safetensors")
@@ -240,13 +246,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
         import_checkpoint(source, source)
     with pytest.raises(FileError, match="is no folder"):
         import_checkpoint(source, tmp_path / "none" / "out")
-    wide = saved(tmp_path / "wide.safetensors", quantize_as("qserve", W.repeat(2, axis=1), 256))
+    wide = write_tensors(tmp_path / "wide.safetensors", quantize_as("qserve", W.repeat(2, axis=1), 256))
     with pytest.raises(ArgumentError, match=r"a\.q\.weight: group: must be one of 32, 64, 128 \(got 256\)"):
         import_checkpoint(wide, out)
     arrays = quantize_as("gptq", W)
     arrays["scales"][1, 3] = np.inf
     with pytest.raises(FileError, match=r"a\.q\.weight: scales: must be finite .*scales\[1, 3\] is inf"):
-        import_checkpoint(saved(source, arrays), out)
+        import_checkpoint(write_tensors(source, arrays), out)
     assert not out.exists() and not [*tmp_path.glob(".*")]
 
 
@@ -254,11 +260,15 @@ def test_a_model_with_a_matrix_that_is_not_quantised(tmp_path: Path) -> None:
     source = write_model(tmp_path / "in", "gptq")
     file = ForeignCheckpoint(source)
     name = "model.layers.1.self_attn.o_proj"
-    kept = {each: file.file.read_bytes(each) for each in file.file.tensors if not each.startswith(name)}
+    contents = {
+        tensor_name: file.file.read_bytes(tensor_name)
+        for tensor_name in file.file.tensors
+        if not tensor_name.startswith(name)
+    }
     arrays = {
-        each: array.view({"F16": "f2", "I32": "i4"}[info.dtype]).reshape(info.shape)
-        for each, array in kept.items()
-        if (info := file.file.tensors[each])
+        tensor_name: array.view({"F16": "f2", "I32": "i4"}[tensor_info.dtype]).reshape(tensor_info.shape)
+        for tensor_name, array in contents.items()
+        if (tensor_info := file.file.tensors[tensor_name])
     }
     save_file(arrays | {f"{name}.weight": np.ones((128, 128), np.float16)}, source / "model.safetensors")
     with pytest.raises(FileError, match=r"layers\.1\.self_attn\.o_proj\.weight: must be quantised"):
@@ -269,7 +279,7 @@ def test_a_model_with_a_matrix_that_is_not_quantised(tmp_path: Path) -> None:
 def test_exactness_is_of_the_integers_that_their_kernel_computes(tmp_path: Path) -> None:
     """The packed weight gives (q4·s2 + zero)·s1 as NumPy's wide integers do."""
     q4, s1, s2, zeros = foreign_files.quantize_two_levels(W, 64)
-    source = saved(tmp_path / "in.safetensors", foreign_files.qserve(q4, s1, s2, zeros))
+    source = write_tensors(tmp_path / "in.safetensors", foreign_files.qserve(q4, s1, s2, zeros))
     import_checkpoint(source, tmp_path / "out.safetensors")
     integers = q4.astype(np.int32) * np.repeat(s2, 64, axis=1) + np.repeat(zeros, 64, axis=1)
     ours = layout.unpack(layout.load(tmp_path / "out.safetensors"))

@@ -79,20 +79,20 @@ def test_shards_and_dtypes(dtype: str, tmp_path: Path) -> None:
 def test_old_checkpoints_and_copies_of_a_tied_head(tmp_path: Path) -> None:
     write_folder(tmp_path, "smollm")
     path = tmp_path / "model.safetensors"
-    made = load_file(path)
-    more = {"lm_head.weight": made["model.embed_tokens.weight"]}
-    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    save_file(made | more, path)
+    tensors = load_file(path)
+    extra_tensors = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    extra_tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors | extra_tensors, path)
     assert open_model(tmp_path)[0].head is None
 
 
-def edited(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
+def edit_tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
     """Return an edit of the tensors in model.safetensors."""
 
     def write(folder: Path) -> None:
-        made = load_file(folder / "model.safetensors")
-        change(made)
-        save_file(made, folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
 
     return write
 
@@ -104,9 +104,9 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 def more_tokens(folder: Path) -> None:
     """Write a tokenizer with more tokens than the model has."""
-    made = tokenizer()
-    made.add_tokens([f"word {i}" for i in range(40)])
-    made.save(str(folder / "tokenizer.json"))
+    larger_tokenizer = tokenizer()
+    larger_tokenizer.add_tokens([f"word {i}" for i in range(40)])
+    larger_tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def start_tokens(folder: Path) -> None:
@@ -134,16 +134,16 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
         r"model\.safetensors: not a readable safetensors file .+",
     ),
-    "missing": (edited(lambda made: made.pop(UP)), rf"{UP}: missing"),
-    "shape": (edited(lambda made: made.update({UP: made[UP][:-1]})), rf"{UP}: must be \[64, 32\] \(got \[63, 32\]\)"),
-    "transposed": (edited(lambda made: made.update({UP: made[UP].T.copy()})), rf"{UP}: must be \[64, 32\] \(got .*\)"),
-    "dtype": (edited(lambda made: made.update({UP: made[UP].astype(np.int8)})), rf"{UP}: dtype must be .* \(got I8\)"),
+    "missing": (edit_tensors(lambda t: t.pop(UP)), rf"{UP}: missing"),
+    "shape": (edit_tensors(lambda t: t.update({UP: t[UP][:-1]})), rf"{UP}: must be \[64, 32\] \(got \[63, 32\]\)"),
+    "transposed": (edit_tensors(lambda t: t.update({UP: t[UP].T.copy()})), rf"{UP}: must be \[64, 32\] \(got .*\)"),
+    "dtype": (edit_tensors(lambda t: t.update({UP: t[UP].astype(np.int8)})), rf"{UP}: dtype must be .* \(got I8\)"),
     "unknown": (
-        edited(lambda made: made.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32)})),
+        edit_tensors(lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32)})),
         r"model\.layers\.0\.self_attn\.o_proj\.bias: not known in a model of this family",
     ),
     "NaN": (
-        edited(lambda made: made["model.norm.weight"].__setitem__(3, np.nan)),
+        edit_tensors(lambda t: t["model.norm.weight"].__setitem__(3, np.nan)),
         r"model\.norm\.weight: must be finite in float32 \(got model\.norm\.weight\[3\] is nan\)",
     ),
     "vocabulary": (config(vocab_size=260), r"embed_tokens\.weight: must be \[260, 32\] \(got \[300, 32\]\)"),
@@ -153,9 +153,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_folder_is_refused(what: str, tmp_path: Path) -> None:
-    change, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_refused(case: str, tmp_path: Path) -> None:
+    change, message = BROKEN[case]
     change(write_folder(tmp_path, "smollm"))
     with pytest.raises(FileError, match=rf"^{tmp_path}.*{message}$") as error:
         open_model(tmp_path)
@@ -164,7 +164,7 @@ def test_a_broken_folder_is_refused(what: str, tmp_path: Path) -> None:
 
 def test_infinity_in_a_layer_is_refused_when_it_is_read(tmp_path: Path) -> None:
     write_folder(tmp_path, "smollm")
-    edited(lambda made: made[UP].__setitem__((5, 7), np.inf))(tmp_path)
+    edit_tensors(lambda tensors: tensors[UP].__setitem__((5, 7), np.inf))(tmp_path)
     model, _ = open_model(tmp_path)
     assert model.layers[0]
     with pytest.raises(FileError, match=rf"{UP}: must be finite in float32 \(got .*\[5, 7\] is inf\)$"):
@@ -176,9 +176,9 @@ def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
-        found = json.loads(path.read_text())
-        change(found["weight_map"])
-        path.write_text(json.dumps(found))
+        index_json = json.loads(path.read_text())
+        change(index_json["weight_map"])
+        path.write_text(json.dumps(index_json))
 
     return write
 
@@ -198,9 +198,9 @@ SHARDS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SHARDS)
-def test_broken_shards_are_refused(what: str, tmp_path: Path) -> None:
-    change, message = SHARDS[what]
+@pytest.mark.parametrize("case", SHARDS)
+def test_broken_shards_are_refused(case: str, tmp_path: Path) -> None:
+    change, message = SHARDS[case]
     write_folder(tmp_path, "smollm", shards=2)
     assert GATE in load_file(tmp_path / SECOND)
     change(tmp_path)
@@ -217,9 +217,9 @@ GGUF: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", GGUF)
-def test_a_gguf_that_does_not_fit_is_refused(what: str, tmp_path: Path) -> None:
-    change, message = GGUF[what]
+@pytest.mark.parametrize("case", GGUF)
+def test_a_gguf_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
+    change, message = GGUF[case]
     path = write_gguf(tmp_path / "model.gguf", "smollm", **change)
     with pytest.raises(FileError, match=rf"^{path}: {message}$"):
         open_model(path)
@@ -236,11 +236,11 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 def test_a_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "a.gguf", "smollm")
     file = ShippedFile("a.gguf", path.stat().st_size, "")
-    known = ShippedData("smollm2", "model", "", "", "p", "1", 0, "", (file,))
-    monkeypatch.setattr(weights, "KNOWN", {"smollm2": known})
+    shipped = ShippedData("smollm2", "model", "", "", "p", "1", 0, "", (file,))
+    monkeypatch.setattr(weights, "KNOWN", {"smollm2": shipped})
     monkeypatch.setattr(weights, "fetch", lambda name, progress: tmp_path)
-    model, found = open_model("smollm2")
-    assert model.config.layers == 2 and found.vocabulary == 300
+    model, found_tokenizer = open_model("smollm2")
+    assert model.config.layers == 2 and found_tokenizer.vocabulary == 300
 
 
 def test_rope_factors_are_positive_and_one_a_pair() -> None:
@@ -250,8 +250,8 @@ def test_rope_factors_are_positive_and_one_a_pair() -> None:
             Config(**sizes, rope_scaling={"rope_type": "per_pair", "factors": factors})
     halved = Config(**sizes, rope_scaling={"rope_type": "per_pair", "factors": [2.0] * 4})
     plain = Config(**sizes)
-    for found, right in zip(halved.rope_tables(np.arange(0, 20, 2)), plain.rope_tables(10), strict=True):
-        assert (found == right).all()
+    for table, expected in zip(halved.rope_tables(np.arange(0, 20, 2)), plain.rope_tables(10), strict=True):
+        assert (table == expected).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -260,9 +260,9 @@ def test_a_quantised_model_is_dequantised_by_layers(dtype: str) -> None:
     layers = [LayerWeights.random(config, seed, dtype=dtype) for seed in range(2)]
     embedding = np.random.default_rng(0).standard_normal((300, 128)).astype(np.float16)
     norm = layers[0].input_norm
-    found = dequantize_model(QuantizedModel(config=config, embedding=embedding, layers=layers, final_norm=norm))
-    assert found.head is None and found.embedding.dtype == found.final_norm.dtype == np.float32
-    for layer, packed in zip(found.layers, layers, strict=True):
+    dequantized = dequantize_model(QuantizedModel(config=config, embedding=embedding, layers=layers, final_norm=norm))
+    assert dequantized.head is None and dequantized.embedding.dtype == dequantized.final_norm.dtype == np.float32
+    for layer, packed in zip(dequantized.layers, layers, strict=True):
         assert {name: w.shape for name, w in layer.items() if w.ndim == 2} == config.separate_matrices
         for name, parts in {"qkv": "q k v", "o": "o", "gate_up": "gate up", "down": "down"}.items():
             together = np.concatenate([layer[part] for part in parts.split()])
@@ -270,4 +270,4 @@ def test_a_quantised_model_is_dequantised_by_layers(dtype: str) -> None:
         biases = [layer[f"{part}_bias"] for part in "qkv"]
         np.testing.assert_array_equal(np.concatenate(biases), packed.qkv_bias, strict=True)
         assert layer["input_norm"].min() > 0 and layer["post_norm"].dtype == np.float32
-    assert np.isfinite(logits(found)).all()
+    assert np.isfinite(logits(dequantized)).all()

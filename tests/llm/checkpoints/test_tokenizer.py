@@ -43,9 +43,9 @@ def test_a_lone_surrogate_is_refused(saved: Tokenizer) -> None:
 
 
 def test_gguf_has_the_same(saved: Tokenizer, metadata: dict[str, Any]) -> None:
-    found = Tokenizer.from_gguf(Path("a.gguf"), metadata)
-    assert found.encode(TEXT).tolist() == saved.encode(TEXT).tolist()
-    assert (found.starts, found.ends, found.vocabulary) == ((), (1,), 300)
+    from_gguf = Tokenizer.from_gguf(Path("a.gguf"), metadata)
+    assert from_gguf.encode(TEXT).tolist() == saved.encode(TEXT).tolist()
+    assert (from_gguf.starts, from_gguf.ends, from_gguf.vocabulary) == ((), (1,), 300)
 
 
 def test_digits_are_words_with_smollm(metadata: dict[str, Any]) -> None:
@@ -57,8 +57,8 @@ def test_digits_are_words_with_smollm(metadata: dict[str, Any]) -> None:
         "tokenizer.ggml.merges": [*metadata["tokenizer.ggml.merges"], "1 2", "Ġ 1"],
     }
     plain = Tokenizer.from_gguf(Path("a.gguf"), metadata | changed)
-    apart = Tokenizer.from_gguf(Path("a.gguf"), metadata | changed | {"tokenizer.ggml.pre": "smollm"})
-    assert (len(plain.encode("12 12")), len(apart.encode("12 12"))) == (3, 5)
+    split_digits = Tokenizer.from_gguf(Path("a.gguf"), metadata | changed | {"tokenizer.ggml.pre": "smollm"})
+    assert (len(plain.encode("12 12")), len(split_digits.encode("12 12"))) == (3, 5)
 
 
 def test_a_word_that_is_a_token_needs_no_merges_with_llama3(metadata: dict[str, Any]) -> None:
@@ -81,11 +81,11 @@ def sentence_pieces(seed: int) -> tuple[dict[str, Any], dict[str, float]]:
         "model": "llama", "tokens": tokens, "scores": scores, "unknown_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2, "token_type": np.array([2, 3, 3, *[6] * 256, *[1] * 13]),
     }  # fmt: skip
-    found = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    return found, dict(zip(tokens[259:], scores[259:], strict=True))
+    metadata = {f"tokenizer.ggml.{key}": entry for key, entry in values.items()}
+    return metadata, dict(zip(tokens[259:], scores[259:], strict=True))
 
 
-def merged(text: str, scores: dict[str, float]) -> list[str]:
+def merge_pieces(text: str, scores: dict[str, float]) -> list[str]:
     """Tokenise as SentencePiece does: the best of all neighbours that make a piece merge.
 
     Of equally good neighbours the first merge.
@@ -100,24 +100,24 @@ def merged(text: str, scores: dict[str, float]) -> list[str]:
 @pytest.mark.parametrize("seed", range(8))
 def test_sentence_pieces_merge_by_score(seed: int) -> None:
     metadata, scores = sentence_pieces(seed)
-    found, tokens = Tokenizer.from_gguf(Path("a"), metadata), metadata["tokenizer.ggml.tokens"]
+    loaded, tokens = Tokenizer.from_gguf(Path("a"), metadata), metadata["tokenizer.ggml.tokens"]
     rng = np.random.default_rng(seed)
     for _ in range(20):
         text = "".join(rng.choice(list("aabbc "), 12))
-        ids = found.encode(text)
-        assert [tokens[i] for i in ids] == merged(text, scores)
-        assert found.decode(ids) == text
-    assert found.decode(found.encode("aüb</s>")) == "aüb" and len(found.encode("ü")) == 3
-    assert (found.starts, found.ends) == ((1,), (2,))
+        ids = loaded.encode(text)
+        assert [tokens[i] for i in ids] == merge_pieces(text, scores)
+        assert loaded.decode(ids) == text
+    assert loaded.decode(loaded.encode("aüb</s>")) == "aüb" and len(loaded.encode("ü")) == 3
+    assert (loaded.starts, loaded.ends) == ((1,), (2,))
 
 
 def test_the_start_of_a_text(metadata: dict[str, Any], tmp_path: Path) -> None:
-    begun = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
-    found = Tokenizer.from_gguf(Path("a.gguf"), metadata | begun)
-    found.save(tmp_path)
+    start_settings = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
+    from_gguf = Tokenizer.from_gguf(Path("a.gguf"), metadata | start_settings)
+    from_gguf.save(tmp_path)
     again = Tokenizer.from_folder(tmp_path)
-    assert (found.starts, again.starts, again.ends) == ((0,), (0,), (1,))
-    assert again.encode(TEXT).tolist() == found.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
+    assert (from_gguf.starts, again.starts, again.ends) == ((0,), (0,), (1,))
+    assert again.encode(TEXT).tolist() == from_gguf.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
 
 
 @pytest.mark.parametrize(
@@ -137,22 +137,22 @@ def test_what_ends_a_text(files: dict[str, Any], ends: tuple[int, ...], tmp_path
 
 
 def test_broken_folders_are_refused(saved: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(message: str) -> None:
+    def assert_refused(message: str) -> None:
         with pytest.raises(FileError, match=message) as error:
             Tokenizer.from_folder(tmp_path)
         assert "\n" not in str(error.value)
 
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    refused(r"generation_config\.json: eos_token_id: must be an integer or a list of them \(got '</s>'\)$")
+    assert_refused(r"generation_config\.json: eos_token_id: must be an integer or a list of them \(got '</s>'\)$")
     (tmp_path / "generation_config.json").write_text("[1]")
-    refused(r"generation_config\.json: not a JSON object$")
+    assert_refused(r"generation_config\.json: not a JSON object$")
     for content in ("[]", "{}", '{"model": {"type": "BPE"}}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        refused(r"tokenizer\.json: not a readable tokenizer \(.+\)$")
+        assert_refused(r"tokenizer\.json: not a readable tokenizer \(.+\)$")
     (tmp_path / "tokenizer.json").write_text("{")
-    refused(r"tokenizer\.json: not JSON: .+")
+    assert_refused(r"tokenizer\.json: not JSON: .+")
     (tmp_path / "tokenizer.json").unlink()
-    refused(r": no tokenizer\.json$")
+    assert_refused(r": no tokenizer\.json$")
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UnavailableError, match=r"^tokenizers: needed .*; python -m pip install 'ptxlab\[model\]'$"):
@@ -174,7 +174,7 @@ def test_broken_folders_are_refused(saved: Tokenizer, tmp_path: Path, monkeypatc
     ],
 )
 def test_broken_metadata_are_refused(change: dict[str, Any], message: str, metadata: dict[str, Any]) -> None:
-    changed = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    changed = {f"tokenizer.ggml.{key}": entry for key, entry in change.items()}
     with pytest.raises(FileError, match=rf"^a\.gguf: tokenizer\.ggml\.{message}$"):
         Tokenizer.from_gguf(Path("a.gguf"), metadata | changed)
 
@@ -232,8 +232,8 @@ def test_starts_are_what_the_template_puts_ahead(name: str, tmp_path: Path) -> N
     processor, starts = TEMPLATES[name]
     ours = Tokenizer.from_folder(write(tmp_path, {"post_processor": processor}))
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("the the")
-    ahead = next(i for i, sequence in enumerate(library.sequence_ids) if sequence is not None)
-    assert ours.starts == tuple(library.ids[:ahead]) == starts
+    num_starts = next(i for i, sequence in enumerate(library.sequence_ids) if sequence is not None)
+    assert ours.starts == tuple(library.ids[:num_starts]) == starts
     ours.save(tmp_path)
     again = Tokenizer.from_folder(tmp_path)
     assert again.starts == starts and again.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
@@ -246,13 +246,13 @@ def test_starts_are_what_the_template_puts_ahead(name: str, tmp_path: Path) -> N
 def test_starts_are_those_of_transformers(name: str, add: bool | None, tmp_path: Path) -> None:
     """Ignore `add_bos_token` of tokenizer_config.json, as there is a tokenizer.json."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<end>", "eos_token": "<turn>"}
-    stated |= {} if add is None else {"add_bos_token": add, "add_eos_token": not add}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<end>", "eos_token": "<turn>"}
+    config |= {} if add is None else {"add_bos_token": add, "add_eos_token": not add}
     sections = {"post_processor": TEMPLATES[name][0]}
-    folder = write(tmp_path, sections, tokenizer_config=stated, config={"model_type": "llama"})
+    folder = write(tmp_path, sections, tokenizer_config=config, config={"model_type": "llama"})
     ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    wanted = theirs("the").input_ids
-    assert [*ours.starts, *ours.encode("the")] == wanted[: wanted.index(259) + 1]
+    expected = theirs("the").input_ids
+    assert [*ours.starts, *ours.encode("the")] == expected[: expected.index(259) + 1]
 
 
 @pytest.mark.parametrize("side", ["Left", "Right"])
@@ -270,8 +270,8 @@ def test_nothing_is_cut_off_or_filled_up(side: str, tmp_path: Path) -> None:
         ours = Tokenizer.from_folder(write(tmp_path, changes))
         assert ours.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
         ours.save(tmp_path)
-        kept = json.loads((tmp_path / "tokenizer.json").read_text())
-        assert (kept["truncation"], kept["padding"], kept["model"]["dropout"]) == (None, None, None)
+        saved_json = json.loads((tmp_path / "tokenizer.json").read_text())
+        assert (saved_json["truncation"], saved_json["padding"], saved_json["model"]["dropout"]) == (None, None, None)
         changes = {}
 
 
@@ -387,7 +387,7 @@ def test_a_section_that_occurs_twice_counts_as_python_reads_it(tmp_path: Path) -
         {"normalizer": HARMLESS},
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
                                                             replace({"String": " "}, "▁")]}},
-        *({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(each), BYTES]}} for each in _FAST_PATTERNS),
+        *({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(text), BYTES]}} for text in _FAST_PATTERNS),
     ],
 )  # fmt: skip
 def test_published_tokenizers_encode_without_a_process(sections: dict[str, Any], tmp_path: Path) -> None:

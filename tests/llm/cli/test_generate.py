@@ -33,15 +33,17 @@ def test_the_text_is_what_the_runner_generates(cli: Any, folder: Path) -> None:
     model, tokenizer = open_model(folder)
     prompt = tokenizer.encode("the cat").tolist()
     runner = NumpyRunner(QuantizedModel.rounded(model), 1, 100)
-    right = [int(step[0]) for step in generate(runner, [prompt], 8)]
-    assert code == 0 and out == f"the cat{tokenizer.decode(right)}\n"
+    expected = [int(step[0]) for step in generate(runner, [prompt], 8)]
+    assert code == 0 and out == f"the cat{tokenizer.decode(expected)}\n"
     assert "small: weights rounded to nearest, LQQ in groups of 32, uncalibrated" in err
     assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4 with rotated keys, on NumPy" in err
     code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8, "--json")
-    found = json.loads(out)
-    assert code == 0 and err == "" and found["tokens"] == [right] and found["texts"] == [tokenizer.decode(right)]
-    assert (found["backend"], found["prompt_tokens"]) == ("numpy", len(prompt)) and found["tokens_per_second"] > 0
-    assert found["recipe"]["group"] == 32
+    report = json.loads(out)
+    assert (
+        code == 0 and err == "" and report["tokens"] == [expected] and report["texts"] == [tokenizer.decode(expected)]
+    )
+    assert (report["backend"], report["prompt_tokens"]) == ("numpy", len(prompt)) and report["tokens_per_second"] > 0
+    assert report["recipe"]["group"] == 32
 
 
 def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -50,10 +52,10 @@ def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: 
     options = ("--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy")
     assert cli("quantize", folder, "--out", out, *options)[0] == 0
     code, printed, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
-    found = json.loads(printed)
+    report = json.loads(printed)
     model, runner = load(out), NumpyRunner(load(out), 1, 100)
-    right = [int(step[0]) for step in generate(runner, [Tokenizer.from_folder(out).encode("the cat").tolist()], 8)]
-    assert code == 0 and err == "" and found["tokens"] == [right] and found["recipe"]["gptq"]
+    expected = [int(step[0]) for step in generate(runner, [Tokenizer.from_folder(out).encode("the cat").tolist()], 8)]
+    assert code == 0 and err == "" and report["tokens"] == [expected] and report["recipe"]["gptq"]
     assert model.config.context == 128 and len(model.layers) == 2 and model.head is not None  # rotated: no longer tied
 
 
@@ -71,16 +73,16 @@ def test_a_cache_is_calibrated_and_used(cli: Any, folder: Path, tmp_path: Path) 
     code, _, err = cli(*generating, out, "--rotated")
     assert code == 2 and err.startswith("error: --rotated goes with --cache kv4 or kv8")
     measured = ("perplexity", out, "--text", text, "--length", 16, "--windows", 3, "--backend", "numpy", "--json")
-    by_channel, by_token = (json.loads(cli(*measured, *more)[1]) for more in ((), ("--kv", 8)))
+    by_channel, by_token = (json.loads(cli(*measured, *kv_options)[1]) for kv_options in ((), ("--kv", 8)))
     assert by_channel["kv"] == by_token["kv"] == 8 and by_channel["perplexity"] != by_token["perplexity"]
 
 
 def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> None:
     options = ("--model", folder, "--backend", "numpy", "--tokens", 6, "--batch", 3, "--temperature", 5)
-    first, again, other = (
+    first, again, other_seed = (
         json.loads(cli("generate", "the", *options, "--seed", seed, "--json")[1])["tokens"] for seed in (3, 3, 2)
     )
-    assert first == again != other and len({tuple(tokens) for tokens in first}) == 3
+    assert first == again != other_seed and len({tuple(tokens) for tokens in first}) == 3
     code, out, _ = cli("generate", "the", *options)
     assert code == 0 and "\n[2] the" in out and "\n[3] the" in out
 
@@ -100,11 +102,11 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
         "tokens/s: 15 in " in err
         and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4 with rotated keys, on NumPy" in err
     )
-    found = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
+    report = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
     alone = [json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")]
-    assert [request["tokens"] for request in found["requests"]] == [one["tokens"][0] for one in alone]
-    assert [request["prompt_tokens"] for request in found["requests"]] == [one["prompt_tokens"] for one in alone]
-    assert found["tokens_per_second"] == pytest.approx(15 / found["seconds"]) and found["backend"] == "numpy"
+    assert [request["tokens"] for request in report["requests"]] == [one["tokens"][0] for one in alone]
+    assert [request["prompt_tokens"] for request in report["requests"]] == [one["prompt_tokens"] for one in alone]
+    assert report["tokens_per_second"] == pytest.approx(15 / report["seconds"]) and report["backend"] == "numpy"
     lines = tmp_path / "prompts.jsonl"
     drawn = '{"prompt": "the", "temperature": 50}'
     lines.write_text(f'{{"prompt": "the cat", "tokens": 2}}\n{drawn}\n{drawn}', encoding="utf-8")
@@ -157,11 +159,11 @@ def test_bad_prompts_are_one_line(cli: Any, folder: Path, tmp_path: Path, text: 
 def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
     (tmp_path / name).write_bytes(text.encode())
     usual = Prompt("", 5, {"temperature": 0.5, "seed": 7}, ("x",))
-    found = read_prompts(tmp_path / name, usual)
-    assert [each.text for each in found] == prompts
+    loaded_prompts = read_prompts(tmp_path / name, usual)
+    assert [prompt.text for prompt in loaded_prompts] == prompts
     seeds = [{"temperature": 0.5, "seed": 7}, {"temperature": 0.5, "seed": 8}]
-    assert [each[1:4] for each in found] == [(5, sampling, ("x",)) for sampling in seeds]
-    assert [each.place for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
+    assert [prompt[1:4] for prompt in loaded_prompts] == [(5, sampling, ("x",)) for sampling in seeds]
+    assert [prompt.place for prompt in loaded_prompts] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
 
 
 def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -172,14 +174,14 @@ def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder
     (tmp_path / "prompts").write_text(f"the cat\n\n{'a' * 66}\nthe dog", encoding="utf-8")
     options = ("--model", folder, "--backend", "numpy", "--tokens", 4)
     figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
-    for given, which in (
+    for arguments, purpose in (
         (("--prompts", tmp_path / "prompts"), rf"2 pages for the 70 tokens of {tmp_path}/prompts, line 3"),
         (("the cat", "--batch", 3), r"1 pages for the 9 tokens of the prompt"),
     ):
-        code, out, err = cli("generate", *given, *options, "--memory", 1.5)
-        expected = rf"error: --memory expects at least 1\.51 GB: {figures} {which}, got 1\.5\n"
+        code, out, err = cli("generate", *arguments, *options, "--memory", 1.5)
+        expected = rf"error: --memory expects at least 1\.51 GB: {figures} {purpose}, got 1\.5\n"
         assert (code, out) == (2, "") and re.fullmatch(expected, err)
-        assert cli("generate", *given, *options, "--memory", 1.51, "--head", "int8")[0] == 0
+        assert cli("generate", *arguments, *options, "--memory", 1.51, "--head", "int8")[0] == 0
 
 
 @pytest.mark.full
@@ -194,20 +196,23 @@ def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_as
     code, _, err = cli("generate", "--prompts", tmp_path / "prompts", *options)
     assert code == 0 and "15 prompts of 75 tokens, 6 at a time" in err
     figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
-    for given, most, batch, pages in ((("--prompts", tmp_path / "prompts"), 6, 15, 1), (("the cat",), 4, 16, 16)):
-        code, out, err = cli("generate", *given, *options, "--batch", 16)
-        rule = rf"at most {most} for sequences of {context} tokens of this model in 1\.\d+ GB"
+    for arguments, max_batch, batch, pages in (
+        (("--prompts", tmp_path / "prompts"), 6, 15, 1),
+        (("the cat",), 4, 16, 16),
+    ):
+        code, out, err = cli("generate", *arguments, *options, "--batch", 16)
+        rule = rf"at most {max_batch} for sequences of {context} tokens of this model in 1\.\d+ GB"
         expected = rf"error: --batch expects {rule}, got {batch}, which needs 1\.51 GB: {figures} {pages} pages\n"
         assert (code, out) == (2, "") and re.fullmatch(expected, err), err
-        assert [cli("generate", *given, *options, "--batch", most + more)[0] for more in (0, 1)] == [0, 2]
+        assert [cli("generate", *arguments, *options, "--batch", max_batch + excess)[0] for excess in (0, 1)] == [0, 2]
 
 
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
     tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
     ending = write_folder(tmp_path / "ending", "smollm", **SIZES, eos_token_id=tokens[3])
-    found = json.loads(cli("generate", "the cat", "--model", ending, *options)[1])["tokens"][0]
-    assert found == tokens[: tokens.index(tokens[3])] and found
+    generated = json.loads(cli("generate", "the cat", "--model", ending, *options)[1])["tokens"][0]
+    assert generated == tokens[: tokens.index(tokens[3])] and generated
 
 
 def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -215,9 +220,9 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
     code, _, err = cli("generate", "Who?", *options, "--chat")
     assert code == 2 and "--chat needs a model with a chat template, or with <|im_start|> in its vocabulary" in err
     chatty = write_folder(tmp_path / "chatty", "smollm", **SIZES)
-    made = tokenizers.Tokenizer.from_file(str(chatty / "tokenizer.json"))
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    made.save(str(chatty / "tokenizer.json"))
+    with_chat_tokens = tokenizers.Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    with_chat_tokens.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    with_chat_tokens.save(str(chatty / "tokenizer.json"))
     code, out, _ = cli("generate", "Who?", "--model", chatty, "--backend", "numpy", "--tokens", 2, "--chat", "--json")
     assert code == 0 and json.loads(out)["prompt_tokens"] == len("#user\nWho?#\n#assistant\n")
 
@@ -268,8 +273,8 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
     ],
 )
 def test_bad_input_is_one_line(cli: Any, folder: Path, options: tuple[str, ...], message: str) -> None:
-    given = options if options else ("",)
-    code, out, err = cli("generate", given[0], "--model", folder, "--backend", "numpy", *given[1:])
+    arguments = options if options else ("",)
+    code, out, err = cli("generate", arguments[0], "--model", folder, "--backend", "numpy", *arguments[1:])
     assert (code, out, err.strip()) == (2, "", f"error: {message}")
 
 
@@ -346,8 +351,8 @@ def test_a_conversation_ends(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyP
     code, out, _ = cli("generate", "--chat", "--backend", "numpy", "--tokens", 2, "--model", chatty)
     assert code == 0 and out.count("> ") == 2
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
-    said = (2, "", "error: standard input: a message must be UTF-8\n")
-    assert cli("generate", "--chat", "--backend", "numpy", "--model", chatty, "--scheme", "float") == said
+    not_utf8 = (2, "", "error: standard input: a message must be UTF-8\n")
+    assert cli("generate", "--chat", "--backend", "numpy", "--model", chatty, "--scheme", "float") == not_utf8
     monkeypatch.setattr("sys.stdin", io.StringIO("a" * 30 + "\n" + "b" * 30 + "\n"))
     code, out, err = cli("generate", "--chat", "--context", 64, "--backend", "numpy", "--tokens", 8, "--model", chatty)
     assert (
@@ -364,11 +369,13 @@ def test_a_conversation_ends(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyP
 def test_a_stop_string_ends_the_text_before_it(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--model", folder, "--backend", "numpy", "--tokens", 24, "--temperature", 50)
     whole = json.loads(cli("generate", "the cat", *options, "--json")[1])["texts"][0]
-    at = next(i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i and whole[i : i + 2].isascii())
-    stop = whole[at : at + 2]
-    found = json.loads(cli("generate", "the cat", *options, "--stop", "nosuch", "--stop", stop, "--json")[1])
-    assert found["texts"] == [whole[:at]] and len(found["tokens"][0]) < 24
-    assert cli("generate", "the cat", *options, "--stop", stop)[1] == f"the cat{whole[:at]}\n"
+    stop_start = next(
+        i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i and whole[i : i + 2].isascii()
+    )
+    stop = whole[stop_start : stop_start + 2]
+    report = json.loads(cli("generate", "the cat", *options, "--stop", "nosuch", "--stop", stop, "--json")[1])
+    assert report["texts"] == [whole[:stop_start]] and len(report["tokens"][0]) < 24
+    assert cli("generate", "the cat", *options, "--stop", stop)[1] == f"the cat{whole[:stop_start]}\n"
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "the cat", "seed": 0}, {"prompt": "the cat", "seed": 0, "stop": []}]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -416,12 +423,12 @@ def test_a_scheme_of_ones_own(cli: Any, folder: Path, scheme: str) -> None:
     runner = FloatRunner(model, 1, 100) if rounded is None else NumpyRunner(rounded, 1, 100)
     prompt = tokenizer.encode("the cat").tolist()
     assert code == 0 and out == f"the cat{tokenizer.decode([int(s[0]) for s in generate(runner, [prompt], 8)])}\n"
-    said = {
+    descriptions = {
         "float": "weights and KV cache in float32, on NumPy",
         "qoq": "QoQ in groups of",
         "qoq_channel": "QoQ per channel",
     }
-    assert said[scheme] in err
+    assert descriptions[scheme] in err
 
 
 def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,6 +447,6 @@ def test_the_trained_model_says_what_the_guide_shows(cli: Any, tmp_path: Path) -
     shown = [re.search(rf"^\| {re.escape(prompt)} \| (.*?) \|", page, re.MULTILINE) for prompt in prompts]
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(prompts), encoding="utf-8")
-    found = json.loads(cli("generate", "--prompts", path, "--backend", "numpy", "--tokens", 32, "--json")[1])
-    said = [" ".join(request["text"].split()) for request in found["requests"]]
-    assert said == [match and match[1] for match in shown]
+    report = json.loads(cli("generate", "--prompts", path, "--backend", "numpy", "--tokens", 32, "--json")[1])
+    texts = [" ".join(request["text"].split()) for request in report["requests"]]
+    assert texts == [match and match[1] for match in shown]

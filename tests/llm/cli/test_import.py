@@ -30,13 +30,13 @@ def test_a_model_of_qserve_generates(cli: Any, tmp_path: Path) -> None:
     folder, out = write_model(tmp_path / "theirs", "qserve", container="torch"), tmp_path / "ours"
     code, printed, err = cli("import", folder, "--out", out)
     assert code == 0 and err == ""
-    said = " ".join(printed.split())
-    assert "theirs: QServe per group" in said and "layer 1 down 128x256 lqq, group 64 exact -" in said
+    summary = " ".join(printed.split())
+    assert "theirs: QServe per group" in summary and "layer 1 down 128x256 lqq, group 64 exact -" in summary
     assert f"written: {out}" in printed.replace("\n", "")
     code, printed, _ = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 2, "--json")
     prompt = Tokenizer.from_folder(out).encode("the cat").tolist()
-    right = [int(step[0]) for step in generate(NumpyRunner(load(out), 1, 100), [prompt], 2)]
-    assert code == 0 and json.loads(printed)["tokens"] == [right]
+    expected = [int(step[0]) for step in generate(NumpyRunner(load(out), 1, 100), [prompt], 2)]
+    assert code == 0 and json.loads(printed)["tokens"] == [expected]
 
 
 def test_an_error_that_is_not_zero_is_shown(cli: Any, tmp_path: Path) -> None:

@@ -32,37 +32,37 @@ def tokens() -> Any:
     return np.array(tokenizer().encode(TEXT).ids)
 
 
-def asked(cli: Any, *arguments: object) -> dict[str, Any]:
+def report_perplexity(cli: Any, *arguments: object) -> dict[str, Any]:
     code, out, err = cli("perplexity", *arguments, "--json")
     assert (code, err) == (0, "")
-    found: dict[str, Any] = json.loads(out)
-    return found
+    report: dict[str, Any] = json.loads(out)
+    return report
 
 
 @pytest.mark.full
 def test_a_folder_and_a_gguf(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
     path = write_folder(tmp_path / "model", "smollm")
     model, _ = open_model(path)
-    found = asked(cli, path, "--text", text, "--length", 16)
-    every = windows(tokens, 16)
-    assert found["perplexity"] == pytest.approx(perplexity(model, every))
-    assert (found["windows"], found["tokens"], found["backend"]) == (len(every), every.size, "numpy")
-    assert (found["kv"], found["acts"]) == (32, 32) and found["seconds"] > 0
-    gguf = asked(cli, write_gguf(tmp_path / "model.gguf", "smollm"), "--text", text, "--length", 16)
-    assert gguf["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5)
+    report = report_perplexity(cli, path, "--text", text, "--length", 16)
+    all_windows = windows(tokens, 16)
+    assert report["perplexity"] == pytest.approx(perplexity(model, all_windows))
+    assert (report["windows"], report["tokens"], report["backend"]) == (len(all_windows), all_windows.size, "numpy")
+    assert (report["kv"], report["acts"]) == (32, 32) and report["seconds"] > 0
+    gguf = report_perplexity(cli, write_gguf(tmp_path / "model.gguf", "smollm"), "--text", text, "--length", 16)
+    assert gguf["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
 
 
 def test_what_is_quantised(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
     path = write_folder(tmp_path / "model", "qwen2")
     model, _ = open_model(path)
     options = ("--text", text, "--length", 16, "--windows", 3)
-    for given, numerics in (
+    for arguments, numerics in (
         (("--kv", 8), FakeQuantized(acts=None, kv="kv8")),
         (("--kv", 4), FakeQuantized(acts=None, kv="kv4")),
         (("--acts", 8), FakeQuantized(acts=8, kv=None)),
     ):
-        right = perplexity(model, windows(tokens, 16, 3), numerics)
-        assert asked(cli, path, *options, *given)["perplexity"] == pytest.approx(right)
+        expected = perplexity(model, windows(tokens, 16, 3), numerics)
+        assert report_perplexity(cli, path, *options, *arguments)["perplexity"] == pytest.approx(expected)
     code, out, _ = cli("perplexity", path, *options, "--kv", 4)
     assert code == 0 and out.startswith("perplexity ") and "\n" not in out.strip()
     for part in ("48 tokens, 3 windows of 16", "activations float32, KV cache 4 bits", " s on this CPU"):
@@ -78,12 +78,12 @@ def test_a_quantised_folder(cli: Any, tmp_path: Path, text: Path, tokens: Any) -
     out.mkdir()
     folder.save(quantized, out)
     Tokenizer((), tokenizer()).save(out)
-    options, few = ("--text", text, "--length", 16, "--windows", 3), windows(tokens, 16, 3)
-    of_weights = asked(cli, out, *options, "--kv", 32, "--acts", 32)["perplexity"]
-    whole = asked(cli, out, *options)
-    assert of_weights == pytest.approx(perplexity(dequantize_model(quantized), few))
+    options, three_windows = ("--text", text, "--length", 16, "--windows", 3), windows(tokens, 16, 3)
+    of_weights = report_perplexity(cli, out, *options, "--kv", 32, "--acts", 32)["perplexity"]
+    whole = report_perplexity(cli, out, *options)
+    assert of_weights == pytest.approx(perplexity(dequantize_model(quantized), three_windows))
     assert (whole["kv"], whole["acts"]) == (4, 8)
-    assert whole["perplexity"] == pytest.approx(perplexity(dequantize_model(quantized), few, FakeQuantized()))
+    assert whole["perplexity"] == pytest.approx(perplexity(dequantize_model(quantized), three_windows, FakeQuantized()))
 
 
 def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: 
     first, second = write_folder(tmp_path / "first", "smollm"), write_folder(tmp_path / "second", "qwen2")
     same = write_gguf(tmp_path / "same.gguf", "smollm")
     options = ("--text", text, "--length", 16, "--windows", 3)
-    found = asked(cli, first, same, second, *options)
-    assert (found["windows"], found["length"], found["tokens"], found["backend"]) == (3, 16, 48, "numpy")
-    alone = [asked(cli, model, *options)["perplexity"] for model in (first, same, second)]
-    models = found["models"]
+    report = report_perplexity(cli, first, same, second, *options)
+    assert (report["windows"], report["length"], report["tokens"], report["backend"]) == (3, 16, 48, "numpy")
+    alone = [report_perplexity(cli, model, *options)["perplexity"] for model in (first, same, second)]
+    models = report["models"]
     assert [figures["model"] for figures in models] == [str(first), str(same), str(second)]
     assert [figures["perplexity"] for figures in models] == pytest.approx(alone)
     assert [figures["ratio"] for figures in models] == pytest.approx([1, 1, alone[2] / alone[0]], rel=1e-5)
@@ -113,8 +113,8 @@ def test_models_that_cut_the_text_otherwise_are_not_compared(cli: Any, tmp_path:
     settings["model"]["merges"] = settings["model"]["merges"][:1]
     file.write_text(json.dumps(settings))
     rule = "perplexities of other tokens cannot be compared"
-    said = f"error: {first} and {second} cut {text} into different tokens: {rule}\n"
-    assert cli("perplexity", first, second, "--text", text, "--length", 16) == (2, "", said)
+    refusal = f"error: {first} and {second} cut {text} into different tokens: {rule}\n"
+    assert cli("perplexity", first, second, "--text", text, "--length", 16) == (2, "", refusal)
 
 
 def test_bad_input_is_one_line(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

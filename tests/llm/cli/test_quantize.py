@@ -128,10 +128,10 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     )
     code, printed, err = cli("quantize", folder, *options, "--json")
     assert (code, err) == (0, "")
-    found = json.loads(printed)
-    assert found["recipe"]["gptq"] and found["recipe"]["group"] == 32
-    assert found["recipe"]["protective_range"] == 120
-    assert [0 < error < 0.05 for of in found["errors"].values() for error in of.values()] == 8 * [True]
+    report = json.loads(printed)
+    assert report["recipe"]["gptq"] and report["recipe"]["group"] == 32
+    assert report["recipe"]["protective_range"] == 120
+    assert [0 < error < 0.05 for of in report["errors"].values() for error in of.values()] == 8 * [True]
     assert {path.name for path in out.iterdir()} == {
         "config.json", "ends.safetensors", "generation_config.json", "layer_000.safetensors", "layer_001.safetensors",
         "recipe.json", "tokenizer.json", "tokenizer_config.json",
@@ -174,8 +174,8 @@ def test_w4a4_is_measured_and_continues_a_text(
         "quantize", folder, "--recipe", *options, *text_options, "--samples", 2, "--out", out, "--json"
     )
     assert (code, err) == (0, "")
-    made = json.loads(printed)["recipe"]
-    of = made["kept"], made["int8"], made["outlier"]
+    settings = json.loads(printed)["recipe"]
+    of = settings["kept"], settings["int8"], settings["outlier"]
     assert of == ((64, None, 6.0) if options == ("atom",) else (0, 0.5, 0.0))  # a share that is asked for is filled
     seen = {bits: json.loads(cli("perplexity", out, *text_options, "--acts", bits, "--json")[1]) for bits in (4, 8)}
     whole = json.loads(cli("perplexity", out, *text_options, "--json")[1])
@@ -192,14 +192,16 @@ def test_w4a4_is_measured_and_continues_a_text(
 def test_qserve_per_channel_is_measured_and_continues_a_text(cli: Any, folder: Path, tmp_path: Path) -> None:
     """Run QServe's A100 setting as a whole model: no groups in the folder, and the text of its runner."""
     out, text = tmp_path / "out", tmp_path / "text.txt"
-    few = ("--text", text, "--length", 32)
-    assert cli("quantize", folder, "--recipe", "qoq_channel", *few, "--samples", 2, "--out", out)[0] == 0
+    sample_options = ("--text", text, "--length", 32)
+    assert cli("quantize", folder, "--recipe", "qoq_channel", *sample_options, "--samples", 2, "--out", out)[0] == 0
     model = folders.load(out)
     assert model.recipe["clip_block"] and model.recipe["smooth_heads"] is None
     for name, (_, K) in model.config.matrices.items():
         weight = getattr(model.layers[0], name)
         assert (weight.scheme, weight.group) == ("qoq_channel", K)
-    exact, ours = (json.loads(cli("perplexity", path, *few, "--json")[1])["perplexity"] for path in (folder, out))
+    exact, ours = (
+        json.loads(cli("perplexity", path, *sample_options, "--json")[1])["perplexity"] for path in (folder, out)
+    )
     assert np.log(ours) == pytest.approx(np.log(exact), rel=0.008) and ours != exact
     options = ("--tokens", 4, "--backend", "numpy")
     code, printed, _ = cli("generate", "the cat", "--model", out, *options, "--json")
@@ -240,8 +242,8 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
 def test_options_of_a_recipe_that_cannot_be(
     cli: Any, folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
-    given = [tmp_path / "text.txt" if option == "TEXT" else option for option in options]
-    code, _, err = cli("quantize", folder, *given, "--out", tmp_path / "out")
+    arguments = [tmp_path / "text.txt" if option == "TEXT" else option for option in options]
+    code, _, err = cli("quantize", folder, *arguments, "--out", tmp_path / "out")
     assert code == 2 and message in " ".join(err.split()) and not (tmp_path / "out").exists()
 
 
@@ -273,21 +275,21 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     exact = rows["float", "float32", 0]
     assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
     assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in printed
-    asked = ("accuracy", folder, "--seeds", 2, *sizes, "--out", tmp_path / "record.json")
+    command = ("accuracy", folder, "--seeds", 2, *sizes, "--out", tmp_path / "record.json")
     monkeypatch.setattr(accuracy, "quantize_layers", lambda *_: pytest.fail("that was measured before"))
-    assert cli(*asked, *options[:4])[0] == 0
+    assert cli(*command, *options[:4])[0] == 0
     assert json.loads((tmp_path / "record.json").read_text())["rows"] == record["rows"]
-    assert cli(*asked, "--only", "schemes, rounded/LQQ")[0] == 0  # of the same recipe as g64/reordering
+    assert cli(*command, "--only", "schemes, rounded/LQQ")[0] == 0  # of the same recipe as g64/reordering
     assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == len(record["rows"]) + 1
     for row in record["rows"]:
         del row["recipe"]["clip_block"]  # as before there was such a setting
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert cli(*asked, *options[:4])[0] == 0
-    code, _, err = cli(*asked, "--samples", 3)
+    assert cli(*command, *options[:4])[0] == 0
+    code, _, err = cli(*command, "--samples", 3)
     assert code == 2 and "record.json: is there already, of another calibration: [2, 32], not [3, 32]" in err
     for older in ({"step": "float64"}, {"recipe": record["rows"][1]["recipe"]}):
         (tmp_path / "record.json").write_text(json.dumps({**record, "rows": [{**record["rows"][0], **older}]}))
-        code, _, err = cli(*asked)
+        code, _, err = cli(*command)
         assert code == 2 and "record.json: rows must be those of this version's table" in err
     code, _, err = cli("accuracy", folder, "--length", 10**6)
     assert code == 2 and "--length expects at most" in err

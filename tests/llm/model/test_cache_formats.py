@@ -28,12 +28,12 @@ def test_fp8_is_that_of_cvt() -> None:
 
 
 def test_keys_by_channel_share_constants_over_tokens() -> None:
-    found = StoredTensor("kv4", tokens=16).restore(X)
+    restored = StoredTensor("kv4", tokens=16).restore(X)
     for start in range(0, 64, 16):
         group = X[:, start : start + 16].transpose(0, 2, 3, 1)
-        right = quant.quantize_kv(group, "kv4").dequantize().transpose(0, 3, 1, 2)
-        np.testing.assert_array_equal(found[:, start : start + 16], right)
-    np.testing.assert_array_equal(found[:, 64:], X[:, 64:])  # no group is full
+        expected = quant.quantize_kv(group, "kv4").dequantize().transpose(0, 3, 1, 2)
+        np.testing.assert_array_equal(restored[:, start : start + 16], expected)
+    np.testing.assert_array_equal(restored[:, 64:], X[:, 64:])  # no group is full
     assert error(StoredTensor("kv4", tokens=16)) < 0.7 * error(StoredTensor("kv4"))
 
 
@@ -43,10 +43,10 @@ def test_rotation_quantises_the_rotated_head(D: int) -> None:
     block = min(D, 128)
     matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(block)] for i in range(block)]) / np.sqrt(block)
     rotated = (x.reshape(-1, block) @ matrix.astype(np.float32)).reshape(x.shape)
-    right = quant.quantize_kv(rotated, "kv4").dequantize().reshape(-1, block) @ matrix
-    found = StoredTensor("kv4", rotated=True).restore(x)
-    assert found.dtype == x.dtype
-    assert np.linalg.norm(found - right.reshape(x.shape)) < 0.02 * np.linalg.norm(x)  # a tie may fall otherwise
+    expected = quant.quantize_kv(rotated, "kv4").dequantize().reshape(-1, block) @ matrix
+    restored = StoredTensor("kv4", rotated=True).restore(x)
+    assert restored.dtype == x.dtype
+    assert np.linalg.norm(restored - expected.reshape(x.shape)) < 0.02 * np.linalg.norm(x)  # a tie may fall otherwise
     identity = replace(StoredTensor("kv8"), rotated=True).restore(x)
     assert np.linalg.norm(identity - x) < 0.01 * np.linalg.norm(x)
 
@@ -75,6 +75,6 @@ def test_bytes_are_those_of_a_page(scheme: str) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    found = {name: form.token_bytes(64, 1, 1) for name, form in CACHE_FORMATS.items()}
-    assert (found["kv4"], found["kv4_rotated"], found["kivi4"]) == (72, 72, 72)
-    assert (found["k8v4"], found["fp8"]) == (104, 128)
+    token_bytes = {name: form.token_bytes(64, 1, 1) for name, form in CACHE_FORMATS.items()}
+    assert (token_bytes["kv4"], token_bytes["kv4_rotated"], token_bytes["kivi4"]) == (72, 72, 72)
+    assert (token_bytes["k8v4"], token_bytes["fp8"]) == (104, 128)

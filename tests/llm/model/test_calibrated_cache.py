@@ -38,11 +38,11 @@ OF_A_STEP = 0.015
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Make folders of one model, in groups of 64, with caches of both schemes."""
-    made = {}
+    paths = {}
     for scheme in BY_CHANNEL:
-        made[scheme] = tmp_path_factory.mktemp(scheme) / "out"
-        quantize_model(FloatModel.random(CONFIG), TEXT, RECIPES["rtn"].but(kv=scheme), made[scheme])
-    return made
+        paths[scheme] = tmp_path_factory.mktemp(scheme) / "out"
+        quantize_model(FloatModel.random(CONFIG), TEXT, RECIPES["rtn"].but(kv=scheme), paths[scheme])
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def test_a_folder_holds_its_constants(folders: dict[str, Path], scheme: str, tmp
         for path in (folders[scheme], tmp_path / "new")
     ]
     assert [of["kv_cache"] for of in packing] == [scheme, scheme]
-    for one, other in zip(model.layers, again.layers, strict=True):
-        assert np.array_equal(one.k_channel, other.k_channel) and np.array_equal(one.v_channel, other.v_channel)
+    for first, second in zip(model.layers, again.layers, strict=True):
+        assert np.array_equal(first.k_channel, second.k_channel) and np.array_equal(first.v_channel, second.v_channel)
 
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)

@@ -85,10 +85,10 @@ def test_the_benches_measure_these_models() -> None:
 def test_a_published_config_has_the_matrices_of_its_name(source: dict[str, Any], name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(source))
-    config, known = Config.from_json(path), Config.named(name)
+    config, published = Config.from_json(path), Config.named(name)
     assert config == Config.from_json(source) == Config.from_json(str(path))
     for field in ("matrices", "layers", "vocabulary", "eps", "rope_base", "experts", "chosen_experts", "head_dim"):
-        assert getattr(config, field) == getattr(known, field), field
+        assert getattr(config, field) == getattr(published, field), field
 
 
 def test_what_else_a_config_says() -> None:
@@ -97,7 +97,7 @@ def test_what_else_a_config_says() -> None:
     qwen, smol = Config.from_json(QWEN2), Config.from_json(SMOLLM)
     assert (qwen.head_dim, qwen.qkv_bias, qwen.window, qwen.tied_head) == (64, True, None, True)
     assert (smol.head_dim, smol.qkv_width, smol.tied_head, smol.qkv_bias) == (64, 960, True, False)
-    new = {key: value for key, value in LLAMA31.items() if not key.startswith("rope")}
+    new = {key: entry for key, entry in LLAMA31.items() if not key.startswith("rope")}
     angles = {**LLAMA31["rope_scaling"], "rope_theta": 5e5}
     config, same = Config.from_json({**new, "rope_parameters": angles}), Config.from_json(LLAMA31)
     assert (config.rope_base, hash(config)) == (5e5, hash(same))
@@ -110,13 +110,13 @@ def test_what_else_a_config_says() -> None:
 
 
 def test_gguf_metadata_are_read_likewise() -> None:
-    config, known = Config.from_gguf(GGUF), Config.named("Mixtral-8x7B")
+    config, published = Config.from_gguf(GGUF), Config.named("Mixtral-8x7B")
     for field in ("matrices", "layers", "vocabulary", "rope_base", "experts", "chosen_experts", "head_dim"):
-        assert getattr(config, field) == getattr(known, field), field
+        assert getattr(config, field) == getattr(published, field), field
     assert config.eps == pytest.approx(1e-5) and not config.tied_head
-    qwen = {key.replace("llama.", "qwen2."): value for key, value in GGUF.items() if "expert" not in key}
-    more = {"general.architecture": "qwen2", "qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
-    config = Config.from_gguf({**qwen, **more}, tied_head=True)
+    qwen = {key.replace("llama.", "qwen2."): entry for key, entry in GGUF.items() if "expert" not in key}
+    scaling = {"general.architecture": "qwen2", "qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
+    config = Config.from_gguf({**qwen, **scaling}, tied_head=True)
     assert (config.qkv_bias, config.experts, config.tied_head) == (True, 0, True)
     assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 
@@ -179,22 +179,24 @@ def test_other_errors_are_one_line_too(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"config.json: must be an object of keys and values \(got list\)"):
         Config.from_json(tmp_path / "config.json")
     with pytest.raises(ArgumentError, match=r"GGUF: llama.block_count: must be given"):
-        Config.from_gguf({key: value for key, value in GGUF.items() if "block" not in key})
+        Config.from_gguf({key: entry for key, entry in GGUF.items() if "block" not in key})
     with pytest.raises(ArgumentError, match=r"GGUF: llama.expert_used_count: must lie in 1..8 \(got 9\)"):
         Config.from_gguf({**GGUF, "llama.expert_used_count": 9})
 
 
 def test_every_layer_answers_for_its_window() -> None:
-    alike, none = Config.from_json(MISTRAL), Config.from_json(SMOLLM)
-    assert {alike.window_of(), alike.window_of(0), alike.window_of(31)} == {4096} and none.window_of(3) is None
-    some = Config.from_json({**QWEN2, "use_sliding_window": True, "max_window_layers": 22})
-    assert (some.window, some.window_layers) == (32768, (22, 23))
-    assert [some.window_of(layer) for layer in (0, 21, 22, 23)] == [None, None, 32768, 32768]
+    all_layers, unlimited = Config.from_json(MISTRAL), Config.from_json(SMOLLM)
+    assert {all_layers.window_of(), all_layers.window_of(0), all_layers.window_of(31)} == {
+        4096
+    } and unlimited.window_of(3) is None
+    two_layers = Config.from_json({**QWEN2, "use_sliding_window": True, "max_window_layers": 22})
+    assert (two_layers.window, two_layers.window_layers) == (32768, (22, 23))
+    assert [two_layers.window_of(layer) for layer in (0, 21, 22, 23)] == [None, None, 32768, 32768]
     for layer in (24, -1, 1.0, True):
         with pytest.raises(ArgumentError, match=r"layer: must be a number in 0\.\.23 \(got "):
-            some.window_of(layer)  # type: ignore[arg-type]
+            two_layers.window_of(layer)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="layer: must be given where only some layers have the window"):
-        some.window_of()
+        two_layers.window_of()
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,15 @@ def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
     window = windows(tokens_of(open_text("lee").evaluation, tokenizer))[:1]
     theirs = in_torch(torch, transformers, model).cuda()
     with torch.no_grad():
-        given = torch.from_numpy(window).cuda()
-        loss = theirs(given, labels=given).loss
+        tokens = torch.from_numpy(window).cuda()
+        loss = theirs(tokens, labels=tokens).loss
     assert perplexity(model.to_device(), window) == pytest.approx(float(loss.exp()), rel=1e-3)
 
 
 def in_torch(torch: Any, transformers: Any, model: FloatModel) -> Any:
     """Convert the model to transformers' LlamaForCausalLM."""
     c = model.config
-    made = transformers.LlamaForCausalLM(
+    llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=c.hidden, intermediate_size=c.ffn, num_hidden_layers=c.layers, num_attention_heads=c.heads,
             num_key_value_heads=c.kv_heads, vocab_size=c.vocabulary, rms_norm_eps=c.eps, tie_word_embeddings=True,
@@ -81,8 +81,8 @@ def in_torch(torch: Any, transformers: Any, model: FloatModel) -> Any:
     state = {f"{name}.weight": torch.from_numpy(array) for name, array in ends.items()}
     for i, layer in enumerate(model.layers):
         state |= {f"model.layers.{i}.{names[name]}.weight": torch.from_numpy(w) for name, w in layer.items()}
-    made.load_state_dict(state)
-    return made.float().eval()
+    llama.load_state_dict(state)
+    return llama.float().eval()
 
 
 @pytest.mark.gpu
@@ -101,10 +101,10 @@ def test_attention_by_blocks_is_attention(window: int | None) -> None:
     """The sequence has more tokens than two blocks of queries."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 300, heads, 8)) for heads in (4, 2, 2))
-    found = decoder.causal_attention(q, k, v, window)
+    blocked = decoder.causal_attention(q, k, v, window)
     for b in range(2):
-        right, _ = reference.attention(q[b], k[b], v[b], scale=8**-0.5, window=window)
-        assert np.abs(found[b] - right).max() < 1e-12
+        expected, _ = reference.attention(q[b], k[b], v[b], scale=8**-0.5, window=window)
+        assert np.abs(blocked[b] - expected).max() < 1e-12
 
 
 def test_perplexity_is_that_of_the_probabilities() -> None:
@@ -116,8 +116,8 @@ def test_perplexity_is_that_of_the_probabilities() -> None:
         shares = exponentials / exponentials.sum(axis=1, keepdims=True)
         probabilities += [shares[t, window[t + 1]] for t in range(299)]
     calls: list[None] = []
-    found = perplexity(model, tokens, progress=lambda: calls.append(None))
-    assert found == pytest.approx(np.exp(-np.log(probabilities).mean()), rel=1e-12)
+    measured = perplexity(model, tokens, progress=lambda: calls.append(None))
+    assert measured == pytest.approx(np.exp(-np.log(probabilities).mean()), rel=1e-12)
     assert len(calls) == 3 * (TINY.layers + 1)
 
 
@@ -154,13 +154,13 @@ def test_sequences_go_together_on_a_gpu_as_far_as_memory_allows(monkeypatch: pyt
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
     monkeypatch.setattr(floats, "_ELEMENTS", 2 * 10 * TINY.ffn)
     model, tokens = FloatModel.random(TINY, dtype=np.float64), np.arange(50).reshape(5, 10)
-    there, calls = model.to_device(), []
-    assert [len(batch) for batch in there.batches(tokens)] == [2, 2, 1]
+    device_model, calls = model.to_device(), []
+    assert [len(batch) for batch in device_model.batches(tokens)] == [2, 2, 1]
     assert [len(batch) for batch in model.batches(tokens)] == [1] * 5
-    assert [len(batch) for batch in there.batches(np.zeros((2, 30), np.int64))] == [1, 1]  # longer than fits
+    assert [len(batch) for batch in device_model.batches(np.zeros((2, 30), np.int64))] == [1, 1]  # longer than fits
     assert model.batches(tokens[:0]) == []
-    found = perplexity(there, tokens, progress=lambda: calls.append(None))
-    assert found == pytest.approx(perplexity(model, tokens), rel=1e-12)
+    on_device = perplexity(device_model, tokens, progress=lambda: calls.append(None))
+    assert on_device == pytest.approx(perplexity(model, tokens), rel=1e-12)
     assert len(calls) == 5 * (TINY.layers + 1)
 
 
@@ -186,9 +186,9 @@ def test_numerics_see_every_product_and_the_cache() -> None:
 def test_device_arrays_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
     model, tokens = FloatModel.random(TINY, dtype=np.float64), np.arange(20).reshape(2, 10)
-    there = model.to_device()
-    (states,) = there.states([tokens])
+    device_model = model.to_device()
+    (states,) = device_model.states([tokens])
     assert isinstance(states, DispatchingArray)
     assert np.allclose(states.array, model.states([tokens])[0], rtol=1e-12)
-    assert perplexity(there, tokens) == pytest.approx(perplexity(model, tokens), rel=1e-12)
-    assert len(there.layers[1:]) == 1 and (there.layers[-1]["q"].array == model.layers[1]["q"]).all()
+    assert perplexity(device_model, tokens) == pytest.approx(perplexity(model, tokens), rel=1e-12)
+    assert len(device_model.layers[1:]) == 1 and (device_model.layers[-1]["q"].array == model.layers[1]["q"]).all()

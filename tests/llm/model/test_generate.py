@@ -53,7 +53,7 @@ def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
     model = quantized_model(**how)
     runner = NumpyRunner(model, len(PROMPTS), 80)
     runner.prefill(PROMPTS)
-    before = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
+    caches_before = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
     seen: list[Any] = []
     for layer in runner._layers:
         layer.down = recording(layer.down, seen)
@@ -64,16 +64,20 @@ def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
     x = convert_to_dtype(floats(model.embedding)[tokens], dtype)
     residual, rope = np.zeros_like(x), (*model.config.rope_tables(80), positions)
     for i, weights in enumerate(model.layers):
-        slots = np.array([before[i].slots(b)[-1] for b in range(len(PROMPTS))], np.int32)
-        steps = exact(LayerInputs.of(x, residual, before[i], slots, rope), weights)
+        slots = np.array([caches_before[i].slots(b)[-1] for b in range(len(PROMPTS))], np.int32)
+        steps = exact(LayerInputs.of(x, residual, caches_before[i], slots, rope), weights)
         down_in, accumulators, hidden = seen[i]
-        right = steps["down_in"].right
-        assert np.array_equal(down_in.q, right.q) and np.array_equal(bits(down_in.scale), bits(right.scale))
-        known = unpack(weights.down)
-        if isinstance(known, quant.QoQChannelWeight):
-            expected = reference.gemm_accumulators_channel(right.q, known.q4, known.zero, right.token_sum)
+        expected_input = steps["down_in"].right
+        assert np.array_equal(down_in.q, expected_input.q) and np.array_equal(
+            bits(down_in.scale), bits(expected_input.scale)
+        )
+        weight = unpack(weights.down)
+        if isinstance(weight, quant.QoQChannelWeight):
+            expected = reference.gemm_accumulators_channel(
+                expected_input.q, weight.q4, weight.zero, expected_input.token_sum
+            )
         else:
-            expected = reference.gemm_accumulators(right.q, known.exact_level1())
+            expected = reference.gemm_accumulators(expected_input.q, weight.exact_level1())
         assert np.array_equal(accumulators, expected)
         x, residual = steps["hidden"].right, steps["residual"].right
         assert np.array_equal(bits(convert_to_dtype(hidden, dtype)), bits(x))
@@ -110,7 +114,7 @@ def test_a_head_whose_batch_may_not_matter_is_a_kernel_of_ours(batch_invariant: 
     model, names = quantized_model(tied_head=False), list[str]()
     runner = KernelRunner(model, 2, 80, backend="emulator", batch_invariant=batch_invariant)
     x = np.ones((2, model.config.hidden), np.float16)
-    with emulator.watched(lambda machine: names.append(machine.launch.entry.name) or []):
+    with emulator.watch_launches(lambda machine: names.append(machine.launch.entry.name) or []):
         logits = runner._head(x)
     assert names == ["gemm_f16_sm80"] * batch_invariant
     np.testing.assert_allclose(logits, x @ model.head.T, rtol=2**-9, atol=2**-9)
@@ -120,19 +124,19 @@ def test_a_head_whose_batch_may_not_matter_is_a_kernel_of_ours(batch_invariant: 
 def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, level: int, pieces: int) -> None:
     """The products have one sign and the largest size, which gives the largest sums there are."""
     q4 = np.full((8, K), 15, np.uint8)
-    known = quant.LQQWeight(
+    weight = quant.LQQWeight(
         q4=q4,
         group_scale=np.ones((8, K // 32), np.uint8),
         minimum=np.full((8, K // 32), level - 15, np.int8),
         channel_scale=np.ones(8, np.float32),
         protective_range=119,
     )
-    known.q4[1::2, ::3] = 3
-    product = IntegerProduct(pack(known, "row_major"))
+    weight.q4[1::2, ::3] = 3
+    product = IntegerProduct(pack(weight, "row_major"))
     x = np.full((3, K), 127, np.int8)
     x[1], x[2, 1::2] = -127, 126
     assert len(product.pieces) == pieces
-    assert np.array_equal(product.accumulators(x), reference.gemm_accumulators(x, known.exact_level1()))
+    assert np.array_equal(product.accumulators(x), reference.gemm_accumulators(x, weight.exact_level1()))
 
 
 @pytest.mark.default_cases("bfloat16")
@@ -146,12 +150,12 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
     kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
     twin = NumpyRunner(model, 3, 80, head="int8")
     normed = convert_to_dtype(np.random.default_rng(0).standard_normal((3, 64), np.float32), dtype)
-    found = twin._logits(normed)
-    assert found.dtype == np.float16 and found.shape == (3, 260)
-    assert np.array_equal(kernels._logits(normed), found)
-    assert np.array_equal(twin._logits(normed[1:2])[0], found[1])
-    right = floats(normed) @ floats(model.head).T
-    error = np.sqrt(np.square(found - right).mean() / np.square(right).mean())
+    logits = twin._logits(normed)
+    assert logits.dtype == np.float16 and logits.shape == (3, 260)
+    assert np.array_equal(kernels._logits(normed), logits)
+    assert np.array_equal(twin._logits(normed[1:2])[0], logits[1])
+    expected = floats(normed) @ floats(model.head).T
+    error = np.sqrt(np.square(logits - expected).mean() / np.square(expected).mean())
     assert 1e-3 < error < 0.015  # two roundings to INT8, of a row of weights and of a token
 
 
@@ -159,21 +163,21 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
 def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
     """A prompt gives the same caches at once, in chunks that cut it anywhere, token by token, alone or in a batch."""
 
-    def same(found: Any, right: Any) -> bool:
-        return bool((np.abs(found - right) <= 2.0**-10 * np.abs(right)).all())
+    def same(logits: Any, expected: Any) -> bool:
+        return bool((np.abs(logits - expected) <= 2.0**-10 * np.abs(expected)).all())
 
     whole = NumpyRunner(model, 3, 80)
     right = whole.prefill(PROMPTS)
     chunked = NumpyRunner(model, 3, 80, chunk=5)
     assert same(chunked.prefill(PROMPTS), right)
     assert all(np.array_equal(a.pool, b.pool) for a, b in zip(chunked.caches, whole.caches, strict=True))
-    after = whole.decode([5, 6, 7])
+    next_logits = whole.decode([5, 6, 7])
     for b, prompt in enumerate(PROMPTS):
         alone = NumpyRunner(model, 1, 80)
         logits = alone.prefill([prompt[:1]])
         for token in prompt[1:]:
             logits = alone.decode([token])
-        assert same(logits[0], right[b]) and same(alone.decode([5 + b])[0], after[b])
+        assert same(logits[0], right[b]) and same(alone.decode([5 + b])[0], next_logits[b])
         for ours, theirs in zip(alone.caches, whole.caches, strict=True):
             for of_one, of_all in zip(gather(ours), gather(theirs), strict=True):
                 for part in ("values", "scale", "zero"):
@@ -191,14 +195,14 @@ def test_kernels_give_the_same(model: QuantizedModel, own_keys: str) -> None:
     how = {"batch": 2, "context": 70, "chunk": 6, "own_keys": own_keys}
     kernels = KernelRunner(model, **how, head="int8", backend="emulator")  # whose sums are exact, unlike float16's
     same, near = (kind(model, **how, head="int8") for kind in (KernelAttentionRunner, NumpyRunner))
-    stepped, right, others = ([run.decode([5, 6]), run.decode([3, 1], [1, 0])] for run in (kernels, same, near))
-    assert np.array_equal(stepped, right)
+    stepped, expected, approximate = ([run.decode([5, 6]), run.decode([3, 1], [1, 0])] for run in (kernels, same, near))
+    assert np.array_equal(stepped, expected)
     for ours, theirs in zip(same.caches, kernels.caches, strict=True):
         assert np.array_equal(ours.pool, theirs.pool)
-    for run, logits in ((kernels, stepped), (near, others)):
+    for run, logits in ((kernels, stepped), (near, approximate)):
         logits += [run.extend({1: [8, 9], 0: [1, 2, 3, 4]}), run.extend({0: [5, 6, 7], 1: [1]})]
     assert np.array_equal(near.caches[0].pool, kernels.caches[0].pool) and near.caches[0].pool.any()
-    difference = np.sqrt(np.square(np.subtract(others, stepped), dtype=np.float64).mean())
+    difference = np.sqrt(np.square(np.subtract(approximate, stepped), dtype=np.float64).mean())
     assert 0 < difference < OF_ATTENTION * np.sqrt(np.square(stepped, dtype=np.float64).mean())
     assert np.array_equal(near.lengths, kernels.lengths) and near.lengths.tolist() == [9, 5]
 
@@ -237,8 +241,8 @@ def test_each_layer_has_its_own_window(backend: str) -> None:
     """Keys of the second layer follow from the first layer's window alone, logits from both."""
     caches, logits = {}, {}
     for name, windows in {"all": None, "first": (0,), "second": (1,), "none": ()}.items():
-        given = {"window": 3, "window_layers": windows} if windows != () else {}
-        model, how = quantized_model(**given), {"batch": 1, "context": 16}
+        window_options = {"window": 3, "window_layers": windows} if windows != () else {}
+        model, how = quantized_model(**window_options), {"batch": 1, "context": 16}
         runner = NumpyRunner(model, **how) if backend == "numpy" else KernelRunner(model, **how, backend=backend)
         logits[name] = runner.prefill([[1, 2, 3, 4, 5, 6, 7]]).copy()
         caches[name] = runner.caches[1].pool.copy()
@@ -249,10 +253,10 @@ def test_each_layer_has_its_own_window(backend: str) -> None:
 
 def test_tokens_are_the_likeliest(model: QuantizedModel) -> None:
     runner = NumpyRunner(model, 2, 20)
-    found = np.array(list(generate(runner, PROMPTS[:2], 4)))
-    assert found.shape == (4, 2) and found.dtype == np.int32
+    tokens = np.array(list(generate(runner, PROMPTS[:2], 4)))
+    assert tokens.shape == (4, 2) and tokens.dtype == np.int32
     so_far = [list(prompt) for prompt in PROMPTS[:2]]
-    for step in found:
+    for step in tokens:
         logits = NumpyRunner(model, 2, 20).prefill(so_far)
         assert np.array_equal(step, logits.argmax(axis=1))
         for text, token in zip(so_far, step.tolist(), strict=True):
@@ -262,13 +266,13 @@ def test_tokens_are_the_likeliest(model: QuantizedModel) -> None:
 def test_draws_follow_the_softmax_and_the_seed(model: QuantizedModel) -> None:
     runner = NumpyRunner(model, 2, 20)
 
-    def drawn(seed: int, temperature: float = 20.0) -> list[list[int]]:
+    def draw(seed: int, temperature: float = 20.0) -> list[list[int]]:
         return [step.tolist() for step in generate(runner, PROMPTS[:2], 5, temperature=temperature, seed=seed)]
 
-    assert drawn(1) == drawn(1) != drawn(2)
+    assert draw(1) == draw(1) != draw(2)
     greedy = [step.tolist() for step in generate(runner, PROMPTS[:2], 5)]
-    assert drawn(1, 1e-3) == greedy != drawn(1)
-    assert any(a != b for a, b in drawn(1)[:1])  # sequences draw apart from each other
+    assert draw(1, 1e-3) == greedy != draw(1)
+    assert any(a != b for a, b in draw(1)[:1])  # sequences draw apart from each other
 
 
 def test_a_prompt_goes_on_from_what_the_runner_holds(model: QuantizedModel) -> None:
@@ -295,15 +299,15 @@ def test_a_prompt_goes_on_from_what_the_runner_holds(model: QuantizedModel) -> N
 def test_a_penalty_follows_what_was_generated(model: QuantizedModel) -> None:
     """Prompts count, and every token since; without draws the largest score is taken."""
     runner, prompts = NumpyRunner(model, 2, 60), [list(prompt) for prompt in PROMPTS[:2]]
-    found = np.array(list(generate(runner, PROMPTS[:2], 12, repetition_penalty=4.0)))
-    for step in found:
+    tokens = np.array(list(generate(runner, PROMPTS[:2], 12, repetition_penalty=4.0)))
+    for step in tokens:
         logits = NumpyRunner(model, 2, 60).prefill(prompts).astype(np.float32)
         for b, prompt in enumerate(prompts):
             row = logits[b]
             row[prompt] = [score / 4 if score > 0 else score * 4 for score in row[prompt]]
             assert step[b] == row.argmax()
             prompt.append(int(step[b]))
-    assert not np.array_equal(found, np.array(list(generate(runner, PROMPTS[:2], 12))))
+    assert not np.array_equal(tokens, np.array(list(generate(runner, PROMPTS[:2], 12))))
 
 
 def test_draws_come_from_the_tokens_that_are_left(model: QuantizedModel) -> None:
@@ -317,10 +321,10 @@ def test_draws_come_from_the_tokens_that_are_left(model: QuantizedModel) -> None
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     """Draw from a flat distribution, in which noise of the other sign misses by 0.1."""
     rng, logits = np.random.default_rng(0), np.linspace(0, 1, 8).astype(np.float16)
-    many = np.tile(logits, (50_000, 1))
-    tokens = choose(many, Sampling(temperature=0.5), lambda shape: rng.gumbel(size=shape).astype(np.float32))
-    right = np.exp(2 * logits.astype(float)) / np.exp(2 * logits.astype(float)).sum()
-    assert np.abs(np.bincount(tokens, minlength=8) / len(many) - right).max() < 0.005
+    repeated_logits = np.tile(logits, (50_000, 1))
+    tokens = choose(repeated_logits, Sampling(temperature=0.5), lambda shape: rng.gumbel(size=shape).astype(np.float32))
+    expected = np.exp(2 * logits.astype(float)) / np.exp(2 * logits.astype(float)).sum()
+    assert np.abs(np.bincount(tokens, minlength=8) / len(repeated_logits) - expected).max() < 0.005
 
 
 def test_steps_are_made_as_they_are_asked_for(model: QuantizedModel) -> None:
@@ -363,9 +367,9 @@ def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
     ],
 )
 def test_bad_input_of_generate(model: QuantizedModel, how: dict[str, Any], message: str) -> None:
-    given = {"prompts": [[1, 2]], "tokens": 5, **how}
+    arguments = {"prompts": [[1, 2]], "tokens": 5, **how}
     with pytest.raises(ArgumentError, match=f"^{message}$"):
-        list(generate(NumpyRunner(model, 1, 20), **given))
+        list(generate(NumpyRunner(model, 1, 20), **arguments))
 
 
 def test_bad_input_of_a_runner(model: QuantizedModel) -> None:

@@ -53,8 +53,8 @@ class OnTheGpu(KernelAttentionRunner):
 def test_accumulators_are_equal(model: QuantizedModel, name: str, M: int) -> None:
     weight = getattr(model.layers[0], name)
     x = quantize_activations(np.random.default_rng(M).standard_normal((M, weight.K), dtype=np.float32))
-    found = ptxlab.gemm_w4a8(gpu.to_device(x.q), weight=ptxlab.to_device(weight), out_dtype="int32")
-    assert np.array_equal(gpu.to_host(found), IntegerProduct(weight).accumulators(x.q))
+    sums = ptxlab.gemm_w4a8(gpu.to_device(x.q), weight=ptxlab.to_device(weight), out_dtype="int32")
+    assert np.array_equal(gpu.to_host(sums), IntegerProduct(weight).accumulators(x.q))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -70,12 +70,12 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
     on_gpu = gpu.to_device(normed)
     eight = KernelRunner(model, 40, head="int8", **how)._logits(on_gpu)
     assert np.array_equal(gpu.to_host(eight), NumpyRunner(model, 40, head="int8", **how)._logits(normed))
-    ordered, plain = (KernelRunner(model, 40, batch_invariant=each, **how) for each in (True, False))
-    found = gpu.to_host(ordered._logits(on_gpu))
-    assert relative_error(found, gpu.to_host(plain._logits(on_gpu))) < 1e-3
+    ordered, plain = (KernelRunner(model, 40, batch_invariant=invariant, **how) for invariant in (True, False))
+    logits = gpu.to_host(ordered._logits(on_gpu))
+    assert relative_error(logits, gpu.to_host(plain._logits(on_gpu))) < 1e-3
     for row in (0, 7, 39):
         alone = gpu.to_host(ordered._logits(on_gpu[row : row + 1].copy()))
-        assert np.array_equal(alone[0].view(np.uint16), found[row].view(np.uint16))
+        assert np.array_equal(alone[0].view(np.uint16), logits[row].view(np.uint16))
 
 
 @pytest.mark.long(30)
@@ -89,15 +89,15 @@ def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -
     how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
     prompts = random_prompts(tuple(np.random.default_rng(batch).integers(1, 151, batch).tolist()))
-    near, kernels = (kind(model, batch, 200, chunk=64, own_keys=own_keys) for kind in (NumpyRunner, KernelRunner))
-    right, found = near.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
+    twin, kernels = (kind(model, batch, 200, chunk=64, own_keys=own_keys) for kind in (NumpyRunner, KernelRunner))
+    expected, logits = twin.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
     for _ in range(20):
-        assert relative_error(found, right) < OF_ROUNDING
-        tokens = right.argmax(axis=1)
-        right, found = near.decode(tokens), gpu.to_host(kernels.decode(tokens))
+        assert relative_error(logits, expected) < OF_ROUNDING
+        tokens = expected.argmax(axis=1)
+        expected, logits = twin.decode(tokens), gpu.to_host(kernels.decode(tokens))
     # Nothing of attention or gates comes before the keys and values of the first layer.
-    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), near.caches[0].pool)
-    assert np.array_equal(gpu.to_host(kernels.caches[0].lengths), near.lengths)
+    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), twin.caches[0].pool)
+    assert np.array_equal(gpu.to_host(kernels.caches[0].lengths), twin.lengths)
 
 
 @pytest.mark.parametrize("batch", [1, 5, 40])
@@ -108,15 +108,18 @@ def test_steps_are_those_of_the_oracle(changes: dict[str, Any], batch: int) -> N
     """Seventy steps begin with empty caches, so that sequences begin a second page."""
     how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
-    same, kernels = (kind(model, batch, 200) for kind in (OnTheGpu, KernelRunner))
+    twin, kernels = (kind(model, batch, 200) for kind in (OnTheGpu, KernelRunner))
     for tokens in np.random.default_rng(batch).integers(0, SMALL.vocabulary, (70, batch)):
-        others, found = same.decode(tokens), gpu.to_host(kernels.decode(tokens))
+        expected_logits, logits = twin.decode(tokens), gpu.to_host(kernels.decode(tokens))
     pools = [gpu.to_host(cache.pool) for cache in kernels.caches]
-    assert np.array_equal(pools[0], same.caches[0].pool)
+    assert np.array_equal(pools[0], twin.caches[0].pool)
     # One attention, and one gate that may be a step off in a few of a million elements, comes before the second's.
-    other = float((pools[1] != same.caches[1].pool).sum() / np.count_nonzero(pools[1]))
-    print(f"other bytes in the second layer's cache: {other:.5f}; logits: {relative_error(found, others):.5f}")
-    assert other < 0.02 and relative_error(found, others) < OF_ROUNDING
+    differing_share = float((pools[1] != twin.caches[1].pool).sum() / np.count_nonzero(pools[1]))
+    print(
+        f"other bytes in the second layer's cache: {differing_share:.5f};"
+        f" logits: {relative_error(logits, expected_logits):.5f}"
+    )
+    assert differing_share < 0.02 and relative_error(logits, expected_logits) < OF_ROUNDING
 
 
 def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
@@ -133,9 +136,9 @@ def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
     x, residual = runner._embedding[b.tokens], b.residual
     residual.fill(0)
     for layer, cache in zip(runner._layers, b.caches, strict=True):
-        given = LayerInputs.of(x, residual, cache, b.slots, rope)
+        inputs = LayerInputs.of(x, residual, cache, b.slots, rope)
         x = decode_layer(x, residual, layer, cache, b.slots, rope=rope, buffers=b.buffers)
-        assert compare(given, layer, b.buffers, residual, cache).endswith("all others equal in every bit")
+        assert compare(inputs, layer, b.buffers, residual, cache).endswith("all others equal in every bit")
 
 
 def test_a_token_does_not_depend_on_chunks(model: QuantizedModel) -> None:
@@ -178,16 +181,16 @@ def test_generate_reads_tokens_behind_the_next_step(model: QuantizedModel) -> No
     """Greedy tokens are those of plain calls; drawn ones follow the seed."""
     prompts = random_prompts((5, 9))
     runner = KernelRunner(model, 2, 60)
-    found = np.array(list(generate(runner, prompts, 20)))
-    logits, right = runner.prefill(prompts), []
+    tokens = np.array(list(generate(runner, prompts, 20)))
+    logits, expected = runner.prefill(prompts), []
     for _ in range(20):
-        right.append(gpu.to_host(logits.argmax(axis=1)))
-        logits = runner.decode(right[-1])
-    assert np.array_equal(found, right)
-    first, again, other = (
+        expected.append(gpu.to_host(logits.argmax(axis=1)))
+        logits = runner.decode(expected[-1])
+    assert np.array_equal(tokens, expected)
+    first, again, other_seed = (
         np.array(list(generate(runner, prompts, 10, temperature=30.0, seed=seed))) for seed in (1, 1, 2)
     )
-    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    assert np.array_equal(first, again) and not np.array_equal(first, other_seed)
 
 
 def test_a_token_without_finite_logits_is_an_error() -> None:
@@ -225,13 +228,18 @@ def test_the_trained_model_writes_the_same_text() -> None:
     prompts = [tokenizer.encode(prompt).tolist() for prompt in PROMPTS]
     context = max(map(len, prompts)) + TOKENS
     ours, theirs = (kind(model, len(prompts), context) for kind in (OnTheGpu, KernelRunner))
-    right, found = ours.prefill(prompts), gpu.to_host(theirs.prefill(prompts))
+    expected, logits = ours.prefill(prompts), gpu.to_host(theirs.prefill(prompts))
     for position in range(TOKENS):
-        tokens, others = right.argmax(axis=1), found.argmax(axis=1)
-        for prompt, row, other_row, token, other in zip(PROMPTS, right, found, tokens, others, strict=True):
-            assert relative_error(other_row[None], row[None]) < OF_ROUNDING_TRAINED, (prompt, position)
-            margin, error = float(row[token] - row[other]), float(np.abs(other_row - row).max())
+        expected_tokens, likeliest = expected.argmax(axis=1), logits.argmax(axis=1)
+        for prompt, expected_row, other_row, expected_token, likeliest_token in zip(
+            PROMPTS, expected, logits, expected_tokens, likeliest, strict=True
+        ):
+            assert relative_error(other_row[None], expected_row[None]) < OF_ROUNDING_TRAINED, (prompt, position)
+            margin, error = (
+                float(expected_row[expected_token] - expected_row[likeliest_token]),
+                float(np.abs(other_row - expected_row).max()),
+            )
             assert margin <= 2 * error, (prompt, position)
-            if token != other:
+            if expected_token != likeliest_token:
                 print(f"{prompt!r}: parts at token {position}, margin {margin:.3f}, largest error {error:.3f}")
-        right, found = ours.decode(tokens), gpu.to_host(theirs.decode(tokens))
+        expected, logits = ours.decode(expected_tokens), gpu.to_host(theirs.decode(expected_tokens))

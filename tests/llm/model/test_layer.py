@@ -38,18 +38,18 @@ OF_QUANTISING = 0.08
 
 def run_and_compare(problem: LayerProblem, **how: Any) -> str:
     """Run the layer, and compare it with `exact` step by step, and with `in_float64`."""
-    given, dtype = problem.inputs, problem.weights.dtype
+    inputs, dtype = problem.inputs, problem.weights.dtype
     hidden = problem.run(**how)
-    results, exactly = (hidden, problem.residual), in_float64(given, problem.weights)
+    outputs, expected_outputs = (hidden, problem.residual), in_float64(inputs, problem.weights)
     if problem.buffers.residual_epilogue and not problem.weights.config.experts:
-        results, exactly = results[1:], (sum(exactly),)
+        outputs, expected_outputs = outputs[1:], (sum(expected_outputs),)
         assert hidden is problem.residual
     else:
         assert hidden is problem.buffers.hidden
-    for found, right in zip(results, exactly, strict=True):
-        error = numbers(found, dtype) - right
-        assert np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((right**2).mean())
-    return compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
+    for output, expected in zip(outputs, expected_outputs, strict=True):
+        error = numbers(output, dtype) - expected
+        assert np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((expected**2).mean())
+    return compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
 
 
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -68,11 +68,11 @@ EARLY, LATE = ({"mode": mode, "begin": "early"} for mode in emulator.MODES)
 )
 def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str, Any], names: tuple[str, ...]) -> None:
     problem = layer_problem(config, **how)
-    with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
-        said = run_and_compare(problem)
-    assert made.findings == [] and tuple(made.launches) == names
+    with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as chain:
+        summary = run_and_compare(problem)
+    assert chain.findings == [] and tuple(chain.launches) == names
     routed = ("share, ", 19) if config.experts else ("", 10)  # without experts `o` and `hidden` go to the stream
-    assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
+    assert summary == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
 
 
 GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
@@ -90,12 +90,12 @@ GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
 )
 def test_products_that_end_with_more(how: dict[str, Any], when: dict[str, Any]) -> None:
     problem = layer_problem(TINY, **how)
-    with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
-        said = run_and_compare(problem)
+    with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as chain:
+        summary = run_and_compare(problem)
     gated, added = "interleaved" in how, how.get("residual_epilogue", True)
-    assert made.findings == [] and tuple(made.launches) == (GATED if gated else CHAIN)
+    assert chain.findings == [] and tuple(chain.launches) == (GATED if gated else CHAIN)
     last = "gate_up" if gated else "down_in"
-    assert said == f"{10 if added else 12} steps: attention, {last} within bounds, all others equal in every bit"
+    assert summary == f"{10 if added else 12} steps: attention, {last} within bounds, all others equal in every bit"
 
 
 @pytest.mark.full
@@ -103,10 +103,10 @@ def test_layers_that_add_to_the_stream_follow_each_other() -> None:
     """The second is given the residual itself, to which there is nothing to add."""
     first = layer_problem()
     second = another_layer(first, seed=1)
-    with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as made:
+    with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as chain:
         run_and_compare(first)
         run_and_compare(second, programmatic=True)
-    assert made.findings == [] and tuple(made.launches) == 2 * CHAIN
+    assert chain.findings == [] and tuple(chain.launches) == 2 * CHAIN
 
 
 @pytest.mark.full
@@ -140,8 +140,8 @@ def fill(part: Any, byte: int) -> None:
     if isinstance(part, np.ndarray):
         part.view(np.uint8)[...] = byte
     elif is_dataclass(part) and not isinstance(part, Config):
-        for each in fields(part):
-            fill(getattr(part, each.name), byte)
+        for part_field in fields(part):
+            fill(getattr(part, part_field.name), byte)
 
 
 @pytest.mark.full
@@ -150,11 +150,11 @@ def fill(part: Any, byte: int) -> None:
 def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
     """The buffers hold other bytes before."""
     fill(problem.buffers, poison)
-    given = problem.inputs
-    with emulator.chain(emulator.CHECKS, mode=mode, begin=mode, given=[problem.cache.pool]) as made:
+    inputs = problem.inputs
+    with emulator.chain(emulator.CHECKS, mode=mode, begin=mode, given=[problem.cache.pool]) as chain:
         problem.run()
-    assert made.findings == []
-    compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
+    assert chain.findings == []
+    compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
 
 
 @pytest.mark.full
@@ -163,10 +163,10 @@ def test_layers_follow_each_other() -> None:
     first = layer_problem()
     first.residual[...] = 0  # as before the first layer of a decoder
     second = another_layer(first, seed=1)
-    with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as made:
+    with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as chain:
         run_and_compare(first)
         run_and_compare(second, programmatic=True)
-    assert made.findings == [] and len(made.launches) == 20
+    assert chain.findings == [] and len(chain.launches) == 20
 
 
 @pytest.mark.full
@@ -177,15 +177,17 @@ def test_layers_follow_each_other() -> None:
 )
 def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -> None:
     problem = layer_problem(config, batch_invariant=True, **ends)
-    given, b = problem.inputs, 0
-    cache = replace(given.cache, **{name: getattr(given.cache, name)[b : b + 1] for name in ("block_table", "lengths")})
+    inputs, b = problem.inputs, 0
+    cache = replace(
+        inputs.cache, **{name: getattr(inputs.cache, name)[b : b + 1] for name in ("block_table", "lengths")}
+    )
     cos, sin, positions = problem.rope
     alone = replace(
         problem,
         cache=cache,
-        x=given.x[b : b + 1],
-        residual=given.residual[b : b + 1],
-        slots=given.slots[b : b + 1],
+        x=inputs.x[b : b + 1],
+        residual=inputs.residual[b : b + 1],
+        slots=inputs.slots[b : b + 1],
         rope=(cos, sin, positions[b : b + 1]),
         buffers=replace(
             LayerBuffers.empty(problem.weights, cache, batch_invariant=True),
@@ -205,24 +207,24 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
         *((MIXTRAL, name, {}) for name in sorted({*OF_EXPERTS} - {*CHAIN})),
         (TINY, "gemm_w4a8_small_sm90", {"interleaved": True}),
     ],
-    ids=lambda each: each if isinstance(each, str) else "mixtral" if getattr(each, "experts", 0) else None,
+    ids=lambda case: case if isinstance(case, str) else "mixtral" if getattr(case, "experts", 0) else None,
 )
 def test_a_wait_that_one_kernel_leaves_out_is_found(
     config: Config, name: str, ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found though the results are right, as they may be on a GPU for long."""
 
-    def parsed(text: str, *paths: str) -> emulator.Module:
+    def parse_without_wait(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
 
-    monkeypatch.setattr(runtime, "_parse_cached", parsed)
+    monkeypatch.setattr(runtime, "_parse_cached", parse_without_wait)
     problem = layer_problem(config, **ends)
-    given = problem.inputs
-    with emulator.chain({"race"}, begin="late") as made:
+    inputs = problem.inputs
+    with emulator.chain({"race"}, begin="late") as chain:
         problem.run(programmatic=True)
-    compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
-    assert all(finding.kind == "race" and "griddepcontrol.wait" in finding.message for finding in made.findings)
-    assert {finding.message.startswith("no thread executes") for finding in made.findings} == {True, False}
+    compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
+    assert all(finding.kind == "race" and "griddepcontrol.wait" in finding.message for finding in chain.findings)
+    assert {finding.message.startswith("no thread executes") for finding in chain.findings} == {True, False}
 
 
 SET_LENGTHS = """.version 8.0
@@ -250,19 +252,20 @@ ret;
 def test_who_writes_lengths_is_followed_by_an_ordinary_launch(programmatic: bool) -> None:
     """Attention reads them ahead of its wait, three launches later."""
     problem = layer_problem()
+    fill(problem.buffers, 0)  # read where attention, too early, sees no tokens and writes nothing
     lengths, problem.cache.lengths[...] = problem.cache.lengths.copy(), 0
-    with emulator.chain({"race"}) as made:
+    with emulator.chain({"race"}) as chain:
         emulator.run(SET_LENGTHS, None, [lengths, problem.cache.lengths], grid=1, block=len(lengths))
         problem.run(programmatic=programmatic)
-    found = [finding.message for finding in made.findings]
-    assert bool(found) == programmatic and all("ahead of griddepcontrol.wait" in message for message in found)
+    messages = [finding.message for finding in chain.findings]
+    assert bool(messages) == programmatic and all("ahead of griddepcontrol.wait" in message for message in messages)
 
 
 def test_twins_agree_where_nothing_is_left_to_round() -> None:
     """`exact` by itself, without the launches, is as near to float64 as they are."""
     problem = layer_problem()
-    given = problem.inputs
-    steps, (hidden, residual) = exact(given, problem.weights), in_float64(given, problem.weights)
+    inputs = problem.inputs
+    steps, (hidden, residual) = exact(inputs, problem.weights), in_float64(inputs, problem.weights)
     for name, right in (("hidden", hidden), ("residual", residual)):
         error = steps[name].right.astype(np.float64) - right
         assert 0 < np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((right**2).mean())
@@ -281,7 +284,7 @@ def device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu, name, function)
 
 
-def there(part: Any) -> Any:
+def to_device(part: Any) -> Any:
     """Move an array or a packed weight to that device."""
     if not hasattr(part, "buffers"):
         return DispatchingArray(part)
@@ -296,17 +299,19 @@ def there(part: Any) -> Any:
 )
 def test_twins_take_device_arrays(config: Config, how: dict[str, Any]) -> None:
     problem = layer_problem(config, **how)
-    given, weights = problem.inputs, problem.weights
-    moved_weights = replace(weights, **{name: there(part) for name, part in weights.parts.items()})
-    x, residual, slots, *rope = map(there, (given.x, given.residual, given.slots, *given.rope))
-    moved_inputs = LayerInputs(x, residual, map_arrays(given.cache, DispatchingArray), slots, tuple(rope))
-    steps = exact(given, weights)
+    inputs, weights = problem.inputs, problem.weights
+    moved_weights = replace(weights, **{name: to_device(part) for name, part in weights.parts.items()})
+    x, residual, slots, *rope = map(to_device, (inputs.x, inputs.residual, inputs.slots, *inputs.rope))
+    moved_inputs = LayerInputs(x, residual, map_arrays(inputs.cache, DispatchingArray), slots, tuple(rope))
+    steps = exact(inputs, weights)
     for name, step in exact(moved_inputs, moved_weights).items():
-        found, known = (vars(each.right) if name.endswith("_in") or name == "tokens" else {"": each.right}
-                        for each in (step, steps[name]))  # fmt: skip
-        assert all((found[part].array == known[part]).all() for part in known), name
-    floats = zip(in_float64(moved_inputs, moved_weights), in_float64(given, weights), strict=True)
-    assert all(np.allclose(found.array, known, rtol=1e-9) for found, known in floats)
+        array_set, expected_set = (
+            vars(each_step.right) if name.endswith("_in") or name == "tokens" else {"": each_step.right}
+            for each_step in (step, steps[name])
+        )
+        assert all((array_set[part].array == expected_set[part]).all() for part in expected_set), name
+    floats = zip(in_float64(moved_inputs, moved_weights), in_float64(inputs, weights), strict=True)
+    assert all(np.allclose(moved.array, expected, rtol=1e-9) for moved, expected in floats)
 
 
 STEPS = (
@@ -323,32 +328,32 @@ STEPS = (
     "down_in",
     "hidden",
 )
-ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "results")
+ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "expert_outputs")
 
 
 @pytest.mark.default_cases("llama")
 @pytest.mark.parametrize(("config", "steps"), [(TINY, STEPS), (MIXTRAL, ROUTED)], ids=["llama", "mixtral"])
 def test_a_step_that_went_wrong_is_named(config: Config, steps: tuple[str, ...]) -> None:
     problem = layer_problem(config, residual_epilogue=False)
-    given, routing = problem.inputs, problem.buffers.routing
+    inputs, routing = problem.inputs, problem.buffers.routing
     problem.run()
-    found = given, problem.weights, problem.buffers, problem.residual, problem.cache
-    compare(*found)
-    of = {"pool": problem.cache.pool, "residual": problem.residual}
+    comparison = inputs, problem.weights, problem.buffers, problem.residual, problem.cache
+    compare(*comparison)
+    arrays = {"pool": problem.cache.pool, "residual": problem.residual}
     if routing is not None:
-        of |= {**routing.routed.arrays, **vars(routing)}
+        arrays |= {**routing.routed.arrays, **vars(routing)}
     for name in steps:
-        array = of.get(name, getattr(problem.buffers, name, None))
+        array = arrays.get(name, getattr(problem.buffers, name, None))
         array = getattr(array, "x_q", array)
         place = np.unravel_index(int(np.argmax(np.abs(array.astype(np.float32)))), array.shape)
-        before = array[place]
+        element = array[place]
         array[place] = 0
         with pytest.raises(VerificationError, match=rf"^{name}[.:]"):
-            compare(*found)
-        array[place] = before
+            compare(*comparison)
+        array[place] = element
     problem.buffers.o_in.token_sum[1] += 1
     with pytest.raises(VerificationError, match=r"^o_in.token_sum: 1 of 3 elements differ .* first at \[1\]"):
-        compare(*found)
+        compare(*comparison)
 
 
 def on_the_device(problem: LayerProblem) -> LayerProblem:
@@ -372,11 +377,11 @@ def test_in_a_capture_nothing_is_allocated(
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     fake.runs = False
-    there = on_the_device(layer_problem(config))
-    there.run(backend=None)
+    problem = on_the_device(layer_problem(config))
+    problem.run(backend=None)
     fake.capturing, allocations = True, fake.allocations
     del fake.launched[:], fake.geometries[:]
-    there.run(backend=None)
+    problem.run(backend=None)
     assert fake.allocations == allocations and tuple(name for name, _ in fake.launched) == names
     assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * (len(names) - 1)
 
@@ -457,12 +462,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
 def test_bad_input_is_refused_before_a_launch(config: Config, change: dict[str, Any], message: str) -> None:
     problem = PROBLEM if config is TINY else PROBLEM_OF_EXPERTS
-    given = problem.inputs
-    with emulator.chain(()) as made, pytest.raises(ArgumentError) as error:
+    inputs = problem.inputs
+    with emulator.chain(()) as chain, pytest.raises(ArgumentError) as error:
         replace(problem, **change).run()
     assert message in str(error.value) and "\n" not in str(error.value)
-    assert made.launches == []
-    assert (problem.residual == given.residual).all() and (problem.cache.pool == given.cache.pool).all()
+    assert chain.launches == []
+    assert (problem.residual == inputs.residual).all() and (problem.cache.pool == inputs.cache.pool).all()
 
 
 PROBLEM_OF_EXPERTS = layer_problem(MIXTRAL)
@@ -503,13 +508,13 @@ def test_a_layer_that_no_kernel_takes_has_no_buffers(change: dict[str, int], mes
 def test_a_batch_of_nobody_is_a_layer_of_no_launch(problem: LayerProblem) -> None:
     cache = replace(problem.cache, block_table=problem.cache.block_table[:0], lengths=problem.cache.lengths[:0])
     x, residual, slots, positions = (
-        each[:0].copy() for each in (problem.x, problem.residual, problem.slots, POSITIONS)
+        array[:0].copy() for array in (problem.x, problem.residual, problem.slots, POSITIONS)
     )
     nobody = replace(problem, cache=cache, x=x, residual=residual, slots=slots, rope=(COS, SIN, positions))
     nobody = replace(nobody, buffers=LayerBuffers.empty(problem.weights, cache))
-    with emulator.chain(()) as made:
+    with emulator.chain(()) as chain:
         assert nobody.run().shape == (0, 128)
-    assert made.launches == []
+    assert chain.launches == []
 
 
 def test_what_is_elsewhere_is_refused_before_a_launch(fake: FakeGpu) -> None:
@@ -517,21 +522,21 @@ def test_what_is_elsewhere_is_refused_before_a_launch(fake: FakeGpu) -> None:
 
     The cache may be on the GPU beside buffers on the host.
     """
-    there = on_the_device(layer_problem())
+    on_gpu = on_the_device(layer_problem())
     host, count = layer_problem(), len(fake.launched)
     second = DeviceArray(host.slots, device=1)
     for problem, message in (
-        (replace(there, slots=host.slots), r"decode_layer: slots: an array on the GPU"),
-        (replace(there, rope=host.rope), r"decode_layer: rope cos: an array on the GPU"),
-        (replace(there, weights=host.weights), r"decode_layer: weights.input_norm: an array on the GPU"),
-        (replace(there, slots=second), r"decode_layer: slots: on the current device 0 \(got device 1\)"),
-        (replace(host, cache=there.cache), r"decode_layer: cache.pool: must be on the host, as the other arrays are"),
+        (replace(on_gpu, slots=host.slots), r"decode_layer: slots: an array on the GPU"),
+        (replace(on_gpu, rope=host.rope), r"decode_layer: rope cos: an array on the GPU"),
+        (replace(on_gpu, weights=host.weights), r"decode_layer: weights.input_norm: an array on the GPU"),
+        (replace(on_gpu, slots=second), r"decode_layer: slots: on the current device 0 \(got device 1\)"),
+        (replace(host, cache=on_gpu.cache), r"decode_layer: cache.pool: must be on the host, as the other arrays are"),
     ):
         with pytest.raises(ArgumentError, match=message):
             problem.run(backend=None)
     assert len(fake.launched) == count
     with pytest.raises(ArgumentError, match=r"^o: must be on the host, as input_norm is"):
-        replace(host.weights, o=there.weights.o)
+        replace(host.weights, o=on_gpu.weights.o)
 
 
 def test_epilogues_that_do_not_fit_are_refused() -> None:
@@ -543,9 +548,9 @@ def test_epilogues_that_do_not_fit_are_refused() -> None:
         ({"buffers": buffers}, "buffers: must be made for a gate_up as these weights have it (got interleaved rows)"),
         ({"weights": gelu}, "weights.gate_up: must have gate above up unless the activation is silu (got interleaved "),
     ):
-        with emulator.chain(()) as made, pytest.raises(ArgumentError) as error:
+        with emulator.chain(()) as chain, pytest.raises(ArgumentError) as error:
             replace(PROBLEM, **change).run()
-        assert str(error.value).startswith(f"decode_layer: {message}") and made.launches == []
+        assert str(error.value).startswith(f"decode_layer: {message}") and chain.launches == []
     of_experts = replace(PROBLEM_OF_EXPERTS, x=PROBLEM_OF_EXPERTS.residual)  # to which no product has added yet
     with pytest.raises(ArgumentError, match=r"^rmsnorm_quantize: residual: must not share memory with x"):
         of_experts.run()
@@ -584,6 +589,6 @@ def test_weights_have_the_shapes_of_the_config() -> None:
 
 def test_inputs_are_copied() -> None:
     problem = layer_problem()
-    given = problem.inputs
-    assert isinstance(given, LayerInputs) and not np.shares_memory(given.residual, problem.residual)
-    assert not np.shares_memory(given.cache.pool, problem.cache.pool)
+    inputs = problem.inputs
+    assert isinstance(inputs, LayerInputs) and not np.shares_memory(inputs.residual, problem.residual)
+    assert not np.shares_memory(inputs.cache.pool, problem.cache.pool)

@@ -28,9 +28,9 @@ def arrays(part: Any) -> dict[int, np.ndarray]:
     """List every array in a dataclass, at any depth, once."""
     if isinstance(part, np.ndarray):
         return {id(part): part}
-    values = [getattr(part, each.name) for each in fields(part)] if is_dataclass(part) else []
+    values = [getattr(part, array_field.name) for array_field in fields(part)] if is_dataclass(part) else []
     values += part if isinstance(part, list) else []
-    return {key: array for value in values for key, array in arrays(value).items()}
+    return {key: array for element in values for key, array in arrays(element).items()}
 
 
 @pytest.mark.parametrize("config", [TINY, EXPERTS])
@@ -64,13 +64,13 @@ def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head:
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=tied)), group=32, dtype=dtype)
     how: dict[str, Any] = {"chunk": 5, "head": head, "own_keys": own_keys}
     runner = KernelRunner(model, 3, 100, pages=4, backend="emulator", **how)
-    found = Footprint.of_model(model, 3, 100, **how)
-    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, **how)
+    footprint = Footprint.of_model(model, 3, 100, **how)
+    assert footprint == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, **how)
     of_head = vars(runner._head.weight).values() if head == "int8" else [runner._head.weight]
     of_head = [array for array in of_head if isinstance(array, np.ndarray)]
     ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}
-    assert found.ends == sum(array.nbytes for array in ends.values())
-    assert found.total(4) - found.fixed == sum(cache.pool.nbytes for cache in runner.caches)
+    assert footprint.ends == sum(array.nbytes for array in ends.values())
+    assert footprint.total(4) - footprint.fixed == sum(cache.pool.nbytes for cache in runner.caches)
     launches = [runner._decode_step(rows) for rows in launch_sizes(3)] + [
         runner._prompt_step(rows) for rows in launch_sizes(5)
     ]
@@ -78,7 +78,7 @@ def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head:
     pools = sum(cache.pool.nbytes for cache in runner.caches)
     logits, tables = 3 * 260 * 2, sum(table.nbytes for table in runner._angles)
     shown = sum(array.nbytes for array in steps.values()) - pools
-    assert found.buffers == shown + logits + tables
+    assert footprint.buffers == shown + logits + tables
 
 
 def test_the_largest_batch_fits_and_one_more_is_refused_with_the_figures() -> None:
@@ -135,13 +135,13 @@ def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
 ) -> None:
     """The refusal comes before any copy to the card; a runner that just fits is accepted."""
 
-    def copied(weights: LayerWeights) -> None:
+    def fail_to_copy(weights: LayerWeights) -> None:
         raise CopiedError
 
     model = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32)
     needed = Footprint.of_model(model, 2, 128, chunk=8).total(4)
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(name="a small card", memory_bytes=needed + spare))
-    monkeypatch.setattr(LayerWeights, "to_device", copied)
+    monkeypatch.setattr(LayerWeights, "to_device", fail_to_copy)
     with pytest.raises(raised) as error:
         KernelRunner(model, 2, 128, chunk=8, pages=4)
     figures = r"0\.00 GB of weights \+ .* of reserve \+ 0\.00 GB of 4 pages"

@@ -30,8 +30,8 @@ def on_gpu(problem: LayerProblem, **buffers: Any) -> LayerProblem:
     """Copy a problem to the device."""
     weights, cache = problem.weights.to_device(), ptxlab.to_device(problem.cache)
     x, residual, slots, *rope = map(gpu.to_device, (problem.x, problem.residual, problem.slots, *problem.rope))
-    made = LayerBuffers.empty(weights, cache, **buffers)
-    return LayerProblem(weights, cache, x, residual, slots, tuple(rope), made)
+    layer_buffers = LayerBuffers.empty(weights, cache, **buffers)
+    return LayerProblem(weights, cache, x, residual, slots, tuple(rope), layer_buffers)
 
 
 def lengths_of(batch: int) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ def lengths_of(batch: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_layer_is_its_twin(config: Config, scheme: str, dtype: str, batch: int) -> None:
     problem = on_gpu(layer_problem(config, lengths=lengths_of(batch), scheme=scheme, dtype=dtype))
-    given = problem.inputs
+    inputs = problem.inputs
     problem.run(backend=None)
-    said = compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
-    assert said.endswith("within bounds, all others equal in every bit")
+    summary = compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
+    assert summary.endswith("within bounds, all others equal in every bit")
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -56,12 +56,12 @@ def test_a_residual_epilogue_has_the_bits_of_the_chain_without(interleaved: bool
     """The L2 adds as `rmsnorm_quantize` does; and every launch of both is what its twin says."""
     how: dict[str, Any] = {"lengths": lengths_of(batch), "dtype": dtype, "interleaved": interleaved}
     plain, fused = (on_gpu(layer_problem(WIDE, **how), residual_epilogue=added) for added in (False, True))
-    results = []
+    hidden_states = []
     for problem in (plain, fused):
-        given = problem.inputs
-        results.append(problem.run(backend=None))
-        compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
-    hidden, returned = results
+        inputs = problem.inputs
+        hidden_states.append(problem.run(backend=None))
+        compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
+    hidden, returned = hidden_states
     assert returned is fused.residual
     stream, added = (numbers(gpu.to_host(array), dtype) for array in (plain.residual, hidden))
     right = convert_to_dtype((stream + added).astype(np.float32), dtype)
@@ -76,11 +76,11 @@ def test_layers_in_a_graph_are_plain_launches_one_after_the_other(config: Config
 
     first = on_gpu(layer_problem(config, lengths=lengths_of(batch)))
     weights = [first.weights, *(LayerWeights.random(config, seed, on_device=True) for seed in (1, 2, 3))]
-    given = first.inputs
+    inputs = first.inputs
 
     def layers(buffers: LayerBuffers, *, overlapping: bool) -> None:
-        first.residual[...] = given.residual
-        x = given.x
+        first.residual[...] = inputs.residual
+        x = inputs.x
         for i, of_layer in enumerate(weights):
             step = replace(first, weights=of_layer, x=x, buffers=buffers)
             x = step.run(backend=None, programmatic=overlapping and i > 0)
@@ -96,8 +96,8 @@ def test_layers_in_a_graph_are_plain_launches_one_after_the_other(config: Config
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        for found, known in zip(left, right, strict=True):
-            assert bool((found.view(np.uint8) == known.view(np.uint8)).all())
+        for graph_array, plain_array in zip(left, right, strict=True):
+            assert bool((graph_array.view(np.uint8) == plain_array.view(np.uint8)).all())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -107,8 +107,8 @@ def test_tensors_give_the_same_bits(dtype: str) -> None:
     right = ours.run(backend=None)
 
     def tensor(array: Any) -> Any:
-        made = torch.from_dlpack(array)
-        return made.view(torch.bfloat16) if str(array.dtype) == "uint16" else made
+        converted = torch.from_dlpack(array)
+        return converted.view(torch.bfloat16) if str(array.dtype) == "uint16" else converted
 
     again = on_gpu(layer_problem(WIDE, dtype=dtype))
     arrays = {name: tensor(getattr(again.cache, name)) for name in ("pool", "block_table", "lengths")}
@@ -117,9 +117,9 @@ def test_tensors_give_the_same_bits(dtype: str) -> None:
     theirs = LayerProblem(
         again.weights, cache, x, residual, slots, tuple(rope), LayerBuffers.empty(again.weights, cache)
     )
-    found = theirs.run(backend=None)
-    assert type(found).__module__.partition(".")[0] == "torch" and str(found.dtype) == f"torch.{dtype}"
-    assert bool((gpu.as_array("found", found).view(np.uint16) == right.view(np.uint16)).all())
+    output = theirs.run(backend=None)
+    assert type(output).__module__.partition(".")[0] == "torch" and str(output.dtype) == f"torch.{dtype}"
+    assert bool((gpu.as_array("found", output).view(np.uint16) == right.view(np.uint16)).all())
 
 
 @dataclass(eq=False)
@@ -127,7 +127,7 @@ class Case:
     """A layer on one batch; on every stream with buffers, stream and cache of its own."""
 
     batch: int
-    given: LayerInputs
+    inputs: LayerInputs
     weights: LayerWeights
     adds: bool
     expected: Any = None
@@ -138,13 +138,15 @@ class Case:
         """Run the layer, and return its result as int32."""
         handle = gpu.stream_handle()
         if handle not in self.problems:
-            given = self.given
-            cache, residual = replace(given.cache, pool=given.cache.pool.copy()), given.residual.copy()
+            inputs = self.inputs
+            cache, residual = replace(inputs.cache, pool=inputs.cache.pool.copy()), inputs.residual.copy()
             buffers = LayerBuffers.empty(self.weights, cache, residual_epilogue=self.adds)
-            made = LayerProblem(self.weights, cache, given.x, residual, given.slots, given.rope, buffers)
-            self.problems[handle] = made
+            problem_on_stream = LayerProblem(
+                self.weights, cache, inputs.x, residual, inputs.slots, inputs.rope, buffers
+            )
+            self.problems[handle] = problem_on_stream
         problem = self.problems[handle]
-        gpu.copy_bytes(problem.residual, self.given.residual)
+        gpu.copy_bytes(problem.residual, self.inputs.residual)
         return problem.run(backend=None).view(np.int32)
 
     def __str__(self) -> str:
@@ -167,9 +169,9 @@ def test_twenty_thousand_layers_beside_a_busy_stream() -> None:
         for batch in batches:
             problem = layer_problem(config, lengths=lengths_of(batch), interleaved=ends)
             problem = replace(on_gpu(problem, residual_epilogue=ends), weights=weights)
-            given = problem.inputs
+            inputs = problem.inputs
             right = problem.run(backend=None)
-            compare(given, weights, problem.buffers, problem.residual, problem.cache)
-            cases.append(Case(batch, given, weights, ends, right.view(np.int32).copy()))
+            compare(inputs, weights, problem.buffers, problem.residual, problem.cache)
+            cases.append(Case(batch, inputs, weights, ends, right.view(np.int32).copy()))
             cases[-1].wrong = gpu.to_device(np.zeros(1, np.uint64))
     soak.endure(cases, np.random.default_rng(0))

@@ -29,35 +29,35 @@ class PageMachine(RuleBasedStateMachine):
     @rule(kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4), is_held=st.booleans())
     def begin(self, kinds: list[int], is_held: bool) -> None:
         """Share what is there, and take and write the other pages, if there are enough."""
-        held = self.pages.share(tokens_of(kinds))
-        for i, page in enumerate(held):
+        pages_held = self.pages.share(tokens_of(kinds))
+        for i, page in enumerate(pages_held):
             assert self.content[page] == tuple(kinds[: i + 1])
-        if len(kinds) - len(held) > len(self.pages.free):
-            self.pages.release(held)
+        if len(kinds) - len(pages_held) > len(self.pages.free):
+            self.pages.release(pages_held)
             return
-        for i in range(len(held), len(kinds)):
-            held.append(self.pages.take())
-            self.content[held[-1]] = tuple(kinds[: i + 1])
+        for i in range(len(pages_held), len(kinds)):
+            pages_held.append(self.pages.take())
+            self.content[pages_held[-1]] = tuple(kinds[: i + 1])
         if is_held:
-            self.pages.register(tokens_of(kinds), held)
-        self.sequences.append((kinds, held))
+            self.pages.register(tokens_of(kinds), pages_held)
+        self.sequences.append((kinds, pages_held))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def release(self, data: Any) -> None:
-        _, held = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
-        self.pages.release(held)
+        _, pages_held = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        self.pages.release(pages_held)
 
     @invariant()
     def users_are_counted(self) -> None:
-        users = Counter(page for _, held in self.sequences for page in held)
+        users = Counter(page for _, pages_held in self.sequences for page in pages_held)
         assert self.pages.users.tolist() == [users[page] for page in range(COUNT)]
         assert sorted(self.pages.free) == [page for page in range(COUNT) if not users[page]]
 
     @invariant()
     def sequences_keep_what_they_wrote(self) -> None:
-        for kinds, held in self.sequences:
-            assert [self.content[page] for page in held] == [tuple(kinds[: i + 1]) for i in range(len(kinds))]
+        for kinds, pages_held in self.sequences:
+            assert [self.content[page] for page in pages_held] == [tuple(kinds[: i + 1]) for i in range(len(kinds))]
 
 
 TestPages = PageMachine.TestCase
@@ -76,6 +76,6 @@ def test_the_page_that_was_used_longest_ago_is_taken_and_the_first_of_a_sequence
 
 
 def test_a_page_is_named_by_all_that_precedes_it() -> None:
-    one, other = ([*prefixes(tokens_of(kinds))] for kinds in ([0, 1], [2, 1]))
-    assert len({*one, *other}) == 4
-    assert [*prefixes([*tokens_of([0, 1]), 7])] == one and [*prefixes([0] * (PAGE - 1))] == []
+    first, second = ([*prefixes(tokens_of(kinds))] for kinds in ([0, 1], [2, 1]))
+    assert len({*first, *second}) == 4
+    assert [*prefixes([*tokens_of([0, 1]), 7])] == first and [*prefixes([0] * (PAGE - 1))] == []

@@ -21,20 +21,20 @@ QWEN = replace(TINY_MODEL, layers=1, qkv_bias=True, tied_head=False)
 
 
 def test_weights_are_the_quantisers_fused_and_packed() -> None:
-    model, said = FloatModel.random(QWEN), []
-    rounded = QuantizedModel.rounded(model, "lqq", 32, progress=said.append)
-    layer, found = model.layers[0], rounded.layers[0]
+    model, progress = FloatModel.random(QWEN), []
+    rounded = QuantizedModel.rounded(model, "lqq", 32, progress=progress.append)
+    layer, packed_layer = model.layers[0], rounded.layers[0]
     right = pack(
         quant.quantize_lqq(np.concatenate([layer["q"], layer["k"], layer["v"]]), 32, rounding="levels"), "strips"
     )
-    assert all(np.array_equal(right.buffers[name], array) for name, array in found.qkv.buffers.items())
+    assert all(np.array_equal(right.buffers[name], array) for name, array in packed_layer.qkv.buffers.items())
     gate_up = np.concatenate([layer["gate"], layer["up"]])
-    assert np.abs(unpack(found.gate_up).dequantize() - gate_up).max() < 0.1 * np.abs(gate_up).max()
-    assert np.array_equal(found.qkv_bias, np.concatenate([layer["q_bias"], layer["k_bias"], layer["v_bias"]]))
-    assert np.array_equal(found.input_norm, layer["input_norm"].astype(np.float16))
+    assert np.abs(unpack(packed_layer.gate_up).dequantize() - gate_up).max() < 0.1 * np.abs(gate_up).max()
+    assert np.array_equal(packed_layer.qkv_bias, np.concatenate([layer["q_bias"], layer["k_bias"], layer["v_bias"]]))
+    assert np.array_equal(packed_layer.input_norm, layer["input_norm"].astype(np.float16))
     for name in ("embedding", "head", "final_norm"):
         assert np.array_equal(getattr(rounded, name), getattr(model, name).astype(np.float16)), name
-    assert rounded.recipe["group"] == 32 and said == ["layer 0"]
+    assert rounded.recipe["group"] == 32 and progress == ["layer 0"]
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("qoq", quant.QoQWeight), ("qoq_channel", quant.QoQChannelWeight)])

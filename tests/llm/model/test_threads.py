@@ -35,12 +35,12 @@ def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
 
 def test_no_more_is_made_than_is_taken(three: None) -> None:
     """No more than four are made, so that three can run while one waits."""
-    made: list[int] = []
-    results = map_streams(lambda x: made.append(0), STREAMS)
-    for taken in range(1, 10):
-        next(results)
-        assert len(made) <= taken + 3
-    assert len(made) == 9
+    calls: list[int] = []
+    stream = map_streams(lambda x: calls.append(0), STREAMS)
+    for num_taken in range(1, 10):
+        next(stream)
+        assert len(calls) <= num_taken + 3
+    assert len(calls) == 9
 
 
 def test_an_error_comes_out(three: None) -> None:
@@ -48,10 +48,10 @@ def test_an_error_comes_out(three: None) -> None:
         if x[0, 0, 0] == 4:
             raise ValueError("stream 4")
 
-    results = map_streams(failing, STREAMS)
-    assert [next(results) for _ in range(4)] == [None] * 4
+    stream = map_streams(failing, STREAMS)
+    assert [next(stream) for _ in range(4)] == [None] * 4
     with pytest.raises(ValueError, match="stream 4"):
-        next(results)
+        next(stream)
 
 
 @pytest.mark.parametrize("alone", ["one core", "arrays of a GPU", "no threadpoolctl"])
@@ -72,7 +72,7 @@ def test_a_copy_has_the_same_settings() -> None:
 
 def test_a_thread_keeps_the_input_that_it_has_quantised() -> None:
     numerics, x, y = FakeQuantized(), *np.random.default_rng(0).standard_normal((2, 1, 4, 8)).astype(np.float32)
-    kept = numerics.input(x)
-    with ThreadPoolExecutor(1) as other:
-        np.testing.assert_array_equal(other.submit(numerics.input, y).result(), FakeQuantized().input(y))
-    assert numerics.input(x) is kept
+    rounded = numerics.input(x)
+    with ThreadPoolExecutor(1) as executor:
+        np.testing.assert_array_equal(executor.submit(numerics.input, y).result(), FakeQuantized().input(y))
+    assert numerics.input(x) is rounded

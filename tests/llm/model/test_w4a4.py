@@ -37,7 +37,7 @@ def small() -> FloatModel:
 
 
 @pytest.fixture(scope="module", params=FOUR_BITS)
-def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path, QuantizedModel]:
+def quantized_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path, QuantizedModel]:
     """Quantise a model; return the recipe, the folder that it makes, and the model in it."""
     recipe, out = FOUR_BITS[request.param], tmp_path_factory.mktemp("w4a4") / "out"
     quantize_model(small(), TEXT, recipe, out, layout="rows" if request.param == "fmpq" else "strips")
@@ -45,19 +45,21 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe
 
 
 @pytest.mark.default_cases("fmpq")
-def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
+def test_a_folder_holds_what_the_recipe_computed(
+    quantized_folder: tuple[Recipe, Path, QuantizedModel], tmp_path: Path
+) -> None:
     """Every float of the first layer is equal.
 
     When the folder is loaded and written again, every byte is.
     """
-    recipe, out, model = made
+    recipe, out, model = quantized_folder
     right = next(calibrate.quantize_layers(calibrate.prepare_model(small(), recipe), TEXT, recipe))
     assert right is not None
-    found = dequantize_model(model).layers[0]
-    assert found.keys() == right.floats.keys()
+    floats = dequantize_model(model).layers[0]
+    assert floats.keys() == right.floats.keys()
     for name, array in right.floats.items():
         same = array.astype(np.float16) if name.endswith("norm") else array
-        np.testing.assert_array_equal(found[name], same, err_msg=name)
+        np.testing.assert_array_equal(floats[name], same, err_msg=name)
     folder.save(model, tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
@@ -67,16 +69,16 @@ def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, Quant
         assert (weight.scheme, weight.clip) == (("atom", 0.9) if recipe.kept else ("fmpq", 1))
 
 
-def test_it_computes_as_the_recipe_says(made: tuple[Recipe, Path, QuantizedModel]) -> None:
-    recipe, _, model = made
+def test_it_computes_as_the_recipe_says(quantized_folder: tuple[Recipe, Path, QuantizedModel]) -> None:
+    recipe, _, model = quantized_folder
     assert numerics_of(model.layers[0]) == recipe.numerics()
 
 
 def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
-    made: tuple[Recipe, Path, QuantizedModel],
+    quantized_folder: tuple[Recipe, Path, QuantizedModel],
 ) -> None:
     """The input of down comes in order; the channels of largest magnitude are in the INT8 block at its end."""
-    recipe, _, model = made
+    recipe, _, model = quantized_folder
     floats = dequantize_model(model)
     in_place = np.array_equal(floats.layers[0]["down_order"], np.arange(192))
     assert in_place == (recipe.int8 is not None)
@@ -104,21 +106,21 @@ def test_folding_an_order_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     plain = next(calibrate.quantize_layers(model, TEXT, recipe))
     assert plain is not None and not np.array_equal(plain.floats["down_order"], np.arange(192))
     x, numerics = model.embed(TEXT), recipe.numerics()
-    before, after = (model.run_layer(x, layer.floats, numerics) for layer in (plain, fold(plain)))
-    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)  # sums in another order
+    states, folded_states = (model.run_layer(x, layer.floats, numerics) for layer in (plain, fold(plain)))
+    np.testing.assert_allclose(folded_states, states, rtol=1e-4, atol=1e-5)  # sums in another order
 
 
-def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, QuantizedModel]) -> None:
+def test_text_is_the_one_of_fake_quantisation(quantized_folder: tuple[Recipe, Path, QuantizedModel]) -> None:
     """Logits of the integers beside those of floats that are rounded at the same places, but not to FP16 in between:
     that moves some 4-bit activations by a whole step. An input in another order is off by 1 or so."""
-    recipe, _, model = made
+    recipe, _, model = quantized_folder
     tokens = TEXT[0]
     runner = NumpyRunner(model, 1, len(tokens), rotated=False)
     runner.prefill([tokens[:4].tolist()])
-    found = np.concatenate([runner.decode(tokens[i : i + 1]) for i in range(4, len(tokens))])
+    logits = np.concatenate([runner.decode(tokens[i : i + 1]) for i in range(4, len(tokens))])
     floats, exact = dequantize_model(model), small()
-    right = floats.logits(floats.states([tokens[None]], recipe.numerics())[0])[0, 4:]
-    error, loss = relative(found, right), relative(exact.logits(exact.states([tokens[None]])[0])[0, 4:], right)
+    expected = floats.logits(floats.states([tokens[None]], recipe.numerics())[0])[0, 4:]
+    error, loss = relative(logits, expected), relative(exact.logits(exact.states([tokens[None]])[0])[0, 4:], expected)
     assert error < 0.75 * loss < 0.075, (error, loss)
 
 
@@ -131,11 +133,11 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
     The model is measured on the GPU.
     """
     recipe, model, text = FOUR_BITS[name], small(), np.tile(TEXT, (1, 4))
-    for place, each in (("host", model), ("device", model.to_device())):
-        quantize_model(each, text, recipe, tmp_path / place)
+    for place, source_model in (("host", model), ("device", model.to_device())):
+        quantize_model(source_model, text, recipe, tmp_path / place)
     host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
     for fused in FUSED:
-        a, b = (getattr(each.layers[0], fused) for each in (host, device))
+        a, b = (getattr(source_model.layers[0], fused) for source_model in (host, device))
         assert (a.scheme, a.int8, a.clip) == (b.scheme, b.int8, b.clip)
         assert (a.order == b.order).mean() > 0.8 and relative(a.dequantize(), b.dequantize()) < 0.1
     numerics = recipe.numerics()
@@ -144,8 +146,8 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
     assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
 
 
-def relative(found: Any, right: Any) -> float:
-    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
+def relative(array: Any, expected: Any) -> float:
+    return float(np.linalg.norm(array - expected) / np.linalg.norm(expected))
 
 
 def problem(scheme: str, to: str) -> tuple[ReorderedWeight, Any, Any, Any]:
@@ -192,12 +194,12 @@ def test_blocks_of_128_are_what_comets_kernel_computes() -> None:
     np.testing.assert_array_equal(product(product.quantize(x), "float32"), right, strict=True)
 
 
-def test_kernels_of_a_layer_take_blocks_of_128(made: tuple[Recipe, Path, QuantizedModel]) -> None:
-    if made[0].int8 is None:
-        assert KernelRunner(made[2], 1, 16, backend="emulator").model is made[2]
+def test_kernels_of_a_layer_take_blocks_of_128(quantized_folder: tuple[Recipe, Path, QuantizedModel]) -> None:
+    if quantized_folder[0].int8 is None:
+        assert KernelRunner(quantized_folder[2], 1, 16, backend="emulator").model is quantized_folder[2]
         return
     with pytest.raises(ArgumentError, match=r"weights.qkv: must be in blocks of 128 in W4Ax; .* \(got 64\)"):
-        KernelRunner(made[2], 1, 16, backend="emulator")
+        KernelRunner(quantized_folder[2], 1, 16, backend="emulator")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +222,11 @@ def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> No
         ReorderedWeight(**{**vars(packed), **changes})
 
 
-def test_a_damaged_folder_is_refused_in_one_line(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused_in_one_line(
+    quantized_folder: tuple[Recipe, Path, QuantizedModel], tmp_path: Path
+) -> None:
     """The order names a channel twice."""
-    _, out, _ = made
+    _, out, _ = quantized_folder
     for path in out.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     path = tmp_path / "layer_001.safetensors"

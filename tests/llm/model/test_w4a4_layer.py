@@ -45,7 +45,7 @@ def other_blocks(weight: ReorderedWeight, int8: int) -> ReorderedWeight:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
     """Load models from the folders that recipes make.
 
     The layers of COMET's have different numbers of INT8 blocks.
@@ -96,12 +96,12 @@ def test_a_layer_is_its_twin(dtype: str, arch: str, scheme: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-def test_a_decoder_of_unequal_layers_decodes(made: dict[str, QuantizedModel], arch: str) -> None:
+def test_a_decoder_of_unequal_layers_decodes(models: dict[str, QuantizedModel], arch: str) -> None:
     """It decodes two prompts and two steps; in NumPy the first cache has the same bytes.
 
     test_systems.py has the case of Atom.
     """
-    model, how = made["fmpq"], {"batch": 2, "context": 70, "chunk": 4}
+    model, how = models["fmpq"], {"batch": 2, "context": 70, "chunk": 4}
     with as_on(arch):
         kernels = KernelRunner(model, **how, backend="emulator")
         logits = [kernels.extend({0: [1, 2, 3], 1: [4]}), kernels.decode([5, 6]), kernels.decode([7, 8])]
@@ -114,14 +114,14 @@ def test_a_decoder_of_unequal_layers_decodes(made: dict[str, QuantizedModel], ar
 
 @pytest.mark.full
 @pytest.mark.parametrize("scheme", ["atom", "fmpq"])
-def test_a_server_serves(made: dict[str, QuantizedModel], scheme: str) -> None:
+def test_a_server_serves(models: dict[str, QuantizedModel], scheme: str) -> None:
     """Requests get the tokens that NumPy gives it alone, but where two are as likely within a step's error."""
-    runner = KernelRunner(made[scheme], 2, 20, chunk=4, batch_invariant=True, backend="emulator")
+    runner = KernelRunner(models[scheme], 2, 20, chunk=4, batch_invariant=True, backend="emulator")
     served = Server(runner)
     requests = [served.submit(prompt, 3) for prompt in ([1, 2, 3], [7], [9, 8])]
     served.run()
     assert [len(request.tokens) for request in requests] == [3, 3, 3]
-    alone = NumpyRunner(made[scheme], 1, 20, batch_invariant=True)
+    alone = NumpyRunner(models[scheme], 1, 20, batch_invariant=True)
     for request in requests:
         tie = parting(alone, request)
         assert tie is None or tie.margin < OF_A_STEP * tie.spread

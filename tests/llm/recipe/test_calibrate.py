@@ -44,10 +44,10 @@ def read(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:
     return recorded.seen
 
 
-def assert_same(found: Layer, right: Layer) -> None:
-    assert found.keys() == right.keys()
-    for name, array in right.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+def assert_same(layer: Layer, expected: Layer) -> None:
+    assert layer.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(layer[name], array, err_msg=name)
 
 
 def test_steps_get_the_largest_magnitudes_of_all_samples() -> None:
@@ -102,7 +102,7 @@ def test_smoothed_heads_lose_less_where_the_input_of_o_has_outliers() -> None:
 )
 def test_matrices_are_rounded_on_inputs_with_the_errors_of_those_before(recipe: Recipe) -> None:
     """INT8 activations as the GEMM sees them; the kept channels are those of the largest squares."""
-    found, made, grids = calibrate.quantize_layer(MODEL, LAYER, STATES, recipe), dict(LAYER), {
+    quantized, floats, grids = calibrate.quantize_layer(MODEL, LAYER, STATES, recipe), dict(LAYER), {
         "lqq": lambda w: steps.LQQGrid(w, 32, clip=True),
         "qoq": lambda w: steps.QoQGrid(w, 32, clip=True, protective_range=100),
         "qoq_channel": lambda w: steps.ChannelGrid(w, clip=True),
@@ -110,19 +110,19 @@ def test_matrices_are_rounded_on_inputs_with_the_errors_of_those_before(recipe: 
     }  # fmt: skip
     for fused, names in FUSED.items():
         numerics, w = recipe.numerics(), np.concatenate([LAYER[name] for name in names])
-        inputs = [numerics.input(x) if recipe.acts == 8 else x for x in read(made, numerics)[names[0]]]
+        inputs = [numerics.input(x) if recipe.acts == 8 else x for x in read(floats, numerics)[names[0]]]
         hessian = np.sum([(x.T @ x).astype(np.float64) for x in inputs], axis=0)
         order = np.argsort(np.diagonal(hessian), kind="stable") if recipe.kept else np.arange(w.shape[1])
         w, hessian = w[:, order], hessian[order][:, order]
-        right = (steps.gptq if recipe.gptq else steps.rounded)(w, hessian, grids[recipe.scheme](w))
-        values = np.concatenate([found.floats[name] for name in names])
-        np.testing.assert_array_equal(values[:, order], right.values, err_msg=fused)
-        error = steps.objective(w, right.values, hessian).sum() / steps.objective(w, 0 * w, hessian).sum()
-        assert found.errors[fused] == pytest.approx(error)
-        made |= {name: found.floats[name] for name in names}
+        expected = (steps.gptq if recipe.gptq else steps.rounded)(w, hessian, grids[recipe.scheme](w))
+        values = np.concatenate([quantized.floats[name] for name in names])
+        np.testing.assert_array_equal(values[:, order], expected.values, err_msg=fused)
+        error = steps.objective(w, expected.values, hessian).sum() / steps.objective(w, 0 * w, hessian).sum()
+        assert quantized.errors[fused] == pytest.approx(error)
+        floats |= {name: quantized.floats[name] for name in names}
         if recipe.kept:
-            made |= {f"{name}_order": order for name in names}
-    assert_same(found.floats, made)
+            floats |= {f"{name}_order": order for name in names}
+    assert_same(quantized.floats, floats)
 
 
 def test_attention_runs_twice_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,31 +148,33 @@ def test_the_next_layer_sees_what_the_quantised_ones_make() -> None:
 @pytest.mark.parametrize(("stream", "heads"), [("hadamard", False), ("random", True), (None, True)])
 def test_a_recipe_rotates_what_it_says(stream: str | None, heads: bool) -> None:
     rotation = {"hadamard": steps.hadamard(64), "random": steps.random_orthogonal(64), None: None}[stream]
-    right = calibrate.rotate_model(MODEL, rotation, steps.hadamard(16) if heads else None)
-    found = calibrate.prepare_model(MODEL, Recipe(rotate=stream, rotate_heads=heads))
-    assert_same(found.layers[1], right.layers[1])
-    np.testing.assert_array_equal(found.embedding, right.embedding)
+    expected = calibrate.rotate_model(MODEL, rotation, steps.hadamard(16) if heads else None)
+    rotated = calibrate.prepare_model(MODEL, Recipe(rotate=stream, rotate_heads=heads))
+    assert_same(rotated.layers[1], expected.layers[1])
+    np.testing.assert_array_equal(rotated.embedding, expected.embedding)
 
 
 def test_samples_are_from_all_over_the_text() -> None:
-    found = calibrate.draw_samples(np.arange(1000), 100, 10, seed=1)
-    assert found.shape == (100, 10) and (np.diff(found) == 1).all()
-    assert found.min() < 50 and found.max() > 950 and len(set(found[:, 0])) > 80
-    assert (found == calibrate.draw_samples(np.arange(1000), 100, 10, seed=1)).all()
-    assert (found != calibrate.draw_samples(np.arange(1000), 100, 10, seed=2)).any()
+    samples = calibrate.draw_samples(np.arange(1000), 100, 10, seed=1)
+    assert samples.shape == (100, 10) and (np.diff(samples) == 1).all()
+    assert samples.min() < 50 and samples.max() > 950 and len(set(samples[:, 0])) > 80
+    assert (samples == calibrate.draw_samples(np.arange(1000), 100, 10, seed=1)).all()
+    assert (samples != calibrate.draw_samples(np.arange(1000), 100, 10, seed=2)).any()
     assert calibrate.draw_samples(np.arange(10), 2, 10).tolist() == [list(range(10))] * 2
 
 
 def test_each_layer_is_calibrated_with_its_own_window() -> None:
     recipe = Recipe(smooth=(0.3, 0.8), clip="output", group=32, gptq=True)
-    none, some, every = (
+    plain, windowed, always_windowed = (
         replace(MODEL, config=replace(MODEL.config, window=window, window_layers=layers))
         for window, layers in ((None, None), (3, (1,)), (3, None))
     )
-    first, second = calibrate.quantize_layers(some, TEXT, recipe)
+    first, second = calibrate.quantize_layers(windowed, TEXT, recipe)
     assert first is not None and second is not None
-    assert_same(first.floats, calibrate.quantize_layer(none, LAYER, STATES, recipe).floats)
-    states = [none.run_layer(x, first.floats, recipe.numerics()) for x in STATES]
-    right, others = (calibrate.quantize_layer(each, MODEL.layers[1], states, recipe).floats for each in (every, none))
-    assert_same(second.floats, right)
-    assert not np.array_equal(right["o"], others["o"])
+    assert_same(first.floats, calibrate.quantize_layer(plain, LAYER, STATES, recipe).floats)
+    states = [plain.run_layer(x, first.floats, recipe.numerics()) for x in STATES]
+    expected, without_window = (
+        calibrate.quantize_layer(model, MODEL.layers[1], states, recipe).floats for model in (always_windowed, plain)
+    )
+    assert_same(second.floats, expected)
+    assert not np.array_equal(expected["o"], without_window["o"])

@@ -72,7 +72,7 @@ def test_an_expert_is_rounded_on_the_tokens_that_take_it() -> None:
     x = taken_by(MODEL, stream, quantised.floats, 3)
     for name, parts, inputs in (
         ("gate_up.3", ("gate.3", "up.3"), x),
-        ("down.3", ("down.3",), reference.gated(
+        ("down.3", ("down.3",), reference.apply_gate(
             numerics.input(x) @ np.concatenate([quantised.floats["gate.3"], quantised.floats["up.3"]]).T, "silu"
         ).astype(np.float32)),
     ):  # fmt: skip

@@ -28,7 +28,7 @@ GRIDS = {
 }
 
 
-def solved(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
+def solve_directly(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
     """Compute GPTQ as it is derived, without factors or blocks.
 
     After each column the remainder of H is inverted.
@@ -47,10 +47,10 @@ def solved(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
             inverse = np.linalg.inv(H[np.ix_(left, left)])
             if i == 0:
                 columns = left[: stop - start]
-                rest, metric = inverse, []
+                remainder, metric = inverse, []
                 for _ in columns:  # what an error of each column costs once those before it are rounded
-                    metric.append(1 / rest[0, 0])
-                    rest = (rest - np.outer(rest[0], rest[0]) / rest[0, 0])[1:, 1:]
+                    metric.append(1 / remainder[0, 0])
+                    remainder = (remainder - np.outer(remainder[0], remainder[0]) / remainder[0, 0])[1:, 1:]
                 levels, _ = grid.choose(group, w[:, columns].T, np.array(metric))
             j, *left = left
             values[:, j] = levels.values(levels.nearest(w[:, j]))
@@ -64,24 +64,28 @@ def solved(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
 def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
     w, H = problem(8, 96)
     grid = GRIDS[name](w, clip)
-    expected = solved(w, H, grid, 0.01)
-    found = recipe.gptq(w, H, grid)
+    expected = solve_directly(w, H, grid, 0.01)
+    solution = recipe.gptq(w, H, grid)
     plain = recipe.round_to_nearest(w, H, grid)
-    kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
-    assert not kept.all()
-    np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
-    np.testing.assert_array_equal(found.values[kept], plain.values[kept])
+    rounding_wins = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
+    assert not rounding_wins.all()
+    np.testing.assert_allclose(solution.values[~rounding_wins], expected[~rounding_wins], atol=1e-12)
+    np.testing.assert_array_equal(solution.values[rounding_wins], plain.values[rounding_wins])
 
 
 def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
     """The inputs are not alike, so that levels that follow the errors cost more than compensation gains."""
     w, H = problem(32, 96, alike=0)
     grid = LQQGrid(w, 32)
-    expected, plain, found = solved(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
-    kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
-    assert kept.any() and not kept.all()
-    np.testing.assert_array_equal(found.values[kept], plain.values[kept])
-    np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
+    expected, plain, solution = (
+        solve_directly(w, H, grid, 0.01),
+        recipe.round_to_nearest(w, H, grid),
+        recipe.gptq(w, H, grid),
+    )
+    rounding_wins = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
+    assert rounding_wins.any() and not rounding_wins.all()
+    np.testing.assert_array_equal(solution.values[rounding_wins], plain.values[rounding_wins])
+    np.testing.assert_allclose(solution.values[~rounding_wins], expected[~rounding_wins], atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["channel", "int8"])
@@ -89,7 +93,7 @@ def test_blocks_change_nothing(name: str) -> None:
     """Groups of more columns than a block are rounded as one by one."""
     w, H = problem(4, BLOCK + 32)
     grid = GRIDS[name](w)
-    expected, plain = solved(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid).values
+    expected, plain = solve_directly(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid).values
     better = recipe.objective(w, expected, H) < recipe.objective(w, plain, H)
     assert better.all()
     np.testing.assert_allclose(recipe.gptq(w, H, grid).values, expected, atol=1e-12)
@@ -101,10 +105,10 @@ def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str,
     for dtype in (np.float32, np.float64):
         w, H = problem(16, 96, dtype)
         grid = GRIDS[name](w, clip)
-        plain, found = recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
-        assert found.values.dtype == dtype
-        before, after = (recipe.objective(w, each.values, H) for each in (plain, found))
-        assert (after <= before).all() and after.sum() < 0.9 * before.sum()
+        plain, solution = recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
+        assert solution.values.dtype == dtype
+        rounding_errors, gptq_errors = (recipe.objective(w, each_way.values, H) for each_way in (plain, solution))
+        assert (gptq_errors <= rounding_errors).all() and gptq_errors.sum() < 0.9 * rounding_errors.sum()
     grid = GRIDS[name](w, True)
     of_output, of_weights = (
         recipe.objective(w, recipe.round_to_nearest(w, h, grid).values, H).sum() for h in (H, None)
@@ -127,10 +131,10 @@ def test_the_format_holds_the_values_and_fits_s8(name: str) -> None:
     w[3] = 0
     for clip in (False, True):
         grid = GRIDS[name](w, clip)
-        for found in (recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)):
-            weight = grid.weight(found.q, found.constants)
-            np.testing.assert_array_equal(weight.dequantize(), found.values)
-            assert found.q.min() >= 0 and found.q.max() <= 15
+        for solution in (recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)):
+            weight = grid.weight(solution.q, solution.constants)
+            np.testing.assert_array_equal(weight.dequantize(), solution.values)
+            assert solution.q.min() >= 0 and solution.q.max() <= 15
             if isinstance(weight, quant.TwoLevelWeight):
                 assert not weight.overflows().any()
 
@@ -140,8 +144,8 @@ def test_plain_rounding_has_the_librarys_constants(name: str) -> None:
     w, _ = problem(16, 96, np.float32)
     quantise = {"lqq": quant.quantize_lqq, "qoq": quant.quantize_qoq, "channel": None}[name]
     grid = GRIDS[name](w)
-    found = recipe.round_to_nearest(w, None, grid)
-    weight: Any = grid.weight(found.q, found.constants)
+    rounded = recipe.round_to_nearest(w, None, grid)
+    weight: Any = grid.weight(rounded.q, rounded.constants)
     expected: Any = quantise(w, 32) if quantise else quant.quantize_qoq_channel(w)
     for field in ("group_scale", "minimum", "zero", "channel_scale", "scale"):
         if hasattr(expected, field):
@@ -163,8 +167,8 @@ def test_inputs_that_were_never_seen_are_damped() -> None:
     w, H = problem(4, 96)
     H[:, 5] = H[5] = 0
     assert np.isfinite(recipe.gptq(w, H, LQQGrid(w, 32)).values).all()
-    found = recipe.gptq(w, np.zeros_like(H), LQQGrid(w, 32))
-    np.testing.assert_array_equal(found.values, recipe.round_to_nearest(w, None, LQQGrid(w, 32)).values)
+    solution = recipe.gptq(w, np.zeros_like(H), LQQGrid(w, 32))
+    np.testing.assert_array_equal(solution.values, recipe.round_to_nearest(w, None, LQQGrid(w, 32)).values)
 
 
 @pytest.mark.parametrize(("lacking", "damping"), [(0.005, 0.01), (0.05, 0.1), (0.5, 1), (5, 10)])
@@ -184,18 +188,18 @@ def test_more_damping_where_h_has_no_inverse(lacking: float, damping: float) -> 
 def test_a_factor_that_is_cut_short_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy's Cholesky does not raise for a matrix that is not positive definite: what it returns is no factor."""
     factor = np.linalg.cholesky
-    found: list[Any] = []
+    factors: list[Any] = []
 
     def silent(matrix: Any) -> Any:
-        made = factor(matrix)
-        if not found:
-            made[50:, 50:] = np.tril(matrix[50:, 50:])
-        found.append(made)
-        return made
+        factor_of_matrix = factor(matrix)
+        if not factors:
+            factor_of_matrix[50:, 50:] = np.tril(matrix[50:, 50:])
+        factors.append(factor_of_matrix)
+        return factor_of_matrix
 
     _, H = problem(4, 96)
     monkeypatch.setattr(np.linalg, "cholesky", silent)
-    np.testing.assert_array_equal(recipe.inverse_factor(H), found[1].T)
+    np.testing.assert_array_equal(recipe.inverse_factor(H), factors[1].T)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +221,8 @@ def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
     w = np.linspace(low, low + 195, 32, dtype=np.float32)[None]
     w[0, np.abs(w[0]).argmax()] = 127 * np.sign(w[0, np.abs(w[0]).argmax()])
     grid = QoQGrid(w, 32, protective_range=127)
-    found = recipe.round_to_nearest(w, None, grid)
-    weight = grid.weight(found.q, found.constants)
+    rounded = recipe.round_to_nearest(w, None, grid)
+    weight = grid.weight(rounded.q, rounded.constants)
     assert weight.group_scale.tolist() == [[13]] and not weight.overflows().any()
 
 
@@ -235,13 +239,13 @@ def test_clipping_cuts_off_an_outlier_at_either_end(name: str, end: int) -> None
     for clip in (False, True):
         grid = ChannelGrid(w, clip=clip) if name == "channel" else grids[name](w, 128, clip=clip)
         errors.append(np.abs(recipe.round_to_nearest(w, None, grid).values - w)[0, -128:])
-    before, after = errors
-    assert (after**2).sum() < 0.5 * (before**2).sum() and after[72] > 1 > before[72]
+    plain, clipped = errors
+    assert (clipped**2).sum() < 0.5 * (plain**2).sum() and clipped[72] > 1 > plain[72]
 
 
 def test_a_wider_scale_than_the_nearest_is_tried_too() -> None:
     """A group that spans 21 of LQQ's integers: a scale of 21/15 rounds to 1, which loses 6 at the top; 2 loses 1."""
     w = np.zeros((1, 64), np.float32)
     w[0, 0], w[0, 32:] = 119, np.arange(32) % 22
-    plain, found = (recipe.round_to_nearest(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
-    assert np.abs(plain[0, 32:]).max() == 6 and np.abs(found[0, 32:]).max() == 1
+    plain, clipped = (recipe.round_to_nearest(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
+    assert np.abs(plain[0, 32:]).max() == 6 and np.abs(clipped[0, 32:]).max() == 1

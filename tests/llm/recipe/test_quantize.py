@@ -42,24 +42,24 @@ def small(config: Config = CONFIG) -> FloatModel:
 
 def arrays(part: Any) -> dict[str, Any]:
     """List every array of a layer by its attribute."""
-    found = {name: array for name, array in part.parts.items() if hasattr(array, "ndim")}
+    arrays_by_name = {name: array for name, array in part.parts.items() if hasattr(array, "ndim")}
     for name in ("qkv", "o", "gate_up", "down"):
-        found |= {f"{name}.{buffer}": array for buffer, array in getattr(part, name).buffers.items()}
-    return found
+        arrays_by_name |= {f"{name}.{buffer}": array for buffer, array in getattr(part, name).buffers.items()}
+    return arrays_by_name
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert one.config == other.config and one.recipe == other.recipe
-    for a, b in zip(one.layers, other.layers, strict=True):
+def assert_same(first: Any, second: Any) -> None:
+    assert first.config == second.config and first.recipe == second.recipe
+    for a, b in zip(first.layers, second.layers, strict=True):
         assert arrays(a).keys() == arrays(b).keys()
         for name, array in arrays(a).items():
             np.testing.assert_array_equal(array, arrays(b)[name], strict=True, err_msg=name)
     for name in ("embedding", "final_norm", "head"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name), strict=True)
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {each.name: each.read_bytes() for each in path.iterdir()}
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 @pytest.mark.default_cases("rtn-tied")
@@ -93,7 +93,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
 @pytest.mark.full
 def test_the_whole_recipe_beats_rounding() -> None:
     """The measure is the squared error of the logits."""
-    model, found = small(), {}
+    model, errors = small(), {}
     for name in ("rtn", "lqq"):
         recipe = PACKED[name]
         prepared = calibrate.prepare_model(model, recipe)
@@ -101,8 +101,8 @@ def test_the_whole_recipe_beats_rounding() -> None:
         new = FloatModel(**{**vars(prepared), "layers": [layer.floats for layer in layers]})
         logits = new.logits(new.states([TEXT], recipe.numerics())[0])
         exact = model.logits(model.states([TEXT])[0])
-        found[name] = float(((logits - exact) ** 2).mean() / (exact**2).mean())
-    assert found["lqq"] < 0.5 * found["rtn"]
+        errors[name] = float(((logits - exact) ** 2).mean() / (exact**2).mean())
+    assert errors["lqq"] < 0.5 * errors["rtn"]
 
 
 def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
@@ -110,7 +110,7 @@ def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
     with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
         calibrate.prepare_model(model, RECIPES["lqq"])
     turned = calibrate.prepare_model(model, RECIPES["lqq"].but(rotate="random"))
-    logits = [each.logits(each.states([TEXT])[0]) for each in (model, turned)]
+    logits = [source_model.logits(source_model.states([TEXT])[0]) for source_model in (model, turned)]
     np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
 
 
@@ -119,18 +119,18 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeyp
     recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
     quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
 
-    def killed(label: str) -> None:
+    def interrupt(label: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_model(model, TEXT, recipe, tmp_path / "out", progress=killed)
+        quantize.quantize_model(model, TEXT, recipe, tmp_path / "out", progress=interrupt)
     assert not (tmp_path / "out").exists()
     (tmp_path / ".out.partial" / ".layer_001.safetensors.1.tmp").write_bytes(b"torn")
-    made: list[int] = []
+    calls: list[int] = []
     quantise = calibrate.quantize_layer
-    monkeypatch.setattr(calibrate, "quantize_layer", lambda *args: made.append(1) or quantise(*args))
+    monkeypatch.setattr(calibrate, "quantize_layer", lambda *args: calls.append(1) or quantise(*args))
     assert list(quantize.quantize_model(model, TEXT, recipe, tmp_path / "out")) == [1]
-    assert len(made) == 1 and files(tmp_path / "out") == files(tmp_path / "whole")
+    assert len(calls) == 1 and files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_a_run_that_was_killed_after_its_last_layer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +273,9 @@ def test_a_config_comes_back_from_its_keys(changes: dict[str, Any]) -> None:
 
 
 def damaged_recipe(path: Path) -> None:
-    found = json.loads((path / "recipe.json").read_text())
-    found["recipe"]["group"] = 64
-    (path / "recipe.json").write_text(json.dumps(found))
+    recipe = json.loads((path / "recipe.json").read_text())
+    recipe["recipe"]["group"] = 64
+    (path / "recipe.json").write_text(json.dumps(recipe))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_file_in_the_place_of_the_unfinished_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"count": -1}, "count: must be an integer, 1 or more"),
         ({"length": 0}, "length: must be an integer, 1 or more"),
@@ -367,9 +367,9 @@ def test_a_file_in_the_place_of_the_unfinished_folder(tmp_path: Path) -> None:
         ({"length": 241}, r"length: at most the text's 240 tokens \(got 241\)"),
     ],
 )
-def test_samples_that_no_text_has(given: dict[str, int], message: str) -> None:
+def test_samples_that_no_text_has(options: dict[str, int], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        calibrate.draw_samples(TEXT.reshape(-1), **{"count": 1, "length": 4, **given})
+        calibrate.draw_samples(TEXT.reshape(-1), **{"count": 1, "length": 4, **options})
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
@@ -434,8 +434,8 @@ def test_a_model_of_device_arrays_becomes_the_same_folder(
     model, recipe = small(BIASED), PACKED.get(name)
     if recipe is None:
         model, recipe = small(replace(BIASED, hidden=128, heads=8, ffn=192)), RECIPES[name].but(clip=None)
-    for place, each in (("host", model), ("device", model.to_device())):
-        quantize.quantize_model(each, TEXT, recipe, tmp_path / place)
+    for place, source_model in (("host", model), ("device", model.to_device())):
+        quantize.quantize_model(source_model, TEXT, recipe, tmp_path / place)
     assert files(tmp_path / "host") == files(tmp_path / "device")
 
 
@@ -448,18 +448,18 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
     model, recipe = small(), PACKED[name]
     text = np.tile(TEXT, (1, 4))
     errors = [
-        quantize.quantize_model(each, text, recipe, tmp_path / place)
-        for place, each in (("host", model), ("device", model.to_device()))
+        quantize.quantize_model(model, text, recipe, tmp_path / place)
+        for place, model in (("host", model), ("device", model.to_device()))
     ]
     host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
     assert host.recipe == device.recipe and host.config == device.config
-    levels = [unpack(each.layers[0].qkv).q4 for each in (host, device)]
+    levels = [unpack(model.layers[0].qkv).q4 for model in (host, device)]
     assert (levels[0] == levels[1]).mean() > 0.99
     for index, of in errors[0].items():
         for matrix, error in of.items():
             assert errors[1][index][matrix] == (None if error is None else pytest.approx(error, rel=0.1))
     numerics = recipe.numerics()
-    on_host, on_device = (perplexity(dequantize_model(each), TEXT, numerics) for each in (host, device))
+    on_host, on_device = (perplexity(dequantize_model(model), TEXT, numerics) for model in (host, device))
     assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
 
 

@@ -40,15 +40,15 @@ def test_the_strength_with_the_least_error_is_taken() -> None:
     x[:, ::30] *= 50
     peaks = np.abs(x).max(axis=0)
 
-    def rounded(w: Any) -> Any:
+    def round_weight(w: Any) -> Any:
         return quantize_lqq(w, 64).dequantize()
 
     errors = []
     for alpha in STRENGTHS:
         factor = peaks**alpha / np.abs(w).max(axis=0) ** (1 - alpha)
         factor = (factor / np.exp(np.log(factor).mean())).astype(np.float32)
-        errors.append(np.square(per_token(x / factor) @ rounded(w * factor).T - x @ w.T).sum())
-    alpha, factor = search_factor(x, w, peaks, STRENGTHS, per_token, rounded)
+        errors.append(np.square(per_token(x / factor) @ round_weight(w * factor).T - x @ w.T).sum())
+    alpha, factor = search_factor(x, w, peaks, STRENGTHS, per_token, round_weight)
     assert alpha == STRENGTHS[int(np.argmin(errors))] and 0 < alpha < 1 and min(errors) < errors[0] / 2
     assert factor.shape == (128,) and np.isclose(np.log(factor).mean(), 0)
 

@@ -22,13 +22,13 @@ def logits(model: FloatModel, numerics: Numerics = EXACT) -> Any:
     return model.logits(model.states([TOKENS], numerics)[0])
 
 
-def changed(model: FloatModel, function: Any) -> FloatModel:
+def map_layers(model: FloatModel, function: Any) -> FloatModel:
     return FloatModel(**{**vars(model), "layers": [function(layer) for layer in model.layers]})
 
 
-def assert_same_function(model: FloatModel, other: FloatModel) -> None:
+def assert_same_function(model: FloatModel, changed: FloatModel) -> None:
     expected = logits(model)
-    np.testing.assert_allclose(logits(other), expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    np.testing.assert_allclose(logits(changed), expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
 @pytest.fixture(params=[CONFIG, BIASED], ids=["tied", "biased"])
@@ -61,9 +61,9 @@ def test_rotation_changes_no_logits(model: FloatModel) -> None:
 
 @pytest.mark.parametrize(("start", "rotation"), [("mixed", mixing), ("uniform", recipe.random_orthogonal)])
 def test_nor_does_the_rotation_off_the_grid(model: FloatModel, start: str, rotation: Any) -> None:
-    found = off_grid(model, start)
-    assert_same_function(model, found)
-    np.testing.assert_allclose(found.embedding, model.embedding @ rotation(model.config.hidden, 1))
+    rotated = off_grid(model, start)
+    assert_same_function(model, rotated)
+    np.testing.assert_allclose(rotated.embedding, model.embedding @ rotation(model.config.hidden, 1))
     assert off_grid(model, "file") is model
 
 
@@ -81,7 +81,7 @@ def test_a_norm_that_is_not_folded_stops_the_rotation(model: FloatModel) -> None
 def test_smoothing_changes_no_logits_and_levels_the_input_of_down(model: FloatModel) -> None:
     peaks = np.random.default_rng(1).uniform(0, 9, model.config.ffn)
     peaks[3] = 0  # a channel that never spoke
-    assert_same_function(model, changed(model, lambda layer: recipe.smooth_down(layer, peaks, 0.3, 0.7)[0]))
+    assert_same_function(model, map_layers(model, lambda layer: recipe.smooth_down(layer, peaks, 0.3, 0.7)[0]))
     _, factor = recipe.smooth_down(model.layers[0], peaks, 1.0, 0.0)
     smooth = peaks / factor
     np.testing.assert_allclose(smooth[peaks > 0], smooth[0])
@@ -93,7 +93,7 @@ def test_smoothing_heads_changes_no_logits_and_levels_the_input_of_o(model: Floa
     config = model.config
     peaks = np.random.default_rng(1).uniform(0.1, 9, (config.heads, config.head_dim))
     peaks[:, 3] = 0  # a channel that never spoke
-    assert_same_function(model, changed(model, lambda layer: recipe.smooth_heads(layer, peaks, 0.1, 0.9)[0]))
+    assert_same_function(model, map_layers(model, lambda layer: recipe.smooth_heads(layer, peaks, 0.1, 0.9)[0]))
     layer, factor = recipe.smooth_heads(model.layers[0], peaks, 1.0, 0.0)
     assert factor.shape == (config.kv_heads, config.head_dim) and abs(np.log(factor).mean()) < 1e-12
     spans = peaks.reshape(config.kv_heads, -1, config.head_dim).max(axis=1) / factor
@@ -106,23 +106,23 @@ def test_smoothing_heads_changes_no_logits_and_levels_the_input_of_o(model: Floa
 
 def test_smooth_keys_changes_no_logits(model: FloatModel) -> None:
     peaks = np.random.default_rng(1).uniform(0.5, 9, (model.config.kv_heads, model.config.head_dim))
-    assert_same_function(model, changed(model, lambda layer: recipe.smooth_keys(layer, peaks)))
+    assert_same_function(model, map_layers(model, lambda layer: recipe.smooth_keys(layer, peaks)))
 
 
 def test_reordering_changes_no_logits_and_sorts(model: FloatModel) -> None:
     rng, config = np.random.default_rng(1), model.config
     of_down, of_o = rng.uniform(size=config.ffn), rng.uniform(size=(config.heads, config.head_dim))
 
-    def reordered(layer: Any) -> Any:
+    def reorder(layer: Any) -> Any:
         return recipe.reorder_heads(recipe.reorder_down(layer, of_down), of_o)
 
-    assert_same_function(model, changed(model, reordered))
+    assert_same_function(model, map_layers(model, reorder))
     marked = {**model.layers[0], "down": np.broadcast_to(of_down, model.layers[0]["down"].shape)}
     np.testing.assert_array_equal(recipe.reorder_down(marked, of_down)["down"][0], np.sort(of_down)[::-1])
     of_v = of_o.reshape(config.kv_heads, -1, config.head_dim).max(axis=1)  # of the query heads that share it
     marked = {**model.layers[0], "v": of_v.reshape(-1, 1)}
-    found = recipe.reorder_heads(marked, of_o)["v"].reshape(of_v.shape)
-    np.testing.assert_array_equal(found, np.sort(of_v)[:, ::-1])
+    order_of_heads = recipe.reorder_heads(marked, of_o)["v"].reshape(of_v.shape)
+    np.testing.assert_array_equal(order_of_heads, np.sort(of_v)[:, ::-1])
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_settings_that_no_recipe_has(setting: dict[str, Any]) -> None:
 
 
 def test_a_recipe_computes_with_its_settings() -> None:
-    found = recipe.Recipe(acts=4, group=32, kept=16, kept_bits=16, act_clip=0.9, kv="kv8").numerics()
-    assert found == FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)
+    numerics = recipe.Recipe(acts=4, group=32, kept=16, kept_bits=16, act_clip=0.9, kv="kv8").numerics()
+    assert numerics == FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)

@@ -44,13 +44,13 @@ class TensorGpu(FakeGpu):
             monkeypatch.setattr(operator, "_recorded", {})
         tensors_of = repeats._tensors  # of arguments and of results, which a repeated call does not look at by views
         monkeypatch.setattr(
-            repeats, "_tensors", lambda arguments: [self.seen(tensor) for tensor in tensors_of(arguments)]
+            repeats, "_tensors", lambda arguments: [self.register(tensor) for tensor in tensors_of(arguments)]
         )
         monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
 
-    def seen(self, tensor: Any) -> Any:
+    def register(self, tensor: Any) -> Any:
         self.view("", self.flat_rows("", tensor)[0])
         return tensor
 
@@ -69,19 +69,19 @@ def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> N
     from ptxlab.llm.torch import operators
 
     on_cpu, on_cuda = (every_call(np.random.default_rng(0)) for _ in range(2))
-    wanted = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    expected = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
     for name in ATTENTION:
         on_cuda[name][1]["workspace"] = None  # parts of a tensor are no arrays of this GPU
     fake = TensorGpu(monkeypatch)
     for name, (args, how) in on_cuda.items():
-        got, right = (each if isinstance(each, tuple) else (each,) for each in (
-            operators.ON_CUDA[name](*args, **how), wanted[name]))  # fmt: skip
+        got, right = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (
+            operators.ON_CUDA[name](*args, **how), expected[name]))  # fmt: skip
         loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * (name in ATTENTION)}
         for ours, theirs in zip(got, right, strict=True):
             assert ours is theirs is None or torch.allclose(ours, theirs, **loose), name
     for name, (args, _) in on_cpu.items():
-        mine = on_cuda[name][0]
-        tensors = [(a, b) for a, b in zip(args, mine, strict=True) if isinstance(a, torch.Tensor)]
+        cuda_arguments = on_cuda[name][0]
+        tensors = [(a, b) for a, b in zip(args, cuda_arguments, strict=True) if isinstance(a, torch.Tensor)]
         near = 2e-3 * (name in ATTENTION)
         assert all(torch.allclose(a, b, rtol=0, atol=near, equal_nan=True) for a, b in tensors), name
     assert len(fake.launched) == len(on_cuda)
@@ -202,10 +202,10 @@ def test_on_ampere_a_workspace_is_that_of_decoding(fake: TensorGpu) -> None:
 
 def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
     """Let the GPU know memory that a repeated call, which looks at no views, may have."""
-    for each in (*args, *how.values()):
-        for tensor in each if isinstance(each, list) else [each]:
+    for argument in (*args, *how.values()):
+        for tensor in argument if isinstance(argument, list) else [argument]:
             if isinstance(tensor, torch.Tensor):
-                fake.seen(tensor)
+                fake.register(tensor)
 
 
 @pytest.mark.default_cases("attention_kv4_out", "attention_kv4", "quantize_activations", "silu_mul_quantize")
@@ -214,7 +214,7 @@ def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.Monk
     """The tensors are others, and the results those of the public call, which is not made again."""
     from ptxlab.llm.torch import operators
 
-    def given() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def make_call() -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, how = every_call(np.random.default_rng(1))[name]
         return args, {**how, **({"workspace": None} if name in ATTENTION else {})}
 
@@ -223,16 +223,16 @@ def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.Monk
         fake.runs = False
         how["workspace"] = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
     operator(*first, **how)
-    (args, _), (again, _) = given(), given()
+    (args, _), (again, _) = make_call(), make_call()
     if fake.runs:
-        wanted = operator.call(*args, **given()[1])
+        expected = operator.call(*args, **make_call()[1])
     on_the_gpu(again, how, fake)
     loads, allocations = fake.loads, fake.allocations
     monkeypatch.setattr(operator, "call", None)
     got = operator(*again, **how)
     assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, 2 + fake.runs)
-    for ours, theirs in zip((got, *again), (wanted, *args), strict=True) if fake.runs else ():
-        ours, theirs = (each if isinstance(each, tuple | list) else (each,) for each in (ours, theirs))
+    for ours, theirs in zip((got, *again), (expected, *args), strict=True) if fake.runs else ():
+        ours, theirs = (outputs if isinstance(outputs, tuple | list) else (outputs,) for outputs in (ours, theirs))
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
@@ -273,7 +273,7 @@ def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:
     (x_q, scale, sums, buffers, bias), how = calls["gemm_w4a8"]
     with pytest.raises(ArgumentError, match=r"gemm_w4a8: weight: strips: must be uint8 \[4, 1, 1088\]"):
         operators.ON_CUDA["gemm_w4a8"](x_q, scale, sums, [buffers[0][:2].clone(), buffers[1]], bias, **how)
-    (q, pool, *rest), _ = calls["attention_kv4"]
+    (q, pool, *tail), _ = calls["attention_kv4"]
     with pytest.raises(ArgumentError, match=r"attention_kv4: pool: must be uint8 \[pages, 2, Hkv, 4352\]"):
-        operators.ON_CUDA["attention_kv4"](q[..., :32].repeat(1, 1, 4).contiguous(), pool, *rest)
+        operators.ON_CUDA["attention_kv4"](q[..., :32].repeat(1, 1, 4).contiguous(), pool, *tail)
     assert fake.launched == []

@@ -29,43 +29,43 @@ def linear(dtype: Any = torch.float16, bias: bool = True, seed: int = 0) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_is_the_reference_of_the_rounded_weight(dtype: str, bias: bool, kind: Any) -> None:
-    given = linear(getattr(torch, dtype), bias)
-    x = torch.randn(2, 3, 128).to(given.weight.dtype)
-    y = kind.from_linear(given, "lqq", 64)(x)
-    known = quant.quantize_lqq(given.weight.detach().float().numpy(), 64)
+    layer = linear(getattr(torch, dtype), bias)
+    x = torch.randn(2, 3, 128).to(layer.weight.dtype)
+    y = kind.from_linear(layer, "lqq", 64)(x)
+    weight = quant.quantize_lqq(layer.weight.detach().float().numpy(), 64)
     acts = quant.quantize_activations(x.float().numpy().reshape(6, 128))
-    added = given.bias.detach().float().numpy() if bias else None
-    wanted = gemm(known, acts.q, acts.scale, added, OUT=DTYPES.index(dtype))
-    assert y.dtype == given.weight.dtype and y.shape == (2, 3, 64)
-    found = y.view(torch.uint16) if dtype == "bfloat16" else y
-    assert np.array_equal(found.numpy().reshape(6, 64), wanted)
-    assert (y - given(x)).abs().max() < 0.2 * given(x).abs().max()  # and near to what it was
+    added = layer.bias.detach().float().numpy() if bias else None
+    expected = gemm(weight, acts.q, acts.scale, added, OUT=DTYPES.index(dtype))
+    assert y.dtype == layer.weight.dtype and y.shape == (2, 3, 64)
+    output = y.view(torch.uint16) if dtype == "bfloat16" else y
+    assert np.array_equal(output.numpy().reshape(6, 64), expected)
+    assert (y - layer(x)).abs().max() < 0.2 * layer(x).abs().max()  # and near to what it was
 
 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_state_survives(scheme: str, kind: Any, tmp_path: Any) -> None:
-    ours, other = kind.from_linear(linear(), scheme), kind.from_linear(linear(seed=1), scheme)
+    ours, restored = kind.from_linear(linear(), scheme), kind.from_linear(linear(seed=1), scheme)
     torch.save(ours.state_dict(), tmp_path / "state.pt")
     x = torch.randn(3, 128).half()
-    assert not torch.equal(ours(x), other(x))
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(ours(x), other(x))
+    assert not torch.equal(ours(x), restored(x))
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(ours(x), restored(x))
 
 
 def test_state_of_another_format_is_refused_and_nothing_loaded(kind: Any) -> None:
     """LQQ and QoQ have buffers of the same shapes."""
-    ours, other = kind.from_linear(linear(), "lqq"), kind.from_linear(linear(seed=1), "qoq")
-    before = {name: each.clone() for name, each in ours.state_dict().items()}
+    ours, foreign = kind.from_linear(linear(), "lqq"), kind.from_linear(linear(seed=1), "qoq")
+    states = {name: buffer.clone() for name, buffer in ours.state_dict().items()}
     with pytest.raises(ArgumentError, match=r"W4A8Linear: _extra_state: must be .*'lqq'.*got .*'qoq'"):
-        ours.load_state_dict(other.state_dict())
-    assert all(torch.equal(each, before[name]) for name, each in ours.state_dict().items())
+        ours.load_state_dict(foreign.state_dict())
+    assert all(torch.equal(buffer, states[name]) for name, buffer in ours.state_dict().items())
 
 
 def test_casts_move_it_only(kind: Any) -> None:
     ours = kind.from_linear(linear())
-    before = {name: each.dtype for name, each in ours.named_buffers()}
+    dtypes = {name: buffer.dtype for name, buffer in ours.named_buffers()}
     torch.nn.Sequential(ours).to(torch.bfloat16).half()
-    assert {name: each.dtype for name, each in ours.named_buffers()} == before
+    assert {name: buffer.dtype for name, buffer in ours.named_buffers()} == dtypes
     assert ours.to("meta").device.type == "meta"
     assert "128, 64, lqq, group=64, strips, bias=True, dtype=float16" in repr(ours)
 
@@ -90,6 +90,6 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_one_line(message: str, kind: Any) -> None:
-    with pytest.raises(ArgumentError) as found:
+    with pytest.raises(ArgumentError) as error:
         BAD[message](kind)
-    assert message in str(found.value) and "\n" not in str(found.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

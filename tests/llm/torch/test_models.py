@@ -19,7 +19,7 @@ CONTEXT, TOKENS = 64, 12
 PROMPTS = [[5, 7, 11, 13, 17, 19], [23, 29, 31]]
 
 
-def quantized(model: Any) -> QuantizedModel:
+def quantize_nearest(model: Any) -> QuantizedModel:
     from ptxlab.llm.torch.models import float_model
 
     dtype = str(model.dtype).removeprefix("torch.")
@@ -33,10 +33,10 @@ def theirs(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[
     cache, longest = KV4Cache(model, len(prompts), CONTEXT), max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    made = model.generate(
+    generated = model.generate(
         padded, attention_mask=real, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False, **how
     )
-    return made[:, longest:].tolist(), cache
+    return generated[:, longest:].tolist(), cache
 
 
 def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int]], NumpyRunner]:
@@ -52,10 +52,10 @@ def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]
     from ptxlab.llm.torch import quantize_model
 
     model = small_model(family)
-    ready = quantized(model)
-    wanted, runner = ours(ready, prompts)
-    found, cache = theirs(quantize_model(model, ready), prompts)
-    assert found == wanted and len({*found[0]}) > 3
+    ready = quantize_nearest(model)
+    expected, runner = ours(ready, prompts)
+    generated, cache = theirs(quantize_model(model, ready), prompts)
+    assert generated == expected and len({*generated[0]}) > 3
     for pool, of_runner in zip(cache.pools, runner.caches, strict=True):
         assert np.array_equal(pool.numpy(), of_runner.pool)
 
@@ -79,14 +79,14 @@ def test_floats_of_a_model_are_its_own(name: str) -> None:
     family, changes = CARRIED[name]
     model, exact = small_model(family, **changes), small_model(family, "float32", **changes)
     if name == "head of its own":  # as of a file that holds a head which its config denies
-        for each in (model, exact):
-            each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().flip(0))
+        for carrier in (model, exact):
+            carrier.lm_head.weight = torch.nn.Parameter(carrier.lm_head.weight.detach().flip(0))
     exact.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
     tokens, ours = torch.arange(24)[None] % 90, float_model(model)
     with torch.no_grad():
-        right = exact(tokens).logits.numpy()
-    found = ours.logits(ours.states([tokens.numpy()])[0])
-    assert np.abs(found - right).max() < 2e-5 * np.abs(right).max()
+        expected = exact(tokens).logits.numpy()
+    logits = ours.logits(ours.states([tokens.numpy()])[0])
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
 
 
 def test_a_head_of_its_own_is_kept() -> None:
@@ -94,8 +94,8 @@ def test_a_head_of_its_own_is_kept() -> None:
 
     model = small_model("smollm")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
-    kept = model.lm_head.weight.detach().clone()
-    assert torch.equal(quantize_model(model).lm_head.weight, kept) and not model.config.tie_word_embeddings
+    head = model.lm_head.weight.detach().clone()
+    assert torch.equal(quantize_model(model).lm_head.weight, head) and not model.config.tie_word_embeddings
 
 
 def test_bfloat16_has_the_bytes_of_our_runner() -> None:
@@ -103,7 +103,7 @@ def test_bfloat16_has_the_bytes_of_our_runner() -> None:
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = small_model("qwen2", "bfloat16")
-    ready = quantized(model)
+    ready = quantize_nearest(model)
     runner = NumpyRunner(ready, 1, CONTEXT)
     runner.prefill(PROMPTS[:1])
     cache = KV4Cache(quantize_model(model, ready), 1, CONTEXT)
@@ -120,9 +120,9 @@ def test_a_recipe_rotates_and_rounds() -> None:
 
     recipe, model = Recipe(rotate="hadamard", rotate_heads=True, clip="weights"), small_model("smollm")
     ready = _quantize_by_recipe(float_model(model), recipe, None, "strips", "float16", lambda label: None)
-    wanted, _ = ours(ready, PROMPTS)
+    expected, _ = ours(ready, PROMPTS)
     assert not model.lm_head.weight.equal(quantize_model(model, recipe).model.embed_tokens.weight)
-    assert theirs(model, PROMPTS)[0] == wanted
+    assert theirs(model, PROMPTS)[0] == expected
 
 
 @pytest.mark.full
@@ -132,16 +132,16 @@ def test_a_step_compiles_without_a_break(family: str) -> None:
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = quantize_model(small_model(family, num_hidden_layers=1))
-    wanted, _ = theirs(model, PROMPTS[:1])
-    cache, tokens, found = KV4Cache(model, 1, CONTEXT), torch.tensor(PROMPTS[:1]), []
+    expected, _ = theirs(model, PROMPTS[:1])
+    cache, tokens, generated = KV4Cache(model, 1, CONTEXT), torch.tensor(PROMPTS[:1]), []
     step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     with torch.no_grad():
         logits = model(tokens, past_key_values=cache).logits
         for i in range(3):
-            found.append(int(logits[0, -1].argmax()))
-            at = torch.tensor([[len(PROMPTS[0]) + i]])
-            logits = step(torch.tensor([found[-1:]]), past_key_values=cache, position_ids=at).logits
-    assert found == wanted[0][:3]
+            generated.append(int(logits[0, -1].argmax()))
+            position = torch.tensor([[len(PROMPTS[0]) + i]])
+            logits = step(torch.tensor([generated[-1:]]), past_key_values=cache, position_ids=position).logits
+    assert generated == expected[0][:3]
 
 
 @pytest.mark.full
@@ -151,12 +151,12 @@ def test_generate_compiles_one_step_for_all_lengths() -> None:
 
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
-    given: list[set[Any]] = []
+    steps: list[set[Any]] = []
 
     def backend(graph: Any, example: Any) -> Any:
         def run(*args: Any) -> Any:
-            numbers = [each for each in args if isinstance(each, int)]
-            given.append({*numbers, *(each.stride() for each in args if isinstance(each, torch.Tensor))})
+            numbers = [argument for argument in args if isinstance(argument, int)]
+            steps.append({*numbers, *(argument.stride() for argument in args if isinstance(argument, torch.Tensor))})
             return graph(*args)
 
         return run
@@ -167,7 +167,7 @@ def test_generate_compiles_one_step_for_all_lengths() -> None:
     prompts = torch.tensor([[0, 0, 7, 11], [13, 17, 19, 23]])
     how = {"past_key_values": KV4Cache(model, 2, CONTEXT), "do_sample": False, "compile_config": config}
     model.generate(prompts, attention_mask=(prompts != 0).long(), max_new_tokens=6, **how)
-    assert len(given) == 5 and all(each == given[0] for each in given)
+    assert len(steps) == 5 and all(argument == steps[0] for argument in steps)
 
 
 def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
@@ -189,10 +189,10 @@ def test_inductor_takes_attention_on_the_cpu() -> None:
     past = Past(cache, cache.pools[0], cache.rows(torch.tensor([[0], [0]]), None, 2))
     q = torch.randn(2, model.config.num_attention_heads, 1, cache.head_dim).half()
 
-    def attended(q: Any) -> Any:
+    def attend(q: Any) -> Any:
         return attend_kv4(model, q, past, past, None)[0]
 
-    assert torch.equal(torch.compile(attended, fullgraph=True)(q), attended(q))
+    assert torch.equal(torch.compile(attend, fullgraph=True)(q), attend(q))
 
 
 def test_parts_of_tensors_are_taken() -> None:
@@ -219,27 +219,27 @@ def test_reset_begins_anew_and_beams_are_copied() -> None:
 
     model = quantize_model(small_model())
     first, cache = theirs(model, PROMPTS)
-    pools = [each.clone() for each in cache.pools]
+    pools = [pool.clone() for pool in cache.pools]
     cache.reorder_cache(torch.tensor([1, 1]))
-    for pool, before in zip(cache.pools, pools, strict=True):
-        assert torch.equal(pool.view(2, -1)[0], before.view(2, -1)[1])
+    for pool, pool_before in zip(cache.pools, pools, strict=True):
+        assert torch.equal(pool.view(2, -1)[0], pool_before.view(2, -1)[1])
     assert int(cache.get_seq_length()) == len(PROMPTS[0]) + TOKENS - 1
     cache.reset()
     assert cache.get_seq_length() == 0
     tokens = torch.tensor(PROMPTS[:1] * 2)
-    made = model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
-    assert made[0, len(PROMPTS[0]) :].tolist() == first[0]
+    generated = model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
+    assert generated[0, len(PROMPTS[0]) :].tolist() == first[0]
 
 
-def calibrated() -> QuantizedModel:
+def calibrated_model() -> QuantizedModel:
     """Make a model with constants of a cache by channel, all 1."""
-    model = quantized(small_model())
+    model = quantize_nearest(small_model())
     constants = np.stack([np.ones((1, 64), np.float32), np.zeros((1, 64), np.float32)])
     layers = [replace(layer, cache="kv8_channel", k_channel=constants, v_channel=constants) for layer in model.layers]
     return replace(model, layers=layers)
 
 
-def cached(context: int = CONTEXT, batch: int = 1) -> Any:
+def generate_cached(context: int = CONTEXT, batch: int = 1) -> Any:
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = quantize_model(small_model())
@@ -247,7 +247,7 @@ def cached(context: int = CONTEXT, batch: int = 1) -> Any:
     return model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
 
 
-def passed(of: Any = None, attention: str = "ptxlab_kv4") -> Any:
+def attend_once(of: Any = None, attention: str = "ptxlab_kv4") -> Any:
     """Run the model with a cache of another model, or another implementation of attention."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
@@ -265,7 +265,7 @@ def quantize(model: Any, recipe: Any = "rtn", **how: Any) -> Any:
     return quantize_model(model, recipe, **how)
 
 
-def mixed() -> Any:
+def mixed_dtypes() -> Any:
     model = small_model()
     model.model.layers[1].mlp.up_proj.float()
     return model
@@ -277,7 +277,7 @@ def elsewhere() -> Any:
     return model
 
 
-def untrained() -> Any:
+def model_with_nan() -> Any:
     model = small_model()
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     return model
@@ -302,27 +302,27 @@ BAD = {
         small_model("mixtral"), of_experts("qserve")
     ),
     "must be of a model with experts=4 (got experts=2)": lambda: quantize(
-        small_model("mixtral"), quantized(small_model("mixtral", num_local_experts=2))
+        small_model("mixtral"), quantize_nearest(small_model("mixtral", num_local_experts=2))
     ),
     "must be of float16 or bfloat16 (got float32)": lambda: quantize(small_model(dtype="float32")),
     "model.layers.1.mlp.up_proj.weight: must be float16 on cpu as the embedding (got float32 on cpu": lambda: quantize(
-        mixed()
+        mixed_dtypes()
     ),
     "model.norm.weight: must be float16 on cpu as the embedding (got float16 on meta": lambda: quantize(elsewhere()),
     "must not be quantised yet": lambda: quantize(quantize(small_model())),
     "recipe: must be one of lqq": lambda: quantize(small_model(), "int3"),
     "recipe: must be a Recipe or its name, of scheme lqq": lambda: quantize(small_model(), "atom"),
     "recipe: kv: must not be by channel: a KV4Cache has scales by token": lambda: quantize(small_model(), "liquid"),
-    "recipe: must be of a model without a cache by channel": lambda: quantize(small_model(), calibrated()),
+    "recipe: must be of a model without a cache by channel": lambda: quantize(small_model(), calibrated_model()),
     "must be of a model with hidden=64 (got hidden=128)": lambda: quantize(
-        small_model(), quantized(small_model(hidden_size=128))
+        small_model(), quantize_nearest(small_model(hidden_size=128))
     ),
     "must be of a model of float16 (got bfloat16)": lambda: quantize(
-        small_model(), quantized(small_model(dtype="bfloat16"))
+        small_model(), quantize_nearest(small_model(dtype="bfloat16"))
     ),
-    "must be finite": lambda: quantize(untrained()),
+    "must be finite": lambda: quantize(model_with_nan()),
     "must be of a model with window_layers=(1,) (got window_layers=(0,))": lambda: quantize(
-        small_model("windows"), quantized(small_model("windows", layer_types=[SLIDING, FULL]))
+        small_model("windows"), quantize_nearest(small_model("windows", layer_types=[SLIDING, FULL]))
     ),
     "model: max_position_embeddings: must be at most 1048576 (got 10000000)": lambda: quantize(
         small_model(max_position_embeddings=10**7)
@@ -331,17 +331,19 @@ BAD = {
     "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context) (got DynamicCache)": lambda: quantize(
         small_model()
     )(torch.tensor(PROMPTS[:1])),
-    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 1 layers, 1 kv heads of 64)": lambda: passed(
+    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 1 layers, 1 kv heads of 64)": lambda: attend_once(
         of=small_model(num_hidden_layers=1)
     ),
-    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 2 layers, 2 kv heads of 64)": lambda: passed(
+    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 2 layers, 2 kv heads of 64)": lambda: attend_once(
         of=small_model("qwen2")
     ),
-    "attn_implementation: must be ptxlab_kv4 for a quantised model (got sdpa)": lambda: passed(attention="sdpa"),
-    "KV4Cache: tokens are appended by the layers of quantize_model": lambda: passed(of=small_model(), attention="crop"),
-    "KV4Cache: no more than the context of 8 tokens (got position 8)": lambda: cached(8),
-    "KV4Cache: batch: must be that of the tokens, 1 (got 2)": lambda: cached(batch=2),
-    "KV4Cache: context: must be an integer, 1 or more (got 0)": lambda: cached(0),
+    "attn_implementation: must be ptxlab_kv4 for a quantised model (got sdpa)": lambda: attend_once(attention="sdpa"),
+    "KV4Cache: tokens are appended by the layers of quantize_model": lambda: attend_once(
+        of=small_model(), attention="crop"
+    ),
+    "KV4Cache: no more than the context of 8 tokens (got position 8)": lambda: generate_cached(8),
+    "KV4Cache: batch: must be that of the tokens, 1 (got 2)": lambda: generate_cached(batch=2),
+    "KV4Cache: context: must be an integer, 1 or more (got 0)": lambda: generate_cached(0),
     "attn_implementation=ptxlab_kv4: for models of quantize_model (got LlamaAttention)": lambda: small_model(
         attn_implementation="ptxlab_kv4"
     )(torch.tensor(PROMPTS[:1])),
@@ -350,9 +352,9 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_one_line(message: str) -> None:
-    with pytest.raises(PtxlabError) as found:
+    with pytest.raises(PtxlabError) as error:
         BAD[message]()
-    assert message in str(found.value) and "\n" not in str(found.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.full
@@ -360,15 +362,15 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
     """Its `generate` goes on where the cache ends."""
     from ptxlab.llm.torch import KV4Cache
 
-    model, other = quantize(small_model("qwen2")), quantize(small_model("qwen2"))
-    for each in other.state_dict().values():
-        each.zero_()
-    other.load_state_dict(model.state_dict())
+    model, restored = quantize(small_model("qwen2")), quantize(small_model("qwen2"))
+    for tensor in restored.state_dict().values():
+        tensor.zero_()
+    restored.load_state_dict(model.state_dict())
     first, cache = theirs(model, PROMPTS[:1])
-    told = torch.tensor([PROMPTS[0] + first[0] + [9, 8]])
+    prompt = torch.tensor([PROMPTS[0] + first[0] + [9, 8]])
     how = {"max_new_tokens": 3, "do_sample": False}
-    wanted = other.generate(told, past_key_values=KV4Cache(other, 1, CONTEXT), **how)
-    assert torch.equal(model.generate(told, past_key_values=cache, **how), wanted)
+    expected = restored.generate(prompt, past_key_values=KV4Cache(restored, 1, CONTEXT), **how)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **how), expected)
 
 
 def test_a_quantised_state_of_experts_is_loaded_into_another_model() -> None:
@@ -387,7 +389,7 @@ def test_a_quantised_state_of_experts_is_loaded_into_another_model() -> None:
 
 
 def test_a_model_that_is_refused_is_what_it_was() -> None:
-    model = untrained()
+    model = model_with_nan()
     with pytest.raises(ArgumentError, match="layer 1"):
         quantize(model)
     assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"

@@ -25,7 +25,7 @@ def on_gpu(part: Any) -> Any:
         return part._base.cuda().as_strided(part.shape, part.stride(), part.storage_offset())
     if isinstance(part, tuple | list):
         return type(part)(map(on_gpu, part))
-    return {name: on_gpu(each) for name, each in part.items()} if isinstance(part, dict) else part
+    return {name: on_gpu(element) for name, element in part.items()} if isinstance(part, dict) else part
 
 
 def calls(seed: int = 0) -> tuple[Any, Any]:
@@ -39,18 +39,18 @@ def calls(seed: int = 0) -> tuple[Any, Any]:
     return host, device
 
 
-def made(call: Any, name: str) -> list[Any]:
+def call_operator(call: Any, name: str) -> list[Any]:
     """Call an operator; return its results and its tensor arguments after the call."""
     args, how = call[name]
-    results = getattr(torch.ops.ptxlab, name)(*args, **how)
-    results = [*results] if isinstance(results, tuple | list) else [results]
-    return [each for each in [*results, *args] if isinstance(each, torch.Tensor)]
+    outputs = getattr(torch.ops.ptxlab, name)(*args, **how)
+    outputs = [*outputs] if isinstance(outputs, tuple | list) else [outputs]
+    return [tensor for tensor in [*outputs, *args] if isinstance(tensor, torch.Tensor)]
 
 
-def assert_same(name: str, found: list[Any], wanted: list[Any]) -> None:
+def assert_same(name: str, tensors: list[Any], expected_tensors: list[Any]) -> None:
     """Assert that tensors are equal to the bit, but for exponentials."""
     loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * name.startswith("attention_kv4")}
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(tensors, expected_tensors, strict=True):
         assert torch.allclose(ours.cpu(), theirs.cpu(), **loose), name
 
 
@@ -62,7 +62,7 @@ def test_opcheck_and_the_results_of_the_cpu(name: str) -> None:
     args, how = device[name]
     torch.library.opcheck(getattr(torch.ops.ptxlab, name).default, args, how)
     host, device = calls(1)
-    assert_same(name, made(device, name), made(host, name))
+    assert_same(name, call_operator(device, name), call_operator(host, name))
 
 
 def test_compiled_without_a_break() -> None:
@@ -70,28 +70,28 @@ def test_compiled_without_a_break() -> None:
     _, device = calls()
     _, again = calls()
 
-    def layer(given: Any) -> list[Any]:
-        return [each for name in OPERATORS for each in made(given, name)]
+    def layer(call: Any) -> list[Any]:
+        return [tensor for name in OPERATORS for tensor in call_operator(call, name)]
 
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for _ in range(3):
-        wanted, found = layer(device), [each.clone() for each in compiled(again)]
-        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        expected, outputs = layer(device), [tensor.clone() for tensor in compiled(again)]
+        assert all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True))
 
 
 def test_captured_and_replayed() -> None:
     """A CUDA graph of all operators is replayed on other numbers."""
     _, device = calls()
-    _, other = calls(1)
+    _, changed_call = calls(1)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for name in OPERATORS:
-            made(device, name)  # loads the kernels
+            call_operator(device, name)  # loads the kernels
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        captured = {name: made(device, name) for name in OPERATORS}
-    wanted = {name: made(other, name) for name in OPERATORS}
+        captured = {name: call_operator(device, name) for name in OPERATORS}
+    expected = {name: call_operator(changed_call, name) for name in OPERATORS}
     _, fresh = calls(1)
     for name in OPERATORS:
         for target, source in zip(device[name][0], fresh[name][0], strict=True):
@@ -102,21 +102,21 @@ def test_captured_and_replayed() -> None:
     graph.replay()
     torch.cuda.synchronize()
     for name in OPERATORS:
-        assert_same(name, captured[name], wanted[name])
+        assert_same(name, captured[name], expected[name])
 
 
 def test_streams_at_the_same_time() -> None:
     """The tensors of a stream are its own; their bits are those of streams one after the other."""
-    given = [calls(seed)[1] for seed in range(3)]
-    wanted = [[made(calls(seed)[1], name) for name in OPERATORS] for seed in range(3)]
+    calls_by_stream = [calls(seed)[1] for seed in range(3)]
+    expected = [[call_operator(calls(seed)[1], name) for name in OPERATORS] for seed in range(3)]
     torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in given], [[] for _ in given]
+    streams, outputs = [torch.cuda.Stream() for _ in calls_by_stream], [[] for _ in calls_by_stream]
     for name in OPERATORS:
-        for stream, each, into in zip(streams, given, found, strict=True):
+        for stream, call, into in zip(streams, calls_by_stream, outputs, strict=True):
             with torch.cuda.stream(stream):
-                into.append(made(each, name))
+                into.append(call_operator(call, name))
     torch.cuda.synchronize()
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(outputs, expected, strict=True):
         assert all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -173,7 +173,7 @@ def require_tokens_of_our_runner(family: str, monkeypatch: pytest.MonkeyPatch, *
     cache, longest = KV4Cache(model, len(PROMPTS), CONTEXT), max(map(len, PROMPTS))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS]).cuda()
     real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]).cuda()
-    found = model.generate(
+    generated = model.generate(
         padded,
         attention_mask=real,
         past_key_values=cache,
@@ -181,7 +181,7 @@ def require_tokens_of_our_runner(family: str, monkeypatch: pytest.MonkeyPatch, *
         do_sample=False,
         disable_compile=not compiled,
     )
-    assert found[:, longest:].tolist() == expected
+    assert generated[:, longest:].tolist() == expected
 
 
 @pytest.mark.timing
@@ -213,10 +213,10 @@ def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     long_run = 520  # so long that other workers' share of the host does not hide the difference of two runs
     monkeypatch.setattr(bench, "LONG_RUN", long_run)
     monkeypatch.setattr(bench, "LONGEST", bench.PROMPT + long_run)
-    found = list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None))
-    assert [row.measure for row in found] == ["host time"] * len(OPERATORS) + ["generate"] * 6
-    steps = found[-6:]
+    rows = list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None))
+    assert [row.measure for row in rows] == ["host time"] * len(OPERATORS) + ["generate"] * 6
+    steps = rows[-6:]
     assert [sorted(row.peers) for row in steps] == [[]] * 2 + [["fp16"]] * 2 + [["fp16", "fp8"]] * 2
     assert all(0 < row.fraction < 1 for row in steps)
     monkeypatch.setattr(bench, "step_us", lambda *_: pytest.fail("measured again"))
-    assert list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None, done=found))[-6:] == steps
+    assert list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None, done=rows))[-6:] == steps

@@ -60,60 +60,69 @@ def test_compiled_without_a_break(ops: Any, rng: np.random.Generator) -> None:
     """The graph holds all operators, and writes the tensors that each writes alone."""
 
     def layer(calls: dict[str, Any]) -> list[Any]:
-        made = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
-        return [each for results in made for each in (results if isinstance(results, tuple | list) else [results])]
+        outputs = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
+        return [tensor for output in outputs for tensor in (output if isinstance(output, tuple | list) else [output])]
 
     eager, compiled = (every_call(np.random.default_rng(1)) for _ in range(2))
-    wanted, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
+    expected, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
     for name, (args, _) in eager.items():
-        wanted += [each for each in args if isinstance(each, torch.Tensor)]
-        got += [each for each in compiled[name][0] if isinstance(each, torch.Tensor)]
-    for ours, theirs in zip(wanted, got, strict=True):
+        expected += [tensor for tensor in args if isinstance(tensor, torch.Tensor)]
+        got += [tensor for tensor in compiled[name][0] if isinstance(tensor, torch.Tensor)]
+    for ours, theirs in zip(expected, got, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
 @pytest.mark.parametrize(("scheme", "layout"), [("lqq", "strips"), ("qoq", "qserve"), ("qoq_channel", "strips")])
 def test_gemm(scheme: str, layout: str, dtype: str, ops: Any, rng: np.random.Generator) -> None:
-    (known, buffers), of, bias = weight(rng, scheme, layout), products(rng, getattr(torch, dtype)), torch.arange(N) / 8
+    (unpacked, buffers), of, bias = (
+        weight(rng, scheme, layout),
+        products(rng, getattr(torch, dtype)),
+        torch.arange(N) / 8,
+    )
     got = ops.gemm_w4a8(weight=buffers, bias=bias, layout=layout, scheme=scheme, **of)
     right = gemm_channel if scheme == "qoq_channel" else gemm
-    wanted = right(known, of["x_q"].numpy(), of["x_scale"].numpy(), bias.numpy(), OUT=DTYPES.index(dtype))
-    assert got.dtype == of["out_dtype"] and np.array_equal(bits(got), wanted)
+    expected = right(unpacked, of["x_q"].numpy(), of["x_scale"].numpy(), bias.numpy(), OUT=DTYPES.index(dtype))
+    assert got.dtype == of["out_dtype"] and np.array_equal(bits(got), expected)
 
 
 def test_gemm_sees_a_weight_that_was_written(ops: Any, rng: np.random.Generator) -> None:
-    (_, first), (known, second), of = weight(rng), weight(rng), products(rng)
+    (_, first), (unpacked, second), of = weight(rng), weight(rng), products(rng)
     ops.gemm_w4a8(weight=first, layout="strips", scheme="lqq", **of)
     for target, source in zip(first, second, strict=True):
         target.copy_(source)
     got = ops.gemm_w4a8(weight=first, layout="strips", scheme="lqq", **of)
-    assert np.array_equal(got.numpy(), gemm(known, of["x_q"].numpy(), of["x_scale"].numpy(), OUT=0))
+    assert np.array_equal(got.numpy(), gemm(unpacked, of["x_q"].numpy(), of["x_scale"].numpy(), OUT=0))
 
 
 def test_grouped(ops: Any, rng: np.random.Generator) -> None:
-    known, of = [weight(rng)[0] for _ in range(3)], products(rng)
-    buffers = list(map(torch.from_numpy, stack_experts([pack(each, "strips") for each in known]).buffers.values()))
+    weights, of = [weight(rng)[0] for _ in range(3)], products(rng)
+    buffers = list(
+        map(
+            torch.from_numpy,
+            stack_experts([pack(weights_of_expert, "strips") for weights_of_expert in weights]).buffers.values(),
+        )
+    )
     bias, offsets = torch.arange(3 * N).view(3, N) / 8, torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     got = ops.gemm_w4a8_grouped(weights=buffers, offsets=offsets, bias=bias, scheme="lqq", **of)
     x, scale = of["x_q"].numpy(), of["x_scale"].numpy()
-    parts = ((known[0], slice(0, 2), bias[0]), (known[2], slice(2, 3), bias[2]))
-    wanted = [gemm(each, x[rows], scale[rows], b.numpy(), OUT=0) for each, rows, b in parts]
-    assert np.array_equal(got.numpy(), np.concatenate(wanted))
+    parts = ((weights[0], slice(0, 2), bias[0]), (weights[2], slice(2, 3), bias[2]))
+    expected = [gemm(weights_of_expert, x[rows], scale[rows], b.numpy(), OUT=0) for weights_of_expert, rows, b in parts]
+    assert np.array_equal(got.numpy(), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
     x, residual, gamma = (gaussian(rng, *shape, dtype=getattr(torch, dtype)) for shape in ((M, K), (M, K), (K,)))
-    given = [each.float().numpy() for each in (x, residual, gamma)]
+    inputs = [array.float().numpy() for array in (x, residual, gamma)]
     normed = torch.empty_like(x)
     got = ops.rmsnorm_quantize(x, gamma, residual, 1e-6, normed)
-    wanted = rmsnorm_quantize_reference(*given, 1e-6, 1, 32, 1, IN=int(dtype == "bfloat16"))
-    for ours, right in zip((residual, normed, *got), wanted, strict=True):
+    expected = rmsnorm_quantize_reference(*inputs, 1e-6, 1, 32, 1, IN=int(dtype == "bfloat16"))
+    for ours, right in zip((residual, normed, *got), expected, strict=True):
         assert np.array_equal(bits(ours), right)
 
 
-@pytest.mark.parametrize(("scheme", "rotated"), [*((each, False) for each in quant.KV_SCHEMES), ("kv4", True)])
+@pytest.mark.parametrize(("scheme", "rotated"), [*((scheme, False) for scheme in quant.KV_SCHEMES), ("kv4", True)])
 def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -> None:
     """Two sequences are written in two ways, and attended to."""
     of, (cos, sin) = caches(rng, scheme, rotated), rope()
@@ -129,11 +138,11 @@ def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -
     pages = cache.pool.copy()
     keys, values = gather(cache)
     for b, rows in enumerate((slice(0, 3), slice(3, 4))):
-        for found, x, channel in (
+        for stored, x, channel in (
             (keys[b], cache.rotate(turned[rows, Hq : Hq + Hkv]), cache.k_channel),
             (values[b], heads[rows, Hq + Hkv :], cache.v_channel),
         ):
-            assert np.array_equal(found.dequantize(), quant.quantize_kv(x, scheme, channel).dequantize())
+            assert np.array_equal(stored.dequantize(), quant.quantize_kv(x, scheme, channel).dequantize())
     cache.pool[...] = 0
     k, v = (qkv.view(5, -1, D)[:, start : start + Hkv].contiguous() for start in (Hq, Hq + Hkv))
     ops.append_kv4(k, v, of["pool"], slots, cos, sin, positions, **of["how"])
@@ -141,10 +150,10 @@ def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -
     table, lengths = torch.tensor([[0], [0], [0], [1], [1]], dtype=torch.int32), torch.tensor([1, 2, 3, 1, 0])
     out = ops.attention_kv4(q, of["pool"], table, lengths.int(), window=2, scale=0.2, **of["how"])
     for row, (b, L) in enumerate(((0, 1), (0, 2), (0, 3), (1, 1))):
-        known = keys[b].dequantize()[:L], values[b].dequantize()[:L]
+        keys_and_values = keys[b].dequantize()[:L], values[b].dequantize()[:L]
         query = cache.rotate(q[row : row + 1].numpy())
-        wanted = reference.attention(query, *known, scale=0.2, window=2)[0]
-        assert np.array_equal(out[row : row + 1].numpy(), wanted.astype(np.float32).astype(np.float16))
+        expected = reference.attention(query, *keys_and_values, scale=0.2, window=2)[0]
+        assert np.array_equal(out[row : row + 1].numpy(), expected.astype(np.float32).astype(np.float16))
     assert (out[4] == 0).all()
 
 
@@ -186,52 +195,54 @@ def test_chunks_that_do_not_fit_are_refused(
         ops.attention_kv4(*arguments, query_start_loc=torch.tensor(starts, dtype=torch.int32))
 
 
-def changed(name: str, **changes: Any) -> Callable[[Any], Any]:
+def call_changed(name: str, **changes: Any) -> Callable[[Any], Any]:
     """Return a call of an operator with other arguments: by number `a0` .. or by name."""
 
     def call(ops: Any) -> Any:
         args, how = every_call(np.random.default_rng(0))[name]
-        by_number = {int(key[1:]): value for key, value in changes.items() if key[1:].isdigit()}
-        args = tuple(by_number.get(i, each) for i, each in enumerate(args))
+        by_number = {int(key[1:]): argument for key, argument in changes.items() if key[1:].isdigit()}
+        args = tuple(by_number.get(i, argument) for i, argument in enumerate(args))
         return getattr(ops, name)(*args, **how | {k: v for k, v in changes.items() if not k[1:].isdigit()})
 
     return call
 
 
 BAD = {
-    "x: must be float16 or bfloat16 or float32 [M, K]": changed("quantize_activations", a0=torch.zeros(3, 64).int()),
-    "x: width % 32 == 0": changed("quantize_activations", a0=torch.zeros(3, 40)),
-    "x: must be finite": changed("quantize_activations", a0=torch.full((1, 32), torch.nan)),
-    "x_q: must be int8 [M, K]": changed("gemm_w4a8", a0=torch.zeros(3, 128)),
-    "x_scale: must be float32 [3]": changed("gemm_w4a8", a1=torch.ones(3).half()),
-    "x_sum: the sum of token 0": changed("gemm_w4a8", a2=torch.full((3,), 99999, dtype=torch.int32)),
-    "weight: must be strips, channel_scale": changed("gemm_w4a8", a3=[torch.ones(64)]),
-    "weight: strips: must be uint8": changed("gemm_w4a8", group=32),
-    "scheme: must be one of": changed("gemm_w4a8", scheme="int3"),
-    "bias: must be float32 [64]": changed("gemm_w4a8", a4=torch.ones(8)),
-    "out_dtype: must be one of": changed("gemm_w4a8", out_dtype=torch.float64),
-    "offsets: must rise from 0 to 3": changed("gemm_w4a8_grouped", a4=torch.tensor([0, 2, 1], dtype=torch.int32)),
-    "gamma: must be float16 [128]": changed("rmsnorm_quantize", a1=torch.ones(128)),
-    "residual: must be float16": changed("rmsnorm_quantize", a2=torch.ones(3, 128).bfloat16()),
-    "gate_up: width % 64 == 0": changed("silu_mul_quantize", a0=torch.zeros(3, 96).half()),
-    "activation: must be one of silu": changed("silu_mul_quantize", activation="relu"),
-    "qkv: must be [T, (Hq + 4)·64]": changed("rope_append_kv4", a0=torch.zeros(3, 192).half()),
-    "slots: must be distinct": changed("rope_append_kv4", a2=torch.tensor([1, 1, 2])),
-    "slots: must be below 128": changed("append_kv4", a3=torch.tensor([128, 1, 2])),
-    "rope positions: must lie in 0..63": changed("append_kv4", a6=torch.tensor([64, 1, 2])),
-    "cos, sin: must be given both": changed("append_kv4", a5=None),
-    "pool: must be uint8": changed("append_kv4", a2=torch.zeros(2, 2, 2, 4608, dtype=torch.uint8)),
-    "cache.block_table: pages in use": changed("attention_kv4", a2=torch.full((3, 1), 5, dtype=torch.int32)),
-    "lengths: must be int32 [3]": changed("attention_kv4", a3=torch.ones(2, dtype=torch.int32)),
-    "scheme: must be one of kv4": changed("attention_kv4", scheme="kv2"),
-    "rotated: must be False for kv4_channel": changed(
+    "x: must be float16 or bfloat16 or float32 [M, K]": call_changed(
+        "quantize_activations", a0=torch.zeros(3, 64).int()
+    ),
+    "x: width % 32 == 0": call_changed("quantize_activations", a0=torch.zeros(3, 40)),
+    "x: must be finite": call_changed("quantize_activations", a0=torch.full((1, 32), torch.nan)),
+    "x_q: must be int8 [M, K]": call_changed("gemm_w4a8", a0=torch.zeros(3, 128)),
+    "x_scale: must be float32 [3]": call_changed("gemm_w4a8", a1=torch.ones(3).half()),
+    "x_sum: the sum of token 0": call_changed("gemm_w4a8", a2=torch.full((3,), 99999, dtype=torch.int32)),
+    "weight: must be strips, channel_scale": call_changed("gemm_w4a8", a3=[torch.ones(64)]),
+    "weight: strips: must be uint8": call_changed("gemm_w4a8", group=32),
+    "scheme: must be one of": call_changed("gemm_w4a8", scheme="int3"),
+    "bias: must be float32 [64]": call_changed("gemm_w4a8", a4=torch.ones(8)),
+    "out_dtype: must be one of": call_changed("gemm_w4a8", out_dtype=torch.float64),
+    "offsets: must rise from 0 to 3": call_changed("gemm_w4a8_grouped", a4=torch.tensor([0, 2, 1], dtype=torch.int32)),
+    "gamma: must be float16 [128]": call_changed("rmsnorm_quantize", a1=torch.ones(128)),
+    "residual: must be float16": call_changed("rmsnorm_quantize", a2=torch.ones(3, 128).bfloat16()),
+    "gate_up: width % 64 == 0": call_changed("silu_mul_quantize", a0=torch.zeros(3, 96).half()),
+    "activation: must be one of silu": call_changed("silu_mul_quantize", activation="relu"),
+    "qkv: must be [T, (Hq + 4)·64]": call_changed("rope_append_kv4", a0=torch.zeros(3, 192).half()),
+    "slots: must be distinct": call_changed("rope_append_kv4", a2=torch.tensor([1, 1, 2])),
+    "slots: must be below 128": call_changed("append_kv4", a3=torch.tensor([128, 1, 2])),
+    "rope positions: must lie in 0..63": call_changed("append_kv4", a6=torch.tensor([64, 1, 2])),
+    "cos, sin: must be given both": call_changed("append_kv4", a5=None),
+    "pool: must be uint8": call_changed("append_kv4", a2=torch.zeros(2, 2, 2, 4608, dtype=torch.uint8)),
+    "cache.block_table: pages in use": call_changed("attention_kv4", a2=torch.full((3, 1), 5, dtype=torch.int32)),
+    "lengths: must be int32 [3]": call_changed("attention_kv4", a3=torch.ones(2, dtype=torch.int32)),
+    "scheme: must be one of kv4": call_changed("attention_kv4", scheme="kv2"),
+    "rotated: must be False for kv4_channel": call_changed(
         "append_kv4",
         a2=torch.zeros(2, 2, 2, 2048, dtype=torch.uint8),
         scheme="kv4_channel",
         rotated=True,
         channel=[torch.ones(2, 64)] * 4,
     ),
-    "k_channel: must be (scale, zero)": changed(
+    "k_channel: must be (scale, zero)": call_changed(
         "attention_kv4", a1=torch.zeros(2, 2, 2, 2048, dtype=torch.uint8), scheme="kv4_channel"
     ),
 }
@@ -239,15 +250,15 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_one_line(message: str, ops: Any) -> None:
-    with pytest.raises(PtxlabError) as found:
+    with pytest.raises(PtxlabError) as error:
         BAD[message](ops)
-    assert message in str(found.value) and "\n" not in str(found.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_nothing_is_written_by_a_call_that_fails(ops: Any, rng: np.random.Generator) -> None:
     x, residual = gaussian(rng, 2, K), gaussian(rng, 2, K)
     x[1, 5] = torch.inf
-    before = residual.clone()
+    residual_before = residual.clone()
     with pytest.raises(PtxlabError, match="finite"):
         ops.rmsnorm_quantize(x, torch.ones(K).half(), residual)
-    assert torch.equal(residual, before)
+    assert torch.equal(residual, residual_before)

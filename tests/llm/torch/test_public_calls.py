@@ -44,13 +44,13 @@ def host_array(array: np.ndarray) -> Any:
     return torch.from_numpy(array.copy())
 
 
-def numbers(made: Any) -> list[np.ndarray]:
+def numbers(output: Any) -> list[np.ndarray]:
     """Return all arrays of what a call makes, in order."""
-    if is_dataclass(made):
-        return [array for field in fields(made) for array in numbers(getattr(made, field.name))]
-    if isinstance(made, tuple | list):
-        return [array for element in made for array in numbers(element)]
-    return [np.asarray(made)] if hasattr(made, "__array__") else []
+    if is_dataclass(output):
+        return [array for field in fields(output) for array in numbers(getattr(output, field.name))]
+    if isinstance(output, tuple | list):
+        return [array for element in output for array in numbers(element)]
+    return [np.asarray(output)] if hasattr(output, "__array__") else []
 
 
 def trace(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ def test_rows_come_scheme_by_scheme():
         ("qoq", 127),
     ]
     assert {(row.tensor, row.group, row.weights) for row in rows} == {("up", 64, 1024)}
-    assert all(type(value) in (str, int, float) for row in rows for value in dataclasses.asdict(row).values())
+    assert all(type(field) in (str, int, float) for row in rows for field in dataclasses.asdict(row).values())
 
 
 def test_totals_by_scheme_and_range():
@@ -36,17 +36,22 @@ def test_totals_by_scheme_and_range():
     """
     rows = [*audit_matrix(gaussian(), ranges=(119, 127), tensor="a"), *audit_matrix(gaussian(8), ranges=(119, 127))]
     packed = AuditRow("p", "lqq", 119, 64, 128, 7, 1, None, None)
-    found = totals([*rows, packed])
-    assert [(t.scheme, t.protective_range) for t in found] == [("qoq", 119), ("qoq", 127), ("lqq", 119), ("lqq", 127)]
-    for t in found:
-        mine = [row for row in rows if (row.scheme, row.protective_range) == (t.scheme, t.protective_range)]
+    by_scheme_and_range = totals([*rows, packed])
+    assert [(t.scheme, t.protective_range) for t in by_scheme_and_range] == [
+        ("qoq", 119),
+        ("qoq", 127),
+        ("lqq", 119),
+        ("lqq", 127),
+    ]
+    for t in by_scheme_and_range:
+        summed_rows = [row for row in rows if (row.scheme, row.protective_range) == (t.scheme, t.protective_range)]
         extra = [packed] if (t.scheme, t.protective_range) == ("lqq", 119) else []
         assert (t.tensors, t.weights, t.groups) == (2 + len(extra), 12 * 256 + 128 * len(extra), 24 + 2 * len(extra))
-        assert t.overflows == sum(row.overflows for row in mine) + 7 * len(extra)
-        assert t.unsafe_groups == sum(row.unsafe_groups for row in mine) + len(extra)
+        assert t.overflows == sum(row.overflows for row in summed_rows) + 7 * len(extra)
+        assert t.unsafe_groups == sum(row.unsafe_groups for row in summed_rows) + len(extra)
         assert t.overflow_share == t.overflows / t.weights
-        assert t.mean_error == pytest.approx(sum(row.relative_error for row in mine) / 2)
-        assert t.worst_error == max(row.relative_error for row in mine)
+        assert t.mean_error == pytest.approx(sum(row.relative_error for row in summed_rows) / 2)
+        assert t.worst_error == max(row.relative_error for row in summed_rows)
     assert totals([packed])[0].mean_error is None and totals([]) == []
 
 
@@ -131,9 +136,9 @@ def test_file_tensor_by_tensor(tmp_path):
     }
     save_file(tensors, path)
     steps = []
-    results = list(audit_file(path, schemes=("lqq",), ranges=(119,), progress=lambda *step: steps.append(step)))
-    by_name = {result.tensor: result for result in results}
-    assert list(by_name) == list(Checkpoint(path).tensors) and len(results) == 6
+    audited = list(audit_file(path, schemes=("lqq",), ranges=(119,), progress=lambda *step: steps.append(step)))
+    by_name = {tensor_audit.tensor: tensor_audit for tensor_audit in audited}
+    assert list(by_name) == list(Checkpoint(path).tensors) and len(audited) == 6
     assert [by_name["a.weight"]] == audit_matrix(
         tensors["a.weight"], schemes=("lqq",), ranges=(119,), tensor="a.weight"
     )
@@ -163,7 +168,7 @@ def test_refuses_a_file_that_is_not_safetensors(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(minilm):
+def layer_audits(minilm):
     """Audit one layer of the demo checkpoint under every scheme: {(scheme, range): rows of its six matrices}."""
     rows = list(audit_file(minilm, pattern="encoder.layer.3.*weight", schemes=SCHEMES, group=64))
     audited = [row for row in rows if isinstance(row, AuditRow)]
@@ -179,24 +184,24 @@ def total(rows, field):
 
 
 @pytest.mark.full
-def test_trained_weights_overflow_only_without_the_protective_range(trained):
+def test_trained_weights_overflow_only_without_the_protective_range(layer_audits):
     for scheme in SCHEMES:
-        assert total(trained[scheme, 119], "overflows") == 0
-        assert total(trained[scheme, 127], "overflows") > 0
-    assert total(trained["qoq", 120], "overflows") > 0
-    assert total(trained["lqq", 120], "overflows") == 0
+        assert total(layer_audits[scheme, 119], "overflows") == 0
+        assert total(layer_audits[scheme, 127], "overflows") > 0
+    assert total(layer_audits["qoq", 120], "overflows") > 0
+    assert total(layer_audits["lqq", 120], "overflows") == 0
 
 
 @pytest.mark.full
-def test_trained_weights_errors(trained):
+def test_trained_weights_errors(layer_audits):
     """LQQ beats QoQ a little; rounding the scale up costs error, searching for it gains; ceiling never clips."""
     schemes = ("lqq_search", "lqq", "qoq", "lqq_ceiling")
-    for matrices in zip(*(trained[scheme, 119] for scheme in schemes), strict=True):
+    for matrices in zip(*(layer_audits[scheme, 119] for scheme in schemes), strict=True):
         errors = [row.relative_error for row in matrices]
         assert errors == sorted(errors), dict(zip(schemes, errors, strict=True))
         assert errors[0] > 0.08 and errors[-1] < 0.12
-    assert total(trained["lqq_ceiling", 119], "clipped") == 0
-    assert total(trained["lqq", 119], "clipped") > 0
+    assert total(layer_audits["lqq_ceiling", 119], "clipped") == 0
+    assert total(layer_audits["lqq", 119], "clipped") > 0
 
 
 def test_the_recorded_audit_is_what_the_checkpoint_gives(minilm) -> None:

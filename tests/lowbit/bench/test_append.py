@@ -37,12 +37,12 @@ def test_slots_are_one_per_page_or_whole_pages() -> None:
 
 
 def test_every_point_is_measured(emulated_gpu) -> None:
-    asked = []
-    emulated_gpu.setattr(append, "measure_append", lambda *of: asked.append(of[:4]))
-    told: list[str] = []
-    list(append.rows(CEILINGS, told.append))
-    assert len(told) == 4 and len(asked) == 4 * 5 == len(set(asked))
-    assert {of[:2] for of in asked} == {(64, 32), (4096, 32), (64, 8), (4096, 8)}
+    points = []
+    emulated_gpu.setattr(append, "measure_append", lambda *arguments: points.append(arguments[:4]))
+    lines: list[str] = []
+    list(append.rows(CEILINGS, lines.append))
+    assert len(lines) == 4 and len(points) == 4 * 5 == len(set(points))
+    assert {arguments[:2] for arguments in points} == {(64, 32), (4096, 32), (64, 8), (4096, 8)}
 
 
 def test_a_wrong_byte_is_an_error(emulated_gpu) -> None:

@@ -48,18 +48,18 @@ def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.full
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
     peers = replace(NO_PEERS, attention=lambda batch: FLASH)
-    behind, alone = attention.batch_rows(CHOSEN, SMALL, CEILINGS, quiet, peers)
-    assert (alone.measure, behind.measure) == ("attention", "append and attention")
-    assert alone.kernel == "attention_kv4_sm90" and alone.face == behind.face == "attention_kv4"
+    after_append, alone = attention.batch_rows(CHOSEN, SMALL, CEILINGS, quiet, peers)
+    assert (alone.measure, after_append.measure) == ("attention", "append and attention")
+    assert alone.kernel == "attention_kv4_sm90" and alone.face == after_append.face == "attention_kv4"
     assert alone.sizes == {"Hq": 4, "Hkv": 2, "B": 2, "L": 70}
     assert alone.bytes == 2 * 70 * 2 * 2 * 68 and alone.floor_us == alone.bytes / 4.6e6 and alone.limit == "read"
     assert alone.fraction == alone.floor_us / 10
-    assert alone.peers == FLASH and behind.peers == {} and behind.more["plain_us"] == 10
+    assert alone.peers == FLASH and after_append.peers == {} and after_append.more["plain_us"] == 10
     assert alone.checked.startswith("all 1024 results of 2 launches within the spec's bound of float64, at most ")
     assert "; launched again for lse: the same results, lse at most " in alone.checked
     assert 0 < alone.more["error"] < 1e-2
-    assert alone.more["programmatic_us"] == 10 and "programmatic_us" not in behind.more
-    assert alone.key != behind.key
+    assert alone.more["programmatic_us"] == 10 and "programmatic_us" not in after_append.more
+    assert alone.key != after_append.key
 
 
 @pytest.mark.full
@@ -165,12 +165,12 @@ def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
 @pytest.mark.parametrize("of", ["lse", "out"])
 def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
     """Timed launches write none, so they are launched again with them; results must be as before."""
-    given = attention_problem.random_problem(SMALL)
-    ready = attention_problem.launches(CHOSEN, given)
+    problem = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, problem)
     for call in ready.calls:
         call()
     assert ready.logged is not None
-    checked, _ = ready.check(given)
+    checked, _ = ready.check(problem)
     assert checked.endswith(" off") and "; launched again for lse: the same results, lse at most " in checked
     array = {"lse": ready.logged.lse, "out": ready.logged.outputs}[of]
     message = {
@@ -178,14 +178,14 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
         "out": "results other than those of launches for lse of",
     }[of]
 
-    def spoiled() -> None:
+    def spoil_element() -> None:
         array[1, 1, 3] *= array.dtype.type(1.001)
 
-    calls = [*ready.logged.calls, spoiled]
+    calls = [*ready.logged.calls, spoil_element]
     with pytest.raises(
         BenchmarkError, match=rf"attention_kv4_sm90 with .*: the timed launches gave {message}.* heads 4/2"
     ):
-        replace(ready, logged=replace(ready.logged, calls=calls)).check(given)
+        replace(ready, logged=replace(ready.logged, calls=calls)).check(problem)
 
 
 @pytest.mark.full
@@ -220,9 +220,9 @@ def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
 
 def test_the_batches() -> None:
     places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
-    found = stored.stored_attention()
-    assert set(found) < places and len(places) == 36
-    assert all(len(peers) == 12 for peers in found.values()), "eleven, and what ours took in that run"
+    peers_by_place = stored.stored_attention()
+    assert set(peers_by_place) < places and len(places) == 36
+    assert all(len(peers) == 12 for peers in peers_by_place.values()), "eleven, and what ours took in that run"
     ragged = shapes.ragged_batch((32, 8))
     assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
     even = shapes.even_batch_like(ragged)

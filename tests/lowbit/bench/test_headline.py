@@ -66,21 +66,21 @@ def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 @pytest.mark.full
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
-    found = [(row.sizes.get("g", PER_CHANNEL), row.sizes["M"], row.activations) for row in rows]
-    beside = ("fragment", "row_major-sums", "tiles")
-    assert sorted(found) == sorted(
+    measured = [(row.sizes.get("g", PER_CHANNEL), row.sizes["M"], row.activations) for row in rows]
+    other_orders = ("fragment", "row_major-sums", "tiles")
+    assert sorted(measured) == sorted(
         (g, M, order)
         for g in (*GROUPS, PER_CHANNEL)
         for M in (1, 17)
-        for order in ("row_major", *(beside if g == GROUP else ()))
+        for order in ("row_major", *(other_orders if g == GROUP else ()))
     )
     for row in rows:
         if row.activations == headline.WITHOUT_SUMS:
             assert row.variant["SIGNED"] == 1
             continue
         assert row.variant["SIGNED"] == 0
-        taken = headline.choose_step(SMALL, row.sizes["M"], row.sizes.get("g", PER_CHANNEL), row.activations)
-        assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
+        step = headline.choose_step(SMALL, row.sizes["M"], row.sizes.get("g", PER_CHANNEL), row.activations)
+        assert (row.kernel, row.face, row.measure) == (step.spec.name, "gemm_w4a8", "headline")
         assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
         assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
     assert len({row.key for row in rows}) == len(rows)
@@ -121,20 +121,20 @@ def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu:
 
 @pytest.mark.full
 def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
-    def launched() -> Iterator[Point]:
+    def launched_points() -> Iterator[Point]:
         yield from headline.points(names())
         for layer in MIXTRAL:
             for M in range(1, 160):
                 yield headline.point_at(layer, M)
 
-    found = list(launched())
-    for step, sizes in found:
+    all_points = list(launched_points())
+    for step, sizes in all_points:
         step.spec.check_sizes(sizes)
         assert step.spec.launch({**sizes, **problem.variant(step.spec, sizes)}).shared_bytes <= 227 << 10
     headlines = sum(
         len(headline._orders(layer, M, g)) for layer in LLAMA for g in (*GROUPS, PER_CHANNEL) for M in ALL_TOKENS
     )
-    assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
+    assert len(all_points) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
 @pytest.mark.smoke
@@ -156,9 +156,9 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
     step, sizes = headline.point_at(SMALL, 3)
     logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
     impatient = replace(step, spec=replace(step.spec, after_wait=()))
-    for each in (impatient, step):
+    for launched_step in (impatient, step):
         for programmatic in (False, True):
-            problem.launches(each, sizes, logical, copies=1, programmatic=programmatic)
+            problem.launches(launched_step, sizes, logical, copies=1, programmatic=programmatic)
     assert seen == [False, False, False, True]
 
 
@@ -200,8 +200,8 @@ def test_experts_at_once(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert (row.kernel, row.face, row.peers) == (grouped.GROUPED.name, "gemm_w4a8_grouped", {"experts": 12.5})
     assert row.operations == 2 * 10 * 128 * 256 and row.more["experts"] == 2
     assert row.more["packed_bytes"] == 2 * 128 * 256 * 33 // 64
-    what = "all 1280 results of 2 launches equal to the reference, bit for bit"
-    assert row.checked == f"in each of 3 places {what}"
+    verdict = "all 1280 results of 2 launches equal to the reference, bit for bit"
+    assert row.checked == f"in each of 3 places {verdict}"
 
 
 @pytest.mark.full
@@ -224,8 +224,8 @@ def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(headline, "UNTUNED_TOKENS", (3,))
     (row,) = headline.untuned_rows([SMALL], names(), stream_us, quiet, PEERS)
     assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
-    others = [name for name in names() if name != row.kernel]
-    assert list(headline.untuned_rows([SMALL], others, stream_us, quiet, PEERS)) == []
+    other_names = [name for name in names() if name != row.kernel]
+    assert list(headline.untuned_rows([SMALL], other_names, stream_us, quiet, PEERS)) == []
 
 
 def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
@@ -272,8 +272,8 @@ def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
 def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The part measures its own numbers of tokens, beside cuBLAS alone, in a record with a name of its own."""
     layers = {"LLAMA": (SMALL,), "LADDER_LAYER": LLAMA[0], "COMPARED": (3, 5)}
-    for name, value in layers.items():
-        emulated_gpu.setattr(w4a4, name, value)
+    for name, replacement in layers.items():
+        emulated_gpu.setattr(w4a4, name, replacement)
     emulated_gpu.setattr(w4a4, "compile_all", lambda planned: compiled.extend(planned))
     emulated_gpu.setattr(w4a4, "streams", lambda: stream_us)
     emulated_gpu.setattr(steps, "W8A8_KERNEL", "gemm_w4a8_lqq_sm90")
@@ -366,13 +366,13 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
         gemm.limits: {"with_limits": list},
     }
     for module, replaced in patches.items():
-        for name, value in replaced.items():
-            emulated_gpu.setattr(module, name, value)
+        for name, replacement in replaced.items():
+            emulated_gpu.setattr(module, name, replacement)
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet, peers=PEERS)
-    found = Counter(row.measure for row in rows)
+    counts = Counter(row.measure for row in rows)
     launched = 2 * (4 + 1 + 1)  # numbers of tokens; three orders and none of sums; the other group, and none, in one
     experts = {"experts": 2, "grouped": 2}
-    assert found == {"gemm": 8, "headline": launched, "quantise": 6, "chain": 2, "untuned": 1} | experts
+    assert counts == {"gemm": 8, "headline": launched, "quantise": 6, "chain": 2, "untuned": 1} | experts
     assert all(("humming_w4a8_g128" in row.peers) == (row.measure == "headline") for row in rows)
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record

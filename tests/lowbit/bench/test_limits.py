@@ -18,13 +18,13 @@ def test_rows_of_the_dissected_matrix_get_counters(ncu: SimpleNamespace) -> None
     rows = [type(r)(**{**vars(r), "more": {"registers": 128}}) for r in rows]
     counted = [name for name in NAMES[:2] for _ in DISSECTED_TOKENS]
     ncu.output = raw_page_csv(counted, list(limits.METRICS.values()))
-    found = limits.with_limits(rows)
-    with_counters = [r for r in found if "tensor_pct" in r.more]
+    limited = limits.with_limits(rows)
+    with_counters = [r for r in limited if "tensor_pct" in r.more]
     assert [(r.kernel, r.sizes["M"]) for r in with_counters] == [(n, M) for n in NAMES[:2] for M in DISSECTED_TOKENS]
     assert [r.more["tensor_pct"] for r in with_counters] == [1000.5, 1001.5, 1002.5, 1003.5]
-    more = with_counters[0].more
-    assert {n for n in more if n.startswith(limits.STALL)} == {"stall_long_scoreboard", "stall_barrier"}
-    assert more["stall_barrier"] == 1.5 and more["registers"] == 128
+    figures = with_counters[0].more
+    assert {n for n in figures if n.startswith(limits.STALL)} == {"stall_long_scoreboard", "stall_barrier"}
+    assert figures["stall_barrier"] == 1.5 and figures["registers"] == 128
     assert ncu.command[-2:] == NAMES[:2] and "limits.launch_once(sys.argv[1:])" in ncu.command[-3]
 
 
@@ -40,11 +40,11 @@ def test_what_ncu_runs_launches_in_the_order_of_the_rows(emulated_gpu: pytest.Mo
     launched: list[str] = []
     prepare = gpu.prepare
 
-    def remembered(kernel, args, geometry):
+    def prepare_and_note(kernel, args, geometry):
         call = prepare(kernel, args, geometry)
         return lambda: (launched.append(kernel.run.entry), call())
 
-    emulated_gpu.setattr(gpu, "prepare", remembered)
+    emulated_gpu.setattr(gpu, "prepare", prepare_and_note)
     emulated_gpu.setattr(limits, "DISSECTED", Layer("test", "small", N=128, K=256))
     emulated_gpu.setattr(limits, "DISSECTED_TOKENS", (3, 5))
     limits.launch_once(NAMES[:2])

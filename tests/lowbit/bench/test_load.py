@@ -92,5 +92,5 @@ def test_without_ncu_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match=r"ncu \(Nsight Compute\): not on the PATH"):
         suite.counted_banks(registry.specs()["load_dual_mma"])
-    figures = suite._bank_figures(*((found := registry.find("load_dual_mma"))[0], found[1][0]))
+    figures = suite._bank_figures(*((spec_and_sources := registry.find("load_dual_mma"))[0], spec_and_sources[1][0]))
     assert figures["load_wavefronts_per_warp_model"] == 4 and not any(name.endswith("ncu") for name in figures)

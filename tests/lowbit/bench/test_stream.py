@@ -17,14 +17,14 @@ SIZES = [(128, 4), (128 * 7, 4), (128 * 1000, 3), (128 * 3001, 2)]
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("nbytes", "blocks"), SIZES)
-@pytest.mark.parametrize("most", stream._CHUNKS)
+@pytest.mark.parametrize("largest_chunk", stream._CHUNKS)
 @pytest.mark.parametrize("mode", emulator.MODES)
-def test_every_chunk_arrives(nbytes: int, blocks: int, most: int, mode: str) -> None:
+def test_every_chunk_arrives(nbytes: int, blocks: int, largest_chunk: int, mode: str) -> None:
     words = np.random.default_rng(0).integers(0, 2**32, nbytes // 4, np.uint32)
-    chunk = stream.even_chunk(nbytes, blocks, most)
+    chunk = stream.even_chunk(nbytes, blocks, largest_chunk)
     digest = np.full((blocks, 32), 7, np.uint32)
     source, geometry = stream.source(), stream.geometry(blocks)
-    result = emulator.run(
+    outcome = emulator.run(
         emulator.parse(source.text, source.path),
         "stream_bulk",
         [words, digest, np.uint32(nbytes), np.uint32(chunk)],
@@ -34,17 +34,17 @@ def test_every_chunk_arrives(nbytes: int, blocks: int, most: int, mode: str) -> 
         checks=("race", "init", "async"),
         mode=mode,
     )
-    assert result.findings == ()
+    assert outcome.findings == ()
     assert (digest == stream.digest(words, chunk, blocks)).all()
     assert digest.any()
 
 
 @pytest.mark.parametrize("nbytes", [8_650_752, 25_952_256, 242_221_056, 128])
-@pytest.mark.parametrize("most", stream._CHUNKS)
-def test_chunks_are_even(nbytes: int, most: int) -> None:
-    chunk, blocks = stream.even_chunk(nbytes, 132, most), 132
+@pytest.mark.parametrize("largest_chunk", stream._CHUNKS)
+def test_chunks_are_even(nbytes: int, largest_chunk: int) -> None:
+    chunk, blocks = stream.even_chunk(nbytes, 132, largest_chunk), 132
     rounds = ceil_div(nbytes, chunk * blocks)
-    assert chunk % 128 == 0 and chunk <= most
+    assert chunk % 128 == 0 and chunk <= largest_chunk
     assert rounds * chunk * blocks - nbytes < 132 * 128 * rounds + 1
 
 

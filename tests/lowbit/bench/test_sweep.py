@@ -39,28 +39,32 @@ def timed(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.full
 def test_every_combination_of_a_gemm_quickest_first(timed: list[float]) -> None:
     timed += [10.0, 12.0, 8.0, 9.0]
-    found = sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {"STAGES": (4, 12), "RESIDENT": (1, 2)})
-    assert [one.measured.us for one in found] == [8.0, 9.0, 10.0, 12.0] and not timed
-    assert sorted(tuple(one.constants.values()) for one in found) == [(4, 1), (4, 2), (12, 1), (12, 2)]
-    assert [one.constants for one in found if one.chosen] == [{"STAGES": 12, "RESIDENT": 2}]
-    first, own = list(sweep.lines(found))[:2]
-    assert first[:4] == ["12", "1", "8.00", "1.125x"] and own[2:4] == ["9.00", "1.000x"] and own[-1] == "chosen"
+    variants = sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {"STAGES": (4, 12), "RESIDENT": (1, 2)})
+    assert [variant.measured.us for variant in variants] == [8.0, 9.0, 10.0, 12.0] and not timed
+    assert sorted(tuple(variant.constants.values()) for variant in variants) == [(4, 1), (4, 2), (12, 1), (12, 2)]
+    assert [variant.constants for variant in variants if variant.chosen] == [{"STAGES": 12, "RESIDENT": 2}]
+    first, chosen_line = list(sweep.lines(variants))[:2]
+    assert (
+        first[:4] == ["12", "1", "8.00", "1.125x"]
+        and chosen_line[2:4] == ["9.00", "1.000x"]
+        and chosen_line[-1] == "chosen"
+    )
 
 
 @pytest.mark.full
 def test_what_the_spec_chooses_is_measured_too(timed: list[float]) -> None:
     timed += [10.0, 11.0]
-    found = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"TOKENS": (32,)})
-    assert [(one.constants["TOKENS"], one.chosen) for one in found] == [(16, True), (32, False)]
+    variants = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"TOKENS": (32,)})
+    assert [(variant.constants["TOKENS"], variant.chosen) for variant in variants] == [(16, True), (32, False)]
 
 
 @pytest.mark.full
 def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
     """It has more stages than fit, and is not measured."""
     timed += [10.0]
-    found = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"WARPS": (3,)})
-    assert found[0].chosen and found[1].measured is None and "static assertion" in found[1].why_not
-    assert list(sweep.lines(found))[1][1:3] == ["-", "-"]
+    variants = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"WARPS": (3,)})
+    assert variants[0].chosen and variants[1].measured is None and "static assertion" in variants[1].why_not
+    assert list(sweep.lines(variants))[1][1:3] == ["-", "-"]
 
 
 @pytest.mark.full

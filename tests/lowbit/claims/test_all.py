@@ -19,7 +19,7 @@ KERNELS = [source.label for name in NAMES for source in registry.find(name)[1]]
 
 
 @cache
-def known() -> list[Claim]:
+def all_claims() -> list[Claim]:
     return registered_claims()
 
 
@@ -39,8 +39,8 @@ def known() -> list[Claim]:
 )
 @pytest.mark.parametrize("subject", [*KERNELS, *LOOPS, *OTHERS])
 def test_decided_as_claimed(subject: str) -> None:
-    found = claims_of(*registry.find(subject.partition(".")[0])) if subject in KERNELS else known()
-    for claim in (claim for claim in found if claim.subject == subject and claim.quick):
+    candidates = claims_of(*registry.find(subject.partition(".")[0])) if subject in KERNELS else all_claims()
+    for claim in (claim for claim in candidates if claim.subject == subject and claim.quick):
         decision = decide(claim)
         assert decision.as_expected, str(decision)
         assert decision.verdict == "proved" or decision.counterexample or decision.explanation

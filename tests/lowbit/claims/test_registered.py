@@ -29,8 +29,8 @@ CLAIMS = [claim for maker in MAKERS for claim in maker()]
 
 
 def claim(subject: str, name: str) -> Claim:
-    (found,) = (each for each in CLAIMS if (each.subject, each.name) == (subject, name))
-    return found
+    (match,) = (candidate for candidate in CLAIMS if (candidate.subject, candidate.name) == (subject, name))
+    return match
 
 
 def test_a_map_with_a_place_twice_is_refuted() -> None:
@@ -47,21 +47,24 @@ NO_PACKINGS = re.compile(r"packed_(names|headers)|_packing")  # of the weights i
 
 def functions(module: Any) -> Iterator[tuple[str, CodeType]]:
     """Yield the functions and methods that a module defines, by qualified name."""
-    for name, found in vars(module).items():
-        for of, each in vars(found).items() if inspect.isclass(found) else [(name, found)]:
-            function = inspect.unwrap(each) if callable(each) else None
-            abstract = getattr(each, "__isabstractmethod__", False)
+    for name, member in vars(module).items():
+        for attribute_name, attribute in vars(member).items() if inspect.isclass(member) else [(name, member)]:
+            function = inspect.unwrap(attribute) if callable(attribute) else None
+            abstract = getattr(attribute, "__isabstractmethod__", False)
             if inspect.isfunction(function) and function.__module__ == module.__name__ and not abstract:
-                yield f"{module.__name__}.{name if of == name else f'{name}.{of}'}", function.__code__
+                yield (
+                    f"{module.__name__}.{name if attribute_name == name else f'{name}.{attribute_name}'}",
+                    function.__code__,
+                )
 
 
 @pytest.mark.full
 def test_everything_that_packs_has_a_claim() -> None:
     """Every packing, unpacking, order and fragment map of `ptxlab.lowbit.layout` is run by one claim at least."""
     modules = [importlib.import_module(f"ptxlab.lowbit.layout.{m.name}") for m in pkgutil.iter_modules(layout.__path__)]
-    known = {name: code for module in modules for name, code in functions(module)}
-    last = {name: name.rpartition(".")[2] for name in known}
-    packing = {name for name in known if PACKS.match(last[name]) and not NO_PACKINGS.fullmatch(last[name])}
+    code_by_name = {name: code for module in modules for name, code in functions(module)}
+    last = {name: name.rpartition(".")[2] for name in code_by_name}
+    packing = {name for name in code_by_name if PACKS.match(last[name]) and not NO_PACKINGS.fullmatch(last[name])}
     assert {f"{layout.__name__}.{name}" for name in ("atom.pack_atom_strips", "packings.Blocks.unpack")} <= packing
     ran = set[CodeType]()
 
@@ -71,11 +74,11 @@ def test_everything_that_packs_has_a_claim() -> None:
 
     sys.setprofile(note)
     try:
-        for each in [*layouts.fragments(), *layouts.packings()]:
-            decide(each)
+        for packing_claim in [*layouts.fragments(), *layouts.packings()]:
+            decide(packing_claim)
     finally:
         sys.setprofile(None)
-    assert sorted(name for name in packing if known[name] not in ran) == []
+    assert sorted(name for name in packing if code_by_name[name] not in ran) == []
 
 
 def test_an_accumulator_of_another_width_is_refused() -> None:
@@ -85,7 +88,7 @@ def test_an_accumulator_of_another_width_is_refused() -> None:
 
 def test_every_fragment_map_has_a_claim() -> None:
     """The rule holds for any arguments of the functions that make maps."""
-    made = set[str]()
+    names = set[str]()
     for k, bits in product(range(1, 257), (None, 4, 8, 16, 32)):
         for make in (
             lambda k=k, b=bits: fragments.mma_a(k, b),
@@ -96,8 +99,10 @@ def test_every_fragment_map_has_a_claim() -> None:
             fragments.wgmma_a,
         ):
             with suppress(ArgumentError):
-                made.add(make().name)
-    assert made - {each.name for each in CLAIMS if each.subject == "fragment maps"} == set()
+                names.add(make().name)
+    assert (
+        names - {fragment_claim.name for fragment_claim in CLAIMS if fragment_claim.subject == "fragment maps"} == set()
+    )
 
 
 @pytest.mark.parametrize("case", [*layouts._packings()], ids=lambda case: f"{case[0]}, {case[1]}")

@@ -19,21 +19,21 @@ SIZES = {"M": 3, "K": 64, "outliers": 0, "g": 64, "pairs": 1, "code": 1, "clip":
 
 
 @cache
-def compiled(code: int) -> str:
+def compile_ptx(code: int) -> str:
     defines = SPEC.config_for({**SIZES, "code": code})
     return toolchain.compile_cuda(SOURCE, SPEC.arch, output="ptx", defines=defines).data.decode()
 
 
-def queries(what: str, code: int, text: str) -> Iterator[Query]:
+def queries(claim: str, code: int, text: str) -> Iterator[Query]:
     sizes = {**SIZES, "code": code}
     entry = emulator.parse(text, "changed.ptx").entries[SPEC.name]
     row = reordering.row_of(entry, SPEC, {**sizes, **SPEC.config_for(sizes)})
-    yield from getattr(reordering, what)([row])
+    yield from getattr(reordering, claim)([row])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("what", "code", "old", "new"),
+    ("claim", "code", "old", "new"),
     [
         ("rounds", 1, r"(%f\d+, )0f4B400000;", r"\g<1>0f4B400001;"),  # 1.5 * 2^23
         ("rounds", 1, "cvt.rzi.f32.f32", "cvt.rni.f32.f32"),
@@ -52,13 +52,13 @@ def queries(what: str, code: int, text: str) -> Iterator[Query]:
         ("sends", 0, r"(ld.global[.\w]*.v4.u32 .*)\+16\];", r"\1];"),
     ],
 )
-def test_a_mistake_is_refuted(what: str, code: int, old: str, new: str) -> None:
-    changed, count = re.subn(old, new, compiled(code), count=1)
+def test_a_mistake_is_refuted(claim: str, code: int, old: str, new: str) -> None:
+    changed, count = re.subn(old, new, compile_ptx(code), count=1)
     assert count == 1
-    assert any(ask(query).verdict == "refuted" for query in queries(what, code, changed))
+    assert any(ask(query).verdict == "refuted" for query in queries(claim, code, changed))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["rounds", "scales"])
-def test_what_the_quick_half_leaves_out_is_proved_of_one_group(what: str) -> None:
-    assert {ask(query).verdict for query in distinct_queries([*queries(what, 0, compiled(0))])} == {"proved"}
+@pytest.mark.parametrize("claim", ["rounds", "scales"])
+def test_what_the_quick_half_leaves_out_is_proved_of_one_group(claim: str) -> None:
+    assert {ask(query).verdict for query in distinct_queries([*queries(claim, 0, compile_ptx(0))])} == {"proved"}

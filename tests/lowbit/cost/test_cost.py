@@ -66,7 +66,7 @@ def test_qserves_crossing_of_w4a16_and_w8a8() -> None:
         return [most_tops(a100, SCHEMES[name], M) for name in ("W4A16", "W8A8", "W4A8 QoQ")]
 
     assert roofs(70)[0] > roofs(70)[1] and roofs(85)[0] < roofs(85)[1]
-    assert all(w4a8 >= max(others) for M in range(1, 500) for *others, w4a8 in [roofs(M)])
+    assert all(w4a8 >= max(w4a16_and_w8a8) for M in range(1, 500) for *w4a16_and_w8a8, w4a8 in [roofs(M)])
     assert most_tops(a100, SCHEMES["W4A4"], 500) == 2 * most_tops(a100, W8A8, 500)
 
 
@@ -92,19 +92,19 @@ def test_what_weights_per_channel_gain() -> None:
         )
         return groups.in_turn_us / channel.in_turn_us
 
-    found = [
+    gains = [
         round(geometric_mean(gain(M, layer.N, layer.K) for layer in LLAMA), 2) for M in (1, 16, 32, 64, 128, 256, 512)
     ]
-    assert found == [1.02, 1.02, 1.02, 1.02, 1.05, 1.03, 1.03]
+    assert gains == [1.02, 1.02, 1.02, 1.02, 1.05, 1.03, 1.03]
 
 
 def test_units() -> None:
-    found = gemm_cost(ROUND, NIBBLE, 10, 1000, 2000, alpha=0.64)
-    assert found.load_us == pytest.approx(1e6 / 1e12 * 1e6), "half a byte per weight"
-    assert found.dequantise_us == pytest.approx(2e6 * 0.64 / 1.28e12 * 1e6)
-    assert found.multiply_us == pytest.approx(2 * 10 * 2e6 / 1e14 * 1e6)
-    assert found.in_turn_us == pytest.approx(3 + 1.4) and found.overlapped_us == pytest.approx(3 + 1)
-    assert found.limit == "load" and gemm_cost(ROUND, NIBBLE, 100, 1000, 2000).limit == "multiply"
+    costs = gemm_cost(ROUND, NIBBLE, 10, 1000, 2000, alpha=0.64)
+    assert costs.load_us == pytest.approx(1e6 / 1e12 * 1e6), "half a byte per weight"
+    assert costs.dequantise_us == pytest.approx(2e6 * 0.64 / 1.28e12 * 1e6)
+    assert costs.multiply_us == pytest.approx(2 * 10 * 2e6 / 1e14 * 1e6)
+    assert costs.in_turn_us == pytest.approx(3 + 1.4) and costs.overlapped_us == pytest.approx(3 + 1)
+    assert costs.limit == "load" and gemm_cost(ROUND, NIBBLE, 100, 1000, 2000).limit == "multiply"
 
 
 def test_every_tile_of_tokens_dequantises_again() -> None:
@@ -137,10 +137,10 @@ def test_a_dequantiser_too_dear_to_hide_lowers_the_roof() -> None:
 
 def test_sheets_say_what_is_measured() -> None:
     assert [name for name, gpu in DEVICES.items() if gpu.measured] == ["h200-measured"]
-    here, sheet, promised = device("H200-measured"), cost.sheet("h200"), device("h200")
-    assert (here.memory_tbps, here.tops["int8"], here.start_us) == (4.5, 1920, sheet.start_us)
-    assert here.memory_tbps < promised.memory_tbps and here.issue_tips < promised.issue_tips
-    assert all(here.tops[operand] < tops for operand, tops in promised.tops.items())
+    measured, sheet, promised = device("H200-measured"), cost.sheet("h200"), device("h200")
+    assert (measured.memory_tbps, measured.tops["int8"], measured.start_us) == (4.5, 1920, sheet.start_us)
+    assert measured.memory_tbps < promised.memory_tbps and measured.issue_tips < promised.issue_tips
+    assert all(measured.tops[operand] < tops for operand, tops in promised.tops.items())
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_an_sm_does_one_thing_at_a_time(problem: tuple[list[Tile], int, Costs], 
     by_sm: dict[int, list[TileWork]] = {}
     for work in works:
         by_sm.setdefault(work.sm, []).append(work)
-    for mine in by_sm.values():
-        assert all(b.start >= a.end - ROUNDING * a.end for a, b in pairwise(mine)), "in the order of the list"
+    for works_of_sm in by_sm.values():
+        assert all(b.start >= a.end - ROUNDING * a.end for a, b in pairwise(works_of_sm)), "in the order of the list"
 
 
 @pytest.mark.full
@@ -72,11 +72,11 @@ def test_an_sm_does_one_thing_at_a_time(problem: tuple[list[Tile], int, Costs], 
 def test_no_schedule_beats_the_bounds_and_each_step_is_as_good(problem: tuple[list[Tile], int, Costs]) -> None:
     share, longest = lower_bounds(*problem)
     rounds, unsynchronised, free, cut, stealing = (makespan(schedule(name, *problem)) for name in SCHEDULES)
-    least = 1 - ROUNDING
+    slack = 1 - ROUNDING
     for whole in (unsynchronised, free):
-        assert rounds / least >= whole >= least * max(share, longest), "whole tiles"
+        assert rounds / slack >= whole >= slack * max(share, longest), "whole tiles"
     for pieces in (cut, stealing):
-        assert free / least >= pieces >= least * max(share, longest / PIECES), "cut tiles"
+        assert free / slack >= pieces >= slack * max(share, longest / PIECES), "cut tiles"
     tiles, sms, costs = problem
     assert w4a8(tiles, sms, costs) == pytest.approx(makespan(naive([t._replace(int8=True) for t in tiles], sms, costs)))
 
@@ -145,12 +145,12 @@ PINNED = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("model", COMET)
 def test_beside_comets_figures(model: str) -> None:
-    found = layer_speedups([(layer.N, layer.K) for layer in decoder(model)], 64, COMET_SMS, Costs())
-    assert {*found} == {*SCHEDULES}
-    assert {name: found[name] for name in COMET[model]} == {
+    speedups = layer_speedups([(layer.N, layer.K) for layer in decoder(model)], 64, COMET_SMS, Costs())
+    assert {*speedups} == {*SCHEDULES}
+    assert {name: speedups[name] for name in COMET[model]} == {
         name: pytest.approx(times, abs=5e-4) for name, (times, _) in PINNED[model].items()
     }
-    errors = {name: found[name] / times - 1 for name, times in COMET[model].items()}
+    errors = {name: speedups[name] / times - 1 for name, times in COMET[model].items()}
     assert errors == {name: pytest.approx(error, abs=0.01) for name, (_, error) in PINNED[model].items()}
 
 
@@ -158,11 +158,11 @@ def test_what_barriers_cost_depends_on_the_order() -> None:
     """Every round of the naive schedule has an INT8 tile where neighbours differ in k: then nothing is gained."""
     matrices = [(layer.N, layer.K) for layer in decoder("LLaMA-3-8B")]
     orders = [(False, False), (True, False), (True, True)]
-    found = [
+    speedups = [
         layer_speedups(matrices, 64, COMET_SMS, Costs(), spread=spread, k_first=k_first) for spread, k_first in orders
     ]
-    assert [one["naive"] for one in found] == pytest.approx([1.556, 1.229, 1.0], abs=1e-3)
-    assert len({round(one["remapped"], 6) for one in found}) == 1
+    assert [by_schedule["naive"] for by_schedule in speedups] == pytest.approx([1.556, 1.229, 1.0], abs=1e-3)
+    assert len({round(by_schedule["remapped"], 6) for by_schedule in speedups}) == 1
 
 
 @pytest.mark.parametrize(

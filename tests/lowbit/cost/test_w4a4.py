@@ -12,11 +12,11 @@ from ptxlab.lowbit.cost.published import FIGURES, PublishedFigure, instructions_
 
 def over_int8(gpu: str, scheme: str, M: int = 4096) -> tuple[float, float]:
     """Compute the speed over W8A8 at INT8's peak, in turn and overlapped."""
-    found = []
+    costs = []
     for name in ("W8A8", scheme):
         counted = counts.loop_counts(SCHEMES[name], device(gpu).arch)
-        found.append(gemm_cost(device(gpu), SCHEMES[name], M, 4096, 4096, counts=counted))
-    return found[0].in_turn_us / found[1].in_turn_us, found[0].overlapped_us / found[1].overlapped_us
+        costs.append(gemm_cost(device(gpu), SCHEMES[name], M, 4096, 4096, counts=counted))
+    return costs[0].in_turn_us / costs[1].in_turn_us, costs[0].overlapped_us / costs[1].overlapped_us
 
 
 # In turn, overlapped, error in turn: what the guide's page w4a4 explains.
@@ -35,19 +35,22 @@ PINNED = [
 ]
 
 
-@pytest.mark.parametrize(("found", "pinned"), [*zip(predictions(counts.loop_counts), PINNED, strict=True)])
-def test_published_figures_and_their_errors(found, pinned: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(("predicted", "pinned"), [*zip(predictions(counts.loop_counts), PINNED, strict=True)])
+def test_published_figures_and_their_errors(predicted, pinned: tuple[float, float, float]) -> None:
     in_turn, overlapped, error = pinned
-    assert (found.in_turn, found.overlapped) == (pytest.approx(in_turn, rel=5e-3), pytest.approx(overlapped, rel=5e-3))
-    assert found.error == pytest.approx(error, abs=0.006)
+    assert (predicted.in_turn, predicted.overlapped) == (
+        pytest.approx(in_turn, rel=5e-3),
+        pytest.approx(overlapped, rel=5e-3),
+    )
+    assert predicted.error == pytest.approx(error, abs=0.006)
 
 
 @pytest.mark.parametrize("name", ["W4A4 g128", "W4Ax token", "W8A8"])
 def test_at_the_transition_loading_takes_as_long_as_multiplying(name: str) -> None:
     gpu = device("a100")
     tokens = round(cost.transition(gpu, SCHEMES[name]))
-    found = gemm_cost(gpu, SCHEMES[name], tokens, 4096, 4096)
-    assert found.load_us == pytest.approx(found.multiply_us, rel=0.02)
+    costs = gemm_cost(gpu, SCHEMES[name], tokens, 4096, 4096)
+    assert costs.load_us == pytest.approx(costs.multiply_us, rel=0.02)
 
 
 def test_the_error_is_from_the_nearer_end() -> None:
@@ -113,15 +116,15 @@ def test_int8_channels_and_sums_are_counted() -> None:
     """An SM of the A100 multiplies 4096 INT4 pairs a clock and half as many INT8 pairs; the rest is counted by hand."""
     gpu, M, N, K = device("a100"), 128, 256, 1024
     counted = LoopCounts({"alu": 2.0}, {"xu": 1.0, "fma": 2.0}, tile=64)
-    found = gemm_cost(gpu, SCHEMES["W4A4 Atom"], M, N, K, counts=counted)
+    costs = gemm_cost(gpu, SCHEMES["W4A4 Atom"], M, N, K, counts=counted)
     clocks = gpu.sms * gpu.clock_ghz * 1e3  # of all SMs in a microsecond
     pairs = M * N * (K - 128) + 2 * M * N * 128
-    assert found.multiply_us == pytest.approx(2 * pairs / 1248e6)
-    assert found.dequantise_us == pytest.approx(2 * N * K * 2.0 / 64 / clocks), "two tiles of tokens"
-    assert found.scale_us == pytest.approx(M * N * (K / 128) / 16 / clocks)
-    parts = found.dequantise_us + found.scale_us
-    assert found.in_turn_us == pytest.approx(max(found.load_us, parts + found.multiply_us))
-    assert found.overlapped_us == pytest.approx(max(found.load_us, parts, found.multiply_us))
+    assert costs.multiply_us == pytest.approx(2 * pairs / 1248e6)
+    assert costs.dequantise_us == pytest.approx(2 * N * K * 2.0 / 64 / clocks), "two tiles of tokens"
+    assert costs.scale_us == pytest.approx(M * N * (K / 128) / 16 / clocks)
+    parts = costs.dequantise_us + costs.scale_us
+    assert costs.in_turn_us == pytest.approx(max(costs.load_us, parts + costs.multiply_us))
+    assert costs.overlapped_us == pytest.approx(max(costs.load_us, parts, costs.multiply_us))
     mixed, plain = (gemm_cost(gpu, SCHEMES[name], M, N, K) for name in ("W4Ax g128", "W4A4"))
     assert mixed.multiply_us == pytest.approx(1.25 * plain.multiply_us)
     conversion = counts.loop_counts(SCHEMES["W4Ax token"], "sm_80").per_weight["alu"]

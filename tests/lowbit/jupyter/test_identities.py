@@ -29,21 +29,21 @@ def test_they_are_what_the_kernels_compute(q4: tuple[int, ...], s1: int, minimum
 @given(q4=NIBBLES, s1=st.integers(1, 16), minimum=st.integers(-119, 119))
 def test_wherever_the_result_is_a_byte_only_the_packed_add_is_wrong(q4: tuple[int, ...], s1: int, minimum: int) -> None:
     shown = identities(q4, s1, minimum)
-    if not all(-128 <= value <= 127 for value in shown.exact):
+    if not all(-128 <= byte <= 127 for byte in shown.exact):
         return
-    packed_add, *others = shown.traces
-    assert [shown.wrong(trace) for trace in others] == [set()] * 3
-    assert not any(finding for trace in others for step in trace.findings for finding in step)
+    packed_add, *right_traces = shown.traces
+    assert [shown.wrong(trace) for trace in right_traces] == [set()] * 3
+    assert not any(finding for trace in right_traces for step in trace.findings for finding in step)
     assert bool(shown.wrong(packed_add)) <= bool(packed_add.findings[1])  # whatever is wrong is found
 
 
 def test_the_example_of_the_paper() -> None:
     """LiquidGEMM §4: 225 + (-104) carries out of its byte, though 121 fits."""
     shown = identities((15, 3, 0, 9), 15, -104)
-    packed_add, *others = shown.traces
+    packed_add, *right_traces = shown.traces
     assert shown.exact[0] == 121 and packed_add.lanes(-1)[0] == 121
     assert shown.wrong(packed_add) == {1} and {f.lane for f in packed_add.findings[1]} == {1}
-    assert [shown.wrong(trace) for trace in others] == [set()] * 3
+    assert [shown.wrong(trace) for trace in right_traces] == [set()] * 3
     assert "wrong in lanes [1]" in repr(shown) and "1110 0001" in shown._repr_html_()
 
 

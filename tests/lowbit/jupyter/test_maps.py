@@ -16,27 +16,27 @@ FRAGMENTS = [fragments.mma_a(32), fragments.mma_b(64), fragments.mma_c(), fragme
 
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda f: f.name)
 def test_fragments(fragment: fragments.Fragment) -> None:
-    held = maps.find(fragment.name)
-    assert held.lanes == fragment.lanes
+    holder_map = maps.find(fragment.name)
+    assert holder_map.lanes == fragment.lanes
     for lane in (0, 5, fragment.lanes - 1):
-        for register, places in enumerate(held.held_by(lane)):
+        for register, places in enumerate(holder_map.held_by(lane)):
             assert places == [fragment.index(lane, register, i) for i in range(len(places))]
 
 
 @pytest.mark.parametrize("layout", ["row_major", "qserve", "dual_mma", "strips"])
 def test_packings_by_their_bytes(layout: str) -> None:
     """Lane i loads bytes 16 i to 16 i + 15, and what its registers hold is what the map says."""
-    held = maps.find(layout)
-    q4 = np.random.default_rng(0).integers(0, 16, held.lane.shape, dtype=np.uint8)
-    rows = held.lane.shape[0]
+    holder_map = maps.find(layout)
+    q4 = np.random.default_rng(0).integers(0, 16, holder_map.lane.shape, dtype=np.uint8)
+    rows = holder_map.lane.shape[0]
     weight = QoQChannelWeight(q4, np.ones(rows, np.float32), np.zeros(rows, np.uint8))
     stored = next(iter(ptxlab.pack(weight, layout).buffers.values())).reshape(-1).view(np.uint32)
-    loaded = stored.reshape(-1, held.lanes, 4)
-    for lane in range(held.lanes):
-        for register, places in enumerate(held.held_by(lane)):
+    loaded = stored.reshape(-1, holder_map.lanes, 4)
+    for lane in range(holder_map.lanes):
+        for register, places in enumerate(holder_map.held_by(lane)):
             word = int(loaded[register // 4, lane, register % 4])
-            at = [int(held.bit[place]) for place in places]
-            assert [word >> bit & 15 for bit in at] == [q4[place] for place in places] and at == sorted(at)
+            bits = [int(holder_map.bit[place]) for place in places]
+            assert [word >> bit & 15 for bit in bits] == [q4[place] for place in places] and bits == sorted(bits)
 
 
 def test_comet_gives_the_lanes_what_dual_mma_gives_a_warp() -> None:
@@ -55,11 +55,11 @@ def test_dual_mma_feeds_two_wgmmas() -> None:
 def test_kernels_are_read_off_the_running_kernel() -> None:
     right, wrong = maps.find("load_dual_mma"), maps.find("load_ldmatrix_u4")
     np.testing.assert_array_equal(right.lane[:, :32], maps.find("wgmma.m64k32.a").lane)
-    assert not right.wrong.any() and wrong.wrong.mean() == 0.75 and "75% of it" in wrong.what
+    assert not right.wrong.any() and wrong.wrong.mean() == 0.75 and "75% of it" in wrong.description
     np.testing.assert_array_equal(wrong.lane, holders.map_registers("load_ldmatrix_u4").thread)
 
 
-@pytest.mark.parametrize("name", maps.known())
+@pytest.mark.parametrize("name", maps.maps_by_name())
 def test_every_map_can_be_drawn(name: str) -> None:
     page = who_holds(name, 5)._repr_html_()
     assert page.count('class="mine') >= 1 and "Lane 5 holds" in page and len(page) < 100_000

@@ -15,8 +15,8 @@ RIGHT = ("load_ldmatrix_s8", "load_lds32_u4", "load_dual_mma", "load_comet_inter
 def test_every_element_is_where_the_wgmma_wants_it(name: str) -> None:
     operand = fragments.wgmma_a()
     steps = [64 * operand.rows + operand.cols + 32 * step for step in range(2)]
-    wanted = np.concatenate(steps, axis=1).reshape(128, 32)
-    assert np.array_equal(holders.arrivals(name), wanted)
+    expected = np.concatenate(steps, axis=1).reshape(128, 32)
+    assert np.array_equal(holders.arrivals(name), expected)
     assert not holders.map_registers(name).wrong.any()
 
 
@@ -24,15 +24,17 @@ def test_qserve_feeds_two_mma_below_each_other() -> None:
     operand = fragments.mma_a(32)
     for warp, (row, column) in enumerate(((0, 0), (0, 32), (32, 0), (32, 32))):
         halves = [64 * (operand.rows + row + below) + operand.cols + column for below in (0, 16)]
-        wanted = np.concatenate(halves, axis=1).reshape(32, 32)
-        assert np.array_equal(holders.arrivals("load_qserve_reorder")[32 * warp : 32 * warp + 32], wanted)
+        expected = np.concatenate(halves, axis=1).reshape(32, 32)
+        assert np.array_equal(holders.arrivals("load_qserve_reorder")[32 * warp : 32 * warp + 32], expected)
 
 
 def test_ldmatrix_on_u4_is_right_in_a_quarter() -> None:
-    held = holders.map_registers("load_ldmatrix_u4")
-    assert held.wrong.mean() == 0.75
-    assert sorted(np.unique(held.thread)) == list(range(128)), "every thread gets something, most of it not its own"
-    assert held.thread[0, 4] == 0, "channels 4..7 of row 0 are lane 1's, and land with lane 0"
+    register_map = holders.map_registers("load_ldmatrix_u4")
+    assert register_map.wrong.mean() == 0.75
+    assert sorted(np.unique(register_map.thread)) == list(range(128)), (
+        "every thread gets something, most of it not its own"
+    )
+    assert register_map.thread[0, 4] == 0, "channels 4..7 of row 0 are lane 1's, and land with lane 0"
 
 
 def test_text_names_lane_and_register_and_marks_what_is_wrong() -> None:
@@ -45,9 +47,9 @@ def test_text_names_lane_and_register_and_marks_what_is_wrong() -> None:
 @pytest.mark.parametrize("name", (*RIGHT, "load_qserve_reorder", "load_ldmatrix_u4"))
 def test_four_channels_are_bytes_0_to_3_of_one_register(name: str) -> None:
     """The pictures and the text have one label for the four."""
-    held = holders.map_registers(name)
-    assert np.array_equal(held.byte, np.broadcast_to(np.arange(64) % 4, (64, 64)))
-    for places in (held.thread, held.register, held.wrong):
+    register_map = holders.map_registers(name)
+    assert np.array_equal(register_map.byte, np.broadcast_to(np.arange(64) % 4, (64, 64)))
+    for places in (register_map.thread, register_map.register, register_map.wrong):
         assert np.array_equal(places, np.repeat(places[:, ::4], 4, axis=1))
 
 
@@ -58,7 +60,7 @@ def test_only_loads_have_holders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "loads", "wavefronts", "least"),
+    ("name", "loads", "wavefronts", "fewest"),
     [
         ("load_ldmatrix_s8", 2, 8, 8),
         ("load_lds32_u4", 8, 16, 8),
@@ -67,11 +69,11 @@ def test_only_loads_have_holders() -> None:
         ("load_comet_interleave", 1, 4, 4),
     ],
 )
-def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, least: int) -> None:
+def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, fewest: int) -> None:
     accesses = holders.shared_accesses(name)
     assert sum(a.requests for a in accesses) == loads
     assert sum(a.wavefronts for a in accesses) == wavefronts
-    assert sum(a.min_wavefronts for a in accesses) == least
+    assert sum(a.min_wavefronts for a in accesses) == fewest
     for access in accesses:
         assert len(access.fronts) == access.wavefronts
         served = [(bank, lane) for front in access.fronts for bank, lanes in front.items() for lane in lanes]
@@ -87,8 +89,8 @@ def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> 
 @pytest.mark.parametrize("name", [*RIGHT, "load_ldmatrix_u4", "load_qserve_reorder"])
 def test_four_neighbours_share_a_register(name: str) -> None:
     """So a single label serves four channels, in the text and in the pictures."""
-    held = holders.map_registers(name)
-    for places in (held.thread, held.register):
+    register_map = holders.map_registers(name)
+    for places in (register_map.thread, register_map.register):
         runs = places.reshape(64, 16, 4)
         assert (runs == runs[..., :1]).all()
-    assert np.array_equal(held.byte, np.tile(np.arange(4), (64, 16)))
+    assert np.array_equal(register_map.byte, np.tile(np.arange(4), (64, 16)))

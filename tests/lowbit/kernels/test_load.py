@@ -82,8 +82,8 @@ def test_qserve_holds_a_tile_of_32_x_32_per_warp(backend: str, data: st.DataObje
     for warp, (row, column) in enumerate(((0, 0), (0, 32), (32, 0), (32, 32))):
         for first in (0, 16):
             registers = np.ascontiguousarray(words[:, warp, :, first // 4 : first // 4 + 4])
-            wanted = logical["q4"][:, row + first : row + first + 16, column : column + 32]
-            assert np.array_equal(fragments.mma_a(32).gather(registers), wanted)
+            expected = logical["q4"][:, row + first : row + first + 16, column : column + 32]
+            assert np.array_equal(fragments.mma_a(32).gather(registers), expected)
 
 
 @on_every_backend
@@ -181,8 +181,8 @@ def test_a_packed_weight_arrives_as_the_map_says(
     mask = inside.reshape(tiles.shape[0], 64, tiles.shape[1], 64).swapaxes(1, 2).reshape(-1, 64, 64)
     if packing == "comet":  # its kernel reads the same nibbles as signed ones
         positions, mask = (positions << 4).view(np.int8) >> 4, mask.view(np.int8)
-    wanted, relevant = spec.reference(q4=positions), spec.reference(q4=mask).astype(bool)
-    assert np.array_equal(got[relevant], wanted[relevant])
+    expected, relevant = spec.reference(q4=positions), spec.reference(q4=mask).astype(bool)
+    assert np.array_equal(got[relevant], expected[relevant])
     assert relevant.sum() == N * g * groups
 
 
@@ -198,7 +198,10 @@ def test_wavefronts_and_conflicts_are_those_that_ncu_counts() -> None:
         counted = dict(zip(TILES, loads.counted_banks(*specs), strict=True))
     except UnavailableError as reason:
         pytest.skip(str(reason))
-    modelled = {name: loads.modelled_banks(*((found := registry.find(name))[0], found[1][0])) for name in TILES}
+    modelled = {
+        name: loads.modelled_banks(*((spec_and_sources := registry.find(name))[0], spec_and_sources[1][0]))
+        for name in TILES
+    }
     assert modelled == counted and len(TILES) == 6
     conflicts_per_warp = {name: 8 if name == "load_lds32_u4" else 0 for name in TILES}
     assert all(modelled[name]["conflicts"] == conflicts_per_warp[name] * 4 * loads.BANK_TILES for name in TILES)

@@ -46,11 +46,11 @@ def mutants(name: str) -> Iterator[Mutant]:
         gone = 2 if "try_wait" in line else 1
         changes = {line.strip(): [""] * gone}
         if "arrive.expect_tx" in line:
-            less = re.sub(r"arrive\.expect_tx(.*), \d+;", r"arrive\1;", line)
-            changes["expect_tx of " + line.strip()] = [less]
-        for what, instead in changes.items():
+            without_bytes = re.sub(r"arrive\.expect_tx(.*), \d+;", r"arrive\1;", line)
+            changes["expect_tx of " + line.strip()] = [without_bytes]
+        for change, instead in changes.items():
             text = "\n".join([*lines[:i], *instead, *lines[i + len(instead) :]])
-            yield Mutant(name, i + 1, what, replace(source, text=text))
+            yield Mutant(name, i + 1, change, replace(source, text=text))
 
 
 def diagnosis(mutant: Mutant, mode: str) -> list[str]:
@@ -64,9 +64,9 @@ def diagnosis(mutant: Mutant, mode: str) -> list[str]:
         )
     except EmulationError as error:
         return [str(error)]
-    found = [str(finding) for finding in outcome.findings]
+    findings = [str(finding) for finding in outcome.findings]
     right = np.array_equal(outcome.outputs[spec.outputs[0].name], spec.reference(**logical))
-    return found + ([] if right else ["wrong result"])
+    return findings + ([] if right else ["wrong result"])
 
 
 MUTANTS = [mutant for name in NAMES for mutant in mutants(name)]
@@ -96,9 +96,9 @@ def memory_lines(source: Source) -> set[int]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:
     for mode in emulator.MODES:
-        found = diagnosis(mutant, mode)
-        assert found, f"nobody notices, {mode}"
-        first = found[0]
+        complaints = diagnosis(mutant, mode)
+        assert complaints, f"nobody notices, {mode}"
+        first = complaints[0]
         line = re.search(r"\.ptx:(\d+): ", first)
         assert line and int(line[1]) in memory_lines(mutant.source), first
         assert first.split(":")[0] in ("race", "async") or FATAL.search(first), first

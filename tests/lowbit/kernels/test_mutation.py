@@ -29,10 +29,10 @@ def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
     spec, sources = registry.find(name)
     inputs = battery(spec)
     assert not is_killed(spec, sources[0], inputs), "the kernel itself must survive its own battery"
-    made = list(mutants(sources[0].text))
-    assert len(made) > 20
-    survivors = [what for what, text in made if not is_killed(spec, replace(sources[0], text=text), inputs)]
-    unexplained = [what for what in survivors if not any(re.search(pattern, what) for pattern, _ in SURVIVORS)]
+    mutant_list = list(mutants(sources[0].text))
+    assert len(mutant_list) > 20
+    survivors = [change for change, text in mutant_list if not is_killed(spec, replace(sources[0], text=text), inputs)]
+    unexplained = [change for change in survivors if not any(re.search(pattern, change) for pattern, _ in SURVIVORS)]
     assert unexplained == []
 
 
@@ -42,8 +42,8 @@ def test_every_listed_survivor_still_survives_somewhere(pattern: str) -> None:
     assert any(
         not is_killed(spec, replace(source, text=text), battery(spec))
         for spec, (source, *_) in map(registry.find, NAMES)
-        for what, text in mutants(source.text)
-        if re.search(pattern, what)
+        for change, text in mutants(source.text)
+        if re.search(pattern, change)
     )
 
 
@@ -54,5 +54,5 @@ def test_mutants_are_run_by_the_emulator() -> None:
     A mutant that the emulator cannot even parse would be killed for the wrong reason.
     """
     for name in NAMES:
-        for what, text in mutants(registry.find(name)[1][0].text):
-            assert emulator.parse(text).entries, what
+        for change, text in mutants(registry.find(name)[1][0].text):
+            assert emulator.parse(text).entries, change

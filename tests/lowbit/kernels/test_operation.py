@@ -109,8 +109,8 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>")  # functions of their own up to Py
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
     """A decoder repeats a call some hundred times per token: it once took 27 to 46 package functions, without `gpu`."""
-    call, given = calls[name]
-    call(**given)
+    call, arguments = calls[name]
+    call(**arguments)
     called: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -120,7 +120,7 @@ def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
 
     sys.setprofile(note)
     try:
-        call(**given)
+        call(**arguments)
     finally:
         sys.setprofile(None)
     assert 2 <= len(called) <= 16, called
@@ -129,12 +129,12 @@ def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
 @pytest.mark.full_cases("gemm_w4ax", "attention_kv4")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_call_loads_and_allocates_nothing(calls: Calls, fake: FakeGpu, name: str) -> None:
-    call, given = calls[name]
-    call(**given)
+    call, arguments = calls[name]
+    call(**arguments)
     loads, allocations, launched = fake.loads, fake.allocations, len(fake.launched)
     fake.capturing = name != "attention_kv4"  # whose shared memory a graph may not have
     for _ in range(3):
-        call(**given)
+        call(**arguments)
     assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, launched + 3)
 
 
@@ -153,7 +153,7 @@ def elsewhere(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
     return DeviceArray(np.zeros(shape, dtype), device=1)
 
 
-def misaligned(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+def make_misaligned(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
     flat = np.zeros(int(np.prod(shape)) + 1, dtype)
     return DeviceArray(flat[1:].reshape(shape))
 
@@ -164,14 +164,14 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("gemm_w4a8", {"x_q": array((M, K - 64), np.int8)}, r"x_q: K must be 256 as the weight's"),
     ("gemm_w4a8", {"x_q": array((M, K, 1), np.int8)}, r"x_q: must be an array \[M, K\]"),
     ("gemm_w4a8", {"x_q": elsewhere((M, K), np.int8)}, r"x_q: on the current device 0 \(got device 1\)"),
-    ("gemm_w4a8", {"x_q": misaligned((M, K), np.int8)}, r"x_q: aligned to 16 bytes on the GPU"),
+    ("gemm_w4a8", {"x_q": make_misaligned((M, K), np.int8)}, r"x_q: aligned to 16 bytes on the GPU"),
     ("gemm_w4a8", {"x_scale": array((M - 1,), F32)}, r"x_scale: shape \[5\] \(got \[4\]\)"),
     ("gemm_w4a8", {"x_scale": None}, r"x_scale: must be given unless the output is int32"),
     ("gemm_w4a8", {"x_sum": array((M,), F32)}, r"x_sum: dtype int32 \(got float32\)"),
     ("gemm_w4a8", {"bias": array((N,), F16)}, r"bias: dtype float32 \(got float16\)"),
     ("gemm_w4a8", {"out": array((N, M))}, r"out: shape \[5, 40\] \(got \[40, 5\]\)"),
     ("gemm_w4a8", {"out": array((M, N), np.int8)}, r"out: dtype must be one of"),
-    ("gemm_w4a8", {"out": misaligned((M, N), F16)}, r"out: aligned to 16 bytes on the GPU"),
+    ("gemm_w4a8", {"out": make_misaligned((M, N), F16)}, r"out: aligned to 16 bytes on the GPU"),
     ("gemm_w4a8", {"out_dtype": "float32"}, r"out: dtype float32 \(got float16\)"),
     ("gemm_w4a8", {"out_dtype": []}, r"out_dtype: must be one of"),
     ("gemm_w4a8", {"kernel": "gemm_w4a8_qoq_sm80"}, r"weight: must be qoq in qserve"),
@@ -182,13 +182,13 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("gemm_w4a8", {"workspace": 5}, r"workspace: must come from gemm_workspace"),
     ("gemm_w4a8_grouped", {"offsets": array((E,), S32)}, r"offsets: shape \[3\] \(got \[2\]\)"),
     ("gemm_w4a8_grouped", {"offsets": None}, r"offsets: must be s32 \[3\] \(got nothing\)"),
-    ("gemm_w4a8_grouped", {"x_q": misaligned((M, K), np.int8)}, r"x_q: aligned to 16 bytes on the GPU"),
+    ("gemm_w4a8_grouped", {"x_q": make_misaligned((M, K), np.int8)}, r"x_q: aligned to 16 bytes on the GPU"),
     ("gemm_w4a8_grouped", {"bias": array((N,), F32)}, r"bias: shape \[2, 40\] \(got \[40\]\)"),
     ("gemm_w4a8_grouped", {"programmatic": 0.0}, r"programmatic: must be True or False \(got 0.0\)"),
     ("attention_kv4", {"q": array((M, HEADS, D), F32)}, r"q: dtype float16 or bfloat16 \(got float32\)"),
     ("attention_kv4", {"q": array((M + 1, HEADS, D))}, r"q: must be \[5, Hq, 64\]"),
     ("attention_kv4", {"q": elsewhere((M, HEADS, D), F16)}, r"q: on the current device 0 \(got device 1\)"),
-    ("attention_kv4", {"out": misaligned((M, HEADS, D), F16)}, r"out: aligned to 16 bytes on the GPU"),
+    ("attention_kv4", {"out": make_misaligned((M, HEADS, D), F16)}, r"out: aligned to 16 bytes on the GPU"),
     ("attention_kv4", {"out": array((M, HEADS, D), np.uint16)}, r"out: dtype float16 \(got uint16\)"),
     ("attention_kv4", {"window": True}, r"window: must be an integer, 1 or more, or None \(got True\)"),
     ("attention_kv4", {"return_lse": 0}, r"return_lse: must be True or False \(got 0\)"),
@@ -202,7 +202,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("append_kv4", {"programmatic": 1.0}, r"programmatic: must be True or False \(got 1.0\)"),
     ("quantize_activations", {"x": array((M, K), np.float64)}, r"x: dtype float16 or .* \(got float64\)"),
     ("quantize_activations", {"x": array((M, K + 32))}, r"out: must have M=5, K=288"),
-    ("quantize_activations", {"x": misaligned((M, K), F16)}, r"x: aligned to 16 bytes on the GPU"),
+    ("quantize_activations", {"x": make_misaligned((M, K), F16)}, r"x: aligned to 16 bytes on the GPU"),
     ("quantize_activations", {"rows": True}, r"rows: row_major has 1 \(got True\)"),
     ("quantize_activations", {"rows": 1.0}, r"rows: row_major has 1 \(got 1.0\)"),
     ("quantize_activations", {"layout": "tiles", "rows": 8}, r"out: must have M=5, K=256, layout=tiles, rows=8"),
@@ -215,56 +215,56 @@ def test_a_repeat_call_is_refused_what_a_first_one_is(
     calls: Calls, fake: FakeGpu, name: str, change: dict[str, Any], message: str
 ) -> None:
     """It is refused twice, since a refusal is not remembered either."""
-    call, given = calls[name]
-    call(**given)
-    call(**{**given, **{option: ALIKE[option] for option in change if option in ALIKE and len(change) == 1}})
+    call, arguments = calls[name]
+    call(**arguments)
+    call(**{**arguments, **{option: ALIKE[option] for option in change if option in ALIKE and len(change) == 1}})
     launched = len(fake.launched)
     for _ in range(2):
         with pytest.raises(ArgumentError, match=message):
-            call(**{**given, **change})
+            call(**{**arguments, **change})
     assert len(fake.launched) == launched
-    call(**given)
+    call(**arguments)
     assert len(fake.launched) == launched + 1
 
 
 def test_one_weight_that_lies_badly_lets_nothing_else_through(calls: Calls) -> None:
     """The buffers of a weight need no alignment; activations do, whatever the weight of the call before."""
-    call, given = calls["gemm_w4a8_grouped"]
-    weights = given["weights"]
+    call, arguments = calls["gemm_w4a8_grouped"]
+    weights = arguments["weights"]
     scale = weights.buffers["channel_scale"]
-    beside = copy.copy(weights)
-    object.__setattr__(beside, "buffers", {**weights.buffers, "channel_scale": misaligned(scale.shape, F32)})
-    call(**{**given, "weights": beside})
+    misplaced = copy.copy(weights)
+    object.__setattr__(misplaced, "buffers", {**weights.buffers, "channel_scale": make_misaligned(scale.shape, F32)})
+    call(**{**arguments, "weights": misplaced})
     with pytest.raises(ArgumentError, match=r"x_scale: aligned to 16 bytes"):
-        call(**{**given, "x_scale": misaligned((M,), F32)})
+        call(**{**arguments, "x_scale": make_misaligned((M,), F32)})
 
 
 @pytest.mark.parametrize("name", ["gemm_w4a8", "attention_kv4", "quantize_activations"])
 def test_a_repeat_call_in_a_capture_is_told_what_lacks(calls: Calls, fake: FakeGpu, name: str) -> None:
     """Though it ran before: outside of a capture it could allocate."""
-    call, given = calls[name]
-    given = {**given, "out": None}
-    call(**given)
+    call, arguments = calls[name]
+    arguments = {**arguments, "out": None}
+    call(**arguments)
     fake.capturing, allocations = True, fake.allocations
     with pytest.raises(ArgumentError, match=rf"{name}: (out|workspace): must be given in a capture: "):
-        call(**given)
+        call(**arguments)
     assert fake.allocations == allocations
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_with_results_and_without_share_a_kernel(calls: Calls, fake: FakeGpu, name: str) -> None:
-    call, given = calls[name]
-    call(**given)
+    call, arguments = calls[name]
+    call(**arguments)
     loads = fake.loads
-    call(**{**given, "out": None} if "out" in given else given)
+    call(**{**arguments, "out": None} if "out" in arguments else arguments)
     assert fake.loads == loads
 
 
 def test_a_call_keeps_no_array_alive(calls: Calls, fake: FakeGpu) -> None:
-    for name, (call, given) in calls.items():
-        kept = next(iter(given))
-        ours = DeviceArray(given[kept].host.copy())
-        call(**{**given, kept: ours})
+    for name, (call, arguments) in calls.items():
+        first_name = next(iter(arguments))
+        ours = DeviceArray(arguments[first_name].host.copy())
+        call(**{**arguments, first_name: ours})
         gone = weakref.ref(ours)
         fake._memory.clear()
         del ours
@@ -323,7 +323,7 @@ def test_a_workspace_is_its_owners(fake: FakeGpu) -> None:
 
 
 def test_a_launch_that_fails_is_not_remembered(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, given = calls["gemm_w4a8"]
+    call, arguments = calls["gemm_w4a8"]
 
     def refuse(*_: Any) -> None:
         raise LaunchError("the driver refused the launch")
@@ -331,9 +331,9 @@ def test_a_launch_that_fails_is_not_remembered(calls: Calls, monkeypatch: pytest
     with monkeypatch.context() as broken:
         broken.setattr("ptxlab.runtime.plan.Plan.__call__", refuse)
         with pytest.raises(LaunchError):
-            call(**given)
+            call(**arguments)
     assert len(operation._ready) == 1  # the fixture's own
-    call(**given)
+    call(**arguments)
     assert len(operation._ready) == 2
 
 

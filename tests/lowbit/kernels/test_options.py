@@ -23,38 +23,38 @@ EACH_CALL = pytest.mark.parametrize("name", CALLS)
 OPTIONS = [*public_calls.options_of_calls()]
 EACH_OPTION = pytest.mark.parametrize(("name", "option"), OPTIONS)
 # `epilogue` goes with another weight; `check` and `return_lse` leave what is run on the host as it is.
-SAME_WEIGHT = [each for each in OPTIONS if each[1] != "epilogue"]
-ON_HOST = [each for each in SAME_WEIGHT if each[1] not in ("check", "return_lse")]
+SAME_WEIGHT = [option for option in OPTIONS if option[1] != "epilogue"]
+ON_HOST = [option for option in SAME_WEIGHT if option[1] not in ("check", "return_lse")]
 
 
 @EACH_CALL
 def test_signature_fields_and_docstring_agree(name: str) -> None:
     call, options, operands = CALLS[name]
     parameters = CALLS[name].parameters
-    named = {each.name: each for each in fields(options)}
-    assert set(parameters) == {*named, *operands} and not {*named} & {*operands}
-    for option, each in named.items():
-        default = parameters[option].empty if each.default is MISSING else each.default
-        assert parameters[option].default == default and parameters[option].annotation == each.type, option
+    fields_by_name = {field.name: field for field in fields(options)}
+    assert set(parameters) == {*fields_by_name, *operands} and not {*fields_by_name} & {*operands}
+    for option, field in fields_by_name.items():
+        default = parameters[option].empty if field.default is MISSING else field.default
+        assert parameters[option].default == default and parameters[option].annotation == field.type, option
     text = call.__doc__ or ""
     assert "{options}" not in text
     documented = re.findall(r"^ {8}(\w+(?:, \w+)*): ", text[text.index("Args:") : text.index("Raises")], re.MULTILINE)
     described = [parameter for line in documented for parameter in line.split(", ")]
     assert sorted(described) == sorted(parameters)
-    for option, each in named.items():
-        assert f"{option}: {' '.join(each.metadata['text'].split())}" in " ".join(text.split())
+    for option, field in fields_by_name.items():
+        assert f"{option}: {' '.join(field.metadata['text'].split())}" in " ".join(text.split())
 
 
 def classes(options: type[Options] = Options) -> Iterator[type[Options]]:
     yield options
-    for each in options.__subclasses__():
-        yield from classes(each)
+    for subclass in options.__subclasses__():
+        yield from classes(subclass)
 
 
 @pytest.mark.parametrize("options", [*dict.fromkeys(classes())], ids=lambda options: options.__name__)
 def test_every_field_is_in_both_keys(options: type[Options]) -> None:
     """The key of a call is the object; two objects are one only if all fields are equal."""
-    base = {each.name: f"value of {each.name}" for each in fields(options)}
+    base = {field.name: f"value of {field.name}" for field in fields(options)}
     first = options(**base)
     assert options.of(*base.values()) is options.of(*base.values())
     assert vars(options.of(*base.values())) == base
@@ -95,13 +95,13 @@ def test_every_keyword_reaches_its_field(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(Operation, "__call__", note)
     arguments = public_calls.arguments(np.asarray, lambda operand: operand)[name]
     setting = other_value(name, option)
-    with pytest.raises(AskedError) as asked:
+    with pytest.raises(AskedError) as raised:
         CALLS[name].call(**{**arguments, option: setting})
-    (options,) = asked.value.args
+    (options,) = raised.value.args
     assert type(options) is CALLS[name].options
-    for each in fields(options):
-        expected = setting if each.name == option else arguments.get(each.name, each.default)
-        assert getattr(options, each.name) == expected, each.name
+    for field in fields(options):
+        expected = setting if field.name == option else arguments.get(field.name, field.default)
+        assert getattr(options, field.name) == expected, field.name
 
 
 def launch_plans(name: str, arguments: dict[str, Any]) -> list[Plan]:
@@ -178,10 +178,10 @@ def test_an_option_reaches_the_kernel_on_the_host(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(f"ptxlab.lowbit.kernels.{module}.run_spec", note)
     arguments = {**public_calls.arguments(np.asarray, lambda operand: operand)[name], **WITH.get(option, {})}
     arguments = {key: argument for key, argument in arguments.items() if key in CALLS[name].parameters}
-    asked = []
+    calls = []
     setting = None if option == "backend" else other_value(name, option)
     for options in ({}, {option: setting}, {}):
         with pytest.raises(AskedError) as error:
             CALLS[name].call(**{**arguments, "backend": "emulator", **options})
-        asked.append(error.value.args)
-    assert asked[0] == asked[2] != asked[1]
+        calls.append(error.value.args)
+    assert calls[0] == calls[2] != calls[1]

@@ -36,13 +36,13 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     tile = StripChoice(StripTile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
     config = {**LARGE.config_for(SIZES), **tile.constants, "SIGNED": 0}
     packed = LARGE.pack(LARGE.example(np.random.default_rng(0), **SIZES))
-    how = {"sizes": {"g": SIZES["g"]}, "mode": mode, "backend": "emulator", "checks": ("race", "init", "async")}
-    outcome = run_spec(LARGE, replace(source, text=text), packed, config=config, **how)
-    ahead = "ahead of griddepcontrol.wait: the kernel before may still write it,"
+    options = {"sizes": {"g": SIZES["g"]}, "mode": mode, "backend": "emulator", "checks": ("race", "init", "async")}
+    outcome = run_spec(LARGE, replace(source, text=text), packed, config=config, **options)
+    ending = "ahead of griddepcontrol.wait: the kernel before may still write it,"
     assert outcome.findings
     for finding in outcome.findings:  # weights may be read at once, and who stores has waited
         assert finding.kind == "race" and "cp.async.bulk.tensor" in finding.text
-        assert "of argument 3 " in finding.message and finding.message.endswith(ahead)
+        assert "of argument 3 " in finding.message and finding.message.endswith(ending)
 
 
 def test_only_what_waits_is_launched_so(fake: FakeGpu) -> None:
@@ -93,11 +93,11 @@ def test_a_chain_of_programmatic_calls_is_the_plain_chain(
     for call in chain(programmatic=False):
         call()
     cupy.cuda.Device().synchronize()
-    wanted = buffers[1].get()
+    plain_result = buffers[1].get()
     graph = gpu.capture(chain(programmatic=True))
     for _ in range(200):
         graph.run(lambda: [buffer.fill(-1) for buffer in buffers])
         graph.replay()
         graph.synchronize()
-        assert np.array_equal(buffers[1].get(), wanted)
+        assert np.array_equal(buffers[1].get(), plain_result)
     assert len(operation._prepared) == 2  # it was another plan that ran

@@ -24,9 +24,9 @@ def test_every_array_of_a_cache_is_copied(scheme: str, monkeypatch: pytest.Monke
     arrays = [(getattr(cache, name), getattr(moved, name)) for name in ("pool", "block_table", "lengths")]
     if channel is not None:
         arrays += zip(cache.k_channel + cache.v_channel, moved.k_channel + moved.v_channel, strict=True)
-    for before, after in arrays:
-        np.testing.assert_array_equal(after, before, strict=True)
-        assert not np.shares_memory(after, before)
+    for original, copy in arrays:
+        np.testing.assert_array_equal(copy, original, strict=True)
+        assert not np.shares_memory(copy, original)
 
 
 @pytest.mark.gpu

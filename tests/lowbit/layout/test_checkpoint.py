@@ -175,7 +175,7 @@ def test_refuses_what_is_not_a_file(tmp_path, name):
 
 def test_encoder_matrices_are_the_matrices_inside_layers(tmp_path):
     matrix, path = np.ones((2, 3), np.float32), tmp_path / "model.safetensors"
-    kept = {"encoder.layer.0.dense.weight": matrix, "model.layers.11.mlp.up_proj.weight": matrix.astype(np.float16)}
+    matrices = {"encoder.layer.0.dense.weight": matrix, "model.layers.11.mlp.up_proj.weight": matrix.astype(np.float16)}
     left_out = {
         "embeddings.weight": matrix,
         "encoder.layer.0.dense.bias": matrix[0].copy(),
@@ -183,8 +183,8 @@ def test_encoder_matrices_are_the_matrices_inside_layers(tmp_path):
         "player.0.weight": matrix,
         "lm_head.weight": matrix,
     }
-    save_file(kept | left_out, path)
-    assert {name: w.dtype for name, w in encoder_matrices(path)} == {name: w.dtype for name, w in kept.items()}
+    save_file(matrices | left_out, path)
+    assert {name: w.dtype for name, w in encoder_matrices(path)} == {name: w.dtype for name, w in matrices.items()}
 
 
 @pytest.mark.full

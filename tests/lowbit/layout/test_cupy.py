@@ -38,9 +38,9 @@ def test_weights(cupy: Any, layout: str, kind: type, rows: int, columns: int, gr
         assert isinstance(packed.buffers[name], cupy.ndarray)
         np.testing.assert_array_equal(packed.buffers[name].get(), array, strict=True, err_msg=name)
     unpacked = unpack(packed)
-    for name, value in vars(weight).items():
-        if isinstance(value, np.ndarray):
-            np.testing.assert_array_equal(getattr(unpacked, name).get(), value, strict=True, err_msg=name)
+    for name, field in vars(weight).items():
+        if isinstance(field, np.ndarray):
+            np.testing.assert_array_equal(getattr(unpacked, name).get(), field, strict=True, err_msg=name)
 
 
 def test_activations(cupy: Any) -> None:
@@ -66,9 +66,9 @@ def test_pages_and_the_paged_cache(cupy: Any, scheme: str) -> None:
     cache.block_table[:] = cupy.asarray([[2, 0, 1]])
     cache.lengths[:] = 40
     scatter(cache, [quantized], [quantized])
-    for found in (unpack_pages(pages, scheme, 64, 16, 40, channel), *(part[0] for part in gather(cache))):
+    for read in (unpack_pages(pages, scheme, 64, 16, 40, channel), *(part[0] for part in gather(cache))):
         for name in ("values", "scale", "zero"):
-            np.testing.assert_array_equal(getattr(found, name).get(), getattr(expected, name), strict=True)
+            np.testing.assert_array_equal(getattr(read, name).get(), getattr(expected, name), strict=True)
     np.testing.assert_array_equal(cache.pool[cupy.asarray([2, 0, 1]), 1].get(), pages.get())
 
 
@@ -83,15 +83,15 @@ def test_saving_copies_from_the_gpu(tmp_path) -> None:
 @pytest.fixture(scope="module")
 def large(cupy):
 
-    def scattered(rows: int, columns: int, below: int):
+    def hash_of_places(rows: int, columns: int, below: int):
         """Compute u8 [rows, columns] in 0..below-1: the upper bits of a multiplicative hash of the place."""
         places = cupy.arange(rows * columns, dtype=cupy.uint32)
         return ((places * cupy.uint32(2654435761) >> cupy.uint32(24)) % below).astype(cupy.uint8).reshape(rows, columns)
 
     return LQQWeight(
-        q4=scattered(N, K, 16),
-        group_scale=scattered(N, K // 64, 16) + cupy.uint8(1),
-        minimum=scattered(N, K // 64, 6).view(cupy.int8) - cupy.int8(119),  # and 15 steps of 16 end at 126
+        q4=hash_of_places(N, K, 16),
+        group_scale=hash_of_places(N, K // 64, 16) + cupy.uint8(1),
+        minimum=hash_of_places(N, K // 64, 6).view(cupy.int8) - cupy.int8(119),  # and 15 steps of 16 end at 126
         channel_scale=cupy.ones(N, cupy.float32),
         protective_range=119,
     )
@@ -103,15 +103,15 @@ def test_the_largest_layer_packs_in_two_seconds(cupy: Any, layout: str, large) -
     pack(first_rows(large), layout)  # compiles CuPy's kernels
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
-    before = pool.total_bytes()
+    bytes_before = pool.total_bytes()
     cupy.cuda.Device().synchronize()
     start = time.perf_counter()
     packed = pack(large, layout)
     cupy.cuda.Device().synchronize()
-    seconds, held = time.perf_counter() - start, pool.total_bytes() - before
-    print(f"{layout}: {seconds:.3f} s, {held / large.q4.nbytes:.2f} times the input in memory, result included")
+    seconds, pool_growth = time.perf_counter() - start, pool.total_bytes() - bytes_before
+    print(f"{layout}: {seconds:.3f} s, {pool_growth / large.q4.nbytes:.2f} times the input in memory, result included")
     assert seconds < 2
-    assert held < 3 * large.q4.nbytes
+    assert pool_growth < 3 * large.q4.nbytes
     assert (unpack(packed).q4 == large.q4).all()
 
 
@@ -125,10 +125,10 @@ def test_the_largest_layer_quantises_in_bounded_memory(cupy: Any) -> None:
     w = cupy.random.default_rng(0).standard_normal((N, K), dtype=cupy.float32)
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
-    before = pool.total_bytes()
+    bytes_before = pool.total_bytes()
     start = time.perf_counter()
     quantize_lqq(w)
     cupy.cuda.Device().synchronize()
-    seconds, held = time.perf_counter() - start, pool.total_bytes() - before
-    print(f"quantize_lqq: {seconds:.3f} s, {held / w.size:.2f} bytes per weight beside the input")
-    assert held < 4 * w.size
+    seconds, pool_growth = time.perf_counter() - start, pool.total_bytes() - bytes_before
+    print(f"quantize_lqq: {seconds:.3f} s, {pool_growth / w.size:.2f} bytes per weight beside the input")
+    assert pool_growth < 4 * w.size

@@ -26,11 +26,11 @@ from tests.support.random_weights import KINDS, random_weight
 
 
 def assert_same(on_device: Any, on_host: Any) -> None:
-    for name, value in vars(on_host).items():
-        if isinstance(value, np.ndarray):
-            other = getattr(on_device, name)
-            assert isinstance(other, DispatchingArray), name
-            np.testing.assert_array_equal(other.array, value, strict=True, err_msg=name)
+    for name, expected in vars(on_host).items():
+        if isinstance(expected, np.ndarray):
+            actual = getattr(on_device, name)
+            assert isinstance(actual, DispatchingArray), name
+            np.testing.assert_array_equal(actual.array, expected, strict=True, err_msg=name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -38,7 +38,7 @@ def assert_same(on_device: Any, on_host: Any) -> None:
 @pytest.mark.parametrize(("N", "K", "group"), [(8, 32, 32), (72, 192, 32), (40, 320, 64), (64, 256, 128)])
 def test_packing(layout: str, kind: type, N: int, K: int, group: int) -> None:
     weight = random_weight(kind, N, K, group, 0)
-    fields = {name: to_device(value) for name, value in vars(weight).items()}
+    fields = {name: to_device(field) for name, field in vars(weight).items()}
     packed, expected = pack(type(weight)(**fields), layout), pack(weight, layout)
     for name, array in expected.buffers.items():
         np.testing.assert_array_equal(packed.buffers[name].array, array, strict=True, err_msg=name)
@@ -106,8 +106,10 @@ def test_attention() -> None:
     q, k, v = kv()[:3], kv()[:, :1], -kv()[:, :1]
     for length, window in ((40, None), (40, 7), (2, None), (0, None)):
         arguments = q, k[:length], v[:length]
-        found = reference.attention(*map(DispatchingArray, arguments), scale=0.2, window=window)
-        for on_device, on_host in zip(found, reference.attention(*arguments, scale=0.2, window=window), strict=True):
+        results_on_device = reference.attention(*map(DispatchingArray, arguments), scale=0.2, window=window)
+        for on_device, on_host in zip(
+            results_on_device, reference.attention(*arguments, scale=0.2, window=window), strict=True
+        ):
             np.testing.assert_array_equal(on_device.array, on_host, strict=True)
     table = np.linspace(-1, 1, 3 * 32, dtype=np.float32).reshape(3, 32)
     rotated = reference.rope(DispatchingArray(q), DispatchingArray(table), DispatchingArray(-table))

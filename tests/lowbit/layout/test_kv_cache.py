@@ -63,8 +63,8 @@ def caches():
 def test_what_is_scattered_is_gathered(cache, seed):
     keys, values = sequences(cache, seed)
     scatter(cache, keys, values)
-    for given_, found in zip((keys, values), gather(cache), strict=True):
-        for a, b in zip(given_, found, strict=True):
+    for scattered, gathered in zip((keys, values), gather(cache), strict=True):
+        for a, b in zip(scattered, gathered, strict=True):
             assert_equal(a, b)
 
 
@@ -103,9 +103,9 @@ def test_tokens_are_appended_by_their_slots():
         cache.lengths[:] += 1
         slots = np.array([cache.slots(b)[-1] for b in range(2)])
         write_slots(cache, quantize_kv(k[:, t]), quantize_kv(v[:, t]), slots)
-    for given_, found in zip((k, v), gather(cache), strict=True):
+    for appended, gathered in zip((k, v), gather(cache), strict=True):
         for b in range(2):
-            assert_equal(found[b], quantize_kv(given_[b]))
+            assert_equal(gathered[b], quantize_kv(appended[b]))
 
 
 def test_keys_of_a_rotated_cache():
@@ -193,15 +193,15 @@ def test_check_looks_at_the_numbers():
     cache.block_table[1, 2] = 2**31 - 1  # not in use
     cache.check()
     gather(cache)
-    for value in (6, -1):
-        cache.block_table[1, 1] = value
-        message = rf"block_table: pages in use must lie in 0..5 \(got block_table\[1, 1\] is {value}\)"
+    for number in (6, -1):
+        cache.block_table[1, 1] = number
+        message = rf"block_table: pages in use must lie in 0..5 \(got block_table\[1, 1\] is {number}\)"
         for function in (KVCache.check, gather, lambda c: scatter(c, [], [])):
             with pytest.raises(ArgumentError, match=message):
                 function(cache)
-    for value in (49, -1):
-        cache.lengths[0] = value
-        with pytest.raises(ArgumentError, match=rf"lengths: must lie in 0..48 \(got lengths\[0\] is {value}\)"):
+    for number in (49, -1):
+        cache.lengths[0] = number
+        with pytest.raises(ArgumentError, match=rf"lengths: must lie in 0..48 \(got lengths\[0\] is {number}\)"):
             cache.check()
 
 
@@ -216,9 +216,9 @@ def test_check_looks_at_constants_by_channel():
 
 def test_refuses_to_write():
     cache = KVCache.empty(1, 2, 2, 64, page_size=16)
-    good, other = random_kv("kv4", 3, 2, 64), random_kv("kv4", 3, 1, 64)
+    good, of_one_head = random_kv("kv4", 3, 2, 64), random_kv("kv4", 3, 1, 64)
     with pytest.raises(ArgumentError, match=r"values: must be kv4 \[3, 2, 64\] \(got kv4 \[3, 1, 64\]\)"):
-        write_slots(cache, good, other, np.arange(3))
+        write_slots(cache, good, of_one_head, np.arange(3))
     with pytest.raises(ArgumentError, match=r"keys: must be kv4 \[3, 2, 64\] \(got kv8 \[3, 2, 64\]\)"):
         write_slots(cache, random_kv("kv8", 3, 2, 64), good, np.arange(3))
     for slots in ([0, 1, 32], [-1, 0, 1]):

@@ -58,8 +58,8 @@ def test_a_group_that_overflows_is_refused_with_its_place() -> None:
     w[9, 128:130] = -113, 120
     w[10, 128:130] = -113, 120
     weight = quant.quantize_qoq(w, 128, protective_range=120)
-    said = r"-128..127, unless unchecked \(got -112..128 in row 9, group 1, scale 16; 2 of 32 groups\)"
-    with pytest.raises(ArgumentError, match=said):
+    message = r"-128..127, unless unchecked \(got -112..128 in row 9, group 1, scale 16; 2 of 32 groups\)"
+    with pytest.raises(ArgumentError, match=message):
         pack(weight)
     assert_equal(unpack(pack(weight, unchecked=True)), weight)
     lqq = quant.quantize_lqq(w, 128, protective_range=120)
@@ -71,7 +71,7 @@ def test_a_group_that_overflows_is_refused_with_its_place() -> None:
 def test_a_packed_weight_shares_no_memory_with_its_source(layout: str, kind: type) -> None:
     weight = random_weight(kind, 64, 128, 64, 0)
     packed = pack(weight, layout)
-    sources = [value for value in vars(weight).values() if isinstance(value, np.ndarray)]
+    sources = [field for field in vars(weight).values() if isinstance(field, np.ndarray)]
     assert not any(np.shares_memory(a, b) for a in packed.buffers.values() for b in sources)
 
 
@@ -157,7 +157,7 @@ def test_refuses(call, message: str) -> None:
 
 def test_refuses_buffers_that_do_not_fit() -> None:
     packed = pack(LQQ, "dual_mma")
-    fields = {name: value for name, value in vars(packed).items() if name != "buffers"}
+    fields = {name: field for name, field in vars(packed).items() if name != "buffers"}
     blocks, scale = packed.buffers["blocks"], packed.buffers["channel_scale"]
     for buffers, message in [
         ({"blocks": blocks}, r"buffers: must be blocks, channel_scale \(got blocks\)"),

@@ -120,10 +120,12 @@ def test_strips_by_hand(kind: type, group: int, K: int) -> None:
     strips = pack(weight, "strips").buffers["strips"]
     assert strips.shape == (2, ceil_div(K, 128), 1024 + 32 * (128 // group)) and strips.flags.c_contiguous
     q4, scale, offset = read_strips(strips, group)
-    spread = [np.repeat(constants.astype(int), group, axis=1) for constants in (weight.group_scale, unsigned(weight))]
-    for found, expected, padding in zip((q4, scale, offset), (weight.q4, *spread), (0, 1, 128), strict=True):
-        np.testing.assert_array_equal(found[:24, :K], expected)
-        assert (found[24:] == padding).all() and (found[:, K:] == padding).all()
+    spread = [
+        np.repeat(constants.astype(int), group, axis=1) for constants in (weight.group_scale, unsigned_offsets(weight))
+    ]
+    for actual, expected, padding in zip((q4, scale, offset), (weight.q4, *spread), (0, 1, 128), strict=True):
+        np.testing.assert_array_equal(actual[:24, :K], expected)
+        assert (actual[24:] == padding).all() and (actual[:, K:] == padding).all()
 
 
 @pytest.mark.full
@@ -131,7 +133,9 @@ def test_strips_by_hand(kind: type, group: int, K: int) -> None:
 @given(case=strategies.weight_groups())
 def test_unsigned_form_never_carries_at_range_119(quantise, case) -> None:
     weight = quantise(np.tile(case.w, (8, 1)), case.group)
-    assert ((unsigned(weight) >= 0) & (unsigned(weight) <= 255)).all()  # so nothing was lost to the modulo either
+    assert (
+        (unsigned_offsets(weight) >= 0) & (unsigned_offsets(weight) <= 255)
+    ).all()  # so nothing was lost to the modulo either
     q4, scale, offset = read_strips(pack(weight, "strips").buffers["strips"], case.group)
     sums = q4.astype(int) * scale + offset
     assert sums.min() >= 0 and sums.max() <= 255
@@ -151,7 +155,7 @@ def read_strips(strips: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray,
     return pairs >> (4 * high).astype(np.uint8) & np.uint8(15), scale, offset
 
 
-def unsigned(weight) -> np.ndarray:
+def unsigned_offsets(weight) -> np.ndarray:
     """Return the offsets of the unsigned form in wide arithmetic, [N, K/g]."""
     if isinstance(weight, LQQWeight):
         return 128 + weight.minimum.astype(int)

@@ -34,7 +34,7 @@ def rewrite(path: Path, change) -> Path:
     return path
 
 
-def described(path: Path, change) -> Path:
+def rewrite_description(path: Path, change) -> Path:
     """Rewrite the description of a file's packed weights, a dict that `change` edits in place."""
 
     def change_metadata(header: dict) -> None:
@@ -53,9 +53,9 @@ def test_round_trip(tmp_path: Path, layout: str, kind: type) -> None:
     save(packed, str(path), "layers.0.up")
     loaded = load(path)
     assert packed_names(path) == ["layers.0.up"]
-    for name, value in vars(packed).items():
+    for name, field in vars(packed).items():
         if name != "buffers":
-            assert getattr(loaded, name) == value
+            assert getattr(loaded, name) == field
     assert_equal(unpack(loaded), weight)
     assert_equal(unpack(load(path, "layers.0.up")), weight)
 
@@ -124,7 +124,7 @@ def test_a_truncated_file(saved: Path, length: int) -> None:
 
 
 def test_another_version(saved: Path) -> None:
-    described(saved, lambda d: d.update(version=VERSION + 1))
+    rewrite_description(saved, lambda d: d.update(version=VERSION + 1))
     with pytest.raises(FileError, match=rf"format version must be {VERSION} \(got {VERSION + 1}\)"):
         load(saved)
 
@@ -148,38 +148,38 @@ def test_another_version(saved: Path) -> None:
     ],
 )
 def test_a_header_that_does_not_fit(saved: Path, changes: dict, message: str) -> None:
-    described(saved, lambda d: d["weights"]["weight"].update(changes))
+    rewrite_description(saved, lambda d: d["weights"]["weight"].update(changes))
     with pytest.raises(FileError, match=message) as error:
         load(saved)
     assert str(error.value).startswith(f"{saved}: ") and "\n" not in str(error.value)
 
 
 def test_a_header_that_says_more(saved: Path) -> None:
-    described(saved, lambda d: d["weights"]["weight"].update(comment="added by a later ptxlab"))
+    rewrite_description(saved, lambda d: d["weights"]["weight"].update(comment="added by a later ptxlab"))
     assert_equal(unpack(load(saved)), WEIGHT)
 
 
 @pytest.mark.parametrize("weights", [None, [], {"weight": 3}])
 def test_a_header_without_weights(saved: Path, weights: object) -> None:
-    described(saved, lambda d: d.update(weights=weights))
+    rewrite_description(saved, lambda d: d.update(weights=weights))
     with pytest.raises(FileError, match="damaged header"):
         load(saved)
 
 
 def test_a_buffer_of_another_dtype_or_name(saved: Path) -> None:
-    before = saved.read_bytes()
+    original_bytes = saved.read_bytes()
     rewrite(saved, lambda header: header["weight.blocks"].update(dtype="I8"))
     with pytest.raises(FileError, match=r"weight.blocks must be U8 .* \(got I8 "):
         load(saved)
-    saved.write_bytes(before)
+    saved.write_bytes(original_bytes)
     rewrite(saved, lambda header: header.update(other=header.pop("weight.channel_scale")))
     with pytest.raises(FileError, match=r"weight.channel_scale must be F32 \[24\] \(got no such tensor\)"):
         load(saved)
 
 
 def test_nothing_is_left_behind_when_writing_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = saved.read_bytes()
+    original_bytes = saved.read_bytes()
     monkeypatch.setattr("ptxlab.lowbit.layout.storage.contents", lambda name, packed: iter([]))
     with pytest.raises(ValueError, match="announced and not given"):
         save(pack(WEIGHT, "comet"), saved)
-    assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
+    assert saved.read_bytes() == original_bytes and list(saved.parent.iterdir()) == [saved]

@@ -25,22 +25,22 @@ def error(weight: Any, w: np.ndarray) -> float:
 def test_the_nearest_lqq(group: int) -> None:
     """Less error than quantising from the beginning has, and every nibble the nearest."""
     weight = made(group=group)
-    w, (found, requantised) = weight.dequantize(), weight.nearest_lqq(group)
-    assert found.group == group and found.protective_range == 119 and requantised == 0
-    assert error(found, w) < 0.03 and error(found, w) < 0.8 * error(quantize_lqq(w, group, rounding="search"), w)
-    distance = np.abs(found.exact_level1() - w / found.channel_scale[:, None])
-    steps = np.repeat(found.group_scale, group, axis=1)
-    inside = (found.q4 > 0) & (found.q4 < 15)
+    w, (lqq, requantised) = weight.dequantize(), weight.nearest_lqq(group)
+    assert lqq.group == group and lqq.protective_range == 119 and requantised == 0
+    assert error(lqq, w) < 0.03 and error(lqq, w) < 0.8 * error(quantize_lqq(w, group, rounding="search"), w)
+    distance = np.abs(lqq.exact_level1() - w / lqq.channel_scale[:, None])
+    steps = np.repeat(lqq.group_scale, group, axis=1)
+    inside = (lqq.q4 > 0) & (lqq.q4 < 15)
     assert (distance <= steps / 2 + 1e-3)[inside].all()
 
 
 @pytest.mark.parametrize("zero", [-3, 0, 8, 15, 40])
 def test_no_nibble_of_a_group_can_overflow(zero: int) -> None:
     """Whatever the zeros are, of one-sided groups too."""
-    found, _ = made(zero=np.full((32, 4), zero, np.float32)).nearest_lqq(64)
+    lqq, _ = made(zero=np.full((32, 4), zero, np.float32)).nearest_lqq(64)
     for nibble in (0, 15):
-        restored = found.restored(np.full((32, 4), nibble, np.uint8))
-        assert restored.min() >= -128 and restored.max() <= 127
+        level1 = lqq.restore(np.full((32, 4), nibble, np.uint8))
+        assert level1.min() >= -128 and level1.max() <= 127
 
 
 def test_a_negative_scale_costs_what_its_mirror_costs() -> None:
@@ -48,31 +48,31 @@ def test_a_negative_scale_costs_what_its_mirror_costs() -> None:
     weight = made()
     sign = np.random.default_rng(1).choice(np.float32([-1, 1]), weight.scale.shape)
     mirrored = np.repeat(sign < 0, 64, axis=1)
-    other = made(
+    with_mirrors = made(
         q4=np.where(mirrored, 15 - weight.q4, weight.q4),
         scale=weight.scale * sign,
         zero=np.where(sign < 0, 15 - weight.zero, weight.zero),
     )
-    np.testing.assert_array_equal(other.dequantize(), weight.dequantize())
-    one, two = (each.nearest_lqq(64)[0] for each in (weight, other))
-    np.testing.assert_allclose(one.dequantize(), two.dequantize(), rtol=1e-6)
+    np.testing.assert_array_equal(with_mirrors.dequantize(), weight.dequantize())
+    lqq, lqq_of_mirrors = (affine.nearest_lqq(64)[0] for affine in (weight, with_mirrors))
+    np.testing.assert_allclose(lqq.dequantize(), lqq_of_mirrors.dequantize(), rtol=1e-6)
 
 
 def test_groups_of_scale_0_are_zero() -> None:
     """A group of zeros, and a row of nothing else."""
     weight = made()
     weight.scale[3, 2], weight.scale[5] = 0, 0
-    found, requantised = weight.nearest_lqq(64)
-    assert requantised == 0 and not found.dequantize()[3, 128:192].any() and not found.dequantize()[5].any()
-    assert error(found, weight.dequantize()) < 0.03
+    lqq, requantised = weight.nearest_lqq(64)
+    assert requantised == 0 and not lqq.dequantize()[3, 128:192].any() and not lqq.dequantize()[5].any()
+    assert error(lqq, weight.dequantize()) < 0.03
 
 
 def test_larger_groups_are_split_and_mixed_ones_quantised_again() -> None:
     """A group of 256 as two of 128; 160 columns in groups of 128 as five of 32; of others only those that are mixed."""
     weight = made(K=512, group=256)
     assert lqq_group(weight.column_groups) == 128
-    found, requantised = weight.nearest_lqq(128)
-    assert requantised == 0 and error(found, weight.dequantize()) < 0.03
+    lqq, requantised = weight.nearest_lqq(128)
+    assert requantised == 0 and error(lqq, weight.dequantize()) < 0.03
     short = made(K=160, group=160)
     short = made(
         q4=short.q4,
@@ -84,9 +84,9 @@ def test_larger_groups_are_split_and_mixed_ones_quantised_again() -> None:
     order = (np.arange(256) // 64).astype(np.int32)
     order[[0, 255]] = order[[255, 0]]  # the first and the last group each have a column of the other
     swapped = made(group_of=order)
-    w, (found, requantised) = swapped.dequantize(), swapped.nearest_lqq(64)
+    w, (lqq, requantised) = swapped.dequantize(), swapped.nearest_lqq(64)
     assert lqq_group(order) == 32 and requantised == 2 * 32
-    assert error(found, w) < error(quantize_lqq(w, 64, rounding="search"), w)
+    assert error(lqq, w) < error(quantize_lqq(w, 64, rounding="search"), w)
     with_none = made(group_of=np.random.default_rng(0).permutation(order))
     again = quantize_lqq(with_none.dequantize(), 64, rounding="search")
     np.testing.assert_array_equal(with_none.nearest_lqq(64)[0].dequantize(), again.dequantize())
@@ -96,9 +96,9 @@ def test_per_channel() -> None:
     weight = made(group=256)
     for sign in (1, -1):  # a negative scale is mirrored
         signed = made(group=256, scale=weight.scale * np.float32(sign))
-        found = signed.per_channel()
-        assert found is not None and (found.scale > 0).all()
-        np.testing.assert_array_equal(found.dequantize(), signed.dequantize())
+        per_channel = signed.per_channel()
+        assert per_channel is not None and (per_channel.scale > 0).all()
+        np.testing.assert_array_equal(per_channel.dequantize(), signed.dequantize())
     assert made(group=128).per_channel() is None
     for zero in (16, -1, 7.5):
         assert made(group=256, zero=np.full((32, 1), zero, np.float32)).per_channel() is None

@@ -60,8 +60,8 @@ def test_activations_follow_their_formula_exactly(rules: Any, case: Any, clip: f
             elif rules is ATOM_PAPER:
                 exact = round(Fraction(float(floats[r, g, k] / scale[r, g].astype(np.float32))))  # ties to even
             else:
-                least = np.float32(steps * 2.0**-24)  # of the smallest scale
-                product = Fraction(float(floats[r, g, k] * (np.float32(steps) / max(largest[r, g], least))))
+                lower_bound = np.float32(steps * 2.0**-24)  # of the smallest scale
+                product = Fraction(float(floats[r, g, k] * (np.float32(steps) / max(largest[r, g], lower_bound))))
                 exact = math.floor(abs(product) + Fraction(1, 2)) * (1 if product > 0 else -1)
             assert q[r, g, k] == min(max(exact, -(2 ** (bits - 1))), 2 ** (bits - 1) - 1), (r, g, k)
 
@@ -73,8 +73,8 @@ def test_weights_are_within_half_a_step_where_nothing_is_clipped(rules: Any, cas
     w, group, outliers = case
     rows = quant.quantize_atom_weight(w, group, outliers, clip=1.0, rules=rules)
     for q, scale, floats, bits in parts(rows, w):
-        step, most = scale[:, :, None].astype(np.float64), 2 ** (bits - 1) - 1
-        inside = np.clip(floats, -(most + 1) * step, most * step)  # half a step beyond, the paper cuts off
+        step, highest = scale[:, :, None].astype(np.float64), 2 ** (bits - 1) - 1
+        inside = np.clip(floats, -(highest + 1) * step, highest * step)  # half a step beyond, the paper cuts off
         assert (np.abs(q * step - inside) <= step / 2 * (1 + 1e-6)).all()
 
 
@@ -166,8 +166,8 @@ def test_arrays_that_are_not_numpys(rules: Any) -> None:
     x = np.random.default_rng(0).standard_normal((6, 320), dtype=np.float32)
     x[0] = 0
     order = quant.outlier_order(quant.channel_sizes(x), 64, rules=rules)
-    found = quant.outlier_order(quant.channel_sizes(DispatchingArray(x)), 64, rules=rules)
-    np.testing.assert_array_equal(found.array, order, strict=True)
+    order_on_device = quant.outlier_order(quant.channel_sizes(DispatchingArray(x)), 64, rules=rules)
+    np.testing.assert_array_equal(order_on_device.array, order, strict=True)
     for quantise in (quant.quantize_atom_weight, quant.quantize_atom_activations):
         on_device, on_host = (quantise(a, 128, 64, rules=rules) for a in (DispatchingArray(x), x))
         for name, array in vars(on_host).items():
@@ -179,7 +179,7 @@ X = np.ones((3, 256), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("x", "options", "said"),
+    ("x", "options", "message"),
     [
         (X, {"group": 32}, r"group: must be 64, 128 or None \(got 32\)"),
         (X, {"outliers": 32}, r"outliers: must be one of 0, 64, 128 \(got 32\)"),
@@ -196,8 +196,8 @@ X = np.ones((3, 256), np.float32)
         (X.astype(int), {}, "x: dtype must be one of float16"),
     ],
 )
-def test_refuses(x: np.ndarray, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said) as raised:
+def test_refuses(x: np.ndarray, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as raised:
         quant.quantize_atom_activations(x, **options)
     assert "\n" not in str(raised.value)
 

@@ -56,8 +56,8 @@ def test_level_2_follows_the_formulas():
         for a, b in zip(low, high, strict=True):
             s = max(divide(b - a), 1)
             expected.append([s, a, 0, min(round((b - a) / s), 15)])
-        found = np.stack([scale[:, 0], minimum[:, 0], q4[:, 0], q4[:, -1]], axis=1, dtype=np.int64)
-        assert found.tolist() == expected
+        actual = np.stack([scale[:, 0], minimum[:, 0], q4[:, 0], q4[:, -1]], axis=1, dtype=np.int64)
+        assert actual.tolist() == expected
 
 
 def test_qoq_at_range_119():

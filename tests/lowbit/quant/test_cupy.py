@@ -31,11 +31,11 @@ def weights():
 @pytest.mark.parametrize("quantise", QUANTISERS)
 def test_quantisers(cupy, quantise):
     on_cpu, on_gpu = quantise(weights()), quantise(cupy.asarray(weights()))
-    for name, value in vars(on_cpu).items():
-        if isinstance(value, np.ndarray):
-            other = getattr(on_gpu, name)
-            assert isinstance(other, cupy.ndarray)
-            np.testing.assert_array_equal(other.get(), value, strict=True, err_msg=name)
+    for name, expected in vars(on_cpu).items():
+        if isinstance(expected, np.ndarray):
+            actual = getattr(on_gpu, name)
+            assert isinstance(actual, cupy.ndarray)
+            np.testing.assert_array_equal(actual.get(), expected, strict=True, err_msg=name)
     np.testing.assert_array_equal(on_gpu.dequantize().get(), on_cpu.dequantize(), strict=True)
 
 
@@ -62,9 +62,9 @@ def test_attention(cupy, length):
     x = weights().reshape(-1, 4, 64)[: length + 3]
     q, k, v = x[:3], x[:length, :2], x[3 : length + 3, 2:]
     on_gpu = reference.attention(*map(cupy.asarray, (q, k, v)), scale=0.2, window=9)
-    for found, expected in zip(on_gpu, reference.attention(q, k, v, scale=0.2, window=9), strict=True):
-        assert isinstance(found, cupy.ndarray)
-        np.testing.assert_allclose(found.get(), expected, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(on_gpu, reference.attention(q, k, v, scale=0.2, window=9), strict=True):
+        assert isinstance(actual, cupy.ndarray)
+        np.testing.assert_allclose(actual.get(), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_words(cupy):
@@ -112,8 +112,8 @@ def test_the_overflow_predicate_reads_nibbles_at_10_gb_per_second(cupy):
     """A weight of 256 MB, one byte per nibble; the median of ten runs."""
     shape = N, groups = 16384, 128
     q4 = cupy.random.randint(0, 16, (N, 128 * groups), dtype=cupy.uint8)
-    known = {"group_scale": cupy.full(shape, 8, cupy.uint8), "minimum": cupy.full(shape, -60, cupy.int8)}
-    weight = quant.LQQWeight(q4=q4, channel_scale=cupy.ones(N, cupy.float32), protective_range=119, **known)
+    group_constants = {"group_scale": cupy.full(shape, 8, cupy.uint8), "minimum": cupy.full(shape, -60, cupy.int8)}
+    weight = quant.LQQWeight(q4=q4, channel_scale=cupy.ones(N, cupy.float32), protective_range=119, **group_constants)
     assert not weight.overflows().any()
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times = []

@@ -20,17 +20,17 @@ def test_every_number_is_within_half_a_step(data: st.DataObject, blocks: int, ro
     floats = st.floats(-1000, 1000, width=32)
     x = data.draw(hnp.arrays(np.float32, (rows, block * blocks), elements=floats, fill=floats))
     int8 = data.draw(st.integers(0, blocks))
-    found = quant.quantize_blocks(x, int8, block)
-    assert found.shape == x.shape and found.channels4 == block * (blocks - int8) and found.block == block
-    step = np.repeat(found.scale.astype(np.float64), block, axis=1)
-    most = np.where(np.arange(x.shape[1]) < found.channels4, 7, 127)
-    assert (found.q >= -most - 1).all() and (found.q <= most).all()
-    inside = np.clip(x, (-most - 1) * step, most * step)
-    assert (np.abs(found.dequantize() - inside) <= step / 2 * (1 + 1e-6)).all()
+    quantised = quant.quantize_blocks(x, int8, block)
+    assert quantised.shape == x.shape and quantised.channels4 == block * (blocks - int8) and quantised.block == block
+    step = np.repeat(quantised.scale.astype(np.float64), block, axis=1)
+    highest = np.where(np.arange(x.shape[1]) < quantised.channels4, 7, 127)
+    assert (quantised.q >= -highest - 1).all() and (quantised.q <= highest).all()
+    inside = np.clip(x, (-highest - 1) * step, highest * step)
+    assert (np.abs(quantised.dequantize() - inside) <= step / 2 * (1 + 1e-6)).all()
     largest = np.abs(x).reshape(rows, blocks, block).max(axis=2)
     scales = (largest / np.float32([7] * (blocks - int8) + [127] * int8)).astype(np.float16)
     expected = np.where(largest == 0, np.float16(1), np.maximum(scales, np.float16(2.0**-24)))
-    np.testing.assert_array_equal(found.scale, expected, strict=True)
+    np.testing.assert_array_equal(quantised.scale, expected, strict=True)
 
 
 def test_outliers_fill_few_blocks() -> None:
@@ -88,7 +88,7 @@ def test_weights_are_int4_throughout_and_any_array_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: quant.quantize_blocks(np.ones((2, 192)), 0), r"x: channels must be a positive multiple of 128"),
         (lambda: quant.quantize_blocks(np.ones((2, 256)), 3), r"int8: must be 0..2 blocks \(got 3\)"),
@@ -102,7 +102,7 @@ def test_weights_are_int4_throughout_and_any_array_will_do() -> None:
         (lambda: quant.int8_blocks(np.ones(128), most=1.5), r"most: must be a number in 0..1 \(got 1.5\)"),
     ],
 )
-def test_refuses(call: Any, said: str) -> None:
-    with pytest.raises(ArgumentError, match=said) as raised:
+def test_refuses(call: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)

@@ -20,9 +20,9 @@ def weights(N=3, K=256, seed=0):
     return np.random.default_rng(seed).standard_normal((N, K)).astype(np.float32)
 
 
-def put(value, dtype=np.float32):
+def put(number, dtype=np.float32):
     w = weights().astype(dtype)
-    w[1, 17] = value
+    w[1, 17] = number
     w[2, 3] = np.nan
     return w
 
@@ -89,13 +89,13 @@ def test_refuses_an_unknown_rounding():
 
 
 def fields(quantised):
-    return {name: value for name, value in vars(quantised).items() if isinstance(value, np.ndarray)}
+    return {name: field for name, field in vars(quantised).items() if isinstance(field, np.ndarray)}
 
 
 def assert_same(a, b):
     assert fields(a).keys() == fields(b).keys()
-    for name, value in fields(a).items():
-        np.testing.assert_array_equal(fields(b)[name], value, strict=True, err_msg=name)
+    for name, array in fields(a).items():
+        np.testing.assert_array_equal(fields(b)[name], array, strict=True, err_msg=name)
 
 
 @every_quantiser

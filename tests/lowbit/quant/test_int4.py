@@ -58,7 +58,7 @@ def test_all_levels_are_used_where_the_scale_is_rounded_down():
 
 
 @pytest.mark.parametrize(
-    ("w", "group", "said"),
+    ("w", "group", "message"),
     [
         (np.ones((2, 48), np.float32), 32, r"K must be a multiple of the group \(got K=48, group=32\)"),
         (np.ones((2, 48), np.float32), 48, r"group: must be one of 32, 64, 128"),
@@ -67,8 +67,8 @@ def test_all_levels_are_used_where_the_scale_is_rounded_down():
         (np.ones((2, 64), np.int32), 32, r"w: dtype must be one of float16"),
     ],
 )
-def test_refuses(w, group, said):
-    with pytest.raises(ArgumentError, match=said):
+def test_refuses(w, group, message):
+    with pytest.raises(ArgumentError, match=message):
         quantize_int4(w, group)
 
 

@@ -9,8 +9,8 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV, calibrate_kv, quantize_kv
 
 F = np.float32
-BY_TOKEN = [name for name, known in KV_SCHEMES.items() if not known.by_channel]
-BY_CHANNEL = [name for name, known in KV_SCHEMES.items() if known.by_channel]
+BY_TOKEN = [name for name, kv_format in KV_SCHEMES.items() if not kv_format.by_channel]
+BY_CHANNEL = [name for name, kv_format in KV_SCHEMES.items() if kv_format.by_channel]
 every_scheme = pytest.mark.parametrize("scheme", KV_SCHEMES)
 by_token = pytest.mark.parametrize("scheme", BY_TOKEN)
 
@@ -114,14 +114,14 @@ def test_error_is_half_a_step(scheme):
 
 
 @by_token
-@pytest.mark.parametrize("value", [-3.0, 0.0, -0.0, 2.0, 65504.0, 6e-8])
-def test_constant_rows(scheme, value):
+@pytest.mark.parametrize("constant", [-3.0, 0.0, -0.0, 2.0, 65504.0, 6e-8])
+def test_constant_rows(scheme, constant):
     """0 is in the range, so a constant is its end, and comes back as exactly as the scale allows."""
-    x = np.full((1, 1, 8), value, np.float16)
+    x = np.full((1, 1, 8), constant, np.float16)
     quantized = assert_is_the_formula(x, scheme)
     restored = quantized.dequantize()
     assert (np.abs(restored - x) <= np.abs(x) * 2.0**-11 + 1e-7 * KV_SCHEMES[scheme].high).all()
-    if value == 0:
+    if constant == 0:
         assert quantized.scale == 1 and quantized.zero == 0 and not restored.any()
 
 
@@ -151,13 +151,13 @@ def test_scales_end_where_float16_does(scheme):
         quantize_kv(x, scheme)
 
 
-def formula_by_channel(column, known):
+def formula_by_channel(column, kv_format):
     low, high = min(F(0), *column), max(F(0), *column)
-    scale = max(-low, high) / F(127) if known.low else F(high - low) / F(15)
+    scale = max(-low, high) / F(127) if kv_format.low else F(high - low) / F(15)
     if scale == 0:
         scale = F(1)
-    zero = 0 if known.low else np.rint(F(0 - low) / scale)
-    return [int(min(max(np.rint(x / scale) + zero, known.low), known.high)) for x in column], scale, zero
+    zero = 0 if kv_format.low else np.rint(F(0 - low) / scale)
+    return [int(min(max(np.rint(x / scale) + zero, kv_format.low), kv_format.high)) for x in column], scale, zero
 
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
@@ -178,16 +178,16 @@ def test_the_formula_by_channel(scheme, seed, sign):
 
 def test_levels_of_every_scheme():
     """Other tests ask the scheme itself."""
-    levels = {name: (known.low, known.high) for name, known in KV_SCHEMES.items()}
+    levels = {name: (kv_format.low, kv_format.high) for name, kv_format in KV_SCHEMES.items()}
     assert levels == {"kv4": (0, 15), "kv8": (0, 255), "kv4_channel": (0, 15), "kv8_channel": (-127, 127)}
 
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_calibrated_constants_clip_what_lies_beyond(scheme):
-    known = KV_SCHEMES[scheme]
+    kv_format = KV_SCHEMES[scheme]
     channel = calibrate_kv(tokens(), scheme)
     quantized = quantize_kv(tokens(3, seed=1) * F(1e38), scheme, channel)
-    assert set(np.unique(quantized.values)) <= {known.low, known.high}
+    assert set(np.unique(quantized.values)) <= {kv_format.low, kv_format.high}
     assert quantized.scale is channel[0] and quantized.zero is channel[1]
     again = quantize_kv(tokens(), scheme, channel)
     np.testing.assert_array_equal(again.values, quantize_kv(tokens(), scheme).values, strict=True)
@@ -224,15 +224,15 @@ def test_other_floats_give_what_the_same_float32_values_give(scheme, dtype):
 def test_strides_do_not_matter_and_input_is_left_alone(scheme):
     x = tokens().swapaxes(0, 1)
     x.flags.writeable = False
-    before = x.copy()
-    a, b = quantize_kv(x, scheme), quantize_kv(before, scheme)
+    contiguous = x.copy()
+    a, b = quantize_kv(x, scheme), quantize_kv(contiguous, scheme)
     np.testing.assert_array_equal(a.values, b.values, strict=True)
-    np.testing.assert_array_equal(x, before)
+    np.testing.assert_array_equal(x, contiguous)
 
 
-def put(value, dtype=F):
+def put(number, dtype=F):
     x = tokens().astype(dtype)
-    x[1, 0, 3], x[2, 1, 7] = value, np.nan
+    x[1, 0, 3], x[2, 1, 7] = number, np.nan
     return x
 
 
@@ -265,9 +265,9 @@ def test_refuses_a_nan_under_given_constants():
 ONES, ZEROS = np.ones((2, 16), F), np.zeros((2, 16), F)
 
 
-def changed(array, value):
+def change_element(array, number):
     array = array.copy()
-    array[1, 5] = value
+    array[1, 5] = number
     return array
 
 
@@ -278,14 +278,18 @@ def changed(array, value):
         ("kv4_channel", ONES, r"channel: must be \(scale, zero\) for kv4_channel \(got ndarray\)"),
         ("kv4_channel", (ONES[:1], ZEROS), r"channel scale: must be float32 \[2, 16\] \(got float32 \[1, 16\]\)"),
         ("kv4_channel", (ONES, ZEROS.astype(np.uint8)), r"channel zero: must be float32 .*uint8"),
-        ("kv4_channel", (changed(ONES, 0), ZEROS), r"channel scale: scales by .*channel \[1, 5\] has 0"),
-        ("kv8_channel", (changed(ONES, np.inf), ZEROS), r"channel \[1, 5\] has inf"),
-        ("kv8_channel", (changed(ONES, np.nan), ZEROS), r"channel \[1, 5\] has nan"),
-        ("kv4_channel", (changed(ONES, 1e-40), ZEROS), r"channel \[1, 5\] has 1e-40"),
-        ("kv4_channel", (ONES, changed(ZEROS, 16)), r"channel zero: must be integers in 0..15 .*\[1, 5\] has 16"),
-        ("kv4_channel", (ONES, changed(ZEROS, 0.5)), "must be integers in 0..15"),
-        ("kv4_channel", (ONES, changed(ZEROS, np.nan)), "must be integers in 0..15"),
-        ("kv8_channel", (ONES, changed(ZEROS, 1)), r"must be integers in 0..0"),
+        ("kv4_channel", (change_element(ONES, 0), ZEROS), r"channel scale: scales by .*channel \[1, 5\] has 0"),
+        ("kv8_channel", (change_element(ONES, np.inf), ZEROS), r"channel \[1, 5\] has inf"),
+        ("kv8_channel", (change_element(ONES, np.nan), ZEROS), r"channel \[1, 5\] has nan"),
+        ("kv4_channel", (change_element(ONES, 1e-40), ZEROS), r"channel \[1, 5\] has 1e-40"),
+        (
+            "kv4_channel",
+            (ONES, change_element(ZEROS, 16)),
+            r"channel zero: must be integers in 0..15 .*\[1, 5\] has 16",
+        ),
+        ("kv4_channel", (ONES, change_element(ZEROS, 0.5)), "must be integers in 0..15"),
+        ("kv4_channel", (ONES, change_element(ZEROS, np.nan)), "must be integers in 0..15"),
+        ("kv8_channel", (ONES, change_element(ZEROS, 1)), r"must be integers in 0..0"),
         ("kv5", None, "scheme: must be one of kv4, kv8, kv4_channel, kv8_channel .got kv5"),
     ],
 )

@@ -93,28 +93,28 @@ def test_dtypes_of_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTISERS)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda x: Foreign(x.astype(np.int8)), "dtype must be one of float16, bfloat16, float32, float64 (got int8)"),
         (lambda x: np.ma.masked_less(x, 0), "an array without a mask, which would be lost"),
         (lambda x: x.astype(object), "dtype must be one of"),
     ],
 )
-def test_other_arrays_are_refused(name: str, change: Callable[[np.ndarray], Any], said: str) -> None:
+def test_other_arrays_are_refused(name: str, change: Callable[[np.ndarray], Any], message: str) -> None:
     quantise, x = QUANTISERS[name]
     with pytest.raises(ArgumentError) as raised:
         quantise(change(x))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("like", ["cupy", 1.5, [1], Foreign(X)])
-def test_a_cache_of_what_is_no_library(like: object) -> None:
+@pytest.mark.parametrize("no_array", ["cupy", 1.5, [1], Foreign(X)])
+def test_a_cache_of_what_is_no_library(no_array: object) -> None:
     with pytest.raises(ArgumentError, match=r"^like: must be an array of NumPy, CuPy or PyTorch \(got \w+\)$"):
-        ptxlab.KVCache.empty(1, 1, 1, 64, like=like)
+        ptxlab.KVCache.empty(1, 1, 1, 64, like=no_array)
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch", 1.5), ("max_pages", "2"), ("num_kv_heads", None), ("batch", 0)])
-def test_a_cache_of_no_whole_number(name: str, value: object) -> None:
+@pytest.mark.parametrize(("name", "size"), [("batch", 1.5), ("max_pages", "2"), ("num_kv_heads", None), ("batch", 0)])
+def test_a_cache_of_no_whole_number(name: str, size: object) -> None:
     sizes = {"batch": 1, "max_pages": 1, "num_kv_heads": 1, "head_dim": 64}
     with pytest.raises(ArgumentError, match=rf"^{name}: must be an integer, at least 1 \(got "):
-        ptxlab.KVCache.empty(**{**sizes, name: value})
+        ptxlab.KVCache.empty(**{**sizes, name: size})

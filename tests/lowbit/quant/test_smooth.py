@@ -33,19 +33,19 @@ def test_scores_are_unchanged(Hkv, ratio, D, alpha, seed):
     x = rng.standard_normal((6, 24))
     angles = np.outer(np.arange(6), 10.0 ** -np.arange(D // 2))
 
-    def rotated(y):
+    def rotate(y):
         a, b = y[..., : D // 2], y[..., D // 2 :]
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def scores(w_q, w_k, b_q, b_k):
-        q, k = rotated(project(x, w_q, b_q, D)), rotated(project(x, w_k, b_k, D))
+        q, k = rotate(project(x, w_q, b_q, D)), rotate(project(x, w_k, b_k, D))
         return np.einsum("tghd,lgd->ghtl", q.reshape(6, Hkv, ratio, D), k)
 
     peaks = np.abs(project(x, w_k, b_k, D)).max(axis=0)
     smooth = smooth_attention(w_q, w_k, peaks, head_dim=D, b_q=b_q, b_k=b_k, alpha=alpha)
-    before, after = scores(w_q, w_k, b_q, b_k), scores(smooth.w_q, smooth.w_k, smooth.b_q, smooth.b_k)
-    np.testing.assert_allclose(after, before, rtol=1e-11, atol=1e-11 * np.abs(before).max())
+    plain_scores, smooth_scores = scores(w_q, w_k, b_q, b_k), scores(smooth.w_q, smooth.w_k, smooth.b_q, smooth.b_k)
+    np.testing.assert_allclose(smooth_scores, plain_scores, rtol=1e-11, atol=1e-11 * np.abs(plain_scores).max())
 
 
 def test_the_factors_are_the_paper_s():
@@ -94,8 +94,8 @@ def test_error_of_4_bit_keys_is_halved(magnitude, channels, rotate):
     q, k = queries_and_keys(w_q, w_k)
     exact, _ = attention(q, k, v, scale=D**-0.5)
     smooth = smooth_attention(w_q, w_k, np.abs(k).max(axis=0), head_dim=D)
-    before, after = error(w_q, w_k), error(smooth.w_q, smooth.w_k)
-    assert after <= 0.5 * before, (before, after)
+    plain_error, smooth_error = error(w_q, w_k), error(smooth.w_q, smooth.w_k)
+    assert smooth_error <= 0.5 * plain_error, (plain_error, smooth_error)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])

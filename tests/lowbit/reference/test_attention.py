@@ -15,11 +15,11 @@ def naive(q, k, v, scale, window):
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
     out, lse = np.zeros((T, Hq, D)), np.full((T, Hq), -np.inf)
     for t in range(T):
-        own = L - T + t
-        first = 0 if window is None else max(0, own - window + 1)
+        position = L - T + t
+        first = 0 if window is None else max(0, position - window + 1)
         for h in range(Hq):
             kv = h // (Hq // Hkv)
-            scores = {j: scale * math.fsum(q[t, h] * k[j, kv]) for j in range(first, own + 1)}
+            scores = {j: scale * math.fsum(q[t, h] * k[j, kv]) for j in range(first, position + 1)}
             if not scores:
                 continue
             peak = max(scores.values())
@@ -195,8 +195,8 @@ def test_tables_are_rounded_once(scaling, frequency):
     cos, sin = rope_tables(positions, 128, 500000.0, scaling)
     assert cos.shape == sin.shape == (2, 3, 64) and cos.dtype == sin.dtype == np.float32
     angle = np.array([[[p * frequency(i) for i in range(64)] for p in row] for row in positions.tolist()])
-    for table, wanted in ((cos, np.cos(angle)), (sin, np.sin(angle))):
-        assert np.abs(table - wanted).max() < 2**-24 + 1e-10  # a rounding; the angle's own in float64
+    for table, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
+        assert np.abs(table - expected).max() < 2**-24 + 1e-10  # a rounding; the angle's own in float64
 
 
 def test_frequencies_of_llama3_are_kept_mixed_and_divided():

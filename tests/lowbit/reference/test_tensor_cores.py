@@ -42,8 +42,8 @@ def test_equal_to_the_instruction(case: Case) -> None:
 @every_case
 def test_the_same_on_the_gpu(case: Case) -> None:
     operands = case(np.random.default_rng(1), 500)
-    found = gpu.to_host(hopper_mma(*map(gpu.to_device, operands)))
-    assert differences(*operands, hopper_mma(*operands), found) == ""
+    on_gpu = gpu.to_host(hopper_mma(*map(gpu.to_device, operands)))
+    assert differences(*operands, hopper_mma(*operands), on_gpu) == ""
 
 
 def test_integers_are_exact() -> None:
@@ -61,18 +61,18 @@ def test_near_the_exact_sum(case: Case) -> None:
     """Off by 17 terms' last bits and the result's, no more, and towards zero where all terms have one sign."""
     a, b, c = case(np.random.default_rng(2), 20)
     a, b, c = (np.where(np.isfinite(x), x, 0).astype(x.dtype) for x in (a, b, c))
-    found = hopper_mma(a, b, c).astype(np.float64)
+    rounded = hopper_mma(a, b, c).astype(np.float64)
     products = a[..., None].astype(np.float64) * b[:, None].astype(np.float64)
     exact, largest = products.sum(axis=2) + c, np.maximum(np.abs(products).max(axis=2), np.abs(c))
     a_size, b_size = (np.exp2(np.maximum(np.frexp(np.abs(x).astype(float))[1], -13)) * (x != 0) for x in (a, b))
     unit = np.maximum((a_size[..., None] * b_size[:, None]).max(axis=2), largest * 2) * 2.0**-25
-    assert (np.abs(found - exact) <= 17 * unit + np.abs(exact) * 2.0**-23).all()
+    assert (np.abs(rounded - exact) <= 17 * unit + np.abs(exact) * 2.0**-23).all()
     if (products >= 0).all() and (c >= 0).all():
-        assert (found <= exact).all() and (found < exact).any()
+        assert (rounded <= exact).all() and (rounded < exact).any()
 
 
 @pytest.mark.parametrize(
-    ("products", "c", "result"),
+    ("products", "c", "expected"),
     [
         ([(1.0, 1.0), (1.0, 2.0**-24)], 0.0, 1.0),  # cut off to FP32
         ([(1.0, 1.0), (1.0, 2.0**-24), (1.0, 2.0**-24)], 0.0, 1 + 2.0**-23),  # though not before they are added up
@@ -84,9 +84,9 @@ def test_near_the_exact_sum(case: Case) -> None:
         ([(2.0**-24, 2.0**-24)], 2.0**-54, 2.0**-48),  # subnormals have that of 2^-14
     ],
 )
-def test_what_is_cut_off(products: list[tuple[float, float]], c: float, result: float) -> None:
+def test_what_is_cut_off(products: list[tuple[float, float]], c: float, expected: float) -> None:
     a, b = np.zeros((1, 16), np.float16), np.zeros((16, 1), np.float16)
     for k, (x, y) in enumerate(products):
         a[0, k], b[k, 0] = x, y
-    found = hopper_mma(a, b, np.array([[c]], np.float32)).item()
-    assert (found, np.signbit(found)) == (result, np.signbit(result))
+    rounded = hopper_mma(a, b, np.array([[c]], np.float32)).item()
+    assert (rounded, np.signbit(rounded)) == (expected, np.signbit(expected))

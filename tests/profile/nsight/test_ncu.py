@@ -16,8 +16,8 @@ __all__ = ["ncu"]
 
 def test_counters_of_one_launch(ncu: SimpleNamespace) -> None:
     ncu.output = raw_page_csv(["k"], ["a.sum", "b.sum"])
-    found = nsight.counters(["python", "-c", "0"], "k", ["a.sum", "b.sum"])
-    assert found["a.sum"] == found["b.sum"] == 1000.5
+    numbers = nsight.counters(["python", "-c", "0"], "k", ["a.sum", "b.sum"])
+    assert numbers["a.sum"] == numbers["b.sum"] == 1000.5
     assert ncu.command[-3:] == ["python", "-c", "0"]
     assert ncu.command[ncu.command.index("--kernel-name") + 1] == "regex:^(k)$"
     assert ncu.command[ncu.command.index("--metrics") + 1] == "a.sum,b.sum"

@@ -31,7 +31,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchTarget:
     )
 
 
-def launched(jobs: list[LaunchTarget], metrics: tuple[str, ...]) -> list[ProfiledLaunch]:
+def launch_or_skip(jobs: list[LaunchTarget], metrics: tuple[str, ...]) -> list[ProfiledLaunch]:
     try:
         return profiles.launch(jobs, metrics)
     except UnavailableError as reason:
@@ -60,7 +60,7 @@ def test_kernels_with_and_without_a_spec(file: LaunchTarget) -> None:
     On an H200 1.55 times the main loop's instructions were executed at the job's 64 tokens, and 1.64 times at 256.
     """
     job = LaunchTarget("gemm_w4a8_sm90")
-    gemm, outside = launched([job, file], nsight.METRICS)
+    gemm, outside = launch_or_skip([job, file], nsight.METRICS)
     assert gemm.kernel == "gemm_w4a8_sm90" and outside.kernel == "dequantize"
     sizes = launch_target.sizes_of(job.spec, job.sizes)
     page = nsight.profile_of(gemm, weights=launch_target.weights_of(job.spec, sizes))
@@ -72,4 +72,4 @@ def test_kernels_with_and_without_a_spec(file: LaunchTarget) -> None:
 
 def test_a_metric_that_this_ncu_does_not_know_is_named(file: LaunchTarget) -> None:
     with pytest.raises(UnavailableError, match=r"does not know the metric no__such_metric\.sum"):
-        launched([file], ("gpu__time_duration.sum", "no__such_metric.sum"))[0].number("no__such_metric.sum")
+        launch_or_skip([file], ("gpu__time_duration.sum", "no__such_metric.sum"))[0].number("no__such_metric.sum")

@@ -67,7 +67,7 @@ def test_without_a_line_table_instructions_carry_the_stalls() -> None:
 
 
 def test_a_report_that_lacks_a_metric_is_refused(gemm: ProfiledLaunch) -> None:
-    numbers = {name: value for name, value in gemm.numbers.items() if name != "lts__t_sector_hit_rate.pct"}
+    numbers = {name: number for name, number in gemm.numbers.items() if name != "lts__t_sector_hit_rate.pct"}
     with pytest.raises(UnavailableError, match=r"does not know the metric lts__t_sector_hit_rate\.pct"):
         nsight.profile_of(replace(gemm, numbers=numbers))
 
@@ -94,21 +94,24 @@ def test_differences_begin_with_the_time_and_leave_out_what_is_the_same(page: Pr
     ]
     changed = {"time_us": 2 * page.figures["time_us"], "registers": 250.0, "alu_pct": page.figures["alu_pct"] + 4}
     slower = replace(page, kernel="slower", figures={**page.figures, **changed})
-    first, *rest = nsight.differences(slower, page)
+    first, *further_lines = nsight.differences(slower, page)
     assert first.startswith(f"slower takes 2.00 times as long as {page.kernel}: ")
-    assert rest == [f"Registers: 250 per thread, up from {page.figures['registers']:.0f} per thread."]
+    assert further_lines == [f"Registers: 250 per thread, up from {page.figures['registers']:.0f} per thread."]
     assert nsight.differences(page, slower)[0].startswith(f"{page.kernel} is 2.00 times as fast as slower")
 
 
 def test_differences_tell_what_stalls_moved_and_other_sizes(page: Profile) -> None:
-    other = replace(page, sizes={"M": 256}, stalls={"barrier": 0.5, "long_scoreboard": 0.5})
-    told = nsight.differences(replace(page, stalls={"barrier": 0.1, "long_scoreboard": 0.9}), other)
-    assert told[1] == "They did not do the same: M=16 N=1024 K=2048 g=128 here, M=256 there."
-    assert told[2:] == ["Stalls for barrier: 10%, down from 50%.", "Stalls for long scoreboard: 90%, up from 50%."]
+    changed_page = replace(page, sizes={"M": 256}, stalls={"barrier": 0.5, "long_scoreboard": 0.5})
+    differences = nsight.differences(replace(page, stalls={"barrier": 0.1, "long_scoreboard": 0.9}), changed_page)
+    assert differences[1] == "They did not do the same: M=16 N=1024 K=2048 g=128 here, M=256 there."
+    assert differences[2:] == [
+        "Stalls for barrier: 10%, down from 50%.",
+        "Stalls for long scoreboard: 90%, up from 50%.",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shown"),
+    ("name", "number", "shown"),
     [
         ("time_us", 37.56, "37.6 µs"),
         ("alu_pct", 36.0, "36%"),
@@ -117,5 +120,5 @@ def test_differences_tell_what_stalls_moved_and_other_sizes(page: Profile) -> No
         ("registers", None, "-"),
     ],
 )
-def test_amounts(name: str, value: float | None, shown: str) -> None:
-    assert nsight.amount(next(figure for figure in nsight.FIGURES if figure.name == name), value) == shown
+def test_amounts(name: str, number: float | None, shown: str) -> None:
+    assert nsight.amount(next(figure for figure in nsight.FIGURES if figure.name == name), number) == shown

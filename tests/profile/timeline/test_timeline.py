@@ -135,10 +135,10 @@ def test_results_with_stamps_are_right(name: str, backend: str) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_emulator_gives_the_same_stream(name: str, sizes: Any, tracks: int, phases: set[str]) -> None:
-    found = record(name, **sizes)
-    assert found.backend == "emulator" and found.unit == "steps" and len(found.of_sm(0).tracks) == tracks
-    assert phases <= {span.phase for track in found.tracks for span in track.spans}
-    for track in found.tracks:
+    recorded = record(name, **sizes)
+    assert recorded.backend == "emulator" and recorded.unit == "steps" and len(recorded.of_sm(0).tracks) == tracks
+    assert phases <= {span.phase for track in recorded.tracks for span in track.spans}
+    for track in recorded.tracks:
         assert track.complete and PHASES[track.stamps[0][1]] == "setup"
         times = [time for time, _, _ in track.stamps]
         assert times == sorted(times) and times[0] >= 0
@@ -199,10 +199,10 @@ SHORT = stamps_of((0, "setup", 0), (10, "load", 0), (60, "end", 0))
 
 def test_sms_are_brought_together_by_the_time() -> None:
     """The clocks of the SMs have different origins; SM 5 began 100 ns, 200 clocks, after SM 3."""
-    found, rate = timeline.read_tracks(buffer((5, 1, 0, 1100, 7, SHORT), (3, 0, 4, 1000, 1 << 40, SHORT)))
-    assert rate == 2 and [(t.sm, t.block, t.warp) for t in found] == [(3, 0, 4), (5, 1, 0)]
-    assert [t.stamps[0][0] for t in found] == [0, 200]
-    assert found[0].spans == (Span("setup", 0, 10), Span("load", 10, 60))
+    tracks, rate = timeline.read_tracks(buffer((5, 1, 0, 1100, 7, SHORT), (3, 0, 4, 1000, 1 << 40, SHORT)))
+    assert rate == 2 and [(t.sm, t.block, t.warp) for t in tracks] == [(3, 0, 4), (5, 1, 0)]
+    assert [t.stamps[0][0] for t in tracks] == [0, 200]
+    assert tracks[0].spans == (Span("setup", 0, 10), Span("load", 10, 60))
 
 
 def test_the_low_half_of_the_clock_runs_over() -> None:
@@ -211,9 +211,9 @@ def test_the_low_half_of_the_clock_runs_over() -> None:
 
 
 def test_a_track_without_room() -> None:
-    many = [(time, PHASES.index("load"), 0) for time in range(STAMPS - HEADER)]
-    (track,), _ = timeline.read_tracks(buffer((0, 0, 0, 0, 0, tuple(many))))
-    assert not track.complete and len(track.stamps) == len(many)
+    stamps = [(time, PHASES.index("load"), 0) for time in range(STAMPS - HEADER)]
+    (track,), _ = timeline.read_tracks(buffer((0, 0, 0, 0, 0, tuple(stamps))))
+    assert not track.complete and len(track.stamps) == len(stamps)
 
 
 def test_stamps_of_an_earlier_launch_are_not_read() -> None:
@@ -225,21 +225,25 @@ def test_stamps_of_an_earlier_launch_are_not_read() -> None:
     assert timeline.read_tracks(raw) == ((), 0.0)
 
 
-def made_up(*tracks: Track, **more: Any) -> Timeline:
-    return Timeline("k", "cu", "gpu", "clocks", {"M": 256, "N": 2, "K": 4}, {}, tracks, mhz=2000, **more)
+def made_up(*tracks: Track, **fields: Any) -> Timeline:
+    return Timeline("k", "cu", "gpu", "clocks", {"M": 256, "N": 2, "K": 4}, {}, tracks, mhz=2000, **fields)
 
 
 def test_wgmmas_of_an_sm_take_turns_at_its_tensor_cores() -> None:
     """Two warp groups issue 40 clocks of work at a time; one waits until all but its last have ended, then for all."""
-    one = stamps_of((0, "issue", 40), (10, "wait_mma", 1), (20, "issue", 40), (30, "wait_mma", 1), (100, "wait_mma", 0),
-                    (170, "end", 0))  # fmt: skip
-    two = stamps_of((5, "issue", 40), (15, "wait_mma", 0), (90, "end", 0))
-    found = made_up(Track(0, 0, 4, one), Track(0, 0, 8, two), Track(1, 9, 0, two))
-    first, second, elsewhere = found.products
+    first_stamps = stamps_of(
+        (0, "issue", 40), (10, "wait_mma", 1), (20, "issue", 40), (30, "wait_mma", 1), (100, "wait_mma", 0),
+        (170, "end", 0),
+    )  # fmt: skip
+    second_stamps = stamps_of((5, "issue", 40), (15, "wait_mma", 0), (90, "end", 0))
+    timeline_of_three = made_up(
+        Track(0, 0, 4, first_stamps), Track(0, 0, 8, second_stamps), Track(1, 9, 0, second_stamps)
+    )
+    first, second, elsewhere = timeline_of_three.products
     assert [(p.begin, p.end, p.start, p.stop) for p in first] == [(0, 100, 0, 40), (20, 170, 80, 120)]
     assert [(p.begin, p.end, p.start, p.stop) for p in second] == [(5, 90, 40, 80)]
     assert [(p.start, p.stop) for p in elsewhere] == [(5, 45)]
-    assert found.of_sm(0).busy() == 120 / 170 and found.of_sm(0).busy((30, 50)) == 1
+    assert timeline_of_three.of_sm(0).busy() == 120 / 170 and timeline_of_three.of_sm(0).busy((30, 50)) == 1
 
 
 def test_a_wgmma_ends_when_it_is_known_to_have_ended() -> None:
@@ -281,8 +285,8 @@ def test_the_trace_has_every_span(imfp: Timeline) -> None:
     threads = {(e["pid"], e["tid"]) for e in spans}
     assert threads == {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     for thread in threads:  # of one thread none begins before the one before has ended
-        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == thread)
-        assert all(a[1] <= b[0] for a, b in pairwise(own))
+        spans_of_thread = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == thread)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans_of_thread))
 
 
 def test_a_clock_of_a_trace_is_a_microsecond_over_the_rate() -> None:
@@ -359,10 +363,10 @@ def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
 
 @pytest.mark.full
 def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
-    kept = tmp_path / "a.json"
-    code, out, _ = cli("timeline", IMFP, "--backend", "emulator", "--shape", "N=64,K=512", "--out", kept, "--json")
-    assert code == 0 and json.loads(out) == json.loads(json.dumps(timeline.load(kept).to_json()))
-    code, out, _ = cli("timeline", "--from", kept, "--plot", tmp_path / "a.svg")
+    path = tmp_path / "a.json"
+    code, out, _ = cli("timeline", IMFP, "--backend", "emulator", "--shape", "N=64,K=512", "--out", path, "--json")
+    assert code == 0 and json.loads(out) == json.loads(json.dumps(timeline.load(path).to_json()))
+    code, out, _ = cli("timeline", "--from", path, "--plot", tmp_path / "a.svg")
     assert code == 0 and IMFP in out and "N=64 K=512" in out and "<svg" in (tmp_path / "a.svg").read_text()
 
 
@@ -405,8 +409,8 @@ def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", [EXCP, IMFP, "gemm_w4a8_sm90", "attention_kv4_sm90"])
 def test_on_a_gpu(name: str) -> None:
     shape = {"B": 4, "L": 1024} if name.startswith("attention") else {"N": 4096, "K": 2048}
-    found = recorder.record(registry.find(name)[0], source_of(name), shape, backend="gpu")
-    assert found.sms in ([0], [0, 1])  # few blocks are spread over every other SM
-    assert found.unit == "clocks" and all(track.complete for track in found.tracks)
-    assert 0 < found.time_us < found.duration / found.mhz * 3 and 500 < found.mhz < 3000
-    assert found.recording_us < 2 * found.time_us
+    recorded = recorder.record(registry.find(name)[0], source_of(name), shape, backend="gpu")
+    assert recorded.sms in ([0], [0, 1])  # few blocks are spread over every other SM
+    assert recorded.unit == "clocks" and all(track.complete for track in recorded.tracks)
+    assert 0 < recorded.time_us < recorded.duration / recorded.mhz * 3 and 500 < recorded.mhz < 3000
+    assert recorded.recording_us < 2 * recorded.time_us

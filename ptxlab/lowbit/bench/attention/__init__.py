@@ -178,12 +178,12 @@ def batch_rows(
     problem, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
         measured, ready, plain = measure_behind_append(step, problem)
-        expected = ready.expected(problem)
+        expected = ready.compute_expected(problem)
         yield build_row(
             ready, problem, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain.us}, face=FACE
         )
     ready = launches(step, problem)
-    expected = expected or ready.expected(problem)
+    expected = expected or ready.compute_expected(problem)
     measured, extra_figures = measure(ready.calls), programmatic(step, problem, expected)
     yield build_row(
         ready, problem, MEASURE, measured, ceilings, expected, peers=peer_times, more=extra_figures, face=FACE

@@ -171,7 +171,7 @@ class AttentionLaunches(Launches):
     scratch: dict[str, Any]
     logged: Logged | None
 
-    def expected(self, problem: Problem) -> Expected:
+    def compute_expected(self, problem: Problem) -> Expected:
         """Compute the results that these launches should give for the problem in its present state."""
         oracle = registry.find(self.spec.name)[0]
         shape, scale = oracle.arg("q").resolve(self.sizes), problem.batch.D**-0.5
@@ -200,7 +200,7 @@ class AttentionLaunches(Launches):
         Raises:
             BenchmarkError: a result is further off than it may be, or not a number, or has another bit.
         """
-        expected = expected or self.expected(problem)
+        expected = expected or self.compute_expected(problem)
         worst = {"out": 0.0, "lse": 0.0}
         written = {"out": self.outputs}
         if self.logged is not None:
@@ -251,7 +251,7 @@ def launches(
     config = constants or step.config(sizes, "float16", rotated=problem.caches[0].rotated)
     if "blocks" in sizes and "RESIDENT" in config:
         sizes["blocks"] = gpu.device_info().sms * config["RESIDENT"]
-    scratch = {item.name: gpu.to_device(np.zeros(item.shape, item.dtype)) for item in step.memory(sizes)}
+    scratch = {buffer.name: gpu.to_device(np.zeros(buffer.shape, buffer.dtype)) for buffer in step.memory(sizes)}
     copies = len(problem.caches)
 
     def prepare(**written: Any) -> tuple[gpu.GpuKernel, list[Call]]:

@@ -12,7 +12,7 @@ from ptxlab.lowbit.kernels.gemm import STEPS
 from ptxlab.lowbit.kernels.gemm.common import F16, GemmStep
 from ptxlab.lowbit.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.lowbit.kernels.gemm.strips_tiles import SMS
-from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
+from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, repeat_to_shape, with_arrays
 from ptxlab.runtime.launching import Launches, allocate_poisoned, prepare_launches
 from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.sources import Source, sources_of_kernel
@@ -73,7 +73,9 @@ def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -
     block_sizes = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
     block = spec.example(rng, **{name: block_sizes[name] for name in spec.example_sizes[0]})
     parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
-    repeated = {name: tiled(with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
+    repeated = {
+        name: repeat_to_shape(with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()
+    }
     return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
 
 

@@ -46,7 +46,7 @@ def _round_to_f64(values: np.ndarray, OUT: int) -> np.ndarray:
 
 def silu_mul(gate_up: np.ndarray, OUT: int) -> np.ndarray:
     """Compute SiLU(gate) · up of f32 [M, 2·F], gate beside up, rounded to the output dtype, as f64 [M, F]."""
-    return _round_to_f64(reference.gated(gate_up), OUT)
+    return _round_to_f64(reference.apply_gate(gate_up), OUT)
 
 
 def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
@@ -54,7 +54,7 @@ def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
 
     The bound is one step where the exact result is as near to a tie as the error that SiLU may have; otherwise it is 0.
     """
-    h = reference.gated(gate_up)
+    h = reference.apply_gate(gate_up)
     exponents = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
     error = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(exponents, 0) + 2.0**-23) + 2.0**-100
     low, high = _round_to_f64(h - error, OUT), _round_to_f64(h + error, OUT)

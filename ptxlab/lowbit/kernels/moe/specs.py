@@ -167,7 +167,9 @@ GATHER = KernelSpec(
 
 def _combine_reference(results: np.ndarray, place: np.ndarray, share: np.ndarray, IN: int = 0) -> np.ndarray:
     """Compute the reference of results f32 [rows, H] as IN stores them: hidden as IN stores it."""
-    return convert_to_dtype(reference.combined(round_to_dtype(results, DTYPES[IN]), place, share), DTYPES[IN])
+    return convert_to_dtype(
+        reference.combine_expert_rows(round_to_dtype(results, DTYPES[IN]), place, share), DTYPES[IN]
+    )
 
 
 def _combine_example(rng: np.random.Generator, *, M: int, H: int, k: int, rows: int) -> Arrays:

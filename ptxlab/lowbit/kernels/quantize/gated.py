@@ -66,7 +66,7 @@ def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64,
 def compute_gate(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
     """Compute h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
     name, x = reference.ACTIVATIONS[activation], round_to_dtype(gate_up, DTYPES[IN])
-    h = reference.gated(x, name)
+    h = reference.apply_gate(x, name)
     exponents = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
     return h, 2.0**-20 + 2.0**-22 * np.maximum(exponents, 0)
 

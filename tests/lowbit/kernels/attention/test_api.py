@@ -59,11 +59,11 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     q = q.astype(np.float16)
     spec = next(spec for spec in ladder.SPECS if spec.name == kernel)
     logical = {"q": q[:, 0], "cache": cache, "softmax_scale": 128**-0.5}
-    wanted, allowed = spec.expected(logical), spec.allowed(logical)
+    expected, allowed = spec.expected(logical), spec.allowed(logical)
     for queries in (q, q[:, 0]):
         got = ptxlab.attention_kv4(queries, cache, kernel=kernel, backend="emulator")
         assert got.shape == queries.shape
-        assert describe_mismatch({"out": got.reshape(wanted["out"].shape)}, wanted, allowed) is None
+        assert describe_mismatch({"out": got.reshape(expected["out"].shape)}, expected, allowed) is None
     workspace = ptxlab.attention_workspace(on_device(cache), kernel=kernel)
     assert workspace.nbytes == 0 and fake.allocations == 0
     out = ptxlab.attention_kv4(to_device_array(q), on_device(cache), kernel=kernel, workspace=workspace)
@@ -120,14 +120,14 @@ def test_scale_and_windows_wider_than_the_cache() -> None:
 def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool) -> None:
     to, cache = (np.array, CACHE) if on_host else (to_device_array, on_device(CACHE))
     backend = "emulator" if on_host else None
-    wanted, wanted_lse = ptxlab.attention_kv4(to(Q), cache, return_lse=True, backend=backend)
+    expected_out, expected_lse = ptxlab.attention_kv4(to(Q), cache, return_lse=True, backend=backend)
     out, lse = to(np.zeros_like(Q)), to(np.zeros(Q.shape[:-1], np.float32))
     assert ptxlab.attention_kv4(to(Q), cache, out=out, backend=backend) is out
     both = ptxlab.attention_kv4(to(Q), cache, out=(out, lse), return_lse=True, backend=backend)
     assert both[0] is out and both[1] is lse
-    made = ptxlab.attention_kv4(to(Q), cache, out=out, return_lse=True, backend=backend)
-    assert made[0] is out and made[1] is not lse
-    for got, expected in ((out, wanted), (lse, wanted_lse), (made[1], wanted_lse)):
+    lse_allocated = ptxlab.attention_kv4(to(Q), cache, out=out, return_lse=True, backend=backend)
+    assert lse_allocated[0] is out and lse_allocated[1] is not lse
+    for got, expected in ((out, expected_out), (lse, expected_lse), (lse_allocated[1], expected_lse)):
         assert np.array_equal(getattr(got, "host", got), getattr(expected, "host", expected))
 
 
@@ -140,10 +140,10 @@ def test_torch_on_the_cpu(dtype: str) -> None:
     cache = replace(CACHE, pool=pool, block_table=table, lengths=lengths)
     out, lse = ptxlab.attention_kv4(q, cache, return_lse=True, backend="emulator")
     assert out.dtype == q.dtype and lse.dtype == torch.float32
-    wanted = ptxlab.attention_kv4(
+    on_numpy = ptxlab.attention_kv4(
         convert_to_dtype(q.float().numpy(), dtype), CACHE, return_lse=True, backend="emulator"
     )
-    assert np.array_equal(out.float().numpy(), numbers(wanted[0], dtype)) and np.array_equal(lse.numpy(), wanted[1])
+    assert np.array_equal(out.float().numpy(), numbers(on_numpy[0], dtype)) and np.array_equal(lse.numpy(), on_numpy[1])
 
 
 def test_no_sequences_launch_nothing(fake: FakeGpu) -> None:
@@ -180,17 +180,17 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
     ptxlab.attention_kv4(q, cache, **options)
     fake.capturing, allocations = True, fake.allocations
     for lengths in ([10, 64, 1, 20], [75, 0, 0, 257], [0, 0, 0, 0]):
-        here = replace(CACHE, lengths=np.array(lengths, np.int32), block_table=CACHE.block_table.copy())
-        here.block_table[1, :2] = here.block_table[3, :2]  # where the original has nothing
-        cache.lengths.host[...], cache.block_table.host[...] = here.lengths, here.block_table
+        new_cache = replace(CACHE, lengths=np.array(lengths, np.int32), block_table=CACHE.block_table.copy())
+        new_cache.block_table[1, :2] = new_cache.block_table[3, :2]  # where the original has nothing
+        cache.lengths.host[...], cache.block_table.host[...] = new_cache.lengths, new_cache.block_table
         parts = workspace.views["partial"].owner.host
         parts[...] = 0  # SM80 leaves them
         ptxlab.attention_kv4(q, cache, **options)
-        assert_within_bound(Q, here, out.host, lse.host)
+        assert_within_bound(Q, new_cache, out.host, lse.host)
         if kernel == SM80:
             assert parts.any() == (max(lengths) > 64)
-        kept = steps.choose(AttentionOptions(kernel=kernel)).zero_buffers
-        assert kept and not any(workspace.views[name].owner.host.any() for name in kept)
+        zero_buffers = steps.choose(AttentionOptions(kernel=kernel)).zero_buffers
+        assert zero_buffers and not any(workspace.views[name].owner.host.any() for name in zero_buffers)
     assert fake.loads == 1 and fake.allocations == allocations
 
 
@@ -203,19 +203,23 @@ def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: p
     monkeypatch.setattr(sm90, "PART", 1)
     q, cache = problems.problem(4, (200, 0, 70, 130), Hq=4, Hkv=2, scheme="kv4")
     q = q.astype(np.float16)
-    how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
-    whole = ptxlab.attention_kv4(q, cache, backend="emulator", **how)
+    options: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
+    whole = ptxlab.attention_kv4(q, cache, backend="emulator", **options)
     assert_within_bound(q, cache, *whole)
-    for some in ([3], [2, 0]):
-        table = np.pad(cache.block_table[some], [(0, 0), (0, 40)])
-        here = replace(cache, block_table=table, lengths=cache.lengths[some])
-        for found, right in zip(ptxlab.attention_kv4(q[some], here, backend="emulator", **how), whole, strict=True):
-            assert np.array_equal(found, right[some])
+    for chosen in ([3], [2, 0]):
+        table = np.pad(cache.block_table[chosen], [(0, 0), (0, 40)])
+        chosen_cache = replace(cache, block_table=table, lengths=cache.lengths[chosen])
+        for actual, right in zip(
+            ptxlab.attention_kv4(q[chosen], chosen_cache, backend="emulator", **options), whole, strict=True
+        ):
+            assert np.array_equal(actual, right[chosen])
     for sms in (1, 3):
         fake.sms = sms
         forget()
-        for found, right in zip(ptxlab.attention_kv4(to_device_array(q), on_device(cache), **how), whole, strict=True):
-            assert np.array_equal(found.host, right)
+        for actual, right in zip(
+            ptxlab.attention_kv4(to_device_array(q), on_device(cache), **options), whole, strict=True
+        ):
+            assert np.array_equal(actual.host, right)
 
 
 @pytest.mark.full
@@ -256,13 +260,13 @@ def test_a_sequence_has_the_same_bits_in_any_batch_on_the_gpu(cupy: Any, Hq: int
     tables = rng.choice(pages, (len(lengths), 40_000 // 64)).astype(np.int32)  # sequences share pages, which are read
     q = cupy.asarray(rng.standard_normal((len(lengths), 1, Hq, 128)).astype(np.float16))
     cache = map_arrays(replace(small, block_table=tables, lengths=lengths), cupy.asarray)
-    how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
-    whole = [array.get() for array in ptxlab.attention_kv4(q, cache, **how)]
-    for some in ([0], [1], [3], [6, 0], [5, 1, 2, 4], rng.permutation(len(lengths))[:33].tolist()):
-        here = replace(cache, block_table=cache.block_table[some], lengths=cache.lengths[some])
+    options: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
+    whole = [array.get() for array in ptxlab.attention_kv4(q, cache, **options)]
+    for chosen in ([0], [1], [3], [6, 0], [5, 1, 2, 4], rng.permutation(len(lengths))[:33].tolist()):
+        chosen_cache = replace(cache, block_table=cache.block_table[chosen], lengths=cache.lengths[chosen])
         for _ in range(3):
-            for found, right in zip(ptxlab.attention_kv4(q[some], here, **how), whole, strict=True):
-                assert np.array_equal(found.get(), right[some])
+            for actual, right in zip(ptxlab.attention_kv4(q[chosen], chosen_cache, **options), whole, strict=True):
+                assert np.array_equal(actual.get(), right[chosen])
 
 
 @pytest.mark.full
@@ -281,14 +285,14 @@ def test_a_workspace_does_for_any_queries() -> None:
     """It suffices for any choice of blocks and columns."""
     for step in (*steps.STEPS[-2:], *steps.INVARIANT_STEPS):
         for D in (64, 128, 256):
-            room = {item.name: item.nbytes for item in step.max_memory(D, 132)}
+            capacity = {buffer.name: buffer.nbytes for buffer in step.max_memory(D, 132)}
             for bits, B, T, ratio, tokens in np.ndindex(2, 3, 3, 3, 3):
                 sizes = {"D": D, "bits": 4 << bits, "B": 4**B * 8, "T": (1, 3, 8)[T], "Hkv": 8, "P": 8**tokens}
                 sizes |= {"Hq": (8, 40, 128)[ratio], "page": 64, "pages": 1, "channel": 0, "window": 0}
                 assert step.blocks is not None
                 sizes["blocks"] = step.blocks(sizes, 132)
-                needed = {item.name: item.nbytes for item in step.memory(sizes)}
-                assert needed.keys() == room.keys() and all(needed[name] <= room[name] for name in room)
+                needed = {buffer.name: buffer.nbytes for buffer in step.memory(sizes)}
+                assert needed.keys() == capacity.keys() and all(needed[name] <= capacity[name] for name in capacity)
 
 
 def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
@@ -301,11 +305,11 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
     message = r"attention_kv4: workspace: must be attention_workspace\(cache\) of .* \(got \d+ bytes for partial\)"
     with pytest.raises(ArgumentError, match=message):
         ptxlab.attention_kv4(q, cache, workspace=narrow)
-    for kernel, other, maker in ((None, SM80, "cache"), (SM80, SM90, f"cache, kernel='{SM80}'")):
-        made = ptxlab.attention_workspace(cache, kernel=other)
-        message = rf"workspace: must be attention_workspace\({maker}\) \(got that of {other}\)"
+    for kernel, workspace_kernel, maker in ((None, SM80, "cache"), (SM80, SM90, f"cache, kernel='{SM80}'")):
+        workspace = ptxlab.attention_workspace(cache, kernel=workspace_kernel)
+        message = rf"workspace: must be attention_workspace\({maker}\) \(got that of {workspace_kernel}\)"
         with pytest.raises(ArgumentError, match=message):
-            ptxlab.attention_kv4(q, cache, workspace=made, kernel=kernel)
+            ptxlab.attention_kv4(q, cache, workspace=workspace, kernel=kernel)
     elsewhere = ptxlab.attention_workspace(cache)
     elsewhere.views["stats"] = elsewhere.views["stats"]._replace(device=1)
     with pytest.raises(ArgumentError, match=r"workspace: on the current device 0 \(got device 1\)"):
@@ -314,16 +318,18 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
 
 
 @pytest.mark.default_cases("True")
-@pytest.mark.parametrize("own", [True, False])
-def test_a_call_that_fails_leaves_nothing_behind(fake: FakeGpu, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own_workspace", [True, False])
+def test_a_call_that_fails_leaves_nothing_behind(
+    fake: FakeGpu, own_workspace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, cache = to_device_array(Q), on_device(CACHE)
-    workspace = ptxlab.attention_workspace(cache) if own else None
+    workspace = ptxlab.attention_workspace(cache) if own_workspace else None
     ptxlab.attention_kv4(q, cache, workspace=workspace)
     wild = on_device(CACHE)
     wild.block_table.host[...] = 2**30
     with pytest.raises(ptxlab.errors.EmulationError):
         ptxlab.attention_kv4(q, wild, workspace=workspace)
-    if own:
+    if own_workspace:
         with pytest.raises(ArgumentError, match=r"workspace: must be .* used by no call that failed \(got 0 bytes for"):
             ptxlab.attention_kv4(q, cache, workspace=workspace)
     else:
@@ -419,9 +425,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, Any], message: str) -> None:
     out = np.zeros_like(Q)
-    given = {"q": Q, "cache": CACHE, "out": out, "backend": "emulator", **change}
+    arguments = {"q": Q, "cache": CACHE, "out": out, "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message) as raised:
-        ptxlab.attention_kv4(**given)
+        ptxlab.attention_kv4(**arguments)
     assert "\n" not in str(raised.value) and not out.any()
 
 
@@ -545,7 +551,7 @@ def test_a_call_goes_to_the_callers_stream_and_does_not_wait(cupy: Any, kernel: 
     cupy.negative(cupy.negative(q, out=q), out=q)
     cupy.cuda.Device().synchronize()
     pool, stream = cupy.get_default_memory_pool(), cupy.cuda.Stream(non_blocking=True)
-    before = pool.used_bytes(), pool.total_bytes()
+    used_before = pool.used_bytes(), pool.total_bytes()
     with stream:
         for _ in range(20):
             big += 1
@@ -554,7 +560,7 @@ def test_a_call_goes_to_the_callers_stream_and_does_not_wait(cupy: Any, kernel: 
         assert not stream.done
     stream.synchronize()
     assert_within_bound(-Q, CACHE, out.get())
-    assert (pool.used_bytes(), pool.total_bytes()) == before
+    assert (pool.used_bytes(), pool.total_bytes()) == used_before
 
 
 @pytest.mark.gpu
@@ -589,6 +595,6 @@ def test_the_bound_is_worked_out_on_the_device_too(scheme: str) -> None:
     assert sm90.SM90.bound is not None
     on_host = sm90.SM90.bound(q, cache, **sizes)
     on_device = sm90.SM90.bound(gpu.to_device(q), map_arrays(cache, gpu.to_device), **sizes)
-    for here, there in zip(on_host[:2], on_device[:2], strict=True):
-        np.testing.assert_allclose(read(there.per_element), here.per_element, rtol=1e-6)
-        np.testing.assert_allclose(read(there.rms), here.rms, rtol=1e-6)
+    for host_bound, device_bound in zip(on_host[:2], on_device[:2], strict=True):
+        np.testing.assert_allclose(read(device_bound.per_element), host_bound.per_element, rtol=1e-6)
+        np.testing.assert_allclose(read(device_bound.rms), host_bound.rms, rtol=1e-6)

@@ -178,16 +178,16 @@ def test_tokens_that_no_host_lets_through_show_in_their_scale(wrong: float, rope
     k, v = gaussian_kv(5, 2, 64, DTYPES[1])
     problem = make_problem(k, v, "kv4", 16, pages=1, rope=rotations(5, 64, np.int32, False) if rope else None)
     problem = replace(problem, slots=np.arange(5, dtype=np.int32))
-    right = problem.expected_pool
+    expected_pool = problem.expected_pool
     v[0, 1, 60] = k[2, 0, 5] = wrong
     pool, _ = problem.run()
-    scales, wanted = (
-        page[0, :, :, 16 * 32 :].copy().view(np.uint16).reshape(2, 2, 16, 2)[..., 0] for page in (pool, right)
+    scales, expected = (
+        page[0, :, :, 16 * 32 :].copy().view(np.uint16).reshape(2, 2, 16, 2)[..., 0] for page in (pool, expected_pool)
     )
     bad = np.zeros((2, 2, 16), bool)
     bad[1, 1, 0] = bad[0, 0, 2] = True
     assert not np.isfinite(scales.view(np.float16)[bad]).any()
-    assert np.array_equal(scales[~bad], wanted[~bad])
+    assert np.array_equal(scales[~bad], expected[~bad])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -203,7 +203,7 @@ def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
     x * 2^bits = m * s + n with m, odd, half-way between two floats, and a small n.
     """
     s = RNG.integers(2**22, 2**23, rows, dtype=np.int64) * 2 + 1
-    found: list[tuple[np.ndarray, np.ndarray]] = []
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
     for bits in (24, 25):  # quotients from 1 on, and below
         inverse = s.copy()
         for _ in range(5):
@@ -213,8 +213,8 @@ def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
             m += 2**24 * (m < 2**24)
             x = (m * s + n) >> bits
             fits = ((m * s + n) % 2**bits == 0) & (x >= 2**23) & (x < 2**24)
-            found.append((x[fits], s[fits]))
-    x, s = (np.concatenate(parts).astype(np.float32) for parts in zip(*found, strict=True))
+            pairs.append((x[fits], s[fits]))
+    x, s = (np.concatenate(parts).astype(np.float32) for parts in zip(*pairs, strict=True))
     return x, s
 
 

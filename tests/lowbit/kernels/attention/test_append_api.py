@@ -34,7 +34,7 @@ def new_cache(scheme: str = "kv4") -> KVCache:
     return cache
 
 
-def wanted(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv4") -> np.ndarray:
+def expected_pool(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv4") -> np.ndarray:
     return Problem(K, V, new_cache(scheme), slots, rope).expected_pool
 
 
@@ -60,10 +60,10 @@ def test_on_the_host_and_on_the_device(fake: FakeGpu, rope: Any, index: Any, sch
     slots, rope = SLOTS.astype(index), rope and (*rope[:2], rope[2].astype(index))
     cache = new_cache(scheme)
     assert ptxlab.append_kv4(K, V, cache, slots, rope=rope, backend="emulator") is None
-    assert np.array_equal(cache.pool, wanted(rope, scheme=scheme))
+    assert np.array_equal(cache.pool, expected_pool(rope, scheme=scheme))
     cache = on_device(new_cache(scheme))
     call(cache, slots, rope)
-    assert np.array_equal(cache.pool.host, wanted(rope, scheme=scheme))
+    assert np.array_equal(cache.pool.host, expected_pool(rope, scheme=scheme))
     assert fake.launched == [(APPEND.name, 7)] and fake.allocations == 0
 
 
@@ -76,7 +76,7 @@ def test_tokens_may_lie_apart(fake: FakeGpu, view: str) -> None:
     assert not k.flags.c_contiguous
     cache = new_cache()
     ptxlab.append_kv4(k, v, cache, SLOTS, rope=ROPE, backend="emulator")
-    assert np.array_equal(cache.pool, wanted(ROPE))
+    assert np.array_equal(cache.pool, expected_pool(ROPE))
     device = on_device(new_cache())
     rope = tuple(map(to_device_array, ROPE))
     for _ in range(2):
@@ -84,9 +84,9 @@ def test_tokens_may_lie_apart(fake: FakeGpu, view: str) -> None:
         ptxlab.append_kv4(
             DeviceArray(k, has_gaps=True), DeviceArray(v, has_gaps=True), device, to_device_array(SLOTS), rope=rope
         )
-        assert np.array_equal(device.pool.host, wanted(ROPE))
+        assert np.array_equal(device.pool.host, expected_pool(ROPE))
     call(device, SLOTS, ROPE)  # not with the plan of those
-    assert np.array_equal(device.pool.host, wanted(ROPE)) and fake.loads == 2 and fake.allocations == 0
+    assert np.array_equal(device.pool.host, expected_pool(ROPE)) and fake.loads == 2 and fake.allocations == 0
 
 
 @ON_GPU
@@ -99,7 +99,7 @@ def test_views_of_a_projection_on_a_gpu(library: str) -> None:
     for k, v in ((rows[:, 2:4], rows[:, 4:]), (rows[:, :2], rows[:, 4:])):
         cache = ptxlab.to_device(new_cache())
         ptxlab.append_kv4(k, v, cache, gpu.to_device(SLOTS), rope=tuple(map(gpu.to_device, ROPE)))
-        assert np.array_equal(gpu.to_host(cache.pool), wanted(ROPE))
+        assert np.array_equal(gpu.to_host(cache.pool), expected_pool(ROPE))
 
 
 def test_torch_on_the_cpu() -> None:
@@ -120,7 +120,7 @@ def test_other_slots_need_no_other_kernel(fake: FakeGpu) -> None:
         slots.host[:] = np.random.default_rng(seed).permutation(48)[:T]
         cache.pool.host[...] = WILD
         call(cache, slots, rope)
-        assert np.array_equal(cache.pool.host, wanted(rope, slots.host))
+        assert np.array_equal(cache.pool.host, expected_pool(rope, slots.host))
     assert fake.loads == 1
 
 
@@ -128,7 +128,7 @@ def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
     for programmatic in (False, True, False, True):
         cache = on_device(new_cache())
         call(cache, programmatic=programmatic)
-        assert np.array_equal(cache.pool.host, wanted())
+        assert np.array_equal(cache.pool.host, expected_pool())
     assert [geometry.programmatic for geometry in fake.geometries] == [False, True, False, True] and fake.loads == 2
 
 
@@ -204,9 +204,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, Any], message: str) -> None:
     cache = new_cache()
-    given = {"k": K, "v": V, "cache": cache, "slots": SLOTS, "backend": "emulator", **change}
+    arguments = {"k": K, "v": V, "cache": cache, "slots": SLOTS, "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message) as raised:
-        ptxlab.append_kv4(**given)
+        ptxlab.append_kv4(**arguments)
     assert "\n" not in str(raised.value) and np.array_equal(cache.pool, WILD)
 
 
@@ -217,7 +217,7 @@ def test_places_on_a_device_are_looked_at_if_asked_for(fake: FakeGpu, change: di
         call(cache, **change, check=True)
     assert fake.launched == []
     call(cache, SLOTS, ROPE, check=True)
-    assert np.array_equal(cache.pool.host, wanted(ROPE))
+    assert np.array_equal(cache.pool.host, expected_pool(ROPE))
 
 
 def test_arrays_in_different_places_are_refused(fake: FakeGpu) -> None:
@@ -242,7 +242,7 @@ def test_every_library(library: str, scheme: str) -> None:
     arrays = {name: to(getattr(host, name)) for name in ("pool", "block_table", "lengths")}
     cache = replace(host, **arrays, k_channel=channel, v_channel=channel)
     ptxlab.append_kv4(to(K), to(V), cache, to(SLOTS), rope=tuple(map(to, ROPE)), check=True)
-    assert np.array_equal(gpu.to_host(gpu.as_array("pool", cache.pool)), wanted(ROPE, scheme=scheme))
+    assert np.array_equal(gpu.to_host(gpu.as_array("pool", cache.pool)), expected_pool(ROPE, scheme=scheme))
 
 
 @pytest.mark.gpu
@@ -266,4 +266,4 @@ def test_a_graph_is_replayed_on_other_slots(cupy: Any, programmatic: bool) -> No
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        assert np.array_equal(cache.pool.get(), wanted(slots=chosen))
+        assert np.array_equal(cache.pool.get(), expected_pool(slots=chosen))

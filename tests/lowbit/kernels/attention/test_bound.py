@@ -51,18 +51,21 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
         for name, allowed in allowed_of(of).items()
         if allowed.rms is not None
     }
-    right = exact(of.unchanged(1))
+    right = exact(of.unchanged_draws(1))
     assert not any(
-        misses_bound(one, one, allowed).any() for one, allowed in zip(right, with_error.values(), strict=True)
+        misses_bound(expected_array, expected_array, allowed).any()
+        for expected_array, allowed in zip(right, with_error.values(), strict=True)
     )
     for fault in faults.FAULTS:
-        wanted = exact(of.with_other_last_tokens()) if fault is faults.last_token_lost else right
-        for got, one, (name, allowed) in zip(exact(fault(of, rng)), wanted, with_error.items(), strict=True):
-            found = misses_bound(got, one, allowed)
-            assert found.all(), f"{fault.__name__}: {found.sum()} of {len(found)} refused by {name}"
+        expected = exact(of.with_other_last_tokens()) if fault is faults.last_token_lost else right
+        for got, expected_array, (name, allowed) in zip(
+            exact(fault(of, rng)), expected, with_error.items(), strict=True
+        ):
+            refused = misses_bound(got, expected_array, allowed)
+            assert refused.all(), f"{fault.__name__}: {refused.sum()} of {len(refused)} refused by {name}"
 
 
-def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
+def results_of_truncating_mmas(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
     """Compute the kernel's results on an H200, whose MMAs truncate, with `warps` warps that take tiles in turns."""
     tile = AttentionTileSm90(64, warps, 4, 1)
     variant = Variant(HEAD_DIM, PAGE, 4, 0, T=1, ratio=q.shape[2] // cache.num_kv_heads, tile=tile)
@@ -79,7 +82,7 @@ def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int
     for seed in range(max(1, 2048 // length)):
         of = faults.problem(data, HEADS, length, spare=1, seed=seed)
         right = dict(zip(("out", "lse"), common.attention(of.q, of.cache, SCALE), strict=True))
-        assert describe_mismatch(rounded(of.q, of.cache, warps), right, allowed_of(of)) is None
+        assert describe_mismatch(results_of_truncating_mmas(of.q, of.cache, warps), right, allowed_of(of)) is None
 
 
 @pytest.mark.default_cases("equal_scores", "nothing", "one_dominant_score")
@@ -93,7 +96,7 @@ def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> Non
     q = q.astype(np.float16)
     right = dict(zip(("out", "lse"), common.attention(q, cache, SCALE), strict=True))
     logical = {"q": q, "cache": cache, "softmax_scale": SCALE, "window": 0, "blocks": 1}
-    assert describe_mismatch(rounded(q, cache, 1), right, SM90.allowed(logical)) is None
+    assert describe_mismatch(results_of_truncating_mmas(q, cache, 1), right, SM90.allowed(logical)) is None
 
 
 @pytest.mark.full
@@ -144,8 +147,8 @@ def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -
     tokens = quantize_kv(np.random.default_rng(0).standard_normal((L, 1, 8), dtype=np.float32))
     visible = np.arange(L)[None] >= L - seen
     of_8 = roundings(8, False)
-    found = bound.allowed_error(np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=HALF)
-    assert all((each.per_element < 0.1).all() and (each.rms < 0.1).all() for each in found)
+    bounds = bound.allowed_error(np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=HALF)
+    assert all((error.per_element < 0.1).all() and (error.rms < 0.1).all() for error in bounds)
 
 
 LENGTH = 131072
@@ -174,9 +177,9 @@ def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
         lse = gpu.empty((len(tables), 1, 1, Hq), np.float32)
         gpu.fill_bytes(out, 0xFF), gpu.fill_bytes(lse, 0xFF)
         for i in range(len(tables)):
-            given = {"q": of.q, "pool": of.cache.pool, "table": tables[i : i + 1], "lengths": lengths[i : i + 1]}
+            inputs = {"q": of.q, "pool": of.cache.pool, "table": tables[i : i + 1], "lengths": lengths[i : i + 1]}
             written = {"out": out[i], "lse": lse[i], **handed_over}
-            gpu.prepare(kernel, SM90.arguments({**given, **written}, sizes), geometry)()
+            gpu.prepare(kernel, SM90.arguments({**inputs, **written}, sizes), geometry)()
         return {"out": out, "lse": lse}
 
     return launch
@@ -201,32 +204,32 @@ def test_every_fault_is_refused_at_131072_tokens(
     allowed = {name: error for name, error in SM90.allowed(logical).items() if name in ("out", "lse")}
     exact, launch = faults.Expected(of), launcher(of)
 
-    def expected(draws: faults.Draws) -> dict[str, Any]:
+    def results_for(draws: faults.Draws) -> dict[str, Any]:
         return dict(zip(allowed, exact(draws), strict=True))
 
-    right, others = expected(of.unchanged(1)), expected(of.with_other_last_tokens())
-    for draws, wanted in ((of.unchanged(3), right), (of.with_other_last_tokens(), others)):
-        found = launch(draws)
-        problem = describe_mismatch(found, wanted, allowed)
+    right, other_results = results_for(of.unchanged_draws(1)), results_for(of.with_other_last_tokens())
+    for draws, expected in ((of.unchanged_draws(3), right), (of.with_other_last_tokens(), other_results)):
+        actual = launch(draws)
+        problem = describe_mismatch(actual, expected, allowed)
         assert problem is None, problem
     for name, error in allowed.items():
-        off = np.abs(found[name] - others[name])
+        off = np.abs(actual[name] - other_results[name])
         rms = np.sqrt((off**2).mean(axis=-1))
-        size = float(np.sqrt((others[name] ** 2).mean()))
+        size = float(np.sqrt((other_results[name] ** 2).mean()))
         measured = {
             "max": float(off.max()),
             "rms": float(rms.max()),
             "of allowed": float((off / error.per_element).max()),
             "rms of allowed": float((rms / error.rms).max()),
         }
-        for what, value in measured.items():
-            record_property(f"{name} {what}", value)
-        shown = ", ".join(f"{what} {value:.2e}" for what, value in measured.items())
+        for figure, number in measured.items():
+            record_property(f"{name} {figure}", number)
+        shown = ", ".join(f"{figure} {number:.2e}" for figure, number in measured.items())
         print(f"\n{data.__name__} {heads[0]}/{heads[1]} {name} (RMS {size:.2e}): error {shown}")
     for fault in faults.FAULTS:
-        wanted, found = others if fault is faults.last_token_lost else right, launch(fault(of, rng))
+        expected, actual = other_results if fault is faults.last_token_lost else right, launch(fault(of, rng))
         for name in allowed:
-            by_name = misses_bound(found[name], wanted[name], allowed[name])
+            by_name = misses_bound(actual[name], expected[name], allowed[name])
             assert bool(by_name.all()), f"{fault.__name__}: {int(by_name.sum())} of {len(by_name)} refused by {name}"
 
 

@@ -38,8 +38,10 @@ PLAIN, OF_SMALL_PAGES = HOPPER[:2]
 
 def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
     """Run the kernel, and return (out, lse) as it writes them."""
-    found = run_spec(SM90, sources_of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend).outputs
-    return found["out"], found["lse"]
+    outputs = run_spec(
+        SM90, sources_of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend
+    ).outputs
+    return outputs["out"], outputs["lse"]
 
 
 def by_oracle(
@@ -50,10 +52,12 @@ def by_oracle(
     return exact.attention(arrays["q"], **how, config=config, arithmetic=arithmetic)
 
 
-def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **more: int) -> None:
-    right = variant.run(logical, arrays, mode=mode, constants=more).outputs
-    found = by_oracle(logical, arrays, {**variant.config, **more})
-    assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
+def assert_emulator_equals_oracle(
+    variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **constants: int
+) -> None:
+    right = variant.run(logical, arrays, mode=mode, constants=constants).outputs
+    actual = by_oracle(logical, arrays, {**variant.config, **constants})
+    assert difference(actual, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
 
 @pytest.mark.default_cases("3-1-4-2-128-3-8-64-4-0-0-2-0.088")
@@ -61,8 +65,8 @@ def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str 
 def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
     arrays = {**SM90.pack(logical), "q": convert_to_dtype(logical["q"], "float16")}
-    told = {name: sizes[name] for name in ("page", "bits", "channel", "window", "blocks", "softmax_scale")}
-    right = by_kernel(arrays, told, config, "emulator")
+    extra_sizes = {name: sizes[name] for name in ("page", "bits", "channel", "window", "blocks", "softmax_scale")}
+    right = by_kernel(arrays, extra_sizes, config, "emulator")
     assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
@@ -70,7 +74,7 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
 @parametrize_variants(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
     """Ragged lengths, whole pages and tiles among them, are cut into more blocks than work items."""
-    emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
+    assert_emulator_equals_oracle(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
 @pytest.mark.full
@@ -86,11 +90,11 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
     logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
     arrays = {**INVARIANT.pack(logical), "q": convert_to_dtype(logical["q"], variant.dtype)}
     sizes = variant.sizes(logical["window"], blocks)
-    found = run_spec(INVARIANT, variant.source, arrays, sizes=sizes, config=config, backend="emulator", checks=CHECKS)
+    outcome = run_spec(INVARIANT, variant.source, arrays, sizes=sizes, config=config, backend="emulator", checks=CHECKS)
     right = by_oracle(logical, arrays, config)
     bf16 = bool(variant.BF16)
-    assert difference((found.outputs["out"], found.outputs["lse"]), right, bf16) == "" and found.findings == ()
-    compare(INVARIANT, found.outputs, logical, config)
+    assert difference((outcome.outputs["out"], outcome.outputs["lse"]), right, bf16) == "" and outcome.findings == ()
+    compare(INVARIANT, outcome.outputs, logical, config)
     alone = replace(logical["cache"], block_table=logical["cache"].block_table[3:4], lengths=np.array([129], np.int32))
     one = by_oracle({**logical, "cache": alone}, {**arrays, "q": arrays["q"][3:4]}, config)
     assert difference(one, tuple(array[3:4] for array in right), bf16) == ""
@@ -109,14 +113,14 @@ def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
     arrays = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}
     config = {**PLAIN.config, "PART": 1, "MOST_PARTS": sm90.MOST_PARTS}
-    found = run_spec(INVARIANT, PLAIN.source, arrays, sizes=PLAIN.sizes(0, blocks), config=config, backend="emulator")
-    assert difference((found.outputs["out"], found.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
+    outcome = run_spec(INVARIANT, PLAIN.source, arrays, sizes=PLAIN.sizes(0, blocks), config=config, backend="emulator")
+    assert difference((outcome.outputs["out"], outcome.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
 
 
 @pytest.mark.default_cases("one_dominant_score")
 @pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
 def test_equal_in_hard_cases(change: problems.Change) -> None:
-    emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))
+    assert_emulator_equals_oracle(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))
 
 
 @pytest.mark.default_cases("1500-6")
@@ -125,14 +129,14 @@ def test_equal_in_many_parts(tokens: int, parts: int) -> None:
     """Partial results of blocks are added up to 4 at a time, or else up to 8."""
     logical, arrays = PLAIN.problem(0, (tokens,), blocks=parts)
     assert shares_of(PLAIN, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
-    emulated_alike(PLAIN, logical, arrays)
+    assert_emulator_equals_oracle(PLAIN, logical, arrays)
 
 
 @pytest.mark.full
 def test_equal_where_sums_are_promoted_now_and_then() -> None:
     """Here after two of a warp's two or three tiles; elsewhere after each, or never in the spec's examples."""
     logical, arrays = PLAIN.problem(0, (300,), Hkv=2, blocks=2)
-    emulated_alike(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
+    assert_emulator_equals_oracle(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
 
 
 @parametrize_variants(HOPPER[0], HOPPER[5])
@@ -148,21 +152,21 @@ def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest
 @pytest.mark.full
 def test_equal_around_pages_and_tiles() -> None:
     lengths, variant = tuple(n + i for n in (16, 64, 128) for i in (-1, 0, 1)), OF_SMALL_PAGES
-    emulated_alike(variant, *variant.problem(2, lengths, blocks=3))
+    assert_emulator_equals_oracle(variant, *variant.problem(2, lengths, blocks=3))
 
 
 def test_equal_where_a_query_is_no_number() -> None:
     logical, arrays = PLAIN.problem(1, (75, 130), Hkv=2, blocks=2)
     q = logical["q"].copy()
     q[0, 0, 0, 3], q[1, 0, 1, 5] = np.nan, np.inf
-    emulated_alike(PLAIN, logical, {**arrays, "q": convert_to_dtype(q, "float16")})
+    assert_emulator_equals_oracle(PLAIN, logical, {**arrays, "q": convert_to_dtype(q, "float16")})
 
 
 @pytest.mark.full
 @settings(max_examples=8)
 @given(**problem_strategies(300, 4, variant=st.sampled_from(HOPPER)))
 def test_equal_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
-    emulated_alike(variant, *variant.problem(seed, **how), mode)
+    assert_emulator_equals_oracle(variant, *variant.problem(seed, **how), mode)
 
 
 def shares_of(variant: Variant, logical: Arrays) -> Shares:
@@ -276,17 +280,17 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
     The arithmetic flushes subnormals.
     """
 
-    def there(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: DispatchingArray(function(*(getattr(x, "array", x) for x in arrays)))
 
     names = ("reciprocal", "exact_reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
-    scalars = {name: there(getattr(exact.EMULATED, name)) for name in names}
+    scalars = {name: on_device(getattr(exact.EMULATED, name)) for name in names}
     logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
     device = {**logical, "cache": map_arrays(logical["cache"], DispatchingArray)}
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
-    found = by_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
+    actual = by_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
     right = by_oracle(logical, arrays, variant.config, exact.TRUNCATING)
-    assert difference([x.array for x in found], right, bool(variant.BF16)) == ""
+    assert difference([x.array for x in actual], right, bool(variant.BF16)) == ""
 
 
 # On an H200 --------------------------------------------------------------------------------------------------------
@@ -331,11 +335,11 @@ def by_the_kernel(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[st
     places = {"partial": (sizes["blocks"], columns, cache.head_dim), "stats": (sizes["blocks"], columns, 2)}
     arrays = {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths, "q": q}
     arrays |= {name: gpu.zeros(shape, np.uint32) for name, shape in places.items()}
-    found: tuple[Any, Any] = by_kernel(arrays, sizes, config, "gpu")
-    return found
+    outputs: tuple[Any, Any] = by_kernel(arrays, sizes, config, "gpu")
+    return outputs
 
 
-def expected(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+def oracle_results(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
     how = {name: sizes[name] for name in ("softmax_scale", "blocks")}
     return exact.attention(q, cache, **how, config=config)
 
@@ -345,7 +349,7 @@ def expected(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, in
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
     problem = at_bench(batch)
-    assert difference(expected(*problem), by_the_kernel(*problem)) == ""
+    assert difference(oracle_results(*problem), by_the_kernel(*problem)) == ""
 
 
 @pytest.mark.gpu
@@ -355,6 +359,6 @@ def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
 def test_a_fault_of_the_kernel_shows(fault: Callable[[KVCache], KVCache], length: int) -> None:
     """The fault changes the bits of out and of lse, whatever the bound says."""
     q, cache, *how = at_bench(Batch(32, 8, (length,)))
-    right, wrong = expected(q, cache, *how), by_the_kernel(q, fault(cache), *how)
+    right, wrong = oracle_results(q, cache, *how), by_the_kernel(q, fault(cache), *how)
     assert difference((right[0], right[1]), by_the_kernel(q, cache, *how)) == ""
     assert all(bool((x != y).any()) for x, y in zip(wrong, right, strict=True))

@@ -116,14 +116,14 @@ def test_near_float64_on_the_gpu(
 @every_step
 def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) -> None:
     """The sequences' table fits an A100's shared memory beside the step's other buffers."""
-    most = int(next(rule for rule in spec.rules if rule.startswith("P <=")).split()[-1])
+    most_pages = int(next(rule for rule in spec.rules if rule.startswith("P <=")).split()[-1])
     image = toolchain.compile_cuda(registry.find(spec.name)[1][0], "sm_80")
-    sizes = {"B": 1, "Hq": 1, "Hkv": 1, "pages": most}
-    dynamic = spec.launch({**sizes, "P": most}).shared_bytes
+    sizes = {"B": 1, "Hq": 1, "Hkv": 1, "pages": most_pages}
+    dynamic = spec.launch({**sizes, "P": most_pages}).shared_bytes
     assert dynamic + image.resources[spec.name].shared <= 163 * 1024
-    assert spec.launch({**sizes, "P": most + 1}).shared_bytes + image.resources[spec.name].shared > 163 * 1024
-    with pytest.raises(ArgumentError, match=rf"{spec.name}: P <= {most} \(got P={most + 1}\)"):
-        spec.check_sizes({**sizes, "P": most + 1})
+    assert spec.launch({**sizes, "P": most_pages + 1}).shared_bytes + image.resources[spec.name].shared > 163 * 1024
+    with pytest.raises(ArgumentError, match=rf"{spec.name}: P <= {most_pages} \(got P={most_pages + 1}\)"):
+        spec.check_sizes({**sizes, "P": most_pages + 1})
 
 
 @pytest.mark.default_cases("sm_80-attention_kv8", "sm_90a-attention_kv4_naive")

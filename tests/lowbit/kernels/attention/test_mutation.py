@@ -74,11 +74,11 @@ def source_of(spec: KernelSpec) -> Source:
     return inline_skeletons(registry.find(spec.name)[1][0])
 
 
-def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
+def mutate_source(spec: KernelSpec, change: tuple[str, str]) -> Source:
     source = source_of(spec)
-    before, after = change
-    assert before in source.text
-    return replace(source, text=source.text.replace(before, after))
+    old, new = change
+    assert old in source.text
+    return replace(source, text=source.text.replace(old, new))
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
 
     They have sequences of no tokens or part of a page, huge scores, small values, heads in groups, and a window.
     """
-    spec, found = registry.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
+    spec, problem_list = registry.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
     changes = problems.nothing, problems.scores_beyond_fp16, problems.large_and_small_values
     for change, page, window, T in zip(changes, (64, 16, 32), (0, 100, 60), (2, 1, 2), strict=True):
         if spec in (sm80.MMA, sm90.SM90):
@@ -103,8 +103,8 @@ def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
             logical = {"q": q[:, 0].astype(np.float16), "cache": cache, "softmax_scale": 0.088}
             sizes = {"softmax_scale": 0.088}
         inputs = spec.pack(logical)
-        found.append((logical, {**inputs, "q": inputs["q"].astype(np.float16)}, sizes))
-    return found
+        problem_list.append((logical, {**inputs, "q": inputs["q"].astype(np.float16)}, sizes))
+    return problem_list
 
 
 def config_of(spec: KernelSpec, inputs: Arrays, sizes: dict[str, float]) -> dict[str, int]:
@@ -147,7 +147,7 @@ def test_the_kernel_itself_is_right(spec: KernelSpec) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("spec", "change"), PLACES, ids=lambda x: getattr(x, "name", None) or x[0])
 def test_a_mistake_is_noticed(spec: KernelSpec, change: tuple[str, str]) -> None:
-    assert is_noticed(spec, mistaken(spec, change))
+    assert is_noticed(spec, mutate_source(spec, change))
 
 
 def test_every_mistake_has_a_place() -> None:

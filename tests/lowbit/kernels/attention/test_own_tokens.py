@@ -99,8 +99,8 @@ def test_parts_of_wide_heads_are_refused_and_never_chosen() -> None:
     logical, sizes = with_own_kv(chunks_of((1,), (2000,), D=128, parts=2))
     with pytest.raises(ArgumentError, match=r"parts == 1 or D == 64"):
         run(logical, sizes, spec=prefill.OWN)
-    many = {**sizes, "blocks": 132}
-    assert prefill.choose_parts(many, has_own_kv=True) == 1 < prefill.choose_parts(many)
+    many_blocks = {**sizes, "blocks": 132}
+    assert prefill.choose_parts(many_blocks, has_own_kv=True) == 1 < prefill.choose_parts(many_blocks)
 
 
 CHANGES = {

@@ -30,7 +30,7 @@ from tests.support.attention_calls import on_device, to_device_array
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
 
-def fused(
+def make_fused_problem(
     tokens: int,
     heads: int,
     ratio: int,
@@ -55,7 +55,7 @@ def fused(
 
 @st.composite
 def problems(draw: st.DrawFn, tokens: int, heads: int) -> FusedProblem:
-    return fused(
+    return make_fused_problem(
         draw(st.integers(1, tokens)),
         draw(st.integers(1, heads)),
         draw(st.integers(1, 3)),
@@ -95,7 +95,9 @@ def test_every_bit_on_the_gpu(problem: FusedProblem) -> None:
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 def test_every_scheme_and_head_dim(scheme: str, D: int, backend: str) -> None:
-    fused(11, 3, 2, D, scheme, 64, dtype=DTYPES[D == 128], index=(np.int32, np.int64)[D == 64]).check(backend)
+    make_fused_problem(11, 3, 2, D, scheme, 64, dtype=DTYPES[D == 128], index=(np.int32, np.int64)[D == 64]).check(
+        backend
+    )
 
 
 @pytest.mark.full
@@ -103,7 +105,7 @@ def test_every_scheme_and_head_dim(scheme: str, D: int, backend: str) -> None:
 @pytest.mark.parametrize("rows", [2, 4])
 def test_rows_of_a_thread_have_tokens_or_heads_of_their_own(rows: int, scheme: str) -> None:
     """A thread's rows are tokens with constants by channel, each at its own position; else heads of one token."""
-    problem = fused(rows + 1, rows + 1, 1, 64, scheme)
+    problem = make_fused_problem(rows + 1, rows + 1, 1, 64, scheme)
     q, pool, _ = problem.run(rows=rows)
     assert np.array_equal(q, problem.expected_rows) and np.array_equal(pool, problem.kv.expected_pool)
 
@@ -112,7 +114,7 @@ def test_rows_of_a_thread_have_tokens_or_heads_of_their_own(rows: int, scheme: s
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "heads", "ratio"), [(1, 1, 1), (2, 40, 1), (3, 8, 8)])
 def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, ratio: int, backend: str) -> None:
-    fused(tokens, heads, ratio, 128, size=64, positions=False).check(backend)
+    make_fused_problem(tokens, heads, ratio, 128, size=64, positions=False).check(backend)
 
 
 # Would anybody notice? Small mistakes in the source and in the rows that it shares with `append_kv4`.
@@ -152,11 +154,11 @@ def test_the_kernel_itself_passes() -> None:
 
 
 def battery() -> list[FusedProblem]:
-    full = fused(9, 3, 2, 64)
+    full = make_fused_problem(9, 3, 2, 64)
     slots = np.arange(9, dtype=np.int32) + 7
     cache = replace(full.kv.cache, pool=full.kv.cache.pool[:1])
     rope = (*full.kv.rope[:2], np.clip(full.kv.rope[2], 0, 49))
-    return [fused(9, 3, 2, 64), replace(full, kv=replace(full.kv, cache=cache, slots=slots, rope=rope))]
+    return [make_fused_problem(9, 3, 2, 64), replace(full, kv=replace(full.kv, cache=cache, slots=slots, rope=rope))]
 
 
 def is_killed(problem: FusedProblem, source: Any) -> bool:
@@ -168,7 +170,7 @@ def is_killed(problem: FusedProblem, source: Any) -> bool:
     return bool(outcome.findings) or not right
 
 
-PROBLEM = fused(6, 2, 3, 64, kept=False)
+PROBLEM = make_fused_problem(6, 2, 3, 64, kept=False)
 QKV, ROPE = PROBLEM.qkv, PROBLEM.kv.rope
 
 
@@ -218,8 +220,8 @@ def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
     cache, pool = on_device(PROBLEM.kv.cache), PROBLEM.kv.cache.pool.copy()
     refused = r"^rope_append_kv4: out: must not share memory with qkv \(got some of it\)$"
     rope, slots = tuple(map(to_device_array, ROPE)), to_device_array(PROBLEM.kv.slots)
-    apart = room[QKV.size :].reshape(6, 6, 64)
-    ptxlab.rope_append_kv4(to_device_array(qkv), cache, slots, rope=rope, out=to_device_array(apart))
+    separate_out = room[QKV.size :].reshape(6, 6, 64)
+    ptxlab.rope_append_kv4(to_device_array(qkv), cache, slots, rope=rope, out=to_device_array(separate_out))
     for begin in ends:
         out = room[begin:][: 6 * 6 * 64].reshape(6, 6, 64)
         with pytest.raises(ArgumentError, match=refused):
@@ -253,7 +255,7 @@ def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
 @pytest.mark.full
 def test_torch_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
-    problem = fused(5, 2, 2, 64, dtype=DTYPES[1], kept=False)
+    problem = make_fused_problem(5, 2, 2, 64, dtype=DTYPES[1], kept=False)
     qkv = torch.from_numpy(problem.qkv.view(np.int16)).view(torch.bfloat16)
     pool = problem.kv.cache.pool.copy()
     q = ptxlab.rope_append_kv4(
@@ -303,11 +305,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, Any], message: str) -> None:
-    cache, before = PROBLEM.kv.cache, PROBLEM.kv.cache.pool.copy()
-    given = {"qkv": QKV, "cache": cache, "slots": PROBLEM.kv.slots, "rope": ROPE, "backend": "emulator", **change}
+    cache, pool_before = PROBLEM.kv.cache, PROBLEM.kv.cache.pool.copy()
+    arguments = {"qkv": QKV, "cache": cache, "slots": PROBLEM.kv.slots, "rope": ROPE, "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message) as raised:
-        ptxlab.rope_append_kv4(**given)
-    assert "\n" not in str(raised.value) and np.array_equal(cache.pool, before)
+        ptxlab.rope_append_kv4(**arguments)
+    assert "\n" not in str(raised.value) and np.array_equal(cache.pool, pool_before)
 
 
 @pytest.mark.gpu
@@ -315,7 +317,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, A
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> None:
     """The kernel before it in the graph makes qkv, for which a programmatic launch has to wait."""
-    problem = fused(64, 8, 4, 128, size=64)
+    problem = make_fused_problem(64, 8, 4, 128, size=64)
     cache = replace(problem.kv.cache, **{n: cupy.asarray(getattr(problem.kv.cache, n)) for n in
                                          ("pool", "block_table", "lengths")})  # fmt: skip
     source, qkv, slots = map(cupy.asarray, (problem.qkv, problem.qkv, problem.kv.slots))
@@ -329,11 +331,11 @@ def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> Non
     layer()
     graph = gpu.capture([layer])
     for _ in range(20):
-        other = fused(64, 8, 4, 128, size=64)
-        new = replace(problem, q=other.q, kv=replace(problem.kv, k=other.kv.k, v=other.kv.v))
+        next_problem = make_fused_problem(64, 8, 4, 128, size=64)
+        new = replace(problem, q=next_problem.q, kv=replace(problem.kv, k=next_problem.kv.k, v=next_problem.kv.v))
         source[...], cache.pool[...] = cupy.asarray(new.qkv), cupy.asarray(problem.kv.cache.pool)
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        found = np.concatenate([out.get(), keys.get()], axis=1)
-        assert np.array_equal(found, new.expected_rows) and np.array_equal(cache.pool.get(), new.kv.expected_pool)
+        rows = np.concatenate([out.get(), keys.get()], axis=1)
+        assert np.array_equal(rows, new.expected_rows) and np.array_equal(cache.pool.get(), new.kv.expected_pool)

@@ -160,14 +160,14 @@ def test_attention_bit_for_bit(variant: Variant, backend: str) -> None:
 
 
 def test_the_oracle_refuses_constants_of_another_cache() -> None:
-    variant = next(each for each in BY_TOKEN if each.tile)
+    variant = next(candidate for candidate in BY_TOKEN if candidate.tile)
     logical, arrays, _ = of_rotated(variant, 0, (5,))
     of = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
     with pytest.raises(ArgumentError, match="ROTATED must be 1 for these arrays \\(got 0\\)"):
         exact.attention(arrays["q"], **of, config=variant.config)
 
 
-def filled(rotated: bool, k: np.ndarray, v: np.ndarray, backend: str, scheme: str = "kv4") -> Any:
+def fill_cache(rotated: bool, k: np.ndarray, v: np.ndarray, backend: str, scheme: str = "kv4") -> Any:
     """Append the tokens [T, Hkv, D] of one sequence to a cache, of NumPy or on the GPU."""
     T, Hkv, D = k.shape
     cache = KVCache.empty(1, 3, Hkv, D, scheme=scheme, rotated=rotated)
@@ -191,7 +191,7 @@ def test_calls_on_plain_and_rotated_caches_in_turn(kernel: str, backend: str) ->
         how["query_start_loc"] = put(np.array([0, 2], np.int32))
     else:
         q = q[None]
-    caches = {rotated: filled(rotated, k, v, backend) for rotated in (False, True)}
+    caches = {rotated: fill_cache(rotated, k, v, backend) for rotated in (False, True)}
     _, right = reference.attention(q.reshape(2, 4, 128), k, v, scale=128**-0.5)
     error: dict[bool, float] = {}
     for rotated in (False, True, False, True):
@@ -214,7 +214,7 @@ def test_a_key_that_is_not_finite_is_refused_by_its_place() -> None:
     k = np.zeros((2, 1, 64), np.float16)
     k[1, 0, 37] = np.nan
     with pytest.raises(ArgumentError, match=r"append_kv4: k: must be finite in float32 \(got k\[1, 0, 37\] is nan\)"):
-        filled(True, k, np.zeros_like(k), "emulator")
+        fill_cache(True, k, np.zeros_like(k), "emulator")
 
 
 @pytest.mark.gpu
@@ -222,5 +222,5 @@ def test_a_key_that_is_not_finite_is_refused_by_its_place() -> None:
 def test_a_key_that_is_not_finite_shows_on_the_gpu() -> None:
     k = np.zeros((2, 1, 64), np.float16)
     k[1, 0, 37] = np.inf
-    keys = gather(filled(True, k, np.zeros_like(k), "gpu"))[0][0]
+    keys = gather(fill_cache(True, k, np.zeros_like(k), "gpu"))[0][0]
     assert np.isfinite(gpu.to_host(keys.scale)).tolist() == [[True], [False]]

@@ -38,28 +38,28 @@ def in_parts(
         {name: array.shape for name, array in arrays.items()},
         variant.sizes(logical["window"], blocks),
     )
-    made = {
+    buffers = {
         "out": np.full((B, T, Hq, D), 0x7FFF, np.uint16),  # a NaN, in either dtype
         "lse": np.full((B, T, Hq), np.nan, np.float32),
         "partial": np.full((blocks, 2, columns, D), np.nan, np.float32),
         "stats": np.full((blocks, 2, columns, 2), np.nan, np.float32),
         "segments": np.zeros((blocks, columns), np.int32) if fused else np.full((blocks, 2), -1, np.int32),
     }
-    args = MMA.arguments({**arrays, **made}, {**sizes, **config})
-    positions = [i for i, arg in enumerate(MMA.args) if arg.name in made and not (fused and arg.name == "segments")]
+    args = MMA.arguments({**arrays, **buffers}, {**sizes, **config})
+    positions = [i for i, arg in enumerate(MMA.args) if arg.name in buffers and not (fused and arg.name == "segments")]
     how: dict[str, Any] = {"checks": emulator.CHECKS, "uninitialised": positions} if backend == "emulator" else {}
     kernel = Kernel.of(MMA, SOURCE, config)
-    result = kernel.launch(args, MMA.launch({**sizes, **config}), backend=backend, **how)
-    assert result is None or [str(finding) for finding in result.findings] == []
-    out = numbers(made["out"].view("uint16" if variant.BF16 else "float16"), variant.dtype)
+    outcome = kernel.launch(args, MMA.launch({**sizes, **config}), backend=backend, **how)
+    assert outcome is None or [str(finding) for finding in outcome.findings] == []
+    out = numbers(buffers["out"].view("uint16" if variant.BF16 else "float16"), variant.dtype)
     if fused:
-        assert not made["segments"].any(), "counters are as they were, for the next launch"
-        return out, made["lse"]
-    parts = {name: made[name] for name in ("partial", "stats", "segments", "lse")}
+        assert not buffers["segments"].any(), "counters are as they were, for the next launch"
+        return out, buffers["lse"]
+    parts = {name: buffers[name] for name in ("partial", "stats", "segments", "lse")}
     of = {"out": out.astype(np.float32), "Hkv": logical["cache"].num_kv_heads, "tile": config["COLUMNS"]}
     assert MERGE.reference is not None
     merged: tuple[np.ndarray, np.ndarray] = MERGE.reference(**parts, **of, BF16=variant.BF16)
-    for by_blocks, whole in zip((out, made["lse"]), merged, strict=True):
+    for by_blocks, whole in zip((out, buffers["lse"]), merged, strict=True):
         written = ~np.isnan(by_blocks)
         assert np.array_equal(whole[written], by_blocks[written]), "no block has written a unit in parts"
     return merged
@@ -90,8 +90,8 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
 @on_every_backend
 @pytest.mark.parametrize("sizes", MERGE.example_sizes, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str, int], backend: str) -> None:
-    found = verify.verify(verify.Job(MERGE, registry.find(MERGE.name)[1][0], backend, sizes))
-    assert found.passed, found.detail
+    verdict = verify.verify(verify.Job(MERGE, registry.find(MERGE.name)[1][0], backend, sizes))
+    assert verdict.passed, verdict.detail
 
 
 @pytest.mark.default_cases("15-emulator")

@@ -60,12 +60,12 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
     q = logical["q"].copy()
     q[1, -1, 0, 3] = wrong
     arrays = {**arrays, "q": convert_to_dtype(q, variant.dtype)}
-    found = variant.run(logical, arrays, backend).outputs
-    assert np.isnan(numbers(found["out"][1, -1, 0], variant.dtype)).all()
-    assert np.isnan(found["lse"][1, -1, 0])
+    outputs = variant.run(logical, arrays, backend).outputs
+    assert np.isnan(numbers(outputs["out"][1, -1, 0], variant.dtype)).all()
+    assert np.isnan(outputs["lse"][1, -1, 0])
     for name in ("out", "lse"):
-        found[name][1, -1, 0] = right[name][1, -1, 0]
-        assert np.array_equal(found[name], right[name])
+        outputs[name][1, -1, 0] = right[name][1, -1, 0]
+        assert np.array_equal(outputs[name], right[name])
 
 
 @pytest.mark.full
@@ -112,8 +112,8 @@ def test_memory_is_what_the_constants_need() -> None:
     """
     variant = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
     logical, arrays = variant.problem(0, (75, 130), blocks=2)
-    for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
-        compare(SM90, variant.run(logical, arrays, constants=more).outputs, logical, variant.config)
+    for constants in ({"COLUMNS": 8}, {"SLOTS": 1}):
+        compare(SM90, variant.run(logical, arrays, constants=constants).outputs, logical, variant.config)
 
 
 @pytest.mark.full
@@ -179,10 +179,10 @@ def test_a_nan_is_handed_over(backend: str) -> None:
     right = variant.check(logical, arrays, backend)
     arrays = {**arrays, "v_scale": arrays["v_scale"].copy()}
     arrays["v_scale"].view(np.uint32)[0, 5] = 2**32 - 1
-    found = variant.run(logical, arrays, backend).outputs
-    assert np.isnan(found["out"][..., 5]).all()
-    found["out"][..., 5] = right["out"][..., 5]
-    assert all(np.array_equal(found[name], right[name]) for name in right)
+    outputs = variant.run(logical, arrays, backend).outputs
+    assert np.isnan(outputs["out"][..., 5]).all()
+    outputs["out"][..., 5] = right["out"][..., 5]
+    assert all(np.array_equal(outputs[name], right[name]) for name in right)
 
 
 @pytest.mark.full
@@ -192,10 +192,10 @@ def test_a_part_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     logical, arrays = variant.problem(0, lengths, blocks=blocks)
     right = variant.check(logical, arrays)
     monkeypatch.setattr("ptxlab.emulator.launch.WAVE_LANES", 1)
-    found = variant.run(logical, arrays, constants={"PATIENCE": 3}).outputs
-    assert np.isnan(found["lse"][0]).all() and np.isnan(found["out"][0]).all()
-    assert all(np.array_equal(found[name][1], right[name][1]) for name in ("out", "lse"))
-    assert found["partial"].any() and found["stats"].any()
+    outputs = variant.run(logical, arrays, constants={"PATIENCE": 3}).outputs
+    assert np.isnan(outputs["lse"][0]).all() and np.isnan(outputs["out"][0]).all()
+    assert all(np.array_equal(outputs[name][1], right[name][1]) for name in ("out", "lse"))
+    assert outputs["partial"].any() and outputs["stats"].any()
 
 
 CHOSEN = [
@@ -279,9 +279,13 @@ def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.full
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = list(mutants())[share::SHARES]
-    unnoticed = [what for what, m in mine if not any(diagnosis(m, mode, monkeypatch) for mode in emulator.MODES)]
-    assert mine and unnoticed == []
+    share_of_mutants = list(mutants())[share::SHARES]
+    unnoticed = [
+        name
+        for name, mutant in share_of_mutants
+        if not any(diagnosis(mutant, mode, monkeypatch) for mode in emulator.MODES)
+    ]
+    assert share_of_mutants and unnoticed == []
 
 
 @pytest.mark.full

@@ -41,11 +41,11 @@ def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **
 def test_the_logarithms_may_be_left_out(variant: Variant) -> None:
     """The kernel is given a null pointer."""
     logical, arrays = variant.problem(0, (70, 0), blocks=2)
-    wanted, spec = variant.check(logical, arrays), variant.spec
+    expected, spec = variant.check(logical, arrays), variant.spec
     sizes = spec.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(blocks=logical.get("blocks", 1)))
     scratch = {arg.name: np.zeros(arg.resolve(sizes), arg.dtype) for arg in spec.args if arg.role == "scratch"}
-    arrays |= {"out": np.zeros_like(wanted["out"]), **scratch}
+    arrays |= {"out": np.zeros_like(expected["out"]), **scratch}
     sizes |= variant.config
     kernel = Kernel.of(spec, variant.source, variant.config)
     kernel.launch(spec.arguments(arrays, sizes), spec.launch(sizes), backend="emulator")
-    assert np.array_equal(arrays["out"], wanted["out"])
+    assert np.array_equal(arrays["out"], expected["out"])

@@ -39,8 +39,8 @@ from tests.support.gemm_calls import (
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_on_the_host(scheme: str, dtype: str) -> None:
     y = ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS[scheme], bias=BIAS, out_dtype=dtype, backend="emulator")
-    wanted = expected_product(scheme, dtype, BIAS)
-    assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
+    expected = expected_product(scheme, dtype, BIAS)
+    assert y.dtype == expected.dtype and np.array_equal(y, expected)
 
 
 def test_accumulators_need_no_scale() -> None:
@@ -53,10 +53,10 @@ def test_quantised_activations_bring_scale_and_sum() -> None:
     activations = ptxlab.quantize_activations(RNG.standard_normal((M, K), dtype=np.float32), backend="emulator")
     for weight in WEIGHTS.values():
         y = ptxlab.gemm_w4a8(activations, weight=weight, backend="emulator")
-        given = ptxlab.gemm_w4a8(
+        by_parts = ptxlab.gemm_w4a8(
             activations.x_q, activations.scale, weight, x_sum=activations.token_sum, backend="emulator"
         )
-        assert np.array_equal(y, given)
+        assert np.array_equal(y, by_parts)
 
 
 @pytest.mark.full
@@ -170,9 +170,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[next(iter(change)) for change, _ in REFUSED])
 def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    given = {"x_q": X, "x_scale": X_SCALE, "weight": WEIGHTS["qoq"], "backend": "emulator", **change}
+    arguments = {"x_q": X, "x_scale": X_SCALE, "weight": WEIGHTS["qoq"], "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message) as raised:
-        ptxlab.gemm_w4a8(**given)
+        ptxlab.gemm_w4a8(**arguments)
     assert "\n" not in str(raised.value)
 
 
@@ -198,8 +198,8 @@ def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str) -> None:
     y = call(scheme, bias=DeviceArray(BIAS), out_dtype=dtype)
-    wanted = expected_product(scheme, dtype, BIAS)
-    assert y.dtype == wanted.dtype and np.array_equal(y.host, wanted)
+    expected = expected_product(scheme, dtype, BIAS)
+    assert y.dtype == expected.dtype and np.array_equal(y.host, expected)
     sums = [("sum_activations_s8", 7)] if scheme == "qoq_channel" else []
     name = "gemm_w4a8_lqq_imfp_sm90" if scheme == "lqq" else f"gemm_w4a8_{scheme}_sm80"
     assert fake.launched == [*sums, (name, 7)]
@@ -224,8 +224,8 @@ def test_after_the_first_call_of_a_shape_nothing_is_loaded_or_allocated(fake: Fa
 @pytest.mark.full
 def test_a_tensor_map_is_encoded_once_for_each_address(fake: FakeGpu) -> None:
     weight, scale = on_device(WEIGHTS["lqq"]), DeviceArray(X_SCALE)
-    here, there = DeviceArray(X), DeviceArray(X[::-1])
-    for x in (here, there, here, there):
+    first_x, second_x = DeviceArray(X), DeviceArray(X[::-1])
+    for x in (first_x, second_x, first_x, second_x):
         y = ptxlab.gemm_w4a8(x, scale, weight)
         assert np.array_equal(y.host, expected_product("lqq", x=x.host))
     assert fake.encoded == 2 and fake.loads == 1
@@ -302,8 +302,8 @@ def test_a_workspace_serves_fewer_tokens_too(fake: FakeGpu) -> None:
         ArgumentError, match=r"workspace: must be gemm_workspace\(weight, 5\) or larger \(got one for M=2"
     ):
         call("qoq_channel", workspace=ptxlab.gemm_workspace(weight, 2))
-    there = gpu.view("x_sum", DeviceArray(np.zeros(M, np.int32), device=1))
-    elsewhere = replace(workspace, views={"x_sum": there})
+    on_device_1 = gpu.view("x_sum", DeviceArray(np.zeros(M, np.int32), device=1))
+    elsewhere = replace(workspace, views={"x_sum": on_device_1})
     with pytest.raises(ArgumentError, match=r"workspace: on the current device 0 \(got device 1\)"):
         call("qoq_channel", workspace=elsewhere)
     for change, message in (((X, M), "weight: must be a PackedWeight"), ((weight, -1), r"M: .* \(got -1\)")):
@@ -345,9 +345,9 @@ def test_a_capture_is_told_what_to_make_before_it(fake: FakeGpu) -> None:
     ],
 )
 def test_bad_device_arrays_are_refused_before_any_launch(fake: FakeGpu, change: dict[str, Any], message: str) -> None:
-    given = {"x_q": DeviceArray(X), "x_scale": DeviceArray(X_SCALE), "weight": on_device(WEIGHTS["qoq"]), **change}
+    arguments = {"x_q": DeviceArray(X), "x_scale": DeviceArray(X_SCALE), "weight": on_device(WEIGHTS["qoq"]), **change}
     with pytest.raises(ArgumentError, match=message):
-        ptxlab.gemm_w4a8(**given)
+        ptxlab.gemm_w4a8(**arguments)
     assert fake.launched == [] and fake.loads == 0
 
 
@@ -387,16 +387,16 @@ def test_the_highest_step_that_suits_and_runs_is_taken(
     higher = replace(hopper_step, packing="qserve", suits=lambda s: s["M"] >= 16)
     monkeypatch.setattr(ladder, "LADDER", (*ladder.LADDER[:2], higher))
 
-    def chosen(M: int, **options: Any) -> str:
+    def choose_kernel(M: int, **options: Any) -> str:
         options = {"kernel": None, "backend": None, **options}
         return ladder.choose(WEIGHTS["qoq"], "row_major", M, GemmOptions(**options)).spec.name
 
-    assert chosen(16) == "gemm_w4a8_qoq_sm90" and chosen(15) == "gemm_w4a8_qoq_sm80"
-    assert chosen(16, kernel="gemm_w4a8_qoq_sm80") == "gemm_w4a8_qoq_sm80"
-    assert chosen(15, kernel="gemm_w4a8_qoq_sm90") == "gemm_w4a8_qoq_sm90"
+    assert choose_kernel(16) == "gemm_w4a8_qoq_sm90" and choose_kernel(15) == "gemm_w4a8_qoq_sm80"
+    assert choose_kernel(16, kernel="gemm_w4a8_qoq_sm80") == "gemm_w4a8_qoq_sm80"
+    assert choose_kernel(15, kernel="gemm_w4a8_qoq_sm90") == "gemm_w4a8_qoq_sm90"
     fake.arch = 89
-    assert chosen(16) == chosen(16, backend="gpu") == "gemm_w4a8_qoq_sm80"
-    assert chosen(16, backend="emulator") == "gemm_w4a8_qoq_sm90"
+    assert choose_kernel(16) == choose_kernel(16, backend="gpu") == "gemm_w4a8_qoq_sm80"
+    assert choose_kernel(16, backend="emulator") == "gemm_w4a8_qoq_sm90"
 
 
 def test_shapes_are_remembered_up_to_a_limit(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +425,7 @@ STRIPS_ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def taken(weight: Any, order: str, M: int, **options: Any) -> str:
+def chosen_kernel(weight: Any, order: str, M: int, **options: Any) -> str:
     """Return the name of the kernel that would be launched."""
     return ladder.choose(weight, order, M, GemmOptions(**{"backend": "emulator", **options})).spec.name
 
@@ -442,8 +442,8 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
     packed = ptxlab.quantize_activations(x, **STRIPS_ORDERS[order], backend="emulator")
     plain = quant.quantize_activations(x)
     y = ptxlab.gemm_w4a8(packed, weight=STRIPS[scheme], bias=BIAS, backend="emulator")
-    wanted = product(SCHEMES[scheme], plain.q, plain.scale, BIAS, "float16")
-    assert y.shape == (tokens, N) and np.array_equal(y, wanted)
+    expected = product(SCHEMES[scheme], plain.q, plain.scale, BIAS, "float16")
+    assert y.shape == (tokens, N) and np.array_equal(y, expected)
 
 
 @pytest.mark.default_cases("bfloat16-5-qoq")
@@ -458,12 +458,12 @@ def test_strips_with_token_sums_and_without(scheme: str, tokens: int, dtype: str
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     x_scale, x_sum = np.full(tokens, 0.01, np.float32), x.sum(axis=1, dtype=np.int32)
 
-    def multiplied(sums: np.ndarray | None) -> np.ndarray:
+    def multiply(sums: np.ndarray | None) -> np.ndarray:
         return ptxlab.gemm_w4a8(x, x_scale, STRIPS[scheme], x_sum=sums, bias=BIAS, out_dtype=dtype, backend="emulator")
 
-    assert np.array_equal(multiplied(x_sum), multiplied(None))
+    assert np.array_equal(multiply(x_sum), multiply(None))
     with pytest.raises(ArgumentError, match=r"^gemm_w4a8: x_sum: the sum of token 0 over K is -?\d+ \(got x_sum\[0\]"):
-        multiplied(x_sum + 1)
+        multiply(x_sum + 1)
 
 
 def test_tiles_that_no_wgmma_has_are_refused_before_any_launch(fake: FakeGpu) -> None:
@@ -476,14 +476,19 @@ def test_tiles_that_no_wgmma_has_are_refused_before_any_launch(fake: FakeGpu) ->
 
 def test_which_kernel_strips_take() -> None:
     for weight in STRIPS.values():
-        chosen = {M: taken(weight, "row_major", M) for M in range(41)}
+        chosen = {M: chosen_kernel(weight, "row_major", M) for M in range(41)}
         assert set(chosen.values()) == {"gemm_w4a8_small_sm90", "gemm_w4a8_sm90"}
         assert {M for M, name in chosen.items() if name == "gemm_w4a8_small_sm90"} == set(range(17))
-        assert taken(weight, "tiles", 4) == "gemm_w4a8_sm90" and taken(weight, "fragment", 32) == "gemm_w4a8_small_sm90"
-        assert taken(weight, "row_major", 32, kernel="gemm_w4a8_small_sm90") == "gemm_w4a8_small_sm90"
-        assert taken(weight, "row_major", 4, kernel="gemm_w4a8_sm90") == "gemm_w4a8_sm90"
+        assert (
+            chosen_kernel(weight, "tiles", 4) == "gemm_w4a8_sm90"
+            and chosen_kernel(weight, "fragment", 32) == "gemm_w4a8_small_sm90"
+        )
+        assert chosen_kernel(weight, "row_major", 32, kernel="gemm_w4a8_small_sm90") == "gemm_w4a8_small_sm90"
+        assert chosen_kernel(weight, "row_major", 4, kernel="gemm_w4a8_sm90") == "gemm_w4a8_sm90"
     deep = ptxlab.pack(quant.quantize_lqq(np.ones((8, 16384), np.float32), group=128), "strips")
-    assert [taken(deep, "row_major", M) for M in (8, 9)] == ["gemm_w4a8_small_sm90", "gemm_w4a8_sm90"], "room for X"
+    assert [chosen_kernel(deep, "row_major", M) for M in (8, 9)] == ["gemm_w4a8_small_sm90", "gemm_w4a8_sm90"], (
+        "room for X"
+    )
 
 
 def test_what_kernels_for_strips_do_not_take() -> None:
@@ -517,11 +522,11 @@ def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -
     """There is one launch, with token sums or without, plainly and programmatically."""
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     sums = DeviceArray(x.sum(axis=1, dtype=np.int32)) if with_sum else None
-    wanted = x.astype(np.int32) @ LQQ.exact_level1().T
+    expected = x.astype(np.int32) @ LQQ.exact_level1().T
     weight, name = on_device(STRIPS["lqq"]), "gemm_w4a8_small_sm90" if tokens == 5 else "gemm_w4a8_sm90"
     for programmatic in (False, True):
         y = ptxlab.gemm_w4a8(DeviceArray(x), weight=weight, x_sum=sums, out_dtype="int32", programmatic=programmatic)
-        assert np.array_equal(y.host, wanted) and fake.launched.pop() == (name, 7)
+        assert np.array_equal(y.host, expected) and fake.launched.pop() == (name, 7)
         assert fake.geometries.pop().programmatic == programmatic
     assert fake.launched == [] and ptxlab.gemm_workspace(weight, tokens).nbytes == 0
     with pytest.raises(ArgumentError, match=r"gemm_w4a8_small_sm90: M <= 32 \(got M=40"):
@@ -536,11 +541,11 @@ def test_strips_per_channel_from_device_arrays(fake: FakeGpu, tokens: int) -> No
     Without them another launch computes them, into memory that a workspace may bring.
     """
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
-    wanted = x.astype(np.int32) @ (CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None]).T
+    expected = x.astype(np.int32) @ (CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None]).T
     weight = on_device(STRIPS["qoq_channel"])
     name = "gemm_w4a8_small_sm90" if tokens == 5 else "gemm_w4a8_sm90"
     call: dict[str, Any] = {"weight": weight, "out_dtype": "int32"}
     y = ptxlab.gemm_w4a8(DeviceArray(x), x_sum=DeviceArray(x.sum(axis=1, dtype=np.int32)), **call)
-    assert np.array_equal(y.host, wanted) and fake.launched == [(name, 7)]
+    assert np.array_equal(y.host, expected) and fake.launched == [(name, 7)]
     y = ptxlab.gemm_w4a8(DeviceArray(x), workspace=ptxlab.gemm_workspace(weight, tokens), **call)
-    assert np.array_equal(y.host, wanted) and fake.launched[1:] == [("sum_activations_s8", 7), (name, 7)]
+    assert np.array_equal(y.host, expected) and fake.launched[1:] == [("sum_activations_s8", 7), (name, 7)]

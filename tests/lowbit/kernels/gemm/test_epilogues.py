@@ -48,7 +48,7 @@ CASES = [
 
 
 def ids(case: Any) -> str:
-    return case if isinstance(case, str) else "-".join(f"{name}{value}" for name, value in case.items())
+    return case if isinstance(case, str) else "-".join(f"{name}{choice}" for name, choice in case.items())
 
 
 def ran(
@@ -187,7 +187,7 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
     right, allowed = silu_mul(scheme, dtype)
     assert y.shape == (M, F) and (np.abs(numbers(y, dtype) - right) <= allowed).all()
     gate_up = ptxlab.gemm_w4a8(X, X_SCALE, pack(GATE_UP[scheme], "strips"), out_dtype="float32", backend="emulator")
-    assert np.allclose(right, reference.gated(gate_up), rtol=2.0 ** -(8 if dtype == "bfloat16" else 11), atol=1e-7)
+    assert np.allclose(right, reference.apply_gate(gate_up), rtol=2.0 ** -(8 if dtype == "bfloat16" else 11), atol=1e-7)
     for kernel in ("gemm_w4a8_small_sm90", "gemm_w4a8_sm90"):
         out = np.empty((M, F), storage(dtype))
         assert ptxlab.gemm_w4a8(X, X_SCALE, INTERLEAVED[scheme], kernel=kernel, out=out, **how) is out
@@ -197,7 +197,7 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
 @pytest.mark.full
 @each_scheme
 def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype: str) -> None:
-    before = convert_to_dtype(
+    addend = convert_to_dtype(
         np.random.default_rng(1).standard_normal(expected_product(scheme).shape, dtype=np.float32), dtype
     )
     product = floats(expected_product(scheme, dtype, BIAS))
@@ -206,9 +206,9 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
         x = layout.pack_activations(
             quant.QuantizedActivations(X, X_SCALE, X.sum(axis=1, dtype=np.int32)), order, **rows
         )
-        residual = before.copy()
+        residual = addend.copy()
         assert ptxlab.gemm_w4a8(x, weight=STRIPS[scheme], bias=BIAS, residual=residual, backend="emulator") is residual
-        assert np.array_equal(residual, convert_to_dtype(product + floats(before), dtype)), order
+        assert np.array_equal(residual, convert_to_dtype(product + floats(addend), dtype)), order
 
 
 @pytest.mark.smoke
@@ -225,9 +225,9 @@ def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, 
     x_q, x_scale = rng.integers(-128, 128, (M, K), dtype=np.int8), rng.uniform(1e-3, 1e-2, M).astype(np.float32)
     weight = quant.quantize_lqq(rng.standard_normal((2 * N, K), dtype=np.float32), group=32)
     packed, how = pack(weight, "strips"), {"backend": "emulator"}
-    before = rng.standard_normal((M, 2 * N), dtype=np.float32).astype(np.float16)
+    addend = rng.standard_normal((M, 2 * N), dtype=np.float32).astype(np.float16)
     product = ptxlab.gemm_w4a8(x_q, x_scale, packed, **how)
-    assert np.array_equal(ptxlab.gemm_w4a8(x_q, x_scale, packed, residual=before.copy(), **how), before + product)
+    assert np.array_equal(ptxlab.gemm_w4a8(x_q, x_scale, packed, residual=addend.copy(), **how), addend + product)
     gate_up = ptxlab.gemm_w4a8(x_q, x_scale, packed, out_dtype="float32", **how)
     h = ptxlab.gemm_w4a8(x_q, x_scale, pack(weight, "strips", interleaved=True), epilogue="silu_mul", **how)
     assert (np.abs(h - epilogues.silu_mul(gate_up, OUT=0)) <= epilogues.silu_mul_error(gate_up, OUT=0)).all()
@@ -240,10 +240,10 @@ def test_the_residual_is_added_to_behind_the_wait(mode: str, kernel: str) -> Non
     """The second begins while the first still adds."""
     residual = np.zeros((M, 40), np.float16)
     how: dict[str, Any] = {"residual": residual, "kernel": kernel, "programmatic": True, "backend": "emulator"}
-    with emulator.chain(emulator.CHECKS, mode=mode, begin="early", given=[residual]) as made:
+    with emulator.chain(emulator.CHECKS, mode=mode, begin="early", given=[residual]) as chained:
         for _ in range(2):
             ptxlab.gemm_w4a8(X, X_SCALE, STRIPS["lqq"], **how)
-    assert made.findings == [] and len(made.launches) == 2
+    assert chained.findings == [] and len(chained.launches) == 2
     once = expected_product("lqq")
     assert np.array_equal(residual, once + once)
 
@@ -293,10 +293,10 @@ REFUSED: dict[str, tuple[PackedWeight, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused(case: str) -> None:
-    weight, given, message = REFUSED[case]
+    weight, arguments, message = REFUSED[case]
     with pytest.raises(ArgumentError, match=rf"^gemm_w4a8: {message}"):
-        ptxlab.gemm_w4a8(X, X_SCALE, weight, backend="emulator", **given)
-    assert all((array == 0).all() for name, array in given.items() if name in ("residual", "out", "bias"))
+        ptxlab.gemm_w4a8(X, X_SCALE, weight, backend="emulator", **arguments)
+    assert all((array == 0).all() for name, array in arguments.items() if name in ("residual", "out", "bias"))
 
 
 @pytest.mark.full
@@ -323,9 +323,9 @@ def test_calls_in_a_graph(dtype: str) -> None:
     h = gpu.to_device(np.zeros((M, F), storage(dtype)))
 
     def call() -> None:
-        given: dict[str, Any] = {"x_q": x, "x_scale": x_scale, "programmatic": True}
-        ptxlab.gemm_w4a8(weight=gate_up, epilogue="silu_mul", out=h, out_dtype=dtype, **given)
-        ptxlab.gemm_w4a8(weight=weight, residual=residual, out_dtype=dtype, **given)
+        arguments: dict[str, Any] = {"x_q": x, "x_scale": x_scale, "programmatic": True}
+        ptxlab.gemm_w4a8(weight=gate_up, epilogue="silu_mul", out=h, out_dtype=dtype, **arguments)
+        ptxlab.gemm_w4a8(weight=weight, residual=residual, out_dtype=dtype, **arguments)
 
     call()
     graph = gpu.capture([call])

@@ -120,7 +120,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     assert np.array_equal(y.view(bits), GROUPED.expected(logical, {"OUT": variant})["y"].view(bits))
 
 
-def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
+def chosen_constants(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     return {**GROUPED.config_for({"M": M, "N": N, "K": K, "E": 8, "g": g}), "OUT": 0, "SIGNED": signed}
 
 
@@ -129,13 +129,13 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     "config",
     list(
         dict.fromkeys(
-            tuple(chosen(M, layer.N, layer.K, g, signed).items())
+            tuple(chosen_constants(M, layer.N, layer.K, g, signed).items())
             for layer in MIXTRAL
             for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
             for g, signed in ((128, 0), (32, 1))
         )
     ),
-    ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
+    ids=lambda config: "-".join(f"{name}{constant}" for name, constant in config),
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
     sizes = {"M": 256, "N": 4096, "K": 4096, "E": 8}
@@ -150,14 +150,14 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int]
 @pytest.mark.parametrize("BM", [8, 64])
 def test_no_share_of_the_rows_makes_more_tiles_than_there_are_blocks_for(BM: int, experts: int, rows: int) -> None:
     rng = np.random.default_rng(0)
-    most = most_tiles({"M": rows, "E": experts, "N": 128, "BM": BM, "STRIPS": 8})
+    tile_limit = most_tiles({"M": rows, "E": experts, "N": 128, "BM": BM, "STRIPS": 8})
     shares = [
         rng.multinomial(rows, rng.dirichlet(np.full(experts, spread))) for spread in (0.1, 1, 100) for _ in range(30)
     ]
     active = min(rows, experts)
     worst = np.ones(active, np.int64)
     worst[0] += rows - active
-    assert max(sum(ceil_div(shares, BM)) for shares in shares) <= most == sum(ceil_div(worst, BM))
+    assert max(sum(ceil_div(shares, BM)) for shares in shares) <= tile_limit == sum(ceil_div(worst, BM))
 
 
 @pytest.mark.parametrize("offsets", [[1, 3, 5], [0, 3, 2], [0, 6, 5], [0, 2, 4], [0, 2, 6]], ids=str)

@@ -29,7 +29,9 @@ BIAS = RNG.standard_normal((E, N), dtype=np.float32)
 OFFSETS = offsets_of([3, 0, 7, 1])
 
 
-def expected(dtype: str = "float16", bias: np.ndarray | None = None, offsets: np.ndarray = OFFSETS) -> np.ndarray:
+def expected_product(
+    dtype: str = "float16", bias: np.ndarray | None = None, offsets: np.ndarray = OFFSETS
+) -> np.ndarray:
     y: np.ndarray = GROUPED.reference(QUANTIZED, X, offsets, X_SCALE, bias, DTYPES.index(dtype))
     return y
 
@@ -44,14 +46,14 @@ def call(**options: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("x_sum", [X_SUM, None], ids=["sums", "no sums"])
 def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x_sum: np.ndarray | None) -> None:
-    wanted = expected(dtype, BIAS)
+    expected = expected_product(dtype, BIAS)
     y = ptxlab.gemm_w4a8_grouped(
         X, X_SCALE, WEIGHTS, OFFSETS, x_sum=x_sum, bias=BIAS, out_dtype=dtype, backend="emulator"
     )
-    assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
+    assert y.dtype == expected.dtype and np.array_equal(y, expected)
     sums = None if x_sum is None else DeviceArray(x_sum)
     y = call(x_sum=sums, bias=DeviceArray(BIAS), out_dtype=dtype)
-    assert y.dtype == wanted.dtype and np.array_equal(y.host, wanted)
+    assert y.dtype == expected.dtype and np.array_equal(y.host, expected)
     assert fake.launched == [(GROUPED.name, 7)]
 
 
@@ -59,19 +61,19 @@ def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x
 def test_accumulators_need_no_scale(fake: FakeGpu) -> None:
     """The kernel is given a null pointer on the GPU then, which faults if it is read."""
     y = ptxlab.gemm_w4a8_grouped(X, weights=WEIGHTS, offsets=OFFSETS, out_dtype="int32", backend="emulator")
-    assert np.array_equal(y, expected("int32"))
+    assert np.array_equal(y, expected_product("int32"))
     y = ptxlab.gemm_w4a8_grouped(
         DeviceArray(X), weights=on_device(WEIGHTS), offsets=DeviceArray(OFFSETS), out_dtype="int32"
     )
-    assert np.array_equal(y.host, expected("int32"))
+    assert np.array_equal(y.host, expected_product("int32"))
 
 
 @pytest.mark.full
 def test_quantised_activations_bring_scale_and_sum() -> None:
     activations = ptxlab.quantize_activations(RNG.standard_normal((M, K), dtype=np.float32), backend="emulator")
     y = ptxlab.gemm_w4a8_grouped(activations, weights=WEIGHTS, offsets=OFFSETS, backend="emulator")
-    given = ptxlab.gemm_w4a8_grouped(activations.x_q, activations.scale, WEIGHTS, OFFSETS, backend="emulator")
-    assert np.array_equal(y, given)
+    by_parts = ptxlab.gemm_w4a8_grouped(activations.x_q, activations.scale, WEIGHTS, OFFSETS, backend="emulator")
+    assert np.array_equal(y, by_parts)
 
 
 @pytest.mark.full
@@ -87,15 +89,15 @@ def test_experts_of_qoq_and_out() -> None:
 def test_experts_per_channel(fake: FakeGpu, dtype: str) -> None:
     """Their zero points leave with the token sums, which have to be given."""
     weights = ptxlab.stack_experts([ptxlab.pack(weight, "strips") for weight in CHANNEL])
-    wanted = GROUPED.reference(CHANNEL, X, OFFSETS, X_SCALE, BIAS, DTYPES.index(dtype))
+    expected = GROUPED.reference(CHANNEL, X, OFFSETS, X_SCALE, BIAS, DTYPES.index(dtype))
     y = ptxlab.gemm_w4a8_grouped(
         X, X_SCALE, weights, OFFSETS, x_sum=X_SUM, bias=BIAS, out_dtype=dtype, backend="emulator"
     )
-    assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
+    assert y.dtype == expected.dtype and np.array_equal(y, expected)
     arrays = X, X_SCALE, weights, OFFSETS
     options = {"bias": DeviceArray(BIAS), "out_dtype": dtype}
     y = ptxlab.gemm_w4a8_grouped(*map(on_device, arrays), x_sum=DeviceArray(X_SUM), **options)
-    assert np.array_equal(y.host, wanted) and fake.launched == [(GROUPED.name, 7)]
+    assert np.array_equal(y.host, expected) and fake.launched == [(GROUPED.name, 7)]
     with pytest.raises(ArgumentError, match=r"grouped: x_sum: must be given for weights per channel \(got nothing\)"):
         ptxlab.gemm_w4a8_grouped(*map(on_device, arrays), **options)
 
@@ -106,7 +108,7 @@ def test_torch_on_the_cpu() -> None:
     x, scale, offsets = (torch.from_numpy(array) for array in (X, X_SCALE, OFFSETS))
     y = ptxlab.gemm_w4a8_grouped(x, scale, WEIGHTS, offsets, out_dtype="bfloat16", backend="emulator")
     assert y.dtype == torch.bfloat16
-    assert np.array_equal(y.view(torch.uint16).numpy(), expected("bfloat16"))
+    assert np.array_equal(y.view(torch.uint16).numpy(), expected_product("bfloat16"))
 
 
 def test_other_offsets_need_no_other_kernel(fake: FakeGpu) -> None:
@@ -117,7 +119,7 @@ def test_other_offsets_need_no_other_kernel(fake: FakeGpu) -> None:
     for counts in ([11, 0, 0, 0], [0, 0, 0, 11], [1, 9, 1, 0]):
         offsets.host[:] = offsets_of(counts)
         assert ptxlab.gemm_w4a8_grouped(*arguments, out=out) is out
-        assert np.array_equal(out.host, expected(offsets=offsets.host))
+        assert np.array_equal(out.host, expected_product(offsets=offsets.host))
     assert (fake.loads, fake.allocations) == (1, allocations)
 
 
@@ -131,7 +133,7 @@ def test_no_rows_launch_nothing(fake: FakeGpu) -> None:
 
 def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
     for programmatic in (False, True, False, True):
-        assert np.array_equal(call(programmatic=programmatic).host, expected())
+        assert np.array_equal(call(programmatic=programmatic).host, expected_product())
     assert [geometry.programmatic for geometry in fake.geometries] == [False, True, False, True] and fake.loads == 2
 
 
@@ -182,9 +184,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[next(iter(change)) for change, _ in REFUSED])
 def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    given = {"x_q": X, "x_scale": X_SCALE, "weights": WEIGHTS, "offsets": OFFSETS, "backend": "emulator", **change}
+    arguments = {"x_q": X, "x_scale": X_SCALE, "weights": WEIGHTS, "offsets": OFFSETS, "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message) as raised:
-        ptxlab.gemm_w4a8_grouped(**given)
+        ptxlab.gemm_w4a8_grouped(**arguments)
     assert "\n" not in str(raised.value)
 
 
@@ -222,9 +224,9 @@ def test_every_output_of_every_library(library: str, dtype: str) -> None:
     x, scale, offsets, bias = map(sent, (X, X_SCALE, OFFSETS, BIAS))
     y = ptxlab.gemm_w4a8_grouped(x, scale, ptxlab.to_device(WEIGHTS), offsets, bias=bias, out_dtype=dtype)
     assert type(y) is type(x)
-    wanted = expected(dtype, BIAS)
-    bits = f"u{wanted.itemsize}"
-    assert np.array_equal(gpu.to_host(gpu.as_array("y", y)).view(bits), wanted.view(bits))
+    expected = expected_product(dtype, BIAS)
+    bits = f"u{expected.itemsize}"
+    assert np.array_equal(gpu.to_host(gpu.as_array("y", y)).view(bits), expected.view(bits))
 
 
 @pytest.mark.gpu
@@ -248,4 +250,4 @@ def test_a_graph_is_replayed_on_other_offsets(cupy: Any, programmatic: bool) -> 
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        assert np.array_equal(out.get(), expected(offsets=offsets_of(counts)))
+        assert np.array_equal(out.get(), expected_product(offsets=offsets_of(counts)))

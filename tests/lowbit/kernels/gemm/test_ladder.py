@@ -26,7 +26,7 @@ PROBLEMS = {QOQ.name: gemm_problems.qoq, LQQ.name: gemm_problems.lqq, CHANNEL.na
 
 
 def sizes_of(spec: KernelSpec, **sizes: int) -> dict[str, int]:
-    return {name: value for name, value in sizes.items() if name in spec.symbols}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
 def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **options: Any) -> np.ndarray:

@@ -63,7 +63,7 @@ class Variant:
     def config(self) -> dict[str, int]:
         """The constants to compile with: the kernel's own, but for the tile."""
         usual = registry.specs()[self.kernel].config_for(next(self.problems))
-        return usual | {name: value for name, value in self.tile.items() if name in usual}
+        return usual | {name: constant for name, constant in self.tile.items() if name in usual}
 
     def __str__(self) -> str:
         return f"{self.kernel}{self.label and '-'}{self.label}"
@@ -198,9 +198,9 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
     """Yield one mutant for every synchronising statement, and one more for every arrival that expects bytes."""
     kernel = kernel_of(variant)
     code = kernel.module.entries[kernel.entry].instructions
-    known = statements_by_place(kernel_of(variant.plain)) if variant.plain else {}
+    plain_statements = statements_by_place(kernel_of(variant.plain)) if variant.plain else {}
     for (opcode, place), copies in statements_by_place(kernel).items():
-        if (opcode, place) in known:
+        if (opcode, place) in plain_statements:
             continue
         text = re.sub(r"%\w+", "%", code[copies[0]].text)
         yield Mutant(variant, text, place, apply_change(kernel, copies))
@@ -243,25 +243,25 @@ def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
     assert diagnosis(variant, kernel_of(variant).module, mode) == []
 
 
-def names_the_source(found: emulator.Finding | str, name: str) -> bool:
+def names_the_source(diagnosed: emulator.Finding | str, name: str) -> bool:
     """Tell whether a finding, or an error's text, is about a line of the kernel's own `.cu`."""
     path = registry.find(name)[1][0].path
-    if isinstance(found, str):
-        return path in found
-    return path in (found.path, *(caller for caller, _ in found.callers))
+    if isinstance(diagnosed, str):
+        return path in diagnosed
+    return path in (diagnosed.path, *(caller for caller, _ in diagnosed.callers))
 
 
 def complaint(mutant: Mutant) -> str:
     """Return the fault in how checks find a mutant, early or late; empty if there is none."""
     for mode in emulator.MODES:
-        found = diagnosis(mutant.variant, mutant.module, mode)
+        findings = diagnosis(mutant.variant, mutant.module, mode)
         if mutant.survives:
-            if found:
+            if findings:
                 return f"{mutant}: a justification that is not needed any more"
-        elif not found:
+        elif not findings:
             return f"{mutant}: nobody notices, {mode}"
-        elif not names_the_source(found[0], mutant.variant.kernel):
-            return f"{mutant}: found elsewhere, {mode}: {found[0]}"
+        elif not names_the_source(findings[0], mutant.variant.kernel):
+            return f"{mutant}: found elsewhere, {mode}: {findings[0]}"
     return ""
 
 

@@ -46,7 +46,7 @@ def accumulators(
     M, K = logical["x"].shape
     sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical)}
     usual = spec.config_for(sizes)
-    config = {**usual, **{name: value for name, value in tile.items() if name in usual}}
+    config = {**usual, **{name: constant for name, constant in tile.items() if name in usual}}
     return checks.run_checked(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
 
 

@@ -49,7 +49,9 @@ class Case:
 def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, int]:
     """Draw sizes that the kernel takes, small ones as often as large ones."""
     while True:
-        rows, channels = (int(np.exp2(rng.uniform(0, np.log2(most)))) for most in (MOST_ROWS // 8, MOST_CHANNELS // 32))
+        rows, channels = (
+            int(np.exp2(rng.uniform(0, np.log2(limit)))) for limit in (MOST_ROWS // 8, MOST_CHANNELS // 32)
+        )
         drawn = {"M": int(rng.choice(TOKENS)), "N": 8 * rows, "K": 32 * channels, "g": int(rng.choice((32, 64, 128)))}
         int8 = int(rng.integers(channels // 4 + 1))  # of the blocks of 128
         drawn |= {"K4": 128 * (channels // 4 - int8), "K8": 128 * int8}

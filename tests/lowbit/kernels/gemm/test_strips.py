@@ -63,7 +63,7 @@ SMALL_CONFIGS = (
 
 
 def ids(config: Any) -> str:
-    return "-".join(f"{name}{value}" for name, value in dict(config).items())
+    return "-".join(f"{name}{constant}" for name, constant in dict(config).items())
 
 
 def spec_for(logical: Mapping[str, Any], small: bool, order: int) -> KernelSpec:
@@ -97,7 +97,7 @@ def problems(**limits: int) -> st.SearchStrategy[dict[str, Any]]:
     return gemm_problems.lqq(**limits) | gemm_problems.qoq(**limits) | gemm_problems.channel(**limits)
 
 
-def measured(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
+def measured_tiles(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
     """Yield every tile of both cost tables, with and without a cluster, and the most tokens that it is tried with.
 
     Of kinds that come in several widths, the widest and one between are yielded.
@@ -108,15 +108,15 @@ def measured(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
             stages = strips_tiles._stages(tile, tile.strips, split, group)
             large = LARGE if group else LARGE_CHANNEL
             yield large, StripChoice(tile, tile.strips, stages, split).constants, 2 * tile.BM
-    for few in small_tiles.COSTS:
-        for BM in (8,) if few.BM == 8 else (16, 24, 32):
-            wide = few._replace(BM=BM)
+    for narrow in small_tiles.COSTS:
+        for BM in (8,) if narrow.BM == 8 else (16, 24, 32):
+            wide = narrow._replace(BM=BM)
             sizes = {"M": BM, "N": 1112, "K": 1344, **({"g": group} if group else {})}
             small = SMALL if group else SMALL_CHANNEL
             yield small, {**wide._asdict(), "STAGES": small_tiles._stages(wide, sizes)}, BM
 
 
-MEASURED = {group: list(measured(group)) for group in (*GROUPS, NO_GROUPS)}
+MEASURED = {group: list(measured_tiles(group)) for group in (*GROUPS, NO_GROUPS)}
 
 
 def ids_of(cases: list[tuple[KernelSpec, Config, int]]) -> list[str]:
@@ -307,7 +307,7 @@ def test_the_extremes_per_channel_add_up_without_a_rounding(q: int, zero: int, s
     """
     N, K = 8, 4128
     weight = quant.QoQChannelWeight(np.full((N, K), q, np.uint8), np.ones(N, np.float32), np.full(N, zero, np.uint8))
-    x = np.stack([np.full(K, value, np.int8) for value in (-128, -127, 127)])
+    x = np.stack([np.full(K, number, np.int8) for number in (-128, -127, 127)])
     y = output(spec, {"weight": weight, "x": x}, backend, {})
     assert np.array_equal(y, (q - zero) * K * np.array([[-128], [-127], [127]]) * np.ones((1, N), np.int32))
 

@@ -20,7 +20,7 @@ FED = {"ORDER": 0, "SIGNED": 0}  # row-major activations with their token sums: 
 Point = tuple[int, int, int]  # N, K, M
 
 
-def swept(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
+def read_sweep(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
     """Read a kernel's sweep: microseconds by point and constants."""
     name = FILES.get(kernel, f"h200/sweeps/gemm_{kernel.rpartition('_')[2]}") + f"{of}.csv"
     points: dict[Point, dict[tuple[tuple[str, int], ...], float]] = defaultdict(dict)
@@ -28,7 +28,7 @@ def swept(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], 
         for line in csv.DictReader(file):
             if line.pop("kernel") == kernel and all(int(line.get(name, fed)) == fed for name, fed in FED.items()):
                 N, K, M, us = (line.pop(name) for name in ("N", "K", "M", "us"))
-                constants = tuple(sorted((name, int(value)) for name, value in line.items()))
+                constants = tuple(sorted((name, int(constant)) for name, constant in line.items()))
                 points[int(N), int(K), int(M)][constants] = float(us)
     return points
 
@@ -39,7 +39,7 @@ def losses(kernel: str, of: str = "") -> Iterator[tuple[int, float]]:
     Points at which the chosen constants were not tried are left out.
     """
     spec = registry.specs()[kernel]
-    for (N, K, M), times in swept(kernel, of).items():
+    for (N, K, M), times in read_sweep(kernel, of).items():
         sizes = {"M": M, "N": N, "K": K, **({} if of == "_channel" else {"g": 128})}
         if "w4a4_tiles" in FILES.get(kernel, ""):  # K is that of both kinds of channels
             sizes = sizes_at(spec, Layer("LLaMA-2", "", N, K), M)
@@ -47,14 +47,17 @@ def losses(kernel: str, of: str = "") -> Iterator[tuple[int, float]]:
         tried = {
             constants: us
             for constants, us in times.items()
-            if all(chosen.get({"resident": "RESIDENT"}.get(name, name), value) == value for name, value in constants)
+            if all(
+                chosen.get({"resident": "RESIDENT"}.get(name, name), constant) == constant
+                for name, constant in constants
+            )
         }
         if tried:
             yield M, min(tried.values()) / min(times.values())
 
 
 @pytest.mark.parametrize(
-    ("kernel", "most"),
+    ("kernel", "loss_limit"),
     [
         ("gemm_w4a8_qoq_sm80", 1.09),
         ("gemm_w4a8_qoq_sm90", 1.04),
@@ -63,14 +66,14 @@ def losses(kernel: str, of: str = "") -> Iterator[tuple[int, float]]:
         ("gemm_w4a8_lqq_imfp_sm90", 1.08),
     ],
 )
-def test_the_chosen_tiles_are_near_the_best_of_the_sweep(kernel: str, most: float) -> None:
+def test_the_chosen_tiles_are_near_the_best_of_the_sweep(kernel: str, loss_limit: float) -> None:
     by_tokens: dict[int, list[float]] = defaultdict(list)
     for M, loss in losses(kernel):
         by_tokens[M].append(math.log(loss))
     assert set(by_tokens) == {4, 16, 32, 64, 128, 256}
     for M, logs in by_tokens.items():
         assert len(logs) >= 5, "the chosen constants were hardly tried"
-        assert math.exp(sum(logs) / len(logs)) <= most, M
+        assert math.exp(sum(logs) / len(logs)) <= loss_limit, M
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ SURVIVORS = (
 def is_killed(text: str, battery: list[dict[str, Any]]) -> bool:
     try:
         return any(
-            not np.array_equal(run(logical, source=replace(SOURCE, text=text), checks=("init",)).outputs["y"], wanted)
-            for logical, wanted in battery
+            not np.array_equal(run(logical, source=replace(SOURCE, text=text), checks=("init",)).outputs["y"], expected)
+            for logical, expected in battery
         )
     except PtxlabError:
         return True
@@ -127,6 +127,6 @@ def test_every_changed_opcode_and_immediate_is_noticed() -> None:
     for g, N, K in ((32, 48, 192), (128, 64, 256)):
         logical = TILE.example(rng, M=24, N=N, K=K, g=g)
         battery.append((logical, TILE.reference(**logical)))
-    survivors = [what for what, text in mutants(SOURCE.text, SIBLINGS | MORE) if not is_killed(text, battery)]
-    unexplained = [what for what in survivors if not any(re.search(pattern, what) for pattern, _ in SURVIVORS)]
+    survivors = [change for change, text in mutants(SOURCE.text, SIBLINGS | MORE) if not is_killed(text, battery)]
+    unexplained = [change for change in survivors if not any(re.search(pattern, change) for pattern, _ in SURVIVORS)]
     assert unexplained == []

@@ -186,19 +186,19 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
 @pytest.mark.default_cases("no outlier-gemm_w4a4_atom_sm80-emulator", "no outlier-gemm_w4a4_outlier_sm80-emulator")
 @on_every_backend
 @with_outliers
-@pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])
-def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
+@pytest.mark.parametrize("rows", ["zeros", "outliers alone", "no outlier", "saturated"])
+def test_rows_at_the_ends(spec: KernelSpec, rows: str, backend: str) -> None:
     """The rows have groups of zeros, all their numbers among the outliers, no outliers, or extremes alone.
 
     The extremes are -8 and 7 times -128 and 127.
     """
-    rng, outliers = np.random.default_rng(0), 0 if what == "no outlier" else 128
+    rng, outliers = np.random.default_rng(0), 0 if rows == "no outlier" else 128
     x, w = (rng.standard_normal((R, 256 + outliers), dtype=np.float32) for R in (5, 16))
-    if what == "zeros":
+    if rows == "zeros":
         x[:, 64:192], w[3] = 0, 0
-    if what == "outliers alone":
+    if rows == "outliers alone":
         x[:, :256] = 0
-    if what == "saturated":
+    if rows == "saturated":
         x, w = np.sign(x) * 100, np.sign(w)
     group = None if spec is OUTLIER else 128
     logical = {
@@ -207,8 +207,8 @@ def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
     }
     y = output(spec, logical, backend)
     assert np.array_equal(y, spec.reference(**logical))
-    assert np.array_equal(y[:, 3] == 0, np.full(5, what == "zeros"))
-    if what == "saturated":
+    assert np.array_equal(y[:, 3] == 0, np.full(5, rows == "zeros"))
+    if rows == "saturated":
         q4, q8 = logical["x"].q4, logical["x"].q8
         assert set(np.unique(q4)) == {-8, 7} and set(np.unique(q8)) == {-128, 127}
 
@@ -244,8 +244,8 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = registry.find(spec.name)[1][0]
     for tile in (*TILES.values(), WIDEST):
-        for more in ({"GROUP": 64, "HALVES": 0}, {"GROUP": 128, "HALVES": 1}) if spec is ATOM else ({},):
-            config = {**tile._asdict(), **more, "OUT": 0, "SUM_PAD": SUM_PAD}
+        for constants in ({"GROUP": 64, "HALVES": 0}, {"GROUP": 128, "HALVES": 1}) if spec is ATOM else ({},):
+            config = {**tile._asdict(), **constants, "OUT": 0, "SUM_PAD": SUM_PAD}
             resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[spec.name]
             assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
             sizes = {"M": 999, "N": 999, **config}

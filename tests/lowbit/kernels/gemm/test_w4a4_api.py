@@ -26,7 +26,7 @@ KERNELS = {"strips": "gemm_w4a4_sm90", "rows": "gemm_w4a4_atom_sm80"}
 every = pytest.mark.parametrize("name", WEIGHTS)
 
 
-def expected(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarray:
+def expected_product(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarray:
     total = gemm_atom(W, X)
     return convert_to_dtype(total if bias is None else total + bias, dtype)
 
@@ -37,15 +37,15 @@ def expected(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarr
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_every_output(name: str, dtype: str, backend: str) -> None:
     y = ptxlab.gemm_w4a4(TOKENS[name], WEIGHTS[name], bias=BIAS, out_dtype=dtype, backend=backend)
-    wanted = expected(dtype, BIAS)
-    assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
+    expected = expected_product(dtype, BIAS)
+    assert y.dtype == expected.dtype and np.array_equal(y, expected)
 
 
 @every
 def test_into_a_given_array_and_of_no_tokens(name: str) -> None:
     out = np.empty((M, N), np.float32)
     assert ptxlab.gemm_w4a4(TOKENS[name], WEIGHTS[name], out=out, backend="emulator") is out
-    assert np.array_equal(out, expected("float32"))
+    assert np.array_equal(out, expected_product("float32"))
     tokens = TOKENS[name]
     none = replace(tokens, M=0, **{part: array[:0] for part, array in tokens.arrays.items()})
     assert ptxlab.gemm_w4a4(none, WEIGHTS[name], backend="emulator").shape == (0, N)
@@ -57,10 +57,10 @@ def test_torch_keeps_its_kind(name: str) -> None:
     torch = pytest.importorskip("torch")
     x = replace(TOKENS[name], **{part: torch.from_numpy(array) for part, array in TOKENS[name].arrays.items()})
     y = ptxlab.gemm_w4a4(x, WEIGHTS[name], bias=torch.from_numpy(BIAS), out_dtype=torch.float32, backend="emulator")
-    assert np.array_equal(np.asarray(y), expected("float32", BIAS))
+    assert np.array_equal(np.asarray(y), expected_product("float32", BIAS))
     out = torch.empty((M, N), dtype=torch.bfloat16)
     assert ptxlab.gemm_w4a4(x, WEIGHTS[name], out=out, backend="emulator") is out
-    assert np.array_equal(out.view(torch.int16).numpy().view(np.uint16), expected("bfloat16"))
+    assert np.array_equal(out.view(torch.int16).numpy().view(np.uint16), expected_product("bfloat16"))
 
 
 @pytest.mark.full
@@ -69,10 +69,10 @@ def test_device_arrays(fake: FakeGpu, name: str) -> None:
     fake.arch = 90 if name == "strips" else 86
     x, weight = on_device(TOKENS[name]), on_device(WEIGHTS[name])
     y = ptxlab.gemm_w4a4(x, weight, bias=DeviceArray(BIAS), programmatic=name == "strips")
-    assert np.array_equal(y.host, expected("float16", BIAS))
+    assert np.array_equal(y.host, expected_product("float16", BIAS))
     out = DeviceArray(np.empty((M, N), np.float32))
     loads = fake.loads
-    assert ptxlab.gemm_w4a4(x, weight, out=out) is out and np.array_equal(out.host, expected("float32"))
+    assert ptxlab.gemm_w4a4(x, weight, out=out) is out and np.array_equal(out.host, expected_product("float32"))
     assert fake.loads == loads + 1
     fake.capturing = True
     assert ptxlab.gemm_w4a4(x, weight, out=out) is out and fake.loads == loads + 1

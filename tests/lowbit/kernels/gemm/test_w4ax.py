@@ -92,8 +92,8 @@ def test_any_problem_is_exact_in_the_emulator(
 @every
 @given(logical=problems(tokens=300, rows=320, blocks=8), blocks=st.integers(1, 200))
 def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> None:
-    given = shared_by(spec, logical, blocks)
-    checks.assert_exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
+    shared_problem = shared_by(spec, logical, blocks)
+    checks.assert_exact_twice(lambda: output(spec, shared_problem, "gpu"), gemm_blocks(**logical))
 
 
 class DeviceArray(np.ndarray):
@@ -113,7 +113,7 @@ def test_counters_are_made_where_the_operands_are(spec: KernelSpec) -> None:
 
 @pytest.mark.full
 @on_every_backend
-@pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda case: getattr(case, "name", case))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
     """M and N leave the last tile ragged, and there are more blocks than the ring has slots, of both kinds."""
     logical = NAIVE.example(np.random.default_rng(M), M=M, N=136, K4=384, K8=256)
@@ -172,8 +172,8 @@ def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str
     inputs = spec.pack(logical)
     counters = {arg.name: inputs.pop(arg.name) for arg in spec.args if arg.role == "inout"}
     for _ in range(2):
-        given = {**inputs, **counters}
-        outcome = run_spec(spec, registry.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
+        arrays = {**inputs, **counters}
+        outcome = run_spec(spec, registry.find(spec.name)[1][0], arrays, sizes=sizes, backend=backend)
         assert np.array_equal(outcome.outputs["y"], spec.reference(**logical)[0])
         counters = {name: outcome.outputs[name] for name in counters}
         assert not any(map(np.any, counters.values()))
@@ -223,9 +223,11 @@ def test_pairs_are_unpacked_without_bank_conflicts() -> None:
     sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
     inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))
     source = registry.find(SM90.name)[1][0]
-    how: dict[str, Any] = {"config": TINY_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
-    seen = [each for each in run_spec(SM90, source, inputs, sizes=sizes, **how).shared if "v4" in each.text]
-    assert {each.store for each in seen} == {False, True} and not any(each.conflicts for each in seen)
+    options: dict[str, Any] = {"config": TINY_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
+    accesses = [
+        access for access in run_spec(SM90, source, inputs, sizes=sizes, **options).shared if "v4" in access.text
+    ]
+    assert {access.store for access in accesses} == {False, True} and not any(access.conflicts for access in accesses)
 
 
 def test_how_pairs_are_unpacked() -> None:

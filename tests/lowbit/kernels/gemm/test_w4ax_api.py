@@ -30,7 +30,7 @@ def operands(name: str, int8: int = 1) -> dict[str, Any]:
     return {"x": x, "weight": ptxlab.pack_block_weight(W, int8, name), "backend": "emulator"}
 
 
-def expected(dtype: str, int8: int = 1) -> np.ndarray:
+def expected_product(dtype: str, int8: int = 1) -> np.ndarray:
     return convert_to_dtype(gemm_blocks(W, quant.quantize_blocks(FLOATS, int8)) + BIAS, dtype)
 
 
@@ -40,34 +40,39 @@ def expected(dtype: str, int8: int = 1) -> np.ndarray:
 @pytest.mark.parametrize(("dtype", "int8"), [("float16", 0), ("bfloat16", 1), ("float32", 3)])
 def test_every_output_and_blocks_of_one_kind(name: str, dtype: str, int8: int, backend: str) -> None:
     y = ptxlab.gemm_w4ax(**{**operands(name, int8), "backend": backend}, bias=BIAS, out_dtype=dtype)
-    assert y.dtype == expected(dtype).dtype and np.array_equal(y, expected(dtype, int8))
+    assert y.dtype == expected_product(dtype).dtype and np.array_equal(y, expected_product(dtype, int8))
 
 
 @pytest.mark.default_cases("rows")
 @every
 def test_into_a_given_array_of_torch_and_of_no_tokens(name: str) -> None:
     torch = pytest.importorskip("torch")
-    given = operands(name)
-    of_torch = {part: torch.from_numpy(array) for part, array in given["x"].arrays.items()}
+    arguments = operands(name)
+    of_torch = {part: torch.from_numpy(array) for part, array in arguments["x"].arrays.items()}
     out = torch.empty((M, N), dtype=torch.bfloat16)
     assert (
-        ptxlab.gemm_w4ax(**{**given, "x": replace(given["x"], **of_torch)}, bias=torch.from_numpy(BIAS), out=out) is out
+        ptxlab.gemm_w4ax(
+            **{**arguments, "x": replace(arguments["x"], **of_torch)}, bias=torch.from_numpy(BIAS), out=out
+        )
+        is out
     )
-    assert np.array_equal(out.view(torch.int16).numpy().view(np.uint16), expected("bfloat16"))
-    none = replace(given["x"], M=0, **{part: array[:0] for part, array in given["x"].arrays.items()})
-    assert ptxlab.gemm_w4ax(**{**given, "x": none}).shape == (0, N)
+    assert np.array_equal(out.view(torch.int16).numpy().view(np.uint16), expected_product("bfloat16"))
+    none = replace(arguments["x"], M=0, **{part: array[:0] for part, array in arguments["x"].arrays.items()})
+    assert ptxlab.gemm_w4ax(**{**arguments, "x": none}).shape == (0, N)
 
 
 @pytest.mark.default_cases("rows")
 @every
 def test_device_arrays(fake: FakeGpu, name: str) -> None:
     fake.arch = 90 if name == "strips" else 86
-    given = operands(name)
-    x, weight, bias = on_device(given["x"]), on_device(given["weight"]), DeviceArray(BIAS)
+    arguments = operands(name)
+    x, weight, bias = on_device(arguments["x"]), on_device(arguments["weight"]), DeviceArray(BIAS)
     y = ptxlab.gemm_w4ax(x, weight, bias=bias, programmatic=name == "strips")
-    assert np.array_equal(y.host, expected("float16"))
+    assert np.array_equal(y.host, expected_product("float16"))
     out = DeviceArray(np.empty((M, N), np.float32))
-    assert ptxlab.gemm_w4ax(x, weight, bias=bias, out=out) is out and np.array_equal(out.host, expected("float32"))
+    assert ptxlab.gemm_w4ax(x, weight, bias=bias, out=out) is out and np.array_equal(
+        out.host, expected_product("float32")
+    )
     assert {kernel for kernel, _ in fake.launched} == {KERNELS[name]}
     assert fake.geometries[0].programmatic == (name == "strips")
 

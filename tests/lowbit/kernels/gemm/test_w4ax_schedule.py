@@ -60,7 +60,7 @@ class SumStores(Watcher):
             self.seen += zip(indices_of(lanes) // self.stride, *places, strict=True)
 
 
-def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
+def emulate_schedule(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
     """Run a kernel, assert that its result is right, and return each SM's tiles in order."""
     parts_m, parts_n, int4, int8, sms, ratio = problem
     sizes = {"M": parts_m * TILE["BM"], "N": parts_n * TILE["BN"], "K4": 128 * int4, "K8": 128 * int8, "blocks": sms}
@@ -74,7 +74,7 @@ def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
 
     chosen = spec.config_for(sizes)
     config = chosen | TILE | ({"RATIO": ratio} if "RATIO" in chosen else {})
-    with emulator.watched(attach):
+    with emulator.watch_launches(attach):
         y = checks.run_checked(spec, spec.pack(logical), "emulator", config=config, sizes=sizes)
     assert np.array_equal(y, spec.reference(**logical)[0])
     (watcher,) = watchers
@@ -83,18 +83,20 @@ def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
         (m, below), (column, right) = divmod(token, TILE["BM"]), divmod(n, TILE["BN"])
         piece = below // (TILE["BM"] // 2) * 2 + right // (TILE["BN"] // 2)
         turns[sm].append((Tile(int(m), int(column), int(block), block >= int4), int(piece)))
-    return [list(joined(turn)) for turn in turns]
+    return [list(join_pieces(turn)) for turn in turns]
 
 
-def joined(pieces: list[tuple[Tile, int]]) -> Iterator[Turn]:
+def join_pieces(pieces: list[tuple[Tile, int]]) -> Iterator[Turn]:
     """Join the pieces of one tile that follow each other."""
-    for tile, group in groupby(pieces, key=lambda each: each[0]):
+    for tile, group in groupby(pieces, key=lambda turn: turn[0]):
         yield tile, frozenset(piece for _, piece in group)
 
 
-def simulated(works: list[TileWork], sms: int) -> list[list[Turn]]:
+def turns_of_works(works: list[TileWork], sms: int) -> list[list[Turn]]:
     """Return each SM's tiles in order, of a simulated schedule."""
-    return [list(joined([(w.tile, piece) for w in works if w.sm == sm for piece in w.pieces])) for sm in range(sms)]
+    return [
+        list(join_pieces([(w.tile, piece) for w in works if w.sm == sm for piece in w.pieces])) for sm in range(sms)
+    ]
 
 
 @pytest.mark.full
@@ -104,12 +106,12 @@ def test_the_kernels_tiles_are_those_of_the_simulated_schedules(problem: tuple[i
     parts_m, parts_n, int4, int8, sms, ratio = problem
     costs = Costs(int4=1, int8=ratio)
     tiles = grid(128 * parts_m, 128 * parts_n, 128 * (int4 + int8), frozenset(range(int4, int4 + int8)))
-    assert emulated(INORDER, problem) == simulated(in_order(tiles, sms, costs), sms)
-    assert emulated(REMAP, problem) == simulated(remapped(tiles, sms, costs), sms)
+    assert emulate_schedule(INORDER, problem) == turns_of_works(in_order(tiles, sms, costs), sms)
+    assert emulate_schedule(REMAP, problem) == turns_of_works(remapped(tiles, sms, costs), sms)
     expected = (remapped if fills_no_round(tiles, sms, ratio) else decomposed)(tiles, sms, costs)
-    found = emulated(COMET, problem)
-    assert found == simulated(expected, sms)
-    assert longest(found, costs) == makespan(expected)
+    turns = emulate_schedule(COMET, problem)
+    assert turns == turns_of_works(expected, sms)
+    assert longest(turns, costs) == makespan(expected)
 
 
 def fills_no_round(tiles: list[Tile], sms: int, ratio: int) -> bool:
@@ -136,11 +138,11 @@ def test_stolen_pieces_are_those_of_the_simulated_schedule(problem: tuple[int, .
     cut = {work.tile for work in work_stealing(tiles, sms, costs) if len(work.pieces) < PIECES}
     if fills_no_round(tiles, sms, ratio):
         cut = set()
-    turns = emulated(STEAL, problem)
+    turns = emulate_schedule(STEAL, problem)
     pieces = Counter((tile, piece) for of_sm in turns for tile, numbers in of_sm for piece in numbers)
     assert pieces == Counter((tile, piece) for tile in tiles for piece in range(PIECES))
     makers: set[int] = set()
-    for sm, (of_sm, planned) in enumerate(zip(turns, simulated(remapped(tiles, sms, costs), sms), strict=True)):
+    for sm, (of_sm, planned) in enumerate(zip(turns, turns_of_works(remapped(tiles, sms, costs), sms), strict=True)):
         assigned = [tile for tile, _ in planned]
         whole = [tile for tile in assigned if tile not in cut]
         assert [tile for tile, _ in of_sm[: len(whole)]] == whole

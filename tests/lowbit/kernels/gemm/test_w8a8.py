@@ -108,7 +108,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     assert np.array_equal(y.view(bits), W8A8.expected(logical, {"OUT": variant})["y"].view(bits))
 
 
-def chosen(M: int, N: int, K: int) -> dict[str, int]:
+def chosen_constants(M: int, N: int, K: int) -> dict[str, int]:
     return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
 
 
@@ -117,12 +117,12 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     "config",
     sorted(
         {
-            tuple(chosen(M, layer.N, layer.K).items())
+            tuple(chosen_constants(M, layer.N, layer.K).items())
             for layer in LAYERS
             for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
         }
     ),
-    ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
+    ids=lambda config: "-".join(f"{name}{constant}" for name, constant in config),
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
     assert checks.compile_checked(W8A8, dict(config), {"M": 256, "N": 4096, "K": 4096}).warnings == ()
@@ -151,14 +151,15 @@ def test_the_chosen_tiles_are_near_the_best_of_the_sweep() -> None:
             constants = tuple(int(line[name]) for name in names)
             points[int(line["M"]), int(line["N"]), int(line["K"])][constants] = float(line["us"])
     losses = [
-        times[tuple(chosen(*point)[name] for name in names)] / min(times.values()) for point, times in points.items()
+        times[tuple(chosen_constants(*point)[name] for name in names)] / min(times.values())
+        for point, times in points.items()
     ]
     assert len(losses) >= 50
     assert math.exp(sum(map(math.log, losses)) / len(losses)) <= 1.02
     assert max(losses) <= 1.12
 
 
-def quantized(M: int, N: int, K: int) -> tuple[quant.QuantizedActivations, quant.Level1Weight]:
+def quantized_operands(M: int, N: int, K: int) -> tuple[quant.QuantizedActivations, quant.Level1Weight]:
     rng = np.random.default_rng(M)
     x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((N, K), np.float32)
     return quant.quantize_activations(x), quant.quantize_level1(w, 127)
@@ -172,10 +173,10 @@ def test_the_public_call(dtype: str, backend: str) -> None:
 
     A row's bits are those that it has alone.
     """
-    x, weight = quantized(5, 40, 64)
-    found = gemm_w8a8(pack_activations(x, "row_major"), weight, out_dtype=dtype, backend=backend)
+    x, weight = quantized_operands(5, 40, 64)
+    y = gemm_w8a8(pack_activations(x, "row_major"), weight, out_dtype=dtype, backend=backend)
     right = reference.gemm_epilogue(x.q.astype(np.int32) @ weight.q8.T, x.scale, weight.scale, None, dtype)
-    assert found.dtype.name == dtype and np.array_equal(found, right)
+    assert y.dtype.name == dtype and np.array_equal(y, right)
     one = quant.QuantizedActivations(x.q[2:3], x.scale[2:3], x.token_sum[2:3])
     out = np.zeros((1, 40), dtype)
     bias = np.ones(40, np.float32) if dtype == "float16" else None
@@ -184,28 +185,28 @@ def test_the_public_call(dtype: str, backend: str) -> None:
     assert np.array_equal(out, right)
 
 
-_X, _W = quantized(5, 40, 64)
+_X, _W = quantized_operands(5, 40, 64)
 TILES_OF_X = pack_activations(_X, "tiles", 8)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("change", "message"),
     [
         ({"weight": "w"}, r"gemm_w8a8: weight: must be a Level1Weight \(quant.quantize_level1\) \(got str\)"),
         ({"x": _X}, r"gemm_w8a8: x: must be row-major PackedActivations \(.*\) \(got QuantizedActivations\)"),
         ({"x": TILES_OF_X}, r"gemm_w8a8: x: must be row-major PackedActivations \(.*\) \(got tiles\)"),
-        ({"weight": quantized(1, 8, 96)[1]}, r"gemm_w8a8: x: K must be 96 as the weight's \(got 64\)"),
-        ({"weight": quantized(1, 12, 64)[1]}, r"gemm_w8a8: N % 8 == 0 \(got N=12\)"),
+        ({"weight": quantized_operands(1, 8, 96)[1]}, r"gemm_w8a8: x: K must be 96 as the weight's \(got 64\)"),
+        ({"weight": quantized_operands(1, 12, 64)[1]}, r"gemm_w8a8: N % 8 == 0 \(got N=12\)"),
         ({"out_dtype": "int8"}, r"gemm_w8a8: out_dtype: must be one of float16, .* \(got int8\)"),
         ({"out": np.zeros((5, 41), np.float16)}, r"gemm_w8a8: out: .*\[5, 40\].*\[5, 41\].*"),
         ({"bias": np.zeros(41, np.float32)}, r"gemm_w8a8: bias: .*\[40\].*\[41\].*"),
         ({"backend": "cpu"}, r"gemm_w8a8: backend: one of .*\(got cpu\); nearest: gpu"),
     ],
 )
-def test_bad_input_of_the_public_call(given: dict[str, Any], message: str) -> None:
+def test_bad_input_of_the_public_call(change: dict[str, Any], message: str) -> None:
     good = {"x": pack_activations(_X, "row_major"), "weight": _W, "backend": "emulator"}
     with pytest.raises(ArgumentError, match=f"^{message}$"):
-        gemm_w8a8(**{**good, **given})
+        gemm_w8a8(**{**good, **change})
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ def normal(*shape: int, dtype: str = "float16") -> np.ndarray:
     return RNG.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype])
 
 
-def packed(q: np.ndarray, scale: np.ndarray, token_sum: np.ndarray) -> PackedActivations:
+def pack_rows(q: np.ndarray, scale: np.ndarray, token_sum: np.ndarray) -> PackedActivations:
     return PackedActivations(layout="row_major", M=q.shape[0], K=q.shape[1], x_q=q, scale=scale, token_sum=token_sum)
 
 
 def tokens_of(M: int, H: int) -> PackedActivations:
     """Make tokens with bytes, scale and sum of their own."""
-    return packed(RNG.integers(-127, 128, (M, H), np.int8), RNG.random(M, np.float32), np.arange(M, dtype=np.int32))
+    return pack_rows(RNG.integers(-127, 128, (M, H), np.int8), RNG.random(M, np.float32), np.arange(M, dtype=np.int32))
 
 
 def check_rows(tokens: PackedActivations, routed: RoutedTokens, experts: int) -> None:
@@ -50,15 +50,15 @@ def check_rows(tokens: PackedActivations, routed: RoutedTokens, experts: int) ->
     assert routed.offsets.tolist() == np.cumsum([0, *map(len, rows)]).tolist()
     for row, (token, expert) in enumerate(in_order):
         assert routed.place[token, routed.chosen[token].tolist().index(expert)] == row
-    taken = [token for token, _ in in_order]
-    assert all(np.array_equal(getattr(routed.rows, part), getattr(tokens, part)[taken]) for part in PARTS)
+    tokens_of_rows = [token for token, _ in in_order]
+    assert all(np.array_equal(getattr(routed.rows, part), getattr(tokens, part)[tokens_of_rows]) for part in PARTS)
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int) -> dict[str, Any]:
+def problems(draw: st.DrawFn, most_tokens: int) -> dict[str, Any]:
     """Draw small integers, whose products add up exactly in any order, and often to equal scores."""
     E, k = draw(st.sampled_from(((1, 1), (5, 3), (8, 2), (40, 2), (64, 4))))  # each is compiled
-    M, H, extent = draw(st.integers(1, most)), 32 * draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    M, H, extent = draw(st.integers(1, most_tokens)), 32 * draw(st.integers(1, 3)), draw(st.integers(0, 3))
     rng, dtype = np.random.default_rng(draw(st.integers(0, 999))), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
     normed, router = (rng.integers(-extent, extent + 1, size).astype(dtype) for size in ((M, H), (E, H)))
     return {"normed": normed, "router": router, "k": k}
@@ -71,15 +71,15 @@ def check_routing(normed: np.ndarray, router: np.ndarray, k: int, backend: str) 
     order = [sorted(range(len(router)), key=lambda e, row=row: (-row[e], e))[:k] for row in logits]
     assert routed.chosen.tolist() == order
     softmax = np.exp(logits - logits.max(axis=1, keepdims=True))
-    kept = np.take_along_axis(softmax / softmax.sum(axis=1, keepdims=True), np.array(order), axis=1)
-    share = kept / kept.sum(axis=1, keepdims=True)
+    chosen_shares = np.take_along_axis(softmax / softmax.sum(axis=1, keepdims=True), np.array(order), axis=1)
+    share = chosen_shares / chosen_shares.sum(axis=1, keepdims=True)
     assert np.allclose(routed.share, share, rtol=2.0**-14, atol=1e-30)
     assert np.allclose(routed.share.sum(axis=1), 1, rtol=2.0**-21)
     check_rows(tokens, routed, len(router))
 
 
 @pytest.mark.full
-@given(problem=problems(most=12))
+@given(problem=problems(most_tokens=12))
 @settings(max_examples=25)
 def test_routing_of_any_problem(problem: dict[str, Any]) -> None:
     """The lower of two experts with equal logits comes first."""
@@ -87,7 +87,7 @@ def test_routing_of_any_problem(problem: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@given(problem=problems(most=1200))
+@given(problem=problems(most_tokens=1200))
 @settings(max_examples=200)
 def test_routing_of_any_problem_on_the_gpu(problem: dict[str, Any]) -> None:
     check_routing(**problem, backend="gpu")
@@ -119,14 +119,14 @@ def test_a_token_has_the_same_bits_in_any_batch(backend: str) -> None:
     M, H, E = 150, 96, 40
     tokens, normed, router = tokens_of(M, H), normal(M, H), normal(E, H)
     routed = ptxlab.route_tokens(tokens, normed, router, 2, backend=backend)
-    results = normal(2 * M, H)
-    hidden = ptxlab.combine_experts(results, routed, backend=backend)
+    expert_outputs = normal(2 * M, H)
+    hidden = ptxlab.combine_experts(expert_outputs, routed, backend=backend)
     for m in (0, 131, 132, 149):
-        one = packed(*(getattr(tokens, part)[m : m + 1] for part in PARTS))
+        one = pack_rows(*(getattr(tokens, part)[m : m + 1] for part in PARTS))
         alone = ptxlab.route_tokens(one, normed[m : m + 1], router, 2, backend=backend)
         assert np.array_equal(alone.chosen[0], routed.chosen[m])
         assert np.array_equal(alone.share.view(np.uint32)[0], routed.share.view(np.uint32)[m])
-        of_token = results[routed.place[m]][alone.place[0].argsort()]
+        of_token = expert_outputs[routed.place[m]][alone.place[0].argsort()]
         assert np.array_equal(ptxlab.combine_experts(of_token, alone, backend=backend)[0], hidden[m])
 
 
@@ -154,16 +154,16 @@ def test_results_are_added_in_the_order_of_the_choice(dtype: str, backend: str) 
     M, H, E, k = 7, 1120, 6, 3
     router = (normal(E, H) / np.float16(32)).astype(DTYPES[dtype])  # so that all shares are of some size
     routed = ptxlab.route_tokens(tokens_of(M, H), normal(M, H, dtype=dtype), router, k, backend=backend)
-    results = normal(M * k, H, dtype=dtype)
+    expert_outputs = normal(M * k, H, dtype=dtype)
     half, share = slice(H // 2), routed.share[:, :, None]
-    first_two = (results.astype(np.float32)[routed.place] * share)[:, :2, half].sum(axis=1)
-    results[routed.place[:, 2], half] = -first_two / share[:, 2]
+    first_two = (expert_outputs.astype(np.float32)[routed.place] * share)[:, :2, half].sum(axis=1)
+    expert_outputs[routed.place[:, 2], half] = -first_two / share[:, 2]
     out = np.empty((M, H), DTYPES[dtype])
-    assert ptxlab.combine_experts(results, routed, out=out, backend=backend) is out
-    wide = results.astype(np.float32)[routed.place] * share
+    assert ptxlab.combine_experts(expert_outputs, routed, out=out, backend=backend) is out
+    wide = expert_outputs.astype(np.float32)[routed.place] * share
     right = ((wide[:, 0] + wide[:, 1]) + wide[:, 2]).astype(DTYPES[dtype])
     assert np.array_equal(out.view(np.uint16), right.view(np.uint16))
-    exact = (results.astype(np.float64)[routed.place] * share).sum(axis=1)
+    exact = (expert_outputs.astype(np.float64)[routed.place] * share).sum(axis=1)
     assert np.allclose(out.astype(np.float64), exact, rtol=2.0**-8, atol=2.0**-16)
 
 
@@ -172,8 +172,8 @@ def test_the_references_are_what_they_say() -> None:
     assert chosen.tolist() == [[1, 2], [3, 0]] and np.allclose(share, [[0.5, 0.5], [0.75, 0.25]])
     offsets, place = reference.rows_by_expert(chosen, 4)
     assert offsets.tolist() == [0, 1, 2, 3, 4] and place.tolist() == [[1, 2], [3, 0]]
-    results = np.array([[8.0], [2.0], [4.0], [16.0]], np.float32)
-    assert np.allclose(reference.combined(results, place, share), [[3.0], [14.0]])
+    expert_outputs = np.array([[8.0], [2.0], [4.0], [16.0]], np.float32)
+    assert np.allclose(reference.combine_expert_rows(expert_outputs, place, share), [[3.0], [14.0]])
 
 
 # --- the calls -------------------------------------------------------------------------------------------------------
@@ -199,18 +199,18 @@ def routed_on_host() -> RoutedTokens:
 
 
 def test_into_given_arrays() -> None:
-    out, known = routed_on_host(), routed_on_host()
+    out, expected = routed_on_host(), routed_on_host()
     for array in out.arrays.values():
         array[...] = 0
     assert ptxlab.route_tokens(TOKENS, NORMED, ROUTER, 2, out=out, backend="emulator") is out
-    assert all(np.array_equal(array, known.arrays[name]) for name, array in out.arrays.items())
+    assert all(np.array_equal(array, expected.arrays[name]) for name, array in out.arrays.items())
 
 
 FRAGMENTS = layout.pack_activations(quant.quantize_activations(NORMED.astype(np.float32)), "fragment")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("change", "message"),
     [
         ({"tokens": NORMED}, r"route_tokens: tokens: must be row-major PackedActivations \(got ndarray\)"),
         ({"tokens": FRAGMENTS}, r"\(got fragment\)"),
@@ -231,9 +231,9 @@ FRAGMENTS = layout.pack_activations(quant.quantize_activations(NORMED.astype(np.
         ({"backend": "cpu"}, r"backend: one of gpu, emulator \(got cpu\)"),
     ],
 )
-def test_bad_input_to_the_router_is_refused(given: dict[str, Any], message: str) -> None:
-    given = {name: value() if value is routed_on_host else value for name, value in given.items()}
-    arguments = {"tokens": TOKENS, "normed": NORMED, "router": ROUTER, "k": 2, "backend": "emulator", **given}
+def test_bad_input_to_the_router_is_refused(change: dict[str, Any], message: str) -> None:
+    change = {name: argument() if argument is routed_on_host else argument for name, argument in change.items()}
+    arguments = {"tokens": TOKENS, "normed": NORMED, "router": ROUTER, "k": 2, "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message):
         ptxlab.route_tokens(**arguments)
 
@@ -254,7 +254,7 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("change", "message"),
     [
         ({"results": np.ones((5, 64), np.float16)}, r"results: must be a matrix \[6, H\] \(got shape \[5, 64\]\)"),
         ({"results": np.ones((6, 32800), np.float16)}, r"combine_experts: 1 <= H <= 32768 \(got H=32800\)"),
@@ -267,8 +267,8 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
         ({"results": RESULTS, "out": RESULTS[3:]}, r"combine_experts: out: must not share memory with results"),
     ],
 )
-def test_bad_input_to_the_sum_is_refused(given: dict[str, Any], message: str) -> None:
-    arguments = {"results": np.ones((6, 64), np.float16), "routed": routed_on_host(), "backend": "emulator", **given}
+def test_bad_input_to_the_sum_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"results": np.ones((6, 64), np.float16), "routed": routed_on_host(), "backend": "emulator", **change}
     with pytest.raises(ArgumentError, match=message):
         ptxlab.combine_experts(**arguments)
 
@@ -292,27 +292,27 @@ def test_device_arrays(fake: FakeGpu) -> None:
 
     A repeated call allocates nothing but results.
     """
-    there = packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
-    normed, router, results = DeviceArray(NORMED), DeviceArray(ROUTER), normal(6, 64)
-    routed, known = ptxlab.route_tokens(there, normed, router, 2, programmatic=True), routed_on_host()
-    assert all(np.array_equal(array.host, known.arrays[name]) for name, array in routed.arrays.items())
-    hidden = ptxlab.combine_experts(DeviceArray(results), routed)
-    assert np.array_equal(hidden.host, ptxlab.combine_experts(results, known, backend="emulator"))
+    on_device = pack_rows(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
+    normed, router, expert_outputs = DeviceArray(NORMED), DeviceArray(ROUTER), normal(6, 64)
+    routed, on_host = ptxlab.route_tokens(on_device, normed, router, 2, programmatic=True), routed_on_host()
+    assert all(np.array_equal(array.host, on_host.arrays[name]) for name, array in routed.arrays.items())
+    hidden = ptxlab.combine_experts(DeviceArray(expert_outputs), routed)
+    assert np.array_equal(hidden.host, ptxlab.combine_experts(expert_outputs, on_host, backend="emulator"))
     assert [name for name, _ in fake.launched] == ["choose_experts", "gather_tokens", "combine_experts"]
     assert [geometry.programmatic for geometry in fake.geometries] == [True, True, False]
 
     fake.capturing, allocations = True, fake.allocations
-    assert ptxlab.route_tokens(there, normed, router, 2, out=routed, programmatic=True) is routed
-    assert ptxlab.combine_experts(DeviceArray(results), routed, out=hidden) is hidden
+    assert ptxlab.route_tokens(on_device, normed, router, 2, out=routed, programmatic=True) is routed
+    assert ptxlab.combine_experts(DeviceArray(expert_outputs), routed, out=hidden) is hidden
     assert fake.allocations == allocations
     with pytest.raises(ArgumentError, match=r"route_tokens: out.chosen: must be given in a capture"):
-        ptxlab.route_tokens(there, normed, router, 2, programmatic=True)
+        ptxlab.route_tokens(on_device, normed, router, 2, programmatic=True)
     with pytest.raises(ArgumentError, match=r"combine_experts: out: must be given in a capture"):
-        ptxlab.combine_experts(DeviceArray(results), routed)
+        ptxlab.combine_experts(DeviceArray(expert_outputs), routed)
 
 
 def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
-    fake.arch, tokens = 75, packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
+    fake.arch, tokens = 75, pack_rows(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
     with pytest.raises(UnavailableError, match="route_tokens: choose_experts: it runs on sm_80, and this is sm_75"):
         ptxlab.route_tokens(tokens, DeviceArray(NORMED), DeviceArray(ROUTER), 2)
 
@@ -330,8 +330,8 @@ EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spe
 def test_every_bit(spec: Any, sizes: dict[str, int]) -> None:
     """The kernel runs at all of the spec's sizes, on poisoned memory, with all checks."""
     (source,) = registry.find(spec.name)[1]
-    found = verify(Job(spec, source, "emulator", sizes))
-    assert found.passed, found.detail
+    verdict = verify(Job(spec, source, "emulator", sizes))
+    assert verdict.passed, verdict.detail
 
 
 SYNCHRONISED = {  # several tokens of a block, several parts of a warp
@@ -357,9 +357,9 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
         ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check()
-    found = sync_mutants.statements_by_place(kernel)
-    assert found
-    for (opcode, place), copies in found.items():
+    statements = sync_mutants.statements_by_place(kernel)
+    assert statements
+    for (opcode, place), copies in statements.items():
         with monkeypatch.context() as patch:
             assert sync_mutants.diagnosis(sync_mutants.apply_change(kernel, copies), check, patch), (
                 f"{opcode} of {place}"
@@ -395,16 +395,16 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int) -> None:
 
     H, E = 4096, 8
     x, gamma, router = (cupy.asarray(normal(*shape)) for shape in ((M, H), (H,), (E, H)))
-    normed, hidden, results = cupy.zeros_like(x), cupy.zeros_like(x), cupy.zeros((2 * M, H), cupy.float16)
+    normed, hidden, expert_outputs = cupy.zeros_like(x), cupy.zeros_like(x), cupy.zeros((2 * M, H), cupy.float16)
     tokens = ptxlab.rmsnorm_quantize(x, gamma, normed=normed)
     routed = ptxlab.route_tokens(tokens, normed, router, 2)
-    results[...] = cupy.asarray(normal(2 * M, H))
+    expert_outputs[...] = cupy.asarray(normal(2 * M, H))
 
     def chain(programmatic: bool) -> None:
         how: dict[str, Any] = {"programmatic": programmatic}
         for read in (x, *[hidden] * 8):
             ptxlab.rmsnorm_quantize(read, gamma, normed=normed, out=tokens, **how)
             ptxlab.route_tokens(tokens, normed, router, 2, out=routed, **how)
-            ptxlab.combine_experts(results, routed, out=hidden, **how)
+            ptxlab.combine_experts(expert_outputs, routed, out=hidden, **how)
 
     chains.assert_same_bits_as_plain(chain, (hidden, normed, *routed.arrays.values()))

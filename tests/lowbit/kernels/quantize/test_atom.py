@@ -50,11 +50,11 @@ def wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def same(found: AtomActivations, rows: quant.AtomRows) -> bool:
+def have_equal_bits(actual: AtomActivations, rows: quant.AtomRows) -> bool:
     """Tell whether every bit is equal, those of the padding included."""
-    wanted = layout.pack_atom_activations(rows, found.layout).arrays
+    expected = layout.pack_atom_activations(rows, actual.layout).arrays
     return all(
-        np.array_equal(array.view(np.uint8), wanted[name].view(np.uint8)) for name, array in found.arrays.items()
+        np.array_equal(array.view(np.uint8), expected[name].view(np.uint8)) for name, array in actual.arrays.items()
     )
 
 
@@ -89,7 +89,7 @@ def rows_of(y: np.ndarray, place: np.ndarray, *, outliers: int, group: int, clip
 
 
 def check(backend: str, x: np.ndarray, place: np.ndarray, **how: Any) -> None:
-    assert same(ptxlab.reorder_quantize(x, place, backend=backend, **how), rows_of(wide(x), place, **how))
+    assert have_equal_bits(ptxlab.reorder_quantize(x, place, backend=backend, **how), rows_of(wide(x), place, **how))
 
 
 @pytest.mark.full
@@ -110,14 +110,14 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
 def check_norm(backend: str, x: np.ndarray, residual: np.ndarray | None, place: np.ndarray, **how: Any) -> None:
     """Assert that y has the bits of `normalize_rows`, in any order, and so have the integers made of it."""
     gamma = np.random.default_rng(1).uniform(-2, 2, x.shape[1]).astype(x.dtype)
-    written, kept = np.empty_like(x), None if residual is None else residual.copy()
-    more = {"residual": kept, "normed": written, "eps": EPS, "backend": backend}
-    found = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **more, **how)
+    written, new_residual = np.empty_like(x), None if residual is None else residual.copy()
+    arguments = {"residual": new_residual, "normed": written, "eps": EPS, "backend": backend}
+    activations = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **arguments, **how)
     v = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)
-    assert kept is None or np.array_equal(kept.view(np.uint16), v.view(np.uint16))
+    assert new_residual is None or np.array_equal(new_residual.view(np.uint16), v.view(np.uint16))
     y = normalize_rows(wide(v), wide(gamma), EPS)
     assert np.array_equal(written.view(np.uint16), y.astype(x.dtype).view(np.uint16))
-    assert same(found, rows_of(y, place, **how))
+    assert have_equal_bits(activations, rows_of(y, place, **how))
 
 
 @pytest.mark.full
@@ -134,13 +134,13 @@ def test_every_bit_of_a_normed_row(problem: dict[str, Any], added: bool) -> None
 def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None:
     sizes = {"M": 2, "K": 128, "outliers": 128, "g": 128, "pairs": pairs, "code": 0, "clip": 0.9}
     logical = REORDER.example(RNG, **sizes)
-    given = {"x": logical["x"].astype(np.float16), "place": logical["place"]}
-    out = by_name.run("reorder_quantize", backend=backend, **given, **sizes).outputs
+    inputs = {"x": logical["x"].astype(np.float16), "place": logical["place"]}
+    out = by_name.run("reorder_quantize", backend=backend, **inputs, **sizes).outputs
     assert out["x_q"].dtype == (np.uint8 if pairs else np.int8)
     ptxlab.runtime.verify.compare(REORDER, out, logical, REORDER.config_for(sizes))
     wrong = {"x_q": out["x_q"].view(np.int8 if pairs else np.uint8)}
     with pytest.raises(ArgumentError, match="reorder_quantize: x_q: dtype "):
-        by_name.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
+        by_name.run("reorder_quantize", backend=backend, out=wrong, **inputs, **sizes)
 
 
 @pytest.mark.default_cases("bytes-gelu_tanh-emulator")
@@ -153,8 +153,8 @@ def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> Non
     place = quant.channel_places(RNG.permutation(512))
     how: dict[str, Any] = {"outliers": 64, "group": 64, "layout": order, "clip": 0.9, "rules": quant.ATOM_PAPER}
     both = np.concatenate([gate, up], axis=1)
-    found = ptxlab.silu_mul_reorder_quantize(both, place, activation=activation, backend=backend, **how)
-    assert same(found, rows_of(wide(gate) * wide(up), place, **how))
+    activations = ptxlab.silu_mul_reorder_quantize(both, place, activation=activation, backend=backend, **how)
+    assert have_equal_bits(activations, rows_of(wide(gate) * wide(up), place, **how))
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
     gate_up = (wide(normal(6, 1280)) * np.geomspace(0.01, 40, 6, dtype=np.float32)[:, None]).astype(np.float16)
     logical = {"gate_up": wide(gate_up), "place": quant.channel_places(RNG.permutation(640)), "activation": code}
     how = {"outliers": 128, "g": 128, "code": code, "clip": 0.9}
-    found = {}
+    outputs = {}
     for pairs in (0, 1):
         sizes = {"M": 6, "K": 512, "pairs": pairs, "activation": code, **how}
         config = SILU_MUL_REORDER.config_for(sizes)
@@ -173,10 +173,10 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
         (source,) = registry.find(SILU_MUL_REORDER.name)[1]
         outcome = run_spec(SILU_MUL_REORDER, source, inputs, sizes=sizes, backend=backend, config=config)
         ptxlab.runtime.verify.compare(SILU_MUL_REORDER, outcome.outputs, {**logical, **how, "pairs": pairs}, config)
-        found[pairs] = outcome.outputs
-    assert np.array_equal(layout.unpack_pairs(found[1]["x_q"]), found[0]["x_q"][:, :512])
-    assert np.array_equal(found[1]["x8"], found[0]["x_q"][:, 512:])
-    assert np.array_equal(found[1]["x_scale"], found[0]["x_scale"])
+        outputs[pairs] = outcome.outputs
+    assert np.array_equal(layout.unpack_pairs(outputs[1]["x_q"]), outputs[0]["x_q"][:, :512])
+    assert np.array_equal(outputs[1]["x8"], outputs[0]["x_q"][:, 512:])
+    assert np.array_equal(outputs[1]["x_scale"], outputs[0]["x_scale"])
 
 
 def test_a_gate_may_be_off_only_near_ties() -> None:
@@ -248,9 +248,13 @@ def test_by_hand() -> None:
     x = np.zeros((1, 256), np.float32)
     x[0, :4] = 1000, 7.5, -7.5, 3.0
     place = np.r_[128, np.arange(0, 127), np.arange(129, 256), 127].astype(np.int16)
-    found = ptxlab.reorder_quantize(x, place, clip=1, backend="emulator")
-    assert found.x[0, 128] == 127 and found.scale[0, 1] == np.float16(1000 / 127.5)
-    assert found.scale[0, 0] == 1 and found.x[0, :3].tolist() == [7, -8, 3] and (found.scale[0, 2:] == 1).all()
+    activations = ptxlab.reorder_quantize(x, place, clip=1, backend="emulator")
+    assert activations.x[0, 128] == 127 and activations.scale[0, 1] == np.float16(1000 / 127.5)
+    assert (
+        activations.scale[0, 0] == 1
+        and activations.x[0, :3].tolist() == [7, -8, 3]
+        and (activations.scale[0, 2:] == 1).all()
+    )
 
 
 @on_every_backend
@@ -263,8 +267,8 @@ def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
     x = np.zeros((1, 128), np.float32)
     x[0, :6] = 0.5, 1.5, 2.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), rules.steps(4)
     how: dict[str, Any] = {"outliers": 0, "clip": 1, "rules": rules, "backend": backend}
-    found = ptxlab.reorder_quantize(x, np.arange(128, dtype=np.int16), **how)
-    assert found.x[0, :6].tolist() == [*ties, 7] and found.scale[0, 0] == 1
+    activations = ptxlab.reorder_quantize(x, np.arange(128, dtype=np.int16), **how)
+    assert activations.x[0, :6].tolist() == [*ties, 7] and activations.scale[0, 0] == 1
 
 
 def test_places_that_there_are_not_write_nowhere() -> None:
@@ -272,8 +276,8 @@ def test_places_that_there_are_not_write_nowhere() -> None:
     place = np.arange(256, dtype=np.int16)
     place[:3] = -1, 256, 32767
     sizes = {"K": 192, "outliers": 64, "g": 64, "pairs": 0, "code": 0, "clip": 1.0}
-    found = ptxlab.run("reorder_quantize", x=X, place=place, unchecked=True, backend="emulator", **sizes).outputs
-    assert (found["x_q"][:, 64:192] == 7).all() and (found["x_q"][:, 192:] == 127).all()
+    outputs = ptxlab.run("reorder_quantize", x=X, place=place, unchecked=True, backend="emulator", **sizes).outputs
+    assert (outputs["x_q"][:, 64:192] == 7).all() and (outputs["x_q"][:, 192:] == 127).all()
 
 
 @on_every_backend
@@ -285,10 +289,10 @@ def test_groups_that_no_host_lets_through(backend: str) -> None:
     config = {**REORDER.config_for(sizes), "IN": 2}
     inputs = {"x": x, "place": np.arange(384, dtype=np.int16)}
     source = registry.find(REORDER.name)[1][0]
-    found = run_spec(REORDER, source, inputs, sizes=sizes, backend=backend, config=config).outputs
-    bad = ~np.isfinite(found["x_scale"][:, :3])
+    outputs = run_spec(REORDER, source, inputs, sizes=sizes, backend=backend, config=config).outputs
+    bad = ~np.isfinite(outputs["x_scale"][:, :3])
     assert bad.tolist() == [[i == 0, i == 1, i == 2] if i < 3 else [i == 3, False, False] for i in range(5)]
-    assert (found["x_scale"][4] == 1).all() and not found["x_q"][4].any()
+    assert (outputs["x_scale"][4] == 1).all() and not outputs["x_q"][4].any()
     with pytest.raises(ArgumentError, match=r"group's largest magnitude over 7.5 must be an FP16 number .*1e\+06 in"):
         ptxlab.reorder_quantize(x[3:4], inputs["place"], clip=1, backend="emulator")
 
@@ -321,26 +325,27 @@ def test_what_follows_is_the_product() -> None:
         tokens = ptxlab.rmsnorm_reorder_quantize(
             x, gamma, quant.channel_places(order), outliers=64, group=64, layout=layout_of_x, backend="emulator"
         )
-        found = ptxlab.gemm_w4a4(tokens, ptxlab.pack_atom(rows, name), out_dtype="float32", backend="emulator")
+        product = ptxlab.gemm_w4a4(tokens, ptxlab.pack_atom(rows, name), out_dtype="float32", backend="emulator")
         right = y @ w.T
-        assert np.linalg.norm(found - right) < 0.15 * np.linalg.norm(right)
+        assert np.linalg.norm(product - right) < 0.15 * np.linalg.norm(right)
 
 
 # --- COMET's blocks --------------------------------------------------------------------------------------------------
 
 
-def same_blocks(found: BlockActivations, y: np.ndarray, place: np.ndarray, int8: int) -> bool:
+def have_equal_block_bits(actual: BlockActivations, y: np.ndarray, place: np.ndarray, int8: int) -> bool:
     """Tell whether every bit is that of the quantiser on the host, those of the padding included."""
-    wanted = layout.pack_block_activations(quant.quantize_blocks(y[:, np.argsort(place)], int8), found.layout)
-    assert (found.M, found.K4, found.K8) == (wanted.M, wanted.K4, wanted.K8)
-    return found.arrays.keys() == wanted.arrays.keys() and all(
-        np.array_equal(array.view(np.uint8), wanted.arrays[name].view(np.uint8)) for name, array in found.arrays.items()
+    expected = layout.pack_block_activations(quant.quantize_blocks(y[:, np.argsort(place)], int8), actual.layout)
+    assert (actual.M, actual.K4, actual.K8) == (expected.M, expected.K4, expected.K8)
+    return actual.arrays.keys() == expected.arrays.keys() and all(
+        np.array_equal(array.view(np.uint8), expected.arrays[name].view(np.uint8))
+        for name, array in actual.arrays.items()
     )
 
 
 @st.composite
-def block_problems(draw: st.DrawFn, most: int, names: tuple[str, ...]) -> dict[str, Any]:
-    blocks = draw(st.integers(1, most))
+def block_problems(draw: st.DrawFn, most_blocks: int, names: tuple[str, ...]) -> dict[str, Any]:
+    blocks = draw(st.integers(1, most_blocks))
     order = np.random.default_rng(draw(st.integers(0, 99))).permutation(blocks * 128)
     x = draw(floats(dtype := DTYPES[draw(st.sampled_from(names))], (draw(st.integers(1, 4)), blocks * 128)))
     tame = np.ldexp(np.frexp(wide(x))[0], draw(st.integers(-30, 10))).astype(dtype)  # whose scales FP16 has
@@ -353,8 +358,8 @@ def block_problems(draw: st.DrawFn, most: int, names: tuple[str, ...]) -> dict[s
 
 
 def check_blocks(backend: str, x: np.ndarray, place: np.ndarray, int8: int, layout: str) -> None:
-    found = ptxlab.reorder_quantize(x, place, int8=int8, layout=layout, backend=backend)
-    assert same_blocks(found, wide(x), place, int8)
+    activations = ptxlab.reorder_quantize(x, place, int8=int8, layout=layout, backend=backend)
+    assert have_equal_block_bits(activations, wide(x), place, int8)
 
 
 @pytest.mark.full
@@ -384,12 +389,12 @@ def test_normed_and_gated_blocks(blocks: int, int8: int, order: str, backend: st
     place = quant.channel_places(np.random.default_rng(0).permutation(blocks * 128))
     x, gamma = normal(2, blocks * 128), normal(blocks * 128)
     how: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}
-    found = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, eps=EPS, **how)
-    assert same_blocks(found, normalize_rows(wide(x), wide(gamma), EPS), place, int8)
+    activations = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, eps=EPS, **how)
+    assert have_equal_block_bits(activations, normalize_rows(wide(x), wide(gamma), EPS), place, int8)
     gate = (20 + np.abs(wide(x))).astype(np.float16)
     up = normal(*x.shape)
-    found = ptxlab.silu_mul_reorder_quantize(np.concatenate([gate, up], axis=1), place, **how)
-    assert same_blocks(found, wide(gate) * wide(up), place, int8)
+    activations = ptxlab.silu_mul_reorder_quantize(np.concatenate([gate, up], axis=1), place, **how)
+    assert have_equal_block_bits(activations, wide(gate) * wide(up), place, int8)
 
 
 @on_every_backend
@@ -397,10 +402,10 @@ def test_a_block_by_hand(backend: str) -> None:
     """Scales are max / 7 and max / 127; of a pair the second is high; ties go to even; every INT8 block has a scale."""
     x = np.zeros((1, 384), np.float32)
     x[0, [0, 1, 2, 3]], x[0, [128, 129]], x[0, 256] = (7, -2.5, 3.5, 1), (127, -1), 12.7
-    found = ptxlab.reorder_quantize(x, np.arange(384, dtype=np.int16), int8=2, backend=backend)
-    assert found.x[0, :2].tolist() == [0xE7, 0x14] and found.x.shape == (1, 64 + 256)
-    assert found.x[0, 64:66].tolist() == [127, 255] and found.x[0, 192] == 127
-    assert found.scale[0].tolist() == [1, 1, np.float16(0.1), 1, 1, 1, 1, 1]
+    activations = ptxlab.reorder_quantize(x, np.arange(384, dtype=np.int16), int8=2, backend=backend)
+    assert activations.x[0, :2].tolist() == [0xE7, 0x14] and activations.x.shape == (1, 64 + 256)
+    assert activations.x[0, 64:66].tolist() == [127, 255] and activations.x[0, 192] == 127
+    assert activations.scale[0].tolist() == [1, 1, np.float16(0.1), 1, 1, 1, 1, 1]
 
 
 @pytest.mark.full
@@ -414,10 +419,10 @@ def test_two_launches_from_floats_to_comets_product(backend: str) -> None:
     for weights, activations in layout.BLOCK_ORDERS.items():
         tokens = ptxlab.reorder_quantize(x, quant.channel_places(order), int8=1, layout=activations, backend=backend)
         weight = ptxlab.pack_block_weight(rows, 1, weights)
-        found = ptxlab.gemm_w4ax(tokens, weight, out_dtype="float32", backend=backend)
-        assert np.array_equal(found, gemm_blocks(rows, quant.quantize_blocks(wide(x)[:, order], 1)))
+        y = ptxlab.gemm_w4ax(tokens, weight, out_dtype="float32", backend=backend)
+        assert np.array_equal(y, gemm_blocks(rows, quant.quantize_blocks(wide(x)[:, order], 1)))
         right = wide(x) @ w.T
-        assert np.linalg.norm(found - right) < 0.2 * np.linalg.norm(right)
+        assert np.linalg.norm(y - right) < 0.2 * np.linalg.norm(right)
 
 
 @pytest.mark.full
@@ -425,7 +430,7 @@ def test_blocks_into_given_arrays_and_of_no_tokens() -> None:
     x, place = normal(3, 256), PLACE
     out = ptxlab.reorder_quantize(np.ones_like(x), place, int8=1, backend="emulator")
     assert ptxlab.reorder_quantize(x, place, int8=1, out=out, backend="emulator") is out
-    assert same_blocks(out, wide(x), place, 1)
+    assert have_equal_block_bits(out, wide(x), place, 1)
     empty = ptxlab.reorder_quantize(x[:0], place, int8=1, backend="emulator")
     assert (empty.M, empty.K4, empty.K8, empty.layout) == (0, 128, 128, "joined")
 
@@ -466,12 +471,15 @@ def test_results_of_the_other_kind_are_refused() -> None:
 
 def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
     x, place = DeviceArray(normal(3, 256)), DeviceArray(PLACE)
-    found = ptxlab.reorder_quantize(x, place, int8=1, programmatic=True)
-    arrays = {name: array.host for name, array in found.arrays.items()}
-    assert same_blocks(replace(found, **arrays), wide(x.host), PLACE, 1) and fake.geometries[0].programmatic
+    activations = ptxlab.reorder_quantize(x, place, int8=1, programmatic=True)
+    arrays = {name: array.host for name, array in activations.arrays.items()}
+    assert (
+        have_equal_block_bits(replace(activations, **arrays), wide(x.host), PLACE, 1)
+        and fake.geometries[0].programmatic
+    )
     loads, allocations = fake.loads, fake.allocations
     fake.capturing = True
-    assert ptxlab.reorder_quantize(x, place, int8=1, out=found, programmatic=True) is found
+    assert ptxlab.reorder_quantize(x, place, int8=1, out=activations, programmatic=True) is activations
     assert (fake.loads, fake.allocations) == (loads, allocations)
 
 
@@ -512,11 +520,11 @@ def test_into_given_arrays_and_of_no_tokens() -> None:
 def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(wide(normal(3, 256))).bfloat16()
-    found = ptxlab.reorder_quantize(x, torch.from_numpy(PLACE), layout="pairs", backend="emulator", **HOW)
-    assert found.x.dtype == torch.uint8 and found.scale.dtype == torch.float16
+    activations = ptxlab.reorder_quantize(x, torch.from_numpy(PLACE), layout="pairs", backend="emulator", **HOW)
+    assert activations.x.dtype == torch.uint8 and activations.scale.dtype == torch.float16
     rows = rows_of(x.float().numpy(), PLACE, **HOW, clip=0.9, rules=quant.ATOM_PAPER)
-    arrays = {name: array.numpy() for name, array in found.arrays.items()}
-    assert same(replace(found, **arrays), rows)
+    arrays = {name: array.numpy() for name, array in activations.arrays.items()}
+    assert have_equal_bits(replace(activations, **arrays), rows)
 
 
 X, NAN, TWICE = np.ones((2, 256), np.float16), np.ones((2, 256), np.float16), PLACE.copy()
@@ -574,13 +582,15 @@ def test_the_others_refuse_what_they_share() -> None:
 
 def test_device_arrays(fake: FakeGpu) -> None:
     x, place = DeviceArray(normal(3, 256)), DeviceArray(PLACE)
-    found = ptxlab.reorder_quantize(x, place, programmatic=True, **HOW)
-    arrays = {name: array.host for name, array in found.arrays.items()}
-    assert same(replace(found, **arrays), rows_of(wide(x.host), PLACE, **HOW, clip=0.9, rules=quant.ATOM_PAPER))
+    activations = ptxlab.reorder_quantize(x, place, programmatic=True, **HOW)
+    arrays = {name: array.host for name, array in activations.arrays.items()}
+    assert have_equal_bits(
+        replace(activations, **arrays), rows_of(wide(x.host), PLACE, **HOW, clip=0.9, rules=quant.ATOM_PAPER)
+    )
     assert fake.geometries[0].programmatic
     loads, allocations = fake.loads, fake.allocations
     fake.capturing = True
-    assert ptxlab.reorder_quantize(x, place, out=found, programmatic=True, **HOW) is found
+    assert ptxlab.reorder_quantize(x, place, out=activations, programmatic=True, **HOW) is activations
     assert (fake.loads, fake.allocations) == (loads, allocations)
     with pytest.raises(ArgumentError, match=r"reorder_quantize: out: must be given in a capture"):
         ptxlab.reorder_quantize(x, place, **HOW)

@@ -43,10 +43,10 @@ def tokens_of(packed: layout.PackedActivations) -> quant.QuantizedActivations:
 
     Sums are those of the integers written, and the largest magnitude of a row is 127.
     """
-    found = layout.unpack_activations(packed)
-    assert np.array_equal(found.token_sum, found.q.sum(axis=1, dtype=np.int32))
-    assert (np.isin(np.abs(found.q.astype(np.int32)).max(axis=1), (0, 127))).all()
-    return found
+    activations = layout.unpack_activations(packed)
+    assert np.array_equal(activations.token_sum, activations.q.sum(axis=1, dtype=np.int32))
+    assert (np.isin(np.abs(activations.q.astype(np.int32)).max(axis=1), (0, 127))).all()
+    return activations
 
 
 def same(a: quant.QuantizedActivations, b: quant.QuantizedActivations) -> bool:
@@ -55,18 +55,18 @@ def same(a: quant.QuantizedActivations, b: quant.QuantizedActivations) -> bool:
     return scales and np.array_equal(a.q, b.q) and np.array_equal(a.token_sum, b.token_sum)
 
 
-def near(found: quant.QuantizedActivations, y: np.ndarray, relative: Any) -> None:
+def assert_near_float64(actual: quant.QuantizedActivations, y: np.ndarray, relative: Any) -> None:
     """Assert that integers are the INT8 of y f64, which the kernel knows to a `relative` error.
 
     They are at most a step off, and only if a tie is that near.
     """
     scale = np.abs(y).max(axis=1) / 127
     of_scale = np.max(relative * np.abs(y) / np.abs(y).max(axis=1, keepdims=True), axis=1) + 2.0**-23
-    assert (np.abs(found.scale - scale) <= of_scale * scale).all()
+    assert (np.abs(actual.scale - scale) <= of_scale * scale).all()
     quotient = y / scale[:, None]
     off = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23)
     tie = np.abs(np.abs(quotient) % 1 - 0.5) <= off
-    assert (np.abs(found.q - np.rint(quotient)) <= tie).all()
+    assert (np.abs(actual.q - np.rint(quotient)) <= tie).all()
 
 
 @st.composite
@@ -88,18 +88,18 @@ def problems(draw: st.DrawFn, chunks: int) -> dict[str, Any]:
 
 def check_norm(backend: str, x: np.ndarray, gamma: np.ndarray, residual: np.ndarray | None, **how: Any) -> None:
     """Assert that the kernel's bits are those of `normalize_rows`, and that these are near the f64 reference."""
-    normed, kept = np.empty_like(x), None if residual is None else residual.copy()
-    packed = ptxlab.rmsnorm_quantize(x, gamma, residual=kept, eps=EPS, normed=normed, backend=backend, **how)
+    normed, new_residual = np.empty_like(x), None if residual is None else residual.copy()
+    packed = ptxlab.rmsnorm_quantize(x, gamma, residual=new_residual, eps=EPS, normed=normed, backend=backend, **how)
     v = x if residual is None else (wide(x) + wide(residual)).astype(x.dtype)
-    assert kept is None or np.array_equal(kept.view(np.uint16), v.view(np.uint16))
+    assert new_residual is None or np.array_equal(new_residual.view(np.uint16), v.view(np.uint16))
     y = normalize_rows(wide(v), wide(gamma), EPS)
-    found = tokens_of(packed)
-    assert same(found, quant.quantize_activations(y))
+    activations = tokens_of(packed)
+    assert same(activations, quant.quantize_activations(y))
     assert np.array_equal(normed.view(np.uint16), y.astype(x.dtype).view(np.uint16))
     right = reference.rms_norm(wide(v), wide(gamma), EPS)
     assert (np.abs(y - right) <= 2.0**-19 * np.abs(right) + 2.0**-130).all()  # some 30 additions, halved by the root
     if np.abs(right).max(axis=1).min() > 0:
-        near(found, right, 2.0**-19)
+        assert_near_float64(activations, right, 2.0**-19)
 
 
 @pytest.mark.full
@@ -137,10 +137,10 @@ def test_a_row_is_of_as_many_blocks_as_its_width_takes() -> None:
 
 
 def check_gate(backend: str, gate_up: np.ndarray, activation: str, **how: Any) -> None:
-    found = tokens_of(ptxlab.silu_mul_quantize(gate_up, activation=activation, backend=backend, **how))
+    activations = tokens_of(ptxlab.silu_mul_quantize(gate_up, activation=activation, backend=backend, **how))
     x = wide(gate_up)
     turns = np.maximum(reference.exponent(x[:, : x.shape[1] // 2].astype(np.float64), activation), 0)
-    near(found, reference.gated(x, activation), 2.0**-20 + 2.0**-22 * turns)
+    assert_near_float64(activations, reference.apply_gate(x, activation), 2.0**-20 + 2.0**-22 * turns)
 
 
 @pytest.mark.default_cases("row_major-None-silu-float16-emulator")
@@ -168,12 +168,12 @@ def test_the_references_are_what_they_say() -> None:
     g, up = np.linspace(-6, 6, 25), np.linspace(1, 2, 25)
     both = np.concatenate([g, up])
     tanh = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-    assert np.allclose(reference.gated(both, "gelu_tanh"), tanh * up, rtol=1e-12)
-    assert np.allclose(reference.gated(both), g / (1 + np.exp(-g)) * up, rtol=1e-12)
+    assert np.allclose(reference.apply_gate(both, "gelu_tanh"), tanh * up, rtol=1e-12)
+    assert np.allclose(reference.apply_gate(both), g / (1 + np.exp(-g)) * up, rtol=1e-12)
     x = np.array([[3.0, -4.0]])
     assert np.allclose(reference.rms_norm(x, np.array([1.0, 2.0]), 0.5), [[3 / np.sqrt(13), -8 / np.sqrt(13)]])
     with pytest.raises(ValueError, match="activation: one of silu, gelu_tanh"):
-        reference.gated(both, "relu")
+        reference.apply_gate(both, "relu")
 
 
 @pytest.mark.full
@@ -211,15 +211,15 @@ def test_tokens_that_no_host_lets_through(backend: str) -> None:
     one = np.ones(K, np.float16)
     normed = run(RMSNORM, {"x": x.astype(np.float16), "gamma": one, "residual": nothing}, **sizes)
     gated = run(SILU_MUL, {"gate_up": np.tile(x, 2).astype(np.float16)}, K=K, rows=1, span=32, activation=0)
-    for found in (normed, gated):
-        assert np.isfinite(found["scale"]).tolist() == [True, False, False, False, True, True]
-        assert found["scale"][4] == 1 and not found["x_q"][4].any() and found["token_sum"][4] == 0
-        assert (found["x_q"][[0, 5]] == 127).all() and (found["token_sum"][[0, 5]] == 127 * K).all()
+    for outputs in (normed, gated):
+        assert np.isfinite(outputs["scale"]).tolist() == [True, False, False, False, True, True]
+        assert outputs["scale"][4] == 1 and not outputs["x_q"][4].any() and outputs["token_sum"][4] == 0
+        assert (outputs["x_q"][[0, 5]] == 127).all() and (outputs["token_sum"][[0, 5]] == 127 * K).all()
     # Beyond the range of f32: squares without a finite sum, and rows below the smallest scale (of bfloat16)
     bits = reference.bfloat16_bits(np.array([[1e30], [1.0], [1e-38]], np.float32).repeat(32, axis=1))
     gamma = reference.bfloat16_bits(np.full(32, 1e-38, np.float32))
-    found = run(RMSNORM, {"x": bits, "gamma": gamma, "residual": np.empty((0, 32), np.uint16)}, **sizes)
-    assert not np.isfinite(found["scale"][0]) and (found["scale"][1:] == 1).all() and not found["x_q"][1:].any()
+    outputs = run(RMSNORM, {"x": bits, "gamma": gamma, "residual": np.empty((0, 32), np.uint16)}, **sizes)
+    assert not np.isfinite(outputs["scale"][0]) and (outputs["scale"][1:] == 1).all() and not outputs["x_q"][1:].any()
 
 
 @on_every_backend
@@ -242,7 +242,7 @@ def test_into_given_arrays_and_of_no_tokens() -> None:
         assert ptxlab.rmsnorm_quantize(x, gamma, out=out, **how) is out
         assert same(tokens_of(out), quant.quantize_activations(normalize_rows(wide(x), wide(gamma), EPS)))
         assert ptxlab.silu_mul_quantize(np.concatenate([x, x], axis=1), out=out, **how) is out
-        near(tokens_of(out), reference.gated(np.concatenate([wide(x)] * 2, axis=1)), 2.0**-19)
+        assert_near_float64(tokens_of(out), reference.apply_gate(np.concatenate([wide(x)] * 2, axis=1)), 2.0**-19)
         empty = ptxlab.rmsnorm_quantize(x[:0], gamma, residual=x[:0].copy(), **how)
         assert empty.M == 0 and empty.K == 64 and empty.x_q.size == 0
         assert ptxlab.silu_mul_quantize(x[:0], **how).K == 32
@@ -253,9 +253,9 @@ def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
     x, residual, gamma = (torch.from_numpy(wide(normal(*shape))).bfloat16() for shape in ((3, 96), (3, 96), (96,)))
     v = (x.float() + residual.float()).bfloat16()
     got = ptxlab.rmsnorm_quantize(x, gamma, residual=residual, layout="fragment", backend="emulator")
-    wanted = quant.quantize_activations(normalize_rows(v.float().numpy(), gamma.float().numpy(), EPS))
+    expected = quant.quantize_activations(normalize_rows(v.float().numpy(), gamma.float().numpy(), EPS))
     assert torch.equal(residual, v) and got.x_q.dtype == torch.int8
-    assert np.array_equal(layout.from_fragment_order(got.x_q.numpy(), 3, 96), wanted.q)
+    assert np.array_equal(layout.from_fragment_order(got.x_q.numpy(), 3, 96), expected.q)
 
 
 X, GAMMA, NAN = np.ones((2, 64), np.float16), np.ones(64, np.float16), np.ones((2, 64), np.float16)
@@ -264,7 +264,7 @@ BITS, THREE = np.ones((2, 64), np.uint16), np.ones((3, 64), np.float16)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("change", "message"),
     [
         ({"x": X[0]}, r"rmsnorm_quantize: x: must be a matrix \[M, K\] \(got shape \(64,\)\)"),
         ({"x": X[:, :48].copy(), "gamma": GAMMA[:48]}, r"rmsnorm_quantize: K % 32 == 0 \(got K=48\)"),
@@ -297,12 +297,12 @@ BITS, THREE = np.ones((2, 64), np.uint16), np.ones((3, 64), np.float16)
         ({"out": X}, r"rmsnorm_quantize: out: must be PackedActivations \(got ndarray\)"),
     ],
 )
-def test_bad_input_to_the_norm_is_refused(given: dict[str, Any], message: str) -> None:
-    arguments = {"x": X.copy(), "gamma": GAMMA, "backend": "emulator", **given}
-    before = {name: array.copy() for name, array in arguments.items() if isinstance(array, np.ndarray)}
+def test_bad_input_to_the_norm_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"x": X.copy(), "gamma": GAMMA, "backend": "emulator", **change}
+    original_arrays = {name: array.copy() for name, array in arguments.items() if isinstance(array, np.ndarray)}
     with pytest.raises(ArgumentError, match=message):
-        ptxlab.rmsnorm_quantize(**{**arguments, "x": given.get("x", X)})
-    assert all(np.array_equal(arguments[name], array, equal_nan=True) for name, array in before.items())
+        ptxlab.rmsnorm_quantize(**{**arguments, "x": change.get("x", X)})
+    assert all(np.array_equal(arguments[name], array, equal_nan=True) for name, array in original_arrays.items())
 
 
 @pytest.mark.parametrize(
@@ -334,8 +334,8 @@ def test_device_arrays(fake: FakeGpu) -> None:
     v = x + residual
     arrays = [DeviceArray(array) for array in (x, gamma, residual)]
     got = ptxlab.rmsnorm_quantize(arrays[0], arrays[1], residual=arrays[2], programmatic=True)
-    wanted = quant.quantize_activations(normalize_rows(wide(v), wide(gamma), EPS))
-    assert np.array_equal(got.x_q.host, wanted.q) and np.array_equal(arrays[2].host, v)
+    expected = quant.quantize_activations(normalize_rows(wide(v), wide(gamma), EPS))
+    assert np.array_equal(got.x_q.host, expected.q) and np.array_equal(arrays[2].host, v)
     gate_up = DeviceArray(normal(5, 192))
     assert ptxlab.silu_mul_quantize(gate_up, out=got) is got
     assert ptxlab.quantize_activations(arrays[0], out=got, programmatic=True) is got

@@ -37,10 +37,10 @@ def problems(draw: st.DrawFn, tokens: int, chunks: int) -> dict[str, Any]:
 
 def check(backend: str, x: np.ndarray, layout: str, rows: int | None) -> None:
     got = ptxlab.quantize_activations(x, layout=layout, rows=rows, backend=backend)
-    wanted = quant.quantize_activations(x)
-    assert np.array_equal(got.scale.view(np.uint32), wanted.scale.view(np.uint32))
-    assert np.array_equal(got.token_sum, wanted.token_sum)
-    packed = ptxlab.lowbit.layout.pack_activations(wanted, layout, rows)
+    expected = quant.quantize_activations(x)
+    assert np.array_equal(got.scale.view(np.uint32), expected.scale.view(np.uint32))
+    assert np.array_equal(got.token_sum, expected.token_sum)
+    packed = ptxlab.lowbit.layout.pack_activations(expected, layout, rows)
     assert got.x_q.shape == packed.x_q.shape and np.array_equal(got.x_q, packed.x_q)  # the padding is zeros too
 
 
@@ -116,10 +116,10 @@ def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(RNG.standard_normal((3, 96), dtype=np.float32)).bfloat16()
     got = ptxlab.quantize_activations(x, layout="fragment", backend="emulator")
-    wanted = quant.quantize_activations(x.float().numpy())
+    expected = quant.quantize_activations(x.float().numpy())
     assert got.x_q.dtype == torch.int8 and tuple(got.x_q.shape) == (2, 1, 512)
-    assert np.array_equal(layout.from_fragment_order(got.x_q.numpy(), 3, 96), wanted.q)
-    assert np.array_equal(got.scale.numpy(), wanted.scale) and got.token_sum.dtype == torch.int32
+    assert np.array_equal(layout.from_fragment_order(got.x_q.numpy(), 3, 96), expected.q)
+    assert np.array_equal(got.scale.numpy(), expected.scale) and got.token_sum.dtype == torch.int32
 
 
 def test_into_given_arrays_and_of_no_tokens() -> None:
@@ -216,9 +216,9 @@ def test_device_arrays(fake: FakeGpu, dtype: str) -> None:
     x = RNG.standard_normal((5, 96), dtype=np.float32).astype(DTYPES[dtype])
     bits = x.view(np.uint16) if dtype == "bfloat16" else x
     got = ptxlab.quantize_activations(DeviceArray(bits), layout="fragment")
-    wanted = quant.quantize_activations(x)
-    assert np.array_equal(layout.from_fragment_order(got.x_q.host, 5, 96), wanted.q)
-    assert np.array_equal(got.scale.host, wanted.scale) and np.array_equal(got.token_sum.host, wanted.token_sum)
+    expected = quant.quantize_activations(x)
+    assert np.array_equal(layout.from_fragment_order(got.x_q.host, 5, 96), expected.q)
+    assert np.array_equal(got.scale.host, expected.scale) and np.array_equal(got.token_sum.host, expected.token_sum)
     allocations, loads = fake.allocations, fake.loads
     assert ptxlab.quantize_activations(DeviceArray(bits), layout="fragment", out=got) is got
     assert (fake.allocations, fake.loads) == (allocations, loads)
