@@ -21,7 +21,7 @@ such copies are findings (kind "war"), and copies of what another launch of a ch
 
 A copy uses its mbarrier by the generic proxy (9.7, cp.async.bulk: "accesses its mbarrier operand using generic-proxy"),
 so that it needs no proxy fence. Whoever issues the copy must know of mbarrier.init, by whatever orders ordinary
-accesses. A barrier of the cluster that is relaxed orders only what fence.mbarrier_init has released.
+accesses. Behind fence.mbarrier_init a relaxed barrier of the cluster will do.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,6 @@ class InFlight(Check):
         # likewise of the last read of shared memory; None: not asked for
         self.read = None if self.dirty is None or not strict else Shadow(machine.memory.size)
         self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
-        self.initialised: dict[int, int] = {}  # those not released by fence.mbarrier_init: the event of mbarrier.init
 
     # Threads
 
@@ -149,7 +148,7 @@ class InFlight(Check):
     def check_visibility(self, effect: Effect) -> None:
         """Report what the engine reads without being able to see it, and mbarriers that its thread does not know of."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
-            event = np.array([self.initialised.get(place, 0)], np.uint64)
+            event = np.array([self.order.initialised.get(place, 0)], np.uint64)
             if self.order.is_unordered(event, np.array([lane]))[0]:
                 by = self.order.instruction_of(int(event[0])).seen_from(effect.instruction)
                 message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {by}, initialised "
@@ -251,21 +250,6 @@ class InFlight(Check):
             self.dirty.put(effect.written_units(unit), unit, 0)
             if self.read is not None:
                 self.read.put(effect.written_units(unit), unit, 0)
-
-    # What makes visible
-
-    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Record who has initialised mbarriers."""
-        threads = indices_of(lanes)
-        events = self.order.event(instruction, threads, self.order.clocks.own_times[threads], strong=False)
-        self.initialised.update(zip(places.tolist(), events.tolist(), strict=True))
-
-    def release_mbarriers(self, lanes: Lanes) -> None:
-        """Forget mbarriers that these lanes have initialised: others see them behind any barrier of the cluster."""
-        threads = {*indices_of(lanes).tolist()}
-        actors = actors_of(np.array([*self.initialised.values()], np.uint64)).tolist()
-        kept = zip(self.initialised.items(), actors, strict=True)
-        self.initialised = dict(item for item, actor in kept if actor not in threads)
 
     def end(self) -> None:
         """Report copies from shared memory that nobody has waited for: it is gone when its block ends."""
