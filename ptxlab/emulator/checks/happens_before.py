@@ -6,6 +6,8 @@ barriers alone; neither running in step nor exchanging values (shfl, vote) does.
 A release is remembered with its scope, as it tells nothing to those whom that does not reach (`scopes`).
 """
 
+from itertools import compress
+
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check
@@ -304,7 +306,7 @@ class HappensBefore(Check):
         """Record mbarriers that lanes have initialised and released for the next barrier of their cluster."""
         actors = actors_of(np.array([*self.initialised.values()], np.uint64))
         is_own = np.isin(actors, indices_of(lanes)).tolist()
-        self.released.update(item for item, own in zip(self.initialised.items(), is_own, strict=True) if own)
+        self.released.update(dict(compress(self.initialised.items(), is_own)))
 
     def order_mbarriers(self, places: list[int]) -> None:
         """Take mbarriers as initialised before all that follows."""

@@ -72,8 +72,8 @@ for size in 1 << 19, 1 << 28:
 @pytest.mark.full
 def test_all_checks_take_memory_for_what_is_touched() -> None:
     """A thread reads a byte here and there of 256 MiB, which the emulator copies: beyond that, half as much."""
-    done = subprocess.run([sys.executable, "-c", TOUCH_LITTLE], capture_output=True, text=True, check=True)
-    little, much = map(int, done.stdout.split())  # KiB
+    run = subprocess.run([sys.executable, "-c", TOUCH_LITTLE], capture_output=True, text=True, check=True)
+    little, much = map(int, run.stdout.split())  # KiB
     assert much - little < 1.5 * (1 << 18)
 
 
