@@ -491,9 +491,9 @@ struct Consumer {
         pin(s);
         release(&of_keys.empty[key_slot.index]), key_slot.advance();
         PHASE(SOFTMAX);
-        const int position = block * KEYS, first_row = first_row_of(tile), before = tile.context - tile.queries;
-        const int first_end = before + min(first_row / group, tile.queries - 1) + 1;
-        const int last_end = before + min((first_row + kGroupRows - 1) / group, tile.queries - 1) + 1;
+        const int position = block * KEYS, first_row = first_row_of(tile), first_query = tile.context - tile.queries;
+        const int first_end = first_query + min(first_row / group, tile.queries - 1) + 1;
+        const int last_end = first_query + min((first_row + kGroupRows - 1) / group, tile.queries - 1) + 1;
         if (position + KEYS > first_end || (window > 0 && position < last_end - window)) rows.mask(s, position, window);
         rows.weigh(s, rescale, HEADROOM);
     }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes the initialisation visible to the copy engine and to the other blocks of the cluster.
+// Makes the initialisation visible to the other blocks of the cluster, behind its next barrier.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

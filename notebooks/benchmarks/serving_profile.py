@@ -87,7 +87,7 @@ def compare_runs(short: Run, long: Run, steps: int) -> StepProfile:
         raise BenchmarkError(f"{LONG} tokens took no longer than {SHORT}: {long.seconds:.3f} s, {short.seconds:.3f} s")
     of_short, of_long = (_times_by_part(run.kernels) for run in (short, long))
     part_us = {part: max(0.0, of_long[part] - of_short[part]) / steps for part in of_long}
-    busy_us = (_covered(long.kernels) - _covered(short.kernels)) / steps
+    busy_us = (_busy_us(long.kernels) - _busy_us(short.kernels)) / steps
     of_other = Counter[str]()
     for kernel in long.kernels:
         if part_of(kernel.name) == OTHER:
@@ -107,7 +107,7 @@ def _times_by_part(kernels: Iterable[KernelTime]) -> dict[str, float]:
     return times
 
 
-def _covered(kernels: Iterable[KernelTime]) -> float:
+def _busy_us(kernels: Iterable[KernelTime]) -> float:
     """Return the microseconds in which at least one kernel runs."""
     starts, ends = np.array(sorted((kernel.start, kernel.end) for kernel in kernels)).T
     covered_before = np.maximum.accumulate(np.concatenate([starts[:1], ends[:-1]]))

@@ -70,9 +70,8 @@ FENCES = (
     _fence(
         "flashkda_24",
         128,
-        "FlashKDA #24: an audit found two classes. A copy stores a state that threads have widened in shared memory; "
-        "the copy engine signals an mbarrier that a thread has initialised",
-        "`fence.mbarrier_init` after the initialisation, `fence.proxy.async` after the stores",
+        "FlashKDA #24: found by an audit. A copy stores a state that threads have widened in shared memory",
+        "`fence.proxy.async` after the stores",
     ),
     _fence(
         "tileops_1574",

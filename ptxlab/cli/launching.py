@@ -106,9 +106,10 @@ def run_on_schedules(
     launch: "SolvedLaunch", backend: str | None, options: EmulatorOptions, schedules: Sequence[Schedule]
 ) -> ScheduledRun:
     """Run a launch; in the emulator on each schedule, if its results can depend on them, on copies of the arrays."""
+    schedules = schedules if schedules and launch.kernel.varies else ()
     copies = [launch.copy_arrays() for _ in schedules[1:]]
     outcome = launch.run(backend=backend, options=options)
-    if not schedules or outcome.backend != "emulator" or not launch.kernel.varies:
+    if not schedules or outcome.backend != "emulator":
         return ScheduledRun(outcome)
     entry = launch.kernel.module.entries[launch.kernel.entry]
     # Sums of floats by atomics depend on the order of the threads, which is no fault.

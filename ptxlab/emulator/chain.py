@@ -52,7 +52,7 @@ class Chain:
     launches: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     _running: list["_Bytes"] = field(default_factory=list)  # what kernels that may still run write, as it was before
-    _defined: list["_Bytes"] = field(default_factory=list)  # which bytes have been written
+    _unwritten: list["_Bytes"] = field(default_factory=list)  # which bytes nobody has written
     _given: list["_Bytes"] = field(default_factory=list)
     _unfenced: list["_Bytes"] = field(default_factory=list)  # who wrote which bytes without a proxy fence, from 1
     _writers: list[str] = field(default_factory=list)  # those, by their numbers
@@ -76,9 +76,9 @@ class Chain:
                 launch.at_wait.append((region.start, contents.copy()))
             for part in stale if self.begin == "early" else ():
                 part.copy_to(address, contents)
-            if launch.defined is not None and position not in uninitialised:
-                for part in self._defined:
-                    part.copy_to(address, launch.defined[region.start : region.end])
+            if launch.unwritten is not None and position not in uninitialised:
+                for part in self._unwritten:
+                    part.copy_to(address, launch.unwritten[region.start : region.end])
             if launch.unfenced is not None:
                 for part in self._unfenced:
                     part.copy_to(address, launch.unfenced[region.start : region.end])
@@ -95,11 +95,11 @@ class Chain:
                 self._running.append(_Bytes(array, array.reshape(-1).view(np.uint8).copy()))
                 if launch.unfenced is not None:
                     self._unfenced.append(_Bytes(array, launch.unfenced[region.start : region.end].copy()))
-                if launch.defined is not None:
-                    written = launch.defined[region.start : region.end].copy()
+                if launch.unwritten is not None:
+                    unwritten = launch.unwritten[region.start : region.end].copy()
                     for part in self._given:
-                        part.copy_to(_address(array), written)
-                    self._defined.append(_Bytes(array, written))
+                        part.copy_to(_address(array), unwritten)
+                    self._unwritten.append(_Bytes(array, unwritten))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ def chain(
     if current() is not None:
         raise ArgumentError("chain", "must not begin inside of another", "one")
     options = EmulatorOptions(checks=checks_of("checks", checks), mode=mode, seed=seed)
-    given_bytes = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]
+    given_bytes = [_Bytes(array, np.zeros(array.nbytes, bool)) for array in given]
     new_chain = Chain(options, begin, _given=given_bytes)
     token = _current.set(new_chain)
     try:

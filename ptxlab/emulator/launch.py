@@ -454,9 +454,10 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
         raw = address if isinstance(address, bytes) else address.tobytes()
         memory.arena[offset : offset + param.size] = np.frombuffer(raw, np.uint8)
     if "init" in options.checks:
-        launch.defined = np.ones(memory.size, bool)
-        for position, (_, region) in buffers.items():
-            launch.defined[region.start : region.end] = position not in request.uninitialised
+        launch.unwritten = np.zeros(memory.size, bool)  # zeros that nobody touches cost no memory
+        for position in request.uninitialised:
+            region = buffers[position][1]
+            launch.unwritten[region.start : region.end] = True
     return launch, buffers
 
 

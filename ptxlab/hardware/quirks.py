@@ -23,6 +23,7 @@ class Form:
         constant: an operand that is a constant from `at_least` to `at_most`.
         variable: an operand that is none.
         made_by: opcode of the one instruction that made operand `source`, or any source.
+        word: the operand is a pair that `mov` packs, and this word of it (1: the high one) is what counts.
         shared: an operand that this one reads too.
         again: an equal wgmma stands ahead of it, with no fence, wait, branch or change of its operands in between.
     """
@@ -37,6 +38,7 @@ class Form:
     variable: int | None = None
     made_by: str = ""
     source: int | None = None
+    word: int | None = None
     shared: int | None = None
     again: bool = False
 

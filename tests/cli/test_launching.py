@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator, runtime
+from ptxlab.cli import launching
 from ptxlab.emulator import EmulatorOptions
 from ptxlab.spec import KernelSpec
 from tests.support.small_kernels import kernel_text, record_options
@@ -116,3 +117,13 @@ def test_a_spec_is_solved_once(
     code, _, err = cli(command[0], "dequant_lqq", "--in", tmp_path / "in.npz", *command[1:])
     assert code == 0, err
     assert sorted(calls) == ["check_values", "sizes_of", "variant_constants"]
+
+
+def test_a_kernel_that_no_schedule_changes_has_no_copies_of_its_arrays(
+    cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arrays may be large."""
+    monkeypatch.setattr(launching.FileLaunch, "copy_arrays", lambda self: pytest.fail("copied"))
+    (folder / "plain.cu").write_text('extern "C" __global__ void plain(int* x) { x[threadIdx.x] = 1; }')
+    code, text = cli("run", "plain.cu", "--block", "32", "--arg", "x=i32[32]", "--check", "all")[:2]
+    assert code == 0 and "checks clean" in text

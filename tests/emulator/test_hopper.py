@@ -98,10 +98,6 @@ def test_it_is_right_and_clean(mode):
 @pytest.mark.parametrize(
     ("step", "pattern"),
     [
-        (
-            "fence.mbarrier_init.release.cluster;",
-            r"async: .*cp\.async\.bulk.*mbarrier\.init.*initialised without fence",
-        ),
         ("wgmma.fence.sync.aligned;", r"async: .*wgmma\.mma_async.*: no wgmma\.fence since the kernel began"),
         ("wgmma.commit_group.sync.aligned;", r"async: .*copies to .* still being read by line .*wgmma\.mma_async"),
         ("wgmma.wait_group.sync.aligned 0;", r"async: .*copies to .* still being read by line .*wgmma\.mma_async"),

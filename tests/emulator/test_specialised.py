@@ -53,9 +53,6 @@ FENCE = 'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
 COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
 MISTAKES = {
     # what it would be in the source, what instead, what is found
-    "mbarriers are not fenced": (
-        'asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', "",
-        "async: .* initialised without fence"),
     "mbarriers are not waited for": ("    meet_cluster();\n    const int", "    const int", r"race: .*mbarrier\.init"),
     "mbarriers are waited for by the block only": (
         "    meet_cluster();\n    const int", "    __syncthreads();\n    const int",

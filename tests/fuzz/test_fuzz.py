@@ -21,7 +21,7 @@ from ptxlab.errors import LaunchError
 from ptxlab.hardware import quirks
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 from tests.fuzz import entries, evidence, examine, record, workers
-from tests.fuzz.categories import CATEGORIES
+from tests.fuzz.categories import CATEGORIES, barriers
 from tests.fuzz.compare import compare
 from tests.fuzz.domains import DOMAINS
 from tests.fuzz.forms import OPERAND, choose, parse
@@ -82,6 +82,15 @@ def test_values_fit_their_domain(name: str) -> None:
     assert (
         drawn.dtype == np.uint64 and int(drawn.max()) < 1 << max(32, DOMAINS[name].bits) and len({*drawn.tolist()}) > 1
     )
+
+
+def test_warps_of_a_block_share_no_barrier_by_chance() -> None:
+    """Two warps wait at a barrier while two others are still at the one before."""
+    program = Program(np.random.default_rng(0), "barriers", 192)
+    program.shared.append(".shared .b8 tile[768];")
+    for sequence in (barriers.pairs, barriers.count_of_pairs):
+        sequence(program, "tile")
+    assert examine.emulate(program, program.render(), checks="all")[1] == ()
 
 
 def slots_of(program: Program) -> np.ndarray:

@@ -22,7 +22,7 @@ def halves(x: np.ndarray) -> np.ndarray:
 BUGS: dict[str, tuple[int, dict[str, str], Callable[[Arrays], Any]]] = {  # threads, text of the line by kind, results
     "flashkda_24": (
         128,
-        {"async": '::"r"(shared(narrow))', "async-dirty": '"l"(out), "r"(shared(wide))'},
+        {"async-dirty": '"l"(out), "r"(shared(wide))'},
         lambda x: (x["state"].astype(np.uint32) << 16).view(np.float32),
     ),
     "tileops_1574": (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import PtxlabError
+from ptxlab.hardware.tensor_map import TensorMap
 
 HERE = Path(__file__).parent / "triton"
 both_architectures = pytest.mark.parametrize("arch", ["sm80", "sm90"])
@@ -56,6 +57,18 @@ def test_ptx_that_triton_has_made(name: str, arch: str, emulate: Run) -> None:
         return emulate(file, *args, *scratch, grid=grid, block=128, shared_bytes=SHARED[name])
 
     CHECKS[name](run)
+
+
+@pytest.mark.ptxlab(checks="all", seeds=2)
+def test_a_product_of_tensor_copies_is_clean(emulate: Run) -> None:
+    """Behind mbarrier.init Triton has bar.sync alone, without a fence."""
+    rng, (m, n, k) = np.random.default_rng(2), (100, 72, 136)
+    a, b = ((rng.integers(-8, 9, shape) / 8).astype(np.float16) for shape in ((m, k), (k, n)))
+    arrays = a, b, np.zeros((m, n), np.float16)
+    maps = [x for array in arrays for x in (TensorMap(array, (64, 64), 128), *array.shape, array.shape[1], 1)]
+    scratch = [np.zeros(16, np.uint8)] * 2
+    out = emulate(HERE / "matmul_tma_sm90.ptx", *maps, k, *scratch, grid=(2, 2), block=128, shared_bytes=57344)
+    np.testing.assert_array_equal(out[2], (a.astype(np.float32) @ b.astype(np.float32)).astype(np.float16))
 
 
 @pytest.fixture

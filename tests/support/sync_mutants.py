@@ -16,9 +16,10 @@ from ptxlab.emulator.front import ir
 from ptxlab.errors import EmulationError, VerificationError
 from ptxlab.runtime import Kernel
 
+# A barrier, too, orders what fence.mbarrier_init does.
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
-    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.|griddepcontrol\.wait"
+    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.(?!mbarrier_init)|griddepcontrol\.wait"
 )
 WAITS = re.compile(r"bar\.|cp\.async\.(wait|commit)_group")
 Place = tuple[tuple[str, int], ...]  # (path, line), from the innermost function outwards

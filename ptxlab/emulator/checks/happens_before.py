@@ -6,6 +6,8 @@ barriers alone; neither running in step nor exchanging values (shfl, vote) does.
 A release is remembered with its scope, as it tells nothing to those whom that does not reach (`scopes`).
 """
 
+from itertools import compress
+
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check
@@ -71,6 +73,9 @@ class HappensBefore(Check):
         self.arrived: dict[int, Clocked] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
         self.phases: dict[int, Clocked] = {}  # ... and those of the phases that are complete
         self.unreached: dict[tuple[int, int], str] = {}  # (block that released, that acquired) -> where that failed
+        # mbarriers by arena offset -> the event of mbarrier.init, and those that fence.mbarrier_init has released since
+        self.initialised: dict[int, int] = {}
+        self.released: dict[int, int] = {}
         # by block: the last store to a flag behind a fence of the thread, and which lane did it
         self.flag_setters: dict[int, tuple[Instruction, int]] = {}
 
@@ -282,11 +287,39 @@ class HappensBefore(Check):
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Tell the mbarrier what those know who arrive."""
         releases = self.arrived.setdefault(place, {})
+        if "relaxed" in instruction.opcode.split("."):
+            for release, clock in self.clocks_to_release(instruction, indices_of(lanes), now=False).items():
+                self.merge_release(releases, release, clock)
+            return
         for release, block_lanes in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
             self.merge_release(releases, release, self.publish_clock(block_lanes))
 
+    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
+        """Record who has initialised mbarriers."""
+        threads = indices_of(lanes)
+        events = self.event(instruction, threads, self.clocks.own_times[threads], strong=False)
+        for place, event in zip(places.tolist(), events.tolist(), strict=True):
+            self.initialised[place] = event
+            self.released.pop(place, None)
+
+    def release_mbarriers(self, lanes: Lanes) -> None:
+        """Record mbarriers that lanes have initialised and released for the next barrier of their cluster."""
+        actors = actors_of(np.array([*self.initialised.values()], np.uint64))
+        is_own = np.isin(actors, indices_of(lanes)).tolist()
+        self.released.update(dict(compress(self.initialised.items(), is_own)))
+
+    def order_mbarriers(self, places: list[int]) -> None:
+        """Take mbarriers as initialised before all that follows."""
+        for place in places:
+            del self.initialised[place], self.released[place]
+
     def phase_complete(self, place: int) -> None:
-        """Keep what arrivals made known for those who wait."""
+        """Keep what arrivals made known for those who wait; the barrier of a cluster orders what was released."""
+        if place < 0 and self.released:
+            size = self.machine.cluster_memory.size * self.machine.stride  # lanes of a cluster
+            clusters = actors_of(np.array([*self.released.values()], np.uint64)) // size
+            pairs = zip(self.released, clusters.tolist(), strict=True)
+            self.order_mbarriers([mbarrier for mbarrier, cluster in pairs if cluster == -1 - place])
         complete = self.phases.setdefault(place, {})
         for release, clock in self.arrived.pop(place, {}).items():
             self.merge_release(complete, release, clock)

@@ -19,7 +19,9 @@ accesses of different proxies. Most kernels, CUTLASS's pipelines among them, rel
 have been seen to fail (DeepEP #642, TransformerEngine #2695). The check "proxy", which is not part of all, is strict:
 such copies are findings (kind "war"), and copies of what another launch of a chain has written (`chain`).
 
-An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
+A copy uses its mbarrier by the generic proxy (9.7, cp.async.bulk: "accesses its mbarrier operand using generic-proxy"),
+so that it needs no proxy fence. Whoever issues the copy must know of mbarrier.init, by whatever orders ordinary
+accesses. Behind fence.mbarrier_init a relaxed barrier of the cluster will do.
 """
 
 from collections.abc import Callable
@@ -58,7 +60,6 @@ class InFlight(Check):
         # likewise of the last read of shared memory; None: not asked for
         self.read = None if self.dirty is None or not strict else Shadow(machine.memory.size)
         self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
-        self.unseen_mbarriers: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
     # Threads
 
@@ -145,12 +146,13 @@ class InFlight(Check):
             self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {description}")
 
     def check_visibility(self, effect: Effect) -> None:
-        """Report what the engine reads or tells without being able to see it."""
+        """Report what the engine reads without being able to see it, and mbarriers that its thread does not know of."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
-            if place in self.unseen_mbarriers:
-                by = self.order.instruction_of(self.unseen_mbarriers[place]).seen_from(effect.instruction)
+            event = np.array([self.order.initialised.get(place, 0)], np.uint64)
+            if self.order.is_unordered(event, np.array([lane]))[0]:
+                by = self.order.instruction_of(int(event[0])).seen_from(effect.instruction)
                 message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {by}, initialised "
-                message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
+                message += "and nothing orders before this: neither a barrier nor fence.mbarrier_init,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
         stale_read = "the engine may see what was there before"
@@ -248,29 +250,6 @@ class InFlight(Check):
             self.dirty.put(effect.written_units(unit), unit, 0)
             if self.read is not None:
                 self.read.put(effect.written_units(unit), unit, 0)
-
-    # What makes visible
-
-    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Record mbarriers that only their thread knows of."""
-        threads = indices_of(lanes)
-        events = self.order.event(instruction, threads, self.order.clocks.own_times[threads], strong=False)
-        self.unseen_mbarriers.update(zip(places.tolist(), events.tolist(), strict=True))
-
-    def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
-        """Show the copy engine the mbarriers that these lanes know of; by fence.mbarrier_init those of their own."""
-        if "mbarrier" not in spaces or not self.unseen_mbarriers:
-            return
-        threads, events = indices_of(lanes), np.array(list(self.unseen_mbarriers.values()), np.uint64)
-        visible = np.isin(actors_of(events), threads)
-        if "shared" in spaces:
-            event_of_pair, thread_of_pair = np.repeat(events, len(threads)), np.tile(threads, len(events))
-            visible |= ~self.order.is_unordered(event_of_pair, thread_of_pair).reshape(len(events), -1).all(axis=1)
-        self.unseen_mbarriers = {
-            place: event
-            for (place, event), is_visible in zip(self.unseen_mbarriers.items(), visible, strict=True)
-            if not is_visible
-        }
 
     def end(self) -> None:
         """Report copies from shared memory that nobody has waited for: it is gone when its block ends."""

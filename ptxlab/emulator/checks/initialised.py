@@ -7,7 +7,6 @@ import numpy as np
 
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.load_taint import LoadTaint
-from ptxlab.emulator.checks.shadow import repeat_byte
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect, by_entry
 from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes
@@ -27,16 +26,16 @@ class Initialised(Check):
         """Watch a machine; `taint` knows which loads count."""
         super().__init__(machine)
         self.taint = taint
-        assert machine.launch.defined is not None
-        self.memory = machine.launch.defined
-        self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
+        assert machine.launch.unwritten is not None
+        self.unwritten = machine.launch.unwritten
+        self.words = {size: self.unwritten.view(f"u{size}") for size in (1, 2, 4, 8)}
         self.registers = {bits: np.zeros(file.shape, bool) for bits, file in machine.files.items()}
         self.register_states: dict[tuple[int, int], RegisterState] = {}  # by width and index
         # buffers and parameters are there from the start; the windows of this wave are not
         for start in machine.launch.shared_windows:
-            self.memory[start : start + machine.launch.window_bytes] = False
+            self.unwritten[start : start + machine.launch.window_bytes] = True
         local = machine.launch.local_window
-        self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
+        self.unwritten[local : local + machine.launch.local_pitch * machine.lanes] = True
 
     def states_of(self, registers: list[Register]) -> list[RegisterState]:
         """Return what is known of each register."""
@@ -108,17 +107,17 @@ class Initialised(Check):
         assert instruction.guard is not None
         return self.wrap_registers(instruction, handler, [instruction.guard], [])
 
-    def parts(self, access: MemoryAccess, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
-        """Yield (flags as words, indices, value of a word that is all written) covering an access."""
+    def parts(self, access: MemoryAccess, offsets: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield (flags as words, indices) covering an access."""
         width = min(access.size, 8)
         for first in range(0, access.size, width):
-            yield self.words[width], (offsets + first) // width, repeat_byte(1, width)
+            yield self.words[width], (offsets + first) // width
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report bytes that were never written, once; of an ordinary load only if its value is used."""
         instruction, wrong = access.instruction, np.zeros(len(offsets), bool)
-        for words, index, full in self.parts(access, offsets):
-            wrong |= words[index] != full
+        for words, index in self.parts(access, offsets):
+            wrong |= words[index] != 0
         if not wrong.any():
             return
         if access.kind == "load" and access.order == "weak":
@@ -137,8 +136,8 @@ class Initialised(Check):
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Mark the bytes as written."""
-        for words, index, full in self.parts(access, offsets):
-            words[index] = full
+        for words, index in self.parts(access, offsets):
+            words[index] = 0
 
     def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
         """Report values taken from lanes that do not take part: they are undefined."""
@@ -156,14 +155,14 @@ class Initialised(Check):
             (effect.writes, effect.written_units, adds),
         ):
             unit = min(effect.grain, 8)
-            words, units, full = self.words[unit], units_of(unit), repeat_byte(1, unit)
-            if does and np.count_nonzero(words[units] != full):
+            words, units = self.words[unit], units_of(unit)
+            if does and np.count_nonzero(words[units]):
                 places = units_of(1)
-                is_written = self.memory[places]
-                place = self.machine.memory.name_byte(int(places[int(np.argmin(is_written))]))
+                unwritten = self.unwritten[places]
+                place = self.machine.memory.name_byte(int(places[int(np.argmax(unwritten))]))
                 message = f"{does} {place}, which was never written"
-                self.report(effect.instruction, "uninitialised", lanes, by_entry(~is_written, sizes), message)
-            words[units] = full
+                self.report(effect.instruction, "uninitialised", lanes, by_entry(unwritten, sizes), message)
+            words[units] = 0
         for register, lanes in effect.adds_to:
             ((is_written, spans, _),) = self.states_of([register])
             if len(lanes) and span_of(as_lanes(lanes)) in spans:

@@ -112,6 +112,11 @@ class Races(HappensBefore):
         super().atomic(access, lanes, offsets)
         self.writes.put(touch.places, touch.unit, touch.events)
 
+    def order_mbarriers(self, places: list[int]) -> None:
+        """Forget who has initialised mbarriers: whatever follows is behind that."""
+        super().order_mbarriers(places)
+        self.writes.put(np.array(places, np.int64) // 8, 8, 0)
+
     def observe(self, place: int, lanes: Array) -> None:
         """Order a write before the strong reads that find it, whatever it releases."""
         write = int(self.writes.get(np.array([place]), 1)[0])

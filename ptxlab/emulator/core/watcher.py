@@ -63,6 +63,9 @@ class Watcher:
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
         """Handle a proxy fence: the copy engine now sees what the lanes have written in these spaces."""
 
+    def release_mbarriers(self, lanes: Lanes) -> None:
+        """Handle a fence that releases the initialisation of mbarriers by these lanes."""
+
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """Handle the initialisation of mbarriers at arena offsets."""
 

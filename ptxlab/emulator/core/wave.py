@@ -42,7 +42,7 @@ class LaunchState:
     local_window: int = field(init=False)
     findings: Findings = field(default_factory=Findings)
     options: EmulatorOptions = field(default_factory=EmulatorOptions)
-    defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    unwritten: Array | None = None  # bool per byte of the arena: nobody has written it (check "init")
     after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
     programmatic: bool = False  # whether it may begin while those before it in a chain still run (`chain`)
     at_wait: list[tuple[int, Array]] = field(default_factory=list)  # what these write, and where: there behind a wait

@@ -13,6 +13,7 @@ from ptxlab.emulator.front.ir import (
     Immediate,
     Instruction,
     Register,
+    Vector,
     cache_on_subject,
     called_from,
     labels,
@@ -95,6 +96,8 @@ def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
     if not form.made_by:
         return True
     sources = instruction.sources if form.source is None else registers(operands[form.source : form.source + 1])
+    if form.word is not None:
+        sources = [word for source in sources for word in _words(source, makers)[form.word : form.word + 1]]
     origins = [makers[source.place] for source in sources if source.place in makers]
     shared = (
         {register.place for register in registers(operands[form.shared : form.shared + 1])}
@@ -105,6 +108,13 @@ def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
         form.maker.fullmatch(maker.opcode) and (shared is None or shared & {source.place for source in maker.sources})
         for maker in origins
     )
+
+
+def _words(pair: Register, makers: Makers) -> list[Register]:
+    """List the registers that one `mov` packs into a pair, the low word first."""
+    maker = makers.get(pair.place)
+    packed = maker.operands[1] if maker and maker.head == "mov" else None
+    return registers(packed.elements) if isinstance(packed, Vector) else []
 
 
 def _without_place(instruction: Instruction) -> tuple[object, ...]:

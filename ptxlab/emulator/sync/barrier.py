@@ -22,16 +22,15 @@ from ptxlab.errors import EmulationError
 
 # What a fence between the ways to memory makes visible to the copy engine
 PROXY_FENCES = {
-    "mbarrier_init.release": ("mbarrier",),
     "proxy.alias": (),
     "proxy.tensormap::generic.acquire": (),  # a kernel here cannot change its tensor maps
     "proxy.tensormap::generic.release": (),
-    "proxy.async": ("mbarrier", "shared", "global"),
+    "proxy.async": ("shared", "global"),
     "proxy.async.global": ("global",),
-    "proxy.async.shared::cta": ("mbarrier", "shared"),
-    "proxy.async.shared::cluster": ("mbarrier", "shared"),
+    "proxy.async.shared::cta": ("shared",),
+    "proxy.async.shared::cluster": ("shared",),
     "proxy.async::generic.acquire.sync_restrict::shared::cluster": (),  # what the engine wrote, for threads
-    "proxy.async::generic.release.sync_restrict::shared::cta": ("mbarrier", "shared"),
+    "proxy.async::generic.release.sync_restrict::shared::cta": ("shared",),
 }
 # Fences of memory. Those that say `.sync_restrict` count like the others, though they order less.
 _MEMORY_FENCES = ("sc", "acq_rel", "acquire", "release", "acquire.sync_restrict::shared::cluster",
@@ -221,6 +220,13 @@ def _fence(machine: Machine, instruction: Instruction, pc: int) -> Handler:
                 watcher.fence(instruction, lanes)
 
         return fence
+    if kind == "mbarrier_init.release" and has_scope:
+
+        def release_mbarriers(lanes: Lanes) -> None:
+            for watcher in watchers:
+                watcher.release_mbarriers(lanes)
+
+        return release_mbarriers
     spaces = PROXY_FENCES.get(kind)
     if spaces is None:
         raise UnknownOpcode(instruction.opcode)

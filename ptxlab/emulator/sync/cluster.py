@@ -127,7 +127,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     def arrive(lanes: Lanes) -> None:
         for cluster, cluster_lanes in barriers.parts(lanes):
             check(cluster_lanes, 0, "arrives at the barrier of its cluster again, without having waited")
-            for watcher in machine.watchers if order == "release" else ():
+            for watcher in machine.watchers:
                 watcher.phase_arrive(instruction, -1 - cluster, as_lanes(cluster_lanes))
             barriers.arrivals[cluster_lanes] += 1
             barriers.complete_if_due(cluster)

@@ -225,7 +225,7 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
 def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """Bind arrive and arrive_drop, perhaps with expect_tx or noComplete."""
     drop, expects, partial = "arrive_drop" in instruction.opcode, opcode.flag("expect_tx"), opcode.flag("noComplete")
-    releases = opcode.choice("release", "relaxed", default="release") == "release"
+    opcode.choice("release", "relaxed", default="release")
     opcode.choice(*SCOPES, default="cta")
     state, address, *argument = instruction.operands
     operand = MBarrierOperand(machine, instruction, space, address, "load")
@@ -247,7 +247,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         arguments = np.broadcast_to(read(lanes), indices.shape).tolist()
         tokens = np.zeros(len(indices), np.uint64)
         for barrier, positions in operand.objects(lanes):
-            for watcher in machine.watchers if releases else ():
+            for watcher in machine.watchers:
                 watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[positions]))
             if not (drop or expects or partial or argument) and len(positions) <= barrier.missing:  # one each
                 tokens[positions] = barrier.phase << _PENDING | barrier.missing - np.arange(len(positions))

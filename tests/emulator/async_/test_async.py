@@ -454,7 +454,6 @@ def test_a_producer_and_its_consumers(mode):
 @pytest.mark.parametrize(
     ("gone", "expected"),
     [
-        ("fence.mbarrier_init.release.cluster;", [("async", 16)]),
         ("mbarrier.try_wait.parity.shared.b64 %p, [%r5+8], %r12;\n    @!%p bra PRODUCE;", None),
         ("mbarrier.try_wait.parity.shared.b64 %p, [%r5], %r11;\n    @!%p bra CONSUME;", None),
         ("mbarrier.arrive.shared.b64 _, [%r5+8];", None),

@@ -236,6 +236,16 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
     assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), expected)
 
 
+@both_modes
+def test_a_wgmma_whose_registers_are_new_needs_a_fence_too(mode):
+    text = from_shared(8).replace(FENCE, "")
+    arguments = np.zeros(4096, np.uint8), np.zeros((128, 4), np.uint32)
+    findings = run_text(text, *arguments, threads=128, checks=["async"], mode=mode).findings
+    first = line_of(text, "mma_async")
+    assert [finding.line for finding in findings] == [first, first + 1]
+    assert all("no wgmma.fence since the kernel began" in finding.message for finding in findings)
+
+
 def test_the_first_product_may_not_add():
     text = from_shared(8).replace("%a, %b, %p;", "%a, %b, %q;")
     arguments = np.zeros(4096, np.uint8), np.zeros((128, 4), np.uint32)

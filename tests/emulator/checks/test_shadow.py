@@ -1,5 +1,8 @@
 """Shadow memory, in units, against one number per byte."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -50,6 +53,28 @@ def test_cells_are_parted_where_something_has_been_set() -> None:
     dense.put(np.array([0]), 4, 1)
     np.testing.assert_array_equal(dense.by_byte[:16], [1] * 4 + [0] * 12)
     np.testing.assert_array_equal(dense.by_byte[16:], units[1:].repeat(16))
+
+
+TOUCH_LITTLE = """
+import resource
+import numpy as np
+from ptxlab import emulator
+from tests.support.small_kernels import STORE, kernel_text, run_text
+
+text = kernel_text("mov.u32 %r0, %tid.x; ld.param.u64 %x1, [big]; mad.wide.u32 %x1, %r0, 8111, %x1;"
+                   "ld.global.u8 %s, [%x1];" + STORE, ".param .u64 out, .param .u64 big")
+for size in 1 << 19, 1 << 28:
+    run_text(text, np.zeros(32, np.uint32), np.zeros(size, np.uint8), threads=32, checks=emulator.CHECKS)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.full
+def test_all_checks_take_memory_for_what_is_touched() -> None:
+    """A thread reads a byte here and there of 256 MiB, which the emulator copies: beyond that, half as much."""
+    run = subprocess.run([sys.executable, "-c", TOUCH_LITTLE], capture_output=True, text=True, check=True)
+    little, much = map(int, run.stdout.split())  # KiB
+    assert much - little < 1.5 * (1 << 18)
 
 
 def test_memory_that_does_not_suffice_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

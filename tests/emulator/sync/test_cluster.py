@@ -106,8 +106,29 @@ def test_without_the_barrier_it_is_a_race(body: str, gone: str, kind: str, mode:
     assert any(line.startswith(f"{kind}: k.ptx:") for line in findings) if kind else not findings
 
 
-def test_a_relaxed_arrival_orders_nothing() -> None:
-    assert any(line.startswith("race: ") for line in outcome(PASS_ON.replace(".release", ".relaxed"))[1])
+@both_modes
+@pytest.mark.parametrize(
+    ("fence", "kinds"),
+    [
+        ("", {"race"}),
+        ("fence.acq_rel.cta;", {"race"}),
+        ("fence.mbarrier_init.release.cluster;", {"race"}),  # is for mbarriers alone
+        ("fence.acq_rel.cluster;", set()),
+        ("fence.acq_rel.gpu;", set()),
+    ],
+)
+def test_a_relaxed_arrival_orders_what_was_fenced(fence: str, kinds: set[str], mode: str) -> None:
+    body = PASS_ON.replace("barrier.cluster.arrive.release", f"{fence}\nbarrier.cluster.arrive.relaxed")
+    assert {line.partition(":")[0] for line in outcome(body, mode)[1]} == kinds
+
+
+@both_modes
+@pytest.mark.parametrize("fence", ["@%q fence.mbarrier_init.release.cluster;", ""])
+def test_a_relaxed_arrival_orders_mbarriers_that_were_fenced(fence: str, mode: str) -> None:
+    relaxed = MEET.replace(".release", ".relaxed")
+    body = f"@%q mbarrier.init.shared.b64 [%r8], {THREADS};\n{fence}\n{relaxed}"
+    body += f"mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r9];\n{WAIT}{MEET}"
+    assert {line.partition(":")[0] for line in outcome(body, mode)[1]} == (set() if fence else {"race"})
 
 
 @both_modes

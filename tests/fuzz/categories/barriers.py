@@ -81,11 +81,11 @@ def count(program: Program, base: str) -> None:
 
 
 def count_of_pairs(program: Program, base: str) -> None:
-    """Count the threads of two warps that have a predicate."""
+    """Count the threads of two warps that have a predicate, at barriers that `pairs` has not."""
     vote, d, number = program.input("pred"), program.register(32), program.register(32)
     lines = [
         f"shr.u32 {number}, %warp, 1;",
-        f"add.u32 {number}, {number}, 3;",
+        f"add.u32 {number}, {number}, 4;",
         f"bar.red.popc.u32 {d}, {number}, 64, {vote.text};",
     ]
     program.sequence(lines, "bar.red.popc of two warps", [(d, "u32")], (vote,), CROSSES)

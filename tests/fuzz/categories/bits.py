@@ -23,7 +23,6 @@ OF_REGISTERS = parse("""
 not.(t=b16/b32/b64) d:$t, a:$t;
 lop3.b32 d:b32, a:b32, b:b32, c:b32, #0-255;
 lop3.b32 d:b32, a:b32, b:b32, c:b32, #0-255;
-lop3.(or/and).b32 d:b32|p:pred, a:b32, b:b32, c:b32, (0/128/234/150), (/!)g:pred;
 bfe.(t=u32/s32/u64/s64) d:$t, a:$t, b:count, c:count;
 bfe.(t=u32/s32/u64/s64) d:$t, a:$t, #0-255, (0/1/8/31/32/64/255);
 bfi.b32 d:b32, a:b32, b:b32, c:count, g:count;
@@ -36,9 +35,11 @@ mov.b64 {d:b32, e:b32}, a:b64;
 mov.b64 {d:b16, e:b16, u:b16, v:b16}, a:b64;
 """)
 CNOT = parse("cnot.(t=b16/b32/b64) d:$t, a:$t;")
+WITH_PREDICATE = parse("lop3.(or/and).b32 d:b32|p:pred, a:b32, b:b32, c:b32, (0/128/234/150), (/!)g:pred;")
 LONG_FIELDS = parse("bfi.b64 d:b64, a:b64, b:b64, c:byte, g:byte;")
 TABLES = [
     (TABLE, PLAIN), (OF_REGISTERS, How(constants=False)), (CNOT, How(last="results of cnot")),
+    (WITH_PREDICATE, How(constants=False, last="results of lop3 with a predicate")),
     (LONG_FIELDS, How(constants=False, rule="counts of bfi.b64")),
 ]  # fmt: skip
 

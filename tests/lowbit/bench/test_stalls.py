@@ -85,7 +85,7 @@ def test_tables_have_every_kernel_at_every_point(report: Any, monkeypatch: pytes
     assert [row[0] for row in rows[::2]] == [row[0] for row in rows[1::2]] == list(stalls.KERNELS)
     assert head == ["kernel", "matrix", "M = 16", "M = 64", "M = 256"] and {len(row) for row in rows} == {5}
     assert {cell for row in rows for cell in row[2:]} == {"5% of 15%"}
-    monkeypatch.setattr(stalls, "recorded", record)
+    monkeypatch.setattr(stalls, "find_record", record)
     lines = report("profiletables").stalls_section().splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert sum("| 5% | 5% | 5% | 5% | 5% | 5% | 15% to 15% |" in line for line in lines) == len(stalls.KERNELS)

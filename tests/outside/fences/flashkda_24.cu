@@ -9,9 +9,6 @@ extern "C" __global__ void __launch_bounds__(128) store_state(const unsigned sho
     const int t = threadIdx.x;
     if (t == 0) {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared(&arrived)) : "memory");
-#ifdef FIXED
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], 2048;" ::"r"(shared(&arrived)) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 2048, [%2];"
                      ::"r"(shared(narrow)), "l"(state), "r"(shared(&arrived)) : "memory");

@@ -63,12 +63,28 @@ def described(a, b, TILE: tl.constexpr):
     tl.store(b + i, rows.load([0, 0]))
 
 
+@triton.jit
+def matmul_tma(a, b, c, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """Compute c = a b by tensor descriptors, which the host makes."""
+    m, n = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
+    total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for k in range(0, K, TILE_K):
+        total = tl.dot(a.load([m, k]), b.load([k, n]), total)
+    c.store([m, n], total.to(tl.float16))
+
+
 FLOATS, HALVES = ("*fp32", "*fp32"), ("*fp16", "*fp16", "*fp16")
 WHOLE = 16  # pointers and sizes that Triton may take for multiples of this
 KERNELS = {  # types of the arguments, constants, which arguments are such multiples
     "add": (add, (*FLOATS, "*fp32", "i32"), {"BLOCK": 512}, (0, 1, 2)),
     "softmax": (softmax, (*FLOATS, "i32", "i32"), {"BLOCK": 256}, (0, 1)),
     "matmul": (matmul, (*HALVES, "i32", "i32", "i32"), {"TILE_M": 64, "TILE_N": 128, "TILE_K": 32}, range(6)),
+    "matmul_tma": (
+        matmul_tma,
+        (*(f"tensordesc<fp16[{box}]>" for box in ("64,64", "64,64", "64,64")), "i32"),
+        {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64},
+        (),
+    ),
 }
 
 
@@ -85,5 +101,5 @@ def ptx_of(name: str, arch: int) -> str:
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for arch in (80, 90):
+        for arch in (90,) if name == "matmul_tma" else (80, 90):
             Path(__file__).with_name(f"{name}_sm{arch}.ptx").write_text(ptx_of(name, arch))
