@@ -191,9 +191,9 @@ def time_run(llm: Any, model: str, draw: random.Random, prompts: int, tokens: in
     start = time.perf_counter()
     outputs = llm.generate(requests, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
-    made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if made != prompts * new:
-        raise BenchmarkError(f"made {made} tokens instead of {prompts * new}")
+    token_count = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if token_count != prompts * new:
+        raise BenchmarkError(f"made {token_count} tokens instead of {prompts * new}")
     return seconds
 
 

@@ -114,7 +114,7 @@ class Parameter:
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether the parameter is a bfloat16, or points to such."""
+        """Return whether the parameter is a bfloat16, or points to such."""
         return self.number == _BFLOAT16
 
     def accept(self, label: str, argument: Any, dtype: str) -> Any:
