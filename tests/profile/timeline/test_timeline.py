@@ -124,7 +124,7 @@ def test_results_with_stamps_are_right(name: str, backend: str) -> None:
             {"load", "wait_copy", "dequantise", "multiply", "epilogue"},
         ),
         ("gemm_w4a8_small_sm90", {"M": 8, "N": 16, "K": 512}, 3, {"load", "wait_copy", "multiply", "reduce"}),
-        ("attention_kv4_sm90", {"B": 1, "L": 130}, 10, {"load", "wait_copy", "scores", "softmax", "values", "reduce"}),
+        ("attention_kv4_sm90", {"B": 1, "L": 130}, 11, {"load", "wait_copy", "scores", "softmax", "values", "reduce"}),
         (
             "attention_kv4_mma_sm80",
             {"B": 1, "L": 130},
