@@ -73,9 +73,13 @@ class HappensBefore(Check):
         self.arrived: dict[int, Clocked] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
         self.phases: dict[int, Clocked] = {}  # ... and those of the phases that are complete
         self.unreached: dict[tuple[int, int], str] = {}  # (block that released, that acquired) -> where that failed
-        # mbarriers by arena offset -> the event of mbarrier.init, and those that fence.mbarrier_init has released since
+        # mbarriers by arena offset -> the event of mbarrier.init; those that fence.mbarrier_init has released since; and
+        # by barrier of a cluster, those that were released before a phase of it was complete
         self.initialised: dict[int, int] = {}
         self.released: dict[int, int] = {}
+        self.announced: dict[int, dict[int, int]] = {}
+        # arena offset of a flag or mbarrier -> a write to it, and when each lane has learnt of that
+        self.observed: dict[int, tuple[int, dict[int, int]]] = {}
         # by block: the last store to a flag behind a fence of the thread, and which lane did it
         self.flag_setters: dict[int, tuple[Instruction, int]] = {}
 
@@ -179,7 +183,7 @@ class HappensBefore(Check):
                 lanes = self.lanes_reached(release, access.instruction, np.unique(threads[group]))
                 if not len(lanes):
                     continue
-                self.observe(int(places[group[0]]), lanes)
+                self.observe_flag(int(places[group[0]]), lanes)
                 if access.order in ("acquire", "acq_rel"):
                     self.clocks.learn(lanes, released_clock)
                     continue
@@ -188,8 +192,26 @@ class HappensBefore(Check):
                     pending.update(dict.fromkeys(clock_lanes.tolist(), join_clocks(clock, released_clock)))
                 self.pending[release] = dict.fromkeys(lanes.tolist(), released_clock) | pending
 
-    def observe(self, place: int, lanes: Array) -> None:
-        """Take note that lanes have read a flag, by its arena offset; the check "race" does."""
+    def observe_flag(self, place: int, lanes: Array) -> None:
+        """Record that lanes have read a flag, by its arena offset; the check "race" does."""
+
+    def observe_write(self, place: int, write: int, lanes: Array) -> None:
+        """Record that lanes have learnt of a write, by its event, and of nothing else."""
+        observed_write, times = self.observed.get(place, (0, {}))
+        times = times if observed_write == write else {}
+        times.update(zip(lanes.tolist(), self.clocks.own_times[lanes].tolist(), strict=True))
+        self.observed[place] = write, times
+
+    def is_observed(self, places: Array, threads: Array, past: Array) -> Array:
+        """Tell which past writes each thread has learnt of, or knows of a lane that has."""
+        is_known = np.zeros(len(places), bool)
+        for i, (place, thread, write) in enumerate(zip(places.tolist(), threads.tolist(), past.tolist(), strict=True)):
+            observed_write, times = self.observed.get(place, (0, {}))
+            if observed_write == write:
+                lanes = np.array([*times])
+                knows = self.clocks.knows(np.full(len(lanes), thread), lanes, np.array([*times.values()]))
+                is_known[i] = knows.any()
+        return is_known
 
     def lanes_reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
         """Return the lanes that an acquire tells of a release.
@@ -300,7 +322,8 @@ class HappensBefore(Check):
         events = self.event(instruction, threads, self.clocks.own_times[threads], strong=False)
         for place, event in zip(places.tolist(), events.tolist(), strict=True):
             self.initialised[place] = event
-            self.released.pop(place, None)
+            for places_told in (self.released, *self.announced.values()):
+                places_told.pop(place, None)
 
     def release_mbarriers(self, lanes: Lanes) -> None:
         """Record mbarriers that lanes have initialised and released for the next barrier of their cluster."""
@@ -308,24 +331,27 @@ class HappensBefore(Check):
         is_own = np.isin(actors, indices_of(lanes)).tolist()
         self.released.update(dict(compress(self.initialised.items(), is_own)))
 
-    def order_mbarriers(self, places: list[int]) -> None:
-        """Take mbarriers as initialised before all that follows."""
-        for place in places:
-            del self.initialised[place], self.released[place]
+    def is_initialised(self, place: int, lane: int) -> bool:
+        """Tell whether mbarrier.init, if there was one, lies before the present of a lane."""
+        event, lanes = np.array([self.initialised.get(place, 0)], np.uint64), np.array([lane])
+        return not self.is_unordered(event, lanes)[0] or bool(self.is_observed(np.array([place]), lanes, event)[0])
 
     def phase_complete(self, place: int) -> None:
-        """Keep what arrivals made known for those who wait; the barrier of a cluster orders what was released."""
+        """Keep what arrivals made known for those who wait; the barrier of a cluster tells of released mbarriers."""
         if place < 0 and self.released:
             size = self.machine.cluster_memory.size * self.machine.stride  # lanes of a cluster
             clusters = actors_of(np.array([*self.released.values()], np.uint64)) // size
-            pairs = zip(self.released, clusters.tolist(), strict=True)
-            self.order_mbarriers([mbarrier for mbarrier, cluster in pairs if cluster == -1 - place])
+            is_own = clusters == -1 - place
+            self.announced.setdefault(place, {}).update(compress(self.released.items(), is_own))
+            self.released = dict(compress(self.released.items(), ~is_own))
         complete = self.phases.setdefault(place, {})
         for release, clock in self.arrived.pop(place, {}).items():
             self.merge_release(complete, release, clock)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Tell the lanes that have waited what the mbarrier learnt."""
+        """Tell the lanes that have waited what the mbarrier, or the barrier of their cluster, learnt."""
+        for mbarrier, event in self.announced.get(place, {}).items():
+            self.observe_write(mbarrier, event, indices_of(lanes))
         for release, clock in self.phases.get(place, {}).items():
             acquiring = self.lanes_reached(release, instruction, indices_of(lanes))
             if len(acquiring):

@@ -148,9 +148,8 @@ class InFlight(Check):
     def check_visibility(self, effect: Effect) -> None:
         """Report what the engine reads without being able to see it, and mbarriers that its thread does not know of."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
-            event = np.array([self.order.initialised.get(place, 0)], np.uint64)
-            if self.order.is_unordered(event, np.array([lane]))[0]:
-                by = self.order.instruction_of(int(event[0])).seen_from(effect.instruction)
+            if not self.order.is_initialised(place, lane):
+                by = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
                 message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {by}, initialised "
                 message += "and nothing orders before this: neither a barrier nor fence.mbarrier_init,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)

@@ -69,8 +69,6 @@ class Races(HappensBefore):
         self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
         self.volatile = np.array(["volatile" in i.opcode for i in machine.code])
         self.writes, self.reads, self.other_reads = (Shadow(machine.memory.size) for _ in range(3))
-        # arena offset of a flag -> the write that strong reads have found there, and when each lane has
-        self.observed: dict[int, tuple[int, dict[int, int]]] = {}
 
     # Accesses
 
@@ -112,29 +110,9 @@ class Races(HappensBefore):
         super().atomic(access, lanes, offsets)
         self.writes.put(touch.places, touch.unit, touch.events)
 
-    def order_mbarriers(self, places: list[int]) -> None:
-        """Forget who has initialised mbarriers: whatever follows is behind that."""
-        super().order_mbarriers(places)
-        self.writes.put(np.array(places, np.int64) // 8, 8, 0)
-
-    def observe(self, place: int, lanes: Array) -> None:
+    def observe_flag(self, place: int, lanes: Array) -> None:
         """Order a write before the strong reads that find it, whatever it releases."""
-        write = int(self.writes.get(np.array([place]), 1)[0])
-        observed_write, times = self.observed.get(place, (0, {}))
-        times = times if observed_write == write else {}
-        times.update(zip(lanes.tolist(), self.clocks.own_times[lanes].tolist(), strict=True))
-        self.observed[place] = write, times
-
-    def is_observed(self, places: Array, threads: Array, past: Array) -> Array:
-        """Tell which past writes to flags lie before a strong read that each thread has done, or knows of."""
-        is_known = np.zeros(len(places), bool)
-        for i, (place, thread, write) in enumerate(zip(places.tolist(), threads.tolist(), past.tolist(), strict=True)):
-            observed_write, times = self.observed.get(place, (0, {}))
-            if observed_write == write:
-                readers = np.array([*times])
-                knows = self.clocks.knows(np.full(len(readers), thread), readers, np.array([*times.values()]))
-                is_known[i] = knows.any()
-        return is_known
+        self.observe_write(place, int(self.writes.get(np.array([place]), 1)[0]), lanes)
 
     def touch(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool, *shadows: Shadow) -> Touch:
         """Return the units of threads' accesses, with the event that each leaves."""

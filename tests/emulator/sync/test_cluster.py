@@ -122,13 +122,26 @@ def test_a_relaxed_arrival_orders_what_was_fenced(fence: str, kinds: set[str], m
     assert {line.partition(":")[0] for line in outcome(body, mode)[1]} == kinds
 
 
+FENCE, CLUSTER_WAIT = "@%q fence.mbarrier_init.release.cluster;", "barrier.cluster.wait.acquire.aligned;"
+
+
 @both_modes
-@pytest.mark.parametrize("fence", ["@%q fence.mbarrier_init.release.cluster;", ""])
-def test_a_relaxed_arrival_orders_mbarriers_that_were_fenced(fence: str, mode: str) -> None:
-    relaxed = MEET.replace(".release", ".relaxed")
+@pytest.mark.parametrize(
+    ("fence", "wait", "kinds"),
+    [
+        (FENCE, CLUSTER_WAIT, set()),
+        (FENCE, f"setp.lt.u32 %p, %r0, 32;\n@%p {CLUSTER_WAIT}\nbar.sync 0;", set()),  # one warp tells the other
+        ("", CLUSTER_WAIT, {"race"}),
+        (FENCE, "", {"race"}),
+        (FENCE, f"setp.lt.u32 %p, %r0, 32;\n@%p {CLUSTER_WAIT}", {"race"}),  # the other warp has not heard
+    ],
+)
+def test_a_relaxed_barrier_tells_who_waits_of_mbarriers(fence: str, wait: str, kinds: set[str], mode: str) -> None:
+    relaxed = f"barrier.cluster.arrive.relaxed.aligned;\n{wait}\n"
     body = f"@%q mbarrier.init.shared.b64 [%r8], {THREADS};\n{fence}\n{relaxed}"
-    body += f"mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r9];\n{WAIT}{MEET}"
-    assert {line.partition(":")[0] for line in outcome(body, mode)[1]} == (set() if fence else {"race"})
+    body += f"mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r9];\n{WAIT}"
+    findings = findings_or_error(lambda: outcome(body, mode)[1])
+    assert set(re.findall("^race", str(findings), re.M)) == kinds, findings
 
 
 @both_modes
