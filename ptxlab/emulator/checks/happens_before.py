@@ -73,8 +73,8 @@ class HappensBefore(Check):
         self.arrived: dict[int, Clocked] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
         self.phases: dict[int, Clocked] = {}  # ... and those of the phases that are complete
         self.unreached: dict[tuple[int, int], str] = {}  # (block that released, that acquired) -> where that failed
-        # mbarriers by arena offset -> the event of mbarrier.init; those that fence.mbarrier_init has released since; and
-        # by barrier of a cluster, those that were released before a phase of it was complete
+        # mbarriers by arena offset -> the event of mbarrier.init; those that fence.mbarrier_init has released since;
+        # and by barrier of a cluster, those that were released before a phase of it was complete
         self.initialised: dict[int, int] = {}
         self.released: dict[int, int] = {}
         self.announced: dict[int, dict[int, int]] = {}
