@@ -2,7 +2,8 @@
 
 All run on one card in one call, on the same tokens: peers get what the cache restores to. A row's rate counts
 4 · pairs · Hq · D operations, pairs of a query and a key that it sees. The floor is the larger of these at the rate of
-cuBLAS's FP16 GEMM of the same run, and of one read of the cache with queries and results at the read bandwidth.
+cuBLAS's FP16 GEMM of the same run, and of one read of the cache with queries and results at the read bandwidth. Each
+kernel runs for a while before it is timed, so that it is timed at the clock that its own power leaves it.
 `--only bytes` counts bytes from DRAM instead (`prefill_bytes`).
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 import ptxlab
 from benchmarks import peers, peers_prefill
 from benchmarks.chunks import BYTES, Chunk, ChunkSelection, part
-from benchmarks.peers_prefill import FA3, TOLERANCES, FloatCache
+from benchmarks.peers_prefill import FA3, SETTLE_MS, TOLERANCES, FloatCache
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
@@ -154,7 +155,7 @@ def chunk_row(chunk: Chunk, selection: ChunkSelection, ceilings: Ceilings, tflop
     """
     problem = random_chunk(chunk)
     ours = our_launches(problem)
-    measured = measure(ours.calls, replays=problem.replays)
+    measured = measure(ours.calls, replays=problem.replays, settle_ms=SETTLE_MS)
     samples = sampled_queries(problem)
     checked = check_ours(ours, samples, chunk)
     peer_times = (

@@ -51,19 +51,21 @@ def measure(
     calls: Sequence[Callable[[], None]],
     *,
     replays: int = REPLAYS,
+    settle_ms: float = 0.0,
     capture: Callable[[Sequence[Callable[[], None]]], gpu.Graph] = gpu.capture,
 ) -> Measured:
     """Time calls that enqueue device work (`gpu.prepare`), one after the other, again and again.
 
     See `measure_graph`, which also gives the graph.
     """
-    return measure_graph(calls, replays=replays, capture=capture)[0]
+    return measure_graph(calls, replays=replays, settle_ms=settle_ms, capture=capture)[0]
 
 
 def measure_graph(
     calls: Sequence[Callable[[], None]],
     *,
     replays: int = REPLAYS,
+    settle_ms: float = 0.0,
     capture: Callable[[Sequence[Callable[[], None]]], gpu.Graph] = gpu.capture,
 ) -> tuple[Measured, gpu.Graph]:
     """Measure calls in a CUDA graph; return the times and the graph that was timed.
@@ -71,11 +73,15 @@ def measure_graph(
     Args:
         calls: one round: the same kernel over rotating buffers.
         replays: how many to take the median of.
+        settle_ms: how long the calls run beforehand. A GPU at its power limit takes some hundred milliseconds to lower its
+            clock: until then, times depend on what ran before.
         capture: makes a graph of calls; another one for the calls of another library.
     """
     probe = capture(calls).time(replays=3)
     rounds = max(1, math.ceil(_GRAPH_US / (probe.median * len(calls))))
     graph = capture([*calls] * rounds)
+    if settle_ms:
+        graph.time(replays=math.ceil(1e3 * settle_ms / (probe.median * len(calls) * rounds)))
     clock = Clock()
     graph.run(clock.start)
     timing = graph.time(replays=replays)

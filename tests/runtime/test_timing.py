@@ -52,6 +52,15 @@ def test_a_replay_has_rounds_of_two_milliseconds(
     assert graphs.ran[-3] == f"graph 2 {timing.REPLAYS} times"
 
 
+def test_calls_run_until_the_clock_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 100 µs makes a graph of 20, which runs 150 times in 300 ms, before the clock is read."""
+    graphs = Recorder(100.0)
+    stamps = SimpleNamespace(start=lambda: graphs.ran.append("start"), stop=lambda: None, mhz=lambda: 1755.0)
+    monkeypatch.setattr(timing, "Clock", lambda: stamps)
+    timing.measure([lambda: None], replays=5, settle_ms=300, capture=graphs.capture)
+    assert graphs.ran[1:4] == ["graph 2 150 times", "start", "graph 2 5 times"]
+
+
 def test_calls_are_made_in_turn() -> None:
     names: list[str] = []
     calls = [[lambda name=f"{kind}{i}": names.append(name) for i in range(2)] for kind in "ab"]
