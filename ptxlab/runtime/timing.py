@@ -73,8 +73,8 @@ def measure_graph(
     Args:
         calls: one round: the same kernel over rotating buffers.
         replays: how many to take the median of.
-        settle_ms: how long the calls run beforehand. A GPU at its power limit takes some hundred milliseconds to lower its
-            clock: until then, times depend on what ran before.
+        settle_ms: how long the calls run beforehand. A GPU at its power limit takes some hundred milliseconds to lower
+            its clock: until then, times depend on what ran before.
         capture: makes a graph of calls; another one for the calls of another library.
     """
     probe = capture(calls).time(replays=3)
