@@ -25,6 +25,7 @@ class Form:
         made_by: opcode of the one instruction that made operand `source`, or any source.
         word: the operand is a pair that `mov` packs, and this word of it (1: the high one) is what counts.
         shared: an operand that this one reads too.
+        twice: it reads one register as two operands.
         again: an equal wgmma stands ahead of it, with no fence, wait, branch or change of its operands in between.
     """
 
@@ -40,6 +41,7 @@ class Form:
     source: int | None = None
     word: int | None = None
     shared: int | None = None
+    twice: bool = False
     again: bool = False
 
     @cached_property
@@ -52,9 +54,11 @@ class Form:
         """Opcodes of the instruction that made an operand."""
         return re.compile(self.made_by)
 
-    def fits(self, opcode: str, guarded: bool, parts: list[str], constants: list[int | None]) -> bool:
+    def fits(
+        self, opcode: str, guarded: bool, parts: list[str], constants: list[int | None], reads_twice: bool
+    ) -> bool:
         """Tell whether an instruction has what is seen in itself alone: parts and constants of its operands."""
-        if not self.pattern.fullmatch(opcode) or (self.guarded and not guarded):
+        if not self.pattern.fullmatch(opcode) or (self.guarded and not guarded) or (self.twice and not reads_twice):
             return False
         if self.part and not re.fullmatch(self.part, parts[0]):
             return False

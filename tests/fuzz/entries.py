@@ -20,7 +20,8 @@ def match(line: str) -> str:
     operands = (parts[3] or "").split(", ")
     constants = [int(operand) if re.fullmatch(r"-?\d+", operand) else None for operand in operands]
     selectors = ["".join(_PART.findall(operand)) for operand in operands]
-    seen = parts[2], bool(parts[1]), selectors, constants
+    sources = [operand for operand in operands[1:] if operand.startswith("%")]
+    seen = parts[2], bool(parts[1]), selectors, constants, len({*sources}) < len(sources)
     return next((name for name, form in _alone() if form.fits(*seen)), "")
 
 
