@@ -11,7 +11,7 @@ TABLES = [
     for tables in (integers.TABLES, bits.TABLES, comparisons.TABLES, floats.TABLES, conversions.TABLES)
     for table in tables
 ]
-TABLES += [(video.TABLE, video.HOW), (warps.TABLE, warps.HOW)]
+TABLES += [*video.TABLES, (warps.TABLE, warps.HOW)]
 
 
 def generate(rng: np.random.Generator, category: str) -> Program:
