@@ -467,7 +467,7 @@ def _simd(op: Opcode) -> Compute:
 
 @_operation(*SCALAR_NAMES, floating=False)
 def _scalar(op: Opcode) -> Compute:
-    form, wide = ScalarForm.of(op), 66  # a word shifted by 32, with its sign
+    form, wide = ScalarForm.of(op), 64  # bits that a GPU compares, as signed
 
     def function(a: Bits, b: Bits) -> Bits:
         if form.function in ("vshl", "vshr"):
@@ -485,7 +485,7 @@ def _scalar(op: Opcode) -> Compute:
             number = clamp(number, -(1 << size - 1), (1 << size - 1) - 1)
         elif form.saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
             top = (1 << size) - 1
-            number = clamp(number, 0, (1 << 64) - 1) if size == 32 else clamp(number & 0xFFFFFFFF, 0, top)
+            number = clamp(number, 0, (1 << 63) - 1) if size == 32 else clamp(number & 0xFFFFFFFF, 0, top)
         if form.target:
             fields = split_fields(c, size)
             fields[position] = z3.Extract(size - 1, 0, number)

@@ -249,6 +249,14 @@ def test_a_chunk_takes_several_prompts() -> None:
     assert [len(request.tokens) for request in requests] == [1, 1, 1, 1]
 
 
+def test_the_first_token_of_the_vocabulary_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    these = small_server(1, chunk=32)
+    request = these.server.submit([5, 6], tokens=2)
+    monkeypatch.setattr(these.server.runner, "_logits", lambda states: np.eye(len(states), 9, dtype=np.float16))
+    these.server.run()
+    assert request.tokens == [0, 0] and request.done and request.error is None
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     these = small_server(2, chunk=32)

@@ -165,6 +165,14 @@ def test_special_numbers_as_in_the_emulator(opcode: str) -> None:
         compare(opcode, [*pair, 0, 0])
 
 
+@pytest.mark.parametrize("third", [0, 5, 1 << 31, 0xFFFFFFFF])
+@pytest.mark.parametrize("signed", ["u32", "s32"])
+def test_a_word_that_is_shifted_by_32_is_compared_as_64_bits(signed: str, third: int) -> None:
+    """They are signed, whatever the operands are, and their lower word is 0."""
+    for word, second in product((0xFFFFFFFF, 0x80000000, 1, 0), ("min", "max", "add")):
+        compare(f"vshl.{signed}.{signed}.u32.clamp.{second}", [word, 32, third, 0])
+
+
 WORDS = st.lists(
     st.one_of(st.integers(0, 2**64 - 1), st.sampled_from((0, 2**64 - 1, 0x8080808080808080, 0x7F7F7F7F7F7F7F7F, 31))),
     min_size=4, max_size=4,

@@ -174,6 +174,10 @@ def test_phases_tokens_and_counts(mode):
     mbarrier.test_wait.shared.b64 %p, [%r5], %x5;
     selp.u32 %r9, 10, 0, %p; add.u32 %s, %s, %r9;
     mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 %x5, [%r5], 64;
+    mbarrier.pending_count.b64 %r7, %x5;
+    mad.lo.u32 %s, %r7, 10000, %s;
+    mbarrier.test_wait.shared.b64 %p, [%r5], %x5;
+    selp.u32 %r9, 100000, 0, %p; add.u32 %s, %s, %r9;
     mbarrier.arrive.shared::cluster.b64 _, [%r5];
     mbarrier.complete_tx.relaxed.cluster.shared::cta.b64 [%r5], 64;
     mbarrier.try_wait.acquire.cta.shared.b64 %p, [%r5], %x5, 1000;
@@ -184,7 +188,7 @@ def test_phases_tokens_and_counts(mode):
     END:
     """
     out, findings = outcome(body, mode=mode)
-    assert out[0] == 3111 and not findings
+    assert out[0] == 23111 and not findings
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,16 @@ def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, a
     assert bool((out == right()).all()) == ("ld.shared" not in after_fence)
 
 
+@pytest.mark.parametrize("writer", ["ld.shared.b32 %a6, [tile];", "add.u32 %a6, %a6, 0;"])
+def test_who_has_written_behind_the_fence_is_named(writer: str) -> None:
+    """Memory never counts; arithmetic only while another wgmma is under way."""
+    text = CASE.ptx.replace(SECOND, f"{writer}\n{SECOND}")
+    arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
+    (finding,) = run_text(text, *arguments, threads=CASE.threads, checks=["async"]).findings
+    by = f"takes %a6, which line {line_of(text, writer)}, `{writer[:-1]}`, wrote, and no wgmma.fence since"
+    assert by in finding.message
+
+
 @pytest.mark.default_cases("takes what*-late", "writes*-early")
 @both_modes
 @pytest.mark.parametrize(

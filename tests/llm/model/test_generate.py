@@ -1,7 +1,9 @@
 """Runners and text: NumPy's integers are the layer's twin bit for bit, and the kernels' but for floats of attention."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,6 +185,20 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
                 for part in ("values", "scale", "zero"):
                     assert np.array_equal(getattr(of_one[0], part), getattr(of_all[b], part))
     assert np.array_equal(bits(whole.prefill(PROMPTS)), bits(right))  # begins anew
+
+
+def test_a_step_writes_its_numbers_where_the_last_launch_left_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch itself adds 1 to lengths, positions and slots. Of one that was interrupted nothing is known."""
+    runner, writes = KernelRunner(quantized_model(), 2, 80, backend="emulator"), Mock()
+    monkeypatch.setattr(runner, "_write", writes)
+    launch = Mock(side_effect=[None, None, None, KeyboardInterrupt, None, None, None, None])
+    monkeypatch.setattr(runner, "_launch", launch)
+    written = []
+    for sequences in ([0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [1, 0], [0], [0]):
+        with suppress(KeyboardInterrupt):
+            runner.decode([5, 6][: len(sequences)], sequences)
+        written.append(writes.call_count)
+    assert written == [1, 1, 1, 1, 2, 3, 4, 4]
 
 
 @pytest.mark.full
