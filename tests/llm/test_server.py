@@ -491,6 +491,8 @@ def test_bad_input_of_pages_and_heads() -> None:
         NumpyRunner(MODEL, 1, 20, pages=0)
     with pytest.raises(ArgumentError, match=r"^runner: must be a Runner \(got str\)$"):
         Server("runner")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^share_prefixes: must be True or False \(got 1\)$"):
+        Server(NumpyRunner(MODEL, 1, 20), share_prefixes=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
