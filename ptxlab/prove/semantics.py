@@ -346,9 +346,12 @@ def _extract(op: Opcode) -> Compute:
 def _insert(op: Opcode) -> Compute:
     bits = bits_of(op.type())
 
+    def at_most(x: Bits) -> Bits:
+        low_byte = z3.ZeroExt(bits - 32, x & 255)
+        return z3.If(z3.ULT(low_byte, bits), low_byte, constant(bits, bits))
+
     def insert(a: Bits, b: Bits, c: Bits, d: Bits) -> Bits:
-        position, length = (z3.If(z3.ULT(x & 255, bits), x & 255, constant(bits, 32)) for x in (c, d))
-        position, length = extend(position, bits, False), extend(length, bits, False)
+        position, length = at_most(c), at_most(d)
         mask = ~(constant(-1, bits) << length) << position
         return (b & ~mask) | (a << position & mask)
 

@@ -150,7 +150,7 @@ def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, a
 @pytest.mark.parametrize("writer", ["ld.shared.b32 %a6, [tile];", "add.u32 %a6, %a6, 0;"])
 def test_who_has_written_behind_the_fence_is_named(writer: str) -> None:
     """Memory never counts; arithmetic only while another wgmma is under way."""
-    text = CASE.ptx.replace(SECOND, f"{writer}\n{SECOND}")
+    text = CASE.ptx.replace(SECOND, f"{FENCE}\n{writer}\n{SECOND}")
     arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
     (finding,) = run_text(text, *arguments, threads=CASE.threads, checks=["async"]).findings
     by = f"takes %a6, which line {line_of(text, writer)}, `{writer[:-1]}`, wrote, and no wgmma.fence since"
