@@ -187,6 +187,21 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
     assert np.array_equal(bits(whole.prefill(PROMPTS)), bits(right))  # begins anew
 
 
+@pytest.mark.parametrize("layout", ["strips", "qserve", "dual_mma"])
+def test_weights_stay_in_a_layout_that_some_kernel_takes(layout: str) -> None:
+    model = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32, layout=layout)
+    assert KernelRunner(model, 1, 20, backend="emulator")._layers[0] is model.layers[0]
+
+
+def test_operations_and_logits_are_those_of_the_launch_that_decodes_so_many_rows() -> None:
+    """Launches have 1, 2, 4 rows, or all five."""
+    runner = KernelRunner(quantized_model(), 5, 80, backend="emulator")
+    assert [len(layer) for layer in runner.operations(3)] == [len(layer) for layer in runner.operations(5)]
+    assert {*runner._decode_steps} == {4, 5}
+    runner._decode_steps[4].normed[:] = np.arange(4)[:, None]
+    assert runner.logits(3, lambda states: states)[:, 0].tolist() == [0, 1, 2]  # type: ignore[arg-type]
+
+
 def test_a_step_writes_its_numbers_where_the_last_launch_left_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch itself adds 1 to lengths, positions and slots. Of one that was interrupted nothing is known."""
     runner, writes = KernelRunner(quantized_model(), 2, 80, backend="emulator"), Mock()
