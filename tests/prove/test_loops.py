@@ -16,6 +16,7 @@ from tests.support.proofs import loop_text, loop_verdict
 
 TILE = "gemm_tile_lqq_sm80"
 SUMS = "{%s, %d0, %d1, %d2}"
+LONGER = "dp4a.s32.s32 %d, %a, %a, %d;"
 
 
 def tile(old: str = "", new: str = "") -> str:
@@ -150,10 +151,19 @@ def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -
     assert loop_verdict(loop_text(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
 
-@pytest.mark.parametrize(("channels", "expected"), [(131064, "proved"), (131072, "refuted")])
-def test_a_step_has_the_products_of_its_longest_sum(channels: int, expected: str, tmp_path: Path) -> None:
-    body = """.reg .s32 %d; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
-    dp4a.s32.s32 %d, %a, %a, %d; dp4a.s32.s32 %d, %a, %a, %d;"""
+@pytest.mark.parametrize(
+    ("longest", "channels", "expected"),
+    [
+        (f"{LONGER} {LONGER}", 131064, "proved"),
+        (f"{LONGER} {LONGER}", 131072, "refuted"),
+        (f"@%q bra over; {LONGER} over: {LONGER}", 131064, "proved"),
+        (f"@%q bra over; {LONGER} over: {LONGER}", 131072, "refuted"),
+    ],
+    ids=["two-131064", "two-131072", "one more at times-131064", "one more at times-131072"],
+)
+def test_a_step_has_the_products_of_its_longest_sum(longest: str, channels: int, expected: str, tmp_path: Path) -> None:
+    body = f""".reg .s32 %d; .reg .pred %q; again: ld.global.u32 %a, [%x]; setp.gt.s32 %q, %a, 0;
+    dp4a.s32.s32 %s, %a, %a, %s; {longest}"""
     assert loop_verdict(loop_text(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
 
 
