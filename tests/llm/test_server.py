@@ -426,6 +426,18 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
     these.finish()
 
 
+def test_pages_of_a_prompt_that_was_cancelled_halfway_are_not_shared() -> None:
+    """Nobody knows yet whether its logits are finite."""
+    these = small_server(1, pages=2, chunk=64)
+    prompt = [*range(100)]
+    running = these.submit(prompt=prompt, tokens=2)
+    these.step()
+    assert these.server.runner.lengths.tolist() == [64] and not running.tokens
+    these.cancel(running)
+    these.server.runner.share(0, prompt)
+    assert these.server.runner.lengths.tolist() == [0]
+
+
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
     tokens = _draw_tokens(2 * logits.repeat(20_000, 0).astype(float), uniform[:, None])

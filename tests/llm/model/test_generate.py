@@ -413,6 +413,9 @@ def test_bad_input_of_a_runner(model: QuantizedModel) -> None:
         NumpyRunner(FloatModel.random(TINY_MODEL))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^backend: must be one of gpu, emulator \(got numpy\)$"):
         KernelRunner(model, 1, 20, backend="numpy")
+    for flag in ("programmatic", "batch_invariant"):
+        with pytest.raises(ArgumentError, match=rf"^{flag}: must be True or False \(got 1\)$"):
+            KernelRunner(model, 1, 20, backend="emulator", **{flag: 1})  # type: ignore[arg-type]
     runner = NumpyRunner(model, 1, 2)
     runner.prefill([[1]])
     with pytest.raises(ArgumentError, match=r"^tokens: must be integers \[1\] \(got int64 \[2\]\)$"):
