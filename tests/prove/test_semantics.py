@@ -78,7 +78,7 @@ def vectors() -> dict[str, np.ndarray]:
 
 @pytest.mark.default_cases(
     "add", "fma", "lop3", "mad", "mul", "prmt", "set", "vadd4", "vset4",
-    "bfe", "bfi", "bmsk", "clz", "dp4a", "shf", "shl", "shr", "slct", "vset", "vshl", "vshr",
+    "bfe", "bfi", "bmsk", "clz", "dp4a", "selp", "shf", "shl", "shr", "slct", "vset", "vshl", "vshr",
 )  # fmt: skip
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
 def test_recorded_on_a_gpu(family: str, vectors) -> None:

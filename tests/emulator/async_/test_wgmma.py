@@ -1,6 +1,7 @@
 """wgmma: its results, and what is found when a step is missing."""
 
 import functools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -118,6 +119,16 @@ def test_a_copy_ahead_of_the_wait_is_a_new_name(mode: str, copy: str, use: str) 
     text = CASE.ptx.replace(COMMIT, f"{COMMIT} {names}{copy}").replace(WAIT, f"{WAIT} {use} }}")
     out, findings = outcome(text, mode)
     assert findings == [] and (out == right()).all()
+
+
+@both_modes
+def test_what_one_wgmma_gave_and_the_next_one_takes_may_be_read(mode: str) -> None:
+    """The first one has been waited for, the next one has not."""
+    third = re.sub(r"%d(?=\d)", "%e", SECOND).replace("%a4, %a5, %a6, %a7", "%d0, %d1, %d2, %d3")
+    behind = f"{{ .reg .b32 %e<12>; setp.ne.u32 %p, 0, 0; {FENCE} {third} {COMMIT} add.u32 %t, %d0, 0; {WAIT} }}"
+    arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
+    text = CASE.ptx.replace("st.global.b32 [%o+44], %d11;", f"st.global.b32 [%o+44], %d11; {behind}")
+    assert not run_text(text, *arguments, threads=CASE.threads, checks=["async"], mode=mode).findings
 
 
 LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"
