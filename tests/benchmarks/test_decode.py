@@ -102,6 +102,25 @@ def test_a_row_is_what_was_measured() -> None:
     assert row.more == {**parts, **floors, **alone.us, "power_w": 300.0} and row.peers == {"peer": 5.0}
 
 
+def test_work_of_a_step() -> None:
+    """Attention multiplies every query by every key, and the weights by every value, of its head."""
+    config = replace(TINY, heads=2, hidden=256, layers=3)
+    weights = LayerWeights.random(config)
+    work = {part.name: part for part in models.model_work(config, weights, 4, 50)}
+    attention = 50 * 3 * 2 * page_bytes("kv4", 64, 128) // 64, 4 * 3 * 50 * 2 * 128
+    assert (work["attention"].nbytes, work["attention"].operations) == attention
+    assert (work["head"].nbytes, work["head"].operations) == (2 * 600 * 256, 2 * 4 * 600 * 256)
+    assert (work["gemm down"].nbytes, work["gemm down"].operations) == (3 * weights.down.nbytes, 2 * 3 * 4 * 256 * 128)
+
+
+def test_times_of_mixes_are_of_all_layers() -> None:
+    times = {"fp16": MixTime(layer=5.0, without_attention=4.0, gemms=3.0), "fp8": MixTime(4.0, 2.0, 1.5)}
+    row = models.mix_row(replace(TINY, layers=3), 8, times)
+    assert row.time_us == 12.0 and row.peers == {"fp16": 15.0, "fp8": 12.0}
+    gemms = {"fp16 gemm_us": 9.0, "fp8 gemm_us": 4.5}
+    assert row.more == {**gemms, "fp16 attention_us": 3.0, "fp8 attention_us": 6.0}
+
+
 @pytest.mark.full
 def test_nothing_is_captured_while_qserves_rule_is_timed(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
