@@ -136,7 +136,7 @@ def test_nothing_is_captured_while_qserves_rule_is_timed(tiny_gpu: pytest.Monkey
 
 
 def test_steady_sequences_have_pages_in_any_order(tiny_gpu: pytest.MonkeyPatch) -> None:
-    """As in a server that has run for a while, so that no sequence's pages are neighbours."""
+    """A server that has run for a while has no sequence whose pages are neighbours."""
     runner = models.KernelRunner(models.random_model(TINY), 8, 6, chunk=8)
     models.SteadyBatch(runner, 8)
     pages = runner.table[:, 0].tolist()
@@ -478,8 +478,8 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     whole = counted.rows([])
     steps = [f"LLaMA-2-7B, batch {B}" for B in (1, 64)]
     without = [f"{step}: ours with gemm_w4a8_qoq_sm80" for step in steps]
-    ahead = ["LLaMA-2-7B: compiling", "LLaMA-2-7B: time to the first token"]
-    assert counted.progress == [*ahead, *without, *steps, "LLaMA-2-7B: 64 prompts"]
+    preparation = ["LLaMA-2-7B: compiling", "LLaMA-2-7B: time to the first token"]
+    assert counted.progress == [*preparation, *without, *steps, "LLaMA-2-7B: 64 prompts"]
     events = [event for event in counted.events if event != "runner"]
     in_turn = [row.sizes["B"] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE]
     assert in_turn == sorted(in_turn, reverse=True) and len(in_turn) == 6

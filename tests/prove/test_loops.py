@@ -167,11 +167,11 @@ def test_a_step_has_the_products_of_its_longest_sum(longest: str, channels: int,
     assert loop_verdict(loop_text(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
 
 
-@pytest.mark.parametrize(("result", "expected"), [("mov.s32 %e, %s;", "proved"), ("add.s32 %e, %s, %d;", "refuted")])
-def test_a_sum_that_the_step_leaves_elsewhere_fits_too(result: str, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("third", "expected"), [("mov.s32 %e, %s;", "proved"), ("add.s32 %e, %s, %d;", "refuted")])
+def test_a_sum_that_the_step_leaves_elsewhere_fits_too(third: str, expected: str, tmp_path: Path) -> None:
     """Two sums have no room beside each other in a third register, to which nothing is added from step to step."""
     body = f""".reg .s32 %d, %e; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
-    dp4a.s32.s32 %d, %a, %a, %d; {result}"""
+    dp4a.s32.s32 %d, %a, %a, %d; {third}"""
     loop = LoopClaim()
     assert loop_verdict(loop_text(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
@@ -186,7 +186,7 @@ def test_a_sum_that_the_step_leaves_elsewhere_fits_too(result: str, expected: st
     ],
 )
 def test_four_products_of_one_step_fit(a: tuple[int, int], expected: str, tmp_path: Path) -> None:
-    """Where the first step fills an s32, no step before it has left a sum that the next one breaks."""
+    """The first step fills an s32: no sum of a step before it can show that there is no room."""
     text = loop_text("again: ld.global.u32 %a, [%x]; and.b32 %b, %a, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;")
     assert loop_verdict(text, "sums_fit", LoopClaim(a=a, b=(0, 1)), 4, tmp_path=tmp_path) == expected
 

@@ -125,9 +125,9 @@ def test_a_copy_ahead_of_the_wait_is_a_new_name(mode: str, copy: str, use: str) 
 def test_what_one_wgmma_gave_and_the_next_one_takes_may_be_read(mode: str) -> None:
     """The first one has been waited for, the next one has not."""
     third = re.sub(r"%d(?=\d)", "%e", SECOND).replace("%a4, %a5, %a6, %a7", "%d0, %d1, %d2, %d3")
-    behind = f"{{ .reg .b32 %e<12>; setp.ne.u32 %p, 0, 0; {FENCE} {third} {COMMIT} add.u32 %t, %d0, 0; {WAIT} }}"
+    second_group = f"{{ .reg .b32 %e<12>; setp.ne.u32 %p, 0, 0; {FENCE} {third} {COMMIT} add.u32 %t, %d0, 0; {WAIT} }}"
     arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
-    text = CASE.ptx.replace("st.global.b32 [%o+44], %d11;", f"st.global.b32 [%o+44], %d11; {behind}")
+    text = CASE.ptx.replace("st.global.b32 [%o+44], %d11;", f"st.global.b32 [%o+44], %d11; {second_group}")
     assert not run_text(text, *arguments, threads=CASE.threads, checks=["async"], mode=mode).findings
 
 
