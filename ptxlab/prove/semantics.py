@@ -346,9 +346,12 @@ def _extract(op: Opcode) -> Compute:
 def _insert(op: Opcode) -> Compute:
     bits = bits_of(op.type())
 
+    def at_most(x: Bits) -> Bits:
+        low_byte = z3.ZeroExt(bits - 32, x & 255)
+        return z3.If(z3.ULT(low_byte, bits), low_byte, constant(bits, bits))
+
     def insert(a: Bits, b: Bits, c: Bits, d: Bits) -> Bits:
-        position, length = (z3.If(z3.ULT(x & 255, bits), x & 255, constant(bits, 32)) for x in (c, d))
-        position, length = extend(position, bits, False), extend(length, bits, False)
+        position, length = at_most(c), at_most(d)
         mask = ~(constant(-1, bits) << length) << position
         return (b & ~mask) | (a << position & mask)
 
@@ -467,7 +470,7 @@ def _simd(op: Opcode) -> Compute:
 
 @_operation(*SCALAR_NAMES, floating=False)
 def _scalar(op: Opcode) -> Compute:
-    form, wide = ScalarForm.of(op), 66  # a word shifted by 32, with its sign
+    form, wide = ScalarForm.of(op), 64  # bits that a GPU compares, as signed
 
     def function(a: Bits, b: Bits) -> Bits:
         if form.function in ("vshl", "vshr"):
@@ -485,7 +488,7 @@ def _scalar(op: Opcode) -> Compute:
             number = clamp(number, -(1 << size - 1), (1 << size - 1) - 1)
         elif form.saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
             top = (1 << size) - 1
-            number = clamp(number, 0, (1 << 64) - 1) if size == 32 else clamp(number & 0xFFFFFFFF, 0, top)
+            number = clamp(number, 0, (1 << 63) - 1) if size == 32 else clamp(number & 0xFFFFFFFF, 0, top)
         if form.target:
             fields = split_fields(c, size)
             fields[position] = z3.Extract(size - 1, 0, number)

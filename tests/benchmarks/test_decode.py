@@ -1,6 +1,7 @@
 """The suite `decode` on a GPU made of the emulator: a tiny whole model, its steps, its rules, what is recorded."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -101,6 +102,25 @@ def test_a_row_is_what_was_measured() -> None:
     assert row.more == {**parts, **floors, **alone.us, "power_w": 300.0} and row.peers == {"peer": 5.0}
 
 
+def test_work_of_a_step() -> None:
+    """Attention multiplies every query by every key, and the weights by every value, of its head."""
+    config = replace(TINY, heads=2, hidden=256, layers=3)
+    weights = LayerWeights.random(config)
+    work = {part.name: part for part in models.model_work(config, weights, 4, 50)}
+    attention = 50 * 3 * 2 * page_bytes("kv4", 64, 128) // 64, 4 * 3 * 50 * 2 * 128
+    assert (work["attention"].nbytes, work["attention"].operations) == attention
+    assert (work["head"].nbytes, work["head"].operations) == (2 * 600 * 256, 2 * 4 * 600 * 256)
+    assert (work["gemm down"].nbytes, work["gemm down"].operations) == (3 * weights.down.nbytes, 2 * 3 * 4 * 256 * 128)
+
+
+def test_times_of_mixes_are_of_all_layers() -> None:
+    times = {"fp16": MixTime(layer=5.0, without_attention=4.0, gemms=3.0), "fp8": MixTime(4.0, 2.0, 1.5)}
+    row = models.mix_row(replace(TINY, layers=3), 8, times)
+    assert row.time_us == 12.0 and row.peers == {"fp16": 15.0, "fp8": 12.0}
+    gemms = {"fp16 gemm_us": 9.0, "fp8 gemm_us": 4.5}
+    assert row.more == {**gemms, "fp16 attention_us": 3.0, "fp8 attention_us": 6.0}
+
+
 @pytest.mark.full
 def test_nothing_is_captured_while_qserves_rule_is_timed(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
@@ -113,6 +133,14 @@ def test_nothing_is_captured_while_qserves_rule_is_timed(tiny_gpu: pytest.Monkey
     models.time_rule(runner, 3)
     assert launched == [captured_sizes()] == [({3}, {4, 8})]
     assert runner.lengths.tolist() == [5, 5, 5] and len(runner.page_pool.free) == 0
+
+
+def test_steady_sequences_have_pages_in_any_order(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """A server that has run for a while has no sequence whose pages are neighbours."""
+    runner = models.KernelRunner(models.random_model(TINY), 8, 6, chunk=8)
+    models.SteadyBatch(runner, 8)
+    pages = runner.table[:, 0].tolist()
+    assert sorted(pages) == [*range(8)] != pages and not runner.page_pool.free
 
 
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(tiny_gpu: pytest.MonkeyPatch) -> None:
@@ -167,20 +195,39 @@ class Steps:
         return np.eye(999)[[self.token] * len(at)]
 
 
-def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(tiny_gpu: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("watts", "mean"), [([100.0, 200.0], 150.0), ([], 0.0)])
+def test_qserves_rule_is_timed_from_the_first_prompt_to_the_last_token(
+    watts: list[float], mean: float, tiny_gpu: pytest.MonkeyPatch
+) -> None:
     """Make all launches once ahead, and wait for the device at each time."""
     runner, seconds = Steps(3), iter([1.0, 1.5, 4.0])
     note = runner.made.append
     clock = SimpleNamespace(start=lambda: note("start"), stop=lambda: note("stop"), mhz=lambda: 1755.0)
     tiny_gpu.setattr(models, "Clock", lambda: clock)
-    tiny_gpu.setattr(models, "power", lambda: contextlib.nullcontext([100.0, 200.0]))
+    tiny_gpu.setattr(models, "power", lambda: contextlib.nullcontext(watts))
     tiny_gpu.setattr(gpu, "synchronize", lambda: note("wait"))
     tiny_gpu.setattr(models.time, "perf_counter", lambda: [note("time"), next(seconds)][1])
-    assert models.time_rule(runner, 3) == models.RuleTimes(0.5e6, 2.5e6, 1755.0, 150.0)  # type: ignore[arg-type]
+    assert models.time_rule(runner, 3) == models.RuleTimes(0.5e6, 2.5e6, 1755.0, mean)  # type: ignore[arg-type]
     prompts = ["extend [0, 1]", "extend [2]"]
     warm_up, timed = [*prompts, "decode [0, 0, 0]"], [*prompts, "wait", "time", "decode [1, 1, 1]", "wait", "time"]
     assert runner.made == [*warm_up, "start", "wait", "time", *timed, "stop"]
     assert runner.lengths.tolist() == [5, 5, 5]
+
+
+def test_power_is_what_nvidia_smi_says_while_the_block_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-7")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with models.power() as watts:
+        pass
+    assert watts == []  # there is no such command
+    script, done = tmp_path / "nvidia-smi", tmp_path / "done"
+    script.write_text(f"#!/bin/sh\nprintf '100.5\\n[N/A]\\n200\\n'\necho $* > {done}\nwhile :; do :; done\n")
+    script.chmod(0o755)
+    with models.power() as watts:
+        while not (done.exists() and done.read_text()):
+            time.sleep(0.001)
+        assert done.read_text().startswith("-i GPU-7 --query-gpu=power.draw ")
+    assert watts == [100.5, 200.0]
 
 
 @pytest.mark.parametrize(("token", "lost"), [(600, 0), (1, 1)])
@@ -379,6 +426,7 @@ class CountedSuite:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []
+        self.progress: list[str] = []
         self.config = Config.named("LLaMA-2-7B")
         self.plan = models.ModelPlan((1, 64), {80: 64, 141: 64})
         self.selection = models.ModelSelection(models=(self.config,), mixes=("fp16", "fp8_row"))
@@ -420,13 +468,18 @@ class CountedSuite:
 
     def rows(self, recorded_rows: list[Row]) -> list[Row]:
         self.events.clear()
+        self.progress.clear()
         rows_by_key = {row.key: row for row in recorded_rows}
-        return [*models.model_rows(self.config, self.selection, self.plan, rows_by_key, CEILINGS, lambda _: None)]
+        return [*models.model_rows(self.config, self.selection, self.plan, rows_by_key, CEILINGS, self.progress.append)]
 
 
 def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = CountedSuite(monkeypatch)
     whole = counted.rows([])
+    steps = [f"LLaMA-2-7B, batch {B}" for B in (1, 64)]
+    without = [f"{step}: ours with gemm_w4a8_qoq_sm80" for step in steps]
+    preparation = ["LLaMA-2-7B: compiling", "LLaMA-2-7B: time to the first token"]
+    assert counted.progress == [*preparation, *without, *steps, "LLaMA-2-7B: 64 prompts"]
     events = [event for event in counted.events if event != "runner"]
     in_turn = [row.sizes["B"] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE]
     assert in_turn == sorted(in_turn, reverse=True) and len(in_turn) == 6

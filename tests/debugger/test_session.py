@@ -73,6 +73,8 @@ def test_a_step_follows_one_warp_or_all() -> None:
         count.look_at(0, 32)
         assert count.step(everyone=True).moment.instruction.text.startswith("add.u32")
         count.restart()
+        with pytest.raises(DebuggerError, match=r"^back: this is the beginning of the launch$"):
+            count.back()
         count.go_on()
         count.look_at(0, 32)
         count.forget(1)

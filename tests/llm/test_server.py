@@ -249,6 +249,14 @@ def test_a_chunk_takes_several_prompts() -> None:
     assert [len(request.tokens) for request in requests] == [1, 1, 1, 1]
 
 
+def test_the_first_token_of_the_vocabulary_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    these = small_server(1, chunk=32)
+    request = these.server.submit([5, 6], tokens=2)
+    monkeypatch.setattr(these.server.runner, "_logits", lambda states: np.eye(len(states), 9, dtype=np.float16))
+    these.server.run()
+    assert request.tokens == [0, 0] and request.done and request.error is None
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     these = small_server(2, chunk=32)
@@ -418,6 +426,18 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
     these.finish()
 
 
+def test_pages_of_a_prompt_that_was_cancelled_halfway_are_not_shared() -> None:
+    """Nobody knows yet whether its logits are finite."""
+    these = small_server(1, pages=2, chunk=64)
+    prompt = [*range(100)]
+    running = these.submit(prompt=prompt, tokens=2)
+    these.step()
+    assert these.server.runner.lengths.tolist() == [64] and not running.tokens
+    these.cancel(running)
+    these.server.runner.share(0, prompt)
+    assert these.server.runner.lengths.tolist() == [0]
+
+
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
     tokens = _draw_tokens(2 * logits.repeat(20_000, 0).astype(float), uniform[:, None])
@@ -483,6 +503,8 @@ def test_bad_input_of_pages_and_heads() -> None:
         NumpyRunner(MODEL, 1, 20, pages=0)
     with pytest.raises(ArgumentError, match=r"^runner: must be a Runner \(got str\)$"):
         Server("runner")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^share_prefixes: must be True or False \(got 1\)$"):
+        Server(NumpyRunner(MODEL, 1, 20), share_prefixes=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from tests.support.proofs import loop_text, loop_verdict
 
 TILE = "gemm_tile_lqq_sm80"
 SUMS = "{%s, %d0, %d1, %d2}"
+LONGER = "dp4a.s32.s32 %d, %a, %a, %d;"
 
 
 def tile(old: str = "", new: str = "") -> str:
@@ -98,14 +99,18 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     assert loop_verdict(loop_text(from_offset), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
 
 
-@pytest.mark.parametrize(("products", "expected"), [(63, "proved"), (64, "refuted")])
+@pytest.mark.parametrize(("products", "expected"), [(7, "proved"), (8, "refuted")])
+@pytest.mark.parametrize(("kind", "a"), [("s8", (-128, 0)), ("u8", (0, 128))], ids=["above", "below"])
 def test_a_shifted_sum_stays_within_the_numbers_that_a_float_tells_apart(
-    products: int, expected: str, tmp_path: Path
+    kind: str, a: tuple[int, int], products: int, expected: str, tmp_path: Path
 ) -> None:
-    """64 dp4as of -128 by -128 reach 2^22, where the float that begins at 0x4b400000 goes by twos."""
-    body = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x];" + "dp4a.s32.s32 %s, %a, %a, %s;" * products
-    loop = LoopClaim(sums="converted")
-    assert loop_verdict(loop_text(f"{body} mov.s32 %b, %s;"), "sums_are_exact", loop, tmp_path=tmp_path) == expected
+    """256 products of +-128 by -128 reach +-2^22, where the float that begins at 0x4b400000 goes by twos."""
+    body = ".reg .s32 %d<3>; again: ld.global.u32 %a, [%x]; and.b32 %a, %a, 0x80808080; mov.s32 %s, 0x4b400000;"
+    body += "".join(f"mov.s32 %d{i}, %s;" for i in range(3))
+    product = f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32 {SUMS}, {{%a, %a, %a, %a}}, {{%a, %a}}, {SUMS};"
+    loop = LoopClaim(a=a, b=(-128, 0), sums="converted")
+    text = loop_text(f"{body} {product * products} mov.s32 %b, %s;")
+    assert loop_verdict(text, "sums_are_exact", loop, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.default_cases("-proved", "mov*")
@@ -146,11 +151,56 @@ def test_each_way_of_a_branch_counts(ways: str, expected: str, tmp_path: Path) -
     assert loop_verdict(loop_text(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
 
 
-@pytest.mark.parametrize(("channels", "expected"), [(131064, "proved"), (131072, "refuted")])
-def test_a_step_has_the_products_of_its_longest_sum(channels: int, expected: str, tmp_path: Path) -> None:
-    body = """.reg .s32 %d; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
-    dp4a.s32.s32 %d, %a, %a, %d; dp4a.s32.s32 %d, %a, %a, %d;"""
+@pytest.mark.parametrize(
+    ("longest", "channels", "expected"),
+    [
+        (f"{LONGER} {LONGER}", 131064, "proved"),
+        (f"{LONGER} {LONGER}", 131072, "refuted"),
+        (f"@%q bra over; {LONGER} over: {LONGER}", 131064, "proved"),
+        (f"@%q bra over; {LONGER} over: {LONGER}", 131072, "refuted"),
+    ],
+    ids=["two-131064", "two-131072", "one more at times-131064", "one more at times-131072"],
+)
+def test_a_step_has_the_products_of_its_longest_sum(longest: str, channels: int, expected: str, tmp_path: Path) -> None:
+    body = f""".reg .s32 %d; .reg .pred %q; again: ld.global.u32 %a, [%x]; setp.gt.s32 %q, %a, 0;
+    dp4a.s32.s32 %s, %a, %a, %s; {longest}"""
     assert loop_verdict(loop_text(body), "sums_fit", LoopClaim(), channels, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(("third", "expected"), [("mov.s32 %e, %s;", "proved"), ("add.s32 %e, %s, %d;", "refuted")])
+def test_a_sum_that_the_step_leaves_elsewhere_fits_too(third: str, expected: str, tmp_path: Path) -> None:
+    """Two sums have no room beside each other in a third register, to which nothing is added from step to step."""
+    body = f""".reg .s32 %d, %e; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
+    dp4a.s32.s32 %d, %a, %a, %d; {third}"""
+    loop = LoopClaim()
+    assert loop_verdict(loop_text(body), "sums_fit", loop, loop.max_products, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "expected"),
+    [
+        ((-(2**29), 127), "proved"),
+        ((-(2**29) - 1, 127), "refuted"),
+        ((-128, 2**29 - 1), "proved"),
+        ((-128, 2**29), "refuted"),
+    ],
+)
+def test_four_products_of_one_step_fit(a: tuple[int, int], expected: str, tmp_path: Path) -> None:
+    """The first step fills an s32: no sum of a step before it can show that there is no room."""
+    text = loop_text("again: ld.global.u32 %a, [%x]; and.b32 %b, %a, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;")
+    assert loop_verdict(text, "sums_fit", LoopClaim(a=a, b=(0, 1)), 4, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("b", "expected"), [((-128, 127), "proved"), ((-127, 127), "refuted"), ((-128, 126), "refuted")]
+)
+def test_elements_behind_a_descriptor_are_known_by_their_type(
+    b: tuple[int, int], expected: str, tmp_path: Path
+) -> None:
+    """Operands of wgmma in shared memory may be anything of their type, and no code bounds them."""
+    body = f".reg .s32 %d<3>; again: wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {SUMS}, %x, %x, 1;"
+    text = loop_text(body).replace("sm_90", "sm_90a")
+    assert loop_verdict(text, "sums_fit", LoopClaim(b=b), 64, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,6 +217,42 @@ def test_int4_becomes_the_upper_half_of_bytes(mask: str, shift: int, expected: s
     and.b32 %a, %a, 0xf0f0f0f0; dp4a.s32.s32 %s, %a, %b, %s; dp4a.s32.s32 %s, %n, %b, %s;"""
     loop = LoopClaim(packed="s4")
     assert loop_verdict(loop_text(body), "converts", loop, tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("selp.b32 %w, %u, %a, %q; selp.b32 %y, %v, %b, %q;", "proved"),
+        ("selp.b32 %w, %u, %a, %q; selp.b32 %y, %v, %b, %t;", "refuted"),
+        ("selp.b32 %w, %u, %a, %q; mov.b32 %y, %v;", "refuted"),
+        ("mov.b32 %w, %u; mov.b32 %y, %v;", "proved"),
+        ("mov.b32 %w, %a; mov.b32 %y, %b;", "refuted"),
+    ],
+)
+def test_words_of_an_operand_are_int4_or_int8_together(words: str, expected: str, tmp_path: Path) -> None:
+    """%u and %v are the low nibbles of the loaded %a and %b; %q and %t any conditions."""
+    body = f""".reg .u32 %u, %v, %w, %y; .reg .s32 %d<3>; .reg .pred %q, %t;
+    again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; setp.gt.u32 %q, %i, 5; setp.gt.u32 %t, %i, 6;
+    shl.b32 %u, %a, 4; and.b32 %u, %u, 0xf0f0f0f0; shl.b32 %v, %b, 4; and.b32 %v, %v, 0xf0f0f0f0; {words}
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {SUMS}, {{%w, %y, %w, %y}}, {{%n, %n}}, {SUMS};"""
+    assert loop_verdict(loop_text(body), "converts", LoopClaim(packed="s4"), tmp_path=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("offset", "step", "expected"),
+    [
+        ("", "mul.lo.u32 %a, %a, %b; // @lanes d:u8x4 a:u8x4 b:u32", "proved"),
+        ("", "mul.lo.u32 %a, %a, %n; // @lanes d:u8x4 a:u8x4 b:u32", "refuted"),  # any scale
+        ("0", "mad.lo.u32 %a, %a, %b, %c; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4", "proved"),
+        ("0x01010101", "mad.lo.u32 %a, %a, %b, %c; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4", "refuted"),  # 15*17 + 1
+    ],
+)
+def test_scales_up_to_17_keep_products_of_nibbles_apart(offset: str, step: str, expected: str, tmp_path: Path) -> None:
+    body = f""".reg .u32 %c; again: ld.global.u32 %a, [%x]; ld.global.nc.u8 %b, [%x+4]; and.b32 %a, %a, 0x0f0f0f0f;
+    mov.u32 %c, {offset or 0};
+    {step}
+    dp4a.u32.s32 %s, %a, %n, %s;"""
+    assert loop_verdict(loop_text(body), "dequantises", LoopClaim(packed="scaled"), tmp_path=tmp_path) == expected
 
 
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import zlib
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -75,7 +76,10 @@ def vectors() -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-@pytest.mark.default_cases("add", "fma", "lop3", "mad", "mul", "prmt", "set", "vadd4", "vset4")
+@pytest.mark.default_cases(
+    "add", "fma", "lop3", "mad", "mul", "prmt", "set", "vadd4", "vset4",
+    "bfe", "bfi", "bmsk", "clz", "dp4a", "selp", "shf", "shl", "shr", "slct", "vset", "vshl", "vshr",
+)  # fmt: skip
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
 def test_recorded_on_a_gpu(family: str, vectors) -> None:
     wrong, modelled = [], 0
@@ -105,14 +109,24 @@ def plain(case: Case) -> bool:
     opcode = case.template.split(" ")[0]
     if case.template.count(";") > 1 or "]." in case.template or "}." in case.template or "!" in case.template:
         return False
+    return knows(alu_operation, opcode) and knows(computation, opcode) and "cc" not in alu_operation(opcode).sources
+
+
+def knows(table: Callable[[str], object], opcode: str) -> bool:
     try:
-        alu_operation(opcode), computation(opcode)
+        table(opcode)
     except (UnknownOpcode, ValueError):
         return False
-    return "cc" not in alu_operation(opcode).sources
+    return True
 
 
 PLAIN = sorted({case.template.split(" ")[0] for case in CASES if plain(case)})
+
+
+def test_what_is_not_modelled_is_of_floats() -> None:
+    opcodes = {case.template.split(" ")[0] for case in CASES if case.name.split("_")[0] not in ABSENT}
+    missing = [opcode for opcode in opcodes if knows(alu_operation, opcode) and not knows(computation, opcode)]
+    assert missing and not [opcode for opcode in missing if not re.search(r"\.b?f(16|32|64)", opcode)]
 
 
 @pytest.mark.parametrize("minus", [False, True])
@@ -163,6 +177,14 @@ def test_special_numbers_as_in_the_emulator(opcode: str) -> None:
     """Pairs of all, in both orders."""
     for pair in product(SPECIAL[opcode.split(".")[-1]], repeat=2):
         compare(opcode, [*pair, 0, 0])
+
+
+@pytest.mark.parametrize("third", [0, 5, 1 << 31, 0xFFFFFFFF])
+@pytest.mark.parametrize("signed", ["u32", "s32"])
+def test_a_word_that_is_shifted_by_32_is_compared_as_64_bits(signed: str, third: int) -> None:
+    """They are signed, whatever the operands are, and their lower word is 0."""
+    for word, second in product((0xFFFFFFFF, 0x80000000, 1, 0), ("min", "max", "add")):
+        compare(f"vshl.{signed}.{signed}.u32.clamp.{second}", [word, 32, third, 0])
 
 
 WORDS = st.lists(

@@ -172,10 +172,7 @@ def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_record_is_whole() -> None:
     record = attention.load_record()
-    if record is None:
-        pytest.skip(
-            "no record of the suite yet: `python -m benchmarks attention` makes notebooks/results/h200/attention.json"
-        )
+    assert record
     rows = attention.points(record)
     assert places(rows) == places(POINTS)
     assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())

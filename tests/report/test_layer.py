@@ -149,8 +149,7 @@ def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_record_is_whole() -> None:
     record = layer.load_record()
-    if record is None:
-        pytest.skip("no record of the suite yet: `python -m benchmarks layer` makes notebooks/results/h200/layer.json")
+    assert record
     rows = layer.points(record)
     assert sorted(zip(rows.model, rows.B, strict=True)) == sorted(zip(POINTS.model, POINTS.B, strict=True))
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())

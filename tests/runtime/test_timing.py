@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ptxlab.errors import BenchmarkError
 from ptxlab.runtime import timing
 from ptxlab.runtime.timing import Measured
 
@@ -59,6 +61,20 @@ def test_calls_run_until_the_clock_has_settled(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(timing, "Clock", lambda: stamps)
     timing.measure([lambda: None], replays=5, settle_ms=300, capture=graphs.capture)
     assert graphs.ran[1:4] == ["graph 2 150 times", "start", "graph 2 5 times"]
+
+
+def test_clocks_are_stamped_on_two_blocks_of_each_sm(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """The emulator has a block on each SM of its own, so a GPU of two SMs stamps four."""
+    clock = timing.Clock()
+    clock.start()
+    start, stop = clock._stamps
+    assert start[:, 0].tolist() == [0, 1, 2, 3] and not stop.any()
+    clock.stop()
+    assert stop[:, 0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(BenchmarkError, match="no SM was stamped twice"):
+        clock.mhz()  # the emulator's time stands still
+    stop[:, 1:] = start[:, 1:] + np.array([3510, 2000], np.uint64)
+    assert clock.mhz() == 1755.0
 
 
 def test_calls_are_made_in_turn() -> None:

@@ -40,7 +40,7 @@ def test_a_raw_kernel_of_cupy(emulate: Any) -> None:
 
 
 def test_cupy_itself(emulate: Any) -> None:
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed: it comes with the extras `cu13` and `cu12`")
     kernel = cupy.RawKernel(CUDA, "f", options=("-DX=2",))
     assert (emulate(kernel, grid=1, block=32, a=ONES, s=2.0).a == 4).all()
     module = cupy.RawModule(code=CUDA)
@@ -53,13 +53,14 @@ def test_object_code_of_cuda_core(emulate: Any) -> None:
 
 
 def test_cuda_core_itself(emulate: Any) -> None:
-    core = pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    core = pytest.importorskip("cuda.core", reason="cuda.core is not installed: it comes with the extra `dev`")
     code = core.ObjectCode.from_ptx(PTX.encode())
     assert (emulate(code, np.zeros(32, np.uint32), grid=1, block=32).a == np.arange(32)).all()
 
 
+@pytest.mark.full
 def test_numba_itself(emulate: Any) -> None:
-    cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+    cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed: it comes with the extra `dev`")
 
     @cuda.jit
     def scale(a, s, b):

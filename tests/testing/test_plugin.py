@@ -324,6 +324,18 @@ def test_bad_options_stop_at_once(options: list[str], message: str, plugin: Any)
     run.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
+def test_the_help_says_what_each_option_takes(plugin: Any) -> None:
+    run = plugin("", "--help")
+    takes = {
+        "backend": "{emulator,gpu}",
+        "seed": "N",
+        "schedule": "early|late:SEED",
+        "format": "{github,sarif,json}",
+        "output": "FILE",
+    }
+    run.stdout.fnmatch_lines([f"  --ptxlab-{name}={values}*" for name, values in takes.items()])
+
+
 def test_cuda_without_its_compiler_and_the_gpu_backend_without_a_gpu(plugin: Any, monkeypatch: Any) -> None:
     from ptxlab import gpu
     from ptxlab.errors import UnavailableError

@@ -366,7 +366,7 @@ def _column_groups(matrix: ForeignMatrix, arrays: Arrays) -> Array:
     index = arrays[part]
     if index.min() < 0 or index.max() >= matrix.groups:
         raise ArgumentError(part, f"must lie in 0..{matrix.groups - 1}", f"{index.min()}..{index.max()}")
-    if (counts := np.bincount(index, minlength=matrix.groups)).max() > matrix.group:
+    if (counts := np.bincount(index)).max() > matrix.group:
         rule = f"must give a group {matrix.group} columns"
         raise ArgumentError(part, rule, f"{counts.max()} in group {counts.argmax()}")
     return index

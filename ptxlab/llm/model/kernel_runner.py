@@ -31,7 +31,6 @@ from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
 from ptxlab.lowbit.kernels.quantize import quantize_activations
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import Level1Weight
-from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import convert_to_dtype, floats, storage
 from ptxlab.validate import is_one_of
@@ -68,8 +67,6 @@ class KernelRunner(Runner):
         super().__init__(model, batch, context, **options)
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
-        if programmatic is not None:
-            check_flags(programmatic=programmatic)
         self.backend, self._on_gpu = backend, backend == "gpu"
         if self._on_gpu:
             self._require_room(gpu.device_info())  # or the reason why there is none

@@ -164,6 +164,22 @@ def test_an_element_that_is_missing_inside_is_found(
     assert len(findings) == 1 and "uninitialised" in findings[0] and "takes byte" in findings[0]
 
 
+@pytest.mark.parametrize(
+    ("row", "column", "in_flight"), [(2, 8, True), (3, 9, True), (4, 8, True), (1, 8, False), (3, 7, False)]
+)
+def test_rows_of_a_box_are_in_flight(row: int, column: int, in_flight: bool) -> None:
+    """A box of three rows from (2, 8) on is stored, and a thread writes an element before it waits for that."""
+    text = PADDED.format(
+        axes=2, at="int x, int y, float* array, int touched", places="%2, %3", numbers='"r"(x), "r"(y)'
+    )
+    text = text.replace("commit_group; cp", 'commit_group;" ::: "memory"); array[touched] = 1; asm volatile("cp')
+    array, image = np.zeros((6, 16), np.float32), np.zeros(12, np.float32)
+    arguments = TensorMap(array, (3, 4)), image, np.ones(12, np.int32), *map(np.int32, (12, 8, 2)), array
+    outcome = ptxlab.load(text, arch="sm_90a")(*arguments, np.int32(16 * row + column), grid=1, block=32,
+                                               backend="emulator", checks=["async"])  # fmt: skip
+    assert [finding.kind for finding in outcome.findings] == ["async"] * in_flight
+
+
 def test_the_map_has_as_many_axes_as_the_instruction() -> None:
     text = (
         source(3, STORE)

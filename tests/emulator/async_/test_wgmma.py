@@ -1,6 +1,7 @@
 """wgmma: its results, and what is found when a step is missing."""
 
 import functools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -120,6 +121,16 @@ def test_a_copy_ahead_of_the_wait_is_a_new_name(mode: str, copy: str, use: str) 
     assert findings == [] and (out == right()).all()
 
 
+@both_modes
+def test_what_one_wgmma_gave_and_the_next_one_takes_may_be_read(mode: str) -> None:
+    """The first one has been waited for, the next one has not."""
+    third = re.sub(r"%d(?=\d)", "%e", SECOND).replace("%a4, %a5, %a6, %a7", "%d0, %d1, %d2, %d3")
+    second_group = f"{{ .reg .b32 %e<12>; setp.ne.u32 %p, 0, 0; {FENCE} {third} {COMMIT} add.u32 %t, %d0, 0; {WAIT} }}"
+    arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
+    text = CASE.ptx.replace("st.global.b32 [%o+44], %d11;", f"st.global.b32 [%o+44], %d11; {second_group}")
+    assert not run_text(text, *arguments, threads=CASE.threads, checks=["async"], mode=mode).findings
+
+
 LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"
 
 
@@ -145,6 +156,16 @@ def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, a
     out, findings = outcome(text, mode)
     assert findings == [("async", line) for line in lines]
     assert bool((out == right()).all()) == ("ld.shared" not in after_fence)
+
+
+@pytest.mark.parametrize("writer", ["ld.shared.b32 %a6, [tile];", "add.u32 %a6, %a6, 0;"])
+def test_who_has_written_behind_the_fence_is_named(writer: str) -> None:
+    """Memory never counts; arithmetic only while another wgmma is under way."""
+    text = CASE.ptx.replace(SECOND, f"{FENCE}\n{writer}\n{SECOND}")
+    arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
+    (finding,) = run_text(text, *arguments, threads=CASE.threads, checks=["async"]).findings
+    by = f"takes %a6, which line {line_of(text, writer)}, `{writer[:-1]}`, wrote, and no wgmma.fence since"
+    assert by in finding.message
 
 
 @pytest.mark.default_cases("takes what*-late", "writes*-early")

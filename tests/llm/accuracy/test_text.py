@@ -69,10 +69,9 @@ def test_windows_that_do_not_fit(options: dict[str, int], message: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("wikipedia")
 def test_the_text_as_it_is_shipped() -> None:
-    """The cache, if it has the text, holds its 95 articles."""
-    if weights.find("wikipedia") is None:
-        pytest.skip("not in the cache: ptxlab weights wikipedia")
+    """It has 95 articles."""
     corpus = open_text()
     text = "\n\n".join(corpus.calibration + corpus.evaluation)
     assert (len(corpus.calibration), len(corpus.evaluation), len(text)) == (47, 48, 2_546_666)

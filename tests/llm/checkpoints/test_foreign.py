@@ -79,6 +79,8 @@ def test_qserve_with_zeros_that_wrap(tmp_path: Path) -> None:
     assert exact.min() == -112 and exact.max() == 0
     weight = open_weight(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
     assert (weight.exact_level1() == exact).all() and (weight.level1() == exact).all() and not weight.overflows().any()
+    s2[5, 0] = zeros[5, 0] = 0  # a group of zeros
+    assert not open_weight(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros)).exact_level1()[5, :64].any()
     zeros[3, 1] = 0  # and a group that does overflow, 8·16..15·16
     weight = open_weight(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
     assert np.argwhere(weight.overflows()).tolist() == [[3, 1]] and weight.exact_level1()[3, 64:].max() == 240
@@ -278,7 +280,7 @@ def without(*parts: str) -> Any:
 
 
 def to(part: str, change: Any) -> Any:
-    return lambda arrays: arrays.update({part: np.ascontiguousarray(change(arrays[part]))})
+    return lambda arrays: arrays.update({part: np.array(change(arrays[part]), order="C")})
 
 
 def put(part: str, index: Any, number: Any) -> Any:
@@ -309,6 +311,8 @@ BAD = {  # format, change, message
     "scales of 0 that give infinity": ("qserve_channel", put("s1_scales", 5, 0), "s1_szeros: must be finite multiples"),
     "8 bits": ("w4a16", put("weight_shape", 1, 64), r"weight_shape: 4 bits in weight_packed are \[64, 128\] .*\[64, 6"),
     "no shape": ("w4a16", without("weight_shape"), "compressed-tensors, packed needs weight_shape"),
+    "packed scale of a tensor": ("w4a16", to("weight_scale", lambda a: a[0, 0]), r"weight_scale: must be .* \[64, 1\]"),
+    "packed scales in a row": ("w4a16", to("weight_scale", lambda a: a[:, 0]), r"weight_scale: must be .* \[64, 1\]"),
     "integers of 8 bits": ("w4a8", put("weight", (0, 0), 8), r"weight: must be of 4 bits, -8\.\.7 \(got -7\.\.8\)"),
     "floats of 8 bits": ("w4a8", to("weight", lambda a: a.view(np.uint8)), "weight: must be I8 .*got U8"),
     "a scale of a tensor": ("w4a8", to("weight_scale", lambda a: a[0, 0]), r"weight_scale: must be float \[64, 1\]"),

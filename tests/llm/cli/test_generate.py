@@ -11,7 +11,6 @@ import pytest
 import tokenizers
 
 from ptxlab import gpu
-from ptxlab.io import downloads
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
@@ -438,10 +437,9 @@ def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("smollm2")
 def test_the_trained_model_says_what_the_guide_shows(cli: Any, tmp_path: Path) -> None:
     """The test runs two of the guide's ten prompts, with the options of README's first text."""
-    if downloads.find("smollm2") is None:
-        pytest.skip("not in the cache: ptxlab weights smollm2")
     page = (ROOT / "notebooks" / "guide" / "generate.md").read_text(encoding="utf-8")
     prompts = ("The capital of France is", "The largest planet in the solar system is")
     shown = [re.search(rf"^\| {re.escape(prompt)} \| (.*?) \|", page, re.MULTILINE) for prompt in prompts]

@@ -8,7 +8,6 @@ import pytest
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.io import downloads as weights
 from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.model import Config, FloatModel, decoder, floats, perplexity
@@ -46,6 +45,7 @@ def test_a_model_computes_what_transformers_does(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("smollm2", "wikipedia")
 def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
     """The test runs one window of 2,048 tokens of a real text on the GPU.
 
@@ -53,9 +53,6 @@ def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
     """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    for name in ("smollm2", "wikipedia"):
-        if weights.find(name) is None:
-            pytest.skip(f"not in the cache: ptxlab weights {name}")
     model, tokenizer = open_model("smollm2")
     window = windows(tokens_of(open_text("lee").evaluation, tokenizer))[:1]
     theirs = in_torch(torch, transformers, model).cuda()
@@ -86,11 +83,9 @@ def in_torch(torch: Any, transformers: Any, model: FloatModel) -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("smollm2", "wikipedia")
 def test_smollm2_has_its_known_perplexity(cupy: Any) -> None:
     """The perplexity is that of the first three windows of the second text, as NumPy computes it."""
-    for name in ("smollm2", "wikipedia"):
-        if weights.find(name) is None:
-            pytest.skip(f"not in the cache: ptxlab weights {name}")
     model, tokenizer = open_model("smollm2")
     first = windows(tokens_of(open_text("lee").evaluation, tokenizer))[:3]
     assert perplexity(model.to_device(), first) == pytest.approx(27.5408, rel=1e-4)

@@ -1,7 +1,9 @@
 """Runners and text: NumPy's integers are the layer's twin bit for bit, and the kernels' but for floats of attention."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,6 +185,35 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
                 for part in ("values", "scale", "zero"):
                     assert np.array_equal(getattr(of_one[0], part), getattr(of_all[b], part))
     assert np.array_equal(bits(whole.prefill(PROMPTS)), bits(right))  # begins anew
+
+
+@pytest.mark.parametrize("layout", ["strips", "qserve", "dual_mma"])
+def test_weights_stay_in_a_layout_that_some_kernel_takes(layout: str) -> None:
+    model = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32, layout=layout)
+    assert KernelRunner(model, 1, 20, backend="emulator")._layers[0] is model.layers[0]
+
+
+def test_operations_and_logits_are_those_of_the_launch_that_decodes_so_many_rows() -> None:
+    """Launches have 1, 2, 4 rows, or all five."""
+    runner = KernelRunner(quantized_model(), 5, 80, backend="emulator")
+    assert [len(layer) for layer in runner.operations(3)] == [len(layer) for layer in runner.operations(5)]
+    assert {*runner._decode_steps} == {4, 5}
+    runner._decode_steps[4].normed[:] = np.arange(4)[:, None]
+    assert runner.logits(3, lambda states: states)[:, 0].tolist() == [0, 1, 2]  # type: ignore[arg-type]
+
+
+def test_a_step_writes_its_numbers_where_the_last_launch_left_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch itself adds 1 to lengths, positions and slots. Of one that was interrupted nothing is known."""
+    runner, writes = KernelRunner(quantized_model(), 2, 80, backend="emulator"), Mock()
+    monkeypatch.setattr(runner, "_write", writes)
+    launch = Mock(side_effect=[None, None, None, KeyboardInterrupt, None, None, None, None])
+    monkeypatch.setattr(runner, "_launch", launch)
+    written = []
+    for sequences in ([0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [1, 0], [0], [0]):
+        with suppress(KeyboardInterrupt):
+            runner.decode([5, 6][: len(sequences)], sequences)
+        written.append(writes.call_count)
+    assert written == [1, 1, 1, 1, 2, 3, 4, 4]
 
 
 @pytest.mark.full
@@ -382,6 +413,9 @@ def test_bad_input_of_a_runner(model: QuantizedModel) -> None:
         NumpyRunner(FloatModel.random(TINY_MODEL))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^backend: must be one of gpu, emulator \(got numpy\)$"):
         KernelRunner(model, 1, 20, backend="numpy")
+    for flag in ("programmatic", "batch_invariant"):
+        with pytest.raises(ArgumentError, match=rf"^{flag}: must be True or False \(got 1\)$"):
+            KernelRunner(model, 1, 20, backend="emulator", **{flag: 1})  # type: ignore[arg-type]
     runner = NumpyRunner(model, 1, 2)
     runner.prefill([[1]])
     with pytest.raises(ArgumentError, match=r"^tokens: must be integers \[1\] \(got int64 \[2\]\)$"):

@@ -10,7 +10,6 @@ import pytest
 import ptxlab
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.io import downloads as weights
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, decode_layer, generate
 from ptxlab.llm.model.numpy_runner import IntegerProduct
@@ -218,11 +217,10 @@ def test_the_command_runs_on_the_gpu(cli: Any, tmp_path: Path) -> None:
     assert "W4A8, KV4 with rotated keys, on the GPU: a CUDA graph per step, the prompt in chunks of " in err
 
 
+@pytest.mark.usefixtures("smollm2")
 def test_the_trained_model_writes_the_same_text() -> None:
     """Ten prompts, 32 greedy tokens each: equal, or they part where the two likeliest are within the error. Both go on
     with the same tokens."""
-    if weights.find("smollm2") is None:
-        pytest.skip("smollm2 is not here; ptxlab weights smollm2")
     floats, tokenizer = open_model("smollm2")
     model = QuantizedModel.rounded(floats, group=64, rounding="search")
     prompts = [tokenizer.encode(prompt).tolist() for prompt in PROMPTS]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
-from ptxlab.io import downloads
 from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.open import dequantize_model
@@ -61,14 +60,12 @@ def test_bad_settings_are_refused(how: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("smollm2", "wikipedia")
 def test_the_trained_model_loses_at_most_a_quarter_as_served() -> None:
     """SmolLM2's perplexity is 1.23x as high with quantised weights, activations and cache by default.
 
     The text is three windows of 512 tokens.
     """
-    for name in ("smollm2", "wikipedia"):
-        if downloads.find(name) is None:
-            pytest.skip(f"not in the cache: ptxlab weights {name}")
     model, tokenizer = open_model("smollm2")
     text = windows(tokens_of(open_text().evaluation, tokenizer), 512, 3)
     of_floats = perplexity(model, text)

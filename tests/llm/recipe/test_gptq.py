@@ -226,6 +226,23 @@ def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
     assert weight.group_scale.tolist() == [[13]] and not weight.overflows().any()
 
 
+def test_levels_of_qoq_begin_where_s8_does() -> None:
+    """Steps of 16 below the zero 8."""
+    w = np.zeros((1, 32), np.float32)
+    w[0, :2] = -127, 113
+    rounded = recipe.round_to_nearest(w, None, QoQGrid(w, 32, protective_range=127))
+    assert [constant.tolist() for constant in rounded.constants] == [[[16]], [[8]]]
+    assert rounded.values[0, :2].tolist() == [-128, 112]
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_row_on_one_side_of_zero_has_all_levels_there(sign: int, clip: bool) -> None:
+    w = sign * np.arange(16, dtype=np.float32)[None]
+    rounded = recipe.round_to_nearest(w, None, ChannelGrid(w, clip=clip))
+    np.testing.assert_array_equal(rounded.values, w)
+
+
 @pytest.mark.parametrize(
     ("name", "end"), [*((name, end) for name in ("lqq", "qoq", "channel") for end in (-9, 10)), ("int4", 10)]
 )

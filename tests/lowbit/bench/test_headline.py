@@ -222,10 +222,12 @@ def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPat
 
 def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(headline, "UNTUNED_TOKENS", (3,))
-    (row,) = headline.untuned_rows([SMALL], names(), stream_us, quiet, PEERS)
+    progress: list[str] = []
+    (row,) = headline.untuned_rows([SMALL], names(), stream_us, progress.append, PEERS)
     assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
     other_names = [name for name in names() if name != row.kernel]
-    assert list(headline.untuned_rows([SMALL], other_names, stream_us, quiet, PEERS)) == []
+    assert list(headline.untuned_rows([SMALL], other_names, stream_us, progress.append, PEERS)) == []
+    assert progress == [f"{SMALL}: untuned"]
 
 
 def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
