@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
         ptxlab::scale_groups<TOGETHER, kGroupMmas, 4, BM / 2>(blocks4 * kBlockGroups, fetch4,
                                                               finish4 TIMELINE_ARGUMENT);
         if (outliers > 0) ptxlab::scale_groups<1, 4, 4, BM / 2>(1, fetch8, finish8 TIMELINE_ARGUMENT);
-        // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
-        // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
+        // NOTE gemm_w4ax_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
         PHASE(EPILOGUE);
         const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
         const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
