@@ -34,8 +34,8 @@
 #define BK 128
 #define STAGES 4
 #define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
-#define OUT 0
-#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
 #endif
 
 namespace {
@@ -148,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
                 const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
                 row_scale[h][r] = w_scale[row];
                 row_zero[h][r] = GROUP == 0 ? w_zero[row] : 128;
-                row_bias[h][r] = bias ? bias[row] : -0.0f;  // x + -0 is x for every x; -0 + +0 would be +0
+                // Without a bias -0 is added: x + -0 is x, also for x = -0.
+                row_bias[h][r] = bias ? bias[row] : -0.0f;
             }
         }
         float token_scale[(BM + 127) / 128];

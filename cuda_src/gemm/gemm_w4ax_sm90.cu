@@ -32,7 +32,7 @@
 #define WN 2        // warp groups of 64 rows of W
 #define TOGETHER 1  // INT4 blocks that a warp group has under wgmma at once
 #define STAGES 6
-#define OUT 0
+#define OUT 0  // y as 0 f16, 1 bf16, 2 f32
 #endif
 
 namespace {
@@ -201,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
         const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
         const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
+        // Without a bias -0 is added: x + -0 is x, also for x = -0.
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
         ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
