@@ -1,7 +1,7 @@
 """What rooms and other packages bring: kernels, commands, suites and more, found by name and loaded when asked for.
 
-A room of this project is listed in `_ROOMS`, so that a checkout works that is not installed. Another package registers
-by entry points of the group `ptxlab.KIND`:
+What this project's rooms bring is listed in `_ROOMS`, so that a checkout works that is not installed. Another package
+registers by entry points of the group `ptxlab.KIND`:
 
     kernels    a family: a module with `SPECS`, perhaps `FORMS`, and `SOURCES`, the folder of `NAME.ptx` and `NAME.cu`
     commands   a function with Typer's annotations, a command of `ptxlab`; its first line of help is its docstring's
@@ -90,7 +90,7 @@ class Registration(NamedTuple):
 
     name: str
     place: str
-    package: str = ""  # another one than this
+    package: str = ""  # that registers it, if it is another one than this
 
     @property
     def module(self) -> str:

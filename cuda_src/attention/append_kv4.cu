@@ -8,7 +8,7 @@
 //            0..L; s and z go into the page as f16. By channel (CHANNEL 1), s and z given: 4 bits the same q; 8 bits q =
 //            rint(x / s) in -127..127, no zero. Every division is IEEE's: the same bytes as `quant.quantize_kv`. A token
 //            with a NaN or an infinity gets a scale that is no finite number either, so that it shows.
-// PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
+// PDL        all warps wait for the kernel before: it makes k and v, and may read the pool.
 // Guide      notebooks/guide/kernels_attention.md: page, lanes, tile, order of blocks, constants
 // Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
 //            0.90; kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.

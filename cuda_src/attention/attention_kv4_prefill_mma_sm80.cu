@@ -13,7 +13,7 @@
 //            likewise; weights are rounded to f16; a query to f16 relative to a power of two of its largest element.
 //            OWN: keys and values of the queries' own tokens are those of own_k and own_v, rounded to f16, and the cache
 //            has only those ahead of them.
-// PDL        everything waits for the kernel before.
+// PDL        all warps wait for the kernel before.
 // Guide      notebooks/guide/kernels_attention.md: rows, restoring, scores, softmax
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.15 ldmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2
 #include "dequant.cuh"

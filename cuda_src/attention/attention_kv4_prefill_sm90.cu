@@ -14,7 +14,7 @@
 //            likewise; weights are rounded to f16; a query to f16 relative to a power of two of its largest element.
 //            OWN: keys and values of the queries' own tokens are those of own_k and own_v, rounded to f16, and the cache
 //            has only those ahead of them.
-// PDL        everything waits for the kernel before.
+// PDL        all warps wait for the kernel before.
 // Guide      notebooks/guide/kernels_attention.md: rows, restoring, scores, softmax
 // PTX ISA    9.7.15.5 wgmma, 9.7.9.25 bulk copies, 9.7.13.15 mbarrier, 9.7.19.5 setmaxnreg, 9.7.3 ex2, lg2
 #include "griddep.cuh"

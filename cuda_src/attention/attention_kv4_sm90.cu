@@ -1,16 +1,17 @@
 // attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory.
 //
-// One warp asks for copies, one or two prepare queries, the others multiply, each tile by tile. Tiles of all units are dealt
-// to the blocks in equal pieces; the block in which a unit begins puts its parts together, always in the same order.
-// With PART a unit is cut by its own length, so that a sequence has the same bits whatever else is in the batch.
+// A unit is what one sequence's cache of one KV head is read for: up to 8 queries. The tiles of all units are dealt to
+// the blocks in equal pieces; the block in which a unit begins puts its parts together, always in the same order. With
+// PART a unit is cut by its own length, so that a sequence has the same bits whatever else is in the batch. Of a
+// block's warps one issues copies, one or two prepare queries, the others multiply, each tile by tile.
 //
 // Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query
 //            t sees: i up to lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of
 //            the sum of exponentials. Nothing seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k =
 //            (integer - zero) * scale per token and head, f16 in the page (CHANNEL 0), or per channel, f32 [Hkv, D]
-//            (CHANNEL 1, where 8 bits are signed and have no zero). T queries of a sequence and all heads of a group
-//            are one unit's columns, up to 8; more are several units.
-// PDL        block table and lengths are read at once, queries and cache behind the wait.
+//            (CHANNEL 1, where 8 bits are signed and have no zero). The T queries of a sequence for all heads of a
+//            group are the columns of one unit, up to 8; more of them are several units.
+// PDL        block table and lengths are read at once; queries and cache are read after the wait.
 // Guide      notebooks/guide/kernels_attention.md: work, barriers, scores in integers, values, promotion, constants
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 69 us, 0.90 of the speed of memory.
 //            What `attention_kv4` takes for a batch, plain launches:
@@ -44,9 +45,9 @@
 #define SLOTS 2     // units whose sums are in shared memory
 #define RESIDENT 1  // blocks per SM
 #define PROMOTE 0   // tokens of a warp after which its MMAs' sums are promoted, a multiple of TOKENS; 0: never
-// What the host counts with too, but does not choose
+// The host uses these too, but does not choose them.
 #define TILE_TOKENS 64  // of a tile
-#define LARGEST 32512   // of a query's integers
+#define LARGEST 32512   // integer of a query
 #define SUM_PAD 4       // floats between rows of sums in shared memory
 #define EXTRA 4         // cost of a unit of few tiles, in tiles, beside them
 #define SLACK 4         // tiles more than its share that a block may get
@@ -71,16 +72,17 @@ using Page = ptxlab::KvPage<D, PAGE, BITS, CHANNEL>;
 
 // Warps: those of a tile, tiles at a time.
 constexpr int kTileWarps = TILE / TOKENS, kGroups = WARPS / kTileWarps;
-// Queries: dims of a lane, lanes of a column, columns of a warp at a time; warps: two where that leaves the registers as
-// many as they are; how often each goes on to other columns.
+// Queries: dims of a lane, lanes of a column, columns of a warp at a time.
 constexpr int kLaneDims = 8, kQueryLanes = D / kLaneDims, kWarpColumns = 32 / kQueryLanes;
+// Warps that prepare queries, and the passes over columns that each makes. A second warp comes only where no thread
+// loses registers by it.
 constexpr int kQueryWarps = RESIDENT == 1 && COLUMNS > kWarpColumns ? 2 : 1;
 constexpr int kPasses = COLUMNS / (kQueryWarps * kWarpColumns);
 constexpr int kProducerWarp = WARPS, kQueryWarp = WARPS + 1, kThreads = 32 * (WARPS + 1 + kQueryWarps);
 constexpr int kStatLanes = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;  // one for every warp that multiplies
 // Stages and items
 constexpr int kPages = TILE / PAGE, kStageBytes = 2 * kPages * Page::kBytes;
-constexpr int kItems = 2 * SLOTS, kLag = SLOTS - 1;  // items in flight; by how many they are combined later
+constexpr int kItems = 2 * SLOTS, kLag = SLOTS - 1;  // items in flight; items between summing up and combining
 constexpr int kPitch = D + SUM_PAD;                  // floats of a row of sums
 // Fragments: operands B of a query, columns of a lane, MMA tiles, words of a token's keys and values per lane
 constexpr bool kPaired = COLUMNS == 4;  // the two bytes of a query are neighbouring columns of one operand B
@@ -101,8 +103,8 @@ using Row = ptxlab::Row<D>;
 using Scores = float[kTokenTiles][2 * kLaneColumns];  // of tokens g, then g + 8, of each MMA tile
 using QueryWords = u32[kOperands][kNibbles][kKeyWords];
 
-// With PART, `WorkItem::following` counts the parts of other blocks behind this one, or says that the block has the next
-// part itself, or that the unit begins in an earlier block.
+// With PART, `WorkItem::following` counts the parts of other blocks behind this one, or says that the block has the
+// next part itself, or that the unit begins in an earlier block.
 constexpr int kNextIsHere = -1, kBeginsEarlier = -2;
 
 // What the block does of a unit (of a sequence, up to COLUMNS queries of one of its heads): one segment.
@@ -190,8 +192,8 @@ struct WarpSums {
     }
 };
 
-// One warp: asks for the block's pages, tile by tile. Up to 32 pages lie in its lanes, while the next ones are looked up
-// in the table.
+// The warp that copies the block's pages, tile by tile. Its lanes hold the table's entries of up to 32 pages, while the
+// next ones are looked up.
 struct PageProducer {
     const Arguments& arguments;
     Segments segment;
@@ -204,7 +206,7 @@ struct PageProducer {
         look_up();
     }
 
-    __device__ __forceinline__ void look_up() {  // what a tile lacks is the last page again
+    __device__ __forceinline__ void look_up() {  // a tile that has fewer pages gets the last one again
         if (!segment.has_segment()) return;
         const int first_page = (segment.window_tile + segment.first_tile()) * kPages;
         pages = min(segment.tile_count() * kPages, (segment.length + PAGE - 1) / PAGE - first_page);
@@ -244,13 +246,14 @@ struct PageProducer {
                 ptxlab::mbarrier_wait(&control.empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                 PHASE(LOAD);
                 copy_tile(shared.stages[slot.index], &control.full[slot.index], i, elected);
-                if (i == 0) look_ahead();  // when the first tile has been asked for
+                if (i == 0) look_ahead();  // once the first tile is on its way
             }
     }
 };
 
-// The query warps: turn queries into integers of two signed bytes, and write the items' records. A block runs through
-// this a few times and waits for instructions: a lane has few elements, so that there are few of them.
+// The query warps: turn queries into integers of two signed bytes, and write the items' records. A block runs this code
+// only a few times, so fetching its instructions is what takes time. A lane has few elements, so that the unrolled code
+// is short.
 struct QueryQuantiser {
     const Arguments& arguments;
     Segments segment;                                                       // whose queries are loaded
@@ -301,8 +304,8 @@ struct QueryQuantiser {
         return largest;
     }
 
-    // Rounds the lane's elements of a column to multiples of a step. Returns the sum of the column's integers, by channel
-    // times the keys' zero points.
+    // Rounds the lane's elements of a column to multiples of a step. Returns the sum of the column's integers, by
+    // channel times the keys' zero points.
     __device__ __forceinline__ float quantise(QueryOperands& operands, const float (&x)[kLaneDims], float inverse_step,
                                               int item_head, int pass) const {
         float zero_sum = 0;
@@ -465,8 +468,8 @@ __device__ __forceinline__ u32 key_bytes(u32 word, int nibble) {
     return BITS == 8 ? word : nibble ? word & 0xf0f0f0f0u : word & 0x0f0f0f0fu;
 }
 
-// A query's two bytes' sums as one number, times 16 where there are nibbles: neither a sum of bytes nor what they are put
-// together to exceeds an s32.
+// The sums of a query's high and low bytes as one number, times 16 where there are nibbles. Neither these sums nor that
+// number leaves the range of an s32.
 __device__ __forceinline__ float combine_bytes(const int (&sums)[kOperands][kNibbles][4], int e) {
     int of_bytes[2];  // the query's high byte, its low one
 #pragma unroll
@@ -643,8 +646,9 @@ struct Softmax {
         }
     }
 
-    // The lane's dims of column b in order: of four, two of a tile of low halves, two of one of high halves. Sums of
-    // high nibbles have those of the tile before in them.
+    // The lane's dims of column b in order. Of every four, two come from an MMA tile of low halves and two from one of
+    // high halves. A tile of high nibbles was multiplied with the low ones still in its bytes, so the sums of these,
+    // which are the tile before, are subtracted.
     __device__ __forceinline__ void gather(float (&sums)[D / 8], int b) const {
 #pragma unroll
         for (int e = 0; e < D / 8; ++e) {
@@ -717,7 +721,7 @@ struct Combiner {
         return row;
     }
 
-    // To the block where the unit begins; there, with the other blocks' parts, to the results.
+    // Hands the row to the block where the unit begins. That block adds the other blocks' parts and stores the results.
     __device__ __forceinline__ void deliver(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
         if (item.blocks == 0) {
@@ -730,8 +734,8 @@ struct Combiner {
         row.store<BF16>(arguments.out, arguments.lse, item.row[column]);
     }
 
-    // The same with PART: from the first part on, one by one. A column is always the same warp's, which finds what it
-    // has left in the workspace.
+    // The same with PART: parts are added one by one, from the first on. A column is always the same warp's, which
+    // finds in the workspace what it has left there.
     __device__ __forceinline__ void deliver_part(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
         const size_t part_row = size_t(item.part_index) * columns + column,
@@ -823,8 +827,8 @@ struct Consumer {
             for (; tile < end; tile += kGroups)
                 process_tile(softmax, query, item, length, first_position + tile * TILE TIMELINE_ARGUMENT);
             PHASE(REDUCE);
-            // At first there is none before. A warp does not wait here in items that have no tile for it, and need not:
-            // `ready` of an item says that all older phases of this barrier are over.
+            // Waits until the item whose sums lay here has been combined; the first items have none before them. A warp
+            // without a tile of an item need not wait: `ready` of a later item says that this phase is over.
             const int previous = item_index + kItems - SLOTS;
             ptxlab::mbarrier_wait(&control.cleared[previous % kItems], (previous / kItems + 1) % 2);
             softmax.promote(warp_sums, item_index, warp, is_first);

@@ -9,7 +9,7 @@
 #include "mma_f16.cuh"
 
 #ifndef BM
-#define BM 8      // most tokens of a tile
+#define BM 8      // tokens of a tile, at most
 #define UNROLL 8  // steps that are on their way at once
 #define WARPS 8   // of a block, 16 rows each
 #endif
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemm_f16_sm80(const __h
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row = (blockIdx.y * WARPS + threadIdx.x / 32) * 16, token = blockIdx.x * BM;
     if (row >= N) return;
-    // Rows and tokens behind the last are the last once more; their results are not stored.
+    // For rows and tokens past the end the last one is read again; their results are not stored.
     const auto row_of = [&](const __half* matrix, int index, int last) {
         return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(min(index, last)) * K) + t;
     };

@@ -4,15 +4,15 @@
 // itself. With several, one multiplies while another scales; with one, TOGETHER groups of channels hide the latency.
 // Persistent blocks.
 //
-// Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias, one
-//            fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums are
-//            exact in int32. The bits of gemm_w4a4_atom_sm80. Any M >= 1, N a multiple of 8, K of g (64 or 128), 0, 64
-//            or 128 outliers.
+// Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias,
+//            one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums
+//            are exact in int32. Results equal those of gemm_w4a4_atom_sm80 bit for bit. Any M >= 1, N a multiple of 8,
+//            K a multiple of g (64 or 128); 0, 64 or 128 outliers.
 // Shows      INT4 as s8: a weight stays in the upper half of its byte, 16 w, by an AND, or a shift and an AND, per four; X
 //            comes as bytes. Sums begin at 1.5 * 2^23 as an integer, so as bits they are an f32 that a group's scale
 //            makes a number of by one fma, and a second one adds it up. The tensor cores do what W4A8 asks of them; a
 //            group's sums cost three instructions each beside.
-// PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
+// PDL        loads of weights do not wait for the kernel before. Loads of X and its scales do, and so do results.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // Measured   on an H200 at M = 64, 128, 256, 512, 1024: 1.76, 1.85, 1.95, 1.98, 1.99 of gemm_w4a8's time, 1.27, 1.18,
 //            1.01, 0.90, 0.89 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
@@ -28,12 +28,12 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64       // most tokens of a tile
+#define BM 64       // tokens of a tile, at most
 #define WN 2        // warp groups of 64 rows of W
 #define TOGETHER 1  // groups of channels that a warp group has under wgmma at once
 #define STAGES 6
 #define GROUP 128
-#define OUT 0
+#define OUT 0  // y as 0 f16, 1 bf16, 2 f32
 #endif
 
 namespace {
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread in each of two warps issues copies
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const int pitch = blocks4 * kBlock4Bytes + (outliers > 0 ? kBlock8Bytes : 0);
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
             const int bytes = stage < blocks4 ? kBlock4Bytes : kBlock8Bytes;
             ptxlab::mbarrier_arrive_expect(barrier, kStrips * bytes);
 #pragma unroll
-            for (int i = 0; i < kStrips; ++i) {  // the last one again where N ends
+            for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
                 const int strip = min(row_tile * kStrips + i, all_strips - 1);
                 ptxlab::bulk_load(stage_slot + kWeights + i * kBlock8Bytes,
                                   strips + size_t(strip) * pitch + stage * kBlock4Bytes, bytes, barrier);
@@ -194,12 +194,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
         ptxlab::scale_groups<TOGETHER, kGroupMmas, 4, BM / 2>(blocks4 * kBlockGroups, fetch4,
                                                               finish4 TIMELINE_ARGUMENT);
         if (outliers > 0) ptxlab::scale_groups<1, 4, 4, BM / 2>(1, fetch8, finish8 TIMELINE_ARGUMENT);
-        // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
-        // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
+        // NOTE gemm_w4ax_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
         PHASE(EPILOGUE);
         const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
         const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
+        // Without a bias -0 is added: x + -0 is x, also for x = -0.
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
         ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);

@@ -1,16 +1,18 @@
 // gemm_w4a8_grouped_sm90: the experts of a layer in one launch: y = x W_e^T for the rows of x that each expert e has.
 //
-// gemm_w4a8_sm90 with another list of tiles: how many rows an expert has is known on the device alone, where the router
-// has just written it, so every warp works the list out for itself (experts.cuh).
+// gemm_w4a8_sm90 with another list of tiles. Only the device knows how many rows each expert has: the router has just
+// written it there. So every warp works the list out for itself (experts.cuh).
 //
 // Contract   rows offsets[e] .. offsets[e + 1] - 1 of X go with W_e: offsets never fall, from offsets[0] = 0 to
 //            offsets[E] = M; an expert may have none. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[e, n,
 //            k], exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and
-//            then rounded to the output, or the accumulators (OUT == 3). Any M >= 1, E >= 1, N a multiple of 8, K of
-//            the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA
-//            takes w as s8. GROUP 0: weights per channel, (q4 - w_zero[e, n])[e, n, k], with token sums.
-// PDL        everything waits for the kernel before, which may be writing which weights are wanted. What it may write
-//            is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
+//            then rounded to the output, or the accumulators (OUT == 3). Any M >= 1, E >= 1, N a multiple of 8, K a
+//            multiple of the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: the MMA takes w as
+//            s8 and no token sums are needed. GROUP 0: constants per channel alone, with token sums; the weight is
+//            q4[e, n, k] - w_zero[e, n].
+// PDL        all warps wait for the kernel before, which may be writing `offsets`: these say which weights are needed.
+//            What it may write is not __restrict__, because ptxas moves loads of read-only data (ld.global.nc) ahead of
+//            griddepcontrol.wait.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tiles of experts, schedule, constants
 // Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.83, 0.90, 0.88; down
 //            0.75, 0.93, 0.87; 0.97 to 1.51 times as fast as a loop of single GEMMs, 1.33 in the mean from 32 tokens
@@ -26,14 +28,14 @@
 
 #ifndef BM
 #define BM 32     // tokens of a tile
-#define WN 2      // warp groups, along the rows of W
-#define MN 1      // MMAs of 64 rows of each
-#define STRIPS 8  // most strips of a tile
+#define WN 2      // warp groups that multiply, along the rows of W
+#define MN 1      // MMAs of 64 rows that each of them does
+#define STRIPS 8  // strips of a tile, at most
 #define BK 128
 #define STAGES 4
 #define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
-#define OUT 0
-#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
 #endif
 
 namespace {
@@ -67,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    if (threadIdx.x == 128) {  // not a warp that asks for copies: it has divisions to do
+    if (threadIdx.x == 128) {  // not a warp that copies: those have divisions to do first
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 4);
             ptxlab::mbarrier_init(&empty[s], 128 * WN);
@@ -90,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp asks, the copy engine does
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp issues copies
         ptxlab::fewer_registers<kProducerRegisters>();
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -146,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
                 const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
                 row_scale[h][r] = w_scale[row];
                 row_zero[h][r] = GROUP == 0 ? w_zero[row] : 128;
+                // Without a bias -0 is added: x + -0 is x, also for x = -0.
                 row_bias[h][r] = bias ? bias[row] : -0.0f;
             }
         }
@@ -179,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
                                           {row_bias[h][0], row_bias[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * kWarpBufferBytes, lane,
                                              tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
-                                             min(N, end_strip * 16), [](int) { return true; });
+                                             min(N, end_strip * 16), [](int) { return true; });  // all sums are here
         }
     }
 }

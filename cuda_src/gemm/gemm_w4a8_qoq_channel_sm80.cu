@@ -25,7 +25,7 @@
 #define WM 1
 #define WK 1
 #define STAGES 4
-#define OUT 0
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // int32 between rows of results in shared memory
 #endif
 

@@ -20,15 +20,15 @@
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 64
-#define BK 128
-#define WN 4
-#define WM 1
-#define WK 1
-#define STAGES 4
-#define GROUP 128
-#define OUT 0
+#define BN 128     // rows of W in a tile
+#define BM 64      // tokens
+#define BK 128     // channels of a stage
+#define WN 4       // warps along the rows
+#define WM 1       // along the tokens
+#define WK 1       // along the channels
+#define STAGES 4   // slots of the ring
+#define GROUP 128  // channels of a level-2 scale
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // int32 between rows of results in shared memory
 #endif
 

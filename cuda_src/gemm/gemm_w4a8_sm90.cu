@@ -5,10 +5,11 @@
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
 //            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
-//            accumulators (OUT == 3). Any M >= 1, N a multiple of 8, K of the group. LiquidQuant: o1 = 128 + min; QoQ:
-//            o1 = 128 - zero * s1. wgmma takes w + 128 as u8, and 128 times the token sum leaves at the end; SIGNED: w
-//            as s8, no token sums. GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
-// PDL        the first weights do not wait for the kernel before; activations, scales and results do.
+//            accumulators (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group. LiquidQuant: o1 = 128 +
+//            min; QoQ: o1 = 128 - zero * s1. wgmma takes w + 128 as u8, and 128 times the token sum leaves at the end;
+//            SIGNED: w as s8 and no token sums are needed. GROUP 0: constants per channel alone, with token sums; the
+//            weight is q4[n, k] - w_zero[n].
+// PDL        loads of the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
 // Measured   0.92, 0.92, 0.83, 0.78, 0.71, 0.61, 0.72, 0.79, 0.81, 0.70 of the floor on an H200 at M = 1, 4, 16, 32,
 //            64, 128, 256, 512, 2048, 8192; 1.97, 1.92, 1.71, 1.56, 1.51, 1.22, 1.12, 1.16, 1.19, 1.04 times as fast as
@@ -29,14 +30,14 @@
 #define WN 2      // warp groups along the rows of W
 #define WK 1      // warp groups along K
 #define MN 1      // MMAs of 64 rows of each
-#define STRIPS 8  // most strips of a tile
+#define STRIPS 8  // strips of a tile, at most
 #define BK 128
 #define STAGES 4
 #define SPLIT 1    // blocks of a cluster, along K
 #define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
-#define OUT 0
-#define ORDER 0   // of X: 0 row-major, 1 swizzled tiles of BM tokens
-#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define ORDER 0    // of X: 0 row-major, 1 swizzled tiles of BM tokens
+#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
 #endif
 #ifndef FUSED
 #define FUSED 0  // 1: SiLU of the gate times up; 2: added to Y (output.cuh)
@@ -121,8 +122,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* ring, int tile_toke
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads. One thread of each warp asks the copy engine: for every fourth strip; in the last warp, which
-// has the fewest strips, for X too.
+// The warp group that loads. One thread of each warp issues the copies of every fourth strip. The last warp, which has the
+// fewest strips, also copies X.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         Slot& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -253,6 +254,7 @@ __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], floa
         for (int r = 0; r < 2; ++r) {
             w_scale[h][r] = arguments.w_scale[min(n + 8 * r, N - 1)];
             zero[h][r] = GROUP == 0 ? arguments.w_zero[min(n + 8 * r, N - 1)] : 128;
+            // Without a bias -0 is added: x + -0 is x, also for x = -0.
             bias[h][r] = arguments.bias ? arguments.bias[min(n + 8 * r, N - 1)] : -0.0f;
         }
     }

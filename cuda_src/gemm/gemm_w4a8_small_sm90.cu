@@ -5,10 +5,11 @@
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
 //            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
-//            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group.
-//            LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA takes w as s8.
-//            GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums. FUSED 1, 2: as gemm_w4a8_sm90.
-// PDL        the first weights do not wait for the kernel before; activations, scales and results do.
+//            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K a multiple of
+//            the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: the MMA takes w as s8 and no
+//            token sums are needed. GROUP 0: constants per channel alone, with token sums; the weight is q4[n, k] -
+//            w_zero[n]. FUSED 1, 2: as gemm_w4a8_sm90.
+// PDL        loads of the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
 // Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.80, 1.75, 1.43 times as fast as cuBLAS FP8
 //            (means of 7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
@@ -21,16 +22,16 @@
 #include "timeline.cuh"
 
 #ifndef BM
-#define BM 16  // tokens, a multiple of 8
-#define ROWS 2
-#define SLICES 8
-#define STAGES 6
-#define RESIDENT 1
-#define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
-#define OUT 0
-#define ORDER 0
-#define SIGNED 0
-#define SUM_PAD 4  // int32 between rows of sums in shared memory
+#define BM 16       // tokens, a multiple of 8
+#define ROWS 2      // strips that a block multiplies at a time
+#define SLICES 8    // warps that share a strip, each with 128 channels of a stage
+#define STAGES 6    // slots of the ring
+#define RESIDENT 1  // blocks per SM
+#define GROUP 128   // weights of a level-2 scale; 0: constants per channel alone
+#define OUT 0       // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define ORDER 0     // of X: 0 row-major, 1 fragments
+#define SIGNED 0    // 1: no token sums, so the MMA is given the weights as they are
+#define SUM_PAD 4   // int32 between rows of sums in shared memory
 #endif
 #ifndef FUSED
 #define FUSED 0  // 1: SiLU of the gate times up; 2: added to Y (output.cuh)
@@ -48,7 +49,8 @@ constexpr int kBlockBytes = ptxlab::STRIP_BLOCK<GROUP>;                     // o
 constexpr int kWBytes = SLICES * kBlockBytes, kXBytes = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
 constexpr int kTokenTiles = BM / 8;                                         // MMAs along the tokens
 constexpr int kPitch = ROWS * 16 + SUM_PAD, kSums = BM * kPitch;            // lane 4 g + t is at bank 8 t + g
-// The epilogue warp makes 8 results of so many rows at a time: parts of a strip; of all strips, per lane.
+// A lane of the epilogue warp makes 8 results of kPartRows rows of a strip at a time. Parts of a strip, parts of all
+// strips, tokens of a lane:
 constexpr int kPartRows = FUSED == ptxlab::SILU_MUL ? 16 : 8, kStripParts = 16 / kPartRows, kParts = ROWS * kStripParts;
 constexpr int kLaneTokens = (BM * kParts + 31) / 32;
 
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
 
     ptxlab::Slot<STAGES> slot;
     // NOTE the roles stay in one body: as functions of their own ptxas gives them other registers.
-    if (warp == kProducerWarp) {  // asks for copies: one thread does, the copy engine works
+    if (warp == kProducerWarp) {  // one thread issues the copies
         const bool elected = ptxlab::elect();
         const u32 pitch = w_blocks * kBlockBytes;  // bytes of a strip
         const auto load_w = [&](int strip0, int stage, int slot_index) {
@@ -164,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
                 }
                 if (strip0 == first_strip) load_x(stage, slot.index);
             }
-        if (elected) ptxlab::launch_dependents();  // its loads would come between these
+        // Only now, as the loads of the kernel behind this one would come between these copies.
+        if (elected) ptxlab::launch_dependents();
         return;
     }
     if (warp < kConsumerWarps) {
@@ -259,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
             ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
         PHASE(REDUCE);
-        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles are clear
+        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles of sums start clear
         if (has_strip) {
             int* strip_sums = sums + buffer * kSums + strip * 16 + g;
 #pragma unroll

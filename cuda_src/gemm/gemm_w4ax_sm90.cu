@@ -1,16 +1,17 @@
 // gemm_w4ax_sm90: Y = X W^T with COMET's numbers on Hopper, whose tensor cores know no INT4.
 //
-// The pipeline of gemm_w4a4_sm90; activations of INT4 blocks travel packed, and two warps unpack them behind the copies.
+// The pipeline of gemm_w4a4_sm90. Activations of INT4 blocks are copied packed, and two warps unpack them in shared
+// memory.
 //
 // Contract   y = sum over the blocks of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] *
-//            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the output
-//            (OUT 0 f16, 1 bf16, 2 f32); the sums are exact in int32. The bits of gemm_w4ax_naive_sm80. Any M >= 1, N a
-//            multiple of 8, K4 and K8 of 128.
-// Shows      what is left of W4Ax without INT4 tensor cores: bytes. Weights stay in the upper half of their bytes, and so
-//            do INT4 activations: an AND, or a shift and an AND, per four of them, and products count 256 times. Pairs
-//            unpacked so come in another order of channels, in which the weights lie already. Both kinds of tiles take
+//            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the
+//            output (OUT 0 f16, 1 bf16, 2 f32); the sums are exact in int32. Results equal those of
+//            gemm_w4ax_naive_sm80 bit for bit. Any M >= 1, N a multiple of 8, K4 and K8 multiples of 128.
+// Shows      what W4Ax gains without INT4 tensor cores: fewer bytes. Weights stay in the upper half of their bytes, and
+//            so do INT4 activations, so products count 256 times. Unpacking four takes an AND, or a shift and an AND.
+//            It puts even channels before odd ones, and the weights are packed in this order. Both kinds of tiles take
 //            as long on the tensor cores, so there is nothing to balance among SMs.
-// PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
+// PDL        loads of weights do not wait for the kernel before. Loads of X and its scales do, and so do results.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // Measured   on an H200 at M = 64, 128, 256, 512, 1024: 2.23, 2.50, 2.80, 2.95, 3.01 of gemm_w4a8's time, 1.00, 0.88,
 //            0.71, 0.60, 0.59 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
@@ -27,11 +28,11 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64       // most tokens of a tile
+#define BM 64       // tokens of a tile, at most
 #define WN 2        // warp groups of 64 rows of W
 #define TOGETHER 1  // INT4 blocks that a warp group has under wgmma at once
 #define STAGES 6
-#define OUT 0
+#define OUT 0  // y as 0 f16, 1 bf16, 2 f32
 #endif
 
 namespace {
@@ -45,14 +46,15 @@ constexpr int kPacked = 2 * kHalfBytes, kScales = 3 * kHalfBytes,
               kSpread = kScales + BM * 16;  // where they lie in a stage, behind X
 constexpr int kWeights = kSpread + ptxlab::SPREAD_BYTES<BM>;
 constexpr int kStageBytes = (kWeights + kStrips * kBlockBytes + 1023) / 1024 * 1024;
-constexpr bool kUneven = WN > 1;  // registers of a thread that multiplies and of one that loads
+constexpr bool kUneven = WN > 1;  // whether the warp groups that multiply get registers of the one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 
-// Pairs of s4 of `tokens` tokens, 64 bytes each, to bytes that are 16 times as large, 64 channels in each half of X; both
-// under the 64-byte swizzle. Of 32 channels the even ones come first. Lanes that would meet in a bank begin with the odd.
+// Unpacks pairs of s4, 64 bytes for each of `tokens` tokens, to bytes that are 16 times as large: 64 channels in each
+// half of X. Source and destination have the 64-byte swizzle. Of 32 channels the even ones come first. Lanes that would
+// meet in a bank begin with the odd.
 __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread) {
 #pragma unroll 2
     for (int i = thread; i < tokens * 4; i += kUnpackers) {
@@ -115,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread in each of two warps issues copies
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
             ptxlab::mbarrier_arrive_expect(barrier, kStrips * kBlockBytes);
 #pragma unroll
-            for (int i = 0; i < kStrips; ++i) {  // the last one again where N ends
+            for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
                 const int strip = min(row_tile * kStrips + i, all_strips - 1);
                 ptxlab::bulk_load(stage_slot + kWeights + i * kBlockBytes,
                                   strips + (size_t(strip) * stages + stage) * kBlockBytes, kBlockBytes, barrier);
@@ -193,12 +195,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
                                                                                      finish4 TIMELINE_ARGUMENT);
         ptxlab::scale_groups<1, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(stages - blocks4, fetch,
                                                                               finish8 TIMELINE_ARGUMENT);
-        // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
-        // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
+        // NOTE gemm_w4a4_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
         PHASE(EPILOGUE);
         const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
         const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
+        // Without a bias -0 is added: x + -0 is x, also for x = -0.
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
         ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);

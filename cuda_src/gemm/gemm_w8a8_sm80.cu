@@ -1,8 +1,9 @@
 // gemm_w8a8_sm80: Y = X W^T, both in INT8, on mma.sync: what an INT8 LM head takes where there is no wgmma.
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32 for K < 131,072; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators
-//            themselves (OUT == 3). Any M >= 1, N a multiple of 8, K of 16; padding is zero-filled on the way in.
+// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32 for K < 131,072; y = accumulators *
+//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
+//            accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 16; padding is
+//            zero-filled on the way in.
 // Shows      the loop of gemm_w4a4_s4_sm80 on bytes: the registers of m16n8k32 hold the same bytes as those of m16n8k64
 //            in INT4, so only the instruction differs.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
@@ -15,7 +16,7 @@
 #define BM 128
 #define WM 2
 #define STAGES 4
-#define OUT 0
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 

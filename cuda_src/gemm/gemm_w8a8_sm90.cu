@@ -22,12 +22,12 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128  // most tokens of a tile
+#define BM 128  // tokens of a tile, at most
 #define WN 2    // warp groups of 64 rows of W
 #define BK 128
 #define STAGES 6
 #define SPLIT 1  // blocks of a cluster, along K
-#define OUT 0
+#define OUT 0    // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #endif
 
 namespace {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_to
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads: one thread of two warps asks, the copy engine copies.
+// The warp group that loads: one thread in each of two warps issues copies.
 __device__ __forceinline__ void produce(const ptxlab::TensorMap& w, const ptxlab::TensorMap& x,
                                         const Schedule& schedule, const Ring& ring, Slot& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -212,6 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int n = min(n0 + lane / 4 + 8 * r, N - 1);
+            // Without a bias -0 is added: x + -0 is x, also for x = -0.
             scaling.w_scale[r] = w_scale[n], scaling.bias[r] = bias ? bias[n] : -0.0f;
         }
         float token_scales[kThreadTokens];
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
         multiply_stages(acc, ring, slot, schedule.num_stages, group, lane TIMELINE_ARGUMENT);
 
         PHASE(REDUCE);
-        if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+        if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks' barriers are initialised
         sums.send(acc, group, thread);
 #pragma unroll
         for (int i = 0; i < kThreadTokens; ++i)

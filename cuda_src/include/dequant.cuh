@@ -79,8 +79,8 @@ __device__ __forceinline__ void dequant_strip(const uint4& weights, const StripC
             const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
             d = AS_S8 ? dequant_lqq(words[j], scale, offset) : dequant_lqq_unsigned(words[j], scale, offset);
         }
-        a[j / 2][j & 1] = d.x;        // k 4 t .. of row g or g + 8
-        a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+        a[j / 2][j & 1] = d.x;        // k 4 t to 4 t + 3, t = lane % 4; j odd: row + 8
+        a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t to 16 + 4 t + 3
     }
 }
 

@@ -22,8 +22,8 @@ __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
     const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        a[j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
-        a[j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t ..
+        a[j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t to 4 t + 3, t = lane % 4; j odd: row + 8
+        a[j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t to 16 + 4 t + 3
     }
 }
 

@@ -40,8 +40,8 @@ struct SerialGemm {
         const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
                                 reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
 
-        // One thread asks for a stage: X, and for every warp group its 64 rows of W (the last ones again where N ends).
-        // Behind the end of K, where X comes as zeros, any weights will do.
+        // One thread copies a stage: X, and for every warp group its 64 rows of W (past N the last ones again).
+        // Past K any weights will do, because X is zero there.
         const auto fetch = [&](int stage) {
             unsigned char* slot = ring + stage % SLOTS * STAGE_BYTES;
             u64* barrier = &full[stage % SLOTS];
@@ -94,8 +94,8 @@ struct SerialGemm {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const uint2 d = DEQUANTISE(words[j], scale[j & 1], offset[j & 1]);
-                    a[k_unit * 2 + j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
-                    a[k_unit * 2 + j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                    a[k_unit * 2 + j / 2][j & 1] = d.x;        // k 4 t to 4 t + 3, t = lane % 4; j odd: row + 8
+                    a[k_unit * 2 + j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t to 16 + 4 t + 3
                 }
             }
             PHASE(ISSUE, CHANNELS / 64 * TOKENS);
@@ -114,7 +114,7 @@ struct SerialGemm {
         }
 
         PHASE(REDUCE);
-        if (BLOCKS > 1) cluster_wait();  // the blocks of the cluster have their barriers
+        if (BLOCKS > 1) cluster_wait();  // the barriers of the cluster's blocks are initialised
         epilogue.send(acc, group, thread);
         epilogue.receive(acc, group, thread);
         PHASE(EPILOGUE);

@@ -20,18 +20,18 @@ FA3, FA3_FP8, SDPA, INT4 = "fa3_f16", "fa3_fp8", "sdpa_f16", "vllm_int4"
 TOLERANCES = {FA3: 1e-2, FA3_FP8: 0.25, SDPA: 1e-2, INT4: 0.5}  # of the largest result
 FA3_DIMS = (64, 128)
 SETTLE_MS = 300.0  # each runs by itself before it is timed: at the power limit their clocks differ
-INT4_HEADS, INT4_OPERATIONS = (32, 8), 1.2e12  # vLLM's INT4 attention is a figure: no more than it takes seconds for
+INT4_HEADS, INT4_OPERATIONS = (32, 8), 1.2e12  # of chunks that INT4 runs on; larger ones take it seconds
 
 
 @dataclass(frozen=True)
 class FloatCache:
-    """Queries and a cache in FP16, so often that no launch finds its copy in the L2; tensors of PyTorch.
+    """Queries and a cache in FP16, as tensors of PyTorch; a peer rotates over copies of the cache.
 
     Attributes:
         chunk: whose they are.
         q: [T, Hq, D].
         k, v: tokens in order [L, Hkv, D].
-        copies: of the cache that a peer rotates over.
+        copies: how many of the cache there are: one, or enough to exceed the L2.
     """
 
     chunk: Chunk

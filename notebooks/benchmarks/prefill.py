@@ -1,10 +1,10 @@
 """Suite `prefill`: `attention_kv4` of whole chunks over a 4-bit cache, beside FlashAttention 3 and others.
 
-All run on one card in one call, on the same tokens: peers get what the cache restores to. A row's rate counts
-4 · pairs · Hq · D operations, pairs of a query and a key that it sees. The floor is the larger of these at the rate of
-cuBLAS's FP16 GEMM of the same run, and of one read of the cache with queries and results at the read bandwidth. Each
-kernel runs for a while before it is timed, so that it is timed at the clock that its own power leaves it.
-`--only bytes` counts bytes from DRAM instead (`prefill_bytes`).
+All run on one card in one call, on the same tokens: peers get the dequantised cache. A row's rate counts
+4 · pairs · Hq · D operations; a pair is a query and a key that the query sees. The floor is the longer of two times:
+these operations at the rate of cuBLAS's FP16 GEMM of the same run, and one read of the cache, the queries and the
+results at the read bandwidth. Each kernel runs for a while before it is timed, so that it is timed at the clock that
+its own power leaves it. `--only bytes` counts bytes from DRAM instead (`prefill_bytes`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ MEASURE, ROOFLINE, DRAM = "prefill", "roofline", "DRAM bytes"
 ROOFLINE_WIDTH = 8192  # of the square FP16 GEMM
 LONG_OPERATIONS, LONG_REPLAYS = 1e12, 5  # a launch of milliseconds: one copy of the cache, fewer replays
 SAMPLES = 6  # queries that are held against float64
-_NAN = 0xFF
+_NAN = 0xFF  # a byte: FP16 numbers made of it are NaN
 
 
 def rows(
@@ -93,6 +93,7 @@ def roofline_row() -> Row:
         fraction=1.0,
         limit="itself",
         sm_mhz=0.0,
+        # By `peers.cublas`, which raises for a wrong result.
         checked="256 columns within 1% of float64",
     )
 
@@ -105,7 +106,7 @@ class ChunkProblem:
         chunk: its sizes.
         q: f16 [T, Hq, D].
         starts: s32 [2], where the chunk begins and ends.
-        cached: the cache, so often that no launch finds its copy in the L2.
+        cached: copies of the cache, so many that no launch finds its own in the L2.
         long: whether a launch takes milliseconds; then there is one copy, and fewer replays.
     """
 
@@ -182,7 +183,7 @@ def chunk_row(chunk: Chunk, selection: ChunkSelection, ceilings: Ceilings, tflop
 
 @dataclass(frozen=True)
 class Sample:
-    """Expected output of one query's heads that share a KV head.
+    """Expected output of one query, for the heads that share a KV head.
 
     Attributes:
         query: its place in the chunk.
@@ -249,9 +250,9 @@ class PeerTimes:
 
 
 def measure_peers(problem: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> PeerTimes:
-    """Time the chunk's peers on what the cache restores to; results of the timed launches are checked.
+    """Time the chunk's peers on the dequantised cache; results of the timed launches are checked.
 
-    What a library raises becomes the reason why it is left out; BenchmarkError for wrong results.
+    A peer whose library raises is left out, with the reason. Raises BenchmarkError for wrong results.
     """
     import torch
 

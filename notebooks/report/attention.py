@@ -104,13 +104,13 @@ def table1(record: Record | None) -> str:
     kv8_us, naive_us, kv4_us = (times[name] for name in TABLE1_STEPS)
     table = pd.DataFrame({f"`{name}`": us for name, us in times.items()})
     table["naive over 8 bits"], table["prefetch over 8 bits"] = kv8_us / naive_us, kv8_us / kv4_us
-    table["the same, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
+    table["the two ratios, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
     table = table.reset_index(names="tokens")
     formats = {name: "{:.1f}" if "`" in name else "{:.2f}x" for name in table.columns[1:-1]}
     note = (
-        f"µs at 64 sequences, heads 32/32. QServe: on an A100 (QServe Table 1), its 8-bit kernel that of TensorRT-LLM"
-        f" with static scales; here scales are per token and head, or per channel where it says static. Measured on one"
-        f" {record.device['name']}:"
+        f"µs at 64 sequences, heads 32/32. QServe measured on an A100 (QServe Table 1); its 8-bit kernel is"
+        f" TensorRT-LLM's, with static scales. Here scales are per token and head; in the column that says static, they"
+        f" are per channel. Measured on one {record.device['name']}:"
         f" `ptxlab bench attention --only {TABLE1_PART}`, {record.date[:10]}, commit {record.revision}."
     )
     return f"{markdown(table, formats)}\n{note}\n"
@@ -131,16 +131,16 @@ def rotation_table(record: Record | None) -> str:
             "heads": [f"{Hq}/{Hkv}" for Hq, Hkv in zip(rows.Hq, rows.Hkv, strict=True)],
             "sequences": [f"{B} x {L:,}" for B, L in zip(rows.B, rows.L, strict=True)],
             "launches": ["append, attention" if c["appended"] else "attention" for c in rows.config],
-            "as they come": rows[UNROTATED],
+            "unrotated": rows[UNROTATED],
             "rotated": rows.time_us,
-            "over it": rows.time_us / rows[UNROTATED] - 1,
+            "cost of rotation": rows.time_us / rows[UNROTATED] - 1,
         }
     )
     note = (
         f"µs, medians of five readings in turns, on one {record.device['name']}: `ptxlab bench attention --only"
         f" {ROTATION_PART}`, {record.date[:10]}, commit {record.revision}."
     )
-    return f"{markdown(table, {'as they come': '{:.1f}', 'rotated': '{:.1f}', 'over it': '{:+.1%}'})}\n{note}\n"
+    return f"{markdown(table, {'unrotated': '{:.1f}', 'rotated': '{:.1f}', 'cost of rotation': '{:+.1%}'})}\n{note}\n"
 
 
 def rotated_us(place: Mapping[str, int]) -> float | None:

@@ -173,6 +173,7 @@ def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
     libraries, ratios = " and ".join(run_libraries), both.values()
     return (
         f"{libraries} ran beside `ptxlab`; the other peers were timed once before, on an H200 too"
-        f" ([peers](notebooks/results/h200/peers/README.md)). There {libraries} took {mean(ratios):.2f} times as long"
-        f" ({min(ratios):.2f} to {max(ratios):.2f})."
+        f" ([peers](notebooks/results/h200/peers/README.md)). {libraries} ran both times: the earlier times"
+        f" are {mean(ratios):.2f} of the later ones (geometric mean; {min(ratios):.2f} to {max(ratios):.2f} at single"
+        " points)."
     )

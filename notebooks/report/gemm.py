@@ -182,7 +182,7 @@ def per_channel_table(record: Record | None) -> str:
         part = at_tokens(rows, M)
         gain, over_peer = part.time_us_in_groups / part.time_us, over(part, "humming_w4a8_chn")
         line = {"M": M, "of the floor": fraction(part), f"over groups of {GROUP}": mean(gain)}
-        lines.append(line | {"over humming per channel": mean(over_peer), "at least": over_peer.min()})
+        lines.append(line | {"over humming per channel": mean(over_peer), "over it, least matrix": over_peer.min()})
     table = pd.DataFrame(lines)
     return markdown(table, {"of the floor": "{:.2f}", **dict.fromkeys(table.columns[2:], "{:.2f}x")}, left=0)
 

@@ -81,13 +81,17 @@ def section() -> str:
     lines = []
     for one in shown.values():
         busy, works = _first_sm(one).busy(), _first_sm(one).share_of_launch
-        line = {"step": f"`{one.kernel}`", "time": f"{one.time_us:.1f} µs", "with stamps": f"{one.recording_us:.1f} µs"}
+        line = {
+            "step": f"`{one.kernel}`",
+            "time": f"{one.time_us:.1f} µs",
+            "with time stamps": f"{one.recording_us:.1f} µs",
+        }
         line |= {"tensor cores busy, as shown": f"{_steady(one):.2f}", "SM at work": f"{works:.2f}"}
         lines.append(line | {"tensor cores busy, whole launch": f"{busy * works:.2f}"})
     note = (
         f"Recorded by `ptxlab timeline NAME --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
-        "is drawn as soon as it can run, and as short as at the peak rate: the shares are lower bounds. They are those "
-        "of the launch with stamps, as are the last two columns."
+        "is drawn as soon as it can run, and as short as at the peak rate: the shares are lower bounds. The last three "
+        "columns are of the launch in which the marks store time stamps."
     )
     picture = f"![What each warp group does when, in four pipelines]({_FIGURES}/{picture_name(SHOWN)})"
     table = markdown(pd.DataFrame(lines)).rstrip()
@@ -106,9 +110,9 @@ def _other_pictures() -> list[str]:
     for one in load_timelines(ATTENTION)[:1]:
         share_before, share_after = (f"{share:.0%}" for share in _edges(one))
         sentences.append(
-            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}), {one.time_us:.1f} µs, {share_before} of the time has "
-            f"passed when the first scores are computed, and {share_after} is left after the last values: why short "
-            "caches stay below the memory's speed."
+            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}) a launch takes {one.time_us:.1f} µs. {share_before} of"
+            f" this has passed when the first scores are computed, and {share_after} is left after the last values."
+            " This is why short caches stay below the memory's speed."
         )
     return [" ".join(sentences)] if sentences else []
 

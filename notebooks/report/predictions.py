@@ -168,7 +168,9 @@ def crossover_table(record: Record | None) -> str:
     ratios_by_peer = {"our W8A8": ratios_to_8bit(record, W8A8), "cuBLAS FP8": ratios_to_8bit(record, "cublas_fp8")}
     if record is None or any(peer_ratios.empty for peer_ratios in ratios_by_peer.values()):
         return MISSING
-    table = pd.DataFrame({"slower at M": [f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA]}, index=map(str, LLAMA))
+    table = pd.DataFrame(
+        {"W4A8 is slower, M": [f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA]}, index=map(str, LLAMA)
+    )
     for name, peer_ratios in ratios_by_peer.items():
         for source, column in (("measured", "measured"), ("predicted", "in_turn")):
             table[f"than {name}, {source}"] = (
@@ -180,7 +182,8 @@ def crossover_table(record: Record | None) -> str:
     tokens = crossover(measured_device(record), alpha)
     note = (
         "Measured: interpolated between the numbers of tokens of the record; two runs of one kernel differ by up to"
-        f" {TOLERANCE:.0%}. Predicted: the same of the model in turn, which within one tile says {tokens:.0f} tokens"
-        " for W8A8; overlapped it says never. FP8 is predicted at the best rate that cuBLAS reached on any size."
+        f" {TOLERANCE:.0%}. Predicted: by the model in turn. For a single tile this model says that W4A8 is slower than"
+        f" W8A8 from {tokens:.0f} tokens on; the overlapped model says never. FP8 is predicted at the best rate that"
+        " cuBLAS reached on any size."
     )
     return f"{markdown(table, left=5)}\n{note}\n"

@@ -69,8 +69,8 @@ def stalls_section() -> str:
         line |= {place: f"{row.subtract:.0%}" for place, row in rows.items()}
         lines.append(line | {"all of the dequantisation": f"{whole[0]:.0%} to {whole[-1]:.0%}"})
     note = (
-        "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself"
-        " the paper says 21% on an H800, and no M."
+        "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop. For QServe itself"
+        " LiquidGEMM reports 21% on an H800, without an M."
     )
     origin = _origin(record.device["name"], record.origin, "ptxlab stalls")
     return f"{markdown(pd.DataFrame(lines), left=2)}\n{note} {origin}\n"

@@ -69,7 +69,9 @@ Grid = Annotated[str | None, typer.Option(rich_help_panel=_FILES, help="Blocks, 
 Block = Annotated[str | None, typer.Option(rich_help_panel=_FILES, help="Threads per block, x[,y[,z]]. Default: 32.")]
 Uninitialised = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", rich_help_panel=_FILES, help="An array of --in that nobody has written (check init)."),
+    typer.Option(
+        metavar="NAME", rich_help_panel=_FILES, help="An array of --in that counts as unwritten (check init)."
+    ),
 ]
 Shared = Annotated[int | None, typer.Option(rich_help_panel=_FILES, help="Dynamic shared memory in bytes.")]
 FileArch = Annotated[

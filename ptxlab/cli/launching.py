@@ -26,7 +26,11 @@ from ptxlab.testing.annotations import Annotation, of_finding, of_note, relative
 _FLOAT_ATOMIC = re.compile(r"^(?:atom|red)\..*\.add\..*f(?:16|32|64)|^(?:atom|red)\.add\..*f(?:16|32|64)")
 
 KernelTarget = Annotated[
-    str, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:kernel], such as 'my.cu:ns::add<float, 3>'.")
+    str,
+    typer.Argument(
+        help="NAME, one of its sources (NAME.cu), one of its forms (NAME:FORM), or FILE[:kernel], such as "
+        "'my.cu:ns::add<float, 3>'."
+    ),
 ]
 ArgumentsFile = Annotated[
     Path | None,
@@ -38,7 +42,7 @@ ArgumentTexts = Annotated[
         "--arg",
         metavar="VALUE",
         help="An argument by name or in order: x=f32[1024]:normal (uniform, arange, zeros, uninitialised or a number), "
-        "n=1024, bias=null, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
+        "n=1024, bias=null, x=FILE.npy; for a struct its fields: p=i32:8,f32:0.5.",
     ),
 ]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]
@@ -47,8 +51,8 @@ _KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.item
 Check = Annotated[
     str,
     typer.Option(
-        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, overrun, schedules, quirks, all; "
-        f"float, proxy, narrow. Kinds of findings with another name than their check: {_KINDS}."
+        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, overrun, schedules, quirks; "
+        f"all for these; float, proxy, narrow on request. Checks that report findings under other names: {_KINDS}."
     ),
 ]
 Late = Annotated[

@@ -186,7 +186,9 @@ def run(
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     expect: Annotated[
         Path | None,
-        typer.Option(help="Compare outputs with arrays of these names: FILE.npz. In --in, `expected.y` is the same."),
+        typer.Option(
+            help="Compare each output with the array of its name in FILE.npz. `expected.y` in --in does so for y."
+        ),
     ] = None,
     rtol: Annotated[
         float | None, typer.Option(min=0.0, help="Relative tolerance of --expect. Default: 1e-5 of float32.")
@@ -389,7 +391,9 @@ def _show_memory(rows: list[dict[str, Any]]) -> None:
 def verify(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Kernels or families, FILE.py with a spec; NAME.ptx selects a source, NAME:FORM a form."),
+        typer.Argument(
+            help="Kernels or families, FILE.py with a spec; NAME.ptx selects one source, NAME:FORM one of the forms."
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
@@ -400,7 +404,7 @@ def verify(
         typer.Option(help="Compile for an older GPU: sm_80 is run by the emulator, and on a newer GPU from its PTX."),
     ] = None,
     batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Only whether a row has the same bits alone and in a batch.")
+        bool, typer.Option("--batch-invariant", help="Check only whether a row has the same bits alone and in a batch.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

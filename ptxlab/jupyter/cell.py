@@ -102,7 +102,7 @@ def facts(report: sass.Report, earlier: sass.Report | None = None) -> list[Fact]
 
 
 def counts(now: Mapping[str, int], earlier: Mapping[str, int] | None = None) -> list[Fact]:
-    """Count each opcode (pipe, section), with those that are gone."""
+    """Count each opcode (or pipe, or section), also those that only the earlier version has."""
     names = dict.fromkeys([*now, *(earlier or {})])
     return [Fact(n, now.get(n, 0), None if earlier is None else earlier.get(n, 0)) for n in names]
 
@@ -135,7 +135,8 @@ def compile_cell(
         text: PTX or CUDA C++.
         language: `"ptx"` or `"cu"`.
         kernel: the entry symbol, if it is to be one of several; by default all of them.
-        arch: what to assemble for, and as in `ptxlab.load`; by default this machine's GPU, or an H100, for the numbers.
+        arch: architecture to assemble and, as in `ptxlab.load`, to run for. By default the reports are of this
+            machine's GPU, or of an H100 where there is none.
         defines: `-D` constants, CUDA C++ only.
         checks: of the emulator, for every call that does not ask for others.
         listing: keep the machine code by line.

@@ -100,7 +100,7 @@ def _bars(axes: Axes, profiles: Sequence[Profile], rows: Sequence[tuple[str, lis
 
 
 def _carriers(axes: Axes, profile: Profile, colour: str, width: int) -> None:
-    """Draw the lines that warps waited at as a table with bars."""
+    """Draw the source lines with the most stalls (`Profile.carriers`) as a table with bars."""
     axes.axis("off")
     issuing = f"{profile.samples:,} warps sampled, of which {profile.issuing:.0%} issued"
     axes.set_title(f"Where {profile.kernel} waits ({issuing})", loc="left", weight="bold", fontsize=10)

@@ -3,6 +3,8 @@
 Threads go in lockstep, the lowest instruction first, each under a guard: the condition on which it gets there. A branch
 on an input splits the guard, and where the ways meet again registers hold either value by condition. So there is one
 run, whatever the inputs are. Addresses must come out as numbers, or as a few numbers by condition.
+
+A `lane` is the index of one of the threads that are followed. Only `@lanes` means the packed fields of a register.
 """
 
 from collections import defaultdict
@@ -27,10 +29,10 @@ from ptxlab.prove.solve import check, symbols_of
 
 MAX_STEPS = 20_000
 MAX_ADDRESSES = 64  # that one access may have, by condition
-MAX_ITERATIONS = 64  # of a loop that goes on for as long as an input says, where no assumption bounds that: one per bit
-SECONDS = 5.0  # of CPU time, for all turns of such a loop, and for the addresses of one access
+MAX_ITERATIONS = 64  # of a loop whose length an input decides and no assumption bounds: one for each bit of a u64
+SECONDS = 5.0  # of CPU time: for all iterations of such a loop, and for the addresses of one access
 _MAX_ADVISED = 3  # inputs that an error proposes to assume; more of them are no advice
-_SUGGESTED_NUMBER = 4  # what an input is assumed to be in the advice of an error, if it may be that
+_SUGGESTED_NUMBER = 4  # that an error advises to assume for an input, if the input may have it
 _WINDOW_BITS = 40  # bits of an address within its buffer
 _BUFFER_START = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
 _HARMLESS = ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol")
@@ -44,9 +46,9 @@ class NotModelled(PtxlabError):  # noqa: N818  (like UnknownInstruction)
 
 @dataclass(eq=False)
 class Buffer:
-    """Bytes that a pointer leads to: made when they are first read, terms once they are written.
+    """Bytes that a pointer leads to: each a fresh symbol at its first read, and the stored term after a store.
 
-    `size` None: of any size. `written` tells on which condition each byte has been stored to.
+    `size` None: of any size. `written` has for each byte the condition on which it has been stored to.
     """
 
     name: str
@@ -74,7 +76,7 @@ class Buffer:
 
 @dataclass
 class LoopIterations:
-    """Iterations of a loop, as many as an input decides: each lane's last guard, and the seconds spent on deciding."""
+    """Iterations of a loop whose length an input decides: each lane's last guard, and the solver's seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -83,7 +85,7 @@ class LoopIterations:
 
 @dataclass(frozen=True)
 class LaneStep:
-    """An annotated instruction that was executed: its lanes are to be computed wide (`@lanes`)."""
+    """An executed instruction with `@lanes`: its packed fields are to be proved free of overflow."""
 
     instruction: Instruction
     guard: Any
@@ -215,6 +217,7 @@ class SymbolicExecution:
         """
         iterations = self.iterations[pc]
         if (previous_guard := iterations.guards.get(lane)) is None or not previous_guard.eq(guard):
+            # All lanes go round together, so the lowest one counts for all.
             iterations.count += previous_guard is not None and lane == min(iterations.guards)
             iterations.guards[lane] = guard
             started = process_time()
@@ -231,6 +234,7 @@ class SymbolicExecution:
 
     def has_huge_input(self, guard: Any) -> bool:
         """Return whether an input of a condition may be so large that no loop over it can be followed."""
+        # A symbol of 8 bits is a byte of memory, which may be part of a wide number.
         words = [x for x in symbols_of([guard]).values() if z3.is_bv(x)]
         return any(x.size() < 16 or self.can_hold(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
 
@@ -250,7 +254,7 @@ class SymbolicExecution:
                 inputs[f"{buffer.name}.u{8 * size}[{start // size}]"] = word
             elif any(symbol.eq(parameter) for parameter in self.params.values() if z3.is_expr(parameter)):
                 inputs[name] = symbol
-            elif "[" in name:  # of a spec: its rules are all that is assumed
+            elif "[" in name:  # an element of a spec's logical input: only the spec's rules bound it, no --assume
                 inputs.setdefault(name, None)
         if not inputs:
             return "what nothing has written"
@@ -324,7 +328,7 @@ class SymbolicExecution:
         guard = self.guards.get(lane, TRUE)
         written_under, recent_bits = self.recent[lane].get(key, (FALSE, None))
         if recent_bits is not None and _implies_condition(guard, written_under):
-            return recent_bits  # without the other ways, of which a loop adds one a turn
+            return recent_bits  # shorter than `current`, which grows by one z3.If with each iteration of a loop
         if current is not None and (_implies_condition(guard, defined) or not self.can_hold(guard, z3.Not(defined))):
             return current
         unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
@@ -371,7 +375,7 @@ class SymbolicExecution:
     # Instructions
 
     def step(self, pc: int, guards: dict[int, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
-        """Execute an instruction for lanes under their guards; where each goes on, under which guard."""
+        """Execute an instruction for lanes under their guards; yield where they go on, each under its guard."""
         instruction, self.guards = self.code[pc], guards
         active, skipped = guards, dict[int, Any]()
         try:
@@ -601,7 +605,7 @@ class SymbolicExecution:
             words = split_fields(parameter_bits, bits_of(t))
         else:
             access, places = self.find_places(instruction, lane, guard, "load")
-            bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # of a fault
+            bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # what a faulting load gets
             for condition, buffer, offset in places:
                 loaded = self.fold_inputs(concatenate_fields([buffer.read(offset + i) for i in range(access.size)]))
                 bits = loaded if len(places) == 1 else z3.If(condition, loaded, bits)

@@ -138,7 +138,7 @@ def test_the_first_table() -> None:
     row = at(32, 32, 64, 1024)
     table, speed = attention.batches_table(RECORD), row["over"]
     assert f"| {row.time_us:.1f} µs, 0.96, **{speed:.2f}x** FlashInfer XQA FP8 |" in table
-    assert "There PyTorch took 0.96 times as long (0.91 to 0.98)." in table
+    assert "the earlier times are 0.96 of the later ones (geometric mean; 0.91 to 0.98 at single points)." in table
     assert f"| {at(32, 32, 256, 1024).time_us:.0f} µs, 0.96 |" in table, "PyTorch alone says nothing of the fastest"
 
 

@@ -1,14 +1,14 @@
 // attention_kv4_simple: simpler control flow (QServe section 5.3).
 //
-// The loops go page by page, without a branch: addresses are a base per thread and an offset per page, the block table
-// lies in shared memory, so that no load waits for another one, and several pages are on their way at once. Tokens
-// behind the end get a score of -infinity and constants of 0: a weight of 0 like any other. Only the last page has
-// them.
+// The loops go page by page, without a branch. Addresses are a base per thread and an offset per page. The block table
+// lies in shared memory, so that no load waits for another one, and several pages are on their way at once. Only the
+// last page may have tokens past the end. These get a score of -infinity and constants of 0, so that they are added
+// with a weight of 0.
 //
 // Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in
 //            f32; zeros for length 0. k = (nibble - zero) * scale, scale and zero per token and head; head h reads kv
-//            head h / (Hq / Hkv). Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P
-//            is as long as the scores of P * 64 tokens fit shared memory.
+//            head h / (Hq / Hkv). Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64.
+//            The scores of P * 64 tokens must fit shared memory.
 // Guide      notebooks/guide/kernels_attention.md: pages, lanes, passes
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 126 us, 0.50 of the speed of memory.
 // PTX ISA    9.7.9 shfl.sync; 9.7.3 ex2.approx; 9.7.4 sub.f16x2, fma.f16x2; 9.7.8 lop3.

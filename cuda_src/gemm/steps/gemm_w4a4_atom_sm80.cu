@@ -2,8 +2,8 @@
 //
 // Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias,
 //            one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums
-//            are exact in int32. Any M >= 1, N a multiple of 8, K of g (64 or 128), 0, 64 or 128 outliers; padding is
-//            zero-filled on the way in.
+//            are exact in int32. Any M >= 1, N a multiple of 8, K a multiple of g (64 or 128); 0, 64 or 128 outliers;
+//            padding is zero-filled on the way in.
 // Shows      fused group dequantisation: every g channels a sum leaves the tensor cores, is converted and scaled, and
 //            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. HALVES: the
 //            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal. Atom's
@@ -19,8 +19,8 @@
 #define WM 2
 #define STAGES 4
 #define GROUP 128
-#define HALVES 0  // 1: scales are multiplied in f16, as Atom's code does
-#define OUT 0
+#define HALVES 0   // 1: scales are multiplied in f16, as Atom's code does
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 

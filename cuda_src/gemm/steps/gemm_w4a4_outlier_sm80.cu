@@ -2,8 +2,8 @@
 //
 // Contract   sum4[m, n] of the K INT4 channels and sum8[m, n] of the outliers behind them are exact in int32; y =
 //            fma(sum8, x_scale[m, 1] * w_scale[n, 1], sum4 * (x_scale[m, 0] * w_scale[n, 0])) + bias[n] in f32, rounded
-//            to the output (OUT 0 f16, 1 bf16, 2 f32). Any M >= 1, N a multiple of 8, K of 64, 0, 64 or 128 outliers; padding
-//            is zero-filled on the way in.
+//            to the output (OUT 0 f16, 1 bf16, 2 f32). Any M >= 1, N a multiple of 8, K a multiple of 64; 0, 64 or 128
+//            outliers; padding is zero-filled on the way in.
 // Shows      the gain of mixed precision without its price: behind the INT4 channels the same loop goes on with
 //            m16n8k32, whose registers hold the same bytes; a sum leaves the tensor cores twice.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
@@ -16,7 +16,7 @@
 #define BM 128
 #define WM 2
 #define STAGES 4
-#define OUT 0
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 

@@ -2,7 +2,7 @@
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k] of s4, exact in int32; y = accumulators * x_scale[m] *
 //            w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators themselves
-//            (OUT == 3). Any M >= 1, N a multiple of 8, K of 32; padding is zero-filled on the way in.
+//            (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32; padding is zero-filled on the way in.
 // Shows      what mma.m16n8k64 is fed: two nibbles a byte as they lie in memory, through ldmatrix; a scale per token and
 //            channel alone, as if a group were all of K. GPUs without INT4 tensor cores (sm_90) run it in software.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
@@ -15,7 +15,7 @@
 #define BM 128
 #define WM 2
 #define STAGES 4
-#define OUT 0
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 

@@ -1,10 +1,10 @@
 // gemm_w4a8_lqq_dynamic_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, tasks fetched when free.
 //
 // The implicit fine-grained pipeline as LiquidGEMM section 5.1 has it: one warp group loads and cuts the weights into
-// tasks, of which each of two others takes the next when it is free, dequantises and multiplies it. A task is a stage: 64
-// rows of W x BK channels. So both groups may have sums of one tile: the first to leave it hands its own over through
-// shared memory, the second adds and stores. Integers, so it does not matter who has done what. gemm_w4a8_lqq_imfp_sm90
-// gives each group 64 rows of every stage instead.
+// tasks, of which each of two others takes the next when it is free, dequantises and multiplies it. A task is a stage:
+// 64 rows of W x BK channels. So both groups may have sums of one tile: the first to leave it hands its own over
+// through shared memory, the second adds and stores. The sums are integers, so it does not matter which group has done
+// what. gemm_w4a8_lqq_imfp_sm90 gives each group 64 rows of every stage instead.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
 //            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
@@ -14,8 +14,8 @@
 //            says which round it is in. A group takes none of the next tile before it has left its tile, so at most one
 //            tile's sums are on their way from one group to the other.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
-// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.5 atom.acq_rel;
-//            9.7.19.5 setmaxnreg.
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.5
+//            atom.acq_rel; 9.7.19.5 setmaxnreg.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "tasks.cuh"
@@ -26,11 +26,11 @@
 #define BM 64
 #define BK 128
 #define STAGES 6
-#define RESIDENT 1
-#define GROUP 128
-#define OUT 0
-#define STORE_TOKENS 32  // results that are stored at a time: tokens
-#define STORE_PITCH 68   // and int32 between them in shared memory
+#define RESIDENT 1       // blocks per SM
+#define GROUP 128        // channels of a level-2 scale
+#define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define STORE_TOKENS 32  // tokens whose results are stored at a time
+#define STORE_PITCH 68   // int32 from one of these tokens to the next in shared memory
 #endif
 
 namespace {
@@ -48,7 +48,8 @@ constexpr int kConsumerRegisters = RESIDENT == 1   ? 232
               kProducerRegisters = RESIDENT == 1 ? 40 : 24;
 using Epilogue = ptxlab::Epilogue<2, BM, 1>;
 
-// The next task in `next` if it is one of `tile`, or of any if that is NOTHING, and before `end`. For one thread.
+// Takes the task that the counter `next` names and returns it. Returns NOTHING if that is `end`, or of another tile
+// than `tile`, unless `tile` is NOTHING. For one thread.
 __device__ __forceinline__ int fetch(int* next, u64* full, int stages, int tile, int end) {
     for (;;) {
         const int task = ptxlab::load_acquire(next);
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     }
     __syncthreads();
 
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread issues the copies
         ptxlab::fewer_registers<kProducerRegisters>();
         if (threadIdx.x == 0) {
             ptxlab::Slot<STAGES> slot;
@@ -102,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
                 for (int i = 0; i < BK / 128; ++i)
                     ptxlab::tensor_load(stage_slot + i * BM * 128, &x, stage * BK + i * 128, tile % token_tiles * BM,
                                         barrier);
-                // Behind the end of K, where X comes as zeros, any weights will do.
+                // Past K any weights will do, because X is zero there.
                 const unsigned char* row_blocks = blocks + size_t(tile / token_tiles) * w_blocks * kWBlockBytes;
                 const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
                 ptxlab::bulk_load(stage_slot + kXBytes, row_blocks + size_t(block) * kWBlockBytes,
@@ -120,7 +121,9 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
     int4* partial = reinterpret_cast<int4*>(ring + STAGES * kStageBytes);  // [BM / 8][128]: sums from group to group
     const Epilogue epilogue{nullptr, reinterpret_cast<int*>(partial + BM / 8 * 128), nullptr, 0};
-    int told_slot = 0;  // of the places for what a group's first thread tells: what it told before may still be read
+    // A group's first thread tells the others a value. It has two places in turn, as the value before may still be
+    // read.
+    int told_slot = 0;
     const auto tell = [&](int value) {
         told_slot ^= 1;
         if (thread == 0) told[group][told_slot] = value;
@@ -129,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     };
 
     for (;;) {
-        int tile = NOTHING, done = 0, acc[BM / 2] = {};  // of the block's tiles, and this group's tasks and sums of it
+        int tile = NOTHING, done = 0, acc[BM / 2] = {};  // a tile of this block; this group's tasks and sums of it
         for (;;) {
             PHASE(WAIT_COPY);
             const int task = tell(thread == 0 ? fetch(&next, full, stages, tile, tasks) : 0);
@@ -156,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
                 for (int j = 0; j < 4; ++j) {
                     const u32 pair = constants[k_unit] >> 16 * (j & 1);
                     const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
-                    a[j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
-                    a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                    a[j / 2][j & 1] = d.x;        // k 4 t to 4 t + 3, t = lane % 4; j odd: row + 8
+                    a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t to 16 + 4 t + 3
                 }
                 PHASE(ISSUE, BM);
                 ptxlab::wgmma_fence();

@@ -23,12 +23,12 @@
 #define BM 64
 #define STAGES 4
 #define TILES 2
-#define CLUSTER 1
-#define RESIDENT 1
-#define GROUP 128
-#define OUT 0
-#define STORE_TOKENS 32  // results that are stored at a time: tokens
-#define STORE_PITCH 68   // and int32 between them in shared memory
+#define CLUSTER 1        // blocks that share a tile, each with a slice of K
+#define RESIDENT 1       // blocks per SM
+#define GROUP 128        // channels of a level-2 scale
+#define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define STORE_TOKENS 32  // tokens whose results are stored at a time
+#define STORE_PITCH 68   // int32 from one of these tokens to the next in shared memory
 #endif
 
 namespace {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
 
     ptxlab::Slot<STAGES> slot;
     ptxlab::Slot<TILES> dequantised;
-    if (role == 0) {  // load: one thread asks, the copy engine does
+    if (role == 0) {  // load: one thread issues the copies
         if (RESIDENT == 1) ptxlab::fewer_registers<kProducerRegisters>();
         if (thread == 0) {
             for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
                 PHASE(LOAD);
                 ptxlab::mbarrier_arrive_expect(barrier, kXBytes + WN * kWBytes);
                 ptxlab::tensor_load(stage_slot, &x, stage * BK, token0, barrier);
-                // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
+                // Past N the last rows are loaded again. Past K any weights will do, because X is zero there.
                 const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
                 for (int i = 0; i < WN; ++i) {
                     const unsigned char* row_blocks =
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
 #pragma unroll
         for (int i = 0; i < WN; ++i) ptxlab::pin(acc[i]);
         PHASE(REDUCE);
-        if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+        if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks' barriers are initialised
 #pragma unroll
         for (int i = 0; i < WN; ++i) epilogue.send(acc[i], i, thread);
 #pragma unroll

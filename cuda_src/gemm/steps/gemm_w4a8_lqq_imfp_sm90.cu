@@ -23,12 +23,12 @@
 #define BM 64
 #define BK 128
 #define STAGES 6
-#define CLUSTER 1
-#define RESIDENT 1
-#define GROUP 128
-#define OUT 0
-#define STORE_TOKENS 32  // results that are stored at a time: tokens
-#define STORE_PITCH 68   // and int32 between them in shared memory
+#define CLUSTER 1        // blocks that share a tile, each with a slice of K
+#define RESIDENT 1       // blocks per SM
+#define GROUP 128        // channels of a level-2 scale
+#define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define STORE_TOKENS 32  // tokens whose results are stored at a time
+#define STORE_PITCH 68   // int32 from one of these tokens to the next in shared memory
 #endif
 #ifndef ORDER
 #define ORDER 0  // of X: 0 row-major, 1 swizzled tiles of BM tokens (quantize_activations, layout="tiles", rows=BM)
@@ -40,8 +40,8 @@ using ptxlab::u32;
 using ptxlab::u64;
 constexpr int kBlockChannels = GROUP < 64 ? 64 : GROUP;                        // channels of a block of W
 constexpr int kBlockGroups = kBlockChannels / GROUP;                           // groups of a block of W
-constexpr int kWBlockBytes = kBlockChannels / 64 * 2048 + kBlockGroups * 128;  // its bytes
-constexpr int kWBytes = BK / kBlockChannels * kWBlockBytes;                    // of a stage and 64 rows
+constexpr int kWBlockBytes = kBlockChannels / 64 * 2048 + kBlockGroups * 128;  // bytes of a block of W
+constexpr int kWBytes = BK / kBlockChannels * kWBlockBytes;                    // bytes of W in a stage, for 64 rows
 constexpr int kXBytes = BM * BK;
 constexpr int kStageBytes = (kXBytes + 2 * kWBytes + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
     if (CLUSTER > 1) ptxlab::cluster_arrive();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread issues the copies
         ptxlab::fewer_registers<kProducerRegisters>();
         if (threadIdx.x == 0) {
             for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
                             ptxlab::tensor_load(stage_slot + i * BM * 128, &x, k_tile * 128, token0, barrier);
                         else ptxlab::tensor_load(stage_slot + i * BM * 128, &x, 0, row, barrier);
                     }
-                    // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will
-                    // do.
+                    // Past N the last rows are loaded again, and their results are not stored. Past K any weights will
+                    // do, because X is zero there.
                     const int block = stage * (BK / kBlockChannels),
                               valid_blocks = min(BK / kBlockChannels, w_blocks - block);
                     for (int i = 0; i < 2; ++i) {
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
         for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
             const int token0 = tile % token_tiles * BM, row_tile = tile / token_tiles * 2 + group;
             int acc[BM / 2] = {};
-            u32 a[2][2][4];            // [unit of 64 k][MMA][register]
+            u32 a[2][2][4];            // [unit of 64 k, odd or even][MMA][register]
             int unreleased_slot = -1;  // the slot that wgmma may still read
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
                 const unsigned char* x_slot = ring + slot.index * kStageBytes;
@@ -157,16 +157,17 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
                     int words[4] = {int(packed[k_unit].x), int(packed[k_unit].y), int(packed[k_unit].z),
                                     int(packed[k_unit].w)};
                     PHASE(WAIT_MMA, 1);
-                    ptxlab::wgmma_wait<1>();  // the unit before the last has left its registers
+                    ptxlab::wgmma_wait<1>();  // the MMAs of two units ago are over: a[k_unit & 1] may be overwritten
                     ptxlab::pin(words);
+                    // By unit 1 that wait has covered the last MMAs of the stage before.
                     if (k_unit == 1 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
                     PHASE(DEQUANTISE);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = constants[k_unit][j / 2 * (kBlockGroups - 1)] >> 16 * (j & 1);
                         const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
-                        a[k_unit & 1][j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
-                        a[k_unit & 1][j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                        a[k_unit & 1][j / 2][j & 1] = d.x;        // k 4 t to 4 t + 3, t = lane % 4; j odd: row + 8
+                        a[k_unit & 1][j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t to 16 + 4 t + 3
                     }
                     PHASE(ISSUE, BM);
                     ptxlab::wgmma_fence();
@@ -183,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
             if (unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
 
             PHASE(REDUCE);
-            if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+            if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks' barriers are initialised
             epilogue.send(acc, group, thread);
             epilogue.receive(acc, group, thread);
             PHASE(EPILOGUE);

@@ -19,11 +19,11 @@
 #define BM 64
 #define BK 128
 #define STAGES 4
-#define CLUSTER 1
-#define GROUP 128
-#define OUT 0
-#define STORE_TOKENS 32  // results that are stored at a time: tokens
-#define STORE_PITCH 68   // and int32 between them in shared memory
+#define CLUSTER 1        // blocks that share a tile, each with a slice of K
+#define GROUP 128        // channels of a level-2 scale
+#define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define STORE_TOKENS 32  // tokens whose results are stored at a time
+#define STORE_PITCH 68   // int32 from one of these tokens to the next in shared memory
 #endif
 
 extern "C" __global__ void __launch_bounds__(128 * WN) gemm_w4a8_lqq_sm90(

@@ -23,7 +23,7 @@
 #define BM 128
 #define WM 2
 #define STAGES 3
-#define OUT 0
+#define OUT 0      // y as 0 f16, 1 bf16, 2 f32
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 

@@ -14,12 +14,12 @@
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 3
-#define RATIO 2
-#define OUT 0
+#define BN 128    // rows of W in a tile
+#define BM 128    // tokens
+#define WM 2      // warps along the tokens
+#define STAGES 3  // slots of the ring
+#define RATIO 2   // INT4 tiles that take as long as an INT8 tile
+#define OUT 0     // y as 0 f16, 1 bf16, 2 f32
 #endif
 
 namespace {
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     const __half* __restrict__ x_scale,    // f16 [M, (K4 + K8) / 128 in whole eights]
     const float* __restrict__ bias,        // f32 [N], or null
     void* __restrict__ y,                  // [M, N], by OUT
-    unsigned* counted,  // u32 [M, N / 64]: tiles of a part that are done, at its first token and row; 0
+    unsigned* counted,  // u32 [M, N / 64]: tiles of a part that are done, at its first token and row; 0 at first
     int* sums,          // s32 [M, (K4 + K8) / 128, N]
     int M, int N, int K4, int K8) {
     extern __shared__ __align__(128) unsigned char ring[];

@@ -129,7 +129,7 @@ def row(
     figures: Mapping[str, float],
     compare_twin: bool = False,
 ) -> Row:
-    """Time and check a layer at one batch; if `compare_twin`, also compare it with the exact twin."""
+    """Time and check a layer at one batch; if `compare_twin`, also compare it with its twin, `model.reference`."""
     decoder = Decoder(config, B, weights)
     measured, graph = measure_graph(decoder.calls(), replays=GEMM_REPLAYS)
     checked = (decoder.compare() if compare_twin else "") + decoder.check(graph)

@@ -74,7 +74,7 @@ def audit(
     every: Annotated[bool, typer.Option("--all", help="List every tensor, not only the ten of largest error.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count the weights that each scheme would overflow at each protective range, and the error: in all, by tensor.
+    """Count the weights that overflow in each scheme at each protective range, and measure the error, by tensor too.
 
     With atom or fmpq, a model runs over a text: what share of the channels is INT8, and the error of each product.
     """

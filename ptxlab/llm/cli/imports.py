@@ -20,7 +20,7 @@ def import_(
     ],
     out: Annotated[Path, typer.Option(help="The folder to make of a model, or the file to make of a file.")],
     layout: Annotated[
-        str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
+        str, typer.Option(help="strips (which the fastest kernels read), dual_mma, qserve, comet, row_major.")
     ] = "strips",
     unchecked: Annotated[bool, typer.Option(help="Also take groups that overflow, and list them.")] = False,
     as_json: AsJson = False,

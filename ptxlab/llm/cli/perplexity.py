@@ -62,7 +62,7 @@ def perplexity(
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity on a text, in float32 except for what is quantised; of several, on the same windows.
+    """Measure the perplexity of models on the same windows of a text, in float32 except for what is quantised.
 
     The calibration articles of wikipedia are not measured. Named models and texts are downloaded once.
     """

@@ -49,7 +49,7 @@ def quantize(
         typer.Option("--range", help="Protective range of level 1. Default: 119. LQQ is proved safe up to 120."),
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
+        str, typer.Option(help="strips (which the fastest kernels read), dual_mma, qserve, comet, row_major.")
     ] = "strips",
     tensor: Annotated[
         str | None, typer.Option(help="Glob over tensor names; embeddings only if it names them. Default: all.")
@@ -78,8 +78,8 @@ def quantize(
         str | None,
         typer.Option(
             rich_help_panel=_RECIPE,
-            help="The KV cache: kv4, by token; calibrated by channel: kv8_channel (LiquidServe), kv4_channel (COMET). "
-            "Default: the recipe's.",
+            help="The KV cache: kv4, with scales per token, or with calibrated scales per channel kv8_channel "
+            "(LiquidServe) or kv4_channel (COMET). Default: the recipe's.",
         ),
     ] = None,
     text: Annotated[
@@ -93,8 +93,9 @@ def quantize(
 ) -> None:
     """Quantise and pack the matrices of a checkpoint by rounding to nearest; copy the other tensors.
 
-    With --recipe, quantise a whole model: rotation, smoothing, calibration layer by layer, GPTQ. An interrupted run
-    resumes when the same command is started again.
+    With --recipe, quantise a whole model: rotation, smoothing, calibration layer by layer, GPTQ.
+
+    An interrupted run resumes when the same command is started again.
     """
     if recipe is None:
         refuse({"--rotation": rotation, "--int8": int8, "--kv": kv}, "needs --recipe")

@@ -33,7 +33,7 @@ Indices = npt.NDArray[np.int32]
 CHUNK = 256  # rows of prompts at a time
 HEADS = ("float16", "int8")  # of the LM head
 OWN_KEYS = ("cache", "16-bit")  # where rows of prompts find keys and values of their own chunk
-HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
+HEAD_ROWS = 8  # rows of the 8-bit head are padded to a multiple of this
 
 
 class Rows(NamedTuple):
@@ -75,10 +75,10 @@ class Runner(ABC):
         context: tokens of a sequence at most, prompt included.
         chunk: rows of prompts at a time.
         pages: how many the pool has, in every layer.
-        page_pool: who has them.
+        page_pool: which pages are free, and how many sequences have each of the others.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
         head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
-        cache: the scheme of the cache: `kv4` or `kv8`, or by channel what the model is calibrated for.
+        cache: the scheme of the cache: `kv4` or `kv8`, or the scheme by channel for which the model is calibrated.
         rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values lie as the model's
             weights make them: rotated by a recipe with `rotate_heads`, or plain.
         own_keys: where rows of prompts find keys and values of their own chunk: in the `cache`, or in `16-bit` arrays
@@ -87,7 +87,7 @@ class Runner(ABC):
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `page_counts` of them count.
         page_counts: how many pages each sequence has, s32 [B].
-        runs: the kind of model.
+        runs: the class of models that the runner takes.
     """
 
     runs: type[Any] = QuantizedModel
@@ -132,7 +132,9 @@ class Runner(ABC):
         if not is_one_of(own_keys, OWN_KEYS):
             raise ArgumentError("own_keys", f"must be one of {', '.join(OWN_KEYS)}", own_keys)
         if own_keys == "16-bit" and (batch_invariant or cache not in CHUNKED):
-            reason = "how others cut a chunk shows" if batch_invariant else "only kv4 has kernels for 16-bit ones"
+            reason = "only kv4 has kernels for 16-bit ones"
+            if batch_invariant:
+                reason = "else results depend on how other prompts are cut into chunks"
             condition = "where it is batch_invariant" if batch_invariant else f"for {cache}"
             raise ArgumentError("own_keys", f"must be cache {condition}: {reason}", own_keys)
         if not is_one_of(head, HEADS):

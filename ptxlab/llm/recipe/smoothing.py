@@ -8,7 +8,7 @@ goes into the norm.
 The input of o (QServe §4.3.2) is divided through the rows of v, by one λ for the query heads that share a KV head.
 Recipes that rotate the values of each head (`rotate_heads`), which spreads outliers too, leave it as it is.
 
-Keys: `quant.smooth_attention`.
+`quant.smooth_attention` smooths keys; `smooth_keys` applies it to a layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes t
 
 
 def matrices_by_input(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the matrices of each input that is smoothed, by the name under which a layer's `Numerics` sees it.
+    """Return the matrices of each input that is smoothed, by the name that `model.decoder.Numerics` has for it.
 
     With experts the input of all gates and ups is one, which the router reads too; each down has its own.
     """

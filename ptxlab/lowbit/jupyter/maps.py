@@ -1,7 +1,8 @@
 """Which lane holds which element: fragments, packings and what a `load_*` kernel brings, as one kind of map.
 
-A fragment's map is `hardware.fragments`, which recorded vectors pin to the hardware. A packing's is read off a tile
-that was packed, a kernel's off the running kernel (`tiles`): elements are the digits of their own position.
+A fragment's map is `hardware.fragments`, which recorded vectors pin to the hardware. A packing's map is read off packed
+tiles, and a kernel's off what the kernel brings (`holders`). The elements of such a tile are one hexadecimal digit of
+their own positions, so that a few tiles tell where each element went.
 """
 
 import difflib
@@ -19,7 +20,7 @@ from ptxlab.lowbit.kernels import holders
 from ptxlab.lowbit.layout import LAYOUTS, pack
 from ptxlab.lowbit.quant import QoQChannelWeight
 
-_DIGITS = 3  # hexadecimal: a tile has at most 16 ** 3 elements
+_DIGITS = 3  # of a position, hexadecimal: a tile has at most 16 ** 3 elements
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
-"""Eight weights in one u32: the micro-kernel word, COMET's, and both in the order that an MMA takes them.
+"""Eight weights in one u32: the micro-kernel word, COMET's word, and the MMA word.
 
-The micro-kernel word holds e0..e3 in the low nibbles of bytes 0..3 and e4..e7 in the high nibbles: one AND with
-0x0f0f0f0f frees the first four, a shift and the same AND the other four, each already in its own byte.
+The *micro-kernel word*, which all dequantisers but COMET's take, holds e0..e3 in the low nibbles of bytes 0..3 and
+e4..e7 in the high nibbles. One AND with 0x0f0f0f0f frees the first four, a shift and the same AND the other four, each
+already in its own byte.
 
 COMET stores signed nibbles and wants each in the *high* half of its byte, where zero extension gives 16·w (COMET §4.3).
 Its "location switch" exchanges W1 and W2 of every four, so that neighbours in a register are no longer neighbours in
@@ -16,6 +17,8 @@ frees are two registers of operand A, as the MMA takes them:
     bits   31-28 27-24 23-20 19-16 15-12 11-8  7-4   3-0
     weight  19+4t  3+4t 18+4t  2+4t 17+4t  1+4t 16+4t   4t     (k within the 32 of the step)
     low nibbles -> register of k 0-15, high nibbles -> register of k 16-31, of the same row
+
+`exchange_nibbles` makes COMET's form of an MMA word.
 """
 
 import numpy as np

@@ -51,7 +51,7 @@ def suits_all_sizes(_: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class GemmStep:
-    """A kernel of the ladder and what it is fed: all that `gemm_w4a8` chooses, dispatches and complains by.
+    """A kernel of the ladder and what it takes: `gemm_w4a8` chooses and launches by these, and its errors name them.
 
     Attributes:
         spec: the kernel. Its inputs but `bias` and those of the tokens are buffers of the packed weight.

@@ -79,13 +79,13 @@ def gemm_w4ax(
 
     Rows of both have a scale per block. Sums of a block are exact; they are scaled and added in float32, one block
     after the other: the same bits on every GPU and in the emulator. The weight's layout decides the kernel: `strips`
-    gemm_w4ax_sm90, `rows` gemm_w4ax_naive_sm80. What a call enqueues and allocates is as of `gemm_w4a4`.
+    gemm_w4ax_sm90, `rows` gemm_w4ax_naive_sm80. A call enqueues and allocates what one of `gemm_w4a4` does.
 
     Args:
         x: activations [M, K4 + K8], M >= 0, in the channels' order of the weight: `joined` for strips, `pairs` for
             rows. Arrays of NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
         weight: [N, K4 + K8], where the activations are, on the host or on the GPU (`ptxlab.to_device`).
-        bias, out: as of `gemm_w4a4`.
+        bias, out: as in `gemm_w4a4`.
         {options}
 
     Returns:
@@ -106,9 +106,9 @@ class _Product:
         name: of the call.
         weight, activations: the packed operands' classes, and what an error says makes them.
         specs, names, orders: by the weight's layout: the kernel, its names of the activations' arrays, their order.
-        channels: the sizes that both operands have.
-        values: these of an operand.
-        shapes: order, M, those sizes -> the activations' arrays.
+        channels: sizes on which the operands must agree: the operands' name -> the spec's name.
+        values: an operand -> these sizes.
+        shapes: order, M, these sizes -> dtypes and shapes of the activations' arrays.
     """
 
     name: str
@@ -123,7 +123,7 @@ class _Product:
 
     @cached_property
     def operation(self) -> Operation[SpecCall]:
-        """The way to the GPU."""
+        """Operation that checks, prepares and launches the calls."""
         return Operation(self.name, self._check, SpecCall.prepare, SpecCall.on_host)
 
     def __call__(self, options: ProductOptions, x: Any, weight: Any, bias: Any, out: Any) -> Any:
@@ -176,7 +176,7 @@ _ATOM = _Product(
     specs=FOUR_BIT_KERNELS["atom"],
     names={"strips": {"x": "x", "scale": "x_scale"}, "rows": {"x": "x4", "x8": "x8", "scale": "x_scale"}},
     orders=ATOM_ORDERS,
-    channels={"K": "K", "outliers": "outliers", "group": "g"},  # with the specs' names
+    channels={"K": "K", "outliers": "outliers", "group": "g"},
     values=attrgetter("K", "outliers", "group"),
     shapes=activation_shapes,
 )
