@@ -117,17 +117,13 @@ class EffectQueue(Unit):
 
     def extract(self, masks: Iterable[Array | None]) -> list[Effect]:
         """Take entries out of the queue; in an order drawn from the seed."""
-        extracted_effects, remaining_effects = [], []
+        taken_effects, remaining_effects = [], []
         for effect, mask in zip(self.queue, masks, strict=True):
             chosen, not_chosen = effect.split(mask) if mask is not None else (None, effect)
-            extracted_effects += [chosen] if chosen is not None else []
+            taken_effects += [chosen] if chosen is not None else []
             remaining_effects += [not_chosen] if not_chosen is not None else []
         self.queue = remaining_effects
-        return (
-            [extracted_effects[i] for i in self.random.permutation(len(extracted_effects))]
-            if self.late
-            else extracted_effects
-        )
+        return [taken_effects[i] for i in self.random.permutation(len(taken_effects))] if self.late else taken_effects
 
     # Landing
 

@@ -99,11 +99,11 @@ class _Quantizer:
         M, channels, shapes, sizes = self.fit(self.name, arrays, options)
         fields = {"M": M, **activation_fields(self.name, channels, options)}
         options = replace(options, layout=fields["layout"])
-        if out is not None and (of_out := {name: getattr(out, name) for name in fields}) != fields:
-            expected, described = (
-                ", ".join(f"{name}={sizes_of[name]}" for name in fields) for sizes_of in (fields, of_out)
+        if out is not None and (out_sizes := {name: getattr(out, name) for name in fields}) != fields:
+            expected, sizes_text = (
+                ", ".join(f"{name}={sizes[name]}" for name in fields) for sizes in (fields, out_sizes)
             )
-            raise ArgumentError(f"{self.name}: out", f"must have {expected}", described)
+            raise ArgumentError(f"{self.name}: out", f"must have {expected}", sizes_text)
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))
         if dtype not in (dtypes := self.specs[0].by_variant["IN"]):
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
