@@ -115,10 +115,10 @@ def _four_bits(scheme: str) -> str:
     if record is None or not tokens:
         return "not yet: `python -m benchmarks gemm --only w4a4`."
     shares_of_w4a8 = _join_figures(mean(gemm.at_tokens(rows, M)["of W4A8"]) for M in tokens)
-    int8 = _join_figures(mean(over(gemm.at_tokens(rows, M), "cublas_int8")) for M in tokens)
+    int8_speedups = _join_figures(mean(over(gemm.at_tokens(rows, M), "cublas_int8")) for M in tokens)
     return (
-        f"on an H200 at M = {', '.join(map(str, tokens))}: {shares_of_w4a8} of gemm_w4a8's time, {int8} times as fast "
-        "as"
+        f"on an H200 at M = {', '.join(map(str, tokens))}: {shares_of_w4a8} of gemm_w4a8's time, {int8_speedups} times"
+        " as fast as"
         f" cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit {record.commit})."
     )
 

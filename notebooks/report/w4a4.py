@@ -252,10 +252,10 @@ def schedules_picture() -> Figure:
 
     Fig. 8 has the 18 tiles that COMET's text counts.
     """
-    example = [Tile(0, tile // 3, tile % 3, tile % 2 == 0) for tile in range(18)]
+    fig8_tiles = [Tile(0, tile // 3, tile % 3, tile % 2 == 0) for tile in range(18)]
     layer = decoder("LLaMA-3-8B")[1]
     tiles = grid(64, layer.N, layer.K, int8_blocks(layer.K // TILE, 1 - COMET_INT4, spread=True), k_first=False)
-    problems = {"COMET's Fig. 8": (example, 4, _PLAIN), f"{layer}, A100": (tiles, COMET_SMS, _PLAIN)}
+    problems = {"COMET's Fig. 8": (fig8_tiles, 4, _PLAIN), f"{layer}, A100": (tiles, COMET_SMS, _PLAIN)}
     return schedule_figure(problems, SCHEDULES)
 
 

@@ -250,8 +250,8 @@ def test_run_returns_outputs_by_name(lqq: dict[str, np.ndarray]) -> None:
     outcome = ptxlab.run("dequant_lqq", **lqq, backend="emulator")
     assert set(outcome.outputs) == {"out"}
     assert outcome.outputs["out"].shape == (4, 128) and outcome.outputs["out"].dtype == np.int8
-    twin = ptxlab.run("dequant_lqq.cu", **lqq, backend="emulator")
-    assert np.array_equal(outcome.outputs["out"], twin.outputs["out"])
+    numpy_runner = ptxlab.run("dequant_lqq.cu", **lqq, backend="emulator")
+    assert np.array_equal(outcome.outputs["out"], numpy_runner.outputs["out"])
 
 
 def test_run_writes_into_the_array_it_is_given(lqq: dict[str, np.ndarray]) -> None:

@@ -60,7 +60,7 @@ def render(template: str, variables: dict[str, Any], chats: list[Any], unset: li
 def answer(request: dict[str, Any]) -> list[str]:
     """Return the texts of a request, whose names are those of `render`."""
     texts = render(**request)
-    longest_text = max(map(len, texts), default=0)
-    if longest_text > _LONGEST:
-        raise ValueError(f"makes {longest_text} characters of a conversation")
+    longest_length = max(map(len, texts), default=0)
+    if longest_length > _LONGEST:
+        raise ValueError(f"makes {longest_length} characters of a conversation")
     return texts

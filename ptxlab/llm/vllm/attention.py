@@ -222,9 +222,10 @@ def _pieces(batch: CommonAttentionMetadata, first: int) -> Iterator[SequenceRows
         number = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of its sequence
         first_token = begin[sequence] + size * number
         tokens_after = starts[1:][sequence] - (first_token + size)
-        rows = (first_token[:, None] + np.arange(size)).reshape(-1)
+        row_indices = (first_token[:, None] + np.arange(size)).reshape(-1)
         sequences, shortening, rows_of_batch = (
-            torch.from_numpy(numbers).to(batch.seq_lens.device) for numbers in (first + sequence, tokens_after, rows)
+            torch.from_numpy(numbers).to(batch.seq_lens.device)
+            for numbers in (first + sequence, tokens_after, row_indices)
         )
         lengths = batch.seq_lens[sequences] - shortening.to(batch.seq_lens.dtype)
         yield SequenceRows(batch.block_table_tensor[sequences], lengths, rows=rows_of_batch)

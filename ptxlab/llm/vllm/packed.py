@@ -60,9 +60,9 @@ class PackedCheckpoint:
         return PackedLinearMethod(kernels, prefix, *self.exceptions.get(prefix, (self.scheme, self.group)))
 
     def __str__(self) -> str:
-        exceptions = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
+        exceptions_text = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
         groups = "a scale per channel" if self.scheme == "qoq_channel" else f"groups of {self.group}"
-        return f"weights W4A8 (packed, {self.scheme}, {groups}{exceptions})"
+        return f"weights W4A8 (packed, {self.scheme}, {groups}{exceptions_text})"
 
 
 def _settings(name: str, config: Any) -> tuple[str, int]:

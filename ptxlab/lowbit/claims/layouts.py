@@ -250,8 +250,8 @@ def _atom_rows() -> Iterator[Original]:
 
 
 def _reordered_rows() -> Iterator[Original]:
-    for sizes, rows in _atom_rows():
-        yield sizes, {**vars(rows), "order": np.random.default_rng(0).permutation(rows.shape[1])}
+    for sizes, atom_rows in _atom_rows():
+        yield sizes, {**vars(atom_rows), "order": np.random.default_rng(0).permutation(atom_rows.shape[1])}
 
 
 def _block_rows(mixed: bool) -> Iterator[Original]:

@@ -194,9 +194,9 @@ def gemm_cost(
         ArgumentError: a size below 1, a negative alpha, or operands that the GPU does not multiply.
     """
     counts = counts or LoopCounts({"issue": alpha}, tile=tile)
-    for name, size in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
+    for size_name, size in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
         if size < 1:
-            raise ArgumentError(name, "at least 1", size)
+            raise ArgumentError(size_name, "at least 1", size)
     if not 0 <= alpha < math.inf:
         raise ArgumentError("alpha", "instructions per weight, 0 or more", alpha)
     weights = N * K / 1e6  # over rates in 10^12 per second: microseconds

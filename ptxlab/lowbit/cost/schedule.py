@@ -190,7 +190,7 @@ def work_stealing(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWor
     lists: list[list[TileWork]] = [[] for _ in range(sms)]
     for work in remapped(tiles, sms, costs):
         lists[work.sm].append(work)
-    end_times = [works[-1].end if works else 0.0 for works in lists]
+    end_times = [sm_works[-1].end if sm_works else 0.0 for sm_works in lists]
     late_sms = [sm for sm in range(sms) if end_times[sm] * (1 - _ROUNDING) > min(end_times)]
     cut_tiles = {sm: lists[sm].pop().tile for sm in late_sms}
     pieces_left = {sm: [*_WHOLE] for sm in late_sms}
@@ -205,7 +205,7 @@ def work_stealing(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWor
         piece, tile = pieces_left[victim_sm].pop(0), cut_tiles[victim_sm]
         lists[sm].append(TileWork(sm, tile, range(piece, piece + 1), start, start + costs.of(tile) / PIECES))
         heapq.heapreplace(free_sms, (lists[sm][-1].end, sm))
-    return [work for works in lists for work in works]
+    return [work for sm_works in lists for work in sm_works]
 
 
 def makespan(works: Sequence[TileWork]) -> float:

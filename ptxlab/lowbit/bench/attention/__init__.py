@@ -132,8 +132,10 @@ def table1_rows(
             assert launched is not None
             progress(f"{batch}: {FACE}, {scheme}")
             kv_scheme = KV_SCHEMES[scheme]  # tells the rows of one kernel apart
-            config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
-            yield time_step(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=config)
+            row_config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
+            yield time_step(
+                launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=row_config
+            )
 
 
 def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:

@@ -264,10 +264,10 @@ def launches(
         )
         return prepare_launches(spec, sizes, config, arrays, programmatic=programmatic)
 
-    outputs, logged_launches = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN), None
+    outputs, lse_launches = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN), None
     if "lse" in {arg.name for arg in spec.args}:
         logged_outputs = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN)
         lse = allocate_poisoned((copies, *problem.q.shape[:2]), np.float32, _NAN)
-        logged_launches = Logged(prepare(out=logged_outputs, lse=lse)[1], logged_outputs, lse)
+        lse_launches = Logged(prepare(out=logged_outputs, lse=lse)[1], logged_outputs, lse)
     kernel, calls = prepare(out=outputs)
-    return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, logged_launches)
+    return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, lse_launches)
