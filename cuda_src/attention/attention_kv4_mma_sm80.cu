@@ -173,9 +173,9 @@ struct PageProducer {
         }
         if (!scheduler.segment.has_segment()) return;
         // instead of one that there is not, the last
-        const int last = (scheduler.segment.length - 1) / PAGE,
+        const int last_page = (scheduler.segment.length - 1) / PAGE,
                   page = scheduler.position() / PAGE + threadIdx.x % kPages;
-        entry = table[size_t(scheduler.segment.sequence) * P + min(page, last)];
+        entry = table[size_t(scheduler.segment.sequence) * P + min(page, last_page)];
     }
 
     // Asks for the next slice, if there is one; a group of copies in either case.

@@ -66,7 +66,7 @@ struct Segments : Cut<(CUT > 0)> {
         : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
         const int share = share_of(sequences), first_sequence = threadIdx.x % 32 * share;
         // of a block: worked out while lengths are on their way
-        const int whole_units = ceil_div(sequences * units, gridDim.x);
+        const int units_per_block = ceil_div(sequences * units, gridDim.x);
         const float per_block = reciprocal_below(gridDim.x);
         enter_sequence(first_length);
         int lane_cost = first_sequence < sequences ? padding + tiles : 0, largest_cost = lane_cost;
@@ -85,7 +85,7 @@ struct Segments : Cut<(CUT > 0)> {
         largest_cost = max(1, int(__reduce_max_sync(~0u, unsigned(largest_cost))));
         // units of up to 64 tiles: 8 parts or so
         block_cost = max(max(SMALLEST, min(largest_cost / 8, 8)), ceil_div(total_cost, gridDim.x, per_block));
-        const int whole_cost = whole_units * largest_cost;
+        const int whole_cost = units_per_block * largest_cost;
         if (cost_sum == largest_cost * sequences && whole_cost >= block_cost && whole_cost <= block_cost + SPARE)
             block_cost = whole_cost;  // units are all alike
         cost_begin = min(int(blockIdx.x) * block_cost, total_cost);

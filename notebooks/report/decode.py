@@ -254,15 +254,18 @@ def limits_table(records: list[Record]) -> str:
     largest = rows.groupby("model").B.transform("max")
     rows = rows[rows.B.isin({rows.B.min(), 64}) | (largest == rows.B)]
     parts = {part: rows[f"{part}_us"] / 1e3 for part in ("others", "gaps")}
-    share, at_clock = (rows.others_us + rows.gaps_us) / rows.time_us, rows.apply(_floor_at_clock, axis=1) / rows.time_us
-    rows = rows.assign(**parts, share=share, at_clock=at_clock)
+    share, tops_at_clock = (
+        (rows.others_us + rows.gaps_us) / rows.time_us,
+        rows.apply(_floor_at_clock, axis=1) / rows.time_us,
+    )
+    rows = rows.assign(**parts, share=share, tops_at_clock=tops_at_clock)
     columns = {
         "model": ("model", "{}"),
         "B": ("batch", "{:d}"),
         "power_w": ("power, W", "{:.0f}"),
         "sm_mhz": ("clock, MHz", "{:,.0f}"),
         "fraction": ("of the floor", "{:.2f}"),
-        "at_clock": ("of the floor at that clock", "{:.2f}"),
+        "tops_at_clock": ("of the floor at that clock", "{:.2f}"),
         "others": ("small kernels, ms", "{:.2f}"),
         "gaps": ("gaps, ms", "{:.2f}"),
         "share": ("both, of the step", "{:.0%}"),
@@ -346,10 +349,10 @@ def _format_table(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], recor
 def _floor_at_clock(row: pd.Series) -> float:
     """Compute the floor of a step in microseconds with the tensor cores at the step's measured clock."""
     config = next(config for config in MODELS if config.name == row.model)
-    at_clock, floor = TOPS * min(1, row.sm_mhz / TOPS_MHZ), float(row.floor_us)
+    tops_at_clock, floor = TOPS * min(1, row.sm_mhz / TOPS_MHZ), float(row.floor_us)
     for matrix, (N, K) in config.matrices.items():
         products = config.layers * 2 * rows_of(config, matrix, row.B) * N * K
-        floor += max(0, products / at_clock / 1e6 - row[f"floor gemm {matrix}"])
+        floor += max(0, products / tops_at_clock / 1e6 - row[f"floor gemm {matrix}"])
     return floor
 
 

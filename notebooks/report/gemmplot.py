@@ -93,8 +93,8 @@ def peers_figure(stored: Stored) -> Figure:
         axes.legend(loc="upper left", frameon=False, fontsize=9)
     panels[0].set_ylim(0, 1.15 * panels[0].get_ylim()[1])  # room for the legends
     panels[0].set_ylabel("time / floor")
-    text = "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
-    figure.suptitle(text, x=0.01, ha="left", weight="bold")
+    headline = "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
+    figure.suptitle(headline, x=0.01, ha="left", weight="bold")
     return figure
 
 

@@ -169,15 +169,15 @@ def _attention() -> list[str]:
 
 def _append() -> str:
     heads, tokens = _PROMPT
-    named_rows = [
+    labels_and_rows = [
         (scheme.replace("_", " ") + (", rotated" if row.R else ""), row)
         for scheme in ("kv4", "kv8", "kv4_channel", "kv8_channel")
         for row in attention.appends(attention.load_record(), tokens, scheme).itertuples()
         if heads == row.H
     ]
-    if not named_rows:
+    if not labels_and_rows:
         return ""
-    figures = "; ".join(f"{label} {row.time_us:.1f} us, {row.fraction:.2f}" for label, row in named_rows)
+    figures = "; ".join(f"{label} {row.time_us:.1f} us, {row.fraction:.2f}" for label, row in labels_and_rows)
     return f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}."
 
 

@@ -211,9 +211,9 @@ def _run_pip(shipped: ShippedData, folder: Path, progress: Progress) -> Path:
 def _size(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):  # pip moves and removes what it has made, folders too: `rglob` would raise
-        for name in names:
+        for file_name in names:
             with contextlib.suppress(OSError):
-                total += os.path.getsize(os.path.join(parent, name))
+                total += os.path.getsize(os.path.join(parent, file_name))
     return total
 
 

@@ -354,10 +354,10 @@ class SymbolicExecution:
         base, _, axis = name[1:].partition(".")
         block, thread = self.threads[lane]
         thread_index = self.thread_index(lane)
-        index = "xyz".find(axis) if axis else 0
+        dim = "xyz".find(axis) if axis else 0
         lanes_below = (1 << thread_index % 32) - 1
         values: dict[str, int] = {
-            "tid": thread[index], "ntid": self.block[index], "ctaid": block[index], "nctaid": self.grid[index],
+            "tid": thread[dim], "ntid": self.block[dim], "ctaid": block[dim], "nctaid": self.grid[dim],
             "laneid": thread_index % 32, "warpid": thread_index // 32, "lanemask_lt": lanes_below,
             "lanemask_le": 2 * lanes_below + 1, "lanemask_eq": lanes_below + 1,
             "lanemask_gt": 0xFFFFFFFF ^ (2 * lanes_below + 1), "lanemask_ge": 0xFFFFFFFF ^ lanes_below,

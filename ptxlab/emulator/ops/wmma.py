@@ -153,10 +153,10 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
         element_offsets = offsets(lanes)
         columns = np.broadcast_arrays(*[read(lanes) for read in readers], element_offsets[:, 0])[:-1]
         values = np.ascontiguousarray(np.stack(columns, axis=1)).view(fragment.dtype).reshape(len(element_offsets), -1)
-        for column, element_values in zip(element_offsets.T, values.T, strict=True):
+        for place, element_values in zip(element_offsets.T, values.T, strict=True):
             for watcher in watchers:
-                watcher.store(access, lanes, column, element_values)
-            view[column // size] = element_values
+                watcher.store(access, lanes, place, element_values)
+            view[place // size] = element_values
 
     return load if loads else store
 

@@ -62,15 +62,15 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
         raise ArgumentError("hessian", f"must be [{K}, {K}] as w is wide", f"shape {hessian.shape}")
     H = hessian.astype(np.float64)
     importance = np.diagonal(H)
-    groups, order = _order(grid.bounds, importance)
+    group_order, order = _order(grid.bounds, importance)
     U = inverse_factor(H[order][:, order], damping)
     share = (U / np.diagonal(U)[:, None]).astype(w.dtype)  # of column j's error, what each later column takes off
     cost = np.diagonal(U).astype(w.dtype) ** -2
     work = w.T[order]  # [K, N], columns of w one after the other
     q, values = np.empty_like(work), np.empty_like(work)
-    chosen_constants: list[Constants] = [()] * len(groups)
+    chosen_constants: list[Constants] = [()] * len(group_order)
     start = 0
-    for group in groups:
+    for group in group_order:
         stop = start + grid.bounds[group][1] - grid.bounds[group][0]
         levels, chosen_constants[group] = grid.choose(group, work[start:stop], cost[start:stop])
         q[start:stop], errors = _compensate_group(work[start:stop], levels, share[start:stop, start:stop])

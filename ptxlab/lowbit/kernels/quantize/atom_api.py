@@ -99,9 +99,9 @@ class _Quantizer:
         M, channels, shapes, sizes = self.fit(self.name, arrays, options)
         fields = {"M": M, **activation_fields(self.name, channels, options)}
         options = replace(options, layout=fields["layout"])
-        if out is not None and (out_sizes := {name: getattr(out, name) for name in fields}) != fields:
+        if out is not None and (out_sizes := {field: getattr(out, field) for field in fields}) != fields:
             expected, sizes_text = (
-                ", ".join(f"{name}={sizes[name]}" for name in fields) for sizes in (fields, out_sizes)
+                ", ".join(f"{field}={sizes[field]}" for field in fields) for sizes in (fields, out_sizes)
             )
             raise ArgumentError(f"{self.name}: out", f"must have {expected}", sizes_text)
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))

@@ -161,9 +161,9 @@ def test_the_public_call_cuts_a_long_context_unless_batch_invariant() -> None:
 @on_every_kernel
 def test_contexts_that_end_at_the_edge_of_a_block(spec: KernelSpec, D: int, edge: int) -> None:
     """Windows begin there, too."""
-    keys = spec.config_for(chunks_of((1,), (0,), D=D)[1])["KEYS"]
-    check(*chunks_of((3,), (2 * keys - 3 + edge,), D=D), spec=spec)
-    check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge), spec=spec)
+    block_keys = spec.config_for(chunks_of((1,), (0,), D=D)[1])["KEYS"]
+    check(*chunks_of((3,), (2 * block_keys - 3 + edge,), D=D), spec=spec)
+    check(*chunks_of((3,), (3 * block_keys - 3,), D=D, window=block_keys + edge), spec=spec)
 
 
 @pytest.mark.full
