@@ -165,28 +165,30 @@ class OldPaths:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Find a module at its old path; None for every other name."""
-        old = name.removeprefix("ptxlab.")
-        if old == name or new_path(old) is None:
+        old_path = name.removeprefix("ptxlab.")
+        if old_path == name or new_path(old_path) is None:
             return None
         return ModuleSpec(name, OldPaths(), is_package=True)  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType | None:
         """Make the module that `exec_module` replaces, or one whose names are looked up in several."""
-        old = spec.name.removeprefix("ptxlab.")
-        return _TakenApart(spec.name, TAKEN_APART[old]) if old in TAKEN_APART else None
+        old_path = spec.name.removeprefix("ptxlab.")
+        return _TakenApart(spec.name, TAKEN_APART[old_path]) if old_path in TAKEN_APART else None
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         """Warn, and put the module at the new path in the place of this one."""
-        old = module.__name__.removeprefix("ptxlab.")
-        new = str(new_path(old))
-        warnings.warn(f"{module.__name__} has moved to {new}", DeprecationWarning, stacklevel=_importing_frame())
+        old_path = module.__name__.removeprefix("ptxlab.")
+        imported_path = str(new_path(old_path))
+        warnings.warn(
+            f"{module.__name__} has moved to {imported_path}", DeprecationWarning, stacklevel=_importing_frame()
+        )
         if isinstance(module, _TakenApart):
             return
-        if new.startswith(_BENCHMARKS):
-            _reach_notebooks(module.__name__, new)
-        sys.modules[module.__name__] = import_module(new)
+        if imported_path.startswith(_BENCHMARKS):
+            _reach_notebooks(module.__name__, imported_path)
+        sys.modules[module.__name__] = import_module(imported_path)
 
 
 def _reach_notebooks(old: str, new: str) -> None:
@@ -219,8 +221,8 @@ def install() -> None:
 
 def name_in(module: str, name: str) -> Any:
     """Look up a name that has left a module, with a DeprecationWarning; AttributeError for any other."""
-    home = NAMES.get((module.removeprefix("ptxlab."), name))
-    if home is None:
+    new_module = NAMES.get((module.removeprefix("ptxlab."), name))
+    if new_module is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warnings.warn(f"{module}.{name} has moved to ptxlab.{home}", DeprecationWarning, stacklevel=3)
-    return getattr(import_module(f"ptxlab.{home}"), name)
+    warnings.warn(f"{module}.{name} has moved to ptxlab.{new_module}", DeprecationWarning, stacklevel=3)
+    return getattr(import_module(f"ptxlab.{new_module}"), name)

@@ -82,8 +82,8 @@ class KernelDeclaration:
     @property
     def types(self) -> tuple[str, ...]:
         """Types of the parameters as written, without their names."""
-        named = zip(self.parameters, self.parameter_names, strict=True)
-        return tuple(re.sub(rf"\b{name}\b", "", text.partition("=")[0]) for text, name in named)
+        types_and_names = zip(self.parameters, self.parameter_names, strict=True)
+        return tuple(re.sub(rf"\b{name}\b", "", text.partition("=")[0]) for text, name in types_and_names)
 
 
 def blank(text: str) -> str:
@@ -178,8 +178,8 @@ def _kernel(declaration: CppDeclaration, text: str) -> KernelDeclaration | None:
     match = _NAMED.search(_last_list(head))
     if not match or re.match(r"\s*template\b", head):  # an explicit instantiation: the compiler lists it
         return None
-    written = text[declaration.start : declaration.end]
-    is_c = declaration.linkage == "C" or re.match(r'\s*extern\s+"C"', written)
+    declaration_text = text[declaration.start : declaration.end]
+    is_c = declaration.linkage == "C" or re.match(r'\s*extern\s+"C"', declaration_text)
     name = "::".join((*declaration.scope, match[1]))
     parameters = [parameter for parameter in split_list(match[3]) if parameter != "void"]
     return KernelDeclaration(name, template, tuple(parameters), "C" if is_c else "C++")
@@ -235,19 +235,20 @@ def remove_host_declarations(text: str, host: Places, wrong: Places = ()) -> str
     A `constexpr` function is declared for the device instead, as nvcc does with --expt-relaxed-constexpr, and left out
     only if it is `wrong` then. A place in no declaration changes nothing, nor one in what is declared for the device.
     """
-    declared = list(declarations(text))
-    host_indices = _indices_at(text, declared, host)
-    for index in sorted(host_indices | _indices_at(text, declared, wrong), reverse=True):  # so that places stay
-        declaration = declared[index]
+    parsed_declarations = list(declarations(text))
+    host_indices = _indices_at(text, parsed_declarations, host)
+    # So that places stay.
+    for index in sorted(host_indices | _indices_at(text, parsed_declarations, wrong), reverse=True):
+        declaration = parsed_declarations[index]
         is_changed = _FOR_DEVICE in declaration.head
         constexpr = None if is_changed or text[declaration.end - 1] != "}" else _CONSTEXPR.search(declaration.head)
-        written = text[declaration.start : declaration.end]
+        declaration_text = text[declaration.start : declaration.end]
         if index in host_indices and constexpr:
             start = constexpr.start()
-            written = f"{written[:start]}{_FOR_DEVICE} {written[start:]}"
+            declaration_text = f"{declaration_text[:start]}{_FOR_DEVICE} {declaration_text[start:]}"
         elif index in host_indices or is_changed:
-            written = re.sub(r"[^\n]", " ", written)
-        text = text[: declaration.start] + written + text[declaration.end :]
+            declaration_text = re.sub(r"[^\n]", " ", declaration_text)
+        text = text[: declaration.start] + declaration_text + text[declaration.end :]
     return text
 
 

@@ -26,10 +26,12 @@ def nearest_of(rule: str, value: object) -> str:
     A rule lists names where it says one (some, among) of them, or nothing else: `lqq, qoq or float`. A name with other
     digits is another name (int4 for int8), no slip.
     """
-    listed = re.fullmatch(r"(?:must be )?(?:(?:one|some) of|among) (.+)|([\w.-]+(?:, [\w.-]+)*,? or [\w.-]+)", rule)
-    if not listed or not isinstance(value, str) or "nearest" in rule:
+    listed_names = re.fullmatch(
+        r"(?:must be )?(?:(?:one|some) of|among) (.+)|([\w.-]+(?:, [\w.-]+)*,? or [\w.-]+)", rule
+    )
+    if not listed_names or not isinstance(value, str) or "nearest" in rule:
         return ""
-    names = [name for name in _BETWEEN_NAMES.split(listed[1] or listed[2]) if name != value]
+    names = [name for name in _BETWEEN_NAMES.split(listed_names[1] or listed_names[2]) if name != value]
     close_names = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     return f"; nearest: {close_names[0]}" if close_names and _letters(close_names[0]) != _letters(value) else ""
 
@@ -45,9 +47,9 @@ class ArgumentError(PtxlabError, ValueError):
     """An argument breaks a rule: wrong dtype, shape, range, layout or name."""
 
     def __init__(self, argument: str, rule: str, value: object) -> None:
-        shown = " ".join(str(value).split())  # an array is several lines
-        shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
-        super().__init__(f"{argument}: {rule} (got {shown}){nearest_of(rule, value)}")
+        value_text = " ".join(str(value).split())  # an array is several lines
+        value_text = value_text if len(value_text) <= _MAX_SHOWN else f"{value_text[:_MAX_SHOWN]} ..."
+        super().__init__(f"{argument}: {rule} (got {value_text}){nearest_of(rule, value)}")
         self.argument = argument
         self.rule = rule
         self.value = value

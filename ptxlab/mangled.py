@@ -19,8 +19,8 @@ def demangle(symbol: str) -> str:
         return symbol
     import pydemumble  # LLVM's demangler; most programs never meet a mangled name
 
-    plain: str = pydemumble.demangle(symbol) or symbol
-    return plain.removeprefix("void ").replace(_ANONYMOUS, "")
+    demangled: str = pydemumble.demangle(symbol) or symbol
+    return demangled.removeprefix("void ").replace(_ANONYMOUS, "")
 
 
 def name_of(symbol: str) -> str:
@@ -28,14 +28,14 @@ def name_of(symbol: str) -> str:
 
     For a variable or function within a function it is its own name.
     """
-    plain = demangle(symbol)
-    if plain.startswith("_Z"):
-        return plain
-    head, _ = split_parameters(plain)
-    if head != plain:
+    demangled = demangle(symbol)
+    if demangled.startswith("_Z"):
+        return demangled
+    head, _ = split_parameters(demangled)
+    if head != demangled:
         return head
-    inner = plain.rpartition(")::")[2]  # `add(float*)::buf`
-    return inner or plain
+    inner_name = demangled.rpartition(")::")[2]  # `add(float*)::buf`
+    return inner_name or demangled
 
 
 def parameters_of(symbol: str) -> tuple[str, ...] | None:
@@ -43,10 +43,10 @@ def parameters_of(symbol: str) -> tuple[str, ...] | None:
 
     Return None for what is not mangled.
     """
-    if not symbol.startswith("_Z") or (plain := demangle(symbol)).startswith("_Z"):
+    if not symbol.startswith("_Z") or (demangled := demangle(symbol)).startswith("_Z"):
         return None
-    _, inside = split_parameters(plain)
-    return tuple(split_list(inside or ""))
+    _, parameters_text = split_parameters(demangled)
+    return tuple(split_list(parameters_text or ""))
 
 
 def split_parameters(text: str) -> tuple[str, str | None]:
@@ -96,8 +96,8 @@ def find_symbols(symbols: Sequence[str], name: str) -> list[str]:
     normalised_name = normalise(name)
 
     def forms(symbol: str) -> set[str]:
-        short = normalise(name_of(symbol))
-        return {normalise(demangle(symbol)), short, short.partition("<")[0]}
+        short_name = normalise(name_of(symbol))
+        return {normalise(demangle(symbol)), short_name, short_name.partition("<")[0]}
 
     return [symbol for symbol in symbols if any(is_end_of(form, normalised_name) for form in forms(symbol))]
 

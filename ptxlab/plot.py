@@ -55,15 +55,17 @@ def shrink_png(png: bytes) -> bytes:
     colours, inverse, counts = np.unique(red << 16 | green << 8 | blue, return_inverse=True, return_counts=True)
     palette = rgb = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=-1).astype(np.uint8)
     if len(colours) > COLOURS:
-        frequent, rare = np.split(rgb[np.argsort(-counts, kind="stable")], [EXACT])
-        row = Image.fromarray(rare[None])  # each colour once, however often it occurs
+        frequent_colours, rare_colours = np.split(rgb[np.argsort(-counts, kind="stable")], [EXACT])
+        row = Image.fromarray(rare_colours[None])  # each colour once, however often it occurs
         row = row.quantize(COLOURS - EXACT, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
-        shared = np.array(row.getpalette(), np.uint8).reshape(-1, 3)[: COLOURS - EXACT]
-        palette = np.concatenate([frequent, shared])
+        shared_palette = np.array(row.getpalette(), np.uint8).reshape(-1, 3)[: COLOURS - EXACT]
+        palette = np.concatenate([frequent_colours, shared_palette])
     centres = palette.astype(np.float32)
-    nearest = (np.square(centres).sum(axis=1) - 2 * rgb.astype(np.float32) @ centres.T).argmin(axis=1).astype(np.uint8)
-    indexed = Image.fromarray(nearest[inverse].reshape(red.shape))
-    indexed.putpalette(palette.tobytes())
+    nearest_colours = (
+        (np.square(centres).sum(axis=1) - 2 * rgb.astype(np.float32) @ centres.T).argmin(axis=1).astype(np.uint8)
+    )
+    indexed_image = Image.fromarray(nearest_colours[inverse].reshape(red.shape))
+    indexed_image.putpalette(palette.tobytes())
     buffer = io.BytesIO()
-    indexed.save(buffer, "png", optimize=True, dpi=picture.info.get("dpi"))
+    indexed_image.save(buffer, "png", optimize=True, dpi=picture.info.get("dpi"))
     return buffer.getvalue()

@@ -118,17 +118,21 @@ def entries(kind: str) -> dict[str, Registration]:
 
     Raises ArgumentError for a name that two packages register.
     """
-    registered = {name: Registration(name, place) for name, place in _ROOMS[kind].items()}
-    for point in _entry_points_of_others(kind):
-        if point.name in registered:
-            raise ArgumentError(f"entry point of {PACKAGE}.{kind}", "a name that nobody else registers", point.name)
-        registered[point.name] = Registration(point.name, point.value, point.dist.name if point.dist else point.value)
-    return registered
+    registrations = {name: Registration(name, place) for name, place in _ROOMS[kind].items()}
+    for entry_point in _entry_points_of_others(kind):
+        if entry_point.name in registrations:
+            raise ArgumentError(
+                f"entry point of {PACKAGE}.{kind}", "a name that nobody else registers", entry_point.name
+            )
+        registrations[entry_point.name] = Registration(
+            entry_point.name, entry_point.value, entry_point.dist.name if entry_point.dist else entry_point.value
+        )
+    return registrations
 
 
 def _entry_points_of_others(kind: str) -> list[EntryPoint]:
     points = entry_points(group=f"{PACKAGE}.{kind}")
-    return [point for point in points if point.dist is None or point.dist.name != PACKAGE]
+    return [entry_point for entry_point in points if entry_point.dist is None or entry_point.dist.name != PACKAGE]
 
 
 @cache
@@ -175,9 +179,11 @@ def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
     label, _, form = name.partition(":")
     stem, _, language = label.partition(".")
     if stem not in specs():
-        if written := sources.sources_of_kernel(stem):
+        if kernel_sources := sources.sources_of_kernel(stem):
             family = sources.family_of(stem)
-            rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
+            rule = (
+                f"{kernel_sources[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
+            )
             raise ArgumentError("kernel", rule, name)
         if os.path.isdir(name):
             raise ArgumentError("kernel", "a kernel's name or a file", f"the folder {name}")
@@ -224,11 +230,11 @@ def resolve_all(target: str) -> "list[tuple[KernelSpec | None, tuple[Source, ...
 
 def resolve(target: str) -> "tuple[KernelSpec | None, Source, str | None]":
     """Resolve a target of one kernel, with its first source; ArgumentError for a family of several."""
-    resolved = resolve_all(target)
-    if len(resolved) > 1:
-        names = ", ".join(str(name) for *_, name in resolved)
+    resolved_kernels = resolve_all(target)
+    if len(resolved_kernels) > 1:
+        names = ", ".join(str(name) for *_, name in resolved_kernels)
         raise ArgumentError("kernel", f"one of {names}", f"the family {target}")
-    ((spec, spec_sources, entry),) = resolved
+    ((spec, spec_sources, entry),) = resolved_kernels
     return spec, spec_sources[0], entry
 
 

@@ -182,11 +182,11 @@ def _paths() -> dict[str, tuple[Path, ...]]:
 
     The `.ptx` comes first: it is what a bare name means.
     """
-    by_name: dict[str, list[Path]] = {}
+    paths_by_name: dict[str, list[Path]] = {}
     for language, folder in (("ptx", ptx_dir()), ("cu", cuda_dir())):
         for path in sorted(path for root in (folder, *_FOLDERS.values()) for path in root.rglob(f"*.{language}")):
-            by_name.setdefault(path.stem, []).append(path)
-    return {name: tuple(paths) for name, paths in sorted(by_name.items())}
+            paths_by_name.setdefault(path.stem, []).append(path)
+    return {name: tuple(paths) for name, paths in sorted(paths_by_name.items())}
 
 
 def names() -> list[str]:

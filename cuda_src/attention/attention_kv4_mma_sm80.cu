@@ -173,9 +173,9 @@ struct PageProducer {
         }
         if (!scheduler.segment.has_segment()) return;
         // instead of one that there is not, the last
-        const int last = (scheduler.segment.length - 1) / PAGE,
+        const int last_page = (scheduler.segment.length - 1) / PAGE,
                   page = scheduler.position() / PAGE + threadIdx.x % kPages;
-        entry = table[size_t(scheduler.segment.sequence) * P + min(page, last)];
+        entry = table[size_t(scheduler.segment.sequence) * P + min(page, last_page)];
     }
 
     // Asks for the next slice, if there is one; a group of copies in either case.
@@ -454,7 +454,8 @@ struct Softmax {
 #pragma unroll
                 for (int i = 0; i < kTokenTiles; ++i) peak = fmaxf(peak, fmaxf(s[i][n][b], s[i][n][b + 2]));
 #pragma unroll
-                for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+                for (int lane_distance = 4; lane_distance < 32; lane_distance *= 2)
+                    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lane_distance));
                 raised |= peak > largest[n][b];
                 rescale[n][b] = ptxlab::exp2_approx(largest[n][b] - fmaxf(largest[n][b], peak));
                 largest[n][b] = fmaxf(largest[n][b], peak);
@@ -509,7 +510,8 @@ struct Softmax {
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
 #pragma unroll
-                for (int step = 4; step < 32; step *= 2) weights[n][b] += __shfl_xor_sync(~0u, weights[n][b], step);
+                for (int lane_distance = 4; lane_distance < 32; lane_distance *= 2)
+                    weights[n][b] += __shfl_xor_sync(~0u, weights[n][b], lane_distance);
                 const int column = n * 8 + 2 * lane.t + b;
                 if (column >= columns) continue;
                 if (lane.g == 0)
@@ -585,7 +587,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_kv4_mma_sm80
     const Ring ring = {memory + warp * (STAGES * int(sizeof(Stage)))};
     const WarpSums warp_sums(memory + WARPS * STAGES * sizeof(Stage), arguments.columns);
     PHASE(LOAD);
-    Scheduler scheduler(Segments(lengths, Segments::nearest_of(lengths, B), B, Hkv * arguments.splits, T, window));
+    Scheduler scheduler(Segments(lengths, Segments::first_length_of(lengths, B), B, Hkv * arguments.splits, T, window));
     PageProducer producer(scheduler, arguments);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) producer.fetch(ring.stage(s).keys);

@@ -299,8 +299,8 @@ struct QueryQuantiser {
 #pragma unroll
         for (int e = 0; e < kLaneDims; ++e) largest = ptxlab::max_nan(largest, fabsf(x[e]));
 #pragma unroll
-        for (int apart = 1; apart < kQueryLanes; apart *= 2)
-            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, apart));
+        for (int lane_distance = 1; lane_distance < kQueryLanes; lane_distance *= 2)
+            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, lane_distance));
         return largest;
     }
 
@@ -331,7 +331,8 @@ struct QueryQuantiser {
     template <class T>
     __device__ __forceinline__ static T add_lanes(T sum) {
 #pragma unroll
-        for (int apart = 1; apart < kQueryLanes; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        for (int lane_distance = 1; lane_distance < kQueryLanes; lane_distance *= 2)
+            sum += __shfl_xor_sync(~0u, sum, lane_distance);
         return sum;
     }
 
@@ -611,7 +612,8 @@ struct Softmax {
 #pragma unroll
             for (int i = 0; i < kTokenTiles; ++i) peak = fmaxf(peak, fmaxf(s[i][b], s[i][kLaneColumns + b]));
 #pragma unroll
-            for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+            for (int lane_distance = 4; lane_distance < 32; lane_distance *= 2)
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lane_distance));
             previous[b] = largest[b], largest[b] = fmaxf(largest[b], peak), raised |= largest[b] > previous[b];
         }
         if (!__any_sync(~0u, raised)) return;
@@ -667,7 +669,8 @@ struct Softmax {
         for (int b = 0; b < kLaneColumns; ++b) {
             float weight_sum = weights[b], sums[D / 8];
 #pragma unroll
-            for (int step = 4; step < 32; step *= 2) weight_sum += __shfl_xor_sync(~0u, weight_sum, step);
+            for (int lane_distance = 4; lane_distance < 32; lane_distance *= 2)
+                weight_sum += __shfl_xor_sync(~0u, weight_sum, lane_distance);
             gather(sums, b);
             const int column = kLaneColumns * t + b;
             float4* const stat = warp_sums.stat(item_index, column, warp);
@@ -872,11 +875,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) attention_kv4_s
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     TIMELINE_THREAD(threadIdx.x % 32 == 0);
-    const int nearest = warp >= WARPS ? Segments::nearest_of(lengths, B) : 0;
+    const int first_length = warp >= WARPS ? Segments::first_length_of(lengths, B) : 0;
     const Arguments arguments = {q,       pool,  table,         lengths, k_scale, k_zero, v_scale, v_zero, out,   lse,
                                  partial, stats, softmax_scale, B,       T,       Hq,     Hkv,     P,      window};
     Segments segment;
-    if (warp >= WARPS) segment = Segments(lengths, nearest, B, Hkv * arguments.splits, T, window);
+    if (warp >= WARPS) segment = Segments(lengths, first_length, B, Hkv * arguments.splits, T, window);
     else if (ptxlab::elect()) control.init(warp);
     __syncthreads();
     ptxlab::launch_dependents();

@@ -43,9 +43,11 @@ using u32 = unsigned;
 constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kBlockChannels = 128, kSpreaders = 64;
 constexpr int kBlockGroups = kBlockChannels / GROUP, kGroupMmas = GROUP / 32;     // of a block of INT4; of a group
 constexpr int kBlock4Bytes = 1024 + 32 * kBlockGroups, kBlock8Bytes = 2048 + 32;  // bytes of a block of a strip
-constexpr int kScales = BM * kBlockChannels, kSpread = kScales + BM * 16;         // where they lie in a stage, behind X
-constexpr int kSpreadBytes = ptxlab::SPREAD_BYTES<BM>, kWeights = kSpread + 2 * kSpreadBytes;  // of two groups
-constexpr int kStageBytes = (kWeights + kStrips * kBlock8Bytes + 1023) / 1024 * 1024;
+constexpr int kScalesOffset = BM * kBlockChannels,
+              kSpreadOffset = kScalesOffset + BM * 16;  // where they lie in a stage, behind X
+constexpr int kSpreadBytes = ptxlab::SPREAD_BYTES<BM>,
+              kWeightsOffset = kSpreadOffset + 2 * kSpreadBytes;  // of two groups
+constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlock8Bytes + 1023) / 1024 * 1024;
 constexpr bool kUneven = WN > 1;  // registers of a thread that multiplies and of one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
             const int piece = i % padding_chunks, of_x = (BM - tokens) * 8;
             unsigned char* slot = ring + i / padding_chunks * kStageBytes;
             unsigned char* padding = piece < of_x ? slot + tokens * kBlockChannels + piece * 16
-                                                  : slot + kScales + (tokens + piece - of_x) * 16;
+                                                  : slot + kScalesOffset + (tokens + piece - of_x) * 16;
             *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
@@ -109,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
 #pragma unroll
             for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
                 const int strip = min(row_tile * kStrips + i, all_strips - 1);
-                ptxlab::bulk_load(stage_slot + kWeights + i * kBlock8Bytes,
+                ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlock8Bytes,
                                   strips + size_t(strip) * pitch + stage * kBlock4Bytes, bytes, barrier);
             }
         };
@@ -117,15 +119,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
             const bool block4 = stage < blocks4;
             ptxlab::mbarrier_arrive_expect(barrier, tokens * (kBlockChannels + 16));
             ptxlab::tensor_load(stage_slot, &x, block4 ? stage * kBlockChannels : K, token, barrier);
-            ptxlab::tensor_load(stage_slot + kScales, &x_scale, column(stage) / 8 * 8, token, barrier);
+            ptxlab::tensor_load(stage_slot + kScalesOffset, &x_scale, column(stage) / 8 * 8, token, barrier);
         };
         const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {  // by two warps: spread scales
-            const __half* token_scales = reinterpret_cast<const __half*>(stage_slot + kScales) + column(stage) % 8;
+            const __half* token_scales =
+                reinterpret_cast<const __half*>(stage_slot + kScalesOffset) + column(stage) % 8;
 #pragma unroll
             for (int i = 0; i < kBlockGroups; ++i)  // of outliers the second are not used
-                ptxlab::spread_scales<BM, kSpreaders>(reinterpret_cast<float*>(stage_slot + kSpread + i * kSpreadBytes),
-                                                      token_scales + (stage < blocks4 ? i : 0),
-                                                      threadIdx.x - (128 - kSpreaders));
+                ptxlab::spread_scales<BM, kSpreaders>(
+                    reinterpret_cast<float*>(stage_slot + kSpreadOffset + i * kSpreadBytes),
+                    token_scales + (stage < blocks4 ? i : 0), threadIdx.x - (128 - kSpreaders));
             ptxlab::mbarrier_arrive(&spread[index]);
         };
         if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
@@ -141,9 +144,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
     // Kept in registers, or the compiler works them out in every group: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
-    u32 words = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlock8Bytes + lane * 16;
-    u32 row_scales = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlock8Bytes + 1024 + lane / 4 * 4;
-    u32 token_scales = ptxlab::shared_address(ring) + kSpread + lane % 4 * 16;
+    u32 words = ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + lane * 16;
+    u32 row_scales =
+        ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(ring) + kSpreadOffset + lane % 4 * 16;
     ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float total[BM / 2] = {};

@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
     PHASE(REDUCE);
     ptxlab::cp_async_wait<0>();
     __syncthreads();
-    int* tile = reinterpret_cast<int*>(ring);
+    int* result_tile = reinterpret_cast<int*>(ring);
     for (int adding_warp = 0; adding_warp < WK; ++adding_warp) {
         if (wk == adding_warp) {
 #pragma unroll
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
                     for (int c = 0; c < 4; ++c) {
                         const int n = wn * 32 + a * 16 + g + c / 2 * 8,
                                   token = wm * Tile::TOKENS + m * 8 + lane % 4 * 2 + c % 2;
-                        int& sum = tile[token * TILE_PITCH + n];
+                        int& sum = result_tile[token * TILE_PITCH + n];
                         sum = adding_warp ? sum + acc[a][m][c] : acc[a][m][c];
                     }
         }
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
     for (int i = threadIdx.x; i < BM * BN / 8; i += Tile::THREADS) {
         const int token = token0 + i / (BN / 8), n = strip0 * 32 + i % (BN / 8) * 8;
         if (token < M && n < N) {
-            int* sums = tile + i / (BN / 8) * TILE_PITCH + i % (BN / 8) * 8;
+            int* sums = result_tile + i / (BN / 8) * TILE_PITCH + i % (BN / 8) * 8;
 #pragma unroll
             for (int c = 0; c < 8; ++c) sums[c] -= w_zero[n + c] * x_sum[token];
             ptxlab::store_8<OUT>(y, size_t(token) * N + n, sums, x_scale[token], w_scale + n,

@@ -42,10 +42,10 @@ using u32 = unsigned;
 constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kUnpackers = 64;
 constexpr int kBlockChannels = 128, kHalfBytes = BM * 64,
               kBlockBytes = 1024 + 32;  // 64 bytes of all tokens; bytes of a block of a strip
-constexpr int kPacked = 2 * kHalfBytes, kScales = 3 * kHalfBytes,
-              kSpread = kScales + BM * 16;  // where they lie in a stage, behind X
-constexpr int kWeights = kSpread + ptxlab::SPREAD_BYTES<BM>;
-constexpr int kStageBytes = (kWeights + kStrips * kBlockBytes + 1023) / 1024 * 1024;
+constexpr int kPackedOffset = 2 * kHalfBytes, kScalesOffset = 3 * kHalfBytes,
+              kSpreadOffset = kScalesOffset + BM * 16;  // where they lie in a stage, behind X
+constexpr int kWeightsOffset = kSpreadOffset + ptxlab::SPREAD_BYTES<BM>;
+constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlockBytes + 1023) / 1024 * 1024;
 constexpr bool kUneven = WN > 1;  // whether the warp groups that multiply get registers of the one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
@@ -61,7 +61,7 @@ __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread)
         const int token = i / 4, chunk = i % 4, swizzle = token / 2 % 4;  // chunk: 32 channels
         unsigned char* half = x + chunk / 2 * kHalfBytes + token * 64;
         u32 q[4];
-        ptxlab::load_words(q, x + kPacked + token * 64 + (chunk ^ swizzle) * 16);
+        ptxlab::load_words(q, x + kPackedOffset + token * 64 + (chunk ^ swizzle) * 16);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             const int odd = chunk / 2 ^ step, shift = odd ? 0 : 4;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
             unsigned char* slot = ring + i / padding_chunks * kStageBytes;
             unsigned char* padding = piece < 2 * of_half
                                          ? slot + piece / of_half * kHalfBytes + tokens * 64 + piece % of_half * 16
-                                         : slot + kScales + (tokens + piece - 2 * of_half) * 16;
+                                         : slot + kScalesOffset + (tokens + piece - 2 * of_half) * 16;
             *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
 #pragma unroll
             for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
                 const int strip = min(row_tile * kStrips + i, all_strips - 1);
-                ptxlab::bulk_load(stage_slot + kWeights + i * kBlockBytes,
+                ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlockBytes,
                                   strips + (size_t(strip) * stages + stage) * kBlockBytes, kBlockBytes, barrier);
             }
         };
@@ -133,9 +133,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
             const bool int4 = stage < blocks4;
             const int column = int4 ? stage * 64 : K4 / 2 + (stage - blocks4) * kBlockChannels;
             ptxlab::mbarrier_arrive_expect(barrier, tokens * ((int4 ? 64 : kBlockChannels) + 16));
-            ptxlab::tensor_load(int4 ? stage_slot + kPacked : stage_slot, &x, column, token, barrier);
+            ptxlab::tensor_load(int4 ? stage_slot + kPackedOffset : stage_slot, &x, column, token, barrier);
             if (!int4) ptxlab::tensor_load(stage_slot + kHalfBytes, &x, column + 64, token, barrier);
-            ptxlab::tensor_load(stage_slot + kScales, &x_scale, stage / 8 * 8, token, barrier);
+            ptxlab::tensor_load(stage_slot + kScalesOffset, &x_scale, stage / 8 * 8, token, barrier);
         };
         // Two warps unpack X and spread its scales.
         const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {
@@ -143,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
                 unpack(stage_slot, tokens, threadIdx.x - kUnpackers);
                 ptxlab::fence_proxy_async();
             }
-            ptxlab::spread_scales<BM, kUnpackers>(reinterpret_cast<float*>(stage_slot + kSpread),
-                                                  reinterpret_cast<const __half*>(stage_slot + kScales) + stage % 8,
-                                                  threadIdx.x - kUnpackers);
+            ptxlab::spread_scales<BM, kUnpackers>(
+                reinterpret_cast<float*>(stage_slot + kSpreadOffset),
+                reinterpret_cast<const __half*>(stage_slot + kScalesOffset) + stage % 8, threadIdx.x - kUnpackers);
             ptxlab::mbarrier_arrive(&unpacked[index]);
         };
         if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
@@ -161,9 +161,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
     // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
-    u32 words = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlockBytes + lane * 16;
-    u32 row_scales = ptxlab::shared_address(ring) + kWeights + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
-    u32 token_scales = ptxlab::shared_address(ring) + kSpread + lane % 4 * 16;
+    u32 words = ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + lane * 16;
+    u32 row_scales =
+        ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(ring) + kSpreadOffset + lane % 4 * 16;
     ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float total[BM / 2] = {};

@@ -295,8 +295,9 @@ __device__ __forceinline__ void append_by_token(const Row (&rows)[ROWS], const P
     for (int i = 0; i < ROWS; ++i) e[i] = rows[i].extremes();
     Extremes range = reduced(e, lane);
     range.include({0, 0});
-    const __half rounded = __float2half_rn(__fdiv_rn(__fadd_rn(range.largest, range.minus_smallest), float(LEVELS)));
-    const __half scale = __half2float(rounded) == 0 ? __float2half_rn(1.0f) : rounded;
+    const __half rounded_scale =
+        __float2half_rn(__fdiv_rn(__fadd_rn(range.largest, range.minus_smallest), float(LEVELS)));
+    const __half scale = __half2float(rounded_scale) == 0 ? __float2half_rn(1.0f) : rounded_scale;
     const Reciprocal row_quotient(__half2float(scale));
     const int row_zero = level(row_quotient(range.minus_smallest), 0);
     if (places.constants != NOWHERE) {

@@ -33,17 +33,17 @@ struct OwnTokens {
             uint4 x[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int of_lane = token + i * kTokens;
+                const int lane_token = token + i * kTokens;
                 x[i] = make_uint4(0, 0, 0, 0);
-                if (of_lane >= span.begin && of_lane < span.end)
-                    x[i] = *reinterpret_cast<const uint4*>(head_row + ptrdiff_t(of_lane) * pitch);
+                if (lane_token >= span.begin && lane_token < span.end)
+                    x[i] = *reinterpret_cast<const uint4*>(head_row + ptrdiff_t(lane_token) * pitch);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int of_lane = token + i * kTokens;
+                const int lane_token = token + i * kTokens;
                 const uint4 h = restored(x[i], lane);
-                if (of_lane >= span.begin)
-                    *reinterpret_cast<uint4*>(block + swizzled_piece<BLOCK_KEYS>(of_lane, lane)) = h;
+                if (lane_token >= span.begin)
+                    *reinterpret_cast<uint4*>(block + swizzled_piece<BLOCK_KEYS>(lane_token, lane)) = h;
             }
         }
     }

@@ -60,8 +60,8 @@ struct TileScheduler {
         for (;; base += 32) {
             const int sequence = base + lane;
             const int queries = sequence < sequences ? starts[sequence + 1] - starts[sequence] : 0;
-            const int of_lane = (queries * group + ROWS - 1) / ROWS * heads * parts;
-            int through_lane = of_lane;
+            const int lane_items = (queries * group + ROWS - 1) / ROWS * heads * parts;
+            int through_lane = lane_items;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 const int lower = __shfl_up_sync(~0u, through_lane, step);
@@ -70,12 +70,12 @@ struct TileScheduler {
             const unsigned holders = __ballot_sync(~0u, item - passed < through_lane);
             if (holders) {
                 const int holder = __ffs(holders) - 1;
-                const int item_of_sequence = item - passed - __shfl_sync(~0u, through_lane - of_lane, holder);
-                const int local = item_of_sequence / parts;
-                const int tiles = __shfl_sync(~0u, of_lane, holder) / parts / heads;
+                const int item_of_sequence = item - passed - __shfl_sync(~0u, through_lane - lane_items, holder);
+                const int tile_of_sequence = item_of_sequence / parts;
+                const int tiles = __shfl_sync(~0u, lane_items, holder) / parts / heads;
                 if constexpr (BY_LAST_TOKEN) tile.item = item, tile.part_index = item_of_sequence % parts;
-                tile.sequence = base + holder, tile.head = local % heads;
-                tile.first_row = (tiles - 1 - local / heads) * ROWS;
+                tile.sequence = base + holder, tile.head = tile_of_sequence % heads;
+                tile.first_row = (tiles - 1 - tile_of_sequence / heads) * ROWS;
                 tile.queries = __shfl_sync(~0u, queries, holder);
                 tile.start = starts[tile.sequence], tile.context = lengths[tile.sequence];
                 find_blocks(tile);

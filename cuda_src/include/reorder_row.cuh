@@ -44,7 +44,7 @@ template <int BLOCKS, int WIDTH>
 struct RowInOrder {
     static constexpr int HELD = 16 * WIDTH, WARPS = WIDTH / 32;
     unsigned y[HELD + HELD / 32];
-    unsigned numbers[BLOCKS * WARPS];
+    unsigned warp_words[BLOCKS * WARPS];
 
     // Another block's shared memory may be written once that block has begun: every block says so, and waits for it
     // before its first `send`.
@@ -75,9 +75,9 @@ struct RowInOrder {
     __device__ __forceinline__ void say(unsigned word) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
-            if (lane == 0) numbers[warp] = word;
+            if (lane == 0) warp_words[warp] = word;
         } else if (lane < BLOCKS) {
-            store_in_block(address_in_block(numbers + cluster_rank() * WARPS + warp, lane), word);
+            store_in_block(address_in_block(warp_words + cluster_rank() * WARPS + warp, lane), word);
         }
     }
 
@@ -96,7 +96,7 @@ struct RowInOrder {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < BLOCKS * WARPS; i += 32)
-            if (i + threadIdx.x % 32 < BLOCKS * WARPS) sum += __uint_as_float(numbers[i + threadIdx.x % 32]);
+            if (i + threadIdx.x % 32 < BLOCKS * WARPS) sum += __uint_as_float(warp_words[i + threadIdx.x % 32]);
         return warp_sum(sum);
     }
 };

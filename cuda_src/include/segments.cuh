@@ -54,21 +54,21 @@ struct Segments : Cut<(CUT > 0)> {
 
     // Every lane has equally many sequences, one after the other: the first one's length, to be on its way early.
     static __device__ __forceinline__ int share_of(int sequences) { return unsigned(sequences + 31) / 32; }
-    static __device__ __forceinline__ int nearest_of(const int* lengths, int sequences) {
+    static __device__ __forceinline__ int first_length_of(const int* lengths, int sequences) {
         const int first_sequence = threadIdx.x % 32 * share_of(sequences);
         return first_sequence < sequences ? lengths[first_sequence] : 0;
     }
 
     // All lanes of a warp together. A block runs through this once, with nothing to do meanwhile, and most of the time
     // waits for instructions: few of them matter more than fast ones.
-    __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries,
+    __device__ __forceinline__ Segments(const int* lengths, int first_length, int sequences, int units, int queries,
                                         int window)
         : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
         const int share = share_of(sequences), first_sequence = threadIdx.x % 32 * share;
         // of a block: worked out while lengths are on their way
-        const int whole_units = ceil_div(sequences * units, gridDim.x);
+        const int units_per_block = ceil_div(sequences * units, gridDim.x);
         const float per_block = reciprocal_below(gridDim.x);
-        enter_sequence(nearest);
+        enter_sequence(first_length);
         int lane_cost = first_sequence < sequences ? padding + tiles : 0, largest_cost = lane_cost;
 #pragma unroll 1
         for (int s = first_sequence + 1; s < min(first_sequence + share, sequences); ++s) {
@@ -85,7 +85,7 @@ struct Segments : Cut<(CUT > 0)> {
         largest_cost = max(1, int(__reduce_max_sync(~0u, unsigned(largest_cost))));
         // units of up to 64 tiles: 8 parts or so
         block_cost = max(max(SMALLEST, min(largest_cost / 8, 8)), ceil_div(total_cost, gridDim.x, per_block));
-        const int whole_cost = whole_units * largest_cost;
+        const int whole_cost = units_per_block * largest_cost;
         if (cost_sum == largest_cost * sequences && whole_cost >= block_cost && whole_cost <= block_cost + SPARE)
             block_cost = whole_cost;  // units are all alike
         cost_begin = min(int(blockIdx.x) * block_cost, total_cost);
@@ -96,7 +96,7 @@ struct Segments : Cut<(CUT > 0)> {
         // costs of a head in the sequences before this one
         int cost_before = __shfl_sync(~0u, cost_through_lane - lane_cost, holder);
         sequence = holder * share;
-        enter_sequence(__shfl_sync(~0u, nearest, holder));
+        enter_sequence(__shfl_sync(~0u, first_length, holder));
 #pragma unroll 1
         while ((cost_before + padding + tiles) * units <= cost_begin)
             cost_before += padding + tiles, enter_sequence(lengths[++sequence]);

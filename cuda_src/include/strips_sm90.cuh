@@ -142,11 +142,11 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
             }
             PHASE(ISSUE, MMAS * Stage::TOKENS);
             wgmma_fence();
-            const u64 x_unit = x_tile + k_unit / 2 * (Stage::TOKENS * 128 / 16) + k_unit % 2 * 4;
+            const u64 x_descriptor = x_tile + k_unit / 2 * (Stage::TOKENS * 128 / 16) + k_unit % 2 * 4;
 #pragma unroll
             for (int h = 0; h < MMAS; ++h) {
-                multiply_8bit<AS_S8>(acc[h], a[k_unit % 2][h][0], x_unit);
-                multiply_8bit<AS_S8>(acc[h], a[k_unit % 2][h][1], x_unit + 2);
+                multiply_8bit<AS_S8>(acc[h], a[k_unit % 2][h][0], x_descriptor);
+                multiply_8bit<AS_S8>(acc[h], a[k_unit % 2][h][1], x_descriptor + 2);
             }
             wgmma_commit();
         }

@@ -105,16 +105,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) choose_experts(const ui
     __shared__ float parts[2][UNITS];  // of two tokens in turn, so that one barrier is enough
     ptxlab::launch_dependents();
     const int warp = threadIdx.x / 32, vectors = H / 8;
-    Part weight(router + warp / PARTS * vectors, warp % PARTS, H);
+    Part router_part(router + warp / PARTS * vectors, warp % PARTS, H);
     ptxlab::wait_for_predecessors();
 
     for (int m = blockIdx.x, buffer = 0; m < M; m += gridDim.x, buffer ^= 1) {
         for (int dot_index = warp; dot_index < UNITS; dot_index += WARPS) {
-            const float sum = weight.dot(Part(x + size_t(m) * vectors, dot_index % PARTS, H));
+            const float sum = router_part.dot(Part(x + size_t(m) * vectors, dot_index % PARTS, H));
             if (threadIdx.x % 32 == 0) parts[buffer][dot_index] = sum;
             if (UNITS > WARPS) {
                 const int next = dot_index + WARPS < UNITS ? dot_index + WARPS : warp;
-                weight = Part(router + next / PARTS * vectors, next % PARTS, H);
+                router_part = Part(router + next / PARTS * vectors, next % PARTS, H);
             }
         }
         __syncthreads();

@@ -41,10 +41,10 @@ def benchmark(
     of vllm models (7B, 8B, 70B), variants (ptxlab, kv8, head8, int4), of which two a call end within ten minutes,
     and arrivals, the requests a second at 50 ms a token in place of all else.
     """
-    chosen = find_suite(suite)
+    suite_module = find_suite(suite)
     options: dict[str, Any] = {"peers": peers.PUBLIC} if suite in WITH_PEERS else {}
     files = {"against": against, "out": out, "picture": picture}
-    measure_suite(chosen, **files, only=only or (), as_json=as_json, libraries=peers.versions(), **options)
+    measure_suite(suite_module, **files, only=only or (), as_json=as_json, libraries=peers.versions(), **options)
 
 
 def find_suite(name: str) -> str | Suite:

@@ -91,8 +91,8 @@ def part(words: Sequence[str]) -> ChunkSelection:
             raise ArgumentError("only", f"one of {', '.join(known_words)}", word)
     selected = set(GRID)
     for kind in kinds:
-        if chosen := [kind[word] for word in words if word in kind]:
-            selected &= set().union(*chosen)
+        if named_kinds := [kind[word] for word in words if word in kind]:
+            selected &= set().union(*named_kinds)
     if not selected:
         raise ArgumentError("only", "words that some chunk of the grid fits", ", ".join(words))
     return ChunkSelection(tuple(chunk for chunk in GRID if chunk in selected), peers=ALONE not in words)

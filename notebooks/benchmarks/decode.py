@@ -354,23 +354,23 @@ def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, peer_rows: Mapp
     The row has the times of mixes, to which our head's time is added, and of `qoq_sm80` as peers.
     """
     config = runner.config
-    steady = SteadyBatch(runner, B)
-    checked = steady.check()
+    batch_in_steps = SteadyBatch(runner, B)
+    check_note = batch_in_steps.check()
     clock = Clock()
     with power() as watts:
         clock.start()
-        times = gpu.call_times(steady.step, repeats=STEPS, warm_up=_WARM)
+        times = gpu.call_times(batch_in_steps.step, repeats=STEPS, warm_up=_WARM)
         clock.stop()
     measured = Measured(float(np.mean(times)), min(times), max(times), clock.mhz())
     alone_times, head = time_operations(runner, B)
     other_heads_us = time_other_heads(runner, B)
-    peers = {name: us + head for name, us in peer_rows[MIX].peers.items()} if MIX in peer_rows else {}
+    peers = {peer: us + head for peer, us in peer_rows[MIX].peers.items()} if MIX in peer_rows else {}
     figures = dict(peer_rows[MIX].more) if MIX in peer_rows else {}
     if WITHOUT in peer_rows:
         peers[WITHOUT] = peer_rows[WITHOUT].time_us
     figures |= other_heads_us | ({"power_w": float(np.mean(watts))} if watts else {})
-    work = model_work(config, runner.model.layers[0], B, round(B * steady.mean))
-    return row_at(config, B, measured, work, alone_times, head, ceilings, checked, peers, figures)
+    work = model_work(config, runner.model.layers[0], B, round(B * batch_in_steps.mean))
+    return row_at(config, B, measured, work, alone_times, head, ceilings, check_note, peers, figures)
 
 
 def row_at(
@@ -421,9 +421,9 @@ def time_operations(runner: KernelRunner, B: int) -> tuple[Alone, float]:
     us: dict[str, float] = {}
     part: dict[str, str] = {}
     for layer_calls in zip(*runner.operations(B), strict=True):
-        name = decoder.label_of(layer_calls[0])
-        part[name] = decoder.part_of(layer_calls[0])
-        us[name] = measure(layer_calls, replays=GEMM_REPLAYS).us
+        operation = decoder.label_of(layer_calls[0])
+        part[operation] = decoder.part_of(layer_calls[0])
+        us[operation] = measure(layer_calls, replays=GEMM_REPLAYS).us
     head = float(np.median(gpu.call_times(partial(_choose_tokens, runner, B), repeats=20, warm_up=3)))
     return Alone(us, part), head
 
@@ -442,9 +442,9 @@ def time_other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
     float_weight = model.embedding if model.head is None else model.head
     invariant_head = LMHead(float_weight, config.vocabulary, batch_invariant=True, backend=runner.backend)
     head_us = {}
-    for name, head in (("head_int8_us", int8_head), ("head_invariant_us", invariant_head)):
-        times = gpu.call_times(partial(_choose_tokens, runner, B, head), repeats=20, warm_up=3)
-        head_us[name] = float(np.median(times))
+    for figure_name, time_head in (("head_int8_us", int8_head), ("head_invariant_us", invariant_head)):
+        times = gpu.call_times(partial(_choose_tokens, runner, B, time_head), repeats=20, warm_up=3)
+        head_us[figure_name] = float(np.median(times))
     return head_us
 
 
@@ -459,10 +459,10 @@ def model_work(config: Config, weights: LayerWeights, B: int, tokens: int) -> li
     """
     work = []
     chosen_share = config.chosen_experts / max(config.experts, 1)
-    for name, (N, K) in config.matrices.items():
-        share = 1 - (1 - chosen_share) ** B if config.experts and name in ("gate_up", "down") else 1
-        nbytes = round(config.layers * getattr(weights, name).nbytes * share)
-        work.append(Work(f"gemm {name}", nbytes, 2 * config.layers * rows_of(config, name, B) * N * K))
+    for matrix, (N, K) in config.matrices.items():
+        share = 1 - (1 - chosen_share) ** B if config.experts and matrix in ("gate_up", "down") else 1
+        nbytes = round(config.layers * getattr(weights, matrix).nbytes * share)
+        work.append(Work(f"gemm {matrix}", nbytes, 2 * config.layers * rows_of(config, matrix, B) * N * K))
     per_token = config.layers * 2 * config.kv_heads * page_bytes(weights.cache, PAGE, HEAD_DIM) // PAGE
     work.append(Work("attention", tokens * per_token, 4 * config.layers * tokens * config.heads * HEAD_DIM))
     vocabulary = config.vocabulary * config.hidden
@@ -544,13 +544,13 @@ def rule_row(runner: KernelRunner, system: str, B: int, gigabytes: int) -> Row:
 
 def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
     """Measure a step of B sequences; its floor counts the bytes and the operations at INT8's rate."""
-    config, clock, steady = runner.config, Clock(), SteadyBatch(runner, B)
-    checked = steady.check()
+    config, clock, batch_in_steps = runner.config, Clock(), SteadyBatch(runner, B)
+    check_note = batch_in_steps.check()
     clock.start()
-    times = gpu.call_times(steady.step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
+    times = gpu.call_times(batch_in_steps.step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
     clock.stop()
     us = float(np.mean(times))
-    work = model_work(config, runner.model.layers[0], B, round(B * steady.mean))
+    work = model_work(config, runner.model.layers[0], B, round(B * batch_in_steps.mean))
     floor = sum(operation.us(ceilings) for operation in work)
     row = plain_row(
         system,
@@ -559,7 +559,7 @@ def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) ->
         us,
         rate=B / us * 1e6,
         sm_mhz=clock.mhz(),
-        checked=checked,
+        checked=check_note,
     )
     return replace(
         row,
@@ -607,19 +607,19 @@ def time_rule(runner: KernelRunner, B: int) -> RuleTimes:
         logits = [runner.extend(chunk) for chunk in chunks]
         tokens = np.concatenate([chunk_logits.argmax(axis=-1) for chunk_logits in logits])
         gpu.synchronize()
-        middle = time.perf_counter()
+        after_prompts = time.perf_counter()
         for _ in range(NEW_TOKENS - 1):
             tokens = runner.decode(tokens, sequences).argmax(axis=-1)
         gpu.synchronize()
         end = time.perf_counter()
         clock.stop()
     last = gpu.to_host(tokens)
-    in_range = (last >= 0).all() and last.max() < runner.config.vocabulary
-    if not in_range or (runner.lengths[sequences] != PROMPT + NEW_TOKENS - 1).any():
+    are_tokens_valid = (last >= 0).all() and last.max() < runner.config.vocabulary
+    if not are_tokens_valid or (runner.lengths[sequences] != PROMPT + NEW_TOKENS - 1).any():
         problem = f"{B} sequences did not come to {PROMPT + NEW_TOKENS} tokens"
         raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {problem}")
     watt = float(np.mean(watts)) if watts else 0.0
-    return RuleTimes(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
+    return RuleTimes(1e6 * (after_prompts - begin), 1e6 * (end - after_prompts), clock.mhz(), watt)
 
 
 def _release_all(runner: KernelRunner) -> None:
@@ -636,8 +636,8 @@ def generate_row(
     """
     us = times.prefill_us + times.decode_us
     figures = {"prefill_us": times.prefill_us, "decode_us": times.decode_us}
-    figures |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
-    figures |= {f"{name} tokens_per_second": batch * NEW_TOKENS / us * 1e6 for name, (us, batch) in composed.items()}
+    figures |= {f"{mix} batch": float(batch) for mix, (_, batch) in composed.items()}
+    figures |= {f"{mix} tokens_per_second": batch * NEW_TOKENS / us * 1e6 for mix, (us, batch) in composed.items()}
     figures |= {"power_w": times.power_w} if times.power_w else {}
     return plain_row(
         FACE,
@@ -647,7 +647,7 @@ def generate_row(
         rate=B * NEW_TOKENS / us * 1e6,
         sm_mhz=times.sm_mhz,
         checked="lengths of all sequences; steps are checked where they are timed",
-        peers={name: us * B / batch for name, (us, batch) in composed.items()},
+        peers={mix: us * B / batch for mix, (us, batch) in composed.items()},
         more=figures,
         face=FACE,
     )
@@ -655,9 +655,9 @@ def generate_row(
 
 def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate: float, **fields: Any) -> Row:
     """Build a row without a floor of its own."""
-    fixed: dict[str, Any] = {"source": "cu", "rate_unit": "tokens/s", "bytes": 0, "operations": 0, "fraction": 1.0}
-    fixed |= dict.fromkeys(("time_us", "fastest_us", "slowest_us", "floor_us"), us)
-    return Row(kernel=kernel, measure=measure, sizes=sizes, rate=rate, limit="itself", **fixed, **fields)
+    defaults: dict[str, Any] = {"source": "cu", "rate_unit": "tokens/s", "bytes": 0, "operations": 0, "fraction": 1.0}
+    defaults |= dict.fromkeys(("time_us", "fastest_us", "slowest_us", "floor_us"), us)
+    return Row(kernel=kernel, measure=measure, sizes=sizes, rate=rate, limit="itself", **defaults, **fields)
 
 
 @contextmanager
@@ -699,21 +699,23 @@ def mix_rows(
     """
     batches_by_mix: dict[str, set[int]] = {}
     for gb in plan.budgets:
-        for name, B in mix_batches(config, selection.mixes, gb).items():
-            batches_by_mix.setdefault(name, set()).update({B} - {0, *plan.batches})
-    all_batches = sorted({*plan.batches, *(B for batches in batches_by_mix.values() for B in batches)}, reverse=True)
-    recorded_rows = {B: rows_by_key.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in all_batches}
+        for mix, B in mix_batches(config, selection.mixes, gb).items():
+            batches_by_mix.setdefault(mix, set()).update({B} - {0, *plan.batches})
+    batches_to_time = sorted(
+        {*plan.batches, *(B for batches in batches_by_mix.values() for B in batches)}, reverse=True
+    )
+    recorded_rows = {B: rows_by_key.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in batches_to_time}
     yield from (row for row in recorded_rows.values() if row)
     missing_batches = tuple(B for B, row in recorded_rows.items() if row is None)
     if not missing_batches or not selection.mixes:
         return
     progress(f"{config.name}: compiling")
     schemes = [("lqq", "strips")] + [("qoq", "qserve")] * (selection.without and not config.experts)
-    ours: list[Job] = [(_warm, (config, *scheme, plan.batches)) for scheme in schemes]
+    our_jobs: list[Job] = [(_warm, (config, *scheme, plan.batches)) for scheme in schemes]
     prompts = (peers_layer.PROMPTS_AT_ONCE * PROMPT,)
-    run_in_processes([*ours, *peers_layer.compile_jobs((config,), missing_batches, selection.mixes, prompts)])
+    run_in_processes([*our_jobs, *peers_layer.compile_jobs((config,), missing_batches, selection.mixes, prompts)])
     common_batches = [B for B in plan.batches if B in missing_batches]
-    extra_batches = {name: batches & {*missing_batches} for name, batches in batches_by_mix.items()}
+    extra_batches = {mix: batches & {*missing_batches} for mix, batches in batches_by_mix.items()}
     measured = peers_layer.mixes(
         config, common_batches, selection.mixes, progress, length=MEAN, extra_batches=extra_batches
     )
@@ -747,7 +749,7 @@ def first_token_rows(config: Config, rows_by_key: Mapping[Key, Row], progress: C
         progress(f"{config.name}: time to the first token")
         with gpu.allocating_elsewhere(_PAD):
             runner = KernelRunner(random_model(config), 1, TOKENS + PAGE, chunk=CHUNK, pages=4 * ceil_div(TOKENS, PAGE))
-            shared, new = first_token_times(runner, TOKENS, SHARED_PAGES)
+            shared, new_tokens = first_token_times(runner, TOKENS, SHARED_PAGES)
             del runner
         us = float(np.median(shared))
         row = plain_row(
@@ -758,7 +760,7 @@ def first_token_rows(config: Config, rows_by_key: Mapping[Key, Row], progress: C
             rate=TOKENS / us * 1e6,
             sm_mhz=0.0,
             checked=f"{SHARED_PAGES} pages of {PAGE} tokens are shared",
-            peers={NEW: float(np.median(new))},
+            peers={NEW: float(np.median(new_tokens))},
             face=FACE,
         )
         row = replace(row, fastest_us=min(shared), slowest_us=max(shared))
@@ -767,10 +769,11 @@ def first_token_rows(config: Config, rows_by_key: Mapping[Key, Row], progress: C
 
 def mix_row(config: Config, B: int, times: Mapping[str, peers_layer.MixTime], measure: str = BESIDE) -> Row:
     """Build the row of all layers of every mix from one layer's `times`, with the shares of GEMMs and attention."""
-    us = {name: config.layers * mix.layer for name, mix in times.items()}
-    figures = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
+    us = {mix_name: config.layers * mix.layer for mix_name, mix in times.items()}
+    figures = {f"{mix_name} gemm_us": config.layers * mix.gemms for mix_name, mix in times.items()}
     figures |= {
-        f"{name} attention_us": config.layers * (mix.layer - mix.without_attention) for name, mix in times.items()
+        f"{mix_name} attention_us": config.layers * (mix.layer - mix.without_attention)
+        for mix_name, mix in times.items()
     }
     return peer_row(config, MIX, B, min(us.values()), us, figures, measure)
 
@@ -786,28 +789,28 @@ def peer_row(
 ) -> Row:
     """Build the row of another implementation's step of B sequences (`BESIDE`), or of its B prompts (`PROMPTS`)."""
     rate = B * (1 if measure == BESIDE else PROMPT) / us * 1e6
-    checked = "a layer against the FP16 mix's" if name == MIX else "not looked at"
+    check_note = "a layer against the FP16 mix's" if name == MIX else "not looked at"
     parts: dict[str, Any] = {"peers": dict(peers or {}), "more": dict(figures or {})}
-    return plain_row(name, measure, sizes_of(config, B, PROMPT), us, rate, sm_mhz=0.0, checked=checked, **parts)
+    return plain_row(name, measure, sizes_of(config, B, PROMPT), us, rate, sm_mhz=0.0, checked=check_note, **parts)
 
 
 def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> None:
     """Compile all that our steps at these batches need, in a process that ends then."""
     model = random_model(replace(config, layers=1), scheme, layout)
-    ours = scheme == "lqq"
+    is_ours = scheme == "lqq"
     runner = KernelRunner(
         model,
         max(batches),
         PROMPT + NEW_TOKENS,
-        chunk=CHUNK if ours else 1,
+        chunk=CHUNK if is_ours else 1,
         pages=max(*batches, CHUNK),
-        programmatic=ours,
+        programmatic=is_ours,
     )
     for B in batches:
         runner.operations(B)
-    if ours:
+    if is_ours:
         runner.extend({0: [0] * (PROMPT + 1)})  # padded to a chunk
-    for B in batches if ours else ():
+    for B in batches if is_ours else ():
         time_other_heads(runner, B)
 
 
@@ -817,7 +820,9 @@ def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
     Scales, pages and buffers are not counted.
     """
     experts = max(1, config.experts)
-    sizes = {name: N * K * (experts if name in ("gate_up", "down") else 1) for name, (N, K) in config.matrices.items()}
+    sizes = {
+        matrix: N * K * (experts if matrix in ("gate_up", "down") else 1) for matrix, (N, K) in config.matrices.items()
+    }
     ends = 2 * (1 if config.tied_head else 2) * config.vocabulary * config.hidden
     element = 1 if attention.startswith("xqa") else 2
     cache = config.layers * 2 * config.kv_heads * HEAD_DIM * element * (PROMPT + NEW_TOKENS)
@@ -829,7 +834,7 @@ def mix_batches(config: Config, mixes: Sequence[str], gigabytes: float) -> dict[
 
     It is 0 if not even one sequence fits.
     """
-    return {name: largest_mix_batch(config, gigabytes, name) for name in peers_layer.names_of(config, mixes)}
+    return {mix: largest_mix_batch(config, gigabytes, mix) for mix in peers_layer.names_of(config, mixes)}
 
 
 def largest_mix_batch(config: Config, gigabytes: float, name: str) -> int:
@@ -851,14 +856,14 @@ def composed_rates(
     Prefill is layers alone, the steps are of MEAN tokens. A mix whose prompts were not measured is left out.
     """
     rates: dict[str, tuple[float, int]] = {}
-    for name, largest in mix_batches(config, mixes, gigabytes).items():
-        mix = name.partition("/")[0]
-        points = [(B, us[name]) for B, us in mixes_us.items() if name in us and B in range(largest + 1)]
-        for B, step in points if mix in prompts else ():
+    for mix_name, largest in mix_batches(config, mixes, gigabytes).items():
+        mix = mix_name.partition("/")[0]
+        batch_times = [(B, us[mix_name]) for B, us in mixes_us.items() if mix_name in us and B in range(largest + 1)]
+        for B, step in batch_times if mix in prompts else ():
             head = heads[min(heads, key=lambda batch: abs(batch - B))]
             us = B * prompts[mix] + NEW_TOKENS * (step + head)
-            if name not in rates or B / us > rates[name][1] / rates[name][0]:
-                rates[name] = us, B
+            if mix_name not in rates or B / us > rates[mix_name][1] / rates[mix_name][0]:
+                rates[mix_name] = us, B
     return rates
 
 

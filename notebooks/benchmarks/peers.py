@@ -46,9 +46,9 @@ def importable() -> bool:
 def versions() -> dict[str, str]:
     """Return the versions of the peers' libraries, of those that are installed."""
     installed = {}
-    for name in ("torch", "humming-kernels", "flashinfer-python", "liger-kernel", "vllm"):
+    for distribution in ("torch", "humming-kernels", "flashinfer-python", "liger-kernel", "vllm"):
         with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
+            installed[distribution] = metadata.version(distribution)
     return installed
 
 
@@ -63,11 +63,11 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] | None = 
         return times
     import torch
 
-    for name in names or CUBLAS:
-        weights = _copy_weight(operand(name, N, K, seed=0))
+    for variant in names or CUBLAS:
+        weights = _copy_weight(operand(variant, N, K, seed=0))
         for M in tokens:
-            x = operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
-            times[M][name] = measure(_calls(name, x, weights), replays=GEMM_REPLAYS, capture=capture).us
+            x = operand(variant, max(M, _INT8_ROWS) if variant == "cublas_int8" and M <= 16 else M, K, seed=M)
+            times[M][variant] = measure(_calls(variant, x, weights), replays=GEMM_REPLAYS, capture=capture).us
         weights.clear()
     torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
     return times
@@ -83,13 +83,13 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
         return times
     import torch
 
-    name = "cublas_fp8"
-    together = sum(N * K for N, K in matrices)  # bytes
-    weights = [_copy_weight(operand(name, N, K, seed=0), together) for N, K in matrices]
+    peer = "cublas_fp8"
+    matrix_bytes = sum(N * K for N, K in matrices)
+    weights = [_copy_weight(operand(peer, N, K, seed=0), matrix_bytes) for N, K in matrices]
     for M in tokens:
-        links = [_calls(name, operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
+        links = [_calls(peer, operand(peer, M, copies[0].shape[1], seed=M), copies) for copies in weights]
         chains = [combine_calls(calls) for calls in zip(*links, strict=True)]
-        times[M][name] = measure(chains, replays=GEMM_REPLAYS, capture=capture).us
+        times[M][peer] = measure(chains, replays=GEMM_REPLAYS, capture=capture).us
     weights.clear()
     torch.cuda.empty_cache()
     return times
@@ -107,14 +107,14 @@ def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]
         return times
     import torch
 
-    for name, group in HUMMING.items():
+    for peer, group in HUMMING.items():
         layers: list[Any] = []
-        with skip_with_warning(f"{name}, {N} x {K}"):
+        with skip_with_warning(f"{peer}, {N} x {K}"):
             layers, weight, tiles = humming_layers(N, K, group, tokens)
         for M in tokens if layers else ():
-            with skip_with_warning(f"{name}, {N} x {K}, M = {M}"):
-                calls = _humming_calls(name, M, layers, weight, tiles)
-                times[M][name] = measure(calls, replays=GEMM_REPLAYS, capture=capture).us
+            with skip_with_warning(f"{peer}, {N} x {K}, M = {M}"):
+                calls = _humming_calls(peer, M, layers, weight, tiles)
+                times[M][peer] = measure(calls, replays=GEMM_REPLAYS, capture=capture).us
         layers.clear()
     torch.cuda.empty_cache()
     return times
@@ -175,9 +175,9 @@ def humming_layers(
         layer.transform()
         layers.append(layer)
     tiles = [
-        (lower, upper, tile)
-        for lower, upper, tile in get_heuristics_config(layer.humming_config)
-        if any(lower < M <= upper for M in (1, *tokens))
+        (min_tokens, max_tokens, tile)
+        for min_tokens, max_tokens, tile in get_heuristics_config(layer.humming_config)
+        if any(min_tokens < M <= max_tokens for M in (1, *tokens))
     ]
     return layers, schema.dequant_tensors(tensors)[:_CHECKED_ROWS].double(), json.dumps(tiles)
 
@@ -245,13 +245,13 @@ def sdpa(batch: Batch) -> dict[str, float]:
     q = _random_normal(B, batch.Hkv, batch.Hq // batch.Hkv, HEAD_DIM)
     caches = [tuple(_random_normal(B, batch.Hkv, length, HEAD_DIM) for _ in range(2)) for _ in range(copies)]
     times = {}
-    for name, backend in SDPA_BACKENDS.items():
-        if name == _UNGROUPED and batch.Hq > batch.Hkv:
+    for peer, backend in SDPA_BACKENDS.items():
+        if peer == _UNGROUPED and batch.Hq > batch.Hkv:
             continue
         with sdpa_kernel(getattr(SDPBackend, backend)):
             calls = [partial(torch.nn.functional.scaled_dot_product_attention, q, k, v) for k, v in caches]
-            if _check_backend(name, calls[0], q, *caches[0]):
-                times[name] = measure(calls, capture=capture).us
+            if _check_backend(peer, calls[0], q, *caches[0]):
+                times[peer] = measure(calls, capture=capture).us
     caches.clear()
     torch.cuda.empty_cache()  # the kernels to be compared need memory too
     return times

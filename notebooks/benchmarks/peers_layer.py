@@ -174,15 +174,15 @@ def compile_function(function: Callable[..., Any], *key: str | int, fresh: bool 
     """
     import torch
 
-    name = "_".join((function.__name__, *map(str, key))).replace(".", "_")
-    code = function.__code__.replace(co_name=name, co_qualname=name)
-    renamed = FunctionType(code, function.__globals__, name, function.__defaults__)
-    optimised = torch.compile(renamed, options=_WITHOUT_CACHES if fresh else None)
+    function_name = "_".join((function.__name__, *map(str, key))).replace(".", "_")
+    code = function.__code__.replace(co_name=function_name, co_qualname=function_name)
+    renamed = FunctionType(code, function.__globals__, function_name, function.__defaults__)
+    compiled = torch.compile(renamed, options=_WITHOUT_CACHES if fresh else None)
 
     def call(*args: Any) -> Any:
         for index in _OF_TOKENS[function]:
             torch._dynamo.maybe_mark_dynamic(args[index], 0)
-        return optimised(*args)
+        return compiled(*args)
 
     return call
 
@@ -340,14 +340,14 @@ class _Attention:
         """
         key = self.config.heads, self.config.kv_heads, self.B, self.length, self.dtype, len(self.caches)
         cached_name, times = self.fastest_at.get(key), dict[str, float]()
-        for name in (cached_name,) if cached_name else ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-            calls = [partial(self.sdpa, name, q, copy) for copy in range(len(self.caches))]
+        for backend_name in (cached_name,) if cached_name else ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            calls = [partial(self.sdpa, backend_name, q, copy) for copy in range(len(self.caches))]
             try:
                 output = calls[0]()
             except RuntimeError:  # no such backend, or not for such heads
                 continue
-            self.check(name, q, output)
-            times[name] = 0.0 if cached_name else measure(calls, replays=3, capture=peers.capture).us
+            self.check(backend_name, q, output)
+            times[backend_name] = 0.0 if cached_name else measure(calls, replays=3, capture=peers.capture).us
         if not times:
             raise BenchmarkError(f"PyTorch has no decode attention for {batch_of(self.config, self.B)}")
         self.fastest_at[key] = min(times, key=times.__getitem__)
@@ -596,33 +596,37 @@ def mixes(
     those of a layer or of as many as exceed the L2.
     """
     extra_batches = extra_batches or {}
-    all_batches = sorted({*batches, *(B for extra in extra_batches.values() for B in extra)}, reverse=True)
+    batches_to_time = sorted(
+        {*batches, *(B for further_batches in extra_batches.values() for B in further_batches)}, reverse=True
+    )
     _Attention.fastest_at.clear()
     if not peers.importable():
-        yield from ((B, {}) for B in all_batches)
+        yield from ((B, {}) for B in batches_to_time)
         return
     import torch
 
     batches_by_kind = {
-        name: {kind: {*batches, *extra_batches.get(f"{name}/{kind.name}", ())} for kind in _attentions(name)}
-        for name in _supported_mixes(config, names)
+        mix: {kind: {*batches, *extra_batches.get(f"{mix}/{kind.name}", ())} for kind in _attentions(mix)}
+        for mix in _supported_mixes(config, names)
     }
     weights: dict[str, list[dict[str, Any]]] = {}
-    for name, kinds in batches_by_kind.items():
-        progress(f"{config.name}: {name}")
-        tokens = tuple(B for B in all_batches if any(B in kind_batches for kind_batches in kinds.values()))
-        with peers.skip_with_warning(f"{name}, {config.name}"):
-            weights[name] = _weights(name, config, max(_copies_beyond_l2(name, config, B) for B in all_batches), tokens)
+    for mix, kinds in batches_by_kind.items():
+        progress(f"{config.name}: {mix}")
+        tokens = tuple(B for B in batches_to_time if any(B in kind_batches for kind_batches in kinds.values()))
+        with peers.skip_with_warning(f"{mix}, {config.name}"):
+            weights[mix] = _weights(
+                mix, config, max(_copies_beyond_l2(mix, config, B) for B in batches_to_time), tokens
+            )
     fp16_outputs: dict[int, Any] = {}  # of the FP16 mix, by batch
-    for B in all_batches:
+    for B in batches_to_time:
         progress(f"{config.name}, batch {B}: mixes")
         times: dict[str, MixTime] = {}
-        for name in weights:
-            copies = _copies_beyond_l2(name, config, B)
-            for attention in (kind for kind, kind_batches in batches_by_kind[name].items() if B in kind_batches):
-                label = f"{name}/{attention.name}"
+        for mix in weights:
+            copies = _copies_beyond_l2(mix, config, B)
+            for attention in (kind for kind, kind_batches in batches_by_kind[mix].items() if B in kind_batches):
+                label = f"{mix}/{attention.name}"
                 with peers.skip_with_warning(f"{label}, {config.name}, batch {B}"):
-                    times[label] = _time_mix(name, config, B, weights[name][:copies], attention, fp16_outputs, length)
+                    times[label] = _time_mix(mix, config, B, weights[mix][:copies], attention, fp16_outputs, length)
             torch.cuda.empty_cache()
         yield B, times
     weights.clear()
@@ -641,12 +645,12 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
     times_by_mix: dict[str, MixTime] = {}
     fp16_outputs: dict[int, Any] = {}  # of the FP16 mix
     T = PROMPTS_AT_ONCE * length
-    for name in _supported_mixes(config, names):
-        progress(f"{config.name}: prompts of {name}")
-        with peers.skip_with_warning(f"prompts of {name}, {config.name}"):
-            layers = _weights(name, config, 1, (T,))
-            times = _time_mix(name, config, T, layers, _Prompts, fp16_outputs, length)
-            times_by_mix[name] = MixTime(*(us / PROMPTS_AT_ONCE for us in times))
+    for mix in _supported_mixes(config, names):
+        progress(f"{config.name}: prompts of {mix}")
+        with peers.skip_with_warning(f"prompts of {mix}, {config.name}"):
+            layers = _weights(mix, config, 1, (T,))
+            times = _time_mix(mix, config, T, layers, _Prompts, fp16_outputs, length)
+            times_by_mix[mix] = MixTime(*(us / PROMPTS_AT_ONCE for us in times))
             layers.clear()
         torch.cuda.empty_cache()
     return times_by_mix
@@ -685,27 +689,27 @@ def compile_jobs(
     if not peers.importable():
         return []
     matrices = {size for config in configs if _takes_humming(config) for size in config.matrices.values()}
-    groups = [HUMMING[name] for name in names if name in HUMMING and find_spec("humming") is not None]
+    groups = [HUMMING[mix] for mix in names if mix in HUMMING and find_spec("humming") is not None]
     jobs: list[Job] = [
         (_warm_humming, (N, K, group, (*batches, *prompts)))
         for N, K in sorted(matrices, reverse=True)
         for group in groups
     ]
-    formats = {MIXES[name][:2]: name for name in names}  # mixes of one format share what lies between
-    jobs += [(_warm_between, (name, config, max(batches))) for name in formats.values() for config in configs]
+    mix_by_format = {MIXES[mix][:2]: mix for mix in names}  # mixes of one format share what lies between
+    jobs += [(_warm_between, (mix, config, max(batches))) for mix in mix_by_format.values() for config in configs]
     return jobs
 
 
 def names_of(config: Config, names: Sequence[str]) -> list[str]:
     """List the `MIX/ATTENTION` names that `mixes` can measure for a model here."""
-    return [f"{name}/{kind.name}" for name in _supported_mixes(config, names) for kind in _attentions(name)]
+    return [f"{mix}/{kind.name}" for mix in _supported_mixes(config, names) for kind in _attentions(mix)]
 
 
 def _supported_mixes(config: Config, names: Sequence[str]) -> list[str]:
     """Select the mixes that exist for a model."""
     if config.experts:
-        return [name for name in names if name in OF_EXPERTS]
-    return [name for name in names if name not in HUMMING or _takes_humming(config)]
+        return [mix for mix in names if mix in OF_EXPERTS]
+    return [mix for mix in names if mix not in HUMMING or _takes_humming(config)]
 
 
 def _takes_humming(config: Config) -> bool:
@@ -758,12 +762,12 @@ def time_public_versions(kernel: str, M: int, K: int, copies: int) -> dict[str, 
     if not peers.importable():
         return {}
     times: dict[str, float] = {}
-    for name, calls_of, is_available in (
+    for name, make_calls, is_available in (
         ("torch_compile", _fused_calls, True),
         ("liger_f16", _liger_calls, has_liger()),
     ):
         with peers.skip_with_warning(f"{name}, {kernel}, {M} x {K}"):
-            if is_available and (calls := calls_of(kernel, M, K, copies)):
+            if is_available and (calls := make_calls(kernel, M, K, copies)):
                 times[name] = measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
     return times
 
@@ -789,10 +793,10 @@ def _liger_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], 
     if kernel == "rmsnorm_quantize":
         gamma = torch.randn(K, dtype=torch.float16, device=peers.DEVICE)
         calls = [partial(fused_add_rms_norm_forward, *pair, gamma, EPS, 0.0, "llama") for pair in inputs]
-        output, total = calls[0]()[:2]
-        floats = (a + b).double()
-        expected = floats * torch.rsqrt(floats.square().mean(1, keepdim=True) + EPS) * gamma.double()
-        peers.check_close("liger_f16, residual", total.double(), floats, 0)
+        output, sum_output = calls[0]()[:2]
+        exact_sum = (a + b).double()
+        expected = exact_sum * torch.rsqrt(exact_sum.square().mean(1, keepdim=True) + EPS) * gamma.double()
+        peers.check_close("liger_f16, residual", sum_output.double(), exact_sum, 0)
     elif kernel == "silu_mul_quantize":
         calls = [partial(swiglu_forward, *pair) for pair in inputs]
         output, expected = calls[0]()[2], torch.nn.functional.silu(a.double()) * b.double()
@@ -806,13 +810,13 @@ def _fused_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], 
     import torch
 
     function = _FUSED[kernel]
-    optimised = compile_function(function, "int8", "torch.float16", K, fresh=True)
+    compiled = compile_function(function, "int8", "torch.float16", K, fresh=True)
     columns = 2 * K if function is silu_mul else K
     inputs = torch.randn((copies, 2, M, columns), dtype=torch.float16, device=peers.DEVICE)
     if function is not norm:
-        return [partial(optimised, x, "int8") for x, _ in inputs]
+        return [partial(compiled, x, "int8") for x, _ in inputs]
     gamma = torch.ones(K, dtype=torch.float16, device=peers.DEVICE)
-    return [partial(optimised, x, residual, gamma, "int8") for x, residual in inputs]
+    return [partial(compiled, x, residual, gamma, "int8") for x, residual in inputs]
 
 
 def _attentions(name: str) -> Iterator[type[_Attention]]:
@@ -823,10 +827,12 @@ def _attentions(name: str) -> Iterator[type[_Attention]]:
 
 def _copies_beyond_l2(name: str, config: Config, B: int) -> int:
     """Return how many layers together exceed the L2; caches count one byte per element."""
-    elements = {name: N * K for name, (N, K) in config.matrices.items()}
-    weights = sum(elements.values()) + max(0, config.experts - 1) * (elements["gate_up"] + elements["down"])
-    cache = batch_of(config, B).tokens * config.kv_heads * 2 * HEAD_DIM
-    return copies_beyond_l2(int(weights * MIXES[name].weight_bytes) + cache)
+    matrix_elements = {name: N * K for name, (N, K) in config.matrices.items()}
+    weight_elements = sum(matrix_elements.values()) + max(0, config.experts - 1) * (
+        matrix_elements["gate_up"] + matrix_elements["down"]
+    )
+    cache_bytes = batch_of(config, B).tokens * config.kv_heads * 2 * HEAD_DIM
+    return copies_beyond_l2(int(weight_elements * MIXES[name].weight_bytes) + cache_bytes)
 
 
 def _time_mix(

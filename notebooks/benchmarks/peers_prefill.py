@@ -45,7 +45,10 @@ class FloatCache:
         """Dequantise the problem's cache to FP16; one copy if `once`, otherwise enough to exceed the L2."""
         import torch
 
-        k, v = (torch.from_dlpack(gathered[0].dequantize().astype("float16")) for gathered in gather(problem.caches[0]))
+        k, v = (
+            torch.from_dlpack(head_tensors[0].dequantize().astype("float16"))
+            for head_tensors in gather(problem.caches[0])
+        )
         nbytes = k.nbytes + v.nbytes + chunk.query_bytes
         return cls(chunk, torch.from_dlpack(q), k, v, 1 if once else copies_beyond_l2(nbytes))
 
@@ -187,7 +190,9 @@ def _int4(cache: FloatCache) -> PeerLaunches:
     shape = (pages * cache.copies, PAGE, cache.chunk.heads[1])
     byte_options = {"dtype": torch.uint8, "device": cache.q.device}
     k, v = (torch.zeros((*shape, cache.chunk.D // 2), **byte_options) for _ in range(2))
-    scales = {name: torch.zeros(shape, device=cache.q.device) for name in ("k_scale_cache", "v_scale_cache")}
+    scales = {
+        scale_name: torch.zeros(shape, device=cache.q.device) for scale_name in ("k_scale_cache", "v_scale_cache")
+    }
     token = torch.arange(cache.length, device=cache.q.device)
     for table in order:
         slots = table[0].long()[token // PAGE] * PAGE + token % PAGE

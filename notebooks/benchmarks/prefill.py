@@ -124,11 +124,11 @@ class ChunkProblem:
 
 def random_chunk(chunk: Chunk) -> ChunkProblem:
     """Draw queries and a cache in which every page counts (`kvdata`)."""
-    long = chunk.operations > LONG_OPERATIONS
-    copies = 1 if long else copies_beyond_l2(chunk.batch.kv_bytes() + chunk.query_bytes)
+    is_long = chunk.operations > LONG_OPERATIONS
+    copies = 1 if is_long else copies_beyond_l2(chunk.batch.kv_bytes() + chunk.query_bytes)
     q = kvdata.random_queries(np.random.default_rng(1), (chunk.queries, chunk.heads[0], chunk.D))
     starts = gpu.to_device(np.array([0, chunk.queries], np.int32))
-    return ChunkProblem(chunk, gpu.to_device(q), starts, random_problem(chunk.batch, copies=copies), long)
+    return ChunkProblem(chunk, gpu.to_device(q), starts, random_problem(chunk.batch, copies=copies), is_long)
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,12 @@ def chunk_row(chunk: Chunk, selection: ChunkSelection, ceilings: Ceilings, tflop
     ours = our_launches(problem)
     measured = measure(ours.calls, replays=problem.replays, settle_ms=SETTLE_MS)
     samples = sampled_queries(problem)
-    checked = check_ours(ours, samples, chunk)
+    check_note = check_ours(ours, samples, chunk)
     peer_times = (
         measure_peers(problem, ours, samples) if selection.peers else PeerTimes({}, {}, {"peers": "not asked for"})
     )
     if peer_times.left_out:
-        checked += "; left out: " + ", ".join(f"{name}: {reason}" for name, reason in peer_times.left_out.items())
+        check_note += "; left out: " + ", ".join(f"{peer}: {reason}" for peer, reason in peer_times.left_out.items())
     nbytes = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
     floors = (chunk.operations / tflops / 1e6, "FP16 GEMM"), (nbytes / ceilings.read_tbps / 1e6, "read")
     return row_of(
@@ -172,7 +172,7 @@ def chunk_row(chunk: Chunk, selection: ChunkSelection, ceilings: Ceilings, tflop
         chunk.sizes,
         measured,
         floor=max(floors),
-        checked=checked,
+        checked=check_note,
         nbytes=nbytes,
         rate=(chunk.operations / measured.us / 1e6, "TFLOPS"),
         operations=chunk.operations,
@@ -208,8 +208,8 @@ def sampled_queries(problem: ChunkProblem) -> list[Sample]:
         cache = cache_of_head(problem.cached.caches[0], chunk.context + query + 1, head)
         q, scale = problem.q[None, query : query + 1, heads], chunk.D**-0.5
         out, _ = common.attention(q, cache, scale)
-        allowed, _ = common.bound_error(q, cache, scale, roundings_of(chunk.D))
-        samples.append(Sample(query, heads, out, allowed))
+        max_error, _ = common.bound_error(q, cache, scale, roundings_of(chunk.D))
+        samples.append(Sample(query, heads, out, max_error))
     return samples
 
 
@@ -236,8 +236,8 @@ def check_ours(ours: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
         output = ours.outputs[:1, sample.query : sample.query + 1, sample.heads]
         if problem := describe_mismatch({"out": output}, {"out": sample.out}, {"out": sample.allowed}):
             raise BenchmarkError(f"{PREFILL.name}: {chunk}: wrong results for query {sample.query}: {problem}")
-    equal = f"{len(ours.calls)} launches gave equal results"
-    return f"{equal}; {len(samples)} queries within the spec's bound of float64"
+    summary = f"{len(ours.calls)} launches gave equal results"
+    return f"{summary}; {len(samples)} queries within the spec's bound of float64"
 
 
 @dataclass(frozen=True)

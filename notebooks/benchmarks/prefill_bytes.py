@@ -30,8 +30,8 @@ def byte_rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[R
     """
     progress("ncu")
     launches = nsight.marked_launches([sys.executable, "-c", _LAUNCH], METRICS)
-    for chunk, (ours, peer_launches) in zip(CHUNKS, split_by_side(launches), strict=True):
-        yield _row(chunk, ours, peer_launches, ceilings)
+    for chunk, (kernel_launches, peer_launches) in zip(CHUNKS, split_by_side(launches), strict=True):
+        yield _row(chunk, kernel_launches, peer_launches, ceilings)
 
 
 def split_by_side(
@@ -43,7 +43,7 @@ def split_by_side(
         for is_ours, group in groupby(launches, key=lambda launch: launch[0].startswith(PREFILL.name))
     ]
     if [is_ours for is_ours, _ in groups] != [True, False] * len(CHUNKS):
-        names = ", ".join(dict.fromkeys(name for name, _ in launches)) or "nothing"
+        names = ", ".join(dict.fromkeys(kernel for kernel, _ in launches)) or "nothing"
         raise UnavailableError(f"ncu: saw launches of {names}, not of ours and FlashAttention 3 in turn")
     return [(groups[n][1], groups[n + 1][1]) for n in range(0, len(groups), 2)]
 
@@ -52,9 +52,9 @@ def launch_marked() -> None:
     """Launch ours and FlashAttention 3 once on every chunk, warmed up, where the profiler looks."""
     for chunk in CHUNKS:
         problem = random_chunk(chunk)
-        ours = our_launches(problem).calls
-        theirs = peers_prefill.launches(FA3, FloatCache.of(chunk, problem.q, problem.cached, once=True)).calls
-        for call in (ours[0], theirs[0]):
+        our_calls = our_launches(problem).calls
+        peer_calls = peers_prefill.launches(FA3, FloatCache.of(chunk, problem.q, problem.cached, once=True)).calls
+        for call in (our_calls[0], peer_calls[0]):
             call()
             with gpu.profiling():
                 call()
@@ -63,7 +63,7 @@ def launch_marked() -> None:
 def _row(
     chunk: Chunk, ours: Sequence[dict[str, float]], peer_launches: Sequence[dict[str, float]], ceilings: Ceilings
 ) -> Row:
-    read, written, ns = (sum(launch[metric] for launch in ours) for metric in METRICS)
+    read_bytes, written, ns = (sum(launch[metric] for launch in ours) for metric in METRICS)
     peer_bytes = sum(launch[metric] for launch in peer_launches for metric in METRICS[:2])
     needed_bytes = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
     floor_us, us = needed_bytes / ceilings.read_tbps / 1e6, ns / 1e3
@@ -75,7 +75,7 @@ def _row(
         time_us=us,
         fastest_us=us,
         slowest_us=us,
-        rate=needed_bytes / (read + written),
+        rate=needed_bytes / (read_bytes + written),
         rate_unit="of the bytes needed",
         bytes=needed_bytes,
         operations=chunk.operations,
@@ -84,5 +84,9 @@ def _row(
         limit="read",
         sm_mhz=0.0,
         checked="counted, not timed: time is ncu's with empty caches",
-        more={"dram_bytes": read + written, f"{FA3}_dram_bytes": peer_bytes, "over_fa3": (read + written) / peer_bytes},
+        more={
+            "dram_bytes": read_bytes + written,
+            f"{FA3}_dram_bytes": peer_bytes,
+            "over_fa3": (read_bytes + written) / peer_bytes,
+        },
     )

@@ -47,10 +47,10 @@ def host_times() -> Iterator[Row]:
 
     The floor is a Python operator that only allocates the same results.
     """
-    for name, (call, floor) in operator_calls().items():
-        us, fastest, slowest = _host_us(call)
+    for operator, (call, floor) in operator_calls().items():
+        us, fastest_us, slowest_us = _host_us(call)
         floor_us = _host_us(floor)[0], "PyTorch"
-        yield _row(name, "host time", {}, (us, fastest, slowest), (1e3 / us, "calls/ms"), floor_us, "")
+        yield _row(operator, "host time", {}, (us, fastest_us, slowest_us), (1e3 / us, "calls/ms"), floor_us, "")
 
 
 def operator_calls(
@@ -66,7 +66,7 @@ def operator_calls(
     linear = W4A8Linear.from_linear(nn.Linear(width, width, dtype=torch.float16), group=128).to(device)
     x, gamma, gate_up, q = halves(rows, width), halves(width), halves(rows, 2 * width), halves(rows, Hq, D)
     qkv, k, v = halves(rows, (Hq + 2 * Hkv) * D), halves(rows, Hkv, D), halves(rows, Hkv, D)
-    weight = [getattr(linear, name) for name in linear.names]
+    weight = [getattr(linear, field) for field in linear.names]
     weight_format = {"scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
     experts = [torch.stack([tensor] * 2) for tensor in weight]
     int8_weight = torch.ones(width, width, dtype=torch.int8, device=device)
@@ -93,11 +93,11 @@ def operator_calls(
     }
     _define_allocating()
     return {
-        name: (
-            partial(getattr(ops, name), *args, **keywords),
-            partial(getattr(torch.ops.ptxlab_bench, name), *args, **keywords),
+        operator: (
+            partial(getattr(ops, operator), *args, **keywords),
+            partial(getattr(torch.ops.ptxlab_bench, operator), *args, **keywords),
         )
-        for name, (args, keywords) in calls.items()
+        for operator, (args, keywords) in calls.items()
     }
 
 
@@ -121,9 +121,9 @@ def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
     for i in range(_CALLS + 50):
         if i % _CALLS_PER_WAIT == 0:
             torch.cuda.synchronize()
-        start = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         call()
-        times_us.append((time.perf_counter_ns() - start) / 1e3)
+        times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
     return statistics.median(times_us[50:]), min(times_us[50:]), max(times_us[50:])
 
 
@@ -137,26 +137,26 @@ def steps(ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Ro
     """
     recorded_rows = {(row.kernel, row.sizes["B"]): row for row in done if row.measure == STEP}
     peers: dict[int, dict[str, float]] = {B: {} for B in BATCHES}
-    for way, prepare in _WAYS.items():
+    for mode, prepare in _WAYS.items():
         model: Any = None
         for B in BATCHES:
-            name = MODEL if way == OURS else f"{MODEL} in {way}"
-            row = recorded_rows.get((name, B))
+            kernel = MODEL if mode == OURS else f"{MODEL} in {mode}"
+            row = recorded_rows.get((kernel, B))
             if row is None:
-                progress(f"generate, {way}, batch {B}")
+                progress(f"generate, {mode}, batch {B}")
                 model = model or prepare()
                 make_static_cache = partial(StaticCache, config=model.config, max_cache_len=LONGEST)
-                cache: Any = KV4Cache(model, B, LONGEST) if way == OURS else make_static_cache()
+                cache: Any = KV4Cache(model, B, LONGEST) if mode == OURS else make_static_cache()
                 measured = step_us(model, B, cache)
-                checked = _compare_with_eager(model, B, cache) if way == OURS else ""
+                check_note = _compare_with_eager(model, B, cache) if mode == OURS else ""
                 read_tensors = [model.lm_head.weight, *model.model.layers.parameters(), *model.model.layers.buffers()]
                 nbytes = sum(int(tensor.nbytes) for tensor in read_tensors)
                 floor = nbytes / ceilings.read_tbps / 1e6, "weights"
                 rate = B / measured[0] * 1e6, "tokens/s"
                 sizes = {"B": B, "prompt": PROMPT}
-                row = _row(name, STEP, sizes, measured, rate, floor, checked, bytes=nbytes, peers=peers[B])
-            if way != OURS:
-                peers[B] = {**peers[B], way: row.time_us}
+                row = _row(kernel, STEP, sizes, measured, rate, floor, check_note, bytes=nbytes, peers=peers[B])
+            if mode != OURS:
+                peers[B] = {**peers[B], mode: row.time_us}
             yield row
         del model
         torch.cuda.empty_cache()
@@ -191,9 +191,9 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the linear layer: [.., N] of x [.., K]."""
-        flat = x.reshape(-1, x.shape[-1])
-        scale = (flat.abs().max() / 448).float()
-        operands = (flat / scale).to(torch.float8_e4m3fn), self.w.t()
+        tokens = x.reshape(-1, x.shape[-1])
+        scale = (tokens.abs().max() / 448).float()
+        operands = (tokens / scale).to(torch.float8_e4m3fn), self.w.t()
         y = torch._scaled_mm(*operands, scale_a=scale, scale_b=self.w_scale, out_dtype=x.dtype)
         return y.view(*x.shape[:-1], -1)
 
@@ -201,9 +201,9 @@ class Fp8Linear(nn.Module):
 def in_fp8(model: nn.Module) -> nn.Module:
     """Replace every linear of the model's layers by an FP8 one; the head stays."""
     for module in [*model.model.layers.modules()]:
-        for name, child in [*module.named_children()]:
+        for child_name, child in [*module.named_children()]:
             if isinstance(child, nn.Linear):
-                setattr(module, name, Fp8Linear(child))
+                setattr(module, child_name, Fp8Linear(child))
     return model
 
 
@@ -245,10 +245,15 @@ def _compare_with_eager(model: Any, B: int, cache: Any) -> str:
     the same tokens differ by more than that explains.
     """
     options = {"return_dict_in_generate": True, "output_logits": True}
-    compiled, eager = (_generate(model, B, cache, SHORT_RUN, disable_compile=off, **options) for off in (False, True))
-    has_diverged = (compiled.sequences != eager.sequences)[:, PROMPT:].cumsum(dim=1) > 0
+    compiled_tokens, eager_tokens = (
+        _generate(model, B, cache, SHORT_RUN, disable_compile=without_compiling, **options)
+        for without_compiling in (False, True)
+    )
+    has_diverged = (compiled_tokens.sequences != eager_tokens.sequences)[:, PROMPT:].cumsum(dim=1) > 0
     same_prefix = torch.cat([torch.ones_like(has_diverged[:, :1]), ~has_diverged[:, :-1]], dim=1)  # same tokens before
-    compiled_logits, eager_logits = (torch.stack(of.logits, dim=1)[same_prefix].float() for of in (compiled, eager))
+    compiled_logits, eager_logits = (
+        torch.stack(of.logits, dim=1)[same_prefix].float() for of in (compiled_tokens, eager_tokens)
+    )
     deviation = float((compiled_logits - eager_logits).square().mean().sqrt() / eager_logits.std())
     if not deviation <= _ROUNDED:
         rule = f"generate, batch {B}: logits of the compiled model and of the eager one"

@@ -34,14 +34,14 @@ def part(only: Sequence[str]) -> list[tuple[str, str]]:
     The words `arrivals` and `profile` choose what is measured of them. Raises ArgumentError for both of these, for
     another word, and for FP8, which is measured beside each.
     """
-    variants = [name for name in VARIANTS if name != BASELINE]
+    variants = [variant for variant in VARIANTS if variant != BASELINE]
     if ARRIVALS in only and PROFILE in only:
         raise ArgumentError("only", f"{ARRIVALS} or {PROFILE}", "both")
     for word in only:
         if word not in (words := (*MODELS, *variants, ARRIVALS, PROFILE)):
             raise ArgumentError("only", f"must be of {', '.join(words)}", word)
-    models = [name for name in MODELS if name in only] or ["7B"]
-    return [*product(models, [name for name in variants if name in only] or [OURS])]
+    models = [model for model in MODELS if model in only] or ["7B"]
+    return [*product(models, [variant for variant in variants if variant in only] or [OURS])]
 
 
 def rows(
@@ -57,17 +57,19 @@ def rows(
     """
     yield from done
     chosen = part(only)
-    ways: dict[str, tuple[Callable[[str, str], Any], Callable[..., Iterator[Row]]]] = {
+    run_and_rows: dict[str, tuple[Callable[[str, str], Any], Callable[..., Iterator[Row]]]] = {
         SERVING: (measure, rows_of),
         ARRIVALS: (serving_arrivals.measure, arrival_rows),
         PROFILE: (serving_profile.measure, profile_rows),
     }
-    measured = next((word for word in ways if word in only), SERVING)
-    measure_variant, make_rows = ways[measured]
-    recorded = {row.kernel for row in done if row.measure == measured}
+    measured = next((word for word in run_and_rows if word in only), SERVING)
+    measure_variant, make_rows = run_and_rows[measured]
+    recorded_kernels = {row.kernel for row in done if row.measure == measured}
     for model in dict.fromkeys(model for model, _ in chosen):
         variants = [
-            name for chosen_model, name in chosen if chosen_model == model and _kernel(model, name) not in recorded
+            variant
+            for chosen_model, variant in chosen
+            if chosen_model == model and _kernel(model, variant) not in recorded_kernels
         ]
         if not variants:
             continue
@@ -76,11 +78,11 @@ def rows(
         base = measure_variant(model, BASELINE)
         if measured == SERVING:
             require_steady(model, base, done)
-        if _kernel(model, BASELINE) not in recorded:
+        if _kernel(model, BASELINE) not in recorded_kernels:
             yield from make_rows(model, BASELINE, base, base, ceilings)
-        for name in variants:
-            progress(f"{MODELS[model]}, {name}")
-            yield from make_rows(model, name, measure_variant(model, name), base, ceilings)
+        for variant in variants:
+            progress(f"{MODELS[model]}, {variant}")
+            yield from make_rows(model, variant, measure_variant(model, variant), base, ceilings)
 
 
 def arrival_rows(
@@ -91,8 +93,8 @@ def arrival_rows(
         rule = f"no rate from {FIRST_RATE:g} requests/s on holds {LIMIT_MS:g} ms a token"
         raise BenchmarkError(f"vllm, {MODELS[model]}, {name if base.requests_per_s else BASELINE}: {rule}")
     config = Config.named(MODELS[model])
-    prompts, new = draw_lengths(REQUESTS).T
-    tokens_read = (new * (prompts + new / 2)).mean()  # of the cache, by the steps of a request
+    prompts, new_tokens = draw_lengths(REQUESTS).T
+    tokens_read = (new_tokens * (prompts + new_tokens / 2)).mean()  # of the cache, by the steps of a request
     numbers = 2 * config.layers * config.kv_heads * config.head_dim * tokens_read
     us = (1e6 / reading.requests_per_s,)
     sizes = {"requests": REQUESTS, "limit_ms": int(LIMIT_MS)}
@@ -120,12 +122,16 @@ def profile_rows(
 
 def require_steady(model: str, reading: Reading, done: Sequence[Row]) -> None:
     """Raise BenchmarkError where FP8's throughput is not within 3% of that of an earlier call."""
-    earlier = [row.time_us / 1e6 for row in done if row.kernel == _kernel(model, BASELINE) and row.measure == SERVING]
-    readings = [*earlier, min(reading.seconds)]
-    deviation = max(readings) / min(readings) - 1
+    earlier_seconds = [
+        row.time_us / 1e6 for row in done if row.kernel == _kernel(model, BASELINE) and row.measure == SERVING
+    ]
+    seconds_by_run = [*earlier_seconds, min(reading.seconds)]
+    deviation = max(seconds_by_run) / min(seconds_by_run) - 1
     if deviation > TOLERANCE:
         rule = f"void: FP8 differs by {deviation:.1%} between its calls, more than {TOLERANCE:.0%}"
-        raise BenchmarkError(f"vllm, {MODELS[model]}: {rule} ({', '.join(f'{seconds:.2f} s' for seconds in readings)})")
+        raise BenchmarkError(
+            f"vllm, {MODELS[model]}: {rule} ({', '.join(f'{seconds:.2f} s' for seconds in seconds_by_run)})"
+        )
 
 
 def rows_of(model: str, name: str, reading: Reading, base: Reading, ceilings: Ceilings) -> Iterator[Row]:

@@ -101,21 +101,21 @@ def find_rate(p99_at: Callable[[float], float], is_late: Callable[[], bool] = la
 
     `p99_at` measures a rate in requests/s. `is_late` tells when no run may begin any more.
     """
-    tried: list[tuple[float, float]] = []
+    rates_and_p99s: list[tuple[float, float]] = []
 
     def holds(rate: float) -> bool:
-        tried.append((rate, p99_at(rate)))
-        return tried[-1][1] <= LIMIT_MS
+        rates_and_p99s.append((rate, p99_at(rate)))
+        return rates_and_p99s[-1][1] <= LIMIT_MS
 
-    low, high = 0.0, FIRST_RATE
-    while len(tried) < DOUBLINGS and not is_late() and holds(high):
-        low, high = high, 2 * high
-    for _ in range(HALVINGS if low else 0):
+    met_rate, missed_rate = 0.0, FIRST_RATE
+    while len(rates_and_p99s) < DOUBLINGS and not is_late() and holds(missed_rate):
+        met_rate, missed_rate = missed_rate, 2 * missed_rate
+    for _ in range(HALVINGS if met_rate else 0):
         if is_late():
             break
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return ArrivalReading(low, dict(tried).get(low, math.nan), tuple(tried))
+        trial_rate = math.sqrt(met_rate * missed_rate)
+        met_rate, missed_rate = (trial_rate, missed_rate) if holds(trial_rate) else (met_rate, trial_rate)
+    return ArrivalReading(met_rate, dict(rates_and_p99s).get(met_rate, math.nan), tuple(rates_and_p99s))
 
 
 def measure(model: str, name: str) -> ArrivalReading:
@@ -133,8 +133,8 @@ def run(model: str, name: str, folder: Path) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     def sampling(new: int) -> Any:
-        only_new: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA, "detokenize": False}
-        return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new, **only_new)
+        output_options: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA, "detokenize": False}
+        return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new, **output_options)
 
     vocabulary = Config.named(MODELS[model]).vocabulary
 

@@ -145,8 +145,8 @@ def read_engine(
             continue
         pairs: list[float] = []
         while len(pairs) < 2 and not is_late():
-            short, long = time_run(batch, rule.short), time_run(batch, rule.long)
-            pairs.append(1e3 * (long - short) / (rule.long - rule.short))
+            short_seconds, long_seconds = time_run(batch, rule.short), time_run(batch, rule.long)
+            pairs.append(1e3 * (long_seconds - short_seconds) / (rule.long - rule.short))
         if pairs:
             steps[batch] = tuple(pairs)
     if not is_late():

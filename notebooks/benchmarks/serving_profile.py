@@ -85,18 +85,18 @@ def compare_runs(short: Run, long: Run, steps: int) -> StepProfile:
     step_us = 1e6 * (long.seconds - short.seconds) / steps
     if step_us <= 0:
         raise BenchmarkError(f"{LONG} tokens took no longer than {SHORT}: {long.seconds:.3f} s, {short.seconds:.3f} s")
-    of_short, of_long = (_times_by_part(run.kernels) for run in (short, long))
-    part_us = {part: max(0.0, of_long[part] - of_short[part]) / steps for part in of_long}
+    ns_by_kind_short, ns_by_kind_long = (_times_by_part(run.kernels) for run in (short, long))
+    us_by_kind = {kind: max(0.0, ns_by_kind_long[kind] - ns_by_kind_short[kind]) / steps for kind in ns_by_kind_long}
     busy_us = (_busy_us(long.kernels) - _busy_us(short.kernels)) / steps
-    of_other = Counter[str]()
+    ns_by_other_kernel = Counter[str]()
     for kernel in long.kernels:
         if part_of(kernel.name) == OTHER:
-            of_other[kernel.name[:80]] += int(kernel.end - kernel.start)
+            ns_by_other_kernel[kernel.name[:80]] += int(kernel.end - kernel.start)
     return StepProfile(
         step_us,
-        {**part_us, IDLE: max(0.0, step_us - busy_us)},
+        {**us_by_kind, IDLE: max(0.0, step_us - busy_us)},
         (len(long.kernels) - len(short.kernels)) / steps,
-        tuple(name for name, _ in of_other.most_common(5)),
+        tuple(kernel_name for kernel_name, _ in ns_by_other_kernel.most_common(5)),
     )
 
 

@@ -28,8 +28,8 @@ def report(
     if figures:
         from report.figures import draw_all
 
-        drawn, left_out = draw_all()
-        changed += drawn
+        picture_count, left_out = draw_all()
+        changed += picture_count
         for line in left_out:
             print(line)
     if notebooks:
@@ -50,10 +50,10 @@ def not_sanitized() -> list[str]:
     """Return one line that lists the kernels missing from the records of some compute-sanitizer tool, if any."""
     paths = sorted(RESULTS.glob("*/sanitizers*.json"))
     verdicts = [verdict for path in paths for verdict in json.loads(path.read_text(encoding="utf-8"))]
-    by_tool = [
-        {name for verdict in verdicts if verdict["tool"] == tool for name in verdict["kernels"]} for tool in TOOLS
+    kernels_by_tool = [
+        {kernel for verdict in verdicts if verdict["tool"] == tool for kernel in verdict["kernels"]} for tool in TOOLS
     ]
-    missing = [name for name in registry.specs() if not all(name in names for names in by_tool)]
+    missing = [kernel for kernel in registry.specs() if not all(kernel in names for names in kernels_by_tool)]
     return [f"in no record of the sanitizers: {', '.join(missing)}"] if missing else []
 
 

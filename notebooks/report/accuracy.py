@@ -49,13 +49,15 @@ def points(accuracy_record: Accuracy | None) -> pd.DataFrame:
     if not rows:
         return pd.DataFrame(columns=["ladder", "step", "ratio", "spread", "bytes"])
     texts = list(rows[0]["perplexity"])
-    flat = pd.DataFrame([{"ladder": row["ladder"], "step": row["step"], **row["perplexity"]} for row in rows])
-    grouped = flat.groupby(["ladder", "step"], sort=False)
+    perplexities = pd.DataFrame([{"ladder": row["ladder"], "step": row["step"], **row["perplexity"]} for row in rows])
+    grouped = perplexities.groupby(["ladder", "step"], sort=False)
     means = grouped.mean().reset_index()
     seeds = grouped[texts[0]]
     spread = (seeds.max() - seeds.min()).where(seeds.count() > 1).to_numpy()
     nbytes = (
-        pd.Series([row.get("bytes", math.nan) for row in rows]).groupby([flat.ladder, flat.step], sort=False).mean()
+        pd.Series([row.get("bytes", math.nan) for row in rows])
+        .groupby([perplexities.ladder, perplexities.step], sort=False)
+        .mean()
     )
     return means.assign(ratio=means[texts[0]] / means[texts[0]].iloc[0], spread=spread, bytes=nbytes.to_numpy())
 
@@ -66,41 +68,46 @@ def section() -> str:
     rows = points(accuracy_record)
     if accuracy_record is None or rows.empty:
         return MISSING
-    drawn = "" if steps(rows).empty else "\n![Perplexity by step](notebooks/figures/accuracy_steps.png)\n"
-    return f"{table(rows)}\n{origin(accuracy_record)}\n{drawn}"
+    picture = "" if steps(rows).empty else "\n![Perplexity by step](notebooks/figures/accuracy_steps.png)\n"
+    return f"{table(rows)}\n{origin(accuracy_record)}\n{picture}"
 
 
 def table(rows: pd.DataFrame) -> str:
     """Return points as a table: every text, the first beside floats; the seeds' spread if a row has several."""
-    texts = [name for name in rows if name not in ("ladder", "step", "ratio", "spread", "bytes")]
-    shown = {"ladder": "{}", "step": "{}", **dict.fromkeys(texts, "{:.2f}"), "ratio": "{:.3f}x"}
+    texts = [column for column in rows if column not in ("ladder", "step", "ratio", "spread", "bytes")]
+    format_by_column = {"ladder": "{}", "step": "{}", **dict.fromkeys(texts, "{:.2f}"), "ratio": "{:.3f}x"}
     if rows.spread.notna().any():
-        shown["spread"] = "{:.2f}"
-    columns = rows[[*shown]].astype(object)
+        format_by_column["spread"] = "{:.2f}"
+    columns = rows[[*format_by_column]].astype(object)
     names = {"ratio": "of float32", "spread": "seeds' spread"}
-    return markdown(columns.rename(columns=names), {names.get(name, name): form for name, form in shown.items()})
+    return markdown(
+        columns.rename(columns=names), {names.get(column, column): form for column, form in format_by_column.items()}
+    )
 
 
 def steps_figure(accuracy_record: Accuracy) -> Figure:
     """Plot perplexity after each step of the W4A8KV4 ladders, as QServe's Fig. 16 in another order."""
     rows = steps(points(accuracy_record))
     text = next(iter(accuracy_record.record["rows"][0]["perplexity"]))
-    order = [step for step in ORDER if (rows.step == step).any()]
-    ladders = {name: rows[rows.ladder == name] for name in COLOURS if (rows.ladder == name).any()}
+    steps_in_order = [step for step in ORDER if (rows.step == step).any()]
+    ladders = {ladder: rows[rows.ladder == ladder] for ladder in COLOURS if (rows.ladder == ladder).any()}
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for rank, (name, ladder_points) in enumerate(ladders.items()):
-        places = [order.index(step) for step in ladder_points.step]
-        axes.plot(places, ladder_points[text], "o-", color=COLOURS[name], label=NAMES[name])
+    for rank, (ladder, ladder_points) in enumerate(ladders.items()):
+        places = [steps_in_order.index(step) for step in ladder_points.step]
+        axes.plot(places, ladder_points[text], "o-", color=COLOURS[ladder], label=NAMES[ladder])
         for place, perplexity in zip(places, ladder_points[text], strict=True):
-            lowest, last = rank == len(ladders) - 1, place == len(order) - 1  # where the ladders come close
-            offset, align = ((8, 5 - 9 * rank), "left") if last else ((0, -14 if lowest else 6), "center")
+            is_lowest, is_last = (
+                rank == len(ladders) - 1,
+                place == len(steps_in_order) - 1,
+            )  # where the ladders come close
+            offset, align = ((8, 5 - 9 * rank), "left") if is_last else ((0, -14 if is_lowest else 6), "center")
             axes.annotate(
                 f"{perplexity:.2f}", (place, perplexity), offset, textcoords="offset points", ha=align, fontsize=8
             )
     exact = points(accuracy_record)[text].iloc[0]
     axes.axhline(exact, color=GREY, linestyle="--", label=f"float32, {exact:.2f}")
-    axes.set_xticks(range(len(order)), order, rotation=25, ha="right")
+    axes.set_xticks(range(len(steps_in_order)), steps_in_order, rotation=25, ha="right")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -131,7 +138,7 @@ def steps(rows: pd.DataFrame) -> pd.DataFrame:
 def origin(accuracy_record: Accuracy) -> str:
     """Describe the record: model, texts and windows, calibration, device, date and commit."""
     record = accuracy_record.record
-    windows = "; ".join(f"{name}: {W:,} windows of {T:,}" for name, (W, T) in record["windows"].items())
+    windows = "; ".join(f"{text_name}: {W:,} windows of {T:,}" for text_name, (W, T) in record["windows"].items())
     samples, length = record["calibration"]
     return (
         f"{record['model']}, {windows}; calibrated on {samples} samples of {length:,} tokens of other articles; start"

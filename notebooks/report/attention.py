@@ -94,19 +94,19 @@ def table1(record: Record | None) -> str:
     rows = frame(record, TABLE1_MEASURE)
     if record is None or rows.empty:
         return MISSING
-    teaching = rows[rows.face != FACE]
-    times = {name: teaching[teaching.kernel == name].set_index("L").time_us for name in TABLE1_STEPS}
-    launched = rows[rows.face == FACE]
+    step_rows = rows[rows.face != FACE]
+    times = {step: step_rows[step_rows.kernel == step].set_index("L").time_us for step in TABLE1_STEPS}
+    dispatched_rows = rows[rows.face == FACE]
     for config, cache in TABLE1_COLUMNS:
-        of_cache = launched[[row_config == config for row_config in launched.config]]
-        if not of_cache.empty:
-            times[f"{FACE}, {cache}"] = of_cache.set_index("L").time_us
-    kv8_us, naive_us, kv4_us = (times[name] for name in TABLE1_STEPS)
-    table = pd.DataFrame({f"`{name}`": us for name, us in times.items()})
+        cache_rows = dispatched_rows[[row_config == config for row_config in dispatched_rows.config]]
+        if not cache_rows.empty:
+            times[f"{FACE}, {cache}"] = cache_rows.set_index("L").time_us
+    kv8_us, naive_us, kv4_us = (times[step] for step in TABLE1_STEPS)
+    table = pd.DataFrame({f"`{step}`": us for step, us in times.items()})
     table["naive over 8 bits"], table["prefetch over 8 bits"] = kv8_us / naive_us, kv8_us / kv4_us
     table["the two ratios, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
     table = table.reset_index(names="tokens")
-    formats = {name: "{:.1f}" if "`" in name else "{:.2f}x" for name in table.columns[1:-1]}
+    formats = {column: "{:.1f}" if "`" in column else "{:.2f}x" for column in table.columns[1:-1]}
     note = (
         f"µs at 64 sequences, heads 32/32. QServe measured on an A100 (QServe Table 1); its 8-bit kernel is"
         f" TensorRT-LLM's, with static scales. Here scales are per token and head; in the column that says static, they"
@@ -149,8 +149,8 @@ def rotated_us(place: Mapping[str, int]) -> float | None:
     if rows.empty:
         return None
     is_alone = ~rows.config.map(lambda config: bool(config["appended"]))
-    alone = rows[(rows[list(place)] == list(place.values())).all(axis=1) & is_alone]
-    return None if alone.empty else float(alone.time_us.iloc[0])
+    alone_rows = rows[(rows[list(place)] == list(place.values())).all(axis=1) & is_alone]
+    return None if alone_rows.empty else float(alone_rows.time_us.iloc[0])
 
 
 def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:
@@ -170,7 +170,7 @@ def _select_stored(measure: str) -> dict[Place, dict[str, float]]:
     """Select the stored times of those peers that do the work of a measure, by place."""
     if measure == WITH_APPEND:
         return {
-            place: {name: us for name, us in times.items() if name.startswith(_APPENDING)}
+            place: {peer: us for peer, us in times.items() if peer.startswith(_APPENDING)}
             for place, times in stored_attention().items()
         }
     return stored_attention() if measure == MEASURE else {}
@@ -252,14 +252,14 @@ def means_table(record: Record | None) -> str:
         return MISSING
     lines = []
     for heads in (f"heads {Hq}/{Hkv}" for Hq, Hkv in HEADS):
-        alone = rows[rows.heads == heads]
+        head_rows = rows[rows.heads == heads]
         lines.append(
             {
                 "batch 16 and more, means": heads,
-                "of the floor": fraction(alone),
-                "programmatic launches": mean(alone.floor_us / alone.programmatic_us),
-                "over the best peer": mean(alone["over all"]),
-                "over the best 8-bit peer": mean(alone["over 8"]),
+                "of the floor": fraction(head_rows),
+                "programmatic launches": mean(head_rows.floor_us / head_rows.programmatic_us),
+                "over the best peer": mean(head_rows["over all"]),
+                "over the best 8-bit peer": mean(head_rows["over 8"]),
                 "append + attention over QServe KV4": mean(over(with_append[with_append.heads == heads], QSERVE)),
             }
         )
@@ -288,7 +288,7 @@ def steps_table(record: Record | None) -> str:
     table = pd.DataFrame(
         {
             "kernel": "`" + rows.kernel + "`",
-            "shows": [registry.find(name)[0].summary for name in rows.kernel],
+            "shows": [registry.find(kernel)[0].summary for kernel in rows.kernel],
             "A100 (QServe)": a100_us / 1e3,
             "over naive": A100_US["attention_kv4_naive"] / a100_us,
             "here": rows.time_us / 1e3,
@@ -315,11 +315,11 @@ def others_table(record: Record | None) -> str:
     for r in points(record, merge.MEASURE).itertuples():
         label = f"merged by a second kernel, {r.heads}, {r.B} x {r.L}, beside one launch"
         lines.append((label, r.time_us, r.fused_us, ".1f"))
-    shown = [
+    formatted_lines = [
         (label, f"{us:{form}} µs", f"{reference_us:{form}} µs", f"{us / reference_us:.2f}")
         for label, us, reference_us, form in lines
     ]
-    return markdown(pd.DataFrame(shown, columns=["", "time", "beside", "ratio"])) if lines else MISSING
+    return markdown(pd.DataFrame(formatted_lines, columns=["", "time", "beside", "ratio"])) if lines else MISSING
 
 
 def _origin(record: Record) -> str:
@@ -345,14 +345,14 @@ def speedup_figure(rows: pd.DataFrame) -> Figure:
     batches = sorted(rows.B.unique())
     figure = Figure(figsize=(12, 6.6), layout="constrained")
     panels = figure.subplots(len(LENGTHS), len(HEADS), sharex=True, sharey=True)
-    for (down, across), axes in np.ndenumerate(panels):
-        heads, length = HEADS[across], LENGTHS[down]
+    for (line, column), axes in np.ndenumerate(panels):
+        heads, length = HEADS[column], LENGTHS[line]
         panel_rows = rows[(rows.Hq == heads[0]) & (rows.Hkv == heads[1]) & (length == rows.L)]
         _panel(axes, panel_rows.set_index("B").reindex(batches))
         title(axes, f"{heads[0]} query heads, {heads[1]} KV heads, {length:,} tokens", size=10)
-        if across == 0:
+        if column == 0:
             axes.set_ylabel("time of the best peer / time")
-        if down == len(LENGTHS) - 1:
+        if line == len(LENGTHS) - 1:
             axes.set_xlabel("sequences in the batch")
     means = {bits: mean(rows[f"over {bits}"]) for bits in BITS}
     figure.suptitle(

@@ -52,10 +52,10 @@ def decode_times() -> dict[str, str]:
     row = measured.iloc[0]
     times |= dict.fromkeys(OURS, f"{row.time_us:.0f} µs")
     for step, ending in PEERS.items():
-        by_peer = {name: us for name, us in row.peers.items() if name.endswith(ending)}
-        if by_peer:
-            best = min(by_peer, key=by_peer.__getitem__)
-            times[step] = f"{by_peer[best]:.0f} µs, {ATTENTION_PEERS[best]}"
+        us_by_peer = {peer: us for peer, us in row.peers.items() if peer.endswith(ending)}
+        if us_by_peer:
+            fastest_peer = min(us_by_peer, key=us_by_peer.__getitem__)
+            times[step] = f"{us_by_peer[fastest_peer]:.0f} µs, {ATTENTION_PEERS[fastest_peer]}"
     return times
 
 
@@ -83,7 +83,9 @@ def cache_figure(accuracy_record: accuracy.Accuracy) -> Figure:
     rows = points(accuracy_record).iloc[::-1]
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")
     axes = figure.subplots()
-    colours = [next((colour for name, colour in COLOURS.items() if step.startswith(name)), GREY) for step in rows.step]
+    colours = [
+        next((colour for prefix, colour in COLOURS.items() if step.startswith(prefix)), GREY) for step in rows.step
+    ]
     bars = axes.barh(rows.step, 100 * (rows.ratio - 1), color=colours, height=0.6)
     axes.bar_label(bars, [f"{size:,.0f} bytes" for size in rows.cache_bytes], padding=4, fontsize=8)
     axes.margins(x=0.15)
@@ -95,7 +97,7 @@ def cache_figure(accuracy_record: accuracy.Accuracy) -> Figure:
 
 def _finding(rows: pd.DataFrame) -> str:
     ratio = rows.set_index("step").ratio
-    plain, rotated = ratio.get("KV4"), ratio.get("KV4, keys rotated")
-    if plain is None or rotated is None:
+    kv4_ratio, rotated_ratio = ratio.get("KV4"), ratio.get("KV4, keys rotated")
+    if kv4_ratio is None or rotated_ratio is None:
         return "Perplexity by the bytes of a token in the cache"
-    return f"Rotated keys: {plain:.3f}x of float perplexity becomes {rotated:.3f}x"
+    return f"Rotated keys: {kv4_ratio:.3f}x of float perplexity becomes {rotated_ratio:.3f}x"

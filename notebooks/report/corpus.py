@@ -28,7 +28,7 @@ def _record() -> list[dict[str, Any]]:
 def _features(forms: list[str]) -> str:
     """List the features that a kernel uses, by name; matrix instructions with their input types."""
     features: dict[str, None] = {}
-    for begins, name in FAMILIES.items():
+    for begins, family in FAMILIES.items():
         matching_forms = [form for form in forms if form.startswith(begins)]
         kinds = (
             sorted({t for form in matching_forms for t in form.split(".")[2:] if t in _TYPES})
@@ -37,7 +37,7 @@ def _features(forms: list[str]) -> str:
         )
         inputs = [t for t in kinds if t != "f16" or not {"e4m3", "e5m2"} & {*kinds}]
         if matching_forms:
-            features[f"{name} {'/'.join(inputs)}".strip()] = None
+            features[f"{family} {'/'.join(inputs)}".strip()] = None
     return ", ".join(features)
 
 
@@ -82,7 +82,7 @@ def table() -> str:
         rows.setdefault((run["project"], run["name"]), []).append(run)
     lines = [
         {
-            "kernel": f"`{name}`",
+            "kernel": f"`{kernel}`",
             "project": project,
             "architecture": ", ".join(run["arch"] for run in runs),
             "uses": _features(sorted({form for run in runs for form in run["forms"].split()})),
@@ -91,7 +91,7 @@ def table() -> str:
             "findings": max(len(run["findings"]) for run in runs),
             "seconds": max(run["seconds"] for run in runs),
         }
-        for (project, name), runs in rows.items()
+        for (project, kernel), runs in rows.items()
     ]
     return markdown(pd.DataFrame(lines), {"seconds": "{:.1f}"}, left=4, text="result")
 
@@ -109,4 +109,4 @@ def list_judgements() -> str:
             judgements[run["project"], run["name"]] = sentence.replace("|", "\\|")
     if not judgements:
         return "None.\n"
-    return "".join(f"- **{project}, `{name}`**: {sentence}\n" for (project, name), sentence in judgements.items())
+    return "".join(f"- **{project}, `{kernel}`**: {sentence}\n" for (project, kernel), sentence in judgements.items())

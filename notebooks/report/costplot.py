@@ -38,27 +38,31 @@ def roofline_figure(record: Record) -> Figure:
     figure = Figure(figsize=(14, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     a100, device = cost.device("a100"), measured_device(record)
-    for name in ("W4A4", "W4A8", "W8A8", "W4A16", "FP16"):
-        _roof(left, a100, name, label=name)
+    for scheme in ("W4A4", "W4A8", "W8A8", "W4A16", "FP16"):
+        _roof(left, a100, scheme, label=scheme)
     alpha = counts.alpha_of(_DEAR)
     _roof(left, a100, "W4A8", alpha, color=RED, linestyle=":", label=f"W4A8, {alpha:g} instructions per weight")
-    ridge = cost.transition(a100, _scheme("W8A8"))
-    title(left, f"A100 (data sheet): 4-bit weights double the roof below {ridge / 2:.0f} tokens", size=10)
-    for name in ("W4A8", "W8A8", "FP8"):
-        _roof(right, device, name, label=f"{name} roof")
-    rows, eight = (
+    w8a8_transition = cost.transition(a100, _scheme("W8A8"))
+    title(left, f"A100 (data sheet): 4-bit weights double the roof below {w8a8_transition / 2:.0f} tokens", size=10)
+    for scheme in ("W4A8", "W8A8", "FP8"):
+        _roof(right, device, scheme, label=f"{scheme} roof")
+    rows, eight_bit_rows = (
         kernel_points[kernel_points.layer == str(DISSECTED)]
         for kernel_points in (gemm.points(record), gemm.eight_bit(record))
     )
     _dots(right, rows.M, rows.rate, color=BLUE, label="gemm_w4a8")
-    _dots(right, eight.M, eight.rate, color=ORANGE, label="gemm_w8a8_sm90")
+    _dots(right, eight_bit_rows.M, eight_bit_rows.rate, color=ORANGE, label="gemm_w8a8_sm90")
     fp8 = rows.operations / (rows["over cublas_fp8"] * rows.time_us) / 1e6
     _dots(right, rows.M, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
-    above = [
+    tokens_above_8bit_roof = [
         M for M, rate in zip(rows.M, rows.rate, strict=True) if rate > cost.most_tops(device, _scheme("W8A8"), M, 0)
     ]
-    beyond = f"gemm_w4a8 is above the 8-bit roof up to {max(above)} tokens" if above else "measured beside the roofs"
-    title(right, f"{record.device['name'].removeprefix('NVIDIA ')}, {DISSECTED}: {beyond}", size=10)
+    finding = (
+        f"gemm_w4a8 is above the 8-bit roof up to {max(tokens_above_8bit_roof)} tokens"
+        if tokens_above_8bit_roof
+        else "measured beside the roofs"
+    )
+    title(right, f"{record.device['name'].removeprefix('NVIDIA ')}, {DISSECTED}: {finding}", size=10)
     for axes in (left, right):
         axes.legend(loc="lower right", frameon=False, fontsize=9)
     return figure
@@ -97,22 +101,24 @@ def predicted_figure(record: Record) -> Figure:
     """
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    points = predictions(record)
-    ours = points.kernel.isin(_OURS)
+    prediction_rows = predictions(record)
+    is_ours = prediction_rows.kernel.isin(_OURS)
     for axes, panel_points, panel_name in zip(
-        panels, (points[~ours], points[ours]), ("The ladder's steps", "The launched kernels"), strict=True
+        panels,
+        (prediction_rows[~is_ours], prediction_rows[is_ours]),
+        ("The ladder's steps", "The launched kernels"),
+        strict=True,
     ):
-        for name, kernel_points in panel_points.groupby("kernel", sort=False):
-            colour = _OURS.get(name) or COLOURS[short_name(name)]
+        for kernel, kernel_points in panel_points.groupby("kernel", sort=False):
+            colour = _OURS.get(kernel) or COLOURS[short_name(kernel)]
             places = kernel_points.M.map(ALL_TOKENS.index)
             axes.plot(places, kernel_points.in_turn, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
-            label = (
-                f"{display_name(name)}: {kernel_points.error.mean():.0%} ({kernel_points.overlapped_error.mean():.0%})"
-            )
+            errors = f"{kernel_points.error.mean():.0%} ({kernel_points.overlapped_error.mean():.0%})"
+            label = f"{display_name(kernel)}: {errors}"
             ratios = means(kernel_points, "M", ["in_turn"]).in_turn.reindex(ALL_TOKENS)
             axes.plot(ratios.to_numpy(), "o-", markersize=5, color=colour, label=label)
-        longer = 1 / mean(panel_points.in_turn)
-        title(axes, f"{panel_name} take {longer:.1f}x the predicted time in the mean")
+        measured_over_predicted = 1 / mean(panel_points.in_turn)
+        title(axes, f"{panel_name} take {measured_over_predicted:.1f}x the predicted time in the mean")
         axes.axhline(1, color="black", linewidth=1, label="as predicted")
         axes.set_xlim(-0.4, len(ALL_TOKENS) - 0.6)
         axes.set_ylim(0, 1.6)
@@ -127,9 +133,9 @@ def crossover_figure(record: Record) -> Figure:
     """Plot the time of `gemm_w4a8` over that of 8-bit weights, by matrix, with the model's prediction in the mean."""
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, peer, name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):
+    for axes, peer, peer_name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):
         _plot_ratios(axes, ratios_to_8bit(record, peer))
-        title(axes, f"W4A8 over {name}: above 1 it stops paying")
+        title(axes, f"W4A8 over {peer_name}: above 1 it stops paying")
     panels[0].set_ylabel("time of W4A8 / time of 8-bit weights")
     panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
@@ -140,9 +146,16 @@ def _plot_ratios(axes: Axes, ratios: pd.DataFrame) -> None:
         measured = ratios[ratios.layer == str(layer)].set_index("M").measured.reindex(ALL_TOKENS)
         axes.plot(range(len(ALL_TOKENS)), measured, **layer_style(layer))
     overall = means(ratios, "M", ["in_turn", "overlapped"]).reindex(ALL_TOKENS)
-    for way, style in (("in_turn", "-"), ("overlapped", "--")):
-        label = f"predicted {way.replace('_', ' ')}, mean"
-        axes.plot(range(len(ALL_TOKENS)), overall[way], color="black", linewidth=2.2, linestyle=style, label=label)
+    for prediction, style in (("in_turn", "-"), ("overlapped", "--")):
+        label = f"predicted {prediction.replace('_', ' ')}, mean"
+        axes.plot(
+            range(len(ALL_TOKENS)),
+            overall[prediction],
+            color="black",
+            linewidth=2.2,
+            linestyle=style,
+            label=label,
+        )
     axes.axhline(1, color="black", linewidth=0.8, zorder=0)
     axes.set_ylim(bottom=0)
     token_axis(axes, ALL_TOKENS)

@@ -77,28 +77,37 @@ def largest_byte(scheme: str, limit: int) -> int:
 
 def cost_figure(record: Record) -> Figure:
     """Plot instructions per 8 weights against weights per clock and SM, from a record of the suite `dequant`."""
-    points = {row.kernel: row for row in record.rows if row.measure == "registers"}
-    clocks = np.median([row.sm_mhz for row in points.values()]) * 1e6 * record.device["sms"]
-    arriving = 2 * record.ceilings["read_tbps"] * 1e12 / clocks
+    row_by_kernel = {row.kernel: row for row in record.rows if row.measure == "registers"}
+    clocks = np.median([row.sm_mhz for row in row_by_kernel.values()]) * 1e6 * record.device["sms"]
+    weights_per_clock = 2 * record.ceilings["read_tbps"] * 1e12 / clocks
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     counts = np.geomspace(2.5, 80)
-    for lanes, label, side, above in ((64, "all in the ALU", "right", "top"), (128, "in all pipes", "left", "bottom")):
+    for lanes, label, horizontal_alignment, vertical_alignment in (
+        (64, "all in the ALU", "right", "top"),
+        (128, "in all pipes", "left", "bottom"),
+    ):
         axes.plot(counts, lanes * 8 / counts, color=GREY, alpha=0.4, zorder=0)
-        axes.annotate(label, (40, lanes * 8 / 40), color=GREY, ha=side, va=above)
-    axes.axhline(arriving, color=ORANGE, linestyle="--", linewidth=1)
-    axes.annotate(f"the memory brings {arriving:.0f}", (2.5, arriving), color=ORANGE, va="bottom")
-    for (count, rate), names in _places(points).items():
-        wrong = any(registry.specs()[name].wrong for name in names)
-        axes.plot(count, rate, "o", color=RED if wrong else BLUE)
-        label = ", ".join(name.removeprefix("dequant_") for name in names) + (" (wrong results)" if wrong else "")
-        below = rate * count / 8 < 70  # next to the ALU's line
-        offset, side, above = ((-5, -3), "right", "top") if below else ((5, 2), "left", "bottom")
-        axes.annotate(label, (count, rate), offset, textcoords="offset points", ha=side, va=above)
+        axes.annotate(label, (40, lanes * 8 / 40), color=GREY, ha=horizontal_alignment, va=vertical_alignment)
+    axes.axhline(weights_per_clock, color=ORANGE, linestyle="--", linewidth=1)
+    axes.annotate(f"the memory brings {weights_per_clock:.0f}", (2.5, weights_per_clock), color=ORANGE, va="bottom")
+    for (count, rate), names in _places(row_by_kernel).items():
+        is_wrong = any(registry.specs()[kernel].wrong for kernel in names)
+        axes.plot(count, rate, "o", color=RED if is_wrong else BLUE)
+        label = ", ".join(kernel.removeprefix("dequant_") for kernel in names) + (
+            " (wrong results)" if is_wrong else ""
+        )
+        is_below_alu_line = rate * count / 8 < 70  # next to the ALU's line
+        offset, horizontal_alignment, vertical_alignment = (
+            ((-5, -3), "right", "top") if is_below_alu_line else ((5, 2), "left", "bottom")
+        )
+        axes.annotate(
+            label, (count, rate), offset, textcoords="offset points", ha=horizontal_alignment, va=vertical_alignment
+        )
     axes.set(xscale="log", yscale="log", xlim=(1.8, 150))
     axes.set(xlabel="ALU instructions per 8 weights", ylabel="weights per clock and SM")
     axes.minorticks_off()
-    axes.set_xticks(sorted({row.more["alu_per_8"] for row in points.values()}))
+    axes.set_xticks(sorted({row.more["alu_per_8"] for row in row_by_kernel.values()}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks([10, 20, 50, 100, 200])
     axes.yaxis.set_major_formatter("{x:g}")
@@ -109,8 +118,8 @@ def cost_figure(record: Record) -> Figure:
 def _places(points: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
     """Group kernels by their point (instructions, rate); points too close to tell apart share one label."""
     places: dict[tuple[float, float], list[str]] = {}
-    for name, row in points.items():
+    for kernel, row in points.items():
         point = row.more["alu_per_8"], row.rate
         close_points = (place for place in places if place[0] == point[0] and abs(place[1] / point[1] - 1) < 0.04)
-        places.setdefault(next(close_points, point), []).append(name)
+        places.setdefault(next(close_points, point), []).append(kernel)
     return places

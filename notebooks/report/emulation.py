@@ -15,19 +15,19 @@ def table() -> str:
     """Build the table of whole kernels: emulated lane-instructions per second and time of a call, now and before."""
     if not RECORD.is_file() or not BEFORE.is_file():
         return MISSING
-    current, earlier = bench.load(RECORD), bench.load(BEFORE)
-    old = {row.key: row for row in earlier.rows}
+    current_record, earlier_record = bench.load(RECORD), bench.load(BEFORE)
+    earlier_rows = {row.key: row for row in earlier_record.rows}
     lines = [
         {
             "kernel": f"`{row.kernel}`",
             "checks": CHECKS[row.measure],
             "ms": row.fastest_us / 1e3,
             RATE: row.rate * row.time_us / row.fastest_us,
-            "ms before": old[row.key].fastest_us / 1e3,
-            "times as fast": old[row.key].fastest_us / row.fastest_us,
+            "ms before": earlier_rows[row.key].fastest_us / 1e3,
+            "times as fast": earlier_rows[row.key].fastest_us / row.fastest_us,
         }
-        for row in current.rows
-        if row.measure in CHECKS and "lanes" not in row.sizes and row.key in old
+        for row in current_record.rows
+        if row.measure in CHECKS and "lanes" not in row.sizes and row.key in earlier_rows
     ]
     formats = {
         "ms": "{:.0f}",
@@ -36,7 +36,8 @@ def table() -> str:
         "times as fast": "{:.2f}",
     }
     note = (
-        f"The fastest of seven calls, in CPU time, at commit {current.revision}, and before at {earlier.revision}; two "
+        f"The fastest of seven calls, in CPU time, at commit {current_record.revision}, and before at "
+        f"{earlier_record.revision}; two "
         "cores that other work shared. GEMM at M=64, N=128, K=512, Triton's matmul at 128 x 128 x 128."
     )
     return f"{markdown(pd.DataFrame(lines), formats, left=2)}\n{note}\n"

@@ -175,10 +175,10 @@ def draw_all() -> tuple[list[Path], list[str]]:
     """Draw every picture that is measured; returns the paths that changed, and a line for each other picture."""
     FIGURES.mkdir(exist_ok=True)
     changed, left_out = [], []
-    for name in PICTURES:
-        path = FIGURES / f"{name}.png"
+    for figure_name in PICTURES:
+        path = FIGURES / f"{figure_name}.png"
         try:
-            png = plot.render(picture(name), "png")
+            png = plot.render(picture(figure_name), "png")
         except NotMeasuredError as error:
             left_out.append(f"{path}: {NOT_RECORDED} {error}")
             continue

@@ -73,29 +73,31 @@ def frame(
     sizes, what is in `more`, the matrix among `layers` and its model by name, how many times as fast as each peer a row
     is (`over NAME`), as the fastest one that was measured there (`over`), and which that is (`best`).
     """
-    by_size = {(layer.N, layer.K): layer for layer in layers}
-    flat = [_flat(row, by_size, stored or {}) for row in record.rows if row.measure == measure] if record else []
-    return pd.DataFrame(flat, columns=list(dict.fromkeys(chain(_COLUMNS, *flat))))
+    layer_by_size = {(layer.N, layer.K): layer for layer in layers}
+    fields_by_row = (
+        [_flat(row, layer_by_size, stored or {}) for row in record.rows if row.measure == measure] if record else []
+    )
+    return pd.DataFrame(fields_by_row, columns=list(dict.fromkeys(chain(_COLUMNS, *fields_by_row))))
 
 
 def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer], stored: Stored) -> dict[str, object]:
     layer = by_size.get((row.sizes.get("N", 0), row.sizes.get("K", 0)))
-    stored_peers = {name: us for name, us in stored.get(_place(row), {}).items() if name != OURS}
+    stored_peers = {peer: us for peer, us in stored.get(_place(row), {}).items() if peer != OURS}
     peers = {**stored_peers, **row.peers}
-    over = {f"over {name}": us / row.time_us for name, us in peers.items()}
-    best = min(peers, key=peers.__getitem__, default="")
+    ratio_fields = {f"over {peer}": us / row.time_us for peer, us in peers.items()}
+    best_peer = min(peers, key=peers.__getitem__, default="")
     layer_columns = {"layer": str(layer), "model": layer.model} if layer else {}
-    fastest = {"best": best, "over": over.get(f"over {best}", math.nan)}
-    return {**row.more, **vars(row), "peers": peers, **row.sizes, **layer_columns, **over, **fastest}
+    best_fields = {"best": best_peer, "over": ratio_fields.get(f"over {best_peer}", math.nan)}
+    return {**row.more, **vars(row), "peers": peers, **row.sizes, **layer_columns, **ratio_fields, **best_fields}
 
 
 def _place(row: Row) -> Place:
-    return tuple(row.sizes[name] for name in _PLACE if name in row.sizes)
+    return tuple(row.sizes[size] for size in _PLACE if size in row.sizes)
 
 
 def over_all(rows: pd.DataFrame, peers: Iterable[str]) -> pd.Series:
     """Return each row's speed-up over the fastest of some peers; NaN if any of them was not measured."""
-    return rows[[f"over {name}" for name in peers]].min(axis=1, skipna=False)
+    return rows[[f"over {peer}" for peer in peers]].min(axis=1, skipna=False)
 
 
 def over(rows: pd.DataFrame, peer: str = "") -> pd.Series:
@@ -128,8 +130,8 @@ def markdown(table: pd.DataFrame, formats: Mapping[str, str] | None = None, left
 
     The first `left` columns are text and so is the one named `text`; the others are numbers.
     """
-    forms = [(formats or {}).get(name, "{}") for name in table]
-    rule = ["---" if n < left or name == text else "---:" for n, name in enumerate(table)]
+    forms = [(formats or {}).get(column, "{}") for column in table]
+    rule = ["---" if n < left or column == text else "---:" for n, column in enumerate(table)]
     lines = (
         ["" if pd.isna(cell) else form.format(cell) for form, cell in zip(forms, line, strict=True)]
         for line in table.itertuples(index=False, name=None)
@@ -140,8 +142,11 @@ def markdown(table: pd.DataFrame, formats: Mapping[str, str] | None = None, left
 def cells(rows: pd.DataFrame) -> list[str]:
     """Format a cell per row: time, fraction of the floor, and speed-up over the fastest peer, with that peer's name."""
     return [
-        f"{us:.{1 if us < 100 else 0}f} µs, {near:.2f}" + (f", **{speed:.2f}x** {_PEERS[best]}" if best else "")
-        for us, near, speed, best in zip(rows.time_us, rows.fraction, rows["over"], rows.best, strict=True)
+        f"{us:.{1 if us < 100 else 0}f} µs, {floor_fraction:.2f}"
+        + (f", **{speed:.2f}x** {_PEERS[best_peer]}" if best_peer else "")
+        for us, floor_fraction, speed, best_peer in zip(
+            rows.time_us, rows.fraction, rows["over"], rows.best, strict=True
+        )
     ]
 
 
@@ -154,23 +159,23 @@ def mean_cell(rows: pd.DataFrame) -> str:
 def slower_points(rows: pd.DataFrame, place: str) -> str:
     """List the points at which some peer is faster, in a sentence; `place` formats a point from its columns."""
     slow_rows = slower(rows).to_dict("records")
-    listed = "; ".join(f"{place.format(**row)} ({row['over']:.2f}x {_PEERS[row['best']]})" for row in slow_rows)
-    return f"Slower than a peer: {listed}." if slow_rows else "No peer is faster at any point."
+    descriptions = "; ".join(f"{place.format(**row)} ({row['over']:.2f}x {_PEERS[row['best']]})" for row in slow_rows)
+    return f"Slower than a peer: {descriptions}." if slow_rows else "No peer is faster at any point."
 
 
 def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
     """Say which peers ran with the record and which earlier, and compare the times of those that ran in both."""
     rows = [row for row in record.rows if row.measure == measure]
-    run_libraries = {_LIBRARIES.get(name.partition("_")[0], name): None for row in rows for name in row.peers}
-    both = {
-        (_place(row), name): stored[_place(row)][name] / us
+    run_libraries = {_LIBRARIES.get(peer.partition("_")[0], peer): None for row in rows for peer in row.peers}
+    time_ratios = {
+        (_place(row), peer): stored[_place(row)][peer] / us
         for row in rows
-        for name, us in row.peers.items()
-        if name in stored.get(_place(row), {})
+        for peer, us in row.peers.items()
+        if peer in stored.get(_place(row), {})
     }
-    if not both:
+    if not time_ratios:
         return ""
-    libraries, ratios = " and ".join(run_libraries), both.values()
+    libraries, ratios = " and ".join(run_libraries), time_ratios.values()
     return (
         f"{libraries} ran beside `ptxlab`; the other peers were timed once before, on an H200 too"
         f" ([peers](notebooks/results/h200/peers/README.md)). {libraries} ran both times: the earlier times"

@@ -56,9 +56,9 @@ def points(record: Record | None, group: int = GROUP) -> pd.DataFrame:
     rows = frame(record, MEASURE, LLAMA, stored_times())
     rows = rows[(rows.g.fillna(NO_GROUPS) == group) & (rows.activations == ORDER)]
     rows = rows.assign(**{kind: over_all(rows, names) for kind, (_, names) in KINDS.items()})
-    order = {str(layer): number for number, layer in enumerate(LLAMA)}
+    layer_order = {str(layer): number for number, layer in enumerate(LLAMA)}
     return rows.sort_values(
-        ["layer", "M"], key=lambda column: column.replace(order) if column.name == "layer" else column
+        ["layer", "M"], key=lambda column: column.replace(layer_order) if column.name == "layer" else column
     )
 
 
@@ -82,8 +82,8 @@ def chains(record: Record | None) -> pd.DataFrame:
     rows = frame(record, chain.MEASURE)
     models = {layers[0].K: layers[0].model for layers in CHAINS}
     rows = rows[rows.g == GROUP].assign(model=lambda table: table.hidden.map(models))
-    alone = points(record).assign(best_us=lambda table: table["over all"] * table.time_us)
-    rows = rows.join(alone.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
+    single_launches = points(record).assign(best_us=lambda table: table["over all"] * table.time_us)
+    rows = rows.join(single_launches.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
     return rows.assign(over_best=rows.best_us / rows.time_us)
 
 
@@ -92,9 +92,11 @@ def experts(record: Record | None) -> pd.DataFrame:
 
     `gain` is the loop's time over the grouped kernel's.
     """
-    on = ["tokens", "N", "K"]
-    together = frame(record, grouped.MEASURE)[[*on, "time_us", "fraction"]]
-    rows = frame(record, grouped.LOOP, MIXTRAL).merge(together, how="left", on=on, suffixes=("", "_grouped"))
+    key_columns = ["tokens", "N", "K"]
+    grouped_rows = frame(record, grouped.MEASURE)[[*key_columns, "time_us", "fraction"]]
+    rows = frame(record, grouped.LOOP, MIXTRAL).merge(
+        grouped_rows, how="left", on=key_columns, suffixes=("", "_grouped")
+    )
     return rows.assign(gain=rows.time_us / rows.time_us_grouped)
 
 
@@ -110,17 +112,17 @@ def eight_bit(record: Record | None) -> pd.DataFrame:
 
 def dequantising(record: Record | None, *tokens: int) -> pd.Series:
     """Return the time with 4-bit over that with 8-bit weights, by the same skeleton, at these numbers of tokens."""
-    both = at_tokens(points(record), *tokens).merge(
+    merged_rows = at_tokens(points(record), *tokens).merge(
         eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8")
     )
-    return both.time_us / both.time_us_8
+    return merged_rows.time_us / merged_rows.time_us_8
 
 
 def reordering(record: Record | None) -> pd.DataFrame:
     """Return the quantiser's rows for every size and order; `ratio` is the time over that of the row-major order."""
-    rows, on = frame(record, quantiser.MEASURE), ["M", "K"]
-    plain = rows[rows.activations == "row_major"][[*on, "time_us"]]
-    rows = rows.merge(plain, on=on, suffixes=("", "_plain"))
+    rows, key_columns = frame(record, quantiser.MEASURE), ["M", "K"]
+    row_major_times = rows[rows.activations == "row_major"][[*key_columns, "time_us"]]
+    rows = rows.merge(row_major_times, on=key_columns, suffixes=("", "_plain"))
     return rows.assign(ratio=rows.time_us / rows.time_us_plain)
 
 
@@ -133,36 +135,36 @@ def matrices_table(record: Record | None) -> str:
     for row in rows.to_dict("records"):
         line = {"": f"{row['layer']}, {row['N']} x {row['K']}", "M": row["M"]}
         line |= {"µs": f"{row['time_us']:.{1 if row['time_us'] < 100 else 0}f}", "of the floor": row["fraction"]}
-        lines.append(line | {called: _over_best(row, names) for called, names in _kinds_apart()})
+        lines.append(line | {heading: _over_best(row, names) for heading, names in _kinds_apart()})
     for M in _SHOWN_TOKENS:
-        part = at_tokens(rows, M)
-        line = {"": "**mean**", "M": M, "µs": "", "of the floor": fraction(part)}
-        lines.append(line | {KINDS[kind][0]: _times(mean(part[kind])) for kind in KINDS if kind != "over all"})
+        token_rows = at_tokens(rows, M)
+        line = {"": "**mean**", "M": M, "µs": "", "of the floor": fraction(token_rows)}
+        lines.append(line | {KINDS[kind][0]: _times(mean(token_rows[kind])) for kind in KINDS if kind != "over all"})
     return f"{markdown(pd.DataFrame(lines), {'of the floor': '{:.2f}'})}\n{_origin(record)}\n"
 
 
 def means_table(record: Record | None) -> str:
     """Build the table of means by tokens, and over all up to 256: fraction of the floor, speed-up over peers."""
-    rows, finer = points(record), points(record, group=64)
+    rows, rows_g64 = points(record), points(record, group=64)
     if rows.empty:
         return MISSING
     lines = [
         {
             "M": label,
-            "of the floor": fraction(part),
-            "in groups of 64": fraction(at_tokens(finer, *tokens)),
-            **{f"over {called}": mean(part[kind]) for kind, (called, _) in KINDS.items()},
-            "over cuBLAS FP8": mean(over(part, "cublas_fp8")),
-            "slower than a peer": f"{(part['over'] < 1).sum()} of {len(part)}",
+            "of the floor": fraction(token_rows),
+            "in groups of 64": fraction(at_tokens(rows_g64, *tokens)),
+            **{f"over {heading}": mean(token_rows[kind]) for kind, (heading, _) in KINDS.items()},
+            "over cuBLAS FP8": mean(over(token_rows, "cublas_fp8")),
+            "slower than a peer": f"{(token_rows['over'] < 1).sum()} of {len(token_rows)}",
         }
         for label, tokens in [
             *((str(M), (M,)) for M in ALL_TOKENS),
             (f"{FEW_TOKENS[0]} to {FEW_TOKENS[-1]}", FEW_TOKENS),
         ]
-        for part in [at_tokens(rows, *tokens)]
+        for token_rows in [at_tokens(rows, *tokens)]
     ]
     table = pd.DataFrame(lines)
-    formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[1:-1]}
+    formats = {column: "{:.2f}x" if column.startswith("over") else "{:.2f}" for column in table.columns[1:-1]}
     note = "Means of the points where all of these peers were measured."
     return f"{markdown(table, formats)}\n{note} {slower_points(rows, '{layer}, M = {M}')}\n"
 
@@ -179,10 +181,12 @@ def per_channel_table(record: Record | None) -> str:
         return MISSING
     lines = []
     for M in ALL_TOKENS:
-        part = at_tokens(rows, M)
-        gain, over_peer = part.time_us_in_groups / part.time_us, over(part, "humming_w4a8_chn")
-        line = {"M": M, "of the floor": fraction(part), f"over groups of {GROUP}": mean(gain)}
-        lines.append(line | {"over humming per channel": mean(over_peer), "over it, least matrix": over_peer.min()})
+        token_rows = at_tokens(rows, M)
+        gain = token_rows.time_us_in_groups / token_rows.time_us
+        speedup_over_humming = over(token_rows, "humming_w4a8_chn")
+        line = {"M": M, "of the floor": fraction(token_rows), f"over groups of {GROUP}": mean(gain)}
+        line |= {"over humming per channel": mean(speedup_over_humming)}
+        lines.append(line | {"over it, least matrix": speedup_over_humming.min()})
     table = pd.DataFrame(lines)
     return markdown(table, {"of the floor": "{:.2f}", **dict.fromkeys(table.columns[2:], "{:.2f}x")}, left=0)
 
@@ -192,20 +196,20 @@ def orders_table(record: Record | None) -> str:
     quantised, multiplied = reordering(record), otherwise(record)
     quantised = quantised[quantised.activations != "row_major"]
     multiplied["ratio"] = multiplied.time_us / multiplied.time_us_usual
-    both = pd.concat([
+    speedups = pd.concat([
         quantised.assign(time="quantising: " + quantised.activations.astype(str) + " over row_major"),
         multiplied.assign(time="GEMM: " + multiplied.activations.astype(str) + " over row_major"),
     ])  # fmt: skip
-    if both.empty:
+    if speedups.empty:
         return MISSING
-    table = means(both, "time", ["ratio"]).set_axis(["mean"], axis=1)
-    table["at most"] = both.groupby("time").ratio.max()
+    table = means(speedups, "time", ["ratio"]).set_axis(["mean"], axis=1)
+    table["at most"] = speedups.groupby("time").ratio.max()
     return markdown(table.reset_index(), {"mean": "{:.3f}", "at most": "{:.3f}"})
 
 
 def chains_table(record: Record | None) -> str:
     """Build the table of a decoder layer's GEMMs launched in a row."""
-    shown = {
+    columns = {
         "model": ("model", "{}"),
         "M": ("M", "{}"),
         "time_us": ("µs", "{:.1f}"),
@@ -213,14 +217,14 @@ def chains_table(record: Record | None) -> str:
         "over cublas_fp8": ("over cuBLAS FP8's chain", "{:.2f}x"),
         "over_best": ("over the best peers alone", "{:.2f}x"),
     }
-    return _format_columns(chains(record), shown)
+    return _format_columns(chains(record), columns)
 
 
 def experts_table(record: Record | None) -> str:
     """Build the table of Mixtral's experts: the loop of single GEMMs beside the grouped kernel."""
     rows = experts(record)
     rows["best_fraction"] = rows.fraction_grouped.fillna(rows.fraction)
-    shown = {
+    columns = {
         "layer": ("matrix", "{}"),
         "tokens": ("tokens", "{}"),
         "launches": ("experts with tokens", f"{{:.0f}} of {EXPERTS}"),
@@ -230,27 +234,32 @@ def experts_table(record: Record | None) -> str:
         "gain": ("over the loop", "{:.2f}x"),
     }
     note = f"\nEach token takes {CHOSEN_EXPERTS} of {EXPERTS} experts, at random.\n"
-    return _format_columns(rows, shown) + ("" if rows.empty else note)
+    return _format_columns(rows, columns) + ("" if rows.empty else note)
 
 
 def _format_columns(rows: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> str:
     """Format columns of `rows` as a table; `shown` maps a column to its heading and format."""
-    table = rows[list(shown)].set_axis([name for name, _ in shown.values()], axis=1)
+    table = rows[list(shown)].set_axis([heading for heading, _ in shown.values()], axis=1)
     return MISSING if rows.empty else markdown(table, dict(shown.values()))
 
 
 def untuned_table(record: Record | None) -> str:
     """Build the table of other models at numbers of tokens that were not tuned, one row per model."""
-    rows, tuned = untuned_points(record), at_tokens(points(record), *FEW_TOKENS)
+    rows, tuned_rows = untuned_points(record), at_tokens(points(record), *FEW_TOKENS)
     if rows.empty:
         return MISSING
-    unseen = rows[[place not in SWEPT for place in zip(rows.N, rows.K, strict=True)]]
+    unswept_rows = rows[[place not in SWEPT for place in zip(rows.N, rows.K, strict=True)]]
     parts = {model: rows[rows.model == model] for model in dict.fromkeys(layer.model for layer in UNTUNED)}
     models = set(parts)
-    parts |= {"matrices in no sweep": unseen, "all": rows, f"tuned, M <= {FEW_TOKENS[-1]}": tuned}
+    parts |= {"matrices in no sweep": unswept_rows, "all": rows, f"tuned, M <= {FEW_TOKENS[-1]}": tuned_rows}
     lines = [
-        [name, fraction(part), mean(fp8 := over(part, "cublas_fp8")), fp8.min() if name in models else None]
-        for name, part in parts.items()
+        [
+            part_name,
+            fraction(part_rows),
+            mean(fp8 := over(part_rows, "cublas_fp8")),
+            fp8.min() if part_name in models else None,
+        ]
+        for part_name, part_rows in parts.items()
     ]
     table = pd.DataFrame(lines, columns=["", "of the floor", "over cuBLAS FP8, mean", "at least"])
     return markdown(table, {"of the floor": "{:.2f}", "over cuBLAS FP8, mean": "{:.2f}x", "at least": "{:.2f}x"})
@@ -262,10 +271,10 @@ def _kinds_apart() -> list[tuple[str, tuple[str, ...]]]:
 
 def _over_best(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """Format the speed-up over the fastest of some peers, with its name; empty if any of them was not measured."""
-    best = min(names, key=lambda name: row["peers"].get(name, math.inf))
-    all_measured = all(name in row["peers"] for name in names)
-    peer_name = GEMM_PEERS[best].removesuffix(" per channel").removesuffix(" g128")
-    return f"{_times(row[f'over {best}'])} {peer_name}" if all_measured else ""
+    best_peer = min(names, key=lambda peer: row["peers"].get(peer, math.inf))
+    are_all_measured = all(peer in row["peers"] for peer in names)
+    peer_name = GEMM_PEERS[best_peer].removesuffix(" per channel").removesuffix(" g128")
+    return f"{_times(row[f'over {best_peer}'])} {peer_name}" if are_all_measured else ""
 
 
 def _times(speed: float) -> str:

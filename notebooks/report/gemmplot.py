@@ -93,8 +93,8 @@ def peers_figure(stored: Stored) -> Figure:
         axes.legend(loc="upper left", frameon=False, fontsize=9)
     panels[0].set_ylim(0, 1.15 * panels[0].get_ylim()[1])  # room for the legends
     panels[0].set_ylabel("time / floor")
-    text = "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
-    figure.suptitle(text, x=0.01, ha="left", weight="bold")
+    headline = "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
+    figure.suptitle(headline, x=0.01, ha="left", weight="bold")
     return figure
 
 
@@ -112,23 +112,26 @@ def times_figure(rows: pd.DataFrame) -> Figure:
     """Time over the floor by tokens, geometric mean over the matrices: the steps, and the best of them beside peers."""
     tokens, names = _tokens(rows), steps(rows)
     times = {name: [1 / fraction(select_step(rows, name, M)) for M in tokens] for name in names}
-    best = min(names, key=lambda name: mean(times[name]))
+    fastest = min(names, key=lambda name: mean(times[name]))
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name in names:
         left.plot(times[name], "o-", markersize=4, **_step_style(name))
     for peer, (label, style) in _PEERS.items():
-        over_floor = [
+        ratios_to_floor = [
             mean(best_rows[f"over {peer}"] / best_rows.fraction)
             for M in tokens
-            for best_rows in [select_step(rows, best, M)]
+            for best_rows in [select_step(rows, fastest, M)]
         ]
-        right.plot(over_floor, "s", markersize=4, label=label, **style)
-    right.plot(times[best], "o-", markersize=4, **_step_style(best))
+        right.plot(ratios_to_floor, "s", markersize=4, label=label, **style)
+    right.plot(times[fastest], "o-", markersize=4, **_step_style(fastest))
     first = times[names[0]]
-    title(left, f"{short_name(best)} takes {times[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
-                f"{first[-1]:.1f}x", size=10)  # fmt: skip
-    title(right, f"{short_name(best)} beside other libraries", size=10)
+    finding = (
+        f"{short_name(fastest)} takes {times[fastest][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
+        f"{first[-1]:.1f}x"
+    )
+    title(left, finding, size=10)
+    title(right, f"{short_name(fastest)} beside other libraries", size=10)
     for axes in (left, right):
         axes.axhline(1, color="black", linewidth=1, label="floor")
         token_axis(axes, tokens)
@@ -148,14 +151,14 @@ def ablation_figure(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(max(8, 1.9 * len(tokens)), 4.8), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(names)
-    for number, name in enumerate(names):
+    for number, step in enumerate(names):
         places = np.arange(len(tokens)) + (number - (len(names) - 1) / 2) * width
-        speeds = [speed_over(rows, name, base, M) for M in tokens]
-        style = _step_style(name)
+        speeds = [speed_over(rows, step, base, M) for M in tokens]
+        style = _step_style(step)
         axes.bar(places, speeds, width * 0.94, **style)
-        ink = "white" if sum(to_rgb(style["color"])) < 1.6 else "black"
+        text_colour = "white" if sum(to_rgb(style["color"])) < 1.6 else "black"
         for place, speed in zip(places, speeds, strict=True):
-            axes.text(place, 0.03, f"{speed:.2f}", rotation=90, ha="center", va="bottom", fontsize=8, color=ink)
+            axes.text(place, 0.03, f"{speed:.2f}", rotation=90, ha="center", va="bottom", fontsize=8, color=text_colour)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     token_axis(axes, tokens)
     axes.set_ylabel(f"speed over {short_name(base)}")
@@ -184,9 +187,9 @@ def fraction_figure(rows: pd.DataFrame) -> Figure:
             .reindex(layers, columns=tokens)
         )
         image = axes.imshow(values, cmap="RdYlGn", norm=Normalize(0, 1), aspect="auto")
-        for (line, column), step_fraction in np.ndenumerate(values.to_numpy()):
+        for (row_index, column), step_fraction in np.ndenumerate(values.to_numpy()):
             if not np.isnan(step_fraction):
-                axes.text(column, line, f"{step_fraction:.2f}", ha="center", va="center", fontsize=8)
+                axes.text(column, row_index, f"{step_fraction:.2f}", ha="center", va="center", fontsize=8)
         overall = mean(fraction(select_step(rows, names[place], M)) for M in tokens)
         title(axes, f"{short_name(names[place])}: {overall:.2f}", size=10)
         axes.set_yticks(range(len(layers)), layers, fontsize=8)
@@ -203,25 +206,25 @@ def roofline_figure(rows: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(9.5, 5.4), layout="constrained")
     axes = figure.subplots()
     intensity = np.geomspace(8, 2000, 200)
-    tbps, tops = sheet.memory_tbps, sheet.tops["int8"]
-    roof = np.minimum(tbps * intensity, tops)
-    axes.plot(intensity, roof, color="black", linewidth=1.4)
-    axes.fill_between(intensity, roof, 1e5, color="#f2f3f5", linewidth=0)
-    for name in steps(rows):
-        style = _step_style(name)
-        step_points = select_step(rows, name)
+    tbps, peak_tops = sheet.memory_tbps, sheet.tops["int8"]
+    roof_tops = np.minimum(tbps * intensity, peak_tops)
+    axes.plot(intensity, roof_tops, color="black", linewidth=1.4)
+    axes.fill_between(intensity, roof_tops, 1e5, color="#f2f3f5", linewidth=0)
+    for step in steps(rows):
+        style = _step_style(step)
+        step_points = select_step(rows, step)
         axes.plot(
             *_roofline_points(step_points), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0
         )
-        large = step_points[step_points.layer == str(DISSECTED)]
-        axes.plot(*_roofline_points(large), "o-", markersize=6, **style)
-    ridge = tops / tbps
+        large_layer_points = step_points[step_points.layer == str(DISSECTED)]
+        axes.plot(*_roofline_points(large_layer_points), "o-", markersize=6, **style)
+    ridge_intensity = peak_tops / tbps
     x, y = 17, 17 * tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
     rotation: dict[str, Any] = {"rotation_mode": "anchor", "transform_rotates_text": True}
     rotation["rotation"] = math.degrees(math.atan(y / x))
     axes.text(x, y, f"{tbps:g} TB/s into shared memory", fontsize=9, **rotation)
-    axes.text(1900, tops * 1.05, f"wgmma s8: {tops:,.0f} TOPS", ha="right", fontsize=9)
-    axes.axvline(ridge, color=GREY, linewidth=0.8, linestyle=":")
+    axes.text(1900, peak_tops * 1.05, f"wgmma s8: {peak_tops:,.0f} TOPS", ha="right", fontsize=9)
+    axes.axvline(ridge_intensity, color=GREY, linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(8, 2000)
@@ -235,8 +238,8 @@ def roofline_figure(rows: pd.DataFrame) -> Figure:
 
 
 def _roofline_points(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    ordered = rows.sort_values("M", kind="stable")
-    return ordered.operations / ordered.packed_bytes, ordered.rate
+    rows_by_tokens = rows.sort_values("M", kind="stable")
+    return rows_by_tokens.operations / rows_by_tokens.packed_bytes, rows_by_tokens.rate
 
 
 def _tokens(rows: pd.DataFrame) -> list[int]:
@@ -259,10 +262,12 @@ def headline_figure(rows: pd.DataFrame) -> Figure:
     """Plot every matrix over the tokens: fraction of the floor, and speed-up over the fastest peer of each kind."""
     figure = Figure(figsize=(13, 8.6), layout="constrained")
     panels = figure.subplots(2, 2).ravel()
-    shown = {"fraction": "How near to the floor"}
-    shown |= {kind: f"Over the fastest of {len(names)}: {called}" for kind, (called, names) in KINDS.items()}
-    del shown["over all"]
-    for axes, (column, text) in zip(panels, shown.items(), strict=True):
+    title_by_column = {"fraction": "How near to the floor"}
+    title_by_column |= {
+        kind: f"Over the fastest of {len(names)}: {peer_kind}" for kind, (peer_kind, names) in KINDS.items()
+    }
+    del title_by_column["over all"]
+    for axes, (column, text) in zip(panels, title_by_column.items(), strict=True):
         measured_rows = rows.dropna(subset=column)
         tokens = sorted(measured_rows.M.unique())
         for layer in LLAMA:
@@ -297,10 +302,10 @@ def _chains(axes: Axes, record: Record) -> None:
         model = layers[0].model
         links, style = chain_rows[chain_rows.model == model].set_index("M").reindex(FEW_TOKENS), _MODELS[model]
         _line(axes, links["over cublas_fp8"], {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style})
-        best = links.over_best.dropna()  # where all peers were measured
+        speedup_over_best = links.over_best.dropna()  # where all peers were measured
         axes.plot(
-            [FEW_TOKENS.index(M) for M in best.index],
-            best,
+            [FEW_TOKENS.index(M) for M in speedup_over_best.index],
+            speedup_over_best,
             color=GREY,
             label=f"{model}, over the best peers alone",
             **style,
@@ -315,12 +320,12 @@ def _experts(axes: Axes, record: Record) -> None:
     expert_rows = experts(record)
     for layer, colour in zip(MIXTRAL, (ORANGE, PURPLE), strict=True):
         layer_rows = expert_rows[expert_rows.layer == str(layer)].set_index("tokens").reindex(ROUTED_TOKENS)
-        for label, style, near in (
+        for label, style, floor_fractions in (
             ("loop", {"linestyle": "--"}, layer_rows.fraction),
             ("grouped", {"linestyle": "-", "marker": "o", "markersize": 3.5}, layer_rows.fraction_grouped),
         ):
-            if near.notna().any():
-                _line(axes, near, {"color": colour, "label": f"{layer}, {label}", **style})
+            if floor_fractions.notna().any():
+                _line(axes, floor_fractions, {"color": colour, "label": f"{layer}, {label}", **style})
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")
     _finish(axes, "Mixtral's experts", ROUTED_TOKENS)
@@ -331,10 +336,12 @@ def _other_models(axes: Axes, record: Record) -> None:
     untuned_rows = untuned_points(record)
     models = list(dict.fromkeys(layer.model for layer in UNTUNED))
     for model, colour in zip(models, _PARTS.values(), strict=True):
-        near = means(untuned_rows[untuned_rows.model == model], "M", ["fraction"]).fraction.reindex(UNTUNED_TOKENS)
-        _line(axes, near, {"color": colour, "marker": "o", "markersize": 3.5, "label": f"{model}, mean"})
-    tuned = fraction(at_tokens(points(record), *FEW_TOKENS))
-    axes.axhline(tuned, color="black", linestyle=":", label=f"tuned shapes, M <= {FEW_TOKENS[-1]}, mean")
+        floor_fractions = means(untuned_rows[untuned_rows.model == model], "M", ["fraction"]).fraction.reindex(
+            UNTUNED_TOKENS
+        )
+        _line(axes, floor_fractions, {"color": colour, "marker": "o", "markersize": 3.5, "label": f"{model}, mean"})
+    tuned_fraction = fraction(at_tokens(points(record), *FEW_TOKENS))
+    axes.axhline(tuned_fraction, color="black", linestyle=":", label=f"tuned shapes, M <= {FEW_TOKENS[-1]}, mean")
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")
     _finish(axes, "Other models, odd numbers of tokens", UNTUNED_TOKENS)

@@ -42,10 +42,10 @@ def header_lines(spec: KernelSpec) -> list[str]:
     """Return the lines of a kernel's `Measured` header, or none if the kernel is not recorded."""
     if spec.name == _ATTENTION:
         return _attention()
-    of_one = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped_gemm, "append_kv4": _append}
-    of_one |= {f"gemm_{scheme.lower()}_sm90": partial(_four_bits, scheme) for scheme in w4a4.FOUR_BITS}
-    if spec.name in of_one:
-        text = of_one[spec.name]()
+    lines_by_kernel = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped_gemm, "append_kv4": _append}
+    lines_by_kernel |= {f"gemm_{scheme.lower()}_sm90": partial(_four_bits, scheme) for scheme in w4a4.FOUR_BITS}
+    if spec.name in lines_by_kernel:
+        text = lines_by_kernel[spec.name]()
     elif spec in kernels.gemm.STEPS:
         text = ladder.figures(spec.name)
     else:
@@ -61,9 +61,9 @@ def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
 
 def _streaming(spec: KernelSpec) -> str:
     """Describe the recorded rates of a memory-bound kernel."""
-    recorded = rows("h200", spec.family)
+    rows_by_kernel = rows("h200", spec.family)
     measured_rows = {
-        measure: recorded.get((spec.name, "ptx", measure)) for measure in ("streaming", "registers", "resident")
+        measure: rows_by_kernel.get((spec.name, "ptx", measure)) for measure in ("streaming", "registers", "resident")
     }
     streaming, registers, resident = measured_rows.values()
     if streaming is None:
@@ -114,10 +114,11 @@ def _four_bits(scheme: str) -> str:
     tokens = sorted({*rows.M})
     if record is None or not tokens:
         return "not yet: `python -m benchmarks gemm --only w4a4`."
-    of_w4a8 = _join_figures(mean(gemm.at_tokens(rows, M)["of W4A8"]) for M in tokens)
-    int8 = _join_figures(mean(over(gemm.at_tokens(rows, M), "cublas_int8")) for M in tokens)
+    shares_of_w4a8 = _join_figures(mean(gemm.at_tokens(rows, M)["of W4A8"]) for M in tokens)
+    int8_speedups = _join_figures(mean(over(gemm.at_tokens(rows, M), "cublas_int8")) for M in tokens)
     return (
-        f"on an H200 at M = {', '.join(map(str, tokens))}: {of_w4a8} of gemm_w4a8's time, {int8} times as fast as"
+        f"on an H200 at M = {', '.join(map(str, tokens))}: {shares_of_w4a8} of gemm_w4a8's time, {int8_speedups} times"
+        " as fast as"
         f" cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit {record.commit})."
     )
 
@@ -126,12 +127,15 @@ def _grouped_gemm() -> str:
     experts = gemm.experts(ladder.load_record()).dropna(subset="gain")
     if experts.empty:
         return ""
-    near = experts.set_index(["layer", "tokens"]).fraction_grouped
-    by_layer = {layer.part: _join_figures(near[str(layer), count] for count in _EXPERT_TOKENS) for layer in MIXTRAL}
-    of_floor = "; ".join(f"{part} {figures}" for part, figures in by_layer.items())
+    fraction_by_layer = experts.set_index(["layer", "tokens"]).fraction_grouped
+    fractions_by_layer = {
+        layer.part: _join_figures(fraction_by_layer[str(layer), count] for count in _EXPERT_TOKENS) for layer in MIXTRAL
+    }
+    floor_fractions = "; ".join(f"{layer_part} {figures}" for layer_part, figures in fractions_by_layer.items())
     tokens, mean_gain = ", ".join(map(str, _EXPERT_TOKENS)), mean(experts[experts.tokens >= _MANY_EXPERT_TOKENS].gain)
     return (
-        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {experts.gain.min():.2f}"
+        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {floor_fractions}; "
+        f"{experts.gain.min():.2f}"
         f" to {experts.gain.max():.2f} times as fast as a loop of single GEMMs, {mean_gain:.2f} in the mean from "
         f"{_MANY_EXPERT_TOKENS} tokens on."
     )
@@ -153,8 +157,11 @@ def _attention() -> list[str]:
         return []
     table = [["heads", *(f"{B} x {L}" for B, L in _BATCHES)]]
     for (Hq, Hkv), rows in points.groupby(["Hq", "Hkv"], sort=False):
-        by_batch = rows.set_index(["B", "L"])[["time_us", "fraction"]].loc[list(_BATCHES)]
-        times = (f"{us:.{1 if us < 100 else 0}f} us {near:.2f}" for us, near in by_batch.itertuples(index=False))
+        batch_rows = rows.set_index(["B", "L"])[["time_us", "fraction"]].loc[list(_BATCHES)]
+        times = (
+            f"{us:.{1 if us < 100 else 0}f} us {floor_fraction:.2f}"
+            for us, floor_fraction in batch_rows.itertuples(index=False)
+        )
         table.append([f"{Hq} / {Hkv}", *times])
     lines = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in table]
     return [_step(registry.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *lines]
@@ -162,15 +169,15 @@ def _attention() -> list[str]:
 
 def _append() -> str:
     heads, tokens = _PROMPT
-    named_rows = [
+    labels_and_rows = [
         (scheme.replace("_", " ") + (", rotated" if row.R else ""), row)
         for scheme in ("kv4", "kv8", "kv4_channel", "kv8_channel")
         for row in attention.appends(attention.load_record(), tokens, scheme).itertuples()
         if heads == row.H
     ]
-    if not named_rows:
+    if not labels_and_rows:
         return ""
-    figures = "; ".join(f"{label} {row.time_us:.1f} us, {row.fraction:.2f}" for label, row in named_rows)
+    figures = "; ".join(f"{label} {row.time_us:.1f} us, {row.fraction:.2f}" for label, row in labels_and_rows)
     return f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}."
 
 

@@ -54,7 +54,7 @@ def select_step(rows: pd.DataFrame, kernel: str, M: int | None = None) -> pd.Dat
 
 def speed_over(rows: pd.DataFrame, kernel: str, base: str, M: int) -> float:
     """Return the mean speed-up of a step over another at M tokens, over the matrices where both were measured."""
-    times = (select_step(rows, name, M).set_index(["N", "K"]).time_us for name in (base, kernel))
+    times = (select_step(rows, step, M).set_index(["N", "K"]).time_us for step in (base, kernel))
     return mean(next(times) / next(times))
 
 
@@ -64,11 +64,12 @@ def figures(kernel: str) -> str:
     rows = select_step(points(record), kernel)
     if record is None or rows.empty:
         return ""
-    of_floor = ", ".join(f"{fraction(select_step(rows, kernel, M)):.2f}" for M in _SHOWN_TOKENS)
+    floor_fractions = ", ".join(f"{fraction(select_step(rows, kernel, M)):.2f}" for M in _SHOWN_TOKENS)
     tokens = ", ".join(map(str, _SHOWN_TOKENS))
     device = record.device["name"].removeprefix("NVIDIA ")
     speed = mean(over(rows, "cublas_fp8"))
-    return f"{of_floor} of the floor at M = {tokens} on an {device}; {speed:.2f} times as fast as cuBLAS FP8 (means)."
+    conditions = f"at M = {tokens} on an {device}"
+    return f"{floor_fractions} of the floor {conditions}; {speed:.2f} times as fast as cuBLAS FP8 (means)."
 
 
 def ladder_table(record: Record | None = None) -> str:
@@ -80,17 +81,17 @@ def ladder_table(record: Record | None = None) -> str:
     record = record or load_record()
     rows = points(record)
     previous, lines = "", []
-    for name in steps(rows) or [spec.name for spec in kernels.gemm.STEPS]:
-        line: dict[str, object] = {"step": f"`{short_name(name)}`", "shows": registry.specs()[name].summary}
-        line["instructions per weight"] = _per_weight(name)
-        line |= {f"of the floor, M = {M}": fraction(select_step(rows, name, M)) for M in _SHOWN_TOKENS}
-        line |= {f"over the step before, M = {M}": speed_over(rows, name, previous, M) for M in DISSECTED_TOKENS}
+    for kernel in steps(rows) or [spec.name for spec in kernels.gemm.STEPS]:
+        line: dict[str, object] = {"step": f"`{short_name(kernel)}`", "shows": registry.specs()[kernel].summary}
+        line["instructions per weight"] = _per_weight(kernel)
+        line |= {f"of the floor, M = {M}": fraction(select_step(rows, kernel, M)) for M in _SHOWN_TOKENS}
+        line |= {f"over the step before, M = {M}": speed_over(rows, kernel, previous, M) for M in DISSECTED_TOKENS}
         peers = {"over QServe g128": QSERVE, "over cuBLAS FP8": "cublas_fp8"}
-        line |= {column: mean(over(select_step(rows, name), peer)) for column, peer in peers.items()}
+        line |= {column: mean(over(select_step(rows, kernel), peer)) for column, peer in peers.items()}
         lines.append(line)
-        previous = name
+        previous = kernel
     table = pd.DataFrame(lines)
-    formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[3:]}
+    formats = {column: "{:.2f}x" if column.startswith("over") else "{:.2f}" for column in table.columns[3:]}
     note = _origin(record, rows) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
     return f"{markdown(table, formats, left=2)}\n{note}\n"
 
@@ -108,9 +109,9 @@ def groups_table(record: Record | None) -> str:
     rows = points(record)
     if record is None or rows.empty:
         return MISSING
-    kernels_of = {f"`{short_name(name)}`": select_step(rows, name) for name in steps(rows)}
-    kernels_of[f"`{headline.FACE}`"] = frame(record, headline.MEASURE)
-    return f"{_table_of_times(kernels_of)}\nGroups of {groups.GROUP}; {_origin_of_part(record, rows, groups.PART)}\n"
+    rows_by_step = {f"`{short_name(kernel)}`": select_step(rows, kernel) for kernel in steps(rows)}
+    rows_by_step[f"`{headline.FACE}`"] = frame(record, headline.MEASURE)
+    return f"{_table_of_times(rows_by_step)}\nGroups of {groups.GROUP}; {_origin_of_part(record, rows, groups.PART)}\n"
 
 
 def load_compute_80_record() -> Record | None:
@@ -123,19 +124,19 @@ def compute_80_table(record: Record | None) -> str:
     rows = frame(record, ampere.MEASURE)
     if record is None or rows.empty:
         return MISSING
-    kernels_of = {f"`{name}`": rows[rows.kernel == name] for name in rows.kernel.unique()}
-    return f"{_table_of_times(kernels_of)}\nPTX for `sm_80`; {_origin_of_part(record, rows, ampere.PART)}\n"
+    rows_by_kernel = {f"`{kernel}`": rows[rows.kernel == kernel] for kernel in rows.kernel.unique()}
+    return f"{_table_of_times(rows_by_kernel)}\nPTX for `sm_80`; {_origin_of_part(record, rows, ampere.PART)}\n"
 
 
 def _table_of_times(kernels_of: dict[str, pd.DataFrame]) -> str:
     """Build a table with the fraction of the floor of each kernel, and the time of its matrices added up."""
     lines = []
-    for name, times in kernels_of.items():
+    for step, times in kernels_of.items():
         rows_by_tokens = {M: times[times.M == M] for M in _SHOWN_TOKENS}
-        line = {"step": name} | {f"of the floor, M = {M}": fraction(rows_by_tokens[M]) for M in _SHOWN_TOKENS}
+        line = {"step": step} | {f"of the floor, M = {M}": fraction(rows_by_tokens[M]) for M in _SHOWN_TOKENS}
         lines.append(line | {f"µs, M = {M}": rows_by_tokens[M].time_us.sum() for M in _SHOWN_TOKENS})
     table = pd.DataFrame(lines)
-    return markdown(table, {name: "{:.1f}" if name.startswith("µs") else "{:.2f}" for name in table.columns[1:]})
+    return markdown(table, {column: "{:.1f}" if column.startswith("µs") else "{:.2f}" for column in table.columns[1:]})
 
 
 def _origin_of_part(record: Record, rows: pd.DataFrame, part: str) -> str:
@@ -155,26 +156,31 @@ def documents_table(record: Record | None = None) -> str:
         return MISSING
     baseline, lqq, excp, imfp = (f"{PREFIX}{step}_sm90" for step in ("qoq", "lqq", "lqq_excp", "lqq_imfp"))
     fig12, fig13 = "LiquidGEMM §7.3, Fig. 12", "LiquidGEMM §7.3, Fig. 13"
-    small, large, last_tokens = CHAINS[:1], CHAINS[1:], TOKENS[-1:]
+    small_chain, large_chain, last_tokens = CHAINS[:1], CHAINS[1:], TOKENS[-1:]
     lines = [
-        (fig12, "ImFP over QServe, LLaMA-2-7B, M = 256", "2.75x", layer_ratios(rows, QSERVE, imfp, small, last_tokens)),
+        (
+            fig12,
+            "ImFP over QServe, LLaMA-2-7B, M = 256",
+            "2.75x",
+            layer_ratios(rows, QSERVE, imfp, small_chain, last_tokens),
+        ),
         (
             fig12,
             "ImFP over QServe, LLaMA-2-70B, M = 256",
             "2.90x",
-            layer_ratios(rows, QSERVE, imfp, large, last_tokens),
+            layer_ratios(rows, QSERVE, imfp, large_chain, last_tokens),
         ),
         (fig13, "LiquidQuant over the baseline", "up to 1.29x", layer_ratios(rows, baseline, lqq)),
         (fig13, "ExCP over the baseline", "gains at many tokens", layer_ratios(rows, baseline, excp)),
         (fig13, "ImFP over the baseline", "gains at every M", layer_ratios(rows, baseline, imfp)),
         ("QServe §4.1", "QServe's kernel over cuBLAS INT8", "1.5x", layer_ratios(rows, "cublas_int8", QSERVE)),
     ]
-    shown = [
+    comparisons = [
         (*line, " to ".join(dict.fromkeys(f"{x:.2f}x" for x in (min(ratios), max(ratios)))))
         for *line, ratios in lines
         if ratios
     ]
-    table = pd.DataFrame(shown, columns=["document", "figure", "reported", "here"])
+    table = pd.DataFrame(comparisons, columns=["document", "figure", "reported", "here"])
     note = "Here: an H200; a range is over LLaMA-2-7B and -70B and the M that were measured."
     return f"{markdown(table, left=3)}\n{note}\n"
 
@@ -225,13 +231,13 @@ def limits_table(record: Record | None = None) -> str:
     lines = []
     for row in sorted(rows.to_dict("records"), key=lambda row: (steps(rows).index(row["kernel"]), row["M"])):
         stalls = {n.removeprefix(STALL).replace("_", " "): us for n, us in row["more"].items() if n.startswith(STALL)}
-        worst = sorted(stalls, key=lambda name: -stalls[name])[:_REASONS]
+        worst = sorted(stalls, key=lambda stall: -stalls[stall])[:_REASONS]
         line = {"step": f"`{short_name(row['kernel'])}`", "M": row["M"], "µs": f"{row['ncu_ns'] / 1e3:.1f}"}
         line["registers"] = f"{row['registers']:.0f}"
         line["SM MHz"] = f"{1e3 * row['ncu_cycles'] / row['ncu_ns']:.0f}"
         line["executed per weight"] = f"{32 * row['warp_instructions'] / (row['N'] * row['K']):.2f}"
-        line |= {f"{unit} %": f"{row[f'{unit}_pct']:.0f}" for unit in units}
-        line["warps wait for (per issue)"] = ", ".join(f"{name} {stalls[name]:.1f}" for name in worst)
+        line |= {f"{pipe} %": f"{row[f'{pipe}_pct']:.0f}" for pipe in units}
+        line["warps wait for (per issue)"] = ", ".join(f"{stall} {stalls[stall]:.1f}" for stall in worst)
         lines.append(line)
     note = f"{DISSECTED}: {DISSECTED.N} x {DISSECTED.K}, counted by ncu, caches cold."
     return f"{markdown(pd.DataFrame(lines))}\n{note}\n"

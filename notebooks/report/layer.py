@@ -63,21 +63,21 @@ def points(record: Record | None) -> pd.DataFrame:
     `over KIND`, the speed-up over it; empty and NaN where none was measured.
     """
     rows = [row for row in record.rows if row.measure == MEASURE] if record else []
-    flat = []
+    lines = []
     for row in rows:
         config = config_of(row.sizes)
         point: dict[str, Any] = {"model": config.name if config else "", **row.more, **vars(row), "B": row.sizes["B"]}
-        for kind, start in KINDS.items():
-            name = fastest(row.peers, start)
-            point |= {kind: name, f"over {kind}": row.peers[name] / row.time_us if name else math.nan}
-        flat.append(point)
+        for kind, prefix in KINDS.items():
+            peer = fastest(row.peers, prefix)
+            point |= {kind: peer, f"over {kind}": row.peers[peer] / row.time_us if peer else math.nan}
+        lines.append(point)
     columns = [*_COLUMNS, *KINDS, *(f"over {kind}" for kind in KINDS), "peers", "more"]
-    return pd.DataFrame(flat, columns=list(dict.fromkeys([*columns, *(key for point in flat for key in point)])))
+    return pd.DataFrame(lines, columns=list(dict.fromkeys([*columns, *(key for point in lines for key in point)])))
 
 
 def fastest(peers: Mapping[str, float], start: str) -> str:
     """Return the name of the fastest peer whose name begins with `start`, or an empty string if there is none."""
-    return min((name for name in peers if name.startswith(start)), key=peers.__getitem__, default="")
+    return min((peer for peer in peers if peer.startswith(start)), key=peers.__getitem__, default="")
 
 
 def fused_points(record: Record | None) -> pd.DataFrame:
@@ -86,16 +86,16 @@ def fused_points(record: Record | None) -> pd.DataFrame:
     `width` is that of a row; for `rope_append_kv4` it is that of q, k and v together.
     """
     rows = [row for row in record.rows if row.measure == FUSED] if record else []
-    flat = []
+    lines = []
     for row in rows:
         sizes = row.sizes
-        heads = sizes.get("D", 128) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))  # some records do not say 128
-        width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
-        over = {kind: row.peers.get(name, math.nan) / row.time_us for kind, name in _PUBLIC.items()}
-        point = {**row.more, **vars(row), "M": sizes["M"], "width": width, **over}
-        flat.append(point)
+        head_dims = sizes.get("D", 128) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))  # some records do not say 128
+        width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else head_dims
+        speedup_by_kind = {kind: row.peers.get(peer, math.nan) / row.time_us for kind, peer in _PUBLIC.items()}
+        point = {**row.more, **vars(row), "M": sizes["M"], "width": width, **speedup_by_kind}
+        lines.append(point)
     return pd.DataFrame(
-        flat, columns=list(dict.fromkeys([*_FUSED, *_PUBLIC, *(key for point in flat for key in point)]))
+        lines, columns=list(dict.fromkeys([*_FUSED, *_PUBLIC, *(key for point in lines for key in point)]))
     )
 
 
@@ -107,7 +107,7 @@ def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
     launches: dict[str, list[dict[str, Any]]] = {model: [] for model in TRACED}
     for row in record.rows if record else ():
         if row.measure == TIMELINE:
-            config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
+            config = config_of({size_name: size for size_name, size in row.sizes.items() if size_name != "launch"})
             if config and config.name in launches:
                 launches[config.name].append({**vars(row), **row.more, **row.sizes})
     return {model: pd.DataFrame(rows) for model, rows in launches.items() if rows}
@@ -122,10 +122,18 @@ def layers_table(record: Record | None) -> str:
     rows = points(record)
     if record is None or rows.empty:
         return MISSING
-    shown = {"model": "{}", "B": "{}", "time_us": "{:.1f} µs", "fraction": "{:.2f}", "others_share": "{:.0%}"}
-    shown |= {f"over {kind}": "{:.2f}x" for kind in KINDS}
-    order = {config.name: place for place, config in enumerate(CONFIGS)}
-    rows = rows.sort_values(["model", "B"], key=lambda column: column.map(order) if column.name == "model" else column)
+    format_by_column = {
+        "model": "{}",
+        "B": "{}",
+        "time_us": "{:.1f} µs",
+        "fraction": "{:.2f}",
+        "others_share": "{:.0%}",
+    }
+    format_by_column |= {f"over {kind}": "{:.2f}x" for kind in KINDS}
+    config_order = {config.name: place for place, config in enumerate(CONFIGS)}
+    rows = rows.sort_values(
+        ["model", "B"], key=lambda column: column.map(config_order) if column.name == "model" else column
+    )
     last = {
         "model": "**mean**",
         "B": "",
@@ -134,25 +142,25 @@ def layers_table(record: Record | None) -> str:
         "others_share": math.nan,
     }
     last |= {f"over {kind}": mean(rows[f"over {kind}"]) for kind in KINDS}
-    table = pd.concat([rows[[*shown]].astype(object), pd.DataFrame([last], dtype=object)])
+    table = pd.concat([rows[[*format_by_column]].astype(object), pd.DataFrame([last], dtype=object)])
     names = {"B": "batch", "time_us": "time", "fraction": "of the floor", "others_share": "others"}
-    table.columns = pd.Index([names.get(name, name) for name in shown])
-    return f"{markdown(table, dict(zip(table, shown.values(), strict=True)))}\n{_origin(record, rows)}\n"
+    table.columns = pd.Index([names.get(column, column) for column in format_by_column])
+    return f"{markdown(table, dict(zip(table, format_by_column.values(), strict=True)))}\n{_origin(record, rows)}\n"
 
 
 def _origin(record: Record, rows: pd.DataFrame) -> str:
     """Describe how the figures were measured, and name the record they come from."""
-    attentions = dict.fromkeys(name.partition("/")[2] for peers in rows.peers for name in peers)
-    attention_notes = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
-    alone = rows[~rows.peers.map(lambda peers: any("/xqa" in name for name in peers))]
-    batches = ", ".join(str(B) for B in sorted(set(alone[alone.model.isin(DRAWN)].B)))
-    flattered = f" Without it, at batch {batches} and for shares, only PyTorch's counts, which flatters our layer."
+    attentions = dict.fromkeys(mix.partition("/")[2] for peers in rows.peers for mix in peers)
+    attention_notes = "; ".join(f"`{mix}`: {_ATTENTION[mix]}" for mix in _ATTENTION if mix in attentions)
+    rows_without_xqa = rows[~rows.peers.map(lambda peers: any("/xqa" in mix for mix in peers))]
+    batches = ", ".join(str(B) for B in sorted(set(rows_without_xqa[rows_without_xqa.model.isin(DRAWN)].B)))
+    counts_note = f" Without it, at batch {batches} and for shares, only PyTorch's counts, which flatters our layer."
     return (
         "Sequences of 1,024 tokens, KV4, LQQ weights in groups of 128, FP16 between the kernels; 1/n is one of n GPUs'"
         " share, without the all-reduce. The floor is the sum over operations of the longer of reading weights and"
         " cache once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The"
         f" fastest mix of each kind counts, its attention being the best of: {attention_notes or 'none measured'}."
-        f"{flattered if batches else ''}"
+        f"{counts_note if batches else ''}"
         f" Measured on one {record.device['name']}: `python -m benchmarks layer`, {record.date[:10]},"
         f" commit {record.revision},"
         f" read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
@@ -167,7 +175,7 @@ def fused_table(record: Record | None) -> str:
     rows = fused_points(record)
     if rows.empty:
         return MISSING
-    shown = {
+    columns = {
         "kernel": ("kernel", "`{}`"),
         "width": ("width", "{:,}"),
         "M": ("tokens", "{:,}"),
@@ -179,10 +187,10 @@ def fused_table(record: Record | None) -> str:
         "over torch": ("over torch.compile", "{:.2f}x"),
         "over Liger": ("over Liger, FP16 out", "{:.2f}x"),
     }
-    table = rows.assign(**{"of copy": rows.copy_us / rows.time_us}).sort_values(["kernel", "width", "M"])[[*shown]]
-    table.columns = pd.Index([name for name, _ in shown.values()])
-    table, formats = table.dropna(axis="columns", how="all"), dict(shown.values())  # without peers that nobody has
-    return markdown(table, {name: formats[name] for name in table})
+    table = rows.assign(**{"of copy": rows.copy_us / rows.time_us}).sort_values(["kernel", "width", "M"])[[*columns]]
+    table.columns = pd.Index([heading for heading, _ in columns.values()])
+    table, formats = table.dropna(axis="columns", how="all"), dict(columns.values())  # without peers that nobody has
+    return markdown(table, {heading: formats[heading] for heading in table})
 
 
 def timeline_table(record: Record | None) -> str:
@@ -194,7 +202,9 @@ def timeline_table(record: Record | None) -> str:
                 f"{model}, batch {rows.B.iloc[0]}": "`" + rows.face + "`",
                 "begins": rows.start_us,
                 "lasts": rows.time_us,
-                "before it": [f"{abs(gap):.2f} µs {'idle' if gap > 0 else 'overlapped'}" for gap in rows.gap_us],
+                "before it": [
+                    f"{abs(gap_us):.2f} µs {'idle' if gap_us > 0 else 'overlapped'}" for gap_us in rows.gap_us
+                ],
             }
         )
         formats = {"begins": "{:.2f} µs", "lasts": "{:.2f} µs"}
@@ -205,12 +215,12 @@ def timeline_table(record: Record | None) -> str:
 
 def d64_table(record: Record | None) -> str:
     """Build the table of a layer with heads of 64, its head-related times beside those of as many heads of 128."""
-    wide = Config.named("LLaMA-3-8B")
+    d128_config = Config.named("LLaMA-3-8B")
     rows_by_measure: dict[str, dict[int, Row]] = {D64: {}, MEASURE: {}}
     for row in record.rows if record else ():
-        if row.measure == D64 or (row.measure == MEASURE and config_of(row.sizes) == wide):
+        if row.measure == D64 or (row.measure == MEASURE and config_of(row.sizes) == d128_config):
             rows_by_measure[row.measure][row.sizes["B"]] = row
-    flat = []
+    lines = []
     for B, row in rows_by_measure[D64].items():
         line: dict[str, Any] = {"batch": B, "time": row.time_us, "of the floor": row.fraction}
         for D, layer_row in ((64, row), (128, rows_by_measure[MEASURE].get(B))):
@@ -218,17 +228,20 @@ def d64_table(record: Record | None) -> str:
             us = figures.get("attention", math.nan)
             line[f"attention, {D}"], line[f"its floor, {D}"] = us, figures.get("floor attention", math.nan) / us
             line[f"rope_append_kv4, {D}"] = figures.get("rope_append_kv4 q", math.nan)
-        flat.append(line)
-    if record is None or not flat:
+        lines.append(line)
+    if record is None or not lines:
         return MISSING
-    formats = {name: "{:.2f}" if "floor" in name else "{}" if name == "batch" else "{:.1f} µs" for name in flat[0]}
+    formats = {
+        column: "{:.2f}" if "floor" in column else "{}" if column == "batch" else "{:.1f} µs" for column in lines[0]
+    }
     note = (
         f"Time of a {NARROW.name} layer. Attention and `rope_append_kv4`, each alone, for {NARROW.heads} query heads"
-        f" and {NARROW.kv_heads} of keys and values: of 64 dimensions, and of 128 ({wide.name}), which have 1.9 times"
+        f" and {NARROW.kv_heads} of keys and values: of 64 dimensions, and of 128 ({d128_config.name}), which have 1.9 "
+        "times"
         f" the bytes in the cache. Measured on one {record.device['name']}: `python -m benchmarks layer`,"
         f" {record.date[:10]}, commit {record.revision}."
     )
-    return f"{markdown(pd.DataFrame(flat), formats)}\n{note}\n"
+    return f"{markdown(pd.DataFrame(lines), formats)}\n{note}\n"
 
 
 def epilogues_table(record: Record | None) -> str:
@@ -236,25 +249,31 @@ def epilogues_table(record: Record | None) -> str:
     rows = [row for row in record.rows if row.measure == EPILOGUES] if record else []
     if record is None or not rows:
         return MISSING
-    plain, *other_choices = ENDS
+    no_epilogues, *other_choices = ENDS
     lines: dict[tuple[str, int], dict[Ends, Row]] = {}
     for row in rows:
-        config = config_of({name: size for name, size in row.sizes.items() if name not in plain._fields})
+        config = config_of(
+            {size_name: size for size_name, size in row.sizes.items() if size_name not in no_epilogues._fields}
+        )
         B = row.sizes["B"]
         line = lines.setdefault((config.name if config else "", B), {})
-        line[Ends(*(bool(row.sizes[name]) for name in plain._fields))] = row
-    flat = []
+        line[Ends(*(bool(row.sizes[size_name]) for size_name in no_epilogues._fields))] = row
+    table_lines = []
     for (model, B), rows_by_choice in lines.items():
-        cells: dict[str, Any] = {"model": model, "batch": B, "neither": f"{rows_by_choice[plain].time_us:.1f} µs"}
+        line_cells: dict[str, Any] = {
+            "model": model,
+            "batch": B,
+            "neither": f"{rows_by_choice[no_epilogues].time_us:.1f} µs",
+        }
         for ends in other_choices:
-            change, predicted = (
-                us - rows_by_choice[plain].time_us
+            change_us, predicted = (
+                us - rows_by_choice[no_epilogues].time_us
                 for us in (rows_by_choice[ends].time_us, rows_by_choice[ends].more["predicted_us"])
             )
-            cells[_name_epilogues(ends)] = f"{change:+.2f} µs (predicted {predicted:+.2f})"
-        cells["wins"] = _name_epilogues(min(rows_by_choice, key=lambda ends: rows_by_choice[ends].time_us))
-        flat.append(cells)
-    table = pd.DataFrame(flat)
+            line_cells[_name_epilogues(ends)] = f"{change_us:+.2f} µs (predicted {predicted:+.2f})"
+        line_cells["wins"] = _name_epilogues(min(rows_by_choice, key=lambda ends: rows_by_choice[ends].time_us))
+        table_lines.append(line_cells)
+    table = pd.DataFrame(table_lines)
     note = (
         "Change of a whole layer's time; each in turn, twice, the faster counts. The residual add gives the same bits,"
         f" SiLU·mul others. Measured on one {record.device['name']}: `python -m benchmarks layer --only epilogues`,"
@@ -264,7 +283,7 @@ def epilogues_table(record: Record | None) -> str:
 
 
 def _name_epilogues(ends: Ends) -> str:
-    names = [name for name, enabled in zip(("residual add", "SiLU·mul"), ends, strict=True) if enabled]
+    names = [epilogue for epilogue, enabled in zip(("residual add", "SiLU·mul"), ends, strict=True) if enabled]
     return " and ".join(names) or "neither"
 
 
@@ -287,13 +306,13 @@ def breakdown_figure(record: Record) -> Figure:
 
 def _bars(axes: Axes, rows: pd.DataFrame) -> None:
     places, mix_us = np.arange(len(rows)), rows.time_us * rows[f"over {BESIDE}"]
-    for side, label, hatch in ((-0.2, "ptxlab", None), (0.2, f"{BESIDE} mix", "///")):
-        below = np.zeros(len(rows))
+    for bar_offset, label, hatch in ((-0.2, "ptxlab", None), (0.2, f"{BESIDE} mix", "///")):
+        bottoms = np.zeros(len(rows))
         for part, colour in PARTS.items():
-            us = [_part(row, part, "" if side < 0 else row[BESIDE]) for _, row in rows.iterrows()]
+            us = [_part(row, part, "" if bar_offset < 0 else row[BESIDE]) for _, row in rows.iterrows()]
             heights = np.nan_to_num(np.array(us) / mix_us.to_numpy(dtype=float))
-            axes.bar(places + side, heights, 0.38, below, color=colour, hatch=hatch, edgecolor="white")
-            below = below + heights
+            axes.bar(places + bar_offset, heights, 0.38, bottoms, color=colour, hatch=hatch, edgecolor="white")
+            bottoms = bottoms + heights
         axes.bar([0], [0], color=PALE, hatch=hatch, edgecolor=GREY, label=label)
     for part, colour in PARTS.items():
         axes.bar([0], [0], color=colour, label=part)
@@ -329,7 +348,7 @@ def timeline_figure(record: Record) -> Figure:
                 axes.text(row.start_us, place, f"{row.gap_us:.1f} µs idle ", ha="right", va="center", fontsize=7)
         axes.set_yticks(range(len(rows)), [*rows.face], fontsize=8)
         axes.invert_yaxis()
-        idle = sum(gap for gap in rows.gap_us[1:] if gap > 0)
+        idle = sum(gap_us for gap_us in rows.gap_us[1:] if gap_us > 0)
         title(axes, f"{model}, batch {rows.B.iloc[0]}: {idle:.1f} µs of {rows.end_us.max():.1f} idle", size=10)
         bare(axes)
     panels[-1].set_xlabel("µs")

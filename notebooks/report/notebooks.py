@@ -74,9 +74,11 @@ def _from_the_root(output: Any) -> Any:
 
 def _shrink(output: Any) -> Any:
     """Store the picture of an output, if it has one, as those of `notebooks/figures` are stored."""
-    by_type = output.get("data", {})
-    if "image/png" in by_type:
-        by_type["image/png"] = base64.b64encode(shrink_png(base64.b64decode(by_type["image/png"]))).decode()
+    output_by_mime_type = output.get("data", {})
+    if "image/png" in output_by_mime_type:
+        output_by_mime_type["image/png"] = base64.b64encode(
+            shrink_png(base64.b64decode(output_by_mime_type["image/png"]))
+        ).decode()
     return output
 
 

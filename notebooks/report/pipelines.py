@@ -27,14 +27,15 @@ def load_timelines(name: str, gpu: str = "h200") -> list[Timeline]:
 
 def step_timelines(M: int) -> list[Timeline]:
     """Load the timelines of the steps at M tokens, in the steps' order, without those that are not recorded."""
-    return [one for name in STEPS for one in load_timelines(name) if one.sizes["M"] == M]
+    return [step_timeline for step in STEPS for step_timeline in load_timelines(step) if step_timeline.sizes["M"] == M]
 
 
 def titles(timelines: list[Timeline]) -> list[str]:
     """Return a title per timeline: what the step shows, its time, and the share in which the shown SM has work."""
     return [
-        f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs (SM at work {_first_sm(one).share_of_launch:.0%})"
-        for one in timelines
+        f"{step_timeline.kernel}: {STEPS[step_timeline.kernel]}; {step_timeline.time_us:.1f} µs"
+        f" (SM at work {_first_sm(step_timeline).share_of_launch:.0%})"
+        for step_timeline in timelines
     ]
 
 
@@ -62,8 +63,8 @@ def comparison(M: int) -> Figure:
 
 def section() -> str:
     """Write the README's comparison of pipelines: what the picture shows, the picture, and what the stamps cost."""
-    shown = {one.kernel: one for one in step_timelines(SHOWN)}
-    excp, imfp = (shown.get(f"gemm_w4a8_lqq_{name}_sm90") for name in ("excp", "imfp"))
+    timeline_by_kernel = {step_timeline.kernel: step_timeline for step_timeline in step_timelines(SHOWN)}
+    excp, imfp = (timeline_by_kernel.get(f"gemm_w4a8_lqq_{step}_sm90") for step in ("excp", "imfp"))
     if excp is None or imfp is None:
         return "Not recorded yet.\n"
     sizes = f"{excp.sizes['N']} x {excp.sizes['K']}, M = {SHOWN}"
@@ -74,20 +75,20 @@ def section() -> str:
         f"{_steady(imfp):.0%}. A busy main loop is not yet a fast launch: tiles that do not divide evenly among the "
         f"SMs leave some of them idle. The SM shown works {_first_sm(imfp).share_of_launch:.0%} of the ImFP launch"
     )
-    if last := shown.get("gemm_w4a8_sm90"):
+    if last := timeline_by_kernel.get("gemm_w4a8_sm90"):
         text += (
             f" and {_first_sm(last).share_of_launch:.0%} of that of `{last.kernel}`, whose tiles are shared out evenly"
         )
     lines = []
-    for one in shown.values():
-        busy, works = _first_sm(one).busy(), _first_sm(one).share_of_launch
+    for step_timeline in timeline_by_kernel.values():
+        busy_shares, work_share = _first_sm(step_timeline).busy(), _first_sm(step_timeline).share_of_launch
         line = {
-            "step": f"`{one.kernel}`",
-            "time": f"{one.time_us:.1f} µs",
-            "with time stamps": f"{one.recording_us:.1f} µs",
+            "step": f"`{step_timeline.kernel}`",
+            "time": f"{step_timeline.time_us:.1f} µs",
+            "with time stamps": f"{step_timeline.recording_us:.1f} µs",
         }
-        line |= {"tensor cores busy, as shown": f"{_steady(one):.2f}", "SM at work": f"{works:.2f}"}
-        lines.append(line | {"tensor cores busy, whole launch": f"{busy * works:.2f}"})
+        line |= {"tensor cores busy, as shown": f"{_steady(step_timeline):.2f}", "SM at work": f"{work_share:.2f}"}
+        lines.append(line | {"tensor cores busy, whole launch": f"{busy_shares * work_share:.2f}"})
     note = (
         f"Recorded by `ptxlab timeline NAME --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
         "is drawn as soon as it can run, and as short as at the peak rate: the shares are lower bounds. The last three "
@@ -102,16 +103,16 @@ def _other_pictures() -> list[str]:
     """Describe the recorded pictures that the README does not show, one sentence each, as one paragraph."""
     sentences = []
     if small_batch := step_timelines(FEW):
-        shares = sorted(_steady(one) for one in small_batch)
+        shares = sorted(_steady(step_timeline) for step_timeline in small_batch)
         sentences.append(
             f"With [{FEW} tokens]({_FIGURES}/{picture_name(FEW)}) a weight is dequantised for a quarter of the "
             f"products, and the tensor cores work {shares[0]:.0%} to {shares[-1]:.0%} of the time, under any pipeline."
         )
-    for one in load_timelines(ATTENTION)[:1]:
-        share_before, share_after = (f"{share:.0%}" for share in _edges(one))
+    for step_timeline in load_timelines(ATTENTION)[:1]:
+        share_before, share_after = (f"{share:.0%}" for share in _edges(step_timeline))
         sentences.append(
-            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}) a launch takes {one.time_us:.1f} µs. {share_before} of"
-            f" this has passed when the first scores are computed, and {share_after} is left after the last values."
+            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}) a launch takes {step_timeline.time_us:.1f} µs."
+            f" {share_before} of this has passed when the first scores are computed, and {share_after} is left after the last values."
             " This is why short caches stay below the memory's speed."
         )
     return [" ".join(sentences)] if sentences else []
@@ -119,11 +120,11 @@ def _other_pictures() -> list[str]:
 
 def _edges(attention: Timeline) -> tuple[float, float]:
     """Return the shares of a launch before the first scores and after the last values, on the first SM."""
-    one = _first_sm(attention)
-    spans = [span for track in one.tracks for span in track.spans]
+    sm_timeline = _first_sm(attention)
+    spans = [span for track in sm_timeline.tracks for span in track.spans]
     first = min(span.begin for span in spans if span.phase == "scores")
     last = max(span.end for span in spans if span.phase == "values")
-    return first / one.duration, 1 - last / one.duration
+    return first / sm_timeline.duration, 1 - last / sm_timeline.duration
 
 
 def picture_name(M: int) -> str:

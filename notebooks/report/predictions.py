@@ -53,12 +53,18 @@ def predictions(record: Record | None) -> pd.DataFrame:
 
     `in_turn` is the predicted time over the measured one, `error` and `overlapped_error` how far that is from 1.
     """
-    parts = [part for part in (ladder.points(record), gemm.points(record), gemm.eight_bit(record)) if len(part)]
+    parts = [
+        kernel_points
+        for kernel_points in (ladder.points(record), gemm.points(record), gemm.eight_bit(record))
+        if len(kernel_points)
+    ]
     if record is None or not parts:
         return gemm.points(None)
-    rows = add_predictions(pd.concat([part.dropna(axis=1, how="all") for part in parts]), measured_device(record))
-    in_turn, overlapped = rows.in_turn_us / rows.time_us, rows.overlapped_us / rows.time_us
-    return rows.assign(in_turn=in_turn, error=abs(in_turn - 1), overlapped_error=abs(overlapped - 1))
+    rows = add_predictions(
+        pd.concat([kernel_points.dropna(axis=1, how="all") for kernel_points in parts]), measured_device(record)
+    )
+    serial_ratio, overlapped_ratio = rows.in_turn_us / rows.time_us, rows.overlapped_us / rows.time_us
+    return rows.assign(in_turn=serial_ratio, error=abs(serial_ratio - 1), overlapped_error=abs(overlapped_ratio - 1))
 
 
 def measured_device(record: Record) -> Device:
@@ -82,18 +88,18 @@ def ratios_to_8bit(record: Record | None, peer: str) -> pd.DataFrame:
     device = measured_device(record)
     rows, times = add_predictions(rows, device), ["time_us", "in_turn_us", "overlapped_us"]
     if peer == W8A8:
-        eight = add_predictions(gemm.eight_bit(record), device)[[*gemm.PLACE, *times]]
-        rows = rows.merge(eight, on=gemm.PLACE, suffixes=("", "_8"))
+        eight_bit_rows = add_predictions(gemm.eight_bit(record), device)[[*gemm.PLACE, *times]]
+        rows = rows.merge(eight_bit_rows, on=gemm.PLACE, suffixes=("", "_8"))
     else:
         rows = rows[rows[f"over {peer}"].notna()]
         fp8 = [cost.gemm_cost(device, cost.SCHEMES["FP8"], row.M, row.N, row.K) for row in rows.itertuples()]
         rows = rows.assign(
             time_us_8=rows.time_us * rows[f"over {peer}"],
-            in_turn_us_8=[one.in_turn_us for one in fp8],
-            overlapped_us_8=[one.overlapped_us for one in fp8],
+            in_turn_us_8=[prediction.in_turn_us for prediction in fp8],
+            overlapped_us_8=[prediction.overlapped_us for prediction in fp8],
         )
     names = ("measured", "in_turn", "overlapped")
-    return rows.assign(**{name: rows[us] / rows[f"{us}_8"] for name, us in zip(names, times, strict=True)})
+    return rows.assign(**{ratio_name: rows[us] / rows[f"{us}_8"] for ratio_name, us in zip(names, times, strict=True)})
 
 
 def crossover(device: Device, alpha: float) -> float:
@@ -114,10 +120,10 @@ def slower_between(ratios: Mapping[int, float]) -> list[tuple[float, float]]:
     """
     tokens = sorted(ratios)
     log = np.log([ratios[M] for M in tokens])
-    turns = np.flatnonzero(np.diff(log > 0, prepend=False))  # where it passes 1, upwards and downwards in turn
+    crossings = np.flatnonzero(np.diff(log > 0, prepend=False))  # where it passes 1, upwards and downwards in turn
     ends = [
         tokens[i - 1] * (tokens[i] / tokens[i - 1]) ** (log[i - 1] / (log[i - 1] - log[i])) if i else tokens[0]
-        for i in turns
+        for i in crossings
     ]
     ends += [math.inf] * (len(ends) % 2)
     return list(zip(ends[::2], ends[1::2], strict=True))
@@ -138,14 +144,17 @@ def _round_tokens(tokens: float) -> str:
 
 def kernels_table(record: Record | None) -> str:
     """Build the table of the model's errors, kernel by kernel."""
-    points = predictions(record)
-    if record is None or points.empty:
+    prediction_rows = predictions(record)
+    if record is None or prediction_rows.empty:
         return MISSING
-    small, large = DISSECTED_TOKENS
+    few_tokens, many_tokens = DISSECTED_TOKENS
     lines = []
-    for name, kernel_points in points.groupby("kernel", sort=False):
-        alphas = dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS)
-        line: dict[str, object] = {"kernel": f"`{display_name(name)}`", f"α, M = {small} / {large}": " / ".join(alphas)}
+    for kernel, kernel_points in prediction_rows.groupby("kernel", sort=False):
+        alphas = dict.fromkeys(f"{alpha_at(kernel, M):.2g}" for M in DISSECTED_TOKENS)
+        line: dict[str, object] = {
+            "kernel": f"`{display_name(kernel)}`",
+            f"α, M = {few_tokens} / {many_tokens}": " / ".join(alphas),
+        }
         line |= {"mean error in turn": kernel_points.error.mean(), "overlapped": kernel_points.overlapped_error.mean()}
         line |= {
             f"in turn over measured, M = {M}": mean(gemm.at_tokens(kernel_points, M).in_turn) for M in DISSECTED_TOKENS
@@ -153,9 +162,10 @@ def kernels_table(record: Record | None) -> str:
         lines.append(line)
     table = pd.DataFrame(lines)
     formats = dict(zip(table.columns[2:], ("{:.0%}", "{:.0%}", "{:.2f}", "{:.2f}"), strict=True))
-    in_turn, overlapped = (sum(points.time_us < points[us]) for us in ("in_turn_us", "overlapped_us"))
+    in_turn, overlapped = (sum(prediction_rows.time_us < prediction_rows[us]) for us in ("in_turn_us", "overlapped_us"))
     note = (
-        f"{len(points)} points of `python -m benchmarks gemm`, {record.date[:10]}, commit {record.revision}, of which"
+        f"{len(prediction_rows)} points of `python -m benchmarks gemm`, {record.date[:10]}, commit {record.revision}, "
+        "of which"
         f" {in_turn} took less than in turn and {overlapped} less than overlapped. α: instructions of a thread per"
         " weight in the main loop's machine code (W8A8 unpacks nothing; of `gemm_w4a8_small_sm90` those of its"
         " dequantiser alone)."
@@ -171,9 +181,9 @@ def crossover_table(record: Record | None) -> str:
     table = pd.DataFrame(
         {"W4A8 is slower, M": [f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA]}, index=map(str, LLAMA)
     )
-    for name, peer_ratios in ratios_by_peer.items():
+    for peer_name, peer_ratios in ratios_by_peer.items():
         for source, column in (("measured", "measured"), ("predicted", "in_turn")):
-            table[f"than {name}, {source}"] = (
+            table[f"than {peer_name}, {source}"] = (
                 peer_ratios.set_index("M")
                 .groupby("layer")[column]
                 .agg(lambda ratios: describe_slower_ranges(ratios.to_dict()))

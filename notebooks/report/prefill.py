@@ -26,7 +26,7 @@ def points(record: Record | None) -> pd.DataFrame:
     rows = [row for row in record.rows if row.measure == MEASURE] if record else []
     rates = [
         {**row.sizes, "us": row.time_us, "floor": row.fraction, "ours": row.rate}
-        | {name: row.operations / row.peers[name] / 1e6 if name in row.peers else math.nan for name in PEERS}
+        | {peer: row.operations / row.peers[peer] / 1e6 if peer in row.peers else math.nan for peer in PEERS}
         for row in rows
     ]
     columns = ["T", "C", "Hq", "Hkv", "D", "us", "floor", "ours", *PEERS]
@@ -47,7 +47,7 @@ def section() -> str:
             "time": rows.us,
             "of the floor": rows.floor,
             "TFLOPS": rows.ours,
-            **{called: rows[name] for name, called in PEERS.items()},
+            **{heading: rows[peer] for peer, heading in PEERS.items()},
             "over FA3 FP16": rows.ours / rows[FA3],
         }
     )
@@ -69,8 +69,8 @@ def section() -> str:
 def target(rows: pd.DataFrame) -> str:
     """Say how many chunks reach `TARGET`, of those with heads of 128 beside FlashAttention 3; and the slowest."""
     ratios = (rows.ours / rows[FA3])[(rows.D == HEAD_DIM) & (rows["T"] >= FROM_QUERIES)].dropna()
-    met = f"{(ratios >= TARGET).sum()} of {len(ratios)} chunks of {FROM_QUERIES:,} queries or more meet it"
-    return f"Target: {TARGET:.2f} of FA3 FP16's rate; {met}, the slowest has {ratios.min():.2f}."
+    verdict_note = f"{(ratios >= TARGET).sum()} of {len(ratios)} chunks of {FROM_QUERIES:,} queries or more meet it"
+    return f"Target: {TARGET:.2f} of FA3 FP16's rate; {verdict_note}, the slowest has {ratios.min():.2f}."
 
 
 def failure_lines(record: Record) -> list[str]:
@@ -110,16 +110,16 @@ def rates_figure(rows: pd.DataFrame) -> Figure:
     rows = rows[rows.D == HEAD_DIM]
     figure = Figure(figsize=(13, 7.2), layout="constrained")
     panels = figure.subplots(len(HEADS), len(CONTEXTS), sharex=True, sharey=True, squeeze=False)
-    for line, (Hq, Hkv) in zip(panels, HEADS, strict=True):
-        for axes, context in zip(line, CONTEXTS, strict=True):
-            shown = rows[(rows.Hq == Hq) & (rows.Hkv == Hkv) & (context == rows.C)].sort_values("T")
-            for name, (label, colour, marker) in _LINES.items():
-                axes.plot(shown["T"], shown[name], color=colour, marker=marker, label=label)
+    for panel_row, (Hq, Hkv) in zip(panels, HEADS, strict=True):
+        for axes, context in zip(panel_row, CONTEXTS, strict=True):
+            head_rows = rows[(rows.Hq == Hq) & (rows.Hkv == Hkv) & (context == rows.C)].sort_values("T")
+            for peer, (label, colour, marker) in _LINES.items():
+                axes.plot(head_rows["T"], head_rows[peer], color=colour, marker=marker, label=label)
             axes.set_xscale("log", base=2)
             axes.grid(axis="y", color=PALE, linewidth=0.6)
             title(axes, f"heads {Hq}/{Hkv}, context {context:,}", size=9)
             bare(axes)
-        line[0].set_ylabel("TFLOPS")
+        panel_row[0].set_ylabel("TFLOPS")
     panels[0, 0].set_ylim(bottom=0)  # for all panels, which share the axis; set after all lines, as it ends autoscaling
     for axes in panels[-1]:
         axes.set_xlabel("queries")

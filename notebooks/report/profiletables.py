@@ -59,15 +59,17 @@ def stalls_section() -> str:
             f"{layer.part}, M = {M}": record.at(kernel, str(layer), M) for layer in stalls.FFN for M in stalls.TOKENS
         }
         rows = {place: row for place, row in places.items() if row}
-        whole = sorted(row.dequantise for row in rows.values())
-        executed = min(row.executed.get("subtract", 0) for row in rows.values())
+        dequantise_shares = sorted(row.dequantise for row in rows.values())
+        executed_subtractions = min(row.executed.get("subtract", 0) for row in rows.values())
         line = {
             "kernel": f"`{kernel}`",
-            "subtraction": next((how for scheme, how in _SPELLING.items() if f"_{scheme}_" in kernel), _UNSIGNED),
-            "instructions of it per weight": f"{executed:.2g}",
+            "subtraction": next(
+                (spelling for scheme, spelling in _SPELLING.items() if f"_{scheme}_" in kernel), _UNSIGNED
+            ),
+            "instructions of it per weight": f"{executed_subtractions:.2g}",
         }
         line |= {place: f"{row.subtract:.0%}" for place, row in rows.items()}
-        lines.append(line | {"all of the dequantisation": f"{whole[0]:.0%} to {whole[-1]:.0%}"})
+        lines.append(line | {"all of the dequantisation": f"{dequantise_shares[0]:.0%} to {dequantise_shares[-1]:.0%}"})
     note = (
         "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop. For QServe itself"
         " LiquidGEMM reports 21% on an H800, without an M."
@@ -78,5 +80,5 @@ def stalls_section() -> str:
 
 def _origin(device: str, origin: dict[str, str], command: str) -> str:
     """Describe in a sentence how a profile was measured."""
-    when = f"{origin['date'][:10]}, commit {origin['commit'][:10]}, ncu {origin['ncu']}"
-    return f"Measured on one {device}: `{command}`, {when}."
+    date_and_commit = f"{origin['date'][:10]}, commit {origin['commit'][:10]}, ncu {origin['ncu']}"
+    return f"Measured on one {device}: `{command}`, {date_and_commit}."

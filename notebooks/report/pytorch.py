@@ -20,12 +20,13 @@ def table() -> str:
     calls = [row for row in record.rows if row.measure == "host time"]
     steps = [row for row in record.rows if len(row.peers) == 2]  # ours
     rates = pd.DataFrame(
-        {"batch": row.sizes["B"], _OWN: row.rate} | {way: row.rate * row.time_us / us for way, us in row.peers.items()}
+        {"batch": row.sizes["B"], _OWN: row.rate}
+        | {mode: row.rate * row.time_us / us for mode, us in row.peers.items()}
         for row in steps
     )
-    for name in steps[0].peers:
-        rates[f"over {name}"] = rates[_OWN] / rates[name]
-    formats = {name: "{:.2f}x" if name.startswith("over") else "{:,.0f}" for name in rates}
+    for mode in steps[0].peers:
+        rates[f"over {mode}"] = rates[_OWN] / rates[mode]
+    formats = {column: "{:.2f}x" if column.startswith("over") else "{:,.0f}" for column in rates}
     hosts = pd.DataFrame(
         {"operator": f"`{row.kernel}`", "us": row.time_us, "that only allocates": row.floor_us} for row in calls
     )

@@ -13,8 +13,8 @@ def table() -> str:
     """Make a table with a line for each quirk."""
     lines = [f"| quirk | who | {' | '.join(f'ptxas {version}' for version in PTXAS)} |", "| --- |" + " --- |" * 4]
     for quirk in load().values():
-        versions = ["yes" if version in quirk.ptxas else "no" for version in PTXAS]
-        lines.append(f"| [{quirk.name}](#{quirk.name}) | {WHO[quirk.who]} | {' | '.join(versions)} |")
+        version_cells = ["yes" if version in quirk.ptxas else "no" for version in PTXAS]
+        lines.append(f"| [{quirk.name}](#{quirk.name}) | {WHO[quirk.who]} | {' | '.join(version_cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -86,28 +86,28 @@ def renew_sections(text: str, folder: Path) -> str:
 
 def kernel_table() -> str:
     """Build the table of dequantisers: what they show, instructions per weight, measured rates on the recorded GPU."""
-    counted = counts.load()
+    loop_counts = counts.load()
     measured = headers.rows("h200", "dequant")
     lines = []
     for spec in (s for s in registry.specs().values() if s.family == "dequant"):
-        source, *twins = registry.find(spec.name)[1]
-        streaming = measured.get((spec.name, source.language, "streaming"))
+        source, *twin_sources = registry.find(spec.name)[1]
+        streaming_row = measured.get((spec.name, source.language, "streaming"))
         registers = measured.get((spec.name, source.language, "registers"))
         lines.append(
             {
-                "kernel": f"`{spec.name}`{' (and `.cu`)' if twins else ''}",
+                "kernel": f"`{spec.name}`{' (and `.cu`)' if twin_sources else ''}",
                 "shows": _shows(spec),
-                "ALU per 8 weights": counted["counts"].get(source.label, {}).get("alu_per_8"),
-                "streaming": streaming and streaming.rate,
-                "of the copy ceiling": streaming and streaming.fraction,
+                "ALU per 8 weights": loop_counts["counts"].get(source.label, {}).get("alu_per_8"),
+                "streaming": streaming_row and streaming_row.rate,
+                "of the copy ceiling": streaming_row and streaming_row.fraction,
                 "weights per clock and SM": registers and registers.rate,
                 "limit": registers and f"{registers.limit}: {registers.fraction:.2f} of it",
             }
         )
     table = pd.DataFrame(lines)
     formats = dict(zip(table, ("{}", "{}", "{:g}", "{:,.0f} GB/s", "{:.2f}", "{:.0f}", "{}"), strict=True))
-    tools = ", ".join(f"{tool} {version}" for tool, version in counted["tools"].items())
-    notes = [f"Instructions: steady state in {counted['arch']} machine code, {tools}."]
+    tools = ", ".join(f"{tool} {version}" for tool, version in loop_counts["tools"].items())
+    notes = [f"Instructions: steady state in {loop_counts['arch']} machine code, {tools}."]
     if measured:
         notes.append(_origin("h200", "dequant"))
     return f"{markdown(table, formats, left=2, text='limit')}\n{' '.join(notes)}\n"
@@ -120,7 +120,9 @@ def _shows(spec: KernelSpec) -> str:
 def _origin(gpu: str, suite: str) -> str:
     """Describe in a sentence how a record was measured, with its ceilings."""
     record = bench.load(RESULTS / gpu / f"{suite}.json")
-    ceilings = ", ".join(f"{name.removesuffix('_tbps')} {tbps:.2f} TB/s" for name, tbps in record.ceilings.items())
+    ceilings = ", ".join(
+        f"{ceiling.removesuffix('_tbps')} {tbps:.2f} TB/s" for ceiling, tbps in record.ceilings.items()
+    )
     origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.revision}"
     return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
 
@@ -129,8 +131,8 @@ def audit_table() -> str:
     """Build the table of overflow and error of every scheme on the demo's trained weights, from the recorded audit."""
     rows = pd.read_json(RESULTS / "audit" / "all-MiniLM-L6-v2.json").dropna(subset="scheme")
     weights = rows.drop_duplicates("tensor").weights
-    by_scheme = rows.groupby(["scheme", "protective_range"], sort=False)
-    table = by_scheme.agg({"overflows": "sum", "relative_error": "median"}).reset_index()
+    rows_by_scheme = rows.groupby(["scheme", "protective_range"], sort=False)
+    table = rows_by_scheme.agg({"overflows": "sum", "relative_error": "median"}).reset_index()
     columns = ["scheme", "protective range", "overflowing weights", "relative error, median"]
     formats = dict(zip(columns, ("{}", "±{:.0f}", "{:,.0f}", "{:.4f}"), strict=True))
     note = f"{weights.sum():,.0f} weights in {len(weights)} matrices, groups of {rows.group.iloc[0]:.0f}."
@@ -145,16 +147,16 @@ def proofs_table() -> str:
     claims = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
     table = pd.DataFrame(
         {
-            "subject": f"`{subject}`",
-            "proved": _join_names([*of.name[of.verdict == "proved"]]),
-            "refuted, as expected": _join_names([*of.name[of.verdict == "refuted"]]),
-            "seconds": of.seconds.sum(),
+            "subject": f"`{claim_subject}`",
+            "proved": _join_names([*subject_claims.name[subject_claims.verdict == "proved"]]),
+            "refuted, as expected": _join_names([*subject_claims.name[subject_claims.verdict == "refuted"]]),
+            "seconds": subject_claims.seconds.sum(),
         }
-        for subject, of in claims.groupby("subject", sort=False)
+        for claim_subject, subject_claims in claims.groupby("subject", sort=False)
     )
-    wrong = (claims.verdict != claims.expect).sum()
+    wrong_count = (claims.verdict != claims.expect).sum()
     solvers = ", ".join(sorted({*claims.solver} - {"enumeration"}))
-    note = f"{len(claims)} claims, {wrong} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
+    note = f"{len(claims)} claims, {wrong_count} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
     return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
 
 
@@ -187,8 +189,8 @@ def mutants_table() -> str:
             reason = f"{mutant['verdict']}: {mutant['why']}"
             reasons[reason] = reasons.get(reason, 0) + 1
     table = pd.DataFrame(rows, columns=["kernel", "mutants", "refuted", "not refuted", "of these killed by tests"])
-    why = "".join(f"- {count} {reason}.\n" for reason, count in reasons.items())
-    return f"{markdown(table, {}, left=1)}\nWhy mutants are not refuted:\n\n{why}"
+    reason_list = "".join(f"- {count} {reason}.\n" for reason, count in reasons.items())
+    return f"{markdown(table, {}, left=1)}\nWhy mutants are not refuted:\n\n{reason_list}"
 
 
 def _join_names(claims: list[str]) -> str:
@@ -218,18 +220,21 @@ def load_table() -> str:
     lines = []
     for spec in (s for s in registry.specs().values() if s.family == "load"):
         accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
-        fronts, fewest = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "min_wavefronts"))
+        wavefronts, min_wavefronts = (
+            sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "min_wavefronts")
+        )
         resident = measured.get((spec.name, "ptx", "resident"))
-        streaming = measured.get((spec.name, "ptx", "streaming"))
+        streaming_row = measured.get((spec.name, "ptx", "streaming"))
         split = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
         lines.append(
             [
                 f"`{spec.name}`",
                 _shows(spec),
                 " / ".join(split),
-                f"{fronts} ({fronts - fewest})" if accesses else "",
+                f"{wavefronts} ({wavefronts - min_wavefronts})" if accesses else "",
                 resident and f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
-                streaming and f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
+                streaming_row
+                and f"{streaming_row.rate:,.0f} GB/s ({streaming_row.fraction:.2f} of a {streaming_row.limit})",
             ]
         )
     note = _origin("h200", "load") if measured else "Not recorded yet."
@@ -257,8 +262,8 @@ def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
     if rows.empty:
         return MISSING
     table = means(rows, size, list(shown)[1:]).sort_index().reset_index()
-    formats = {name: "{:.2f}" if name == "fraction" else "{:.2f}x" for name in shown}
-    formats = {called: "{:,}" if name == size else formats[name] for name, called in shown.items()}
+    formats = {column: "{:.2f}" if column == "fraction" else "{:.2f}x" for column in shown}
+    formats = {heading: "{:,}" if column == size else formats[column] for column, heading in shown.items()}
     return markdown(table.set_axis(list(shown.values()), axis=1), formats, left=0)
 
 
@@ -270,10 +275,10 @@ def gemm_means_section() -> str:
     record = ladder.load_record()
     rows = gemm.points(record)
     rows = rows[rows.M.isin(rows.M[rows["over all"].notna()])]
-    shown = {kind: called for kind, (called, _) in gemm.KINDS.items()}
-    shown |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
+    heading_by_kind = {kind: heading for kind, (heading, _) in gemm.KINDS.items()}
+    heading_by_kind |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
     origin = origin_of_peers(record, headline.MEASURE, stored_times()) if record else ""
-    return means_table(rows, "M", {"M": "tokens M", **shown}) + (origin and f"\n{origin}\n")
+    return means_table(rows, "M", {"M": "tokens M", **heading_by_kind}) + (origin and f"\n{origin}\n")
 
 
 def attention_means_section() -> str:
@@ -283,11 +288,11 @@ def attention_means_section() -> str:
     """
     record = attention.load_record()
     rows = attention.main_batches(attention.points(record))
-    shown = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
-    shown |= {"over all": "all eleven", "fraction": "fraction of the floor"}
+    heading_by_column = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
+    heading_by_column |= {"over all": "all eleven", "fraction": "fraction of the floor"}
     origin = origin_of_peers(record, MEASURE, stored_attention()) if record else ""
-    empty = "Empty where not all peers of a column were measured."
-    return means_table(rows, "B", {"B": "batch", **shown}) + (origin and f"\n{empty} {origin}\n")
+    missing_note = "Empty where not all peers of a column were measured."
+    return means_table(rows, "B", {"B": "batch", **heading_by_column}) + (origin and f"\n{missing_note} {origin}\n")
 
 
 def kv4_section() -> str:
@@ -329,10 +334,10 @@ def layer_timeline_section() -> str:
 def decode_section() -> str:
     """Build the table of whole models' steady steps, with a picture of each model that is recorded."""
     records = decode.load_records()
-    drawn = dict.fromkeys(decode.points(records, MODEL_STEPS).get("model", ()))
+    models_drawn = dict.fromkeys(decode.points(records, MODEL_STEPS).get("model", ()))
     return decode.steps_table(records) + "".join(
         _picture(f"{model}: a step by batch, and tokens/s under both budgets", decode.picture_name(model), drawn=True)
-        for model in drawn
+        for model in models_drawn
     )
 
 

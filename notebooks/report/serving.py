@@ -77,16 +77,16 @@ def profile_section(record: Record) -> list[str]:
             "batch": row.sizes["B"],
             "served as": WAYS[_way(row)],
             "step": row.time_us,
-            **{part: row.more[part] for part in PARTS},
+            **{kind: row.more[kind] for kind in PARTS},
             LAUNCHES: row.more[LAUNCHES],
         }
         for row in sorted(rows, key=lambda row: row.sizes["B"])
     )
-    how = (
+    origin = (
         f"Where a step goes, in µs, under PyTorch's profiler: the difference of {LONG} and {SHORT} new tokens. Kernels"
         " that overlap count twice; in `no kernel` the GPU waits for the host, or between kernels."
     )
-    return [f"{markdown(table, dict.fromkeys(('step', *PARTS, LAUNCHES), '{:,.0f}'))}\n{how}\n"]
+    return [f"{markdown(table, dict.fromkeys(('step', *PARTS, LAUNCHES), '{:,.0f}'))}\n{origin}\n"]
 
 
 def headline() -> str:

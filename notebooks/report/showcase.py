@@ -146,23 +146,23 @@ def output_of(mistake: Mistake) -> str:
 def excerpt(text: str, printed: str) -> Iterator[str]:
     """Yield the numbered source lines that the findings name, and those under `FIXED`."""
     lines = text.splitlines()
-    chosen = {int(number) for match in _LINE.findall(printed) for number in match if number}
-    for number in sorted(chosen):  # NVRTC counts the last line of an asm statement as its place
+    printed_numbers = {int(number) for match in _LINE.findall(printed) for number in match if number}
+    for number in sorted(printed_numbers):  # NVRTC counts the last line of an asm statement as its place
         while lines[number - 1].lstrip().startswith((":", '"')):
             number -= 1
-            chosen.add(number)
+            printed_numbers.add(number)
     inside = False
     for number, line in enumerate(lines, 1):
         inside = inside or "FIXED" in line
-        chosen |= {number} if inside else set()
+        printed_numbers |= {number} if inside else set()
         inside = inside and not line.startswith("#endif")
     last = 0
-    for number in sorted(chosen):
-        between = range(last + 1, number) if last and number - last <= _GAP + 1 else ()
-        if last and number - last > 1 and not between:
+    for number in sorted(printed_numbers):
+        skipped_lines = range(last + 1, number) if last and number - last <= _GAP + 1 else ()
+        if last and number - last > 1 and not skipped_lines:
             yield "    ..."
-        for shown in (*between, number):
-            yield f"{shown:>3} {lines[shown - 1]}".rstrip()
+        for shown_line in (*skipped_lines, number):
+            yield f"{shown_line:>3} {lines[shown_line - 1]}".rstrip()
         last = number
 
 

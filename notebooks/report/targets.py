@@ -54,14 +54,14 @@ class Target(NamedTuple):
 def gemm(record: Record | None) -> list[Target]:
     """List the targets of the GEMMs, in groups of 128, with FP16 results."""
     rows, reordered = points(record), reordering(record)
-    few_tokens = at_tokens(rows, *FEW_TOKENS)
+    few_token_rows = at_tokens(rows, *FEW_TOKENS)
     up_to_64 = rows[rows.M <= 64]
     largest = up_to_64[up_to_64.layer == "70B gate+up"].fraction
     smallest = up_to_64[up_to_64.layer == "7B O"].time_us
     means = f"M <= {MOST_FEW}, mean"
     return [
-        Target(f"of the floor, {means}", fraction(few_tokens), _FRACTION, minimum=0.85),
-        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(few_tokens), "{:.0f}", maximum=0),
+        Target(f"of the floor, {means}", fraction(few_token_rows), _FRACTION, minimum=0.85),
+        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(few_token_rows), "{:.0f}", maximum=0),
         Target("over QServe g128, M = 256, mean", mean(over(at_tokens(rows, 256), QSERVE)), _TIMES, minimum=3.3),
         Target("of the floor, 70B gate+up, M <= 64, every point", min_or_nan(largest), _FRACTION, minimum=0.90),
         Target("7B O, M <= 64, every point", max_or_nan(smallest), "{:.2f} µs", maximum=5.0),
@@ -96,8 +96,8 @@ def four_bits(record: Record | None) -> list[Target]:
     """
     rows, targets = w4a4.points(record), []
     for scheme in w4a4.FOUR_BITS:
-        part = rows[rows.scheme == scheme]
-        slowest, int8 = max_or_nan(part["of W4A8"]), part["over cublas_int8"]
+        scheme_rows = rows[rows.scheme == scheme]
+        slowest, int8 = max_or_nan(scheme_rows["of W4A8"]), scheme_rows["over cublas_int8"]
         targets += [
             Target(f"{scheme}: of W4A8's time, every point", slowest, _TIMES, maximum=w4a4.MOST_OVER_W4A8),
             Target(f"{scheme}: the same, stretch", slowest, _TIMES, maximum=w4a4.STRETCH),
@@ -121,15 +121,15 @@ _COPIES = ((64e6, math.inf, 0.88), (20e6, 64e6, 0.80), (8e6, 20e6, 0.60))  # byt
 
 def layers(record: Record | None) -> list[Target]:
     """List the targets of decoder layers beside public mixes, and of the kernels between their GEMMs."""
-    rows, between = layer.points(record), layer.fused_points(record)
-    between = between[~between.kernel.isin([spec.name for spec in atom.SPECS])]  # no part of these layers
-    both = rows[rows.model.isin(list(_LAYERS))]
-    few_sequences = both[both.B <= 64]
-    humming = rows[["over humming g128", "over humming per channel"]].min(axis=1, skipna=False)
+    rows, fused_rows = layer.points(record), layer.fused_points(record)
+    fused_rows = fused_rows[~fused_rows.kernel.isin([spec.name for spec in atom.SPECS])]  # no part of these layers
+    model_rows = rows[rows.model.isin(list(_LAYERS))]
+    few_sequences = model_rows[model_rows.B <= 64]
+    speedup_over_humming = rows[["over humming g128", "over humming per channel"]].min(axis=1, skipna=False)
     targets = [
         Target(
             f"of the floor, {model}, batch {B}",
-            _only(both[(both.model == model) & (both.B == B)].fraction),
+            _only(model_rows[(model_rows.model == model) & (model_rows.B == B)].fraction),
             "{:.2f}",
             bound,
         )
@@ -137,7 +137,12 @@ def layers(record: Record | None) -> list[Target]:
         for B, bound in batches.items()
     ]
     targets += [
-        Target(f"others, 7B and 70B, batch {B}", max_or_nan(both[both.B == B].others_share), "{:.0%}", maximum=share)
+        Target(
+            f"others, 7B and 70B, batch {B}",
+            max_or_nan(model_rows[model_rows.B == B].others_share),
+            "{:.0%}",
+            maximum=share,
+        )
         for B, share in _OTHERS.items()
     ]
     targets += [
@@ -151,28 +156,41 @@ def layers(record: Record | None) -> list[Target]:
             _TIMES,
             minimum=1.65,
         ),
-        Target("over the FP8 mix, 7B and 70B, every point", min_or_nan(both["over FP8"]), _TIMES, minimum=1.3),
-        Target("over humming's mix, mean", mean(humming), _TIMES, minimum=1.3),
+        Target("over the FP8 mix, 7B and 70B, every point", min_or_nan(model_rows["over FP8"]), _TIMES, minimum=1.3),
+        Target("over humming's mix, mean", mean(speedup_over_humming), _TIMES, minimum=1.3),
         Target(
             "points slower than humming's mix",
-            float((humming < 1).sum()) if humming.notna().any() else math.nan,
+            float((speedup_over_humming < 1).sum()) if speedup_over_humming.notna().any() else math.nan,
             "{:.0f}",
             maximum=0,
         ),
     ]
-    for low, high, bound in _COPIES:
-        copied = between[(between.bytes >= low) & (between.bytes < high)] if len(between) else between
-        upto = f"from {low / 1e6:.0f} MB" if high == math.inf else f"of {low / 1e6:.0f} to {high / 1e6:.0f} MB"
-        targets.append(
-            Target(f"fused kernels {upto}, of a copy, each", min_or_nan(copied.fraction), "{:.2f}", minimum=bound)
+    for min_bytes, max_bytes, bound in _COPIES:
+        range_rows = (
+            fused_rows[(fused_rows.bytes >= min_bytes) & (fused_rows.bytes < max_bytes)]
+            if len(fused_rows)
+            else fused_rows
         )
-    single = between[(between.M <= 64) & (between.kernel != "rope_append_kv4")]
-    narrow, wide = single[single.width <= 8192], single[single.width == 28672]
+        size_range = (
+            f"from {min_bytes / 1e6:.0f} MB"
+            if max_bytes == math.inf
+            else f"of {min_bytes / 1e6:.0f} to {max_bytes / 1e6:.0f} MB"
+        )
+        targets.append(
+            Target(
+                f"fused kernels {size_range}, of a copy, each", min_or_nan(range_rows.fraction), "{:.2f}", minimum=bound
+            )
+        )
+    low_token_rows = fused_rows[(fused_rows.M <= 64) & (fused_rows.kernel != "rope_append_kv4")]
+    narrow_rows, wide_rows = (
+        low_token_rows[low_token_rows.width <= 8192],
+        low_token_rows[low_token_rows.width == 28672],
+    )
     return [
         *targets,
-        Target("fused kernels, M <= 64, widths to 8192", max_or_nan(narrow.time_us), "{:.2f} µs", maximum=2.3),
-        Target("fused kernels, M <= 64, width 28672", max_or_nan(wide.time_us), "{:.2f} µs", maximum=3.5),
-        Target("the same in the chain, widths to 8192", max_or_nan(narrow.chain_us), "{:.2f} µs", maximum=1.5),
+        Target("fused kernels, M <= 64, widths to 8192", max_or_nan(narrow_rows.time_us), "{:.2f} µs", maximum=2.3),
+        Target("fused kernels, M <= 64, width 28672", max_or_nan(wide_rows.time_us), "{:.2f} µs", maximum=3.5),
+        Target("the same in the chain, widths to 8192", max_or_nan(narrow_rows.chain_us), "{:.2f} µs", maximum=1.5),
     ]
 
 
@@ -185,34 +203,45 @@ _BANDWIDTHS = 1.43  # of an H200 over an H800's
 
 def whole_models(records: list[Record]) -> list[Target]:
     """List the targets of whole models beside public mixes, and beside the figures of LiquidGEMM's Table 1."""
-    steps, rule, best = decode.points(records, MEASURE), decode.points(records, GENERATE), decode.peaks(records)
+    steps, rule, peak_rows = decode.points(records, MEASURE), decode.points(records, GENERATE), decode.peaks(records)
     targets = []
     for model, batches in _WHOLE.items():
         for B, bound in batches.items():
             fractions = steps[(steps.model == model) & (steps.B == B)].fraction if len(steps) else pd.Series()
             targets.append(Target(f"of the floor, {model}, batch {B}", _only(fractions), _FRACTION, bound))
-    small = rule[min(BUDGETS) == rule.L] if len(rule) else rule
+    small_budget_rows = rule[min(BUDGETS) == rule.L] if len(rule) else rule
     for model, (paper, _) in decode.LIQUIDSERVE.items():
-        over = _only(small[small.model == model]["decode rate"]) / paper if len(small) else math.nan
-        name = f"{model}, {min(BUDGETS)} GB, without prefill, over LiquidServe's figure of an H800"
-        targets.append(Target(name, over, _TIMES, minimum=1.25 * _BANDWIDTHS))
-    every = len(best) == len(BUDGETS) * len(MODELS)
+        speed_over_paper = (
+            _only(small_budget_rows[small_budget_rows.model == model]["decode rate"]) / paper
+            if len(small_budget_rows)
+            else math.nan
+        )
+        target_name = f"{model}, {min(BUDGETS)} GB, without prefill, over LiquidServe's figure of an H800"
+        targets.append(Target(target_name, speed_over_paper, _TIMES, minimum=1.25 * _BANDWIDTHS))
+    are_all_measured = len(peak_rows) == len(BUDGETS) * len(MODELS)
 
     def of_all(column: str, rows: pd.DataFrame, together: Callable[[pd.Series], float]) -> float:
-        return together(rows[column].dropna()) if every and len(rows) and rows[column].notna().any() else math.nan
+        return (
+            together(rows[column].dropna())
+            if are_all_measured and len(rows) and rows[column].notna().any()
+            else math.nan
+        )
 
     rows = "QServe's rule, both budgets, all models"
     targets += [
         Target(f"{rows}: over the FP8 mix, mean", of_all("rate over FP8", rule, mean), _TIMES, minimum=1.4),
-        Target("peak at equal memory over the FP8 mix, mean", of_all("over FP8", best, mean), _TIMES, minimum=1.8),
+        Target("peak at equal memory over the FP8 mix, mean", of_all("over FP8", peak_rows, mean), _TIMES, minimum=1.8),
         Target(
-            "peak at equal memory over the FP8 mix, each", of_all("over FP8", best, min_or_nan), _TIMES, minimum=1.3
+            "peak at equal memory over the FP8 mix, each",
+            of_all("over FP8", peak_rows, min_or_nan),
+            _TIMES,
+            minimum=1.3,
         ),
         Target("steps over the FP8 mix, every batch", of_all("over FP8", steps, min_or_nan), _TIMES, minimum=1.0),
     ]
     for column in ("over humming g128", "over humming per channel"):
         targets += [
-            Target(f"peak at equal memory {column}, mean", of_all(column, best, mean), _TIMES, minimum=1.5),
+            Target(f"peak at equal memory {column}, mean", of_all(column, peak_rows, mean), _TIMES, minimum=1.5),
             Target(f"steps {column}, every batch", of_all(column, steps, min_or_nan), _TIMES, minimum=1.0),
         ]
     return targets
@@ -272,11 +301,11 @@ def _of_experts(record: Record | None) -> list[Target]:
 
 def _of_untuned(record: Record | None) -> list[Target]:
     rows = untuned_points(record)
-    tuned = fraction(at_tokens(points(record), *FEW_TOKENS))
+    tuned_fraction = fraction(at_tokens(points(record), *FEW_TOKENS))
     return [
         Target(
             "untuned shapes: time over floor beside the tuned ones', means",
-            tuned / fraction(rows),
+            tuned_fraction / fraction(rows),
             "{:.2f}",
             maximum=1.15,
         ),
@@ -288,7 +317,7 @@ def _of_untuned(record: Record | None) -> list[Target]:
 
 def attention(record: Record | None) -> list[Target]:
     """List the targets of KV4 attention."""
-    rows, compared = kv.points(record), kv.beside_all(kv.points(record))
+    rows, compared_rows = kv.points(record), kv.beside_all(kv.points(record))
     return [
         *_bands(rows),
         Target(
@@ -297,7 +326,7 @@ def attention(record: Record | None) -> list[Target]:
             _FRACTION,
             minimum=_LONG,
         ),
-        Target("points slower than a peer", _count(rows if len(compared) else compared), "{:.0f}", maximum=0),
+        Target("points slower than a peer", _count(rows if len(compared_rows) else compared_rows), "{:.0f}", maximum=0),
         Target(
             "over the best 8-bit peer, batch >= 16, mean", mean(kv.batch_points(rows)["over 8"]), _TIMES, minimum=2.0
         ),
@@ -319,25 +348,27 @@ def attention(record: Record | None) -> list[Target]:
 
 
 def _bands(rows: pd.DataFrame) -> list[Target]:
-    targets, above = [], math.inf
+    targets, upper_floor = [], math.inf
     for floor, bound in _BANDS:
-        upper = "" if math.isinf(above) else f" to {above:g}"
-        measured = min_or_nan(kv.between(rows, floor, above))
+        upper_bound_text = "" if math.isinf(upper_floor) else f" to {upper_floor:g}"
+        measured = min_or_nan(kv.between(rows, floor, upper_floor))
         targets.append(
-            Target(f"of the floor where that is {floor:g}{upper} µs, every point", measured, _FRACTION, bound)
+            Target(
+                f"of the floor where that is {floor:g}{upper_bound_text} µs, every point", measured, _FRACTION, bound
+            )
         )
-        above = floor
+        upper_floor = floor
     return targets
 
 
 def _over_qserve(record: Record | None) -> list[Target]:
     """List the targets against QServe with the appended token, which QServe's time includes."""
     rows = kv.batch_points(kv.behind_append(record))
-    by_kind = {"MHA": rows[rows.Hq == rows.Hkv], "GQA": rows[rows.Hq > rows.Hkv]}
+    rows_by_kind = {"MHA": rows[rows.Hq == rows.Hkv], "GQA": rows[rows.Hq > rows.Hkv]}
     return [
         Target(
             f"append + attention over QServe KV4, {kind}, batch >= 16, mean",
-            mean(over(by_kind[kind], kv.QSERVE)),
+            mean(over(rows_by_kind[kind], kv.QSERVE)),
             _TIMES,
             bound,
         )

@@ -65,12 +65,12 @@ def points(record: Record | None) -> pd.DataFrame:
     Columns beyond those of `frame`: `of W4A8`, the time over W4A8's; `bytes of W4A8`, the bytes over W4A8's; `of W8A8`.
     The kernels for INT4 tensor cores, which Hopper runs in software, are left out.
     """
-    rows = pd.concat([frame(record, measure).assign(scheme=name) for measure, name in _MEASURES.items()])
+    rows = pd.concat([frame(record, measure).assign(scheme=scheme) for measure, scheme in _MEASURES.items()])
     rows = rows[~rows.kernel.astype(str).str.endswith("_sm80") & rows.M.isin(COMPARED)]
     sizes = [{"K4": 0, "K8": 0, "outliers": 0, "K": 0} | dict(row_sizes) for row_sizes in rows.sizes]
-    by_size = {(layer.N, layer.K): str(layer) for layer in LLAMA}
+    layer_by_size = {(layer.N, layer.K): str(layer) for layer in LLAMA}
     channels = [row_sizes["K"] + row_sizes["outliers"] + row_sizes["K4"] + row_sizes["K8"] for row_sizes in sizes]
-    rows = rows.assign(name=[by_size.get(place) for place in zip(rows.N, channels, strict=True)])
+    rows = rows.assign(name=[layer_by_size.get(place) for place in zip(rows.N, channels, strict=True)])
     for scheme in ("W4A8", "W8A8"):
         reference = rows[rows.scheme == scheme].set_index(["name", "M"])[["time_us", "bytes"]]
         rows = rows.join(
@@ -91,19 +91,19 @@ def measured_table(record: Record | None) -> str:
     lines = []
     for scheme in FOUR_BITS:
         for M in COMPARED:
-            part = rows[(rows.scheme == scheme) & (rows.M == M)]
+            scheme_rows = rows[(rows.scheme == scheme) & (rows.M == M)]
             lines.append(
                 {
                     "scheme": scheme,
                     "M": M,
-                    "of the floor": fraction(part),
-                    "of W4A8's time": mean(part["of W4A8"]),
-                    "worst matrix": part["of W4A8"].max(),
-                    "of W8A8's time": mean(part["of W8A8"]),
-                    "over cuBLAS INT8": mean(over(part, "cublas_int8")),
-                    "worst": over(part, "cublas_int8").min(),
-                    "over cuBLAS FP8": mean(over(part, "cublas_fp8")),
-                    "bytes fewer than W4A8": 1 - mean(part["bytes of W4A8"]),
+                    "of the floor": fraction(scheme_rows),
+                    "of W4A8's time": mean(scheme_rows["of W4A8"]),
+                    "worst matrix": scheme_rows["of W4A8"].max(),
+                    "of W8A8's time": mean(scheme_rows["of W8A8"]),
+                    "over cuBLAS INT8": mean(over(scheme_rows, "cublas_int8")),
+                    "worst": over(scheme_rows, "cublas_int8").min(),
+                    "over cuBLAS FP8": mean(over(scheme_rows, "cublas_fp8")),
+                    "bytes fewer than W4A8": 1 - mean(scheme_rows["bytes of W4A8"]),
                 }
             )
     table = pd.DataFrame(lines)
@@ -138,12 +138,12 @@ def measured_picture(record: Record) -> Figure:
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
     lines = {scheme: rows[rows.scheme == scheme].groupby("M")["of W4A8"] for scheme in (*FOUR_BITS, "W8A8")}
-    drawn = {scheme: of.agg(mean) for scheme, of in lines.items()}
-    for peer, name in {"cublas_int8": "cuBLAS INT8", "cublas_fp8": "cuBLAS FP8"}.items():
-        drawn[name] = rows[rows.scheme == "W4A8"].groupby("M")[f"over {peer}"].agg(mean)
+    speedups_by_scheme = {scheme: of.agg(mean) for scheme, of in lines.items()}
+    for peer, peer_name in {"cublas_int8": "cuBLAS INT8", "cublas_fp8": "cuBLAS FP8"}.items():
+        speedups_by_scheme[peer_name] = rows[rows.scheme == "W4A8"].groupby("M")[f"over {peer}"].agg(mean)
     styles = ((RED, "s-"), (ORANGE, "D-"), (GREY, "^-"), (BLUE, "v--"), (BLUE, "o--"))
-    for (name, line), (colour, style) in zip(drawn.items(), styles, strict=True):
-        axes.plot(line.index, line.to_numpy(float), style, color=colour, label=name)
+    for (label, speedups), (colour, style) in zip(speedups_by_scheme.items(), styles, strict=True):
+        axes.plot(speedups.index, speedups.to_numpy(float), style, color=colour, label=label)
     axes.axhline(MOST_OVER_W4A8, color=GREY, linestyle=":", label=f"limit for W4A4, {MOST_OVER_W4A8}x")
     axes.axhline(1, color="black", linewidth=0.8, label="W4A8")
     axes.set_xscale("log", base=2)
@@ -152,7 +152,7 @@ def measured_picture(record: Record) -> Figure:
     axes.set_xlabel("tokens M")
     axes.set_ylabel("time, of W4A8's")
     axes.legend(frameon=False, fontsize=9, ncols=2)
-    summary = " and ".join(f"{name} {mean(rows[rows.scheme == name]['of W4A8']):.2f}x" for name in FOUR_BITS)
+    summary = " and ".join(f"{scheme} {mean(rows[rows.scheme == scheme]['of W4A8']):.2f}x" for scheme in FOUR_BITS)
     title(axes, f"{summary} W4A8's time on an H200, in the mean")
     bare(axes)
     return figure
@@ -166,14 +166,14 @@ def choice_table() -> str:
     lines = []
     for gpu in map(cost.device, _GPUS):
         line = {"GPU": gpu.name, "W4A8 waits for weights up to M": cost.transition(gpu, SCHEMES["W4A8 sm80"])}
-        eight = _cost(gpu, "W8A8")
-        for name in ("W4A8 sm80", "W4Ax token", "W4Ax g128", "W4A4 Atom"):
-            scheme_cost = _cost(gpu, name)
-            in_turn, overlapped = (
-                eight.in_turn_us / scheme_cost.in_turn_us,
-                eight.overlapped_us / scheme_cost.overlapped_us,
+        w8a8_cost = _cost(gpu, "W8A8")
+        for scheme in ("W4A8 sm80", "W4Ax token", "W4Ax g128", "W4A4 Atom"):
+            scheme_cost = _cost(gpu, scheme)
+            serial_speedup, overlapped_speedup = (
+                w8a8_cost.in_turn_us / scheme_cost.in_turn_us,
+                w8a8_cost.overlapped_us / scheme_cost.overlapped_us,
             )
-            line[name] = f"{in_turn:.2f} to {overlapped:.2f}x"
+            line[scheme] = f"{serial_speedup:.2f} to {overlapped_speedup:.2f}x"
         lines.append(line)
     table = pd.DataFrame(lines)
     note = (
@@ -186,17 +186,17 @@ def choice_table() -> str:
 
 
 def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
-    counted = counts.loop_counts(SCHEMES[scheme], gpu.arch)
-    return gemm_cost(gpu, SCHEMES[scheme], _MANY, _MANY, _MANY, counts=counted)
+    loop_counts = counts.loop_counts(SCHEMES[scheme], gpu.arch)
+    return gemm_cost(gpu, SCHEMES[scheme], _MANY, _MANY, _MANY, counts=loop_counts)
 
 
 def figures_table() -> str:
     """Build the table of papers' figures beside the model's predictions, with the errors."""
     predicted = published.predictions(counts.loop_counts)
     table = pd.DataFrame(
-        tables.published_lines(predicted), columns=[name.rstrip(">") for name in tables.PUBLISHED_COLUMNS]
+        tables.published_lines(predicted), columns=[column.rstrip(">") for column in tables.PUBLISHED_COLUMNS]
     )
-    needed = {
+    issue_slots = {
         p.figure.device: published.instructions_per_sum(p.figure, counts.loop_counts)
         for p in predicted
         if p.figure.source == "APEX4"
@@ -205,7 +205,8 @@ def figures_table() -> str:
     note = (
         "Error: from the nearer end of what is reported. A baseline is at its peak rate, FP16 with sums in FP32."
         f" Our kernel has {sum(per_sum.values()):.1f} instructions per sum and group; APEX4's figures need"
-        f" {needed['a100']:.0f} issue slots on the A100 and {needed['rtx3090']:.0f} on the RTX 3090, if in turn."
+        f" {issue_slots['a100']:.0f} issue slots on the A100 and {issue_slots['rtx3090']:.0f} on the RTX 3090, if in "
+        "turn."
     )
     return f"{markdown(table, left=5)}\n{note}\n"
 
@@ -217,20 +218,22 @@ def _speedups(model: str, order: str, costs: Costs = _PLAIN) -> dict[str, float]
     Batches that fill the same number of tiles are simulated once.
     """
     matrices = [(layer.N, layer.K) for layer in decoder(model)]
-    by_rows = {
+    speedups_by_rows = {
         rows: layer_speedups(matrices, rows * TILE, COMET_SMS, costs, int4_share=COMET_INT4, **_ORDERS[order])
         for rows in {math.ceil(M / TILE) for M in COMET_TOKENS}
     }
-    return {name: mean(by_rows[math.ceil(M / TILE)][name] for M in COMET_TOKENS) for name in SCHEDULES}
+    return {
+        schedule: mean(speedups_by_rows[math.ceil(M / TILE)][schedule] for M in COMET_TOKENS) for schedule in SCHEDULES
+    }
 
 
 def schedule_table() -> str:
     """Build the table of COMET's Fig. 10 beside the simulation, with the INT8 tile's cost that each figure implies."""
     lines = []
-    for model, reported in COMET.items():
-        for name, times in reported.items():
-            line: dict[str, object] = {"model": model, "schedule": name, "COMET": times}
-            line |= {order: _speedups(model, order)[name] for order in _ORDERS}
+    for model, reported_times in COMET.items():
+        for schedule, times in reported_times.items():
+            line: dict[str, object] = {"model": model, "schedule": schedule, "COMET": times}
+            line |= {order: _speedups(model, order)[schedule] for order in _ORDERS}
             line["error, the first"] = line[next(iter(_ORDERS))] / times - 1  # type: ignore[operator]
             line["INT8 tile needed, in INT4 tiles"] = ratio_needed(COMET_INT4, times)
             lines.append(line)
@@ -249,10 +252,10 @@ def schedules_picture() -> Figure:
 
     Fig. 8 has the 18 tiles that COMET's text counts.
     """
-    example = [Tile(0, tile // 3, tile % 3, tile % 2 == 0) for tile in range(18)]
+    fig8_tiles = [Tile(0, tile // 3, tile % 3, tile % 2 == 0) for tile in range(18)]
     layer = decoder("LLaMA-3-8B")[1]
     tiles = grid(64, layer.N, layer.K, int8_blocks(layer.K // TILE, 1 - COMET_INT4, spread=True), k_first=False)
-    problems = {"COMET's Fig. 8": (example, 4, _PLAIN), f"{layer}, A100": (tiles, COMET_SMS, _PLAIN)}
+    problems = {"COMET's Fig. 8": (fig8_tiles, 4, _PLAIN), f"{layer}, A100": (tiles, COMET_SMS, _PLAIN)}
     return schedule_figure(problems, SCHEDULES)
 
 
@@ -264,13 +267,15 @@ def precisions(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
     rows = accuracy.points(accuracy_record).dropna(subset=["bytes"])
     lines = []
     for row in rows.itertuples():
-        name = _PRECISIONS.get((row.ladder, row.step))
+        precision = _PRECISIONS.get((row.ladder, row.step))
         if row.ladder == "FMPQ":
-            name = f"W4AxKV4, {row.step}"
-        elif row.ladder == "Atom" and name is None:
-            name = f"W4A4, Atom: {row.step}"
-        if name is not None:
-            lines.append({"group": row.ladder, "name": name, "step": row.step, "ratio": row.ratio, "bytes": row.bytes})
+            precision = f"W4AxKV4, {row.step}"
+        elif row.ladder == "Atom" and precision is None:
+            precision = f"W4A4, Atom: {row.step}"
+        if precision is not None:
+            lines.append(
+                {"group": row.ladder, "name": precision, "step": row.step, "ratio": row.ratio, "bytes": row.bytes}
+            )
     return pd.DataFrame(lines, columns=["group", "name", "step", "ratio", "bytes"])
 
 
@@ -300,9 +305,11 @@ def accuracy_picture(accuracy_record: accuracy.Accuracy) -> Figure:
         label = point.step.partition(" ")[0] + " INT8"
         axes.annotate(label, (point.bytes / 1e6, point.ratio), (5, 5), textcoords="offset points", fontsize=8)
     for group, (marker, colour, label) in styles.items():
-        those = rows[(rows.group == group) & rows.name.isin(list(_PRECISIONS.values()))]
-        axes.plot(those.bytes / 1e6, those.ratio, marker, color=colour, label=label, linestyle="none", markersize=7)
-        for point in those.itertuples():
+        group_rows = rows[(rows.group == group) & rows.name.isin(list(_PRECISIONS.values()))]
+        axes.plot(
+            group_rows.bytes / 1e6, group_rows.ratio, marker, color=colour, label=label, linestyle="none", markersize=7
+        )
+        for point in group_rows.itertuples():
             note = point.name.partition(", ")[2] if group == "g64" else ""
             axes.annotate(note, (point.bytes / 1e6, point.ratio), (7, -3), textcoords="offset points", fontsize=8)
     axes.axhline(1, color=GREY, linestyle="--", label="float32")
@@ -315,8 +322,14 @@ def accuracy_picture(accuracy_record: accuracy.Accuracy) -> Figure:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    best, four = rows[(rows.group == "g64") & (rows.step == "GPTQ")], rows[rows.name == _PRECISIONS["Atom", "KV4"]]
-    if best.empty or four.empty:
+    best_row, kv4_row = (
+        rows[(rows.group == "g64") & (rows.step == "GPTQ")],
+        rows[rows.name == _PRECISIONS["Atom", "KV4"]],
+    )
+    if best_row.empty or kv4_row.empty:
         return "Perplexity by the bytes that the GEMMs read"
-    fewer, worse = 1 - four.bytes.iloc[0] / best.bytes.iloc[0], four.ratio.iloc[0] / best.ratio.iloc[0]
-    return f"Atom's W4A4 reads {fewer:.0%} fewer bytes than W4A8, at {worse:.2f}x its perplexity"
+    bytes_saved_share, perplexity_ratio = (
+        1 - kv4_row.bytes.iloc[0] / best_row.bytes.iloc[0],
+        kv4_row.ratio.iloc[0] / best_row.ratio.iloc[0],
+    )
+    return f"Atom's W4A4 reads {bytes_saved_share:.0%} fewer bytes than W4A8, at {perplexity_ratio:.2f}x its perplexity"

@@ -188,16 +188,16 @@ def _record(
     )
     earlier_rows = () if resume is None else _earlier_rows(resume, record)
     too_slow = shortfall(ceilings, device_info.slug)
-    measured: list[Row] = []
+    measured_rows: list[Row] = []
     keep = _keep(keeper, replace(record, invalid=too_slow))
     for row in rows(ceilings, progress, **keep) if resume is None else rows(ceilings, progress, done=earlier_rows):
-        measured.append(row)
+        measured_rows.append(row)
         if resume is not None:
-            measured_keys = {row.key for row in measured}
+            measured_keys = {row.key for row in measured_rows}
             not_yet_measured = (row for row in earlier_rows if row.key not in measured_keys)
-            rows_so_far = (*measured, *not_yet_measured)
+            rows_so_far = (*measured_rows, *not_yet_measured)
             save(replace(record, rows=rows_so_far, invalid=too_slow or UNFINISHED), resume)
-    return replace(record, rows=tuple(measured), invalid=too_slow or slow_rows(measured, device_info.slug))
+    return replace(record, rows=tuple(measured_rows), invalid=too_slow or slow_rows(measured_rows, device_info.slug))
 
 
 def resumed_path(suite: Suite, only: Sequence[str]) -> Path:
@@ -235,15 +235,17 @@ def _earlier_rows(path: Path, record: Record) -> tuple[Row, ...]:
 
     There are none unless there is such a run and its ceilings were right.
     """
-    earlier = load(path) if path.is_file() else None
-    if earlier is None or earlier.invalid not in ("", UNFINISHED) or record.commit.endswith("+"):
+    earlier_record = load(path) if path.is_file() else None
+    if earlier_record is None or earlier_record.invalid not in ("", UNFINISHED) or record.commit.endswith("+"):
         return ()
-    same = all(getattr(earlier, name) == getattr(record, name) for name in ("device", "versions", "commit"))
-    return earlier.rows if same else ()
+    is_same_run = all(
+        getattr(earlier_record, name) == getattr(record, name) for name in ("device", "versions", "commit")
+    )
+    return earlier_record.rows if is_same_run else ()
 
 
 def confirm_slower(
-    slower: Sequence[Slower], baseline: Record, progress: Callable[[str], None] = lambda _: None
+    slower_rows: Sequence[Slower], baseline: Record, progress: Callable[[str], None] = lambda _: None
 ) -> list[Slower]:
     """Return the slower rows that are slower again when their kernels are measured alone, at several places in memory.
 
@@ -254,25 +256,25 @@ def confirm_slower(
         rerun_records: list[Record] = []
         rerunnable = [
             comparison
-            for comparison in slower
+            for comparison in slower_rows
             if not baseline.suite.startswith("layer") and _has_suite(comparison.row.kernel)
         ]
         for kernel in sorted({comparison.row.kernel for comparison in rerunnable}):
-            sizes = [comparison.row.sizes for comparison in slower if comparison.row.kernel == kernel]
-            by_matrix = "matrices" in suite_of(kernel)[0].takes
-            only = {(s["N"], s["K"]) for s in sizes if "N" in s} if by_matrix else None
+            sizes = [comparison.row.sizes for comparison in slower_rows if comparison.row.kernel == kernel]
+            takes_matrices = "matrices" in suite_of(kernel)[0].takes
+            matrices = {(s["N"], s["K"]) for s in sizes if "N" in s} if takes_matrices else None
             with gpu.allocating_elsewhere((1 + place) * _PAD):
-                rerun_records.append(run_suite(kernel, progress, matrices=only))
-        measured = {row.key for record in rerun_records for row in record.rows}
+                rerun_records.append(run_suite(kernel, progress, matrices=matrices))
+        rerun_keys = {row.key for record in rerun_records for row in record.rows}
         slower_keys = {comparison.row.key for record in rerun_records for comparison in compare(record, baseline)}
-        slower = [
+        slower_rows = [
             comparison
-            for comparison in slower
-            if comparison.row.key in slower_keys or comparison.row.key not in measured
+            for comparison in slower_rows
+            if comparison.row.key in slower_keys or comparison.row.key not in rerun_keys
         ]
-        if not measured:
+        if not rerun_keys:
             break
-    return list(slower)
+    return list(slower_rows)
 
 
 def _has_suite(kernel: str) -> bool:
@@ -287,8 +289,8 @@ def title(record: Record) -> str:
     If it must not be used, the line says why.
     """
     ceilings = ", ".join(f"{name} {ceiling:.2f}" for name, ceiling in record.ceilings.items())
-    invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
-    return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}"
+    invalid_note = f"  NOT VALID: {record.invalid}" if record.invalid else ""
+    return f"{record.suite} on {record.device['name']}: {ceilings}{invalid_note}"
 
 
 def as_tables(record: Record) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -296,13 +298,13 @@ def as_tables(record: Record) -> list[tuple[str, list[str], list[list[str]]]]:
 
     What is the same in all rows of a table is in its title.
     """
-    sizes_of: dict[tuple[str, str], set[str]] = {}
+    sizes_by_kernel: dict[tuple[str, str], set[str]] = {}
     for row in record.rows:
-        sizes_of.setdefault((row.measure, row.kernel), set()).add(str(row.sizes))
+        sizes_by_kernel.setdefault((row.measure, row.kernel), set()).add(str(row.sizes))
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in record.rows:
         # A table has one kernel at several sizes, or several kernels at one size.
-        has_several_sizes = len(sizes_of[row.measure, row.kernel]) > 1
+        has_several_sizes = len(sizes_by_kernel[row.measure, row.kernel]) > 1
         key = row.measure, row.activations, row.rate_unit, row.face or (row.kernel if has_several_sizes else "")
         tables.setdefault(key, []).append(row)
     return [_table(key, rows) for key, rows in tables.items()]
@@ -323,9 +325,13 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
         "of floor": [f"{row.fraction:4.0%} {row.limit}" for row in rows],
         "over best peer": [_over_best_peer(row) for row in rows],
     }
-    shown = {column: cells for column, cells in columns.items() if any(cells)}
+    filled_columns = {column: cells for column, cells in columns.items() if any(cells)}
     title = [measure, name or (labels[0] if len(set(labels)) == 1 else ""), activations, _format_assignments(common)]
-    return ", ".join(filter(None, title)), list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)]
+    return (
+        ", ".join(filter(None, title)),
+        list(filled_columns),
+        [list(cells) for cells in zip(*filled_columns.values(), strict=True)],
+    )
 
 
 def _label(row: Row) -> str:

@@ -40,10 +40,10 @@ def measure_ceilings() -> Ceilings:
     first = gpu.to_device(block)
     for row in buffer:
         gpu.copy_bytes(row, first)
-    lower, upper = buffer[: len(buffer) // 2], buffer[len(buffer) // 2 :]
-    read = _read_tbps(buffer, block)
-    copied = gpu.time_calls(lambda: gpu.copy_bytes(upper, lower))
-    return Ceilings(read, 2 * lower.nbytes / copied / 1e6)
+    lower_half, upper_half = buffer[: len(buffer) // 2], buffer[len(buffer) // 2 :]
+    read_tbps = _read_tbps(buffer, block)
+    copy_times = gpu.time_calls(lambda: gpu.copy_bytes(upper_half, lower_half))
+    return Ceilings(read_tbps, 2 * lower_half.nbytes / copy_times / 1e6)
 
 
 def shortfall(ceilings: Ceilings, device: str) -> str:
@@ -59,8 +59,8 @@ def shortfall(ceilings: Ceilings, device: str) -> str:
         ("copy", ceilings.copy_tbps, expected.copy_tbps),
     ):
         if measured_tbps < sheet_tbps * (1 - ALLOWED_SHORTFALL):
-            below = f"{1 - measured_tbps / sheet_tbps:.0%} below the {sheet_tbps:.2f} of this card"
-            return f"memory {access} reaches {measured_tbps:.2f} TB/s, {below}"
+            description = f"{1 - measured_tbps / sheet_tbps:.0%} below the {sheet_tbps:.2f} of this card"
+            return f"memory {access} reaches {measured_tbps:.2f} TB/s, {description}"
     return ""
 
 

@@ -35,7 +35,7 @@ def copy_us(moved: int, copies: int) -> float:
     first = gpu.to_device(np.resize(np.frombuffer(np.random.default_rng(0).bytes(_RANDOM), np.uint8), nbytes))
     calls = []
     for _ in range(copies):
-        read, written = (gpu.empty((nbytes,), np.uint8) for _ in range(2))
-        gpu.copy_bytes(read, first)
-        calls.append(gpu.prepare(kernel, [read, written, np.uint64(nbytes)], geometry(nbytes)))
+        origin, destination = (gpu.empty((nbytes,), np.uint8) for _ in range(2))
+        gpu.copy_bytes(origin, first)
+        calls.append(gpu.prepare(kernel, [origin, destination, np.uint64(nbytes)], geometry(nbytes)))
     return measure(calls, replays=GEMM_REPLAYS).us

@@ -38,14 +38,14 @@ def _name(row: Row) -> str:
 
 
 def _panel(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
-    by_kernel = {name: [row for row in rows if _name(row) == name] for name in dict.fromkeys(map(_name, rows))}
-    if all(len(kernel_rows) == 1 for kernel_rows in by_kernel.values()):
-        axes.barh(list(by_kernel), [kernel_rows[0].fraction for kernel_rows in by_kernel.values()])
+    rows_by_kernel = {name: [row for row in rows if _name(row) == name] for name in dict.fromkeys(map(_name, rows))}
+    if all(len(kernel_rows) == 1 for kernel_rows in rows_by_kernel.values()):
+        axes.barh(list(rows_by_kernel), [kernel_rows[0].fraction for kernel_rows in rows_by_kernel.values()])
         axes.axvline(1, color="black", linewidth=0.8, linestyle="--", label="floor")
         axes.invert_yaxis()
         axes.set_xlabel("floor / time")
     else:
-        for name, kernel_rows in by_kernel.items():
+        for name, kernel_rows in rows_by_kernel.items():
             floors, fractions = [row.floor_us for row in kernel_rows], [row.fraction for row in kernel_rows]
             axes.plot(floors, fractions, "o", markersize=4, color=colours[name], label=name)
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="floor")

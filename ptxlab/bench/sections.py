@@ -58,10 +58,12 @@ class PartialRecord:
     def _read(self) -> str:
         """Read the sections of an earlier run, or return why they are not taken."""
         try:
-            earlier = read_record(self._path, "a stopped run", SCHEMA)
-            reason = self._difference(earlier)
-            rows = iter([row_from(row) for row in earlier["rows"]])
-            sections = {str(section): [next(rows) for _ in range(n)] for section, n in earlier["sections"].items()}
+            stopped_record = read_record(self._path, "a stopped run", SCHEMA)
+            reason = self._difference(stopped_record)
+            rows = iter([row_from(row) for row in stopped_record["rows"]])
+            sections = {
+                str(section): [next(rows) for _ in range(n)] for section, n in stopped_record["sections"].items()
+            }
         except (FileError, TypeError, KeyError, ValueError, AttributeError, RuntimeError, StopIteration):
             return "no file of a stopped run"
         if not reason:

@@ -57,9 +57,10 @@ def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
                 )
         outputs.append({arg.name: arrays[arg.name] for arg in spec.outputs})
         calls.append(gpu.prepare(kernel, spec.arguments(arrays, sizes_and_constants), spec.launch(sizes_and_constants)))
-    in_place = any(arg.role == "inout" for arg in spec.args)  # what is written again and again is no longer the example
+    # What is written again and again is no longer the example.
+    is_in_place = any(arg.role == "inout" for arg in spec.args)
     measured = measure(calls)
-    for copy_outputs in () if in_place else outputs:
+    for copy_outputs in () if is_in_place else outputs:
         try:
             compare(spec, {name: gpu.to_host(array) for name, array in copy_outputs.items()}, logical, constants)
         except VerificationError as error:
@@ -71,7 +72,7 @@ def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
         measured,
         floor=(nbytes / ceilings.copy_tbps / 1e6, "copy"),
         source=source,
-        checked="not: it writes in place" if in_place else "every copy equal to the reference",
+        checked="not: it writes in place" if is_in_place else "every copy equal to the reference",
         nbytes=nbytes,
         operations=int(evaluate(spec.operations, sizes_and_constants)),
         variant=dict(constants),

@@ -64,16 +64,18 @@ def measure_suite(
     if picture is not None:
         plot.require_writable(picture)
     baseline = benches.load(against) if against else None
-    resume, partial = _resumed_paths(chosen or benches.named_suite(name), out, only)
-    keeps = f"rows measured are in {partial or resume}: the same command goes on behind them"
-    with progress_bar(f"bench {name}", None, quiet=as_json, keeps=keeps if resume else "nothing is kept") as advance:
+    resumed_path, partial_path = _resumed_paths(chosen or benches.named_suite(name), out, only)
+    keeps = f"rows measured are in {partial_path or resumed_path}: the same command goes on behind them"
+    with progress_bar(
+        f"bench {name}", None, quiet=as_json, keeps=keeps if resumed_path else "nothing is kept"
+    ) as advance:
         record = benches.run_suite(
-            suite, advance, only=only, resume=resume, libraries=libraries, say=print_note, **options
+            suite, advance, only=only, resume=resumed_path, libraries=libraries, say=print_note, **options
         )
         slower = benches.confirm_slower(benches.compare(record, baseline), baseline, advance) if baseline else []
     path = benches.save(record, out)
-    if partial is not None:
-        partial.unlink(missing_ok=True)
+    if partial_path is not None:
+        partial_path.unlink(missing_ok=True)
     if picture is not None:
         from ptxlab.bench.plot import record_figure
 
@@ -98,7 +100,7 @@ def _resumed_paths(suite: "Suite", out: Path | None, only: Sequence[str]) -> tup
     if not (suite.resumes or suite.keeps):
         return None, None
     try:
-        resume = out or benches.resumed_path(suite, only)
+        resumed_path = out or benches.resumed_path(suite, only)
     except UnavailableError:  # without a GPU, which is said once the kernels are found
         return None, None
-    return resume, benches.partial_path(resume) if suite.keeps else None
+    return resumed_path, benches.partial_path(resumed_path) if suite.keeps else None

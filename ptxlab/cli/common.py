@@ -178,13 +178,13 @@ def progress_bar(
     display = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
     with display if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
-        ended = Event()
-        Thread(target=progress.report_while_running, args=(ended,), daemon=True).start()
+        has_ended = Event()
+        Thread(target=progress.report_while_running, args=(has_ended,), daemon=True).start()
         try:
             with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
                 yield progress
         finally:
-            ended.set()
+            has_ended.set()
 
 
 @contextmanager

@@ -102,12 +102,18 @@ def _answer_row(terminal: "Terminal", line: str) -> dict[str, Any]:
 
     There is no line at the end of the launch.
     """
-    output, refused = terminal.answer(line)
+    output, is_refused = terminal.answer(line)
     moment = terminal.commands.session.now.moment
     place = (
         None if moment.ended else {"path": moment.instruction.path, "line": moment.instruction.line, "pc": moment.pc}
     )
-    return {"command": line, "says": output.splitlines(), "refused": refused, "dispatch": moment.position, "at": place}
+    return {
+        "command": line,
+        "says": output.splitlines(),
+        "refused": is_refused,
+        "dispatch": moment.position,
+        "at": place,
+    }
 
 
 class Terminal(cmd.Cmd):

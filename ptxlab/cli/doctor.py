@@ -54,11 +54,15 @@ def _gpu() -> Component:
 
 
 def _tool(tool: str) -> Component:
-    uses = {"nvrtc": "compiles .cu", "ptxas": "assembles .ptx, counts registers", "nvdisasm": "shows and counts SASS"}
+    purpose_by_tool = {
+        "nvrtc": "compiles .cu",
+        "ptxas": "assembles .ptx, counts registers",
+        "nvdisasm": "shows and counts SASS",
+    }
     version = toolchain.version(tool)
     if version is None:
-        return Component(tool, False, uses[tool], toolchain.missing()[tool])
-    return Component(tool, True, f"{version}: {uses[tool]}{_mixed_release(tool, version)}")
+        return Component(tool, False, purpose_by_tool[tool], toolchain.missing()[tool])
+    return Component(tool, True, f"{version}: {purpose_by_tool[tool]}{_mixed_release(tool, version)}")
 
 
 def _mixed_release(tool: str, version: str) -> str:
@@ -70,8 +74,10 @@ def _mixed_release(tool: str, version: str) -> str:
 
 
 def _nsight() -> list[Component]:
-    version, use = nsight.version(), "metrics and stall samples for `ptxlab profile`"
-    ncu = Component("ncu", bool(version), f"{version}: {use}" if version else use, "" if version else nsight.INSTALL)
+    version, purpose = nsight.version(), "metrics and stall samples for `ptxlab profile`"
+    ncu = Component(
+        "ncu", bool(version), f"{version}: {purpose}" if version else purpose, "" if version else nsight.INSTALL
+    )
     try:
         nsight.require_reader()
     except UnavailableError as error:
@@ -80,9 +86,9 @@ def _nsight() -> list[Component]:
 
 
 def _model_libraries() -> Component:
-    absent = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
-    remedy = "python -m pip install 'ptxlab[model]'" if absent else ""
-    return Component("models", not absent, "reads GGUF files and tokenizers", remedy)
+    missing_libraries = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
+    remedy = "python -m pip install 'ptxlab[model]'" if missing_libraries else ""
+    return Component("models", not missing_libraries, "reads GGUF files and tokenizers", remedy)
 
 
 def _trained_weights() -> list[Component]:

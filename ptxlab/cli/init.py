@@ -136,11 +136,11 @@ def init(
     texts = project_files(name, line)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as scratch:
-            unfinished = Path(scratch) / name
+            unfinished_path = Path(scratch) / name
             for path, text in texts.items():
-                (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
-                (unfinished / path).write_text(text, encoding="utf-8")
-            unfinished.rename(folder)
+                (unfinished_path / path).parent.mkdir(parents=True, exist_ok=True)
+                (unfinished_path / path).write_text(text, encoding="utf-8")
+            unfinished_path.rename(folder)
     except OSError as error:
         raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
     if as_json:

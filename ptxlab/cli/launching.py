@@ -117,7 +117,7 @@ def run_on_schedules(
         return ScheduledRun(outcome)
     entry = launch.kernel.module.entries[launch.kernel.entry]
     # Sums of floats by atomics depend on the order of the threads, which is no fault.
-    reorders = any(_FLOAT_ATOMIC.search(instruction.opcode) for instruction in entry.instructions)
+    depends_on_order = any(_FLOAT_ATOMIC.search(instruction.opcode) for instruction in entry.instructions)
     findings = [*outcome.findings]
     differences: dict[str, Difference] = {}
     for schedule, copy in zip(schedules[1:], copies, strict=True):
@@ -132,7 +132,11 @@ def run_on_schedules(
             name, is_bfloat16 = difference.name, difference.name in launch.bfloat16_names
             array, scheduled_array = outcome.outputs[name], scheduled_outcome.outputs[name]
             is_float = is_bfloat16 or array.dtype.kind == "f"
-            if not (reorders and is_float and not compare(name, scheduled_array, array, is_bfloat16=is_bfloat16).wrong):
+            if not (
+                depends_on_order
+                and is_float
+                and not compare(name, scheduled_array, array, is_bfloat16=is_bfloat16).wrong
+            ):
                 differences.setdefault(name, difference)
     outcome = replace(outcome, findings=tuple(findings))
     return ScheduledRun(outcome, tuple(schedules), tuple(differences.values()))
@@ -235,7 +239,7 @@ def solve(
         refuse({"--uninitialised": arguments.uninitialised or None}, f"is for files only: {spec.name} has a spec")
         names = [*dict.fromkeys([*(arg.name for arg in spec.args), *sorted(spec.symbols)])]
         typed_arguments = name_arguments(f"{spec.name}: --arg", names, typed_arguments, arrays)
-        placed = arrays | {typed.name: typed.value for typed in typed_arguments}
+        placed = arrays | {typed_argument.name: typed_argument.value for typed_argument in typed_arguments}
         return _solve_spec(spec, source, {name: np.asarray(array) for name, array in placed.items()}, unchecked)
     kernel = load_file(source, entry, options)
     geometry = (
@@ -245,16 +249,20 @@ def solve(
     )
     names = [*kernel.parameters]
     arrays = {kernel.parameter(name): array for name, array in arrays.items()}
-    typed_arguments = [replace(typed, name=kernel.parameter(typed.name)) for typed in typed_arguments]
+    typed_arguments = [
+        replace(typed_argument, name=kernel.parameter(typed_argument.name)) for typed_argument in typed_arguments
+    ]
     if typed_arguments:
         arrays = dict(name_in_order(names, arrays))
         typed_arguments = name_arguments(f"{kernel.name}: --arg", names, typed_arguments, arrays)
-        arrays |= {typed.name: typed.value for typed in typed_arguments}
-    unset = [typed.name for typed in typed_arguments if typed.is_uninitialised]
-    unset += map(kernel.parameter, arguments.uninitialised)
-    bfloat16_names = {typed.name for typed in typed_arguments if typed.is_bfloat16}
+        arrays |= {typed_argument.name: typed_argument.value for typed_argument in typed_arguments}
+    uninitialised_names = [typed_argument.name for typed_argument in typed_arguments if typed_argument.is_uninitialised]
+    uninitialised_names += map(kernel.parameter, arguments.uninitialised)
+    bfloat16_names = {typed_argument.name for typed_argument in typed_arguments if typed_argument.is_bfloat16}
     bfloat16_names |= {parameter.name for parameter in kernel.signature if parameter.is_bfloat16}
-    return FileLaunch(kernel, order_arguments(kernel.name, kernel.signature, arrays), geometry, unset, bfloat16_names)
+    return FileLaunch(
+        kernel, order_arguments(kernel.name, kernel.signature, arrays), geometry, uninitialised_names, bfloat16_names
+    )
 
 
 def load_file(source: Source, entry: str | None, options: FileOptions) -> runtime.Kernel:
@@ -269,9 +277,9 @@ def _solve_spec(
     spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool
 ) -> runtime.SpecLaunch:
     """Solve for the launch of a kernel with a spec; an array that is no argument of it is a size."""
-    shaped = {arg.name for arg in spec.args if arg.shape}
-    sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in shaped}
-    inputs = {name: array for name, array in arrays.items() if name in shaped}
+    names_with_shape = {arg.name for arg in spec.args if arg.shape}
+    sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in names_with_shape}
+    inputs = {name: array for name, array in arrays.items() if name in names_with_shape}
     constants = output_variant(spec, None)
     return runtime.solve_launch(spec, source, inputs, sizes=sizes, unchecked=unchecked, overrides=constants)
 

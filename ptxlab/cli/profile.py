@@ -86,7 +86,7 @@ def profile(
     require_file("--out", out, ".json")
     require_file("--plot", plot, *PICTURES)
     refuse({"--keep": saved and keep}, "needs a launch, and --from launches nothing")
-    suffixes = {Path(named).suffix for named in (target or saved, compare) if named}
+    suffixes = {Path(given_path).suffix for given_path in (target or saved, compare) if given_path}
     if suffixes <= set(profiles.SAVED):
         refuse({"--set": None if chosen == "quick" else chosen, **file_options}, "needs a launch")
     if suffixes == {".json"}:

@@ -124,8 +124,8 @@ def prove(
                         kernel, claim or [], assume or [], launch_geometry, compared_kernel, advance
                     )
                 continue
-            only = {"--grid": grid, "--block": block, "--arch": arch, "-D": define}
-            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
+            file_options = {"--grid": grid, "--block": block, "--arch": arch, "-D": define}
+            refuse(file_options, f"is for files only: {spec.name} has a spec, which says it")
             if claim or equals:
                 claims += claims_on_spec(spec, sources, claim or [], assume or [], equals or "", unchecked)
             elif assume or unchecked:
@@ -160,9 +160,9 @@ def prove(
 
 def _nearer_limit(seconds: float, deadline: float | None, total: float | None, task: str) -> tuple[float, str]:
     """Return the nearer of two limits of time, and the message that says which it was."""
-    remaining = seconds if deadline is None else deadline - monotonic()
-    if remaining < seconds:
-        return max(0.001, remaining), f"{task} after --total-seconds {total:g}"
+    remaining_seconds = seconds if deadline is None else deadline - monotonic()
+    if remaining_seconds < seconds:
+        return max(0.001, remaining_seconds), f"{task} after --total-seconds {total:g}"
     return seconds, f"{task} after --seconds {seconds:g}"
 
 
@@ -173,10 +173,10 @@ def _kernel(target: str) -> Kernel:
 
 
 def _report(outcomes: list[Decision], path: Path | None, as_json: bool) -> None:
-    shown = next((o.explanation for o in outcomes if o.explanation and not o.as_expected), None)
-    shown = shown or next((o.explanation for o in outcomes if o.explanation), None)
-    if path is not None and shown is not None:
-        save_arrays(path, shown.arrays)
+    explanation = next((o.explanation for o in outcomes if o.explanation and not o.as_expected), None)
+    explanation = explanation or next((o.explanation for o in outcomes if o.explanation), None)
+    if path is not None and explanation is not None:
+        save_arrays(path, explanation.arrays)
     if as_json:
         print_json([o.to_json() for o in outcomes])
     else:
@@ -191,11 +191,11 @@ def _report(outcomes: list[Decision], path: Path | None, as_json: bool) -> None:
                 for line in o.explanation.lines:
                     console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
                 if o.explanation.command:
-                    arguments_file = path if o.explanation is shown and path else "FILE.npz"
+                    arguments_file = path if o.explanation is explanation and path else "FILE.npz"
                     console.print(
                         f"  {escape(o.explanation.command)} --in {arguments_file}", soft_wrap=True, highlight=False
                     )
-        print_written(path if shown is not None else None)
+        print_written(path if explanation is not None else None)
     failed = [o for o in outcomes if not o.as_expected]
     if any(o.verdict != "undecided" for o in failed):
         raise typer.Exit(FAILED)
@@ -204,5 +204,5 @@ def _report(outcomes: list[Decision], path: Path | None, as_json: bool) -> None:
 
 
 def _verdict(outcome: Decision) -> str:
-    expected = " (as expected)" if outcome.claim.expect == "refuted" else ""
-    return f"{outcome.verdict}{expected if outcome.as_expected else ''}"
+    expected_note = " (as expected)" if outcome.claim.expect == "refuted" else ""
+    return f"{outcome.verdict}{expected_note if outcome.as_expected else ''}"

@@ -116,14 +116,16 @@ def show(
         spec = kernels[0][0]
         pictures = None if len(kernels) > 1 or spec is None else _pictures(spec)
         if spec is None or pictures is None:
-            drawn = ", ".join(f"one {family_pictures.kernels}" for _, family_pictures in registry.load_all("pictures"))
-            raise expects("--plot", drawn, name)
+            family_names = ", ".join(
+                f"one {family_pictures.kernels}" for _, family_pictures in registry.load_all("pictures")
+            )
+            raise expects("--plot", family_names, name)
         from ptxlab.plot import save
 
         save(pictures.figure(spec), plot)
     if as_json:
-        shown = [_as_json(spec, sources) for spec, sources, _ in kernels]
-        return print_json(shown if len(shown) > 1 else shown[0])
+        kernels_as_json = [_as_json(spec, sources) for spec, sources, _ in kernels]
+        return print_json(kernels_as_json if len(kernels_as_json) > 1 else kernels_as_json[0])
     for spec, sources, _ in kernels:
         if spec is not None and "." not in name:
             _show_contract(spec)
@@ -254,14 +256,14 @@ def run(
         with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
             run_ = run_on_schedules(launch, backend, options, schedules)
     outcome, bfloat16_names = run_.outcome, launch.bfloat16_names
-    written = {name: outcome.outputs[name] for name in outcome.written}
-    compared = compare_all({**outcome.outputs}, expected, rtol, atol, bfloat16_names=bfloat16_names)
+    written_outputs = {name: outcome.outputs[name] for name in outcome.written}
+    comparisons = compare_all({**outcome.outputs}, expected, rtol, atol, bfloat16_names=bfloat16_names)
     arrays = {
         name: Summary.of(name, _on_host(array), is_bfloat16=name in bfloat16_names)
         for name, array in outcome.outputs.items()
     }
     if outputs is not None:
-        save_arrays(outputs, written)
+        save_arrays(outputs, written_outputs)
     if form != "text":
         sys.stdout.write(annotations.render(form, run_.annotations(source.path)))
     elif as_json:
@@ -269,10 +271,10 @@ def run(
             {
                 "backend": outcome.backend,
                 "kernel": launch.kernel.name,
-                "outputs": {name: arrays[name].to_json() for name in written},
+                "outputs": {name: arrays[name].to_json() for name in written_outputs},
                 "findings": [{**asdict(f), "remedy": emulator.remedy_of(f.kind)} for f in outcome.findings],
                 "notes": [asdict(note) for note in outcome.notes],
-                "expected": [comparison.to_json() for comparison in compared],
+                "expected": [comparison.to_json() for comparison in comparisons],
                 "schedules": {
                     "ran": [*map(str, run_.schedules)],
                     "differences": [
@@ -285,8 +287,8 @@ def run(
     else:
         if memory:
             _show_memory(_memory_rows(outcome))
-        _show_run(run_, arrays, compared, "checks clean" if options.checks or schedules else "no checks")
-    if outcome.findings or run_.differences or any(comparison.wrong for comparison in compared):
+        _show_run(run_, arrays, comparisons, "checks clean" if options.checks or schedules else "no checks")
+    if outcome.findings or run_.differences or any(comparison.wrong for comparison in comparisons):
         raise typer.Exit(FAILED)
 
 
@@ -329,8 +331,8 @@ def _show_unneeded(launch: SolvedLaunch, options: emulator.EmulatorOptions, as_j
     """Show which fences and waits of a kernel its runs need."""
 
     def attempt(mode: str, seed: int, without: frozenset[emulator.Statement]) -> emulator.Ran:
-        changed = replace(options, mode=mode, seed=seed, without=without)
-        outcome = launch.copy_arrays().run(backend="emulator", options=changed)
+        changed_options = replace(options, mode=mode, seed=seed, without=without)
+        outcome = launch.copy_arrays().run(backend="emulator", options=changed_options)
         findings = tuple(f"{f.kind} at {Path(f.path).name}:{f.line}" for f in outcome.findings)
         return emulator.Ran(findings, b"".join(a.tobytes() for a in outcome.outputs.values()))
 
@@ -359,11 +361,11 @@ def _memory_rows(outcome: runtime.Outcome) -> list[dict[str, Any]]:
     costs += [("shared", a, a.wavefronts, a.wavefronts - a.conflicts) for a in outcome.shared]
     costs += [("global", a, a.sectors, a.needed) for a in outcome.sectors]
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for space, access, took, needed in costs:
+    for space, access, taken_bytes, needed_bytes in costs:
         key = space, access.path, access.line
         row = rows.setdefault(key, dict(zip(("space", "path", "line"), key, strict=True)) | {"instructions": []})
         row["instructions"].append(next(word for word in access.text.split() if word[0] not in "@{"))
-        for name, count in (("requests", access.requests), ("took", took), ("needed", needed)):
+        for name, count in (("requests", access.requests), ("took", taken_bytes), ("needed", needed_bytes)):
             row[name] = row.get(name, 0) + count
     return sorted(rows.values(), key=lambda row: (row["space"], row["needed"] - row["took"], -row["took"]))
 
@@ -419,12 +421,12 @@ def _verify(
     names: list[str] | None, backend: str | None, seed: int, shape: str | None, batch_invariant: bool, as_json: bool
 ) -> None:
     """Verify as for the architecture that kernels are compiled for."""
-    jobs, skipped = plan(names or registry.families(), backend)
+    jobs, skipped_kernels = plan(names or registry.families(), backend)
     if batch_invariant:
         if shape:
             raise CommandLineError("--batch-invariant has sizes of its own: leave --shape out")
-        jobs, unasked = plan_rows(jobs)
-        skipped += unasked
+        jobs, jobs_without_rows = plan_rows(jobs)
+        skipped_kernels += jobs_without_rows
     jobs += _jobs_at(parse_sizes("--shape", shape), jobs) if shape else []
     verdicts, check = [], check_rows if batch_invariant else verify_job
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
@@ -443,9 +445,9 @@ def _verify(
             for (kernel, job_backend), group in groups.items()
         ]
         console.print(table("", ("kernel", "backend", "passed>", "first failing case, or what held"), cells))
-        for line in skipped:
+        for line in skipped_kernels:
             console.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True, highlight=False)
-        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
+        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed, {len(skipped_kernels)} skipped")
     if failed:
         raise typer.Exit(FAILED)
 
@@ -455,21 +457,25 @@ def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
 
     Each takes the sizes that it has, floats as in its example.
     """
-    if unknown := set(sizes) - {symbol for job in jobs for symbol in job.spec.example_sizes[0]}:
-        raise expects("--shape", "sizes that one of the kernels has", min(unknown))
-    added = []
+    if unknown_symbols := set(sizes) - {symbol for job in jobs for symbol in job.spec.example_sizes[0]}:
+        raise expects("--shape", "sizes that one of the kernels has", min(unknown_symbols))
+    added_jobs = []
     for job in {(job.label, job.backend): job for job in jobs}.values():
-        usual = job.spec.example_sizes[0]
-        job_sizes = {symbol: size for symbol, size in usual.items() if isinstance(size, float)}
-        requested = {symbol: size for symbol, size in sizes.items() if symbol in usual}
-        merge_sizes("--shape", job.spec, usual, requested)  # refuses sizes below 1
-        job_sizes |= requested
+        usual_sizes = job.spec.example_sizes[0]
+        job_sizes = {symbol: size for symbol, size in usual_sizes.items() if isinstance(size, float)}
+        requested_sizes = {symbol: size for symbol, size in sizes.items() if symbol in usual_sizes}
+        merge_sizes("--shape", job.spec, usual_sizes, requested_sizes)  # refuses sizes below 1
+        job_sizes |= requested_sizes
         job.spec.check_sizes(job_sizes)
-        added.append(Job(job.spec, job.source, job.backend, job_sizes))
-    return added
+        added_jobs.append(Job(job.spec, job.source, job.backend, job_sizes))
+    return added_jobs
 
 
 def _worst(group: list[Verdict]) -> Verdict:
     """Return the first failed verdict, otherwise the last one."""
-    worst = next((v for v in group if not v.passed), group[-1])
-    return worst if worst.passed else replace(worst, detail=f"{sizes_text(worst.sizes)}: {worst.detail}")
+    worst_verdict = next((v for v in group if not v.passed), group[-1])
+    return (
+        worst_verdict
+        if worst_verdict.passed
+        else replace(worst_verdict, detail=f"{sizes_text(worst_verdict.sizes)}: {worst_verdict.detail}")
+    )

@@ -23,8 +23,8 @@ def sanitize(
 ) -> None:
     """Verify kernels on the GPU under NVIDIA's compute-sanitizer."""
     tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
-    if unknown := [candidate for candidate in tools if candidate not in sanitizer.TOOLS]:
-        raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
+    if unknown_tools := [candidate for candidate in tools if candidate not in sanitizer.TOOLS]:
+        raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown_tools[0])
     chains = registry.entries("chains")
     specs = [spec for name in names if name not in chains for spec, *_ in registry.resolve_all(name)]
     chosen = [spec.label for spec in specs if spec is not None]

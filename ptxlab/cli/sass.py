@@ -82,7 +82,7 @@ def sass(
             "--shared": shared,
         }
         refuse(options, "cannot be combined with --record")
-        paths = [path for _, renew in registry.load_all("counts") for path in renew()]
+        paths = [path for _, write_records in registry.load_all("counts") for path in write_records()]
         return print_json([*map(str, paths)]) if as_json else print_written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
@@ -96,7 +96,7 @@ def sass(
         return occupancy(arch, threads, report.registers, report.shared + (shared or 0))
 
     macros = parse_defines("-D", define or [])
-    named = [
+    named_kernels = [
         (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _variant(spec))
         if spec
         else _file_kernel(with_build(sources[0], include or (), std), entry, arch, macros)
@@ -105,20 +105,21 @@ def sass(
     ]
     if listing:
         texts = {}
-        for label, source, entry, defines in named:
+        for label, source, entry, defines in named_kernels:
             texts[label] = [f"{source.label}, {arch}"]
             if threads:
-                on_sm = occupancy_of(machine_code.report(source, arch, entry=entry, defines=defines))
+                sm_occupancy = occupancy_of(machine_code.report(source, arch, entry=entry, defines=defines))
                 texts[label].append(
-                    f"An SM holds {on_sm.blocks} blocks of {threads} threads at once, {on_sm.warps} of at most "
-                    f"{on_sm.most_warps} warps, limited by {', '.join(on_sm.limits)}"
+                    f"An SM holds {sm_occupancy.blocks} blocks of {threads} threads at once, {sm_occupancy.warps} of "
+                    "at most "
+                    f"{sm_occupancy.most_warps} warps, limited by {', '.join(sm_occupancy.limits)}"
                 )
             show = group_by_line if ptx and source.language == "cu" else interleave
             texts[label] += show(source, arch, entry, defines)
         return print_json(texts) if as_json else print("\n\n".join("\n".join(lines) for lines in texts.values()))
     reports = []
-    with progress_bar("sass", len(named), quiet=as_json) as advance:
-        for label, source, entry, defines in named:
+    with progress_bar("sass", len(named_kernels), quiet=as_json) as advance:
+        for label, source, entry, defines in named_kernels:
             report = machine_code.report(source, arch, entry=entry, defines=defines)
             code = machine_code.instructions(source, arch, entry=entry, defines=defines)
             reports.append(
@@ -196,15 +197,17 @@ def _compare(title: str, reports: Sequence[Report]) -> None:
         ("warnings", *("; ".join(report.warnings) or "none" for report in reports)),
     ]
     console.print(table(title, ("", *columns), facts))
-    for heading, columns_of in (
+    for heading, counts_by_report in (
         ("Per 8 weights, by opcode", [report.opcodes_per_8 for report in reports]),
         ("Whole kernel, by pipe", [report.pipes for report in reports]),
         ("Whole kernel, by opcode", [report.opcodes for report in reports]),
     ):
-        keys = sorted({k for c in columns_of for k in c}, key=lambda k: (-max(c.get(k, 0) for c in columns_of), k))
+        keys = sorted(
+            {k for c in counts_by_report for k in c}, key=lambda k: (-max(c.get(k, 0) for c in counts_by_report), k)
+        )
         if keys:
             console.print(
-                table(heading, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in columns_of)) for k in keys])
+                table(heading, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in counts_by_report)) for k in keys])
             )
 
 
@@ -239,8 +242,8 @@ def group_by_line(source: Source, arch: str, entry: str | None, defines: toolcha
         lines.setdefault((instruction.path, instruction.line), ([], []))[0].append(f"    {instruction.text} ;")
     for sass_instruction in machine_code.instructions(source, arch, entry=entry, defines=defines):
         lines.setdefault(_place(source, sass_instruction), ([], []))[1].append(_format_instruction(sass_instruction))
-    for place, (of_ptx, of_sass) in lines.items():
-        yield from (_headline(source, place), *of_ptx, *of_sass)
+    for place, (ptx_instructions, sass_instructions) in lines.items():
+        yield from (_headline(source, place), *ptx_instructions, *sass_instructions)
 
 
 def _place(source: Source, instruction: SassInstruction) -> tuple[str, int]:

@@ -55,24 +55,24 @@ def timeline(
     sizes = parse_sizes("--shape", shape) if shape is not None else {}
     if saved is not None:
         refuse({"--shape": shape, "--backend": backend}, "needs a launch, and --from launches nothing")
-        recorded = timelines.load(saved)
+        recorded_timelines = timelines.load(saved)
     else:
         with progress_bar(f"timeline of {target}", None, quiet=as_json):
-            recorded = _record_kernel(str(target), sizes, backend)
-    paths = [out, timelines.default_path(recorded) if record else None]
+            recorded_timelines = _record_kernel(str(target), sizes, backend)
+    paths = [out, timelines.default_path(recorded_timelines) if record else None]
     for path in filter(None, paths):
         path.parent.mkdir(parents=True, exist_ok=True)
-        timelines.save(recorded, path)
+        timelines.save(recorded_timelines, path)
     if trace is not None:
-        write_text(trace, json.dumps(timelines.trace(recorded)) + "\n")
+        write_text(trace, json.dumps(timelines.trace(recorded_timelines)) + "\n")
     if plot is not None:
         from ptxlab.plot import save  # Matplotlib takes half a second that others need not pay
         from ptxlab.profile.timeline.plot import timeline_figure
 
-        save(timeline_figure(recorded), plot)
+        save(timeline_figure(recorded_timelines), plot)
     if as_json:
-        return print_json(recorded.to_json())
-    _show(recorded)
+        return print_json(recorded_timelines.to_json())
+    _show(recorded_timelines)
     print_written(*paths, trace, plot)
 
 
@@ -80,8 +80,8 @@ def _record_kernel(target: str, sizes: dict[str, Any], backend: str | None) -> T
     spec, source, _ = registry.resolve(target)
     if spec is None:
         raise expects("timeline", "one of the project's kernels", target)
-    by_language = {candidate.language: candidate for candidate in registry.find(spec.name)[1]}
-    source = source if "." in target else by_language.get("cu", source)  # the one that can stamp
+    source_by_language = {candidate.language: candidate for candidate in registry.find(spec.name)[1]}
+    source = source if "." in target else source_by_language.get("cu", source)  # the one that can stamp
     return recorder.record(spec, source, sizes, backend=backend)
 
 

@@ -75,8 +75,8 @@ class Commands:
         place, _, text = arguments.partition(" if ")
         number = session.stop_at(place, condition_of(session, text) if text else None)
         if text:
-            unconditional = session.breakpoints[number].text
-            breakpoint_ = replace(session.breakpoints[number], text=f"{unconditional} if {text.strip()}")
+            breakpoint_text = session.breakpoints[number].text
+            breakpoint_ = replace(session.breakpoints[number], text=f"{breakpoint_text} if {text.strip()}")
             session.breakpoints[number] = breakpoint_
         breakpoint_ = session.breakpoints[number]
         places = f" ({len(breakpoint_.code)} places)" if len(breakpoint_.code) > 1 else ""
@@ -130,16 +130,16 @@ class Commands:
 
     def _steps(self, name: str, move: Callable[..., Stop], unit: str, arguments: str) -> list[str]:
         words = arguments.split()
-        everyone = "all" in words
+        with_all_lanes = "all" in words
         counts = [word for word in words if word != "all"]
         if len(counts) > 1 or not all(word.isdigit() and int(word) for word in counts):
             raise DebuggerError(f"{name}: [COUNT] [all] (got {arguments!r})")
-        stop = self.session.now
+        last_stop = self.session.now
         for _ in range(int(counts[0]) if counts else 1):
-            stop = move(unit, everyone=everyone)
-            if stop.reason != "step":
+            last_stop = move(unit, everyone=with_all_lanes)
+            if last_stop.reason != "step":
                 break
-        return self.describe_stop(stop)
+        return self.describe_stop(last_stop)
 
     # Where
 
@@ -163,11 +163,13 @@ class Commands:
             threads += f" lanes {pending.ranges(warp_lanes.tolist())}" if len(warp_lanes) else ", which is not here"
             other_warps += not len(warp_lanes)
         threads += f", and {other_warps} warp{'s' * (other_warps > 1)} more" if other_warps else ""
-        why = "" if stop.reason == "step" else f"{stop.reason}: "
+        reason_text = "" if stop.reason == "step" else f"{stop.reason}: "
         timing = "after " if moment.is_after else ""
         text = self._source_line(instruction.path, instruction.line)
-        called = "".join(f", called from line {line}" for _, line in instruction.callers)
-        lines.append(f"{why}{timing}{pending.line_of(instruction)}{called}, dispatch {moment.position}: {threads}")
+        callers_text = "".join(f", called from line {line}" for _, line in instruction.callers)
+        lines.append(
+            f"{reason_text}{timing}{pending.line_of(instruction)}{callers_text}, dispatch {moment.position}: {threads}"
+        )
         if text and Path(instruction.path).suffix != ".ptx":
             lines.append(f"  {instruction.line:>5}  {text}")
         return [*lines, f"  {f'#{moment.pc}':>5}  {pending.text_of(instruction)}"]
@@ -184,10 +186,10 @@ class Commands:
     @command("list l", "[LINE]")
     def _list(self, arguments: str) -> list[str]:
         """List the source around the present line, or around a given line; a line with code has a mark."""
-        code, now = self.session.code, self.session.now
-        present = code[min(now.moment.pc, len(code) - 1)]
-        path = self.session.kernel.source.path if arguments else present.path
-        middle = _number("list", arguments) if arguments else present.line
+        code, current_stop = self.session.code, self.session.now
+        current_instruction = code[min(current_stop.moment.pc, len(code) - 1)]
+        path = self.session.kernel.source.path if arguments else current_instruction.path
+        middle = _number("list", arguments) if arguments else current_instruction.line
         text = self.session.text(path)
         if not text:
             raise DebuggerError(f"list: {path} cannot be read; `code` shows the instructions")
@@ -196,7 +198,7 @@ class Commands:
         has_code = {instruction.line for instruction in code if instruction.path == path}
         lines = []
         for n in range(max(1, middle - AROUND), min(len(text), middle + AROUND) + 1):
-            is_present = not now.ended and (path, n) == (present.path, present.line)
+            is_present = not current_stop.ended and (path, n) == (current_instruction.path, current_instruction.line)
             lines.append(f"{'=>' if is_present else '  '} {n:>5}{'+' if n in has_code else ' '} {text[n - 1]}")
         return lines
 
@@ -215,15 +217,15 @@ class Commands:
     def _line(self, arguments: str) -> list[str]:
         """List the instructions of a source line, with the present values of the registers that they write."""
         session, code = self.session, self.session.code
-        present = code[min(session.now.moment.pc, len(code) - 1)]
-        path, line = present.path, present.line
+        current_instruction = code[min(session.now.moment.pc, len(code) - 1)]
+        path, line = current_instruction.path, current_instruction.line
         if arguments:
             path, line = session.kernel.source.path, _number("line", arguments)
-        chosen = [(pc, i) for pc, i in enumerate(code) if (i.path, i.line) == (path, line)]
-        if not chosen:
+        matching_code = [(pc, i) for pc, i in enumerate(code) if (i.path, i.line) == (path, line)]
+        if not matching_code:
             raise DebuggerError(f"line: line {line} of {Path(path).name} has no instruction")
         state, lines = State(session), [self._source_line(path, line)]
-        for pc, instruction in chosen:
+        for pc, instruction in matching_code:
             registers = ", ".join(_format_register(state.of_register(r)) for r in instruction.destinations)
             lines.append(f"  {f'#{pc}':>5}  {pending.text_of(instruction)}" + (f"    {registers}" if registers else ""))
         return lines
@@ -290,14 +292,14 @@ class Commands:
 
         Of a C++ local it shows what the lines that assign it have written.
         """
-        parsed = _AS.fullmatch(arguments)
-        if not arguments or parsed is None:
+        match = _AS.fullmatch(arguments)
+        if not arguments or match is None:
             raise DebuggerError(f"print: {COMMANDS['print'][1]}")
-        state, form = State(self.session), parsed["form"]
+        state, form = State(self.session), match["form"]
         if lines := self._list_assignments(state, arguments):
             return lines
-        named_value = state.find(parsed["what"])
-        named_value = named_value.as_type(parsed["type"]) if parsed["type"] else named_value
+        named_value = state.find(match["what"])
+        named_value = named_value.as_type(match["type"]) if match["type"] else named_value
         if form == "words":
             named_value = named_value.as_type(
                 "b16" if named_value.values.itemsize == 2 and named_value.lane is not None else "b32"
@@ -312,8 +314,8 @@ class Commands:
         title = f"{named_value.name}   {named_value.type}{shape}, {owner}"
         if form and "x" in form:
             rows, columns = map(int, form.split("x"))
-            named_value, title = named_value.tile(rows, columns, int(parsed["span"] or 16)), f"{title}, as {form}"
-        elif parsed["span"]:
+            named_value, title = named_value.tile(rows, columns, int(match["span"] or 16)), f"{title}, as {form}"
+        elif match["span"]:
             raise DebuggerError(f"print: swizzle goes with ROWSxCOLUMNS (got {arguments!r})")
         return [title, *values.array(named_value.values, named_value.type, named_value.first)]
 
@@ -325,14 +327,16 @@ class Commands:
         source, code = self.session.kernel.source, state.machine.code
         if source.language != "cu" or not re.fullmatch(r"[A-Za-z_]\w*", name) or state.knows(name):
             return []
-        fits = could_hold(self.session.kernel, name)
+        can_hold = could_hold(self.session.kernel, name)
         pattern, lines = re.compile(rf"\b{name}(?:\[[^\]]*\])*\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"), []
         for number, text in enumerate(self.session.text(source.path), 1):
             instructions = [i for i in code if (i.path, i.line) == (source.path, number)]
-            wrote = list({r.name: r for i in instructions for r in i.destinations if fits(r)}.values())
-            if wrote and pattern.search(text):
-                registers = ", ".join(_format_register(state.of_register(r)) for r in wrote[-MOST_WRITTEN:])
-                left_out = ".., " * (len(wrote) > MOST_WRITTEN)
+            assigned_registers = list({r.name: r for i in instructions for r in i.destinations if can_hold(r)}.values())
+            if assigned_registers and pattern.search(text):
+                registers = ", ".join(
+                    _format_register(state.of_register(r)) for r in assigned_registers[-MOST_WRITTEN:]
+                )
+                left_out = ".., " * (len(assigned_registers) > MOST_WRITTEN)
                 lines += [f"  {number:>5}  {text.strip()}", f"         {left_out}{registers}"]
         title = (
             f"{name} is a C++ local, which PTX has no name for; the lines that assign it, and the last that they write:"
@@ -350,19 +354,19 @@ class Commands:
         else:
             instruction = moment.instruction
             guard = [instruction.guard] if instruction.guard else []
-            named = (*guard, *instruction.destinations, *instruction.sources)
-            chosen = list({register.name: register for register in named}.values())
+            operands = (*guard, *instruction.destinations, *instruction.sources)
+            chosen = list({register.name: register for register in operands}.values())
         lines = [f"{_format_register(state.of_register(r))}   {r.type}" for r in sorted(chosen, key=_by_number)]
         return lines or ["the instruction has no registers"]
 
     @command("who", "holds row N [column M] [of a|b|c|d]")
     def _who(self, arguments: str) -> list[str]:
         """List the lanes that hold a row, a column or an element of a matrix operand, and their registers."""
-        parsed = _HOLDS.fullmatch(arguments)
-        if parsed is None or (parsed["row"] is None and parsed["column"] is None):
+        match = _HOLDS.fullmatch(arguments)
+        if match is None or (match["row"] is None and match["column"] is None):
             raise DebuggerError("who: holds row N [column M] [of a|b|c|d]")
-        row, column = (None if parsed[name] is None else int(parsed[name]) for name in ("row", "column"))
-        return matrices.holders(State(self.session), parsed["letter"] or "d", row, column)
+        row, column = (None if match[name] is None else int(match[name]) for name in ("row", "column"))
+        return matrices.holders(State(self.session), match["letter"] or "d", row, column)
 
     @command("fragment f", "[a|b|c|d] [FROM:TO, FROM:TO]")
     def _fragment(self, arguments: str) -> list[str]:
@@ -372,8 +376,8 @@ class Commands:
         """
         letter, _, index = (arguments or "d").partition(" ")
         title, matrix, type_name = matrices.operand_matrix(State(self.session), letter)
-        whole = Held(letter, "", type_name, matrix)
-        part = whole.part(index.strip("[] ")) if index else whole
+        whole_matrix = Held(letter, "", type_name, matrix)
+        part = whole_matrix.part(index.strip("[] ")) if index else whole_matrix
         return [title, *values.array(np.atleast_1d(part.values), type_name, part.first)]
 
     @command("pending")
@@ -393,9 +397,9 @@ class Commands:
         chosen = [ALIASES[arguments]] if arguments else list(COMMANDS)
         lines = []
         for name in chosen:
-            short = [alias for alias, command in ALIASES.items() if command == name != alias]
-            _, takes, purpose = COMMANDS[name]
-            lines.append(f"{name}{''.join(f', {alias}' for alias in short)} {takes}".rstrip())
+            aliases = [alias for alias, command in ALIASES.items() if command == name != alias]
+            _, operand_text, purpose = COMMANDS[name]
+            lines.append(f"{name}{''.join(f', {alias}' for alias in aliases)} {operand_text}".rstrip())
             lines.append(f"      {purpose}")
         return lines
 

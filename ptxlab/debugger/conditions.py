@@ -29,10 +29,10 @@ def condition_of(session: Session, text: str) -> Callable[[Moment], Array]:
     """Return a function of a moment: its lanes for which the condition holds; raises DebuggerError for what is none."""
     clauses = []
     for clause in re.split(r"\s+and\s+", text.strip()):
-        parsed = _CLAUSE.fullmatch(clause)
-        if parsed is None:
+        match = _CLAUSE.fullmatch(clause)
+        if match is None:
             raise DebuggerError(f"break: {_USAGE} (got {text!r})")
-        clauses.append((parsed["left"], _COMPARISONS[parsed["comparison"]], parsed["right"]))
+        clauses.append((match["left"], _COMPARISONS[match["comparison"]], match["right"]))
     for left, _, right in clauses:
         for operand in (left, right):
             _values_of(State(session), operand, np.zeros(1, np.intp))
@@ -79,12 +79,12 @@ def _number(text: str) -> int | float | None:
 
 def _numbers(operand: Held) -> Array:
     """Convert values to Python's numbers; bits of unknown sign are signed, as `print` shows them."""
-    flat = np.ascontiguousarray(operand.values).reshape(-1)
+    flat_values = np.ascontiguousarray(operand.values).reshape(-1)
     if is_float(operand.type):
-        wide = widen(flat, operand.type)
-        if wide.ndim != 1:
+        wide_values = widen(flat_values, operand.type)
+        if wide_values.ndim != 1:
             raise DebuggerError(f"break: one number is compared; {operand.name} is of type {operand.type}")
-        return np.array(wide.tolist(), object)
-    if operand.type[0] in "sb" and flat.dtype.kind in "iu":
-        flat = flat.view(f"i{flat.itemsize}")
-    return np.array(flat.tolist(), object)
+        return np.array(wide_values.tolist(), object)
+    if operand.type[0] in "sb" and flat_values.dtype.kind in "iu":
+        flat_values = flat_values.view(f"i{flat_values.itemsize}")
+    return np.array(flat_values.tolist(), object)

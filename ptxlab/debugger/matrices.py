@@ -104,8 +104,8 @@ def nearest(state: State) -> Instruction:
     It is the present one, the last one above it, or the first of the kernel.
     """
     code, pc = state.machine.code, state.session.now.moment.pc
-    above = [i for i in code[: pc + 1] if is_matrix(i)]
-    candidates = above[-1:] or [i for i in code if is_matrix(i)]
+    preceding_indices = [i for i in code[: pc + 1] if is_matrix(i)]
+    candidates = preceding_indices[-1:] or [i for i in code if is_matrix(i)]
     if not candidates:
         raise DebuggerError("fragment: this kernel has no mma, wgmma, ldmatrix or stmatrix")
     return candidates[0]
@@ -123,11 +123,11 @@ def operand(state: State, letter: str) -> tuple[Instruction, MatrixOperand]:
 def matrix(state: State, operand: MatrixOperand) -> tuple[Array, str]:
     """Return an operand's present matrix, [rows, columns], and the type as which it is printed."""
     type_name = _VIEWED.get(operand.type, operand.type)
-    viewed = {"s4": "s8", "u4": "u8"}.get(type_name, type_name)
-    dtype = dtype_of(viewed)
+    view_type = {"s4": "s8", "u4": "u8"}.get(type_name, type_name)
+    dtype = dtype_of(view_type)
     if operand.fragment is None:
-        return _in_shared(state, operand).view(dtype), viewed
-    return operand.fragment.gather(_registers(state, operand), dtype), viewed
+        return _in_shared(state, operand).view(dtype), view_type
+    return operand.fragment.gather(_registers(state, operand), dtype), view_type
 
 
 def _registers(state: State, operand: MatrixOperand) -> Array:

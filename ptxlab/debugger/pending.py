@@ -40,8 +40,8 @@ def text_of(instruction: Instruction) -> str:
 def name_of(machine: Machine, place: int) -> str:
     """Name a place in memory as `full + 8`, or in more words where no variable lies."""
     text = machine.memory.name_byte(place)
-    named = re.search(r"\((\w+ \+ \d+)\)$", text)
-    return named[1] if named else text
+    match = re.search(r"\((\w+ \+ \d+)\)$", text)
+    return match[1] if match else text
 
 
 def _effects(machine: Machine, block: int) -> Iterator[str]:
@@ -75,11 +75,11 @@ def _effect_owner(machine: Machine, effect: Effect) -> str:
 
 def _state(machine: Machine, queue: EffectQueue, effect: Effect) -> str:
     state = "done, but nobody has waited for it" if effect.landed else "under way"
-    grouped = effect.group < UNGROUPED
-    if grouped.any():
-        group, lane = int(effect.group[grouped][0]), int(effect.lanes[grouped][0])
-        open_ = int(queue.committed[effect.kind][lane]) <= group
-        state += f"; group {group}, " + ("not committed" if open_ else "committed")
+    is_in_group = effect.group < UNGROUPED
+    if is_in_group.any():
+        group, lane = int(effect.group[is_in_group][0]), int(effect.lanes[is_in_group][0])
+        is_group_open = int(queue.committed[effect.kind][lane]) <= group
+        state += f"; group {group}, " + ("not committed" if is_group_open else "committed")
     for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
         state += f"; tells the mbarrier at {name_of(machine, place)}"
     return state
@@ -90,14 +90,16 @@ def _mbarriers(machine: Machine, block: int) -> Iterator[str]:
     for mbarrier in unit.by_place.values() if isinstance(unit, MBarriers) else ():
         if not start <= mbarrier.place < start + machine.launch.window_bytes:
             continue
-        arrived = mbarrier.count - mbarrier.missing
+        arrived_count = mbarrier.count - mbarrier.missing
         line = f"mbarrier {name_of(machine, mbarrier.place)}: phase {mbarrier.phase} (parity {mbarrier.phase & 1}), "
-        line += f"{arrived} of {mbarrier.count} arrivals"
+        line += f"{arrived_count} of {mbarrier.count} arrivals"
         if mbarrier.bytes:
-            missing = mbarrier.bytes
-            line += f", {missing} bytes to come" if missing > 0 else f", {-missing} bytes came unexpected"
-        waiting = sum(count_of(parked.lanes) for parked, _ in mbarrier.waiting)
-        yield line + (f", {waiting} threads wait" if waiting else "")
+            missing_bytes = mbarrier.bytes
+            line += (
+                f", {missing_bytes} bytes to come" if missing_bytes > 0 else f", {-missing_bytes} bytes came unexpected"
+            )
+        waiting_count = sum(count_of(waiting_group.lanes) for waiting_group, _ in mbarrier.waiting)
+        yield line + (f", {waiting_count} threads wait" if waiting_count else "")
 
 
 def _barriers(machine: Machine, block: int) -> Iterator[str]:
@@ -105,15 +107,17 @@ def _barriers(machine: Machine, block: int) -> Iterator[str]:
     for barrier in unit.by_key.values() if isinstance(unit, BlockBarriers) else ():
         if barrier.block != block:
             continue
-        expected = barrier.expected or int(machine.alive.reshape(-1, machine.stride)[barrier.block].sum())
-        line = f"barrier {barrier.number}: {int(barrier.present.sum())} of {expected} threads"
+        expected_count = barrier.expected or int(machine.alive.reshape(-1, machine.stride)[barrier.block].sum())
+        line = f"barrier {barrier.number}: {int(barrier.present.sum())} of {expected_count} threads"
         yield f"{line}, since {line_of(barrier.first)}"
 
 
 def waiting_lanes(machine: Machine) -> list[Parked]:
     """Return the lanes that wait for something."""
-    waiting = [Parked(pc, lanes, "the rest of its warp") for m in machine.meetings.values() for pc, lanes, _ in m]
-    return waiting + [waiter for unit in machine.units.values() for waiter in unit.waiters()]
+    waiting_groups = [
+        Parked(pc, lanes, "the rest of its warp") for m in machine.meetings.values() for pc, lanes, _ in m
+    ]
+    return waiting_groups + [waiter for unit in machine.units.values() for waiter in unit.waiters()]
 
 
 def _waiting(machine: Machine, block: int) -> Iterator[str]:
@@ -135,8 +139,8 @@ def whereabouts(machine: Machine, pc: int, running: Lanes, block: int) -> list[s
             places.setdefault((lane % machine.stride // 32, text), []).append(lane)
 
     def place_text(index: int) -> str:
-        end = index >= len(machine.code)
-        return "the end" if end else f"{line_of(machine.code[index])}  `{text_of(machine.code[index])}`"
+        is_past_end = index >= len(machine.code)
+        return "the end" if is_past_end else f"{line_of(machine.code[index])}  `{text_of(machine.code[index])}`"
 
     if pc < len(machine.code):
         add_place(running, f"runs   {place_text(pc)}")
@@ -146,9 +150,9 @@ def whereabouts(machine: Machine, pc: int, running: Lanes, block: int) -> list[s
         add_place(lanes, f"later  {place_text(index)}")
     for waiter in waiting_lanes(machine):
         add_place(waiter.lanes, f"waits  {place_text(waiter.pc)}  for {waiter.why}")
-    ended = np.flatnonzero(~machine.alive & (machine.thread < machine.launch.threads))
-    if len(ended):
-        add_place(as_lanes(ended), "ended")
+    ended_lanes = np.flatnonzero(~machine.alive & (machine.thread < machine.launch.threads))
+    if len(ended_lanes):
+        add_place(as_lanes(ended_lanes), "ended")
     warps: dict[tuple[str, str], list[int]] = {}
     for (warp, text), numbers in sorted(places.items()):
         warps.setdefault((ranges([number % 32 for number in numbers]), text), []).append(warp)

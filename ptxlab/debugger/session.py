@@ -163,8 +163,8 @@ class Session:
     def _parse_breakpoint(self, place: str) -> Breakpoint:
         code, entry = self.code, self.now.moment.machine.launch.entry.name
         if place in _KINDS:
-            unasked = set[str]() if "float" in self.asked else {*FLOAT}
-            kinds = {place} if place != "finding" else {*_KINDS} - unasked
+            skipped_checks = set[str]() if "float" in self.asked else {*FLOAT}
+            kinds = {place} if place != "finding" else {*_KINDS} - skipped_checks
             return Breakpoint(place, kinds=frozenset(kinds))
         if index := re.fullmatch(r"#(\d+)", place):
             if int(index[1]) >= len(code):
@@ -194,8 +194,8 @@ class Session:
         if count and not 1 <= line <= count:
             raise DebuggerError(f"break: {name} has {count} lines (got {line})")
         if line not in lines:
-            following = next((f"; the next with one is {n}" for n in lines if n > line), "")
-            raise DebuggerError(f"break: line {line} of {name} has no instruction{following}")
+            next_line_note = next((f"; the next with one is {n}" for n in lines if n > line), "")
+            raise DebuggerError(f"break: line {line} of {name} has no instruction{next_line_note}")
         places = [(instruction.path, instruction.line, instruction.callers) for instruction in code]
         starts = {pc for pc, place in enumerate(places)
                   if place[:2] == (path, line) and (pc == 0 or places[pc - 1] != place)}  # fmt: skip
@@ -258,8 +258,8 @@ class Session:
                 return
 
     def _look_at_lane(self, moment: Moment, lane: int) -> None:
-        within, thread = divmod(lane, moment.machine.stride)
-        index = tuple(moment.machine.blocks[within])
+        block_in_wave, thread = divmod(lane, moment.machine.stride)
+        index = tuple(moment.machine.blocks[block_in_wave])
         self.focus = int(np.ravel_multi_index(index, moment.machine.launch.grid, order="F")), thread
 
     def _refuse_ended(self, command: str) -> None:
@@ -283,11 +283,11 @@ class Session:
             nonlocal place
             if moment.is_after or not (everyone or self._is_of(moment, block, thread)):
                 return ""
-            previous, place = place, moment.place
+            previous_place, place = place, moment.place
             if unit == "call" and depth is not None and len(moment.instruction.callers) > depth:
-                place = previous
+                place = previous_place
                 return ""
-            return "step" if unit == "instruction" or place != previous else ""
+            return "step" if unit == "instruction" or place != previous_place else ""
 
         return stop_reason
 

@@ -51,17 +51,23 @@ class Held:
     def as_type(self, type_name: str) -> "Held":
         """View the same bits as another type."""
         dtype = values.dtype_of(type_name)
-        flat = np.ascontiguousarray(self.values)
+        contiguous_values = np.ascontiguousarray(self.values)
         if self.lane is not None:
-            if dtype.itemsize > flat.itemsize or (type_name == "pred") != (self.type == "pred"):
-                raise DebuggerError(f"as: {self.name} has {8 * flat.itemsize} bits, {type_name} does not fit")
-            return replace(self, type=type_name, values=flat.view(dtype)[:: flat.itemsize // dtype.itemsize])
-        if flat.itemsize != dtype.itemsize:
-            raw = flat.reshape(-1).view(np.uint8)
-            flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize]
-            if not len(flat):
+            if dtype.itemsize > contiguous_values.itemsize or (type_name == "pred") != (self.type == "pred"):
+                raise DebuggerError(
+                    f"as: {self.name} has {8 * contiguous_values.itemsize} bits, {type_name} does not fit"
+                )
+            return replace(
+                self,
+                type=type_name,
+                values=contiguous_values.view(dtype)[:: contiguous_values.itemsize // dtype.itemsize],
+            )
+        if contiguous_values.itemsize != dtype.itemsize:
+            raw = contiguous_values.reshape(-1).view(np.uint8)
+            contiguous_values = raw[: len(raw) // dtype.itemsize * dtype.itemsize]
+            if not len(contiguous_values):
                 raise DebuggerError(f"as: {self.name} has {len(raw)} bytes, {type_name} takes {dtype.itemsize}")
-        return replace(self, type=type_name, values=flat.view(dtype))
+        return replace(self, type=type_name, values=contiguous_values.view(dtype))
 
     def part(self, index: str) -> "Held":
         """Return some of the values: `3`, `0:16`, `2, 0:8`; of a register these are lanes."""
@@ -79,8 +85,8 @@ class Held:
             raise DebuggerError(f"print: {self.name} is {shape} (got [{index}]){hint}") from None
         if not np.size(chosen):
             raise DebuggerError(f"print: [{index}] of {self.name} is empty")
-        last = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
-        start = last.start or 0 if isinstance(last, slice) and np.ndim(chosen) == 1 else 0
+        last_range = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
+        start = last_range.start or 0 if isinstance(last_range, slice) and np.ndim(chosen) == 1 else 0
         name = f"{self.name}[{', '.join(parts)}]"
         chosen_at = np.arange(self.values.size).reshape(self.values.shape)[tuple(ranges)].flat[0]
         place = self.byte(int(chosen_at) * self.values.itemsize) if self.byte else self.origin
@@ -95,10 +101,10 @@ class Held:
             raise DebuggerError(f"print: {self.name} has {self.values.size} elements, {rows}x{columns} does not fit")
         if span == 16:
             return replace(self, values=self.values.reshape(-1)[: rows * columns].reshape(rows, columns), first=0)
-        of_row = columns * self.values.itemsize
-        if span not in SPANS or of_row != span or self.address is None:
+        row_bytes = columns * self.values.itemsize
+        if span not in SPANS or row_bytes != span or self.address is None:
             rule = f"swizzle {', '.join(map(str, SPANS[1:]))}, the bytes of a row, of a whole variable in shared memory"
-            raise DebuggerError(f"print: {rule} (got {self.name}, rows of {of_row} bytes, {span})")
+            raise DebuggerError(f"print: {rule} (got {self.name}, rows of {row_bytes} bytes, {span})")
         raw = np.ascontiguousarray(self.values).reshape(-1).view(np.uint8)
         places = swizzle(self.address + np.arange(rows * span), span) - self.address
         if places.min() < 0 or places.max() >= len(raw):
@@ -131,10 +137,10 @@ class State:
 
     def find(self, text: str) -> Held:
         """Find the value of `%r5`, `%tid.x`, `tile[0:8]`, `a[3]`, `[%rd4+16]` or `shared`."""
-        parsed = _NAME.fullmatch(text.strip())
-        if parsed is None:
+        match = _NAME.fullmatch(text.strip())
+        if match is None:
             raise DebuggerError(f"print: a name, perhaps with an index such as [0:8] (got {text!r})")
-        name, index = parsed["name"], parsed["index"]
+        name, index = match["name"], match["index"]
         named_value = self.at_address(name) if name.startswith("[") else self.held_by_name(name)
         return named_value if index is None else named_value.part(index)
 
@@ -155,13 +161,13 @@ class State:
             return self.argument(self.parameters.index(name))
         names = [*self.registers(), *memory_names, *self.parameters]
         suggestions = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
-        unread = (
+        unread_note = (
             " (debug information of `nvcc -G` is not read)" if ".debug_info" in self.session.kernel.source.text else ""
         )
         hint = (
             f"nearest: {suggestions}"
             if suggestions
-            else f"C++ locals are in registers{unread}, which `line` shows by source line"
+            else f"C++ locals are in registers{unread_note}, which `line` shows by source line"
         )
         raise DebuggerError(f"print: no register, variable or argument {name!r}; {hint}")
 
@@ -172,12 +178,12 @@ class State:
 
         If blocks of PTX declare one name twice, it is the one that is nearest above.
         """
-        pc, by_name = self.moment.pc, dict[str, ir.Register]()
+        pc, register_by_name = self.moment.pc, dict[str, ir.Register]()
         code = self.machine.code
         for index in [*range(len(code) - 1, pc, -1), *range(min(pc, len(code) - 1) + 1)]:
             for register in ir.registers((*code[index].operands, *([code[index].guard] if code[index].guard else []))):
-                by_name[register.name] = register
-        return by_name
+                register_by_name[register.name] = register
+        return register_by_name
 
     def register(self, name: str) -> ir.Register | None:
         """Return the register of that name, or None."""
@@ -236,10 +242,10 @@ class State:
         dtype = values.dtype_of(type_name)
         bytes_ = self.machine.memory.arena[start : start + size // dtype.itemsize * dtype.itemsize]
         base = int(self.machine.shared_base[self.lane])
-        shared = start - base if self.machine.launch.is_shared(np.array([start]))[0] else None
+        shared_offset = start - base if self.machine.launch.is_shared(np.array([start]))[0] else None
         elements = bytes_.view(dtype).reshape(shape)
         place = self.byte_namer(start)
-        return Held(name, place(0), type_name, elements, address=shared, byte=place)
+        return Held(name, place(0), type_name, elements, address=shared_offset, byte=place)
 
     def byte_namer(self, start: int) -> Callable[[int], str]:
         """Return a function that names the byte at an offset from a place in the arena."""
@@ -268,11 +274,11 @@ class State:
 
         It goes from where the register points to, to the end of what lies there.
         """
-        parsed = _ADDRESS.fullmatch(text)
-        register = self.register(parsed["register"]) if parsed else None
-        if parsed is None or register is None or bits_of(register.type) < 32:
+        match = _ADDRESS.fullmatch(text)
+        register = self.register(match["register"]) if match else None
+        if match is None or register is None or bits_of(register.type) < 32:
             raise DebuggerError(f"print: [REGISTER+OFFSET] of 32 bits, into shared memory, or 64 (got {text})")
-        address = int(self.of_register(register).values[self.lane % 32]) + int(parsed["offset"] or 0)
+        address = int(self.of_register(register).values[self.lane % 32]) + int(match["offset"] or 0)
         base = int(self.machine.shared_base[self.lane]) if bits_of(register.type) == 32 else -BASE
         region = self.machine.memory.region_of(address + base)
         if region is None or address + base >= region.end or address + base < region.start:

@@ -134,10 +134,10 @@ class StoppableCall:
         if self._last is not None:
             vars(self._last).update(self._kept)
             self._kept = {}
-            end, failed = len(self._last.code), self.error
+            pc_after_last, failed = len(self._last.code), self.error
             failed = failed if isinstance(failed, EmulationError) else None
             findings = self._take_new_findings(self._last)
-            self.moment = Moment(self.position, self._last, end, _NOBODY, True, findings, failed)
+            self.moment = Moment(self.position, self._last, pc_after_last, _NOBODY, True, findings, failed)
         self._stopped.set()
 
     def _wait(self) -> None:
@@ -195,9 +195,9 @@ class StoppableCall:
         findings = machine.launch.findings.by_key
         if len(findings) == self._finding_count:
             return ()
-        new = tuple(findings.values())[self._finding_count :]
+        new_findings = tuple(findings.values())[self._finding_count :]
         self._finding_count = len(findings)
-        return new
+        return new_findings
 
     def wave_ended(self, machine: Machine) -> None:
         """Keep what the machine holds, which the launch takes from it."""

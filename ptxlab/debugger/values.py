@@ -33,20 +33,20 @@ def dtype_of(type_name: str) -> np.dtype:
 
 def format_values(values: Array, type_name: str) -> Array:
     """Format each value (of `dtype_of` the type) as text; the shape stays."""
-    flat = np.ascontiguousarray(values).reshape(-1)
+    flat_values = np.ascontiguousarray(values).reshape(-1)
     if lanes := parse_packed(type_name):
-        columns = lanes.decode(flat)
+        columns = lanes.decode(flat_values)
         texts = [f"({', '.join(map(str, column))})" for column in columns.T.tolist()]
     elif is_float(type_name):
-        rows = widen(flat, type_name).reshape(len(flat), -1)
+        rows = widen(flat_values, type_name).reshape(len(flat_values), -1)
         numbers = [[f"{number:.6g}" for number in row] for row in rows.tolist()]
         texts = [row[0] if len(row) == 1 else f"({', '.join(row)})" for row in numbers]
     elif type_name == "pred":
-        texts = ["true" if number else "false" for number in flat.tolist()]
+        texts = ["true" if number else "false" for number in flat_values.tolist()]
     elif type_name[0] == "b":
-        texts = [f"0x{number:0{2 * flat.itemsize}x}" for number in flat.tolist()]
+        texts = [f"0x{number:0{2 * flat_values.itemsize}x}" for number in flat_values.tolist()]
     else:
-        texts = [str(number) for number in flat.tolist()]
+        texts = [str(number) for number in flat_values.tolist()]
     return np.array(texts, object).reshape(np.shape(values))
 
 
@@ -64,15 +64,17 @@ def scalar(number: Array, type_name: str) -> str:
 def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> list[str]:
     """Format the lines of a matrix of texts, each with the label of its row; as much as fits a screen."""
     rows, width = texts.shape
-    wide = max((len(text) for text in texts[:MOST].reshape(-1)), default=1) + 2
-    most_columns = max(1, (_WIDTH - 10) // wide)
+    column_width = max((len(text) for text in texts[:MOST].reshape(-1)), default=1) + 2
+    most_columns = max(1, (_WIDTH - 10) // column_width)
     most_rows = max(1, MOST // min(width, most_columns))
     lines = []
     if columns:
-        lines.append(" " * 10 + "".join(f"{i:>{wide}}" for i in range(min(width, most_columns))))
+        lines.append(" " * 10 + "".join(f"{i:>{column_width}}" for i in range(min(width, most_columns))))
     for i in range(min(rows, most_rows)):
-        cut = " .." if width > most_columns else ""
-        lines.append(f"{labels(i):>10}" + "".join(f"{text:>{wide}}" for text in texts[i, :most_columns]) + cut)
+        ellipsis = " .." if width > most_columns else ""
+        lines.append(
+            f"{labels(i):>10}" + "".join(f"{text:>{column_width}}" for text in texts[i, :most_columns]) + ellipsis
+        )
     if rows > most_rows or width > most_columns:
         lines.append(f"{'':>10}  of {rows} x {width}; a slice such as [0:8, 0:16] shows others")
     return lines
@@ -85,14 +87,14 @@ def array(values: Array, type_name: str, first: int = 0) -> list[str]:
     """
     if values.ndim == 2:
         return grid(format_values(values[:MOST, :MOST], type_name), str, columns=True) if values.size else ["  nothing"]
-    flat = values.reshape(-1)
-    texts = format_values(flat[:MOST], type_name)
-    longest = max(map(len, texts), default=0) + 2
-    width = next((n for n in (8, 4, 2) if n * longest <= _WIDTH - 10), 1)
+    flat_values = values.reshape(-1)
+    texts = format_values(flat_values[:MOST], type_name)
+    cell_width = max(map(len, texts), default=0) + 2
+    width = next((n for n in (8, 4, 2) if n * cell_width <= _WIDTH - 10), 1)
     width = min(width, len(texts)) or 1
-    padded = np.concatenate([texts, np.full(-len(texts) % width, "", object)]).reshape(-1, width)
-    lines = grid(padded, lambda i: str(first + width * i))
-    hidden_count = len(flat) - len(texts)
+    padded_rows = np.concatenate([texts, np.full(-len(texts) % width, "", object)]).reshape(-1, width)
+    lines = grid(padded_rows, lambda i: str(first + width * i))
+    hidden_count = len(flat_values) - len(texts)
     if hidden_count > 0:
         lines.append(f"{'':>10}  and {hidden_count} more; a slice such as [256:512] shows others")
     return lines

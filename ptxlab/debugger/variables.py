@@ -34,8 +34,8 @@ def declared_type(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int,
     declaration = re.search(pattern, text)
     if declaration is None:
         return None
-    typed = re.sub(r"\b\w+\b", lambda word: instance.get(word[0], word[0]), declaration[1])
-    number = parse_declaration(text, name, re.sub(r"^.*\balignas\([^)]*\)", "", typed), kernel.defines).number
+    type_text = re.sub(r"\b\w+\b", lambda word: instance.get(word[0], word[0]), declaration[1])
+    number = parse_declaration(text, name, re.sub(r"^.*\balignas\([^)]*\)", "", type_text), kernel.defines).number
     if number is None or number.kind == "raw":
         return None
     kind = {"i": "u" if number.signed is False else "s"}.get(number.kind, number.kind)
@@ -57,8 +57,8 @@ def _shape(lengths: list[int | None], count: int) -> tuple[int, ...]:
 
 def template_arguments(kernel: Kernel) -> dict[str, str]:
     """Return the arguments of the template that a kernel is an instance of, by the names of its parameters."""
-    full = mangled.name_of(kernel.entry)
-    name, bracket, arguments = full.partition("<")
+    demangled_name = mangled.name_of(kernel.entry)
+    name, bracket, arguments = demangled_name.partition("<")
     base = name.rpartition("::")[2]
     header = re.search(rf"template\s*<([^<>]*)>[^;{{}}]*?__global__[^;{{}}]*?\b{base}\s*\(", kernel.source.text)
     if not bracket or header is None:
@@ -70,9 +70,9 @@ def template_arguments(kernel: Kernel) -> dict[str, str]:
 
 def constant(kernel: Kernel, expression: str, instance: Mapping[str, str], depth: int = _DEPTH) -> int | None:
     """Evaluate an integer expression of macros, constants and template arguments; None where it is something else."""
-    plain = re.sub(r"(?<=\d)[uUlL]+\b", "", expression.partition("//")[0].strip())
+    python_text = re.sub(r"(?<=\d)[uUlL]+\b", "", expression.partition("//")[0].strip())
     try:
-        tree = ast.parse(plain, mode="eval").body
+        tree = ast.parse(python_text, mode="eval").body
     except (SyntaxError, ValueError):
         return None
 

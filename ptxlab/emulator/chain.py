@@ -70,11 +70,11 @@ class Chain:
         launch.writers = self._writers
         for position, (array, region) in buffers.items():
             address, contents = _address(array), launch.memory.arena[region.start : region.end]
-            stale = [part for part in self._running if part.overlaps(address, contents)]
-            if stale:
+            overlapping_parts = [part for part in self._running if part.overlaps(address, contents)]
+            if overlapping_parts:
                 launch.after_wait = [*launch.after_wait, region.start]
                 launch.at_wait.append((region.start, contents.copy()))
-            for part in stale if self.begin == "early" else ():
+            for part in overlapping_parts if self.begin == "early" else ():
                 part.copy_to(address, contents)
             if launch.unwritten is not None and position not in uninitialised:
                 for part in self._unwritten:
@@ -96,10 +96,10 @@ class Chain:
                 if launch.unfenced is not None:
                     self._unfenced.append(_Bytes(array, launch.unfenced[region.start : region.end].copy()))
                 if launch.unwritten is not None:
-                    unwritten = launch.unwritten[region.start : region.end].copy()
+                    unwritten_bytes = launch.unwritten[region.start : region.end].copy()
                     for part in self._given:
-                        part.copy_to(_address(array), unwritten)
-                    self._unwritten.append(_Bytes(array, unwritten))
+                        part.copy_to(_address(array), unwritten_bytes)
+                    self._unwritten.append(_Bytes(array, unwritten_bytes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -164,7 +164,7 @@ def run(
         EmulationError: `UnknownInstruction`, `MemoryFault`, `Deadlock` and others, with the place in the source. No
             array is modified then.
     """
-    started = time.perf_counter()
+    start_seconds = time.perf_counter()
     options = EmulatorOptions.combine(options, keywords)
     module = parse(module) if isinstance(module, str) else module
     kernel = kernel_named(module, entry)
@@ -173,7 +173,7 @@ def run(
     chain = current()
     if chain is not None:
         options = chain.apply(options)
-    attach, checks = _WATCHED.get() or (None, frozenset())
+    attach_checks, checks = _WATCHED.get() or (None, frozenset())
     options = options.add_checks(checks)
     check_launch(kernel, sizes, shared_bytes)
     check_arguments(kernel, args)
@@ -186,7 +186,7 @@ def run(
                 launch.unfenced = np.zeros(launch.memory.size, np.uint32)
             chain.enter(launch, buffers, uninitialised)
         try:
-            _run_waves(launch, attach)
+            _run_waves(launch, attach_checks)
         except EmulationError as error:
             return launch, buffers, error
         return launch, buffers, None
@@ -211,15 +211,25 @@ def run(
     for array, region in buffers.values():
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
-    seconds = time.perf_counter() - started
-    shared = tuple(sorted(launch.shared_accesses.values(), key=lambda access: access.line))
+    seconds = time.perf_counter() - start_seconds
+    shared_accesses = tuple(sorted(launch.shared_accesses.values(), key=lambda access: access.line))
     sectors = tuple(sorted(launch.global_accesses.values(), key=lambda access: access.line))
     starts = {v.name: (launch.addresses[id(v)] - BASE, v.size) for v in module.variables if v.space == "global"}
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
     findings = tuple(launch.findings.by_key.values())
-    written = tuple(position for position, (_, region) in buffers.items() if region.written)
+    written_positions = tuple(position for position, (_, region) in buffers.items() if region.written)
     notes = notes_of(launch.entry) if "quirks" in launch.options.checks else ()
-    return Result(findings, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written, notes)
+    return Result(
+        findings,
+        launch.lane_instructions,
+        launch.steps,
+        seconds,
+        shared_accesses,
+        sectors,
+        variables,
+        written_positions,
+        notes,
+    )
 
 
 # Arguments, each refused by name where it cannot be
@@ -255,10 +265,10 @@ def size_of(name: str, size: Dim3) -> Extent:
 
 def cluster_of(kernel: Entry, requested: Extent) -> Extent:
     """Return the cluster's size: what is asked for, or what the kernel was compiled for."""
-    required = kernel.directives.get("reqnctapercluster")
-    if not required:
+    required_cluster = kernel.directives.get("reqnctapercluster")
+    if not required_cluster:
         return requested
-    x, y, z = (*required, 1, 1)[:3]
+    x, y, z = (*required_cluster, 1, 1)[:3]
     if requested not in ((1, 1, 1), (x, y, z)):
         raise ArgumentError("cluster", f"has to be {(x, y, z)}, by .reqnctapercluster of {kernel.name}", requested)
     return x, y, z
@@ -272,9 +282,9 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int) -> None:
     threads = prod(block)
     if threads > 1024 or block[2] > 64:
         raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
-    required = kernel.directives.get("reqntid")
-    if required and (*required, 1, 1)[:3] != block:
-        raise ArgumentError("block", f"has to be {required}, by .reqntid of {kernel.name}", block)
+    required_threads = kernel.directives.get("reqntid")
+    if required_threads and (*required_threads, 1, 1)[:3] != block:
+        raise ArgumentError("block", f"has to be {required_threads}, by .reqntid of {kernel.name}", block)
     if kernel.max_threads is not None and threads > kernel.max_threads:
         raise ArgumentError("block", f"has at most {kernel.max_threads} threads, by .maxntid of {kernel.name}", block)
     if prod(cluster) > LARGEST_CLUSTER:
@@ -322,8 +332,8 @@ def _check_array(name: str, array: Array) -> None:
 
 def _run_waves(launch: LaunchState, attach: Attach | None) -> None:
     """Run the grid."""
-    several = "race" in launch.options.checks and prod(launch.grid) > len(launch.shared_windows)
-    waves = Waves(launch.memory.size) if several else None
+    tracks_waves = "race" in launch.options.checks and prod(launch.grid) > len(launch.shared_windows)
+    waves = Waves(launch.memory.size) if tracks_waves else None
     with np.errstate(all="ignore"):  # infinities and NaNs are what kernels compute
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
@@ -340,7 +350,7 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
     about one event. Of two that wrap an instruction (`wrap_handler`) the later one is outside and sees it first.
     """
     options, checks = machine.launch.options, machine.launch.options.checks
-    taint = LoadTaint(machine) if machine.launch.tracked else None
+    load_taint = LoadTaint(machine) if machine.launch.tracked else None
     if options.step_clock:
         yield StepClock(machine)
     if options.count_banks:
@@ -353,7 +363,7 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
     if "float" in checks:
         yield FloatValues(machine)
     if "init" in checks:
-        yield Initialised(machine, taint)
+        yield Initialised(machine, load_taint)
     if "overrun" in checks and shared_arrays_of(machine.launch.entry):
         yield SharedArrays(machine)
     if "divergence" in checks and flow_of(machine.launch.entry).aligned:
@@ -365,8 +375,8 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
     )
     uses_mbarriers = "async" in checks and machine.launch.entry.uses("mbarrier.init")
     needs_order = is_asynchronous or uses_mbarriers
-    order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if needs_order else None
-    in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
+    order = Races(machine, load_taint) if "race" in checks else HappensBefore(machine) if needs_order else None
+    in_flight_check = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:
         # Before `order`: it reads what the arrivals of a phase made known, which `order` drops once that is complete.
         if uses_mbarriers:
@@ -374,25 +384,25 @@ def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
         if "race" in checks and counts_threads(machine.launch.entry):
             yield BarrierGenerations(machine, order)
         yield order
-    if taint:
-        taint.order = order
-        yield taint
+    if load_taint:
+        load_taint.order = order
+        yield load_taint
     # What follows asks `order` what lanes know, so `order` has to hear of an event first: an access that acquires is
     # judged by what it has acquired.
     if isinstance(order, Races):
-        order.busy = in_flight.busy if in_flight else None
+        order.busy = in_flight_check.busy if in_flight_check else None
         if machine.cluster_memory.size > 1:
             yield RaceClusterExit(machine, order)
         if machine.launch.entry.uses(WAIT) or machine.launch.after_wait or machine.launch.programmatic:
             yield RacePdl(machine, order)
         if waves:
-            yield RaceWaves(machine, order, waves, taint)
+            yield RaceWaves(machine, order, waves, load_taint)
     # After `order`, which judges a new copy by the bytes that older ones still move: its own must not be `busy` yet.
-    if in_flight:
-        yield in_flight
+    if in_flight_check:
+        yield in_flight_check
     if uses_mbarriers:
         yield MBarrierLife(machine)
-    if in_flight and machine.launch.entry.uses("wgmma"):
+    if in_flight_check and machine.launch.entry.uses("wgmma"):
         yield RegistersInUse(machine)
 
 
@@ -411,9 +421,11 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
                 name = f"argument {position} ({label})"
                 regions[address_and_size] = memory.reserve(name, array.nbytes, array.flags.writeable)
             buffers[position] = array, regions[address_and_size]
-    fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
+    fixed_variables = [
+        (v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables
+    ]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
-    addresses = {id(variable): region.start + BASE for variable, region in fixed}
+    addresses = {id(variable): region.start + BASE for variable, region in fixed_variables}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
     launch = LaunchState(
         kernel,
@@ -438,7 +450,7 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
     memory.allocate()
     for array, region in buffers.values():
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
-    for variable, region in fixed:
+    for variable, region in fixed_variables:
         if variable.initial:
             memory.arena[region.start : region.end] = np.frombuffer(variable.initial, np.uint8)
         for offset, word in variable.pointers.items():
@@ -466,17 +478,17 @@ def _waves(launch: LaunchState) -> Iterator[Array]:
 
     Shared and local memory are poisoned before each.
     """
-    across = np.array(launch.grid) // launch.cluster
-    per_cluster, total, arena = prod(launch.cluster), prod(launch.grid), launch.memory.arena
-    local = launch.memory.regions[-1]
-    for first in range(0, total, len(launch.shared_windows)):
-        block = np.arange(first, min(first + len(launch.shared_windows), total))
-        corner = np.stack(np.unravel_index(block // per_cluster, across, order="F"), axis=1)
-        within = np.stack(np.unravel_index(block % per_cluster, launch.cluster, order="F"), axis=1)
+    clusters_per_axis = np.array(launch.grid) // launch.cluster
+    per_cluster, total_blocks, arena = prod(launch.cluster), prod(launch.grid), launch.memory.arena
+    local_region = launch.memory.regions[-1]
+    for first in range(0, total_blocks, len(launch.shared_windows)):
+        block = np.arange(first, min(first + len(launch.shared_windows), total_blocks))
+        corner = np.stack(np.unravel_index(block // per_cluster, clusters_per_axis, order="F"), axis=1)
+        rank_in_cluster = np.stack(np.unravel_index(block % per_cluster, launch.cluster, order="F"), axis=1)
         for start in launch.shared_windows if launch.window_bytes else ():
             arena[start : start + launch.window_bytes] = POISON
-        arena[local.start : local.end] = POISON
-        yield corner * launch.cluster + within
+        arena[local_region.start : local_region.end] = POISON
+        yield corner * launch.cluster + rank_in_cluster
 
 
 def __getattr__(name: str) -> Any:

@@ -78,15 +78,15 @@ def statements_of(entry: Entry) -> list[Statement]:
 
 def leave_out(entry: Entry, statements: Iterable[Statement]) -> Entry:
     """Return the kernel without these statements; the wait for an mbarrier is told that the phase is complete."""
-    without = frozenset(statements)
+    left_out_statements = frozenset(statements)
 
     def replace_if_left_out(instruction: Instruction) -> Instruction:
-        if Statement.of(instruction) not in without:
+        if Statement.of(instruction) not in left_out_statements:
             return instruction
         if not instruction.opcode.startswith("mbarrier"):
             return replace(instruction, opcode="nanosleep.u32", operands=(Immediate(0),), guard=None)
-        always: Operands = (instruction.operands[0], Immediate(0), Immediate(0))
-        return replace(instruction, opcode="setp.eq.u32", operands=always)
+        always_operands: Operands = (instruction.operands[0], Immediate(0), Immediate(0))
+        return replace(instruction, opcode="setp.eq.u32", operands=always_operands)
 
     return replace(entry, instructions=[replace_if_left_out(instruction) for instruction in entry.instructions])
 
@@ -99,31 +99,31 @@ def needs_of(statements: Iterable[Statement], attempt: Attempt, seeds: int = SEE
     fixed first.
     """
     schedules = [("early", 0), *(("late", seed) for seed in range(seeds + 1))]
-    usual: dict[tuple[str, int], Ran] = {}
+    usual_runs: dict[tuple[str, int], Ran] = {}
 
     def find_problem(without: frozenset[Statement]) -> str:
         for mode, seed in schedules:
-            if (mode, seed) not in usual:
-                usual[mode, seed] = attempt(mode, seed, frozenset())
-                if findings := usual[mode, seed].findings:
+            if (mode, seed) not in usual_runs:
+                usual_runs[mode, seed] = attempt(mode, seed, frozenset())
+                if findings := usual_runs[mode, seed].findings:
                     raise EmulationError(f"there is a finding with all fences and waits in place: {findings[0]}")
-            when = f"{mode}, seed {seed}" if seed else mode
+            schedule_name = f"{mode}, seed {seed}" if seed else mode
             try:
-                ran = attempt(mode, seed, without)
+                run = attempt(mode, seed, without)
             except EmulationError as error:
-                return f"{when}: {str(error).splitlines()[0]}"
-            if ran.findings:
-                return f"{when}: {ran.findings[0]}"
-            if ran.outputs != usual[mode, seed].outputs:
-                return f"{when}: another result"
+                return f"{schedule_name}: {str(error).splitlines()[0]}"
+            if run.findings:
+                return f"{schedule_name}: {run.findings[0]}"
+            if run.outputs != usual_runs[mode, seed].outputs:
+                return f"{schedule_name}: another result"
         return ""
 
     left_out: frozenset[Statement] = frozenset()
     for statement in statements:
         if not statement.is_tried:
             continue
-        why = find_problem(frozenset({statement}))
-        stands_in = not why and bool(left_out) and bool(find_problem(left_out | {statement}))
-        if not why and not stands_in:
+        problem = find_problem(frozenset({statement}))
+        stands_in = not problem and bool(left_out) and bool(find_problem(left_out | {statement}))
+        if not problem and not stands_in:
             left_out |= {statement}
-        yield Need(statement, why, stands_in)
+        yield Need(statement, problem, stands_in)

@@ -87,8 +87,8 @@ def as_array(name: str, array: Any) -> Any:
 
     try:
         with caller_stream():
-            shared = Bits(array) if is_bfloat16(array) else array
-            return cupy.from_dlpack(shared) if hasattr(shared, "__dlpack__") else cupy.asarray(shared)
+            shared_array = Bits(array) if is_bfloat16(array) else array
+            return cupy.from_dlpack(shared_array) if hasattr(shared_array, "__dlpack__") else cupy.asarray(shared_array)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(name, f"an array that can be shared: {error}", type(array).__name__) from None
 
@@ -160,10 +160,10 @@ def fetch(array: Any) -> Callable[[], np.ndarray]:
     with caller_stream() as stream:
         host: np.ndarray = cupyx.empty_pinned(array.shape, array.dtype)
         cupy.asnumpy(array, stream=stream, out=host, blocking=False)
-        copied = stream.record(cupy.cuda.Event(disable_timing=True))
+        copy_event = stream.record(cupy.cuda.Event(disable_timing=True))
 
     def wait() -> np.ndarray:
-        copied.synchronize()
+        copy_event.synchronize()
         return host
 
     return wait

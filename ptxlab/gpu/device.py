@@ -77,11 +77,15 @@ def why_not(arch: str | None, *, exact: bool = False) -> str | None:
     reason = _why_no_gpu()
     if reason is not None or arch is None:
         return reason
-    needed, device_capability = capability(arch), device_info().compute_capability
+    needed_capability, device_capability = capability(arch), device_info().compute_capability
     if (target_arch := target()) is not None:
-        below = capability(target_arch) > device_capability
-        return f"this is below {target_arch}, {_label(device_info())}" if below else why_not_compiled(arch, exact=exact)
-    if device_capability == needed or (device_capability > needed and not exact):
+        is_too_old = capability(target_arch) > device_capability
+        return (
+            f"this is below {target_arch}, {_label(device_info())}"
+            if is_too_old
+            else why_not_compiled(arch, exact=exact)
+        )
+    if device_capability == needed_capability or (device_capability > needed_capability and not exact):
         return None
     return f"{needs(arch, exact)}, and this is {_label(device_info())}"
 

@@ -76,7 +76,7 @@ class Graph:
             event.record(self.stream)
         self.synchronize()
         milliseconds = [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
-        per_call = [1e3 * elapsed / self.calls for elapsed in milliseconds]
+        per_call = [1e3 * elapsed_ms / self.calls for elapsed_ms in milliseconds]
         return Timing(statistics.median(per_call), min(per_call), max(per_call), self.calls, replays)
 
 

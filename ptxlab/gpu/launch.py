@@ -46,8 +46,8 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
     import cupy
 
     with caller_stream() as stream:
-        on_host = {i: a for i, a in enumerate(args) if isinstance(a, np.ndarray)}
-        on_device: list[Any] = list(args)
+        host_arrays = {i: a for i, a in enumerate(args) if isinstance(a, np.ndarray)}
+        device_arguments: list[Any] = list(args)
         copies: dict[tuple[Any, ...], Any] = {}
 
         def copy_to_device(a: np.ndarray) -> Any:
@@ -59,16 +59,16 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
 
         for i, a in enumerate(args):
             if isinstance(a, np.ndarray):
-                on_device[i] = copy_to_device(a)
+                device_arguments[i] = copy_to_device(a)
             elif isinstance(a, TensorMap) and isinstance(a.array, np.ndarray):
-                on_device[i] = replace(a, array=copy_to_device(a.array))
-                on_host[i] = a.array
-        _launch(kernel, pack(kernel, on_device), geometry, stream.ptr)
-        read_back = [i for i, a in on_host.items() if (a.flags.writeable if written is None else i in written)]
+                device_arguments[i] = replace(a, array=copy_to_device(a.array))
+                host_arrays[i] = a.array
+        _launch(kernel, pack(kernel, device_arguments), geometry, stream.ptr)
+        read_back = [i for i, a in host_arrays.items() if (a.flags.writeable if written is None else i in written)]
         try:
             for i in read_back:
-                device_argument = on_device[i]
-                on_host[i][...] = cupy.asnumpy(
+                device_argument = device_arguments[i]
+                host_arrays[i][...] = cupy.asnumpy(
                     device_argument.array if isinstance(device_argument, TensorMap) else device_argument
                 )
             if copies:
@@ -91,8 +91,8 @@ def prepare(kernel: GpuKernel, args: Sequence[Any], geometry: Launch) -> Callabl
     """
     import cupy
 
-    packed = pack(kernel, args)
-    return lambda: _launch(kernel, packed, geometry, cupy.cuda.get_current_stream().ptr)
+    packed_arguments = pack(kernel, args)
+    return lambda: _launch(kernel, packed_arguments, geometry, cupy.cuda.get_current_stream().ptr)
 
 
 class PackedArguments:
@@ -170,8 +170,8 @@ def spread_bytes(geometry: Launch, static: int, device: DeviceInfo) -> int:
     share = ceil_div(math.prod(geometry.grid), sms)
     if share > _MAX_SPREAD_BLOCKS:
         return 0
-    reserved = device.shared_bytes_per_sm - device.shared_bytes  # of every block
-    return max(0, device.shared_bytes_per_sm // share - reserved - static) // 128 * 128
+    reserved_bytes = device.shared_bytes_per_sm - device.shared_bytes  # of every block
+    return max(0, device.shared_bytes_per_sm // share - reserved_bytes - static) // 128 * 128
 
 
 def _launch(kernel: GpuKernel, packed: PackedArguments, geometry: Launch, stream: int) -> None:
@@ -257,9 +257,9 @@ def _argument_bytes(name: str, arg: Any) -> bytes:
 def _address(name: str, array: Any) -> int:
     import cupy
 
-    shared = as_array(name, array)
-    if not shared.flags.c_contiguous:
-        raise ArgumentError(name, "C-contiguous", f"strides {shared.strides}")
-    if shared.size and shared.device.id != cupy.cuda.Device().id:
-        raise ArgumentError(name, f"on the current device {cupy.cuda.Device().id}", f"device {shared.device.id}")
-    return int(shared.data.ptr)
+    shared_array = as_array(name, array)
+    if not shared_array.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {shared_array.strides}")
+    if shared_array.size and shared_array.device.id != cupy.cuda.Device().id:
+        raise ArgumentError(name, f"on the current device {cupy.cuda.Device().id}", f"device {shared_array.device.id}")
+    return int(shared_array.data.ptr)

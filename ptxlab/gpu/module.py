@@ -62,8 +62,8 @@ class GpuKernel:
         from cuda.bindings import driver
 
         _, module = driver.cuFuncGetModule(self.handle)
-        missing, address, size = driver.cuModuleGetGlobal(module, name.encode())
-        if int(missing):
+        status, address, size = driver.cuModuleGetGlobal(module, name.encode())
+        if int(status):
             raise ArgumentError(f"{self.name}: variable", f"a global variable of {self.source.label}", name)
         memory = cupy.cuda.UnownedMemory(int(address), int(size), self)
         return cupy.ndarray((int(size),), np.uint8, cupy.cuda.MemoryPointer(memory, 0))

@@ -19,8 +19,8 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
     array = tensor_map.array
     # Copies move bits; reductions add numbers of this type.
     kind = array.dtype.kind if array.dtype.str[1:] in ("f2", "f4", "f8", "i4", "i8") else "u"
-    name_of = {"f": "FLOAT", "i": "INT", "u": "UINT"}[kind]
-    element = getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{name_of}{8 * tensor_map.itemsize}")
+    name_prefix = {"f": "FLOAT", "i": "INT", "u": "UINT"}[kind]
+    element = getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{name_prefix}{8 * tensor_map.itemsize}")
     swizzle = {
         0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
@@ -28,7 +28,7 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }[tensor_map.swizzle]
     strides = [int(stride) for stride in reversed(array.strides[:-1])]
-    status, encoded = driver.cuTensorMapEncodeTiled(
+    status, encoded_map = driver.cuTensorMapEncodeTiled(
         element,
         array.ndim,
         address,
@@ -43,4 +43,4 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
     )
     if int(status):
         raise ArgumentError(name, "a tensor map that the driver takes", getattr(status, "name", status))
-    return ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)
+    return ctypes.string_at(encoded_map.getPtr(), TENSOR_MAP_BYTES)

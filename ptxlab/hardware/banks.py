@@ -137,9 +137,9 @@ def _check_access(addresses: npt.ArrayLike, width: int, active: npt.ArrayLike) -
     if lanes.ndim == 0 or lanes.shape[-1] != WARP:
         raise ArgumentError("addresses", "must be [..., 32], one per lane", f"shape {lanes.shape}")
     mask = np.broadcast_to(np.asarray(active, dtype=bool), lanes.shape)
-    wrong = mask & ((lanes < 0) | (lanes % width != 0))
-    if wrong.any():
-        place = [int(i) for i in np.argwhere(wrong)[0]]
+    is_misaligned = mask & ((lanes < 0) | (lanes % width != 0))
+    if is_misaligned.any():
+        place = [int(i) for i in np.argwhere(is_misaligned)[0]]
         raise ArgumentError("addresses", f"must be multiples of {width}", f"addresses{place} is {lanes[tuple(place)]}")
     return lanes, mask
 
@@ -164,9 +164,9 @@ def _phases(lanes: Counts, width: int, mask: npt.NDArray[np.bool_], store: bool)
 
 def _count(words: Counts, phases: Counts, mask: npt.NDArray[np.bool_]) -> BankUse:
     """Count different words per warp, phase and bank, of arrays [..., 32, n]."""
-    leading = words.shape[:-2]
-    warp = np.arange(int(np.prod(leading)), dtype=np.int64).reshape(*leading, 1, 1)
+    leading_shape = words.shape[:-2]
+    warp = np.arange(int(np.prod(leading_shape)), dtype=np.int64).reshape(*leading_shape, 1, 1)
     phase = (4 * warp + phases)[mask]
     distinct = np.unique(np.stack([phase, words[mask]]), axis=1)
     slots = distinct[0] * BANKS + distinct[1] % BANKS
-    return BankUse(np.bincount(slots, minlength=4 * BANKS * warp.size).reshape(*leading, 4, BANKS))
+    return BankUse(np.bincount(slots, minlength=4 * BANKS * warp.size).reshape(*leading_shape, 4, BANKS))

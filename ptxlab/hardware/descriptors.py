@@ -76,8 +76,8 @@ class MatrixDescriptor:
     def addresses(self, rows: int, k: int = 32) -> Indices:
         """Return the shared address [rows, k] of each byte of the operand: `rows` of N (or M), `k` bytes along K."""
         row, byte = np.indices((rows, k))
-        column, within = byte // self.span, byte % self.span
-        offsets = row // 8 * self.stride + row % 8 * self.span + column * self.leading + within
+        column, byte_in_atom = byte // self.span, byte % self.span
+        offsets = row // 8 * self.stride + row % 8 * self.span + column * self.leading + byte_in_atom
         return swizzle(self.start + offsets, self.span)
 
     def mn_major_addresses(self, rows: int) -> Indices:

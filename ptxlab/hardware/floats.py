@@ -17,8 +17,8 @@ def bfloat16_bits(values: F32) -> U16:
     """
     require_dtype("values", values, np.float32)
     bits = values.view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+    rounded_bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FFF, rounded_bits).astype(np.uint16)
 
 
 def from_bfloat16_bits(bits: U16) -> F32:
@@ -37,9 +37,9 @@ def fma(a: F32, b: F32, c: F32) -> F32:
     addend = c.astype(np.float64)
     total = product + addend
     back = total - product
-    missing = (product - (total - back)) + (addend - back)
+    rounding_error = (product - (total - back)) + (addend - back)
     bits = total.view(np.int64)
-    outward = (missing < 0) == (total < 0)
-    odd = np.where((missing != 0) & (bits & 1 == 0), bits + np.where(outward, 1, -1), bits)
-    rounded: F32 = odd.view(np.float64).astype(np.float32)
-    return rounded
+    is_outward = (rounding_error < 0) == (total < 0)
+    odd_bits = np.where((rounding_error != 0) & (bits & 1 == 0), bits + np.where(is_outward, 1, -1), bits)
+    rounded_sum: F32 = odd_bits.view(np.float64).astype(np.float32)
+    return rounded_sum

@@ -79,8 +79,8 @@ class Fragment:
             raise ArgumentError("matrix", f"{self.name} is {self.shape[0]} x {self.shape[1]}", f"shape {matrix.shape}")
         if matrix.dtype != self._unsigned and matrix.dtype.itemsize != self._unsigned.itemsize:
             raise ArgumentError("matrix", f"{self.name} has {self.bits}-bit elements", matrix.dtype)
-        flat = matrix.view(self._unsigned).reshape(*matrix.shape[:-2], -1)
-        elements = flat[..., self._places].reshape(*matrix.shape[:-2], *self.rows.shape)
+        flat_matrix = matrix.view(self._unsigned).reshape(*matrix.shape[:-2], -1)
+        elements = flat_matrix[..., self._places].reshape(*matrix.shape[:-2], *self.rows.shape)
         if self.bits == 4:
             elements = (elements[..., 0::2] & np.uint8(15)) | elements[..., 1::2] << np.uint8(4)
         return np.ascontiguousarray(elements).view(np.uint32)[..., 0]
@@ -130,9 +130,9 @@ def _fragment(
     per_register = 32 // bits
     lane, element = np.indices((lanes, registers * per_register))
     warp, g, t = lane // WARP, lane % WARP // 4, lane % 4
-    tile, within = element // run, element % run
+    tile, element_in_run = element // run, element % run
     rows = 16 * warp + 8 * (tile % tile_rows) + g
-    cols = 4 * run * (tile // tile_rows) + run * t + within
+    cols = 4 * run * (tile // tile_rows) + run * t + element_in_run
     rows, cols = (grid.reshape(lanes, registers, per_register) for grid in (rows, cols))
     return Fragment(name, bits, cols, rows) if transposed else Fragment(name, bits, rows, cols)
 

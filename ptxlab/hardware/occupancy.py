@@ -69,10 +69,10 @@ def occupancy(arch: str, threads: int, registers: int, shared: int = 0) -> Occup
     if number not in _SMS:
         names = ", ".join(f"sm_{arch_number}" for arch_number in _SMS)
         raise ArgumentError("arch", f"must be one of {names} for its occupancy", arch)
-    for name, count, largest in (("threads", threads, _MAX_THREADS), ("registers", registers, _MAX_REGISTERS)):
+    for name, count, most_per_block in (("threads", threads, _MAX_THREADS), ("registers", registers, _MAX_REGISTERS)):
         require_integer(name, count, 1)
-        if count > largest:
-            raise ArgumentError(name, f"must be at most {largest}", count)
+        if count > most_per_block:
+            raise ArgumentError(name, f"must be at most {most_per_block}", count)
     require_integer("shared", shared)
     sm, warps = _SMS[number], ceil_div(threads, 32)
     warp_registers = ceil_div(registers * 32, _UNIT) * _UNIT

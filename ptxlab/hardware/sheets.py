@@ -21,8 +21,8 @@ def slowest_pipe(per_pipe: Mapping[str, float], arch: str) -> tuple[float, str]:
     load["fma"] = per_pipe.get("fma", 0.0) + load["fmaheavy"]
     load["issue"] = sum(per_pipe.values())
     clocks = {pipe: count / LANES_PER_CLOCK[arch][pipe] for pipe, count in load.items()}
-    slowest = max(clocks, key=clocks.__getitem__)
-    return clocks[slowest], slowest
+    slowest_name = max(clocks, key=clocks.__getitem__)
+    return clocks[slowest_name], slowest_name
 
 
 @dataclass(frozen=True)

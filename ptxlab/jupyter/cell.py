@@ -97,8 +97,8 @@ def facts(report: sass.Report, earlier: sass.Report | None = None) -> list[Fact]
 
     If a word is marked, instructions per eight weights are among them.
     """
-    now, earlier_numbers = _numbers(report), _numbers(earlier) if earlier else {}
-    return [Fact(name, number, earlier_numbers.get(name)) for name, number in now.items()]
+    current_numbers, earlier_numbers = _numbers(report), _numbers(earlier) if earlier else {}
+    return [Fact(name, number, earlier_numbers.get(name)) for name, number in current_numbers.items()]
 
 
 def counts(now: Mapping[str, int], earlier: Mapping[str, int] | None = None) -> list[Fact]:

@@ -35,8 +35,8 @@ def render_spec(spec: KernelSpec) -> str:
     chips = [chip(lowest_arch(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
     rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]
-    exact = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
-    properties = [("rules", join(rules, "<br>")), ("compared", exact)]
+    exactness = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
+    properties = [("rules", join(rules, "<br>")), ("compared", exactness)]
     properties += [("wrong", spec.wrong.why)] if spec.wrong else []
     kernel_sources = sources.sources_of_kernel(spec.name)
     return page.page(
@@ -68,14 +68,20 @@ def _operands(finding: Finding) -> Html:
     """Render the sources, the wide result with the bits that do not fit, and what was stored."""
     if finding.fault is None:
         return Html("")
-    *operands, stored = finding.fault.registers
-    exact = finding.fault.exact
+    *operands, stored_register = finding.fault.registers
+    exact_values = finding.fault.exact
     rows = [RegisterRow(operand.letter, operand.type, operand.lanes) for operand in operands]
-    low, high = stored.type.limits
-    over = {lane for lane, number in enumerate(exact) if not low <= number <= high}
-    rows.append(RegisterRow("exact", stored.type, exact, over, "each lane computed by itself"))
-    differs = {lane for lane, number in enumerate(exact) if stored.lanes[lane] != number}
-    rows.append(RegisterRow("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
+    low, high = stored_register.type.limits
+    lanes_out_of_range = {lane for lane, number in enumerate(exact_values) if not low <= number <= high}
+    rows.append(
+        RegisterRow("exact", stored_register.type, exact_values, lanes_out_of_range, "each lane computed by itself")
+    )
+    differing_lanes = {lane for lane, number in enumerate(exact_values) if stored_register.lanes[lane] != number}
+    rows.append(
+        RegisterRow(
+            "d", stored_register.type, stored_register.lanes, differing_lanes, f"stored, {stored_register.word:#010x}"
+        )
+    )
     return word_table(rows, finding.lane)
 
 
@@ -89,8 +95,8 @@ def render_outcome(outcome: Outcome) -> str:
         chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
     arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
     unfolded = [render_finding_body(finding) for finding in outcome.findings[:1]]
-    folded = [details(_summary(finding), render_finding_body(finding)) for finding in outcome.findings[1:]]
-    return page.page(title_line("launch", *chips), element("div", *arrays), *unfolded, *folded)
+    folded_findings = [details(_summary(finding), render_finding_body(finding)) for finding in outcome.findings[1:]]
+    return page.page(title_line("launch", *chips), element("div", *arrays), *unfolded, *folded_findings)
 
 
 def _summary(finding: Finding) -> str:
@@ -106,9 +112,14 @@ def render_cell(cell: Cell) -> str:
     parts += map(_remark, cell.remarks)
     for verdict in cell.verdicts:
         sizes = ", ".join(f"{name}={size}" for name, size in verdict.sizes.items())
-        mark = chip("passed", kind="good") if verdict.passed else chip("failed", kind="bad")
+        verdict_chip = chip("passed", kind="good") if verdict.passed else chip("failed", kind="bad")
         parts.append(
-            element("div", mark, element("code", f"{verdict.kernel} {sizes}"), f" {verdict.backend}: {verdict.detail}")
+            element(
+                "div",
+                verdict_chip,
+                element("code", f"{verdict.kernel} {sizes}"),
+                f" {verdict.backend}: {verdict.detail}",
+            )
         )
     if cell.listing:
         code = element("div", _machine_code(cell), cls="tall")
@@ -117,12 +128,12 @@ def render_cell(cell: Cell) -> str:
 
 
 def _report(name: str, cell: Cell, report: Report) -> list[object]:
-    earlier = cell.earlier.get(name)
-    numbers = facts(report, earlier)
-    spilled = {"spilled bytes", "stack bytes"}
-    cells = [_fact(fact, bad=fact.name in spilled and fact.now > 0) for fact in numbers]
-    pipes = counts(report.pipes, earlier.pipes if earlier else None)
-    opcodes = counts(report.opcodes, earlier.opcodes if earlier else None)
+    earlier_report = cell.earlier.get(name)
+    numbers = facts(report, earlier_report)
+    spill_names = {"spilled bytes", "stack bytes"}
+    cells = [_fact(fact, bad=fact.name in spill_names and fact.now > 0) for fact in numbers]
+    pipes = counts(report.pipes, earlier_report.pipes if earlier_report else None)
+    opcodes = counts(report.opcodes, earlier_report.opcodes if earlier_report else None)
     return [
         title_line(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
         table([fact.name for fact in numbers], [cells]),
@@ -139,14 +150,14 @@ def _remark(remark: Remark) -> Html:
 
 
 def _fact(fact: Fact, *, bad: bool) -> Html:
-    was = element("span", f" was {fact.earlier:g}", cls="dim") if fact.changed else ""
-    ground = chip(f"{fact.now:g}", kind="bad" if bad else "changed") if bad or fact.changed else f"{fact.now:g}"
-    return element("td", ground, was)
+    earlier_note = element("span", f" was {fact.earlier:g}", cls="dim") if fact.changed else ""
+    number_cell = chip(f"{fact.now:g}", kind="bad" if bad else "changed") if bad or fact.changed else f"{fact.now:g}"
+    return element("td", number_cell, earlier_note)
 
 
 def _count(fact: Fact) -> Html:
-    was = element("span", f" was {fact.earlier:g}", cls="dim") if fact.changed else ""
-    return chip(element("code", fact.name), f" {fact.now:g}", was, kind="changed" if fact.changed else "")
+    earlier_note = element("span", f" was {fact.earlier:g}", cls="dim") if fact.changed else ""
+    return chip(element("code", fact.name), f" {fact.now:g}", earlier_note, kind="changed" if fact.changed else "")
 
 
 def _machine_code(cell: Cell) -> Html:
@@ -156,14 +167,14 @@ def _machine_code(cell: Cell) -> Html:
 
 def _by_line(path: str, cell: Cell) -> Html:
     source = cell.source if path == cell.source.path else Source.from_text(Path(path).read_text(), path)
-    shown = [] if source is cell.source else [element("b", Path(path).name)]
+    line_items = [] if source is cell.source else [element("b", Path(path).name)]
     for number, line in enumerate(page.highlight_lines(source.text, source.language), 1):
         if code := cell.listing.get((path, number)):
-            shown.append(join([element("span", f"{number:>4}  ", cls="no"), line]))
-            shown += [
+            line_items.append(join([element("span", f"{number:>4}  ", cls="no"), line]))
+            line_items += [
                 element("span", f"{'':>10}{i.guard:<6}{i.name:<22}{', '.join(i.operands)}", cls="dim") for i in code
             ]
-    return element("pre", join(shown, "\n"))
+    return element("pre", join(line_items, "\n"))
 
 
 def title_line(*parts: object) -> Html:

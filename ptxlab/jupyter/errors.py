@@ -21,8 +21,8 @@ def excerpt(error: PtxlabError) -> list[str]:
     if place is None or source is None:
         return []
     error_line, lines = int(place[2]), source.text.splitlines()
-    around = range(max(2, error_line - _AROUND), min(error_line + _AROUND, len(lines)) + 1)  # line 1 is the magic's
-    return [f"{'---->' if number == error_line else '     '} {number:>3} {lines[number - 1]}" for number in around]
+    line_range = range(max(2, error_line - _AROUND), min(error_line + _AROUND, len(lines)) + 1)  # line 1 is the magic's
+    return [f"{'---->' if number == error_line else '     '} {number:>3} {lines[number - 1]}" for number in line_range]
 
 
 def without_traceback(error: PtxlabError) -> PtxlabError:

@@ -69,10 +69,10 @@ def escape(content: object) -> Html:
 def element(name: str, *children: object, **attributes: object) -> Html:
     """Return `<name ...>children</name>`; children that are not `Html` are escaped, `cls` stands for `class`."""
     html_attributes = {"class" if n == "cls" else n.replace("_", "-"): setting for n, setting in attributes.items()}
-    inside = "".join(
+    children_html = "".join(
         f' {n}="{html.escape(str(setting))}"' for n, setting in html_attributes.items() if setting not in (None, "")
     )
-    return Html(f"<{name}{inside}>{join(children)}</{name}>")
+    return Html(f"<{name}{children_html}>{join(children)}</{name}>")
 
 
 def join(parts: Iterable[object], between: str = "") -> Html:
@@ -123,11 +123,11 @@ def listing(text: str, language: str, *, marked: Iterable[int] = (), first: int 
     """Render numbered lines `first` to `last` of a source; `marked` ones stand out."""
     lines, marks = highlight_lines(text, language), set(marked)
     chosen = range(first, min(last or len(lines), len(lines)) + 1)
-    shown = []
+    shown_lines = []
     for number in chosen:
         line = join([element("span", f"{number:>4}  ", cls="no"), lines[number - 1]])
-        shown.append(element("span", line, cls="at") if number in marks else line)
-    return element("pre", join(shown, "\n"))
+        shown_lines.append(element("span", line, cls="at") if number in marks else line)
+    return element("pre", join(shown_lines, "\n"))
 
 
 def excerpt(source: Source, line: int, around: int = 2) -> Html:

@@ -62,14 +62,14 @@ def format_bits(number: int, lane_type: LaneType) -> Html:
     """
     width = lane_type.bits
     low, high = lane_type.limits
-    shown = Html(format_nibbles(number & (1 << width) - 1, width))
-    beyond = ""
+    bits_html = Html(format_nibbles(number & (1 << width) - 1, width))
+    overflow_bits = ""
     if number > high and number >> width:
-        beyond = format_nibbles(number >> width, (number >> width).bit_length())
+        overflow_bits = format_nibbles(number >> width, (number >> width).bit_length())
     elif number < low:
-        beyond = "−"
-    over = element("span", beyond, cls="over") if beyond else Html("")
-    return Html(f"{over} {shown}<br>{element('span', f'{number:d}'.replace('-', '−'), cls='dim')}")
+        overflow_bits = "−"
+    overflow_html = element("span", overflow_bits, cls="over") if overflow_bits else Html("")
+    return Html(f"{overflow_html} {bits_html}<br>{element('span', f'{number:d}'.replace('-', '−'), cls='dim')}")
 
 
 def format_nibbles(number: int, width: int) -> str:

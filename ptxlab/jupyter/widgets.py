@@ -64,22 +64,22 @@ def _stopped_view(session: Session) -> list[Html]:
     if instruction.path != source.path:
         source = replace(source, text="\n".join(session.text(instruction.path)), path=instruction.path)
     registers = Commands(session).run("registers").splitlines()
-    shown = excerpt(source, instruction.line, 4) if source.text else Html("")
-    return [shown, element("pre", f"#{moment.pc}  {instruction.text}\n" + "\n".join(registers))]
+    source_excerpt = excerpt(source, instruction.line, 4) if source.text else Html("")
+    return [source_excerpt, element("pre", f"#{moment.pc}  {instruction.text}\n" + "\n".join(registers))]
 
 
 def link_controls(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], str]) -> "VBox":
     """Put controls above a page that follows them."""
     ui = require_ipywidgets()
-    below = ui.HTML()
+    output_area = ui.HTML()
 
     def update(_: object = None) -> None:
-        below.value = show({control.description: control.value for control in controls})
+        output_area.value = show({control.description: control.value for control in controls})
 
     for control in controls:
         control.observe(update, names="value")
     update()
-    return ui.VBox([above, below])
+    return ui.VBox([above, output_area])
 
 
 def slider(description: str, start: int, low: int, high: int) -> Any:

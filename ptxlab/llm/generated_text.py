@@ -23,18 +23,18 @@ class GeneratedText:
         Raises ArgumentError for an empty `stop` text.
         """
         require_stop(stop)
-        special = {text: tokenizer.encode(text).tolist() for text in stop}
-        special = {text: ids for text, ids in special.items() if len(ids) == 1 and not tokenizer.decode(ids)}
+        token_ids = {text: tokenizer.encode(text).tolist() for text in stop}
+        token_ids = {text: ids for text, ids in token_ids.items() if len(ids) == 1 and not tokenizer.decode(ids)}
         self.tokens: list[int] = []
         self.ended, self._tokenizer, self._shown = False, tokenizer, 0
-        self.ends = frozenset(tokenizer.ends).union(*special.values())
-        self._stop = [text for text in stop if text not in special]
+        self.ends = frozenset(tokenizer.ends).union(*token_ids.values())
+        self._stop = [text for text in stop if text not in token_ids]
 
     @property
     def text(self) -> str:
         """The text without the stop string."""
         text = self._tokenizer.decode(self.tokens)
-        return text[: min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)]
+        return text[: min((stop_place for stop in self._stop if (stop_place := text.find(stop)) >= 0), default=None)]
 
     def append(self, token: int) -> None:
         """Append one token; tokens after the end are left out."""
@@ -57,8 +57,8 @@ class GeneratedText:
             if text.endswith(_BROKEN):
                 return ""
             text = text[: len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)]
-        shown, self._shown = self._shown, max(self._shown, len(text))
-        return text[shown:]
+        shown_length, self._shown = self._shown, max(self._shown, len(text))
+        return text[shown_length:]
 
 
 def require_stop(stop: Sequence[str]) -> None:

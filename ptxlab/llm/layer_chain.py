@@ -36,10 +36,10 @@ class Decoder:
         batch = batch_of(config, B)
         caches = caches or max(len(weights), copies_beyond_l2(batch.kv_bytes()))
         self.caches = random_problem(batch, copies=caches).caches
-        last = LENGTH - 1
-        pages = (gpu.to_host(cache.block_table)[:, last // PAGE] for cache in self.caches[: len(weights)])
-        self.slots = [gpu.to_device((page * PAGE + last % PAGE).astype(np.int32)) for page in pages]
-        self.rope = *map(gpu.to_device, config.rope_tables(LENGTH)), gpu.to_device(np.full(B, last, np.int32))
+        last_position = LENGTH - 1
+        pages = (gpu.to_host(cache.block_table)[:, last_position // PAGE] for cache in self.caches[: len(weights)])
+        self.slots = [gpu.to_device((page * PAGE + last_position % PAGE).astype(np.int32)) for page in pages]
+        self.rope = *map(gpu.to_device, config.rope_tables(LENGTH)), gpu.to_device(np.full(B, last_position, np.int32))
         self.buffers = LayerBuffers.empty(weights[0], self.caches[0])
         rng = np.random.default_rng(B)
         start = rng.standard_normal((2, B, config.hidden), dtype=np.float32).astype(np.float16)
@@ -103,15 +103,17 @@ class Decoder:
         gpu.to_host(self.residual)  # waits for the copies
         graph.replay()
         graph.synchronize()
-        timed = state()
+        timed_state = state()
         self.restart()
-        plain = self.calls(programmatic=False)
+        serial_calls = self.calls(programmatic=False)
         for number in range(graph.calls):
-            plain[number % len(plain)]()
+            serial_calls[number % len(serial_calls)]()
         one_by_one = state()
-        if not all((a.view(np.uint16) == b.view(np.uint16)).all() for a, b in zip(timed, one_by_one, strict=True)):
+        if not all(
+            (a.view(np.uint16) == b.view(np.uint16)).all() for a, b in zip(timed_state, one_by_one, strict=True)
+        ):
             raise BenchmarkError(f"{FACE}, {self.config.name}, batch {self.B}: other bits than its calls one by one")
-        if not all(np.isfinite(array).all() for array in timed):
+        if not all(np.isfinite(array).all() for array in timed_state):
             raise BenchmarkError(f"{FACE}, {self.config.name}, batch {self.B}: results that are not finite")
         summary = f"the graph that was timed, replayed over {graph.calls} layers: attention, result and residual equal"
         return f"{summary} to the public calls made plainly one after another, bit for bit"
@@ -141,9 +143,9 @@ def check_chains() -> None:
         (dense, True),
         (replace(dense, experts=4, chosen_experts=2, name="experts"), False),
     ):
-        first = LayerWeights.random(config, on_device=True, interleaved=ends)
+        first_layer = LayerWeights.random(config, on_device=True, interleaved=ends)
         for B in _WATCHED:
-            weights = [first, copy_of(first)]
+            weights = [first_layer, copy_of(first_layer)]
             decoder = Decoder(config, B, weights).with_epilogues(weights, residual_epilogue=ends)
             print(f"{config.name}{' with epilogues' if ends else ''}, batch {B}: {decoder.compare()}")
             decoder.calls()[1]()
@@ -155,8 +157,8 @@ def layers_of(config: Config, *, interleaved: bool = False) -> list[LayerWeights
 
     There are as many layers as exceed the L2 cache together.
     """
-    first = LayerWeights.random(config, on_device=True, interleaved=interleaved)
-    return [first, *(copy_of(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
+    first_layer = LayerWeights.random(config, on_device=True, interleaved=interleaved)
+    return [first_layer, *(copy_of(first_layer) for _ in range(copies_beyond_l2(first_layer.nbytes) - 1))]
 
 
 def copy_of(weights: Any) -> Any:

@@ -97,12 +97,15 @@ class Server:
         """
         require_integer("tokens", tokens, 1)
         rules = Sampling(**sampling)
-        listed = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
-        if not listed or not all(map(is_integer, ends)):
+        is_collection = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
+        if not is_collection or not all(map(is_integer, ends)):
             raise ArgumentError("ends", "must be a collection of tokens", repr(ends)[:40])
-        prompt_tokens, room = self.runner.check_prompt(prompt), min(self.runner.context, self.runner.pages * PAGE)
-        if len(prompt_tokens) + tokens > room:
-            rule = f"prompt and tokens must fit the {room} tokens of a sequence"
+        prompt_tokens, free_tokens = (
+            self.runner.check_prompt(prompt),
+            min(self.runner.context, self.runner.pages * PAGE),
+        )
+        if len(prompt_tokens) + tokens > free_tokens:
+            rule = f"prompt and tokens must fit the {free_tokens} tokens of a sequence"
             raise ArgumentError("tokens", rule, f"{len(prompt_tokens)} + {tokens}")
         self.waiting.append(Request(prompt_tokens, int(tokens), frozenset(ends), rules))
         return self.waiting[-1]
@@ -127,10 +130,10 @@ class Server:
 
     def _step(self) -> list[Request]:
         self._admit()
-        ready = [b for b in self.running if not self._missing_prompt(b)]
-        for b in ready:
+        ready_sequences = [b for b in self.running if not self._missing_prompt(b)]
+        for b in ready_sequences:
             self._make_room(b)
-        advanced, decoding = [], [b for b in ready if b in self.running]
+        advanced, decoding = [], [b for b in ready_sequences if b in self.running]
         if decoding:
             tokens = np.array([self.running[b].all_tokens[self.runner.lengths[b]] for b in decoding], np.int32)
             advanced += self._append_to_complete(decoding, self.runner.decode(tokens, decoding))
@@ -147,24 +150,24 @@ class Server:
         """Yield a request's tokens as soon as they exist; the other requests go on meanwhile."""
         if not request.done and all(queued is not request for queued in (*self.waiting, *self.running.values())):
             raise ArgumentError("request", "must be one of this server's", f"prompt of {len(request.prompt)} tokens")
-        yielded = 0
+        yielded_tokens = 0
         while True:
-            yield from request.tokens[yielded:]
-            yielded = len(request.tokens)
+            yield from request.tokens[yielded_tokens:]
+            yielded_tokens = len(request.tokens)
             if request.done:
                 return
             self.step()
 
     def _admit(self) -> None:
         """Give sequences, and pages for what is known and a token more, to those that wait."""
-        free = [b for b in range(self.runner.batch) if b not in self.running]
-        while free and self.waiting:
-            b, request = free[0], self.waiting[0]
+        free_sequences = [b for b in range(self.runner.batch) if b not in self.running]
+        while free_sequences and self.waiting:
+            b, request = free_sequences[0], self.waiting[0]
             if self.share_prefixes:
                 self.runner.share(b, self._computed_as_prompt(request))
             if not self.runner.reserve(b, len(request.all_tokens) + 1 - int(self.runner.lengths[b])):
                 return self.runner.release(b)
-            self.running[free.pop(0)] = self.waiting.pop(0)
+            self.running[free_sequences.pop(0)] = self.waiting.pop(0)
 
     def _computed_as_prompt(self, request: Request) -> list[int]:
         """Return the tokens of a request that launches of prompts compute; decoding computes the others."""
@@ -179,11 +182,11 @@ class Server:
     def _next_prompt_chunk(self) -> dict[int, list[int]]:
         """Return up to a chunk of tokens of prompts that caches lack, by sequence."""
         chunk: dict[int, list[int]] = {}
-        room = self.runner.chunk
+        free_tokens = self.runner.chunk
         for b in self.running:
-            if room and (tokens := self._missing_prompt(b)[:room]):
+            if free_tokens and (tokens := self._missing_prompt(b)[:free_tokens]):
                 chunk[b] = tokens
-                room -= len(tokens)
+                free_tokens -= len(tokens)
         return chunk
 
     def _make_room(self, b: int) -> None:
@@ -196,8 +199,12 @@ class Server:
 
     def _append_to_complete(self, sequences: list[int], logits: Any) -> list[Request]:
         """Append the next token to those sequences, of logits [n, V], all of whose tokens are in the cache."""
-        complete = [i for i, b in enumerate(sequences) if self.runner.lengths[b] == len(self.running[b].all_tokens)]
-        return self._append([sequences[i] for i in complete], logits[complete]) if complete else []
+        complete_indices = [
+            i for i, b in enumerate(sequences) if self.runner.lengths[b] == len(self.running[b].all_tokens)
+        ]
+        return (
+            self._append([sequences[i] for i in complete_indices], logits[complete_indices]) if complete_indices else []
+        )
 
     def _append(self, sequences: list[int], logits: Any) -> list[Request]:
         """Append the next token of each sequence, chosen from logits [n, V].
@@ -239,18 +246,18 @@ def choose_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
         tokens[rows] = _choose([requests[i] for i in rows], logits[rows])
     tokens = finite_only(tokens, logits)
     host_tokens = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
-    chosen: list[int] = host_tokens.tolist()
-    return chosen
+    chosen_tokens: list[int] = host_tokens.tolist()
+    return chosen_tokens
 
 
 def _choose(requests: Sequence[Request], logits: Any) -> Any:
     """Draw tokens [n] from logits [n, V], or take the likeliest after a penalty."""
     scores = adjust_scores(requests, logits)
-    drawn = np.array([bool(request.sampling.temperature) for request in requests])
+    is_drawn = np.array([bool(request.sampling.temperature) for request in requests])
     uniform = np.array([[draw_share(request)] for request in requests])
     if gpu.is_device_array(logits):
-        drawn, uniform = gpu.to_device(drawn), gpu.to_device(uniform)
-    return np.where(drawn, _draw_tokens(scores, uniform), scores.argmax(axis=-1))
+        is_drawn, uniform = gpu.to_device(is_drawn), gpu.to_device(uniform)
+    return np.where(is_drawn, _draw_tokens(scores, uniform), scores.argmax(axis=-1))
 
 
 def adjust_scores(requests: Sequence[Request], logits: Any) -> Any:
@@ -259,9 +266,9 @@ def adjust_scores(requests: Sequence[Request], logits: Any) -> Any:
     In float64, where another order of additions decides a token otherwise once in 10^12 draws or so.
     """
     samplings = [request.sampling for request in requests]
-    penalized = any(sampling.penalizes for sampling in samplings)
-    seen = tokens_mask([request.all_tokens for request in requests], logits) if penalized else None
-    return adjust(logits.astype(np.float64), samplings, seen)
+    is_penalized = any(sampling.penalizes for sampling in samplings)
+    seen_mask = tokens_mask([request.all_tokens for request in requests], logits) if is_penalized else None
+    return adjust(logits.astype(np.float64), samplings, seen_mask)
 
 
 def draw_share(request: Request) -> float:
@@ -274,5 +281,5 @@ def draw_share(request: Request) -> float:
 
 def _draw_tokens(scores: Any, uniform: Any) -> Any:
     """Return tokens [n] at which the sum of the likelihoods of scores [n, V] passes a share [n, 1] of the whole."""
-    total = np.exp(scores - scores.max(axis=-1, keepdims=True)).cumsum(axis=-1)
-    return (total <= uniform * total[:, -1:]).sum(axis=-1)
+    cumulative_shares = np.exp(scores - scores.max(axis=-1, keepdims=True)).cumsum(axis=-1)
+    return (cumulative_shares <= uniform * cumulative_shares[:, -1:]).sum(axis=-1)

@@ -73,8 +73,8 @@ def main(jobs: str) -> None:
     If ptxlab cannot launch one, the process exits with a line that `nsight.collect` looks for.
     """
     try:
-        for described in json.loads(jobs):
-            call = prepare_launch(LaunchTarget(**described))
+        for job_description in json.loads(jobs):
+            call = prepare_launch(LaunchTarget(**job_description))
             for _ in range(WARM_UP):
                 call()
             with gpu.profiling():
@@ -144,9 +144,14 @@ def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:
 def arrays_of(spec: KernelSpec, logical: Arrays, sizes_and_constants: Mapping[str, Any]) -> Arrays:
     """Return every array argument on the host: inputs packed, the others zero."""
     dtypes = {arg.name: dtype_in(arg.dtype, sizes_and_constants) for arg in spec.args if arg.shape}
-    empty = [arg for arg in spec.args if arg.role in ("out", "scratch")]
-    zeros = {arg.name: np.zeros(arg.resolve(sizes_and_constants), storage(dtypes[arg.name])) for arg in empty}
-    return {**zeros, **{n: np.ascontiguousarray(convert_to_dtype(a, dtypes[n])) for n, a in spec.pack(logical).items()}}
+    output_arguments = [arg for arg in spec.args if arg.role in ("out", "scratch")]
+    zero_arrays = {
+        arg.name: np.zeros(arg.resolve(sizes_and_constants), storage(dtypes[arg.name])) for arg in output_arguments
+    }
+    return {
+        **zero_arrays,
+        **{n: np.ascontiguousarray(convert_to_dtype(a, dtypes[n])) for n, a in spec.pack(logical).items()},
+    }
 
 
 def _load_kernel(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Kernel:

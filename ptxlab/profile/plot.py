@@ -56,11 +56,13 @@ def _label(name: str) -> str:
 def _numbers(axes: Axes, profiles: Sequence[Profile]) -> None:
     """Draw the figures that are no shares as a table."""
     axes.axis("off")
-    shown = [f for f in FIGURES if f.name not in BUSY and any(f.name in profile.figures for profile in profiles)]
-    cells = [[amount(f, profile.figures.get(f.name)) for profile in profiles] for f in shown]
+    shown_figures = [
+        f for f in FIGURES if f.name not in BUSY and any(f.name in profile.figures for profile in profiles)
+    ]
+    cells = [[amount(f, profile.figures.get(f.name)) for profile in profiles] for f in shown_figures]
     table = axes.table(
         cells,
-        rowLabels=[f.label for f in shown],
+        rowLabels=[f.label for f in shown_figures],
         bbox=Bbox.from_bounds(0.36, 0, 0.64, 1),
         edges="open",
         cellLoc="right",
@@ -78,9 +80,10 @@ def _reasons(profiles: Sequence[Profile]) -> list[tuple[str, list[float]]]:
         for profile in profiles
         for reason in profile.stalls
     }
-    ranked = sorted(largest_share, key=lambda reason: -largest_share[reason])[:_REASONS]
+    ranked_reasons = sorted(largest_share, key=lambda reason: -largest_share[reason])[:_REASONS]
     return [
-        (reason.replace("_", " "), [100 * profile.stalls.get(reason, 0) for profile in profiles]) for reason in ranked
+        (reason.replace("_", " "), [100 * profile.stalls.get(reason, 0) for profile in profiles])
+        for reason in ranked_reasons
     ]
 
 
@@ -102,16 +105,16 @@ def _bars(axes: Axes, profiles: Sequence[Profile], rows: Sequence[tuple[str, lis
 def _carriers(axes: Axes, profile: Profile, colour: str, width: int) -> None:
     """Draw the source lines with the most stalls (`Profile.carriers`) as a table with bars."""
     axes.axis("off")
-    issuing = f"{profile.samples:,} warps sampled, of which {profile.issuing:.0%} issued"
-    axes.set_title(f"Where {profile.kernel} waits ({issuing})", loc="left", weight="bold", fontsize=10)
-    shown = profile.carriers[:_LINES]
-    longest = max((carrier.share for carrier in shown), default=1.0)
+    sample_note = f"{profile.samples:,} warps sampled, of which {profile.issuing:.0%} issued"
+    axes.set_title(f"Where {profile.kernel} waits ({sample_note})", loc="left", weight="bold", fontsize=10)
+    shown_carriers = profile.carriers[:_LINES]
+    largest_share = max((carrier.share for carrier in shown_carriers), default=1.0)
     axes.set_xlim(0, 1)
-    axes.set_ylim(len(shown), 0)
-    for row, carrier in enumerate(shown):
+    axes.set_ylim(len(shown_carriers), 0)
+    for row, carrier in enumerate(shown_carriers):
         reason = next(iter(carrier.reasons), "").replace("_", " ")
-        axes.barh(row + 0.45, 0.09 * carrier.share / longest, 0.7, color=colour, alpha=0.35)
+        axes.barh(row + 0.45, 0.09 * carrier.share / largest_share, 0.7, color=colour, alpha=0.35)
         axes.text(0.005, row + 0.25, f"{carrier.share:.1%}", weight="bold", **_TEXT)
-        above = f"{carrier.where}, {reason}: {carrier.sass}"
-        for depth, text, shade in ((0.08, above, GREY), (0.5, carrier.text, "black")):
+        carrier_text = f"{carrier.where}, {reason}: {carrier.sass}"
+        for depth, text, shade in ((0.08, carrier_text, GREY), (0.5, carrier.text, "black")):
             axes.text(0.1, row + depth, textwrap.shorten(text, width, placeholder=" …"), color=shade, **_TEXT)

@@ -44,13 +44,14 @@ def read_saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
     """
     if path.suffix == ".json":
         return nsight.load(path)
-    requested, last_launch = dict(sizes or {}), nsight.read(path)[-1]
+    requested_sizes, last_launch = dict(sizes or {}), nsight.read(path)[-1]
     spec = registry.specs().get(last_launch.kernel)
     if spec:
-        merge_sizes(
-            "--shape", spec, launch_target.usual_sizes(spec), requested
-        )  # raises for a size that it does not have
-    return nsight.profile_of(last_launch, sizes=requested, weights=launch_target.weights_of(spec, requested))
+        # Raises for a size that it does not have.
+        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), requested_sizes)
+    return nsight.profile_of(
+        last_launch, sizes=requested_sizes, weights=launch_target.weights_of(spec, requested_sizes)
+    )
 
 
 def launch(

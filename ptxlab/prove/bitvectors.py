@@ -18,10 +18,10 @@ def constant(number: int, bits: int) -> Bits:
 
 def extend(x: Bits, bits: int, signed: bool) -> Bits:
     """Truncate or extend a bitvector to a width."""
-    spare = bits - x.size()
-    if spare < 0:
+    spare_bits = bits - x.size()
+    if spare_bits < 0:
         return z3.Extract(bits - 1, 0, x)
-    return x if not spare else z3.SignExt(spare, x) if signed else z3.ZeroExt(spare, x)
+    return x if not spare_bits else z3.SignExt(spare_bits, x) if signed else z3.ZeroExt(spare_bits, x)
 
 
 def split_fields(x: Bits, bits: int) -> list[Bits]:

@@ -117,8 +117,8 @@ def decide(
     formulas = distinct_queries(queries)
     for number, query in enumerate(formulas, 1):
         say(f"{claim.subject}: {claim.name}, formula {number} of {len(formulas)}")
-        remaining = seconds - (process_time() - start)
-        answer = ask(query, seconds=remaining, solver=solver) if remaining > 0 else Answer("undecided")
+        remaining_seconds = seconds - (process_time() - start)
+        answer = ask(query, seconds=remaining_seconds, solver=solver) if remaining_seconds > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":

@@ -155,9 +155,8 @@ class SymbolicExecution:
         self.variables: dict[int, int] = {}
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
-        self.recent: list[dict[tuple[int, int], tuple[Any, Bits]]] = [
-            {} for _ in threads
-        ]  # last written, under which guard
+        # Last written, under which guard.
+        self.recent: list[dict[tuple[int, int], tuple[Any, Bits]]] = [{} for _ in threads]
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
         self.carry: list[Bits] = [z3.FreshConst(z3.BoolSort(), "undefined carry") for _ in threads]
         self.steps: list[LaneStep] = []
@@ -166,10 +165,10 @@ class SymbolicExecution:
 
     def run(self, advance: Callable[[str], object] = lambda _: None) -> SymbolicRun:
         """Execute all threads to their end and return what they store."""
-        ready: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
+        guards_by_pc: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
         step_count = 0
-        while ready:
-            pc = min(ready)
+        while guards_by_pc:
+            pc = min(guards_by_pc)
             if pc == len(self.code):
                 break
             step_count += 1
@@ -178,21 +177,21 @@ class SymbolicExecution:
                     self.code[pc], f"a launch of more than {MAX_STEPS:,} instructions, the most that are followed"
                 )
             advance(self.code[pc].where.partition(": ")[0])
-            for target, guards in self.step(pc, ready.pop(pc)):
+            for target, guards in self.step(pc, guards_by_pc.pop(pc)):
                 for lane, guard in guards.items():
                     if target <= pc and not self.can_go_back(pc, lane, guard):
                         continue
-                    target_guards = ready.setdefault(target, {})
+                    target_guards = guards_by_pc.setdefault(target, {})
                     target_guards[lane] = (
                         z3.simplify(z3.Or(target_guards[lane], guard)) if lane in target_guards else guard
                     )
         executed_ids = {id(step.instruction) for step in self.steps}
-        missed = [
+        missed_barriers = [
             instruction
             for instruction in self.code
             if instruction.lanes is not None and id(instruction) not in executed_ids
         ]
-        return SymbolicRun(self.steps, missed, self.faults)
+        return SymbolicRun(self.steps, missed_barriers, self.faults)
 
     def refuse(self, instruction: Instruction, reason: str) -> NoReturn:
         """Raise NotModelled with the place and the reason."""
@@ -220,16 +219,16 @@ class SymbolicExecution:
             # All lanes go round together, so the lowest one counts for all.
             iterations.count += previous_guard is not None and lane == min(iterations.guards)
             iterations.guards[lane] = guard
-            started = process_time()
-            possible = self.can_hold(guard)
-            iterations.seconds += process_time() - started
+            start_seconds = process_time()
+            is_possible = self.can_hold(guard)
+            iterations.seconds += process_time() - start_seconds
             if (
-                possible
+                is_possible
                 and (iterations.count > MAX_ITERATIONS or iterations.seconds > SECONDS)
                 and self.has_huge_input(guard)
             ):
                 self.refuse(self.code[pc], f"how often this loop goes round depends on {self.advice(guard)}")
-            return possible
+            return is_possible
         return True
 
     def has_huge_input(self, guard: Any) -> bool:
@@ -290,9 +289,9 @@ class SymbolicExecution:
         if variable.space in ("shared", "local"):
             return variable.offset + symbol.offset
         if id(variable) not in self.variables:
-            initial = dict(enumerate(constant(b, 8) for b in variable.initial or b""))
+            initial_bytes = dict(enumerate(constant(b, 8) for b in variable.initial or b""))
             self.variables[id(variable)] = self.allocate(
-                Buffer(variable.name, variable.size, initial, initial=_unwritten_byte)
+                Buffer(variable.name, variable.size, initial_bytes, initial=_unwritten_byte)
             )
         return self.variables[id(variable)] + symbol.offset
 
@@ -324,15 +323,19 @@ class SymbolicExecution:
     def register(self, lane: int, register: Register, width: int) -> Bits:
         """Read a register; where nothing has written it, its bits are unknown."""
         key = width, register.index
-        current, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
+        current_value, is_defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
         guard = self.guards.get(lane, TRUE)
         written_under, recent_bits = self.recent[lane].get(key, (FALSE, None))
         if recent_bits is not None and _implies_condition(guard, written_under):
-            return recent_bits  # shorter than `current`, which grows by one z3.If with each iteration of a loop
-        if current is not None and (_implies_condition(guard, defined) or not self.can_hold(guard, z3.Not(defined))):
-            return current
-        unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
-        return unknown if current is None else z3.If(defined, current, unknown)
+            return recent_bits  # shorter than `current_value`, which grows by one z3.If with each iteration of a loop
+        if current_value is not None and (
+            _implies_condition(guard, is_defined) or not self.can_hold(guard, z3.Not(is_defined))
+        ):
+            return current_value
+        unknown_value = z3.FreshConst(
+            z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}"
+        )
+        return unknown_value if current_value is None else z3.If(is_defined, current_value, unknown_value)
 
     def write(self, lane: int, guard: Any, operand: ir.Operand, word: Bits, signed: bool = False) -> None:
         """Store into a destination where the guard holds; a wider register is filled by the sign."""
@@ -355,13 +358,13 @@ class SymbolicExecution:
         base, _, axis = name[1:].partition(".")
         block, thread = self.threads[lane]
         thread_index = self.thread_index(lane)
-        index = "xyz".find(axis) if axis else 0
-        below = (1 << thread_index % 32) - 1
+        dim = "xyz".find(axis) if axis else 0
+        lanes_below = (1 << thread_index % 32) - 1
         values: dict[str, int] = {
-            "tid": thread[index], "ntid": self.block[index], "ctaid": block[index], "nctaid": self.grid[index],
-            "laneid": thread_index % 32, "warpid": thread_index // 32, "lanemask_lt": below,
-            "lanemask_le": 2 * below + 1, "lanemask_eq": below + 1,
-            "lanemask_gt": 0xFFFFFFFF ^ (2 * below + 1), "lanemask_ge": 0xFFFFFFFF ^ below,
+            "tid": thread[dim], "ntid": self.block[dim], "ctaid": block[dim], "nctaid": self.grid[dim],
+            "laneid": thread_index % 32, "warpid": thread_index // 32, "lanemask_lt": lanes_below,
+            "lanemask_le": 2 * lanes_below + 1, "lanemask_eq": lanes_below + 1,
+            "lanemask_gt": 0xFFFFFFFF ^ (2 * lanes_below + 1), "lanemask_ge": 0xFFFFFFFF ^ lanes_below,
         }  # fmt: skip
         if base not in values:
             raise ValueError(f"{name} is not modelled")
@@ -377,27 +380,29 @@ class SymbolicExecution:
     def step(self, pc: int, guards: dict[int, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
         """Execute an instruction for lanes under their guards; yield where they go on, each under its guard."""
         instruction, self.guards = self.code[pc], guards
-        active, skipped = guards, dict[int, Any]()
+        active_guards, skipped_guards = guards, dict[int, Any]()
         try:
             if instruction.guard is not None:
                 predicates = {lane: self.read(lane, instruction.guard, "pred") for lane in guards}
-                active = _restrict_guards(guards, predicates)
-                skipped = _restrict_guards(guards, {lane: z3.Not(predicate) for lane, predicate in predicates.items()})
-            if skipped:
-                yield pc + 1, skipped
-            if not active:
+                active_guards = _restrict_guards(guards, predicates)
+                skipped_guards = _restrict_guards(
+                    guards, {lane: z3.Not(predicate) for lane, predicate in predicates.items()}
+                )
+            if skipped_guards:
+                yield pc + 1, skipped_guards
+            if not active_guards:
                 return
             head = instruction.head
             if head == "bra":
-                yield instruction.operands[0].index, active
+                yield instruction.operands[0].index, active_guards
             elif head in ("ret", "exit"):
                 return
             elif head in ("trap", "brkpt"):
-                self.faults += [(guard, f"{instruction.where}: the kernel traps") for guard in active.values()]
+                self.faults += [(guard, f"{instruction.where}: the kernel traps") for guard in active_guards.values()]
             else:
-                self.guards = active
-                self.perform(instruction, active)
-                yield pc + 1, active
+                self.guards = active_guards
+                self.perform(instruction, active_guards)
+                yield pc + 1, active_guards
         except (ValueError, UnknownOpcode) as error:
             reason = "no such instruction" if isinstance(error, UnknownOpcode) else str(error)
             self.refuse(instruction, reason)
@@ -405,7 +410,7 @@ class SymbolicExecution:
     def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         """Execute one instruction for every lane, under its guard."""
         head = instruction.head
-        by_lane: dict[str, Callable[[Instruction, int, Any], None]] = {
+        operation_by_head: dict[str, Callable[[Instruction, int, Any], None]] = {
             "ld": self.load, "ldu": self.load, "st": self.store, "mov": self.move, "cvta": self.convert_address,
         }  # fmt: skip
         if head in _HARMLESS:
@@ -416,7 +421,7 @@ class SymbolicExecution:
             self.shuffle(instruction, guards)
         else:
             for lane, guard in guards.items():
-                by_lane.get(head, self.compute)(instruction, lane, guard)
+                operation_by_head.get(head, self.compute)(instruction, lane, guard)
 
     def check_barrier(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         """Check that all threads of a barrier come to it at once, on one condition, so that it holds none back.
@@ -434,14 +439,16 @@ class SymbolicExecution:
                 _require_number(self.read(lane, operand, "u32"), "a barrier") for operand in instruction.operands
             ]
             if is_warp_barrier:
-                expected = (numbers[0] & (1 << min(32, thread_count - 32 * warp)) - 1).bit_count()
+                expected_count = (numbers[0] & (1 << min(32, thread_count - 32 * warp)) - 1).bit_count()
             else:
-                expected = numbers[1] if numbers[1:] else thread_count
-            arrivals[block, warp, expected].append(guard)
-        for (*_, expected), arrived_guards in arrivals.items():
-            if len(arrived_guards) != expected or not all(guard.eq(arrived_guards[0]) for guard in arrived_guards):
+                expected_count = numbers[1] if numbers[1:] else thread_count
+            arrivals[block, warp, expected_count].append(guard)
+        for (*_, expected_count), arrived_guards in arrivals.items():
+            if len(arrived_guards) != expected_count or not all(
+                guard.eq(arrived_guards[0]) for guard in arrived_guards
+            ):
                 raise ValueError(
-                    f"of the {expected} threads of a barrier, {len(arrived_guards)} come to it, on some condition"
+                    f"of the {expected_count} threads of a barrier, {len(arrived_guards)} come to it, on some condition"
                 )
 
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
@@ -522,14 +529,14 @@ class SymbolicExecution:
             last = (number & segment) | (clamp & ~segment)
             partner = {"up": number - b, "down": number + b, "bfly": number ^ b,
                      "idx": (number & segment) | (b & ~segment)}[words[0]]  # fmt: skip
-            in_range = partner >= last if words[0] == "up" else partner <= last
-            partner = partner if in_range else number
+            is_in_range = partner >= last if words[0] == "up" else partner <= last
+            partner = partner if is_in_range else number
             if mask and not mask[0] >> number & mask[0] >> partner & 1:
                 raise ValueError(f"lanes {number} and {partner} exchange, and the mask is {mask[0]:#x}")
-            exchanges[lane] = self.neighbour(lane, partner, guards), in_range
-        for lane, (partner, in_range) in exchanges.items():
+            exchanges[lane] = self.neighbour(lane, partner, guards), is_in_range
+        for lane, (partner, is_in_range) in exchanges.items():
             self.write(lane, guards[lane], destination, values[partner])
-            self.write(lane, guards[lane], predicate, z3.BoolVal(in_range))
+            self.write(lane, guards[lane], predicate, z3.BoolVal(is_in_range))
 
     def neighbour(self, lane: int, number: int, guards: dict[int, Any]) -> int:
         """Return the lane with that number in the warp, which must be active whenever this one is."""
@@ -554,8 +561,8 @@ class SymbolicExecution:
         base, space = operand.base, access.space.split("::")[0]
         if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
             space = base.variable.space
-        wide = not (isinstance(base, Register) and bits_of(base.type) == 32)
-        address = self.read(lane, base, "u64" if wide else "u32")
+        is_wide = not (isinstance(base, Register) and bits_of(base.type) == 32)
+        address = self.read(lane, base, "u64" if is_wide else "u32")
         address = z3.simplify(extend(address, 64, False) + constant(operand.offset, 64))
         places = []
         for condition, number in self.possible_addresses(instruction, address, guard):
@@ -583,10 +590,10 @@ class SymbolicExecution:
             return
         solver = z3.Solver()
         solver.add(*self.assume, guard)
-        started = process_time()
+        start_seconds = process_time()
         for _ in range(MAX_ADDRESSES + 1):  # once more than that, to learn that there is no other
-            remaining = SECONDS - (process_time() - started)
-            verdict = check(solver, seconds=remaining) if remaining > 0 else z3.unknown
+            remaining_seconds = SECONDS - (process_time() - start_seconds)
+            verdict = check(solver, seconds=remaining_seconds) if remaining_seconds > 0 else z3.unknown
             if verdict == z3.unsat:
                 return
             if verdict != z3.sat:
@@ -607,8 +614,10 @@ class SymbolicExecution:
             access, places = self.find_places(instruction, lane, guard, "load")
             bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # what a faulting load gets
             for condition, buffer, offset in places:
-                loaded = self.fold_inputs(concatenate_fields([buffer.read(offset + i) for i in range(access.size)]))
-                bits = loaded if len(places) == 1 else z3.If(condition, loaded, bits)
+                loaded_bits = self.fold_inputs(
+                    concatenate_fields([buffer.read(offset + i) for i in range(access.size)])
+                )
+                bits = loaded_bits if len(places) == 1 else z3.If(condition, loaded_bits, bits)
             words = split_fields(bits, bits_of(t))
         for register, word in zip(registers, words, strict=True):
             self.write(lane, guard, register, word, is_signed(t))
@@ -628,16 +637,16 @@ class SymbolicExecution:
         access, places = self.find_places(instruction, lane, guard, "store")
         source = instruction.operands[1]
         operands = source.elements if isinstance(source, ir.Vector) else (source,)
-        stored = concatenate_fields([self.read(lane, operand, f"u{bits_of(access.type)}") for operand in operands])
+        stored_bits = concatenate_fields([self.read(lane, operand, f"u{bits_of(access.type)}") for operand in operands])
         for condition, buffer, offset in places:
-            for i, byte in enumerate(split_fields(stored, 8)):
+            for i, byte in enumerate(split_fields(stored_bits, 8)):
                 buffer.write(offset + i, byte, condition)
 
 
 def _restrict_guards(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
     """Return the lanes whose condition may hold, each with its guard and the condition combined."""
-    both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
-    return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
+    restricted_guards = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
+    return {lane: guard for lane, guard in restricted_guards.items() if not z3.is_false(guard)}
 
 
 def _implies_condition(guard: Any, condition: Any) -> bool:

@@ -63,8 +63,8 @@ class Elements:
         if not (type_name in SORTS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
             raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(SORTS)}")
         same_width = int(digits) == self.bits  # otherwise an element is at another index, unless it is the first
-        count, only = self.count if same_width else None, self.only if same_width or self.only == 0 else None
-        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=count, only=only)
+        count, only_index = self.count if same_width else None, self.only if same_width or self.only == 0 else None
+        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=count, only=only_index)
 
 
 def _fold(values: tuple[Any, ...], keeps_first: Callable[[Integer, Integer], Any]) -> Integer:
@@ -73,8 +73,8 @@ def _fold(values: tuple[Any, ...], keeps_first: Callable[[Integer, Integer], Any
 
 def _rounds(q: Any, a: Any, b: Any) -> Any:
     """Build the formula that q is a/b rounded to nearest, for b > 0; ties may go either way."""
-    twice = 2 * (Integer.of(q) * b - a)
-    return z3.And(twice <= b, twice >= -Integer.of(b))
+    doubled_error = 2 * (Integer.of(q) * b - a)
+    return z3.And(doubled_error <= b, doubled_error >= -Integer.of(b))
 
 
 def _rounds_even(q: Any, a: Any, b: Any) -> Any:
@@ -294,8 +294,8 @@ class _Evaluator(ast.NodeVisitor):
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name not in _FUNCTIONS or node.keywords:
             raise ValueError(f"{ast.unparse(node)}: the functions are {', '.join(_FUNCTIONS)}")
-        take = self.visit if name in _TAKES_ARRAYS else self.value
-        return _FUNCTIONS[name](*(take(argument) for argument in node.args))
+        evaluate_argument = self.visit if name in _TAKES_ARRAYS else self.value
+        return _FUNCTIONS[name](*(evaluate_argument(argument) for argument in node.args))
 
 
 def view_bytes(name: str, byte: Callable[[int], Bits], **attributes: Any) -> Elements:

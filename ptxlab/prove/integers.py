@@ -17,8 +17,14 @@ class Integer:
         width = max((n if n >= 0 else ~n).bit_length() for n in (low, high)) + 1
         if width > MAX_BITS:
             raise ValueError(f"an integer of {width} bits: at most {MAX_BITS} are proved about")
-        spare = width - bits.size()
-        self.bits = z3.SignExt(spare, bits) if spare > 0 else z3.Extract(width - 1, 0, bits) if spare < 0 else bits
+        spare_bits = width - bits.size()
+        self.bits = (
+            z3.SignExt(spare_bits, bits)
+            if spare_bits > 0
+            else z3.Extract(width - 1, 0, bits)
+            if spare_bits < 0
+            else bits
+        )
 
     @classmethod
     def of(cls, number: Operand) -> "Integer":
@@ -48,8 +54,8 @@ class Integer:
 
     def extend_to(self, width: int) -> Any:
         """Return the bitvector at a width, extended by its sign."""
-        spare = width - self.bits.size()
-        return z3.SignExt(spare, self.bits) if spare > 0 else self.bits
+        spare_bits = width - self.bits.size()
+        return z3.SignExt(spare_bits, self.bits) if spare_bits > 0 else self.bits
 
     def modulo(self, width: int) -> Any:
         """Return the lowest `width` bits."""

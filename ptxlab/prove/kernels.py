@@ -35,12 +35,12 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
     """
     if not spec.claims:
         return
-    usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
-    for source in usable:
+    usable_sources = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
+    for source in usable_sources:
         has_ptx = source.language == "cu" and sources[0].language == "ptx"  # quick: that it stores what the .ptx does
         for claim in spec.claims:
-            build, quick = partial(query, spec, source, claim), not (has_ptx or claim.alone)
-            yield Claim(source.label, claim.name, claim.text, build, claim.expect, quick)
+            build, is_quick = partial(query, spec, source, claim), not (has_ptx or claim.alone)
+            yield Claim(source.label, claim.name, claim.text, build, claim.expect, is_quick)
         if (launch := launch_spec(spec, source)).trace.steps:
             lanes_claim = KernelClaim(
                 "@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules
@@ -110,9 +110,11 @@ def claims_on_file(
         _check_same_outputs(label, launch.outputs, compared_launch.outputs)
     for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):
         claim_launch = launch.for_claim(text)
-        combined = combine_launches(claim_launch, compared_launch.for_claim(text)) if compared_launch else claim_launch
+        combined_launch = (
+            combine_launches(claim_launch, compared_launch.for_claim(text)) if compared_launch else claim_launch
+        )
         claim = KernelClaim(f"claim {number}", text, tuple(assume))
-        yield Claim(label, claim.name, claim.text, partial(queries, combined, claim))
+        yield Claim(label, claim.name, claim.text, partial(queries, combined_launch, claim))
 
 
 def _check_same_outputs(label: str, outputs: Iterable[str], expected: Iterable[str]) -> None:
@@ -184,8 +186,10 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
 def lane_queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     """Build a formula for each annotated instruction of each thread: its lanes, computed wide, equal what it stores."""
     if launch.trace.missed:
-        missed = launch.trace.missed[0].where
-        raise ArgumentError(launch.label, "threads that come to every instruction with // @lanes", f"none at {missed}")
+        missed_place = launch.trace.missed[0].where
+        raise ArgumentError(
+            launch.label, "threads that come to every instruction with // @lanes", f"none at {missed_place}"
+        )
     conditions = [formula(text, launch.inputs, i, launch.count) for i in launch.stored for text in claim.assume]
     assume = list({condition.get_id(): condition for condition in conditions}.values())
     return [_step_query(launch, step, assume) for step in launch.trace.steps]
@@ -193,36 +197,40 @@ def lane_queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
 
 def _step_query(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query:
     types, operation = step.instruction.lanes or {}, operation_of(step.instruction.opcode)
-    holds: list[Any] = []
-    shown: Seen = {}
+    conditions: list[Any] = []
+    shown_values: Seen = {}
     if operation is not None and operation.compute is not None:
         target, text = types["d"], re.sub(r"\|(.*)\|", r"abs(\1)", re.sub(r"[{}]", "", operation.format))
         lanes = {letter: _lanes_of(step.sources[letter], types[letter]) for letter in operation.letters}
-        for lane, stored in enumerate(_lanes_of(step.output, target)):
+        for lane, stored_lane in enumerate(_lanes_of(step.output, target)):
             sources = {letter: integers[lane % len(integers)] for letter, integers in lanes.items()}
-            exact = Integer.of(term(text, sources, lane))
-            fits = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _fits_lane(exact, target)
-            carried = z3.BoolVal(True) if operation.simd else exact.modulo(target.bits) == stored.modulo(target.bits)
-            holds.append(z3.And(fits, carried))
-            shown |= {
-                f"{n}[{lane}]": (str(types[n]).split("x")[0], x.bits) for n, x in (*sources.items(), ("d", stored))
+            exact_value = Integer.of(term(text, sources, lane))
+            fits_lane = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _fits_lane(exact_value, target)
+            equals_modulo = (
+                z3.BoolVal(True)
+                if operation.simd
+                else exact_value.modulo(target.bits) == stored_lane.modulo(target.bits)
+            )
+            conditions.append(z3.And(fits_lane, equals_modulo))
+            shown_values |= {
+                f"{n}[{lane}]": (str(types[n]).split("x")[0], x.bits) for n, x in (*sources.items(), ("d", stored_lane))
             }
-            shown[f"exact[{lane}]"] = str(target).split("x")[0], exact.bits
-        holds += [_fits_lane(integers[0], types[n]) for n, integers in lanes.items() if not types[n].count]
-    question = z3.Implies(step.guard, z3.And(holds))
+            shown_values[f"exact[{lane}]"] = str(target).split("x")[0], exact_value.bits
+        conditions += [_fits_lane(integers[0], types[n]) for n, integers in lanes.items() if not types[n].count]
+    question = z3.Implies(step.guard, z3.And(conditions))
 
     def explain(model: Mapping[str, int]) -> Explanation:
         instruction = step.instruction
         lines = [f"{Path(instruction.path).name}:{instruction.line}: `{instruction.text}`"]
         for lane in range(types["d"].count):
-            keys = [key for n in ("a", "b", "c", "d", "exact") if (key := f"{n}[{lane}]") in shown]
-            cells = [f"{key.partition('[')[0]} = {_cell(shown[key], model[key])}" for key in keys]
+            keys = [key for n in ("a", "b", "c", "d", "exact") if (key := f"{n}[{lane}]") in shown_values]
+            cells = [f"{key.partition('[')[0]} = {_cell(shown_values[key], model[key])}" for key in keys]
             lines.append(f"lane {lane}: {', '.join(cells)}")
         return Explanation(lines, launch.arrays(model), f"{launch.command} --check lanes")
 
     symbols = symbols_of([question])
     assumptions = [a for a in assume if symbols_of([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
-    return Query(question, assumptions, {**{key: bits for key, (_, bits) in shown.items()}, **symbols}, explain)
+    return Query(question, assumptions, {**{key: bits for key, (_, bits) in shown_values.items()}, **symbols}, explain)
 
 
 def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
@@ -246,7 +254,7 @@ def _word_query(
     claim: KernelClaim,
     elements: list[int],
 ) -> Query:
-    assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
+    assume, conditions, rows = dict[int, Any](), [], dict[int, Seen]()
     equation = split_equation(claim.holds)
     for i in elements:
         rows[i] = {}
@@ -254,15 +262,15 @@ def _word_query(
         for text in claim.assume:
             condition = formula(text, _record_reads(assumption_names, rows[i]), i, launch.count)
             assume[condition.get_id()] = condition
-        holds.append(z3.And(launch.stored_condition(i), formula(claim.holds, recording_names, i, launch.count)))
+        conditions.append(z3.And(launch.stored_condition(i), formula(claim.holds, recording_names, i, launch.count)))
         if equation and (
             claimed := _claimed_bits(*(term(side, recording_names, i, launch.count) for side in equation))
         ):
             rows[i]["claimed"] = claimed
-        rows[i]["wrong"] = "", z3.Not(holds[-1])
+        rows[i]["wrong"] = "", z3.Not(conditions[-1])
     values = {_key(i, name): bits for i, row in rows.items() for name, (_, bits) in row.items()}
-    values |= symbols_of([*holds, *assume.values()])
-    return Query(z3.And(holds), list(assume.values()), values, partial(_explain, launch, rows))
+    values |= symbols_of([*conditions, *assume.values()])
+    return Query(z3.And(conditions), list(assume.values()), values, partial(_explain, launch, rows))
 
 
 Seen = dict[str, tuple[str, Any]]  # `name[index]` -> type, bits
@@ -291,8 +299,8 @@ def _claimed_bits(left: Any, right: Any) -> tuple[str, Any] | None:
     """
     if not isinstance(left, Integer | int) or not isinstance(right, Integer | int):
         return None
-    signed, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()
-    return f"s{bits}" if signed else f"u{bits - 1}", Integer.of(right).bits
+    is_signed_claim, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()
+    return f"s{bits}" if is_signed_claim else f"u{bits - 1}", Integer.of(right).bits
 
 
 def _unknown_integers(name: str, low: int, high: int, limits: list[Any]) -> Elements:
@@ -318,11 +326,11 @@ def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[st
     def cells(i: int, is_shown: Callable[[str], bool]) -> str:
         return ", ".join(f"{n} = {_cell(x, model[_key(i, n)])}" for n, x in rows[i].items() if x[0] and is_shown(n))
 
-    shared = {name for name in set[str].intersection(*map(set, rows.values())) if "[" in name and len(rows) > 1}
-    lines = [f"all    {cells(min(rows), shared.__contains__)}"] if shared else []
+    shared_names = {name for name in set[str].intersection(*map(set, rows.values())) if "[" in name and len(rows) > 1}
+    lines = [f"all    {cells(min(rows), shared_names.__contains__)}"] if shared_names else []
     for i in rows:
         verdict = "wrong" if model[_key(i, "wrong")] else "right"
-        lines.append(f"{verdict}  i = {i}: {cells(i, lambda name: name not in shared)}")
+        lines.append(f"{verdict}  i = {i}: {cells(i, lambda name: name not in shared_names)}")
     return Explanation(lines, launch.arrays(model), launch.command)
 
 

@@ -95,7 +95,9 @@ def loops_of(entry: Entry) -> list[range]:
     ]
     loops = [range(a, b + 1) for a, b in sorted(last_by_head.items()) if any(a <= pc <= b for pc in multiplications)]
     return [
-        loop for loop in loops if not any(inner != loop and inner[0] in loop and inner[-1] in loop for inner in loops)
+        loop
+        for loop in loops
+        if not any(inner_loop != loop and inner_loop[0] in loop and inner_loop[-1] in loop for inner_loop in loops)
     ]
 
 
@@ -136,12 +138,12 @@ class LoopStepExecution(SymbolicExecution):
         head, last = self.loop[0], self.loop[-1]
         inner_loops = {i.operands[0].index: pc for pc in self.loop
                  if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip
-        ready: dict[int, Any] = {head: TRUE}
-        ends = []
-        while ready:
-            pc = min(ready)
-            guard = ready.pop(pc)
-            if not ready:  # whatever goes on with the step comes through here
+        guard_by_pc: dict[int, Any] = {head: TRUE}
+        end_guards = []
+        while guard_by_pc:
+            pc = min(guard_by_pc)
+            guard = guard_by_pc.pop(pc)
+            if not guard_by_pc:  # whatever goes on with the step comes through here
                 guard = TRUE
             if pc in inner_loops:  # whatever its steps have done, registers that it writes hold something
                 for instruction in self.code[pc : inner_loops[pc] + 1]:
@@ -149,12 +151,12 @@ class LoopStepExecution(SymbolicExecution):
                 self.carry = [z3.FreshConst(z3.BoolSort(), "carry")]
             for target, guards in self.step(pc, {0: guard}):
                 if target == head:
-                    ends.append((guards[0], dict(self.registers[0])))
+                    end_guards.append((guards[0], dict(self.registers[0])))
                 elif pc < target <= last:
-                    ready[target] = z3.simplify(z3.Or(ready.get(target, FALSE), guards[0]))
-        annotated = sum(self.code[pc].lanes is not None for pc in self.loop)
+                    guard_by_pc[target] = z3.simplify(z3.Or(guard_by_pc.get(target, FALSE), guards[0]))
+        annotated_count = sum(self.code[pc].lanes is not None for pc in self.loop)
         parts = self.initial, self.products, self.channels, self.merged, self.to_float, self.steps
-        return Body(ends, *parts, annotated)
+        return Body(end_guards, *parts, annotated_count)
 
     def register(self, lane: int, register: Register, width: int) -> Bits:
         key = width, register.index
@@ -234,10 +236,10 @@ class LoopStepExecution(SymbolicExecution):
         operands = tuple((t, self.operand_words(o)) for t, o in zip(types, (a, b), strict=True))
         for target, c_before in zip(targets, accumulators, strict=True):
             initial_sum, earlier_channels = self.split_sum(z3.simplify(z3.If(keeps_sum, c_before, constant(0, 32))))
-            added = z3.FreshConst(z3.BitVecSort(32), "products")
-            self.channels[added.decl().name()] = earlier_channels + channels
-            self.products.append(Product(added, earlier_channels + channels, operands, initial_sum, guard))  # type: ignore[arg-type]
-            self.write(0, guard, target, initial_sum + added)
+            products_sum = z3.FreshConst(z3.BitVecSort(32), "products")
+            self.channels[products_sum.decl().name()] = earlier_channels + channels
+            self.products.append(Product(products_sum, earlier_channels + channels, operands, initial_sum, guard))  # type: ignore[arg-type]
+            self.write(0, guard, target, initial_sum + products_sum)
 
     def split_sum(self, accumulated: Bits) -> tuple[Bits, int]:
         """Split a sum from the products that this step has added to it.
@@ -255,8 +257,8 @@ class LoopStepExecution(SymbolicExecution):
     def operand_words(self, operand: ir.Operand) -> tuple[Bits, ...]:
         """Read an operand's words; return none for a descriptor."""
         words = operand.elements if isinstance(operand, ir.Vector) else (operand,)
-        of_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in words)
-        return tuple(self.read(0, word, "u32") for word in words) if of_words else ()
+        are_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in words)
+        return tuple(self.read(0, word, "u32") for word in words) if are_words else ()
 
 
 # Formulas
@@ -276,8 +278,8 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, max_products: int) -> list
         bounds |= {"highest": [highest >= 0, highest <= high * (max_products - step_channels)]}
         bounds |= {name: _range_conditions(initial_sum, lowest, highest) for name, initial_sum in body.sums.items()}
         for guard, bits in sums:
-            holds = z3.And(_range_conditions(bits, lowest + low * step_channels, highest + high * step_channels))
-            queries.append(_query_within(z3.Implies(guard, holds), bounds))
+            condition = z3.And(_range_conditions(bits, lowest + low * step_channels, highest + high * step_channels))
+            queries.append(_query_within(z3.Implies(guard, condition), bounds))
         queries += _operands_fit(body, loop)
     # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
     return [*queries, Query(z3.BoolVal(low * max_products >= -(2**31) and high * max_products < 2**31))]
@@ -296,17 +298,17 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
         queries += [
             _query_within(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, include_new=False)
         ]
-        converted = set[str]()
+        converted_names = set[str]()
         for guard, number in body.to_float:
-            exact = z3.And(_range_conditions(number, -EXACT_IN_F32, EXACT_IN_F32))
+            is_exact = z3.And(_range_conditions(number, -EXACT_IN_F32, EXACT_IN_F32))
             if products.keys() & _summands(number).keys():
-                queries.append(_query_within(z3.Implies(guard, exact), bounds))
-                converted |= _summands(number).keys()
+                queries.append(_query_within(z3.Implies(guard, is_exact), bounds))
+                converted_names |= _summands(number).keys()
         for product in body.products:
-            if product.symbol.decl().name() not in converted | body.merged:
+            if product.symbol.decl().name() not in converted_names | body.merged:
                 shifted_sum = product.added_to + product.symbol - SHIFT
-                in_mantissa = z3.And(_range_conditions(shifted_sum, 1 - 2**22, 2**22 - 1))
-                queries.append(_query_within(in_mantissa, bounds))
+                fits_mantissa = z3.And(_range_conditions(shifted_sum, 1 - 2**22, 2**22 - 1))
+                queries.append(_query_within(fits_mantissa, bounds))
         queries += _operands_fit(body, loop, SHIFT)
     return queries
 
@@ -317,16 +319,25 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     for body in bodies:
         steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
         for step in steps:
-            nibbles, scale, stored = split_fields(step.sources["a"], 8), step.sources["b"], split_fields(step.output, 8)
+            nibbles, scale, stored_bytes = (
+                split_fields(step.sources["a"], 8),
+                step.sources["b"],
+                split_fields(step.output, 8),
+            )
             offsets = split_fields(step.sources["c"], 8) if "c" in step.sources else [constant(0, 8)] * 4
             operands_fit = z3.And(
                 z3.ULE(scale, 255), *(z3.ULE(q, 15) for q in nibbles), *(o == offsets[0] for o in offsets)
             )
-            exact = [z3.ZeroExt(8, q) * z3.Extract(15, 0, scale) + z3.ZeroExt(8, o)
+            exact_bytes = [z3.ZeroExt(8, q) * z3.Extract(15, 0, scale) + z3.ZeroExt(8, o)
                      for q, o in zip(nibbles, offsets, strict=True)]  # fmt: skip
-            admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "scaled_offset" else [z3.ULE(scale, 17)]
-            is_exact = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(stored, exact, strict=True)])
-            queries += [Query(z3.Implies(step.guard, operands_fit)), Query(z3.Implies(step.guard, is_exact), admitted)]
+            assumptions = (
+                [z3.ULE(x, 255) for x in exact_bytes] if loop.packed == "scaled_offset" else [z3.ULE(scale, 17)]
+            )
+            is_exact = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(stored_bytes, exact_bytes, strict=True)])
+            queries += [
+                Query(z3.Implies(step.guard, operands_fit)),
+                Query(z3.Implies(step.guard, is_exact), assumptions),
+            ]
         queries.append(Query(z3.BoolVal(bool(steps) and len(body.steps) == body.annotated)))
         if loop.packed == "scaled_offset":
             dequantised = [z3.simplify(s.output ^ TOP_BITS) for s in steps]
@@ -347,14 +358,17 @@ def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
             condition, *alternatives = word.children() if z3.is_app_of(word, z3.Z3_OP_ITE) else (product.guard, word)
             conditions[condition.sexpr()] = None
             for alternative in alternatives:
-                loaded = [x for x in symbols_of([alternative]).values() if z3.is_bv(x) and x.size() == 32]
-                if len(loaded) != 1:
+                loaded_words = [x for x in symbols_of([alternative]).values() if z3.is_bv(x) and x.size() == 32]
+                if len(loaded_words) != 1:
                     queries.append(Query(z3.BoolVal(False)))
-                elif condition.eq(TRUE) or not alternative.eq(loaded[0]):
+                elif condition.eq(TRUE) or not alternative.eq(loaded_words[0]):
                     nibbles += 1
                     queries.append(
                         Query(
-                            z3.Or(_sixteen_times(alternative, loaded[0], 4), _sixteen_times(alternative, loaded[0], 0))
+                            z3.Or(
+                                _sixteen_times(alternative, loaded_words[0], 4),
+                                _sixteen_times(alternative, loaded_words[0], 0),
+                            )
                         )
                     )
         queries.append(Query(z3.BoolVal(len(conditions) <= 1)))
@@ -375,8 +389,8 @@ def _range_conditions(x: Bits, low: Any, high: Any) -> list[Any]:
     The limits are numbers, or formulas of enough bits that they do not wrap.
     """
     width = low.size() if z3.is_bv(low) else 33
-    wide = z3.SignExt(width - x.size(), x)
-    return [low <= wide, wide <= high]
+    wide_bits = z3.SignExt(width - x.size(), x)
+    return [low <= wide_bits, wide_bits <= high]
 
 
 def _sums_after(body: Body, include_new: bool = True) -> list[tuple[Any, Bits]]:
@@ -396,13 +410,13 @@ def _sums_after(body: Body, include_new: bool = True) -> list[tuple[Any, Bits]]:
 
 def _summands(bits: Bits) -> dict[str, Bits]:
     """Return the terms that a sum adds up, under every condition: unknowns by name, other terms by their text."""
-    summands, pending = dict[str, Bits](), [bits]
-    while pending:
-        term = pending.pop()
+    summands, pending_terms = dict[str, Bits](), [bits]
+    while pending_terms:
+        term = pending_terms.pop()
         if z3.is_app_of(term, z3.Z3_OP_ITE):
-            pending += term.children()[1:]
+            pending_terms += term.children()[1:]
         elif z3.is_app_of(term, z3.Z3_OP_BADD):
-            pending += term.children()
+            pending_terms += term.children()
         elif z3.is_app_of(term, z3.Z3_OP_UNINTERPRETED):
             summands[term.decl().name()] = term
         elif not z3.is_bv_value(term) or term.as_long():
@@ -414,10 +428,10 @@ def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
     """Return the most products that a sum has received, under any conditions."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
         condition, *branches = bits.children()
-        simplified = (
+        simplified_bound = (
             z3.substitute(branch, (condition, truth)) for branch, truth in zip(branches, (TRUE, FALSE), strict=True)
         )
-        return max(_max_channels(z3.simplify(branch), channels) for branch in simplified)
+        return max(_max_channels(z3.simplify(branch), channels) for branch in simplified_bound)
     if z3.is_app_of(bits, z3.Z3_OP_BADD):
         return sum(_max_channels(term, channels) for term in bits.children())
     return channels.get(bits.decl().name(), 0) if z3.is_const(bits) else 0

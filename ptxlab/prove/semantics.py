@@ -60,10 +60,10 @@ def _by_halves(compute: Compute) -> Compute:
 @_operation("add", "sub", "addc", "subc", floating=False)
 def _add(op: Opcode) -> Compute:
     carry_in, carry_out, saturate = op.name.endswith("c"), op.flag("cc"), op.flag("sat")
-    minus, t = op.name.startswith("sub"), op.type()
+    subtracts, t = op.name.startswith("sub"), op.type()
 
     def wide(a: Bits, b: Bits) -> Bits:
-        return a - b if minus else a + b
+        return a - b if subtracts else a + b
 
     if t.endswith("x2"):
         return _by_halves(wide)
@@ -87,18 +87,18 @@ def _add(op: Opcode) -> Compute:
 
 def _product(op: Opcode) -> tuple[str, Compute]:
     """Return (result type, function) of mul, mul24 and their multiply-adds."""
-    is24 = "24" in op.name
-    part, t = op.choice("lo", "hi", "wide", default="lo" if is24 else None), op.type()
+    is_24_bit = "24" in op.name
+    part, t = op.choice("lo", "hi", "wide", default="lo" if is_24_bit else None), op.type()
     bits, signed = bits_of(t), is_signed(t)
 
     def product(a: Bits, b: Bits) -> Bits:
-        if is24:
+        if is_24_bit:
             a, b = z3.Extract(23, 0, a), z3.Extract(23, 0, b)
         if part == "lo":
             return extend(a, bits, signed) * extend(b, bits, signed)
-        full = extend(a, 2 * bits, signed) * extend(b, 2 * bits, signed)
-        shift = 16 if is24 else bits
-        return full if part == "wide" else z3.Extract(shift + bits - 1, shift, full)
+        full_product = extend(a, 2 * bits, signed) * extend(b, 2 * bits, signed)
+        shift = 16 if is_24_bit else bits
+        return full_product if part == "wide" else z3.Extract(shift + bits - 1, shift, full_product)
 
     return f"{t[0]}{2 * bits}" if part == "wide" else t, product
 
@@ -132,20 +132,20 @@ def _mad(op: Opcode) -> Compute:
 @_operation("sad", floating=False)
 def _sad(op: Opcode) -> Compute:
     t = op.type()
-    larger, smaller = _extreme_of(False, is_signed(t)), _extreme_of(True, is_signed(t))
-    return lambda a, b, c: c + larger(a, b) - smaller(a, b)
+    larger_of, smaller_of = _extreme_of(False, is_signed(t)), _extreme_of(True, is_signed(t))
+    return lambda a, b, c: c + larger_of(a, b) - smaller_of(a, b)
 
 
 @_operation("dp4a", "dp2a", floating=False)
 def _dot(op: Opcode) -> Compute:
-    half = op.choice("lo", "hi") if op.name == "dp2a" else ""
-    ta, tb = op.type(), op.type()
+    word_half = op.choice("lo", "hi") if op.name == "dp2a" else ""
+    a_type, b_type = op.type(), op.type()
 
     def dot(a: Bits, b: Bits, c: Bits) -> Bits:
-        left, right = split_fields(a, 16 if half else 8), split_fields(b, 8)
-        right = {"": right, "lo": right[:2], "hi": right[2:]}[half]
+        left, right = split_fields(a, 16 if word_half else 8), split_fields(b, 8)
+        right = {"": right, "lo": right[:2], "hi": right[2:]}[word_half]
         for x, y in zip(left, right, strict=True):
-            c = c + extend(x, 32, ta == "s32") * extend(y, 32, tb == "s32")
+            c = c + extend(x, 32, a_type == "s32") * extend(y, 32, b_type == "s32")
         return c
 
     return dot
@@ -156,15 +156,16 @@ def _dot(op: Opcode) -> Compute:
 
 @_operation("div", "rem", floating=False)
 def _div(op: Opcode) -> Compute:
-    t, remainder = op.type(), op.name == "rem"
-    unsigned: Compute = z3.URem if remainder else z3.UDiv  # a divisor of 0 gives the dividend, or all ones, as GPUs do
+    t, is_remainder = op.type(), op.name == "rem"
+    # A divisor of 0 gives the dividend, or all ones, as GPUs do.
+    unsigned_operation: Compute = z3.URem if is_remainder else z3.UDiv
     if not is_signed(t):
-        return unsigned
+        return unsigned_operation
 
     def divide(a: Bits, b: Bits) -> Bits:
-        size = unsigned(z3.If(a < 0, -a, a), z3.If(b < 0, -b, b))
-        signed = z3.If(a < 0 if remainder else z3.Xor(a < 0, b < 0), -size, size)
-        return z3.If(b == 0, a if remainder else constant(-1, a.size()), signed)
+        size = unsigned_operation(z3.If(a < 0, -a, a), z3.If(b < 0, -b, b))
+        signed = z3.If(a < 0 if is_remainder else z3.Xor(a < 0, b < 0), -size, size)
+        return z3.If(b == 0, a if is_remainder else constant(-1, a.size()), signed)
 
     return divide
 
@@ -172,11 +173,11 @@ def _div(op: Opcode) -> Compute:
 @_operation("min", "max", floating=False)
 def _extreme(op: Opcode) -> Compute:
     relu, t = op.flag("relu"), op.type()
-    extreme = _extreme_of(op.name == "min", is_signed(t))
+    extreme_of = _extreme_of(op.name == "min", is_signed(t))
 
     def clamp_extreme(a: Bits, b: Bits) -> Bits:
-        selected = extreme(a, b)
-        return z3.If(selected < 0, constant(0, selected.size()), selected) if relu else selected
+        selected_bits = extreme_of(a, b)
+        return z3.If(selected_bits < 0, constant(0, selected_bits.size()), selected_bits) if relu else selected_bits
 
     return _by_halves(clamp_extreme) if t.endswith("x2") else clamp_extreme
 
@@ -194,8 +195,8 @@ def _comparison(name: str, signed: bool) -> Compute:
     if signed:
         return {"lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
                 "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b}[name]  # fmt: skip
-    unsigned: dict[str, Compute] = {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}
-    return unsigned[name]
+    unsigned_comparisons: dict[str, Compute] = {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}
+    return unsigned_comparisons[name]
 
 
 _COMBINE: dict[str, Compute] = {"and": z3.And, "or": z3.Or, "xor": z3.Xor}
@@ -207,14 +208,14 @@ def _compare_with(op: Opcode, compare: Compute) -> Compute:
     name = op.choice(*_COMBINE, default="")
 
     def setp(a: Bits, b: Bits, c: Bits | None = None) -> tuple[Bits, Bits]:
-        holds = compare(a, b)
-        pair = holds, z3.Not(holds)
+        is_true = compare(a, b)
+        pair = is_true, z3.Not(is_true)
         return pair if c is None else (_COMBINE[name](pair[0], c), _COMBINE[name](pair[1], c))
 
     if op.name == "setp":
         return setp
-    true = 0x3F800000 if op.type("u32", "s32", "f32") == "f32" else -1
-    return lambda *sources: z3.If(setp(*sources)[0], constant(true, 32), constant(0, 32))
+    true_bits = 0x3F800000 if op.type("u32", "s32", "f32") == "f32" else -1
+    return lambda *sources: z3.If(setp(*sources)[0], constant(true_bits, 32), constant(0, 32))
 
 
 @_operation("setp", "set", floating=False)
@@ -263,8 +264,8 @@ def _lop3(op: Opcode) -> Compute:
     def logic(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
         """Combine the products of a, b and c or their complements that the table selects, each by its bit."""
         products = ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8))
-        selected = (product for i, product in enumerate(products) if table.as_long() >> i & 1)
-        return reduce(lambda x, y: x | y, selected, constant(0, 32))
+        selected_products = (product for i, product in enumerate(products) if table.as_long() >> i & 1)
+        return reduce(lambda x, y: x | y, selected_products, constant(0, 32))
 
     return logic
 
@@ -284,13 +285,13 @@ def _shift(op: Opcode) -> Compute:
 
 @_operation("shf", floating=False)
 def _funnel(op: Opcode) -> Compute:
-    left, wrap = op.choice("l", "r") == "l", op.choice("wrap", "clamp") == "wrap"
+    shifts_left, wraps = op.choice("l", "r") == "l", op.choice("wrap", "clamp") == "wrap"
     op.type()
 
     def funnel(a: Bits, b: Bits, c: Bits) -> Bits:
-        n = z3.ZeroExt(32, c & 31 if wrap else z3.If(z3.ULT(c, 32), c, constant(32, 32)))
+        n = z3.ZeroExt(32, c & 31 if wraps else z3.If(z3.ULT(c, 32), c, constant(32, 32)))
         pair = z3.Concat(b, a)
-        return z3.Extract(63, 32, pair << n) if left else z3.Extract(31, 0, z3.LShR(pair, n))
+        return z3.Extract(63, 32, pair << n) if shifts_left else z3.Extract(31, 0, z3.LShR(pair, n))
 
     return funnel
 
@@ -330,14 +331,14 @@ def _extract(op: Opcode) -> Compute:
 
     def extract(a: Bits, b: Bits, c: Bits) -> Bits:
         position, length = at_most(b), at_most(c)
-        spare = bits - length
+        spare_bits = bits - length
         if signed:
             return z3.If(
                 length == 0,
                 constant(0, bits),
-                z3.If(position == bits, a >> (bits - 1), a >> position << spare >> spare),
+                z3.If(position == bits, a >> (bits - 1), a >> position << spare_bits >> spare_bits),
             )
-        return z3.LShR(z3.LShR(a, position) << spare, spare)
+        return z3.LShR(z3.LShR(a, position) << spare_bits, spare_bits)
 
     return extract
 
@@ -360,11 +361,11 @@ def _insert(op: Opcode) -> Compute:
 
 @_operation("bmsk", floating=False)
 def _mask(op: Opcode) -> Compute:
-    wrap = op.choice("clamp", "wrap") == "wrap"
+    wraps = op.choice("clamp", "wrap") == "wrap"
     op.type()
 
     def mask(a: Bits, b: Bits) -> Bits:
-        position, length = (x & 31 if wrap else x for x in (a, b))
+        position, length = (x & 31 if wraps else x for x in (a, b))
         return ~(constant(-1, 32) << length) << position
 
     return mask
@@ -372,13 +373,13 @@ def _mask(op: Opcode) -> Compute:
 
 @_operation("szext", floating=False)
 def _extend(op: Opcode) -> Compute:
-    wrap, t = op.choice("clamp", "wrap") == "wrap", op.type()
+    wraps, t = op.choice("clamp", "wrap") == "wrap", op.type()
 
     def sign_or_zero_extend(a: Bits, b: Bits) -> Bits:
-        spare = 32 - (b & 31 if wrap else z3.If(z3.ULT(b, 32), b, constant(32, 32)))
+        spare_bits = 32 - (b & 31 if wraps else z3.If(z3.ULT(b, 32), b, constant(32, 32)))
         if t == "u32":
-            return z3.LShR(a << spare, spare)
-        return z3.If(spare == 32, constant(0, 32), a << spare >> spare)
+            return z3.LShR(a << spare_bits, spare_bits)
+        return z3.If(spare_bits == 32, constant(0, 32), a << spare_bits >> spare_bits)
 
     return sign_or_zero_extend
 
@@ -536,16 +537,16 @@ def _sign(op: Opcode) -> Compute:
 
 @_operation("min", "max", floating=True)
 def _extreme_of_floats(op: Opcode) -> Compute:
-    strict, t = op.flag("NaN"), op.type(*SORTS, "f16x2", "bf16x2")
+    propagates_nan, t = op.flag("NaN"), op.type(*SORTS, "f16x2", "bf16x2")
     element = t.removesuffix("x2")
 
     def extreme_bits(a: Bits, b: Bits) -> Bits:
         x, y = as_float(a, element), as_float(b, element)
-        below = z3.Or(z3.fpLT(x, y), z3.And(z3.fpEQ(x, y), a < 0))  # -0 is below +0
+        is_below = z3.Or(z3.fpLT(x, y), z3.And(z3.fpEQ(x, y), a < 0))  # -0 is below +0
         x_is_none, y_is_none = z3.fpIsNaN(x), z3.fpIsNaN(y)
         nan = constant(CANONICAL_NAN[element], bits_of(element))
-        extreme = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(below == (op.name == "min"), a, b)))
-        return z3.If((z3.Or if strict else z3.And)(x_is_none, y_is_none), nan, extreme)
+        extreme = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(is_below == (op.name == "min"), a, b)))
+        return z3.If((z3.Or if propagates_nan else z3.And)(x_is_none, y_is_none), nan, extreme)
 
     return _by_halves(extreme_bits) if t.endswith("x2") else lambda *numbers: reduce(extreme_bits, numbers)
 
@@ -561,16 +562,16 @@ def _compare_floats(op: Opcode) -> Compute:
     t, name = op.modifiers.pop(), op.choice(*_ORDER, *(f"{n}u" for n in _ORDER), "num", "nan")
     if t not in SORTS or any(m in op.modifiers for m in SORTS if m != "f32"):
         raise UnknownOpcode(op.text)
-    ordered = {"lt": z3.fpLT, "le": z3.fpLEQ, "gt": z3.fpGT, "ge": z3.fpGEQ, "eq": z3.fpEQ}
+    ordered_comparisons = {"lt": z3.fpLT, "le": z3.fpLEQ, "gt": z3.fpGT, "ge": z3.fpGEQ, "eq": z3.fpEQ}
 
     def compare(a: Bits, b: Bits) -> Bits:
         x, y = as_float(a, t), as_float(b, t)
-        unordered = z3.Or(z3.fpIsNaN(x), z3.fpIsNaN(y))
+        is_unordered = z3.Or(z3.fpIsNaN(x), z3.fpIsNaN(y))
         if name in ("num", "nan"):
-            return unordered if name == "nan" else z3.Not(unordered)
+            return is_unordered if name == "nan" else z3.Not(is_unordered)
         base = name[:-1] if name.endswith("u") else name
-        holds = z3.Not(z3.fpEQ(x, y)) if base == "ne" else ordered[base](x, y)
-        return z3.Or(holds, unordered) if name.endswith("u") else z3.And(holds, z3.Not(unordered))
+        is_true = z3.Not(z3.fpEQ(x, y)) if base == "ne" else ordered_comparisons[base](x, y)
+        return z3.Or(is_true, is_unordered) if name.endswith("u") else z3.And(is_true, z3.Not(is_unordered))
 
     return _compare_with(op, compare)
 
@@ -593,13 +594,13 @@ def _convert(op: Opcode) -> Compute:
                 raise UnknownOpcode(op.text)
             rounding_mode = _INTEGRAL[mode]()
             return lambda a: float_bits(z3.fpRoundToIntegral(rounding_mode, as_float(a, target)), target)
-        to, rounding = z3.FPSort(*SORTS[target]), _MODES[mode or "rn"]()
+        target_sort, rounding = z3.FPSort(*SORTS[target]), _MODES[mode or "rn"]()
         if is_float(source):
             if source == target:
                 return lambda a: a
-            return lambda a: float_bits(z3.fpFPToFP(rounding, as_float(a, source), to), target)
+            return lambda a: float_bits(z3.fpFPToFP(rounding, as_float(a, source), target_sort), target)
         convert = z3.fpSignedToFP if signed else z3.fpUnsignedToFP
-        return lambda a: float_bits(convert(rounding, a, to), target)
+        return lambda a: float_bits(convert(rounding, a, target_sort), target)
     if not saturate:
         return lambda a: extend(a, bits, signed)
     wide, (low, high) = max(bits, bits_of(source)) + 1, limits(target)
@@ -611,12 +612,12 @@ def _pack(op: Opcode) -> Compute:
     narrow = op.choice("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
     op.type("s32")
     bits = int(narrow[1:])
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if narrow[0] == "s" else (0, (1 << bits) - 1)
+    lowest, highest = (-(1 << bits - 1), (1 << bits - 1) - 1) if narrow[0] == "s" else (0, (1 << bits) - 1)
     if bits < 16:
         op.choice("b32")
 
     def pack(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
-        packed = [z3.Extract(bits - 1, 0, clamp(x, low, high)) for x in (b, a)]
-        return concatenate_fields(packed if c is None else [*packed, z3.Extract(31 - 2 * bits, 0, c)])
+        packed_fields = [z3.Extract(bits - 1, 0, clamp(x, lowest, highest)) for x in (b, a)]
+        return concatenate_fields(packed_fields if c is None else [*packed_fields, z3.Extract(31 - 2 * bits, 0, c)])
 
     return pack

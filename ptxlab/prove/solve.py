@@ -97,13 +97,14 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    done, expired = Event(), Event()
+    is_done, has_expired = Event(), Event()
 
     def expire() -> None:
-        if done.wait(seconds):
+        if is_done.wait(seconds):
             return
-        expired.set()
-        while not done.wait(_INTERRUPT_INTERVAL):  # a destructor may have swallowed the last one, or z3 not have begun
+        has_expired.set()
+        # A destructor may have swallowed the last one, or z3 not have begun.
+        while not is_done.wait(_INTERRUPT_INTERVAL):
             _thread.interrupt_main(signal.SIGUSR2)
             if "z3" in sys.modules:
                 sys.modules["z3"].main_ctx().interrupt()
@@ -115,10 +116,10 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
             timer.start()
             yield
         finally:
-            done.set()
+            is_done.set()
             timer.join()  # from here on no interrupt can come that is the timer's
     except KeyboardInterrupt:
-        if not expired.is_set():
+        if not has_expired.is_set():
             raise
         raise OutOfTime(unfinished) from None
     finally:
@@ -175,9 +176,9 @@ def distinct_queries(queries: Sequence[Query]) -> list[Query]:
     query_by_form: dict[tuple[str, ...], Query] = {}
     for query in queries:
         formula = z3.And(query.holds, *query.assume)
-        renamed = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([formula]).values())]
-        sorts = (str(x.sort()) for x, _ in renamed)
-        query_by_form.setdefault((z3.substitute(formula, *renamed).sexpr(), *sorts), query)
+        renamed_symbols = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([formula]).values())]
+        sorts = (str(x.sort()) for x, _ in renamed_symbols)
+        query_by_form.setdefault((z3.substitute(formula, *renamed_symbols).sexpr(), *sorts), query)
     return list(query_by_form.values())
 
 
@@ -185,13 +186,13 @@ def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
     """Return the unknowns of formulas, by name."""
     import z3
 
-    symbols, seen, pending = {}, set[int](), list(formulas)
-    while pending:
-        term = pending.pop()
-        if term.get_id() in seen:
+    symbols, seen_ids, pending_terms = {}, set[int](), list(formulas)
+    while pending_terms:
+        term = pending_terms.pop()
+        if term.get_id() in seen_ids:
             continue
-        seen.add(term.get_id())
-        pending += term.children()
+        seen_ids.add(term.get_id())
+        pending_terms += term.children()
         if z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED:
             symbols[str(term)] = term
     return symbols
@@ -213,10 +214,10 @@ def _bits(z3: Any, term: Any) -> Any:
 def _bitwuzla(text: str, constants: list[str], seconds: float) -> tuple[Verdict, dict[str, int]]:
     import bitwuzla
 
-    manager, options = bitwuzla.TermManager(), bitwuzla.Options()
+    term_manager, options = bitwuzla.TermManager(), bitwuzla.Options()
     options.set(bitwuzla.Option.PRODUCE_MODELS, True)
     options.set(bitwuzla.Option.TIME_LIMIT_PER, max(1, int(seconds * 1000)))
-    parser = bitwuzla.Parser(manager, options)
+    parser = bitwuzla.Parser(term_manager, options)
     parser.parse(text, True, False)
     solver = parser.bitwuzla()
     verdict = solver.check_sat()

@@ -65,11 +65,13 @@ class LogicalInput:
 
     def array(self, raw: np.ndarray) -> np.ndarray:
         """Convert elements by their bits (u64, flat) to the array that `pack` takes."""
-        unsigned = np.dtype(f"u{self.dtype.itemsize}")
+        unsigned_dtype = np.dtype(f"u{self.dtype.itemsize}")
         bits = raw.astype(np.int64)
         if self.dtype.kind == "i":
             bits = (bits << 64 - self.bits) >> 64 - self.bits
-        return (bits & (1 << 8 * unsigned.itemsize) - 1).astype(unsigned).view(self.dtype).reshape(self.shape)
+        return (
+            (bits & (1 << 8 * unsigned_dtype.itemsize) - 1).astype(unsigned_dtype).view(self.dtype).reshape(self.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ class Layout:
 
     def bit(self, name: str, position: int) -> Bits:
         """Return a bit of an argument as a formula over the symbols."""
-        number, flipped = int(self.origin[name][position]), int(self.base[name][position])
+        number, flipped_value = int(self.origin[name][position]), int(self.base[name][position])
         if not number:
-            return constant(flipped, 1)
+            return constant(flipped_value, 1)
         input_index = int(np.searchsorted(self.starts, number, side="right")) - 1
         index, bit_index = divmod(number - self.starts[input_index], self.logical[input_index].bits)
         bit = z3.Extract(bit_index, bit_index, self.logical[input_index].symbol(index))
-        return ~bit if flipped else bit
+        return ~bit if flipped_value else bit
 
     def arrays(self, model: Mapping[str, int]) -> Arrays:
         """Build the logical inputs from the bits of their symbols."""
@@ -322,15 +324,15 @@ def launch_file(
         raise ArgumentError(
             f"{kernel.source.label}: parameters", f"as many as in {', '.join(names)}", len(entry.params)
         )
-    addressed = pointers_of(entry)
+    pointer_accesses = pointers_of(entry)
     arguments: dict[str, Bits | Buffer] = {}
     scalars: dict[str, Elements] = {}
-    for name, parameter, declared in zip(names, entry.params, kernel.signature, strict=True):
-        if parameter.size == 8 and (declared.is_pointer or parameter.name in addressed):
+    for name, parameter, declared_parameter in zip(names, entry.params, kernel.signature, strict=True):
+        if parameter.size == 8 and (declared_parameter.is_pointer or parameter.name in pointer_accesses):
             arguments[name] = Buffer(name)
         else:
             bits = arguments[name] = z3.BitVec(name, 8 * parameter.size)
-            kind = "s" if declared.number and declared.number.signed else "u"
+            kind = "s" if declared_parameter.number and declared_parameter.number.signed else "u"
             scalars[name] = view_bytes(name, split_fields(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
     conditions = _input_conditions(assume, arguments, scalars)
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
@@ -344,14 +346,14 @@ def launch_file(
         raise ArgumentError(kernel.source.label, "a kernel that stores to one of its arguments", "none")
 
     def arrays(model: Mapping[str, int]) -> Arrays:
-        by_label: Arrays = {}
+        bytes_by_label: Arrays = {}
         for (name, argument), parameter, label in zip(arguments.items(), entry.params, kernel.parameters, strict=True):
             if isinstance(argument, Buffer):
                 size = ceil_div(1 + max(argument.content, default=0), 16) * 16
-                by_label[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
+                bytes_by_label[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
             else:
-                by_label[label] = np.array(model.get(name, 0), f"u{parameter.size}")
-        return by_label
+                bytes_by_label[label] = np.array(model.get(name, 0), f"u{parameter.size}")
+        return bytes_by_label
 
     geometry_options = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
     return SymbolicLaunch(
@@ -380,12 +382,12 @@ def _input_conditions(
 
     They tell which branches a kernel takes.
     """
-    arrays = {
+    bytes_by_name = {
         name: view_bytes(name, argument.initial_byte)
         for name, argument in arguments.items()
         if isinstance(argument, Buffer)
     }
-    names = {**arrays, **scalars}
+    names = {**bytes_by_name, **scalars}
     conditions = []
     for text in assume:
         if names_in(text) <= set(scalars) - {"i"}:
@@ -401,8 +403,8 @@ def _elements_of(buffer: Buffer, initial: bool = False) -> Elements:
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""
     places = {8 * offset // int(type_name[1:] or 8) for offset in buffer.content}
-    only = places.pop() if len(places) == 1 else None
-    return view_bytes(buffer.name, buffer.initial_byte if initial else buffer.read, type=type_name, only=only)
+    only_place = places.pop() if len(places) == 1 else None
+    return view_bytes(buffer.name, buffer.initial_byte if initial else buffer.read, type=type_name, only=only_place)
 
 
 def _indices(extent: Index) -> Iterator[Index]:

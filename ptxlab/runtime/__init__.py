@@ -118,9 +118,13 @@ class Kernel:
 
         Any other name stays as it is.
         """
-        shorter = [name.removeprefix(f"{kernel}_") for kernel in (self.entry, self.name)]
+        short_names = [name.removeprefix(f"{kernel}_") for kernel in (self.entry, self.name)]
         is_longer = self.source.language == "ptx" and name not in self.parameters
-        return next((short for short in shorter if short in self.parameters), name) if is_longer else name
+        return (
+            next((short_name for short_name in short_names if short_name in self.parameters), name)
+            if is_longer
+            else name
+        )
 
     @cached_property
     def signature(self) -> tuple[Parameter, ...]:
@@ -134,14 +138,14 @@ class Kernel:
         if self.source.language == "ptx":
             return signature.ptx_parameters(self.module.entries[self.entry])
         if mangled.parameters_of(self.entry) is not None:
-            declared = declared_kernels(self.source, self.compiled_arch, self.defines)
-            return signature.mangled_parameters(self.entry, declared)
+            declared_kernels_by_name = declared_kernels(self.source, self.compiled_arch, self.defines)
+            return signature.mangled_parameters(self.entry, declared_kernels_by_name)
         return signature.cuda_parameters(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
 
     def _names_of_extern_c(self) -> tuple[str, ...]:
-        written = cuda_entries(self.source.text)
-        if self.entry in written:
-            return written[self.entry]
+        written_names = cuda_entries(self.source.text)
+        if self.entry in written_names:
+            return written_names[self.entry]
         declared = declared_kernels(self.source, self.compiled_arch, self.defines)  # made by a macro, or in a header
         parameter_names = [kernel.parameter_names for kernel in declared if kernel.name == self.entry]
         params = self.module.entries[self.entry].params
@@ -151,8 +155,8 @@ class Kernel:
     def varies(self) -> bool:
         """True if the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
         entry = self.module.entries[self.entry]
-        strong = {"relaxed", "volatile", "release"}
-        return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
+        strong_orders = {"relaxed", "volatile", "release"}
+        return entry.is_asynchronous or any(strong_orders & {*i.opcode.split(".")} for i in entry.instructions)
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
         """Convert arguments to what `launch` takes: NumPy or CuPy arrays on the same memory, numbers as NumPy scalars.
@@ -246,21 +250,28 @@ class Kernel:
         options = EmulatorOptions.combine(options, keywords)
         names = self.parameters
         launch_arguments = self.arguments(args)
-        waits = positions(f"{self.name}: after_wait", after_wait, names)
-        unset = positions(f"{self.name}: uninitialised", uninitialised, names)
+        positions_after_wait = positions(f"{self.name}: after_wait", after_wait, names)
+        uninitialised_positions = positions(f"{self.name}: uninitialised", uninitialised, names)
         geometry = arguments.geometry(grid, block, shared_bytes, cluster)
         any_on_device = any(map(is_on_device, launch_arguments))
         backend = choose_backend(backend, self, geometry, on_device=any_on_device, checks=options.checks)
         emulation = self.launch(
-            launch_arguments, geometry, backend=backend, after_wait=waits, uninitialised=unset, options=options
+            launch_arguments,
+            geometry,
+            backend=backend,
+            after_wait=positions_after_wait,
+            uninitialised=uninitialised_positions,
+            options=options,
         )
-        passed = zip(names, args, launch_arguments, strict=True)
-        arrays = {n: a for n, a, placed in passed if hasattr(placed, "shape") and not isinstance(placed, np.generic)}
+        passed_arguments = zip(names, args, launch_arguments, strict=True)
+        arrays = {
+            n: a for n, a, placed in passed_arguments if hasattr(placed, "shape") and not isinstance(placed, np.generic)
+        }
         if emulation is not None:
-            written = [names[position] for position in emulation.written]
+            written_names = [names[position] for position in emulation.written]
         else:
-            written = [p.name for p in self.signature if not p.is_const]
-        return _outcome(backend, arrays, emulation, [name for name in written if name in arrays])
+            written_names = [p.name for p in self.signature if not p.is_const]
+        return _outcome(backend, arrays, emulation, [name for name in written_names if name in arrays])
 
     @break_graph
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
@@ -341,9 +352,11 @@ def _ptx_entry(source: Source, name: str | None) -> str:
     names = mangled.distinct_names(symbols or entries)
     if name is None and names:
         raise UnnamedKernel(source.path, ", ".join(targets(source, names)))
-    shown = ", ".join(names)
+    entry_names = ", ".join(names)
     raise ArgumentError(
-        f"{source.path}: entry", f"one of {shown}" if shown else "a kernel (.visible .entry)", name or "nothing"
+        f"{source.path}: entry",
+        f"one of {entry_names}" if entry_names else "a kernel (.visible .entry)",
+        name or "nothing",
     )
 
 
@@ -427,13 +440,16 @@ def solve_launch(
     The arguments are those of `run_spec`.
     """
     out = out or {}
-    written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
-    for label, names, passed in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out)):
-        if unknown := sorted(set(passed) - set(names)):
-            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
+    written_names = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
+    for label, names, passed_arrays in (
+        ("arguments", [a.name for a in spec.inputs], inputs),
+        ("out", written_names, out),
+    ):
+        if unknown_names := sorted(set(passed_arrays) - set(names)):
+            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown_names[0])
     callers = {**inputs, **out}
-    if missing := sorted(a.name for a in spec.inputs if a.name not in callers and not a.optional):
-        raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
+    if missing_names := sorted(a.name for a in spec.inputs if a.name not in callers and not a.optional):
+        raise ArgumentError(f"{spec.name}: {missing_names[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in callers.items()}
     all_sizes = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     if not unchecked and not any(is_on_device(arrays[n]) for n in inputs):

@@ -56,9 +56,9 @@ def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
 
     None means the first dtype there is: a GEMM's scaled numbers, and not the accumulators that it is verified by.
     """
-    by_inputs = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
+    constants_by_input = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
     free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
-    free = [dtype for dtype in free if dtype.constant not in by_inputs and not dtype.by_sizes]
+    free = [dtype for dtype in free if dtype.constant not in constants_by_input and not dtype.by_sizes]
     if out_dtype is None:
         return {dtype.constant: 0 for dtype in free}
     name = name_of(out_dtype)
@@ -147,9 +147,9 @@ def order_arguments(name: str, signature: Sequence[Parameter], arrays: Mapping[s
     for parameter in parameters:
         if parameter not in arrays:
             raise ArgumentError(f"{name}: {parameter}", "must be given", ", ".join(arrays) or "no arguments")
-    if extra := sorted(set(arrays) - set(parameters)):
+    if extra_names := sorted(set(arrays) - set(parameters)):
         rule = f"each of {', '.join(parameters)}" if parameters else "none"
-        raise ArgumentError(f"{name}: arguments", rule, extra[0])
+        raise ArgumentError(f"{name}: arguments", rule, extra_names[0])
     return [arrays[parameter] for parameter in parameters]
 
 
@@ -258,8 +258,8 @@ def parse_defines(option: str, texts: Sequence[str]) -> dict[str, Any]:
 def parse_sizes(option: str, text: str) -> dict[str, int]:
     """Parse `M=64,N=4096`; unlike a macro a size has to be given."""
     parts = text.split(",")
-    if bare := [part for part in parts if "=" not in part]:
-        raise ArgumentError(option, "NAME=INTEGER[,NAME=INTEGER..]", bare[0] or text or "nothing")
+    if parts_without_value := [part for part in parts if "=" not in part]:
+        raise ArgumentError(option, "NAME=INTEGER[,NAME=INTEGER..]", parts_without_value[0] or text or "nothing")
     return parse_integers(option, parts)
 
 
@@ -269,8 +269,8 @@ def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, requested: Sizes) -
     Raises:
         ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.
     """
-    if unknown := sorted(set(requested) - set(usual)):
-        raise ArgumentError(option, f"{spec.name} takes {', '.join(usual)}", unknown[0])
+    if unknown_symbols := sorted(set(requested) - set(usual)):
+        raise ArgumentError(option, f"{spec.name} takes {', '.join(usual)}", unknown_symbols[0])
     may_be_none = {name for sizes in spec.example_sizes for name, size in sizes.items() if size < 1}
     if too_small := [f"{name}={size}" for name, size in requested.items() if size < 1 and name not in may_be_none]:
         raise ArgumentError(option, "sizes of 1 or more", too_small[0])

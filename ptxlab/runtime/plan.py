@@ -83,9 +83,9 @@ class Plan:
             words[position] = address
         maps = []  # so that they are there until the driver has read them
         for i, ((position, arg), owner) in enumerate(zip(self._maps, owners, strict=True), len(self._pointers)):
-            encoded = self._map(arg, addresses[i], owner)
-            maps.append(encoded)
-            words[position] = ctypes.addressof(encoded)
+            encoded_map = self._map(arg, addresses[i], owner)
+            maps.append(encoded_map)
+            words[position] = ctypes.addressof(encoded_map)
         with self._launching:
             self._launch(ctypes.addressof(words) + 8 * len(self._numbers), stream)
         self._idle.append(words)
@@ -109,6 +109,6 @@ class Plan:
                 self._encoded.clear()
             label = f"{self.spec.name}: {arg.name}"
             tensor_map = self.spec.tensor_map(arg, gpu.as_array(label, array), self.sizes)
-            encoded = gpu.encode(label, tensor_map, address)
-            self._encoded[key] = ctypes.create_string_buffer(encoded, TENSOR_MAP_BYTES)
+            encoded_map = gpu.encode(label, tensor_map, address)
+            self._encoded[key] = ctypes.create_string_buffer(encoded_map, TENSOR_MAP_BYTES)
         return self._encoded[key]

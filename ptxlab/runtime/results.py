@@ -35,13 +35,13 @@ class Summary:
         dtype = "bfloat16" if is_bfloat16 else str(array.dtype)
         if is_bfloat16:
             array = floats(array)
-        flat = array.reshape(-1)
-        if array.dtype.kind not in "biuf" or not flat.size:
+        flat_array = array.reshape(-1)
+        if array.dtype.kind not in "biuf" or not flat_array.size:
             return cls(name, dtype, array.shape, (), None, None, 0)
-        nan = int(np.isnan(flat).sum()) if array.dtype.kind == "f" else 0
-        numbers = flat[~np.isnan(flat)] if nan else flat
+        nan = int(np.isnan(flat_array).sum()) if array.dtype.kind == "f" else 0
+        numbers = flat_array[~np.isnan(flat_array)] if nan else flat_array
         low, high = (numbers.min().item(), numbers.max().item()) if numbers.size else (None, None)
-        return cls(name, dtype, array.shape, tuple(v.item() for v in flat[:_SHOWN_VALUES]), low, high, nan)
+        return cls(name, dtype, array.shape, tuple(v.item() for v in flat_array[:_SHOWN_VALUES]), low, high, nan)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON-ready values: NaN and infinity as text."""
@@ -51,11 +51,11 @@ class Summary:
     def cells(self) -> tuple[str, ...]:
         """Name, type, first values, minimum, maximum and NaN in words."""
         ellipsis = " ..." if int(np.prod(self.shape)) > len(self.first) else ""
-        shown = " ".join(map(format_number, self.first)) + ellipsis
+        shown_numbers = " ".join(map(format_number, self.first)) + ellipsis
         return (
             self.name,
             f"{self.dtype}{list(self.shape)}",
-            shown,
+            shown_numbers,
             format_number(self.minimum),
             format_number(self.maximum),
             str(self.nan),
@@ -90,11 +90,13 @@ class Comparison:
     worst: tuple[tuple[tuple[int, ...], Any, Any], ...]
 
     def __str__(self) -> str:
-        allowed = "equal" if not self.rtol and not self.atol else f"within {self.atol:g} + {self.rtol:g} x |expected|"
+        tolerance_text = (
+            "equal" if not self.rtol and not self.atol else f"within {self.atol:g} + {self.rtol:g} x |expected|"
+        )
         if not self.wrong:
-            return f"{self.name}: as expected, {self.total:,} elements {allowed}"
+            return f"{self.name}: as expected, {self.total:,} elements {tolerance_text}"
         places = "; ".join(f"{self.name}{list(index)} is {got}, not {want}" for index, got, want in self.worst)
-        return f"{self.name}: {self.wrong:,} of {self.total:,} elements are not {allowed}; worst: {places}"
+        return f"{self.name}: {self.wrong:,} of {self.total:,} elements are not {tolerance_text}; worst: {places}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready values."""
@@ -133,24 +135,24 @@ def compare(
     default_rtol = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if is_float else 0.0
     if is_bfloat16:
         default_rtol = _BFLOAT16_RTOL
-    finite = np.abs(b[np.isfinite(b)]) if is_float else np.zeros(0)
+    finite_magnitudes = np.abs(b[np.isfinite(b)]) if is_float else np.zeros(0)
     rtol = default_rtol if rtol is None else rtol
-    atol = (default_rtol * float(finite.max(initial=0.0))) if atol is None else atol
+    atol = (default_rtol * float(finite_magnitudes.max(initial=0.0))) if atol is None else atol
     if is_float or rtol or atol:
         x, y = a.astype(np.float64), b.astype(np.float64)
         with np.errstate(invalid="ignore"):
             error = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
             error = np.where(np.isnan(error), np.inf, error)
-            wrong = ~(error <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
+            is_wrong = ~(error <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
     else:
-        wrong = a != b
+        is_wrong = a != b
         error = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    order = np.argsort(np.where(wrong, error, -1.0).reshape(-1), kind="stable")[::-1][
-        : min(_SHOWN_PLACES, int(wrong.sum()))
+    order = np.argsort(np.where(is_wrong, error, -1.0).reshape(-1), kind="stable")[::-1][
+        : min(_SHOWN_PLACES, int(is_wrong.sum()))
     ]
     places = [tuple(int(i) for i in np.unravel_index(index, got.shape)) for index in order]
-    worst = tuple((index, got[index].item(), expected[index].item()) for index in places)
-    return Comparison(name, int(wrong.sum()), wrong.size, rtol, atol, worst)
+    worst_elements = tuple((index, got[index].item(), expected[index].item()) for index in places)
+    return Comparison(name, int(is_wrong.sum()), is_wrong.size, rtol, atol, worst_elements)
 
 
 def split_expected(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

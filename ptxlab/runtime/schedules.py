@@ -47,8 +47,8 @@ class Difference:
 
     def __str__(self) -> str:
         place, (first, second), (a, b) = ", ".join(map(str, self.index)), self.schedules, self.values
-        several = f"; {self.count:,} of {self.total:,} elements differ" if self.count > 1 else ""
-        return f"{self.name}[{place}] is {a} in schedule {first} and {b} in {second}{several}"
+        count_note = f"; {self.count:,} of {self.total:,} elements differ" if self.count > 1 else ""
+        return f"{self.name}[{place}] is {a} in schedule {first} and {b} in {second}{count_note}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the difference as JSON-ready values; numbers as text."""
@@ -64,10 +64,10 @@ def first_differences(
         b = second[name]
         if a.tobytes() == b.tobytes():
             continue
-        differs = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
-        place = tuple(int(i) for i in np.unravel_index(int(np.argmax(differs)), a.shape))
+        is_different = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
+        place = tuple(int(i) for i in np.unravel_index(int(np.argmax(is_different)), a.shape))
         first_name, second_name = map(str, schedules)
         differences.append(
-            Difference(name, int(differs.sum()), a.size, place, (a[place], b[place]), (first_name, second_name))
+            Difference(name, int(is_different.sum()), a.size, place, (a[place], b[place]), (first_name, second_name))
         )
     return differences

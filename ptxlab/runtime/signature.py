@@ -147,21 +147,23 @@ class Parameter:
         An int64 or float64 becomes a Python number again if its size differs from the parameter's.
         """
         was_python = stored.dtype in (np.int64, np.float64, np.bool_)
-        resized = self.number is not None and self.is_pointer is False and self.number.nbytes != stored.dtype.itemsize
-        return stored.item() if was_python and resized else stored
+        needs_resizing = (
+            self.number is not None and self.is_pointer is False and self.number.nbytes != stored.dtype.itemsize
+        )
+        return stored.item() if was_python and needs_resizing else stored
 
     def _struct(self, label: str, argument: Any, dtype: str) -> bytes:
         """Return the bytes of a struct passed by value, given as bytes, or as an array or scalar of as many bytes."""
         if isinstance(argument, bytes | bytearray):
-            raw, shown = bytes(argument), f"{len(argument)} bytes"
+            raw, bytes_text = bytes(argument), f"{len(argument)} bytes"
         elif isinstance(argument, np.ndarray | np.generic):
-            raw, shown = argument.tobytes(), f"{argument.nbytes} bytes of {dtype or argument.dtype}"
+            raw, bytes_text = argument.tobytes(), f"{argument.nbytes} bytes of {dtype or argument.dtype}"
         else:
-            raw, shown = b"", repr(argument)
+            raw, bytes_text = b"", repr(argument)
         if len(raw) != self.struct_bytes:
             c_type = self.type if self.type and not self.type.startswith(".") else "a struct"
             rule = f"{c_type} is passed by value, as its {self.struct_bytes} bytes (a 0-d structured array, or uint8)"
-            raise ArgumentError(label, rule, shown)
+            raise ArgumentError(label, rule, bytes_text)
         return raw
 
     def _number(self, label: str, number: int | float) -> np.generic:
@@ -190,14 +192,16 @@ class Parameter:
         if name in ("uint8", "void") or dtype.kind == "V":
             return
         if self.is_pointer and self.number is not None:
-            packed = name == "int8" and self.number.kind == "i"  # bytes in words
-            bits = name == "float16" and self.number == _BITS_16
-            if not packed and not bits and not self.number.takes(dtype, name):
+            is_packed_int8 = name == "int8" and self.number.kind == "i"  # bytes in words
+            is_float16_bits = name == "float16" and self.number == _BITS_16
+            if not is_packed_int8 and not is_float16_bits and not self.number.takes(dtype, name):
                 rule = f"{self.type} takes an array of {self.number}, or bytes (.view(np.uint8))"
                 raise ArgumentError(label, rule, name)
         if not self._fits_accesses(dtype):
-            read = " and ".join(sorted(map(str, self.accesses)))
-            raise ArgumentError(label, f"the kernel accesses it as {read}, or give bytes (.view(np.uint8))", name)
+            accesses_text = " and ".join(sorted(map(str, self.accesses)))
+            raise ArgumentError(
+                label, f"the kernel accesses it as {accesses_text}, or give bytes (.view(np.uint8))", name
+            )
 
     def _fits_accesses(self, dtype: np.dtype[Any]) -> bool:
         """Check whether elements of that dtype fit every known access.
@@ -322,14 +326,14 @@ def parse_declaration(text: str, name: str, declaration: str, macros: Collection
 
     `text` may give its words other meanings.
     """
-    bare = _QUALIFIER.sub(" ", declaration.partition("=")[0]).strip()
-    arrays = bare.count("[")
-    bare = re.sub(r"\[[^\]]*\]", "", bare).strip()
-    if not re.fullmatch(r"[\w\s:*]+", bare):  # a template, a reference, a pointer to a function
+    bare_declaration = _QUALIFIER.sub(" ", declaration.partition("=")[0]).strip()
+    arrays = bare_declaration.count("[")
+    bare_declaration = re.sub(r"\[[^\]]*\]", "", bare_declaration).strip()
+    if not re.fullmatch(r"[\w\s:*]+", bare_declaration):  # a template, a reference, a pointer to a function
         return Parameter(name)
-    stars = bare.count("*") + arrays
+    stars = bare_declaration.count("*") + arrays
     is_const = bool(re.match(r"[^*]*\bconst\b", declaration)) and stars == 1
-    words = re.findall(r"[\w:]+", bare)
+    words = re.findall(r"[\w:]+", bare_declaration)
     if len(words) > 1 and words[-1] == name:
         words.pop()
     type_ = " ".join(words)

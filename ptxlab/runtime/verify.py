@@ -82,8 +82,10 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     """
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
-    jobs, skipped = [], []
-    for target, (spec, sources, _) in ((name, resolved) for name in names for resolved in registry.resolve_all(name)):
+    jobs, skipped_kernels = [], []
+    for target, (spec, sources, _) in (
+        (name, resolved_kernel) for name in names for resolved_kernel in registry.resolve_all(name)
+    ):
         if spec is None:
             raise ArgumentError("kernel", "a kernel or a family: a file has no reference to verify against", target)
         if problem := gpu.why_not_compiled(spec.arch, exact=spec.exact_arch):
@@ -91,7 +93,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
             if (spec := _compiled_form(spec)) is None:
                 if target not in registry.families():
                     raise UnavailableError(problem)
-                skipped.append(problem)
+                skipped_kernels.append(problem)
                 continue
         reason = gpu.why_not(spec.arch, exact=spec.exact_arch)
         if backend == "gpu" and reason is not None:
@@ -102,12 +104,12 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
                 problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
                 if target.partition(":")[0] == source.label:
                     raise UnavailableError(problem)
-                skipped.append(problem)
+                skipped_kernels.append(problem)
                 continue
             jobs += [
                 Job(spec, source, job_backend, *variant) for job_backend in backends for variant in variants_of(spec)
             ]
-    return jobs, skipped
+    return jobs, skipped_kernels
 
 
 def _compiled_form(spec: KernelSpec) -> KernelSpec | None:
@@ -125,8 +127,10 @@ def variants_of(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[s
     The other dtypes take turns over the sizes.
     """
     yield from ((sizes, spec.config_for(sizes)) for sizes in spec.example_sizes)
-    default = spec.config_for(spec.example_sizes[-1])
-    other_dtypes = [(c, i) for c, dtypes in spec.by_variant.items() for i in range(len(dtypes)) if i != default[c]]
+    default_config = spec.config_for(spec.example_sizes[-1])
+    other_dtypes = [
+        (c, i) for c, dtypes in spec.by_variant.items() for i in range(len(dtypes)) if i != default_config[c]
+    ]
     for (constant, dtype_index), sizes in zip(other_dtypes, cycle(reversed(spec.example_sizes)), strict=False):
         yield sizes, {**spec.config_for(sizes), constant: dtype_index}
 
@@ -140,13 +144,13 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
     config = job.config or spec.config_for(sizes)
     start = perf_counter()
     try:
-        passed, detail = True, _check(job, spec.example(np.random.default_rng(seed), **sizes), config)
+        has_passed, detail = True, _check(job, spec.example(np.random.default_rng(seed), **sizes), config)
     except FileError:  # the cache cannot be written to: that says nothing of the kernel
         raise
     except PtxlabError as error:
-        passed, detail = False, str(error)
+        has_passed, detail = False, str(error)
     shown_sizes = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
-    return Verdict(job.label, job.backend, shown_sizes, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, shown_sizes, has_passed, detail, perf_counter() - start)
 
 
 def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
@@ -168,8 +172,10 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
         }
         for arg in spec.outputs:
             if arg.role == "inout":  # what it is given stands where it is to write
-                initial = np.ascontiguousarray(inputs[arg.name])
-                buffers[arg.name][1][...] = initial if backend == "emulator" else gpu.to_device(initial)
+                initial_contents = np.ascontiguousarray(inputs[arg.name])
+                buffers[arg.name][1][...] = (
+                    initial_contents if backend == "emulator" else gpu.to_device(initial_contents)
+                )
         outcome = run_spec(
             spec,
             source,
@@ -197,14 +203,14 @@ def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
 
     Return them and a line for each source that has no rows to check.
     """
-    row_jobs, refused = [], {}
+    row_jobs, refused_jobs = [], {}
     for job in {(job.label, job.backend): job for job in jobs}.values():
         spec = job.spec.invariant or job.spec
         try:
             row_jobs.append(Job(spec, job.source, job.backend, _batch_sizes(spec)))
         except ArgumentError as error:
-            refused[job.label] = f"{job.label}: {error}"
-    return row_jobs, list(refused.values())
+            refused_jobs[job.label] = f"{job.label}: {error}"
+    return row_jobs, list(refused_jobs.values())
 
 
 def _batch_sizes(spec: KernelSpec) -> Mapping[str, Any]:
@@ -235,39 +241,43 @@ def check_rows(job: Job, *, seed: int = 0) -> Verdict:
     """
     start, spec = perf_counter(), job.spec
     try:
-        passed, detail = True, _check_rows(job, seed)
+        has_passed, detail = True, _check_rows(job, seed)
     except FileError:
         raise
     except PtxlabError as error:
-        passed, detail = False, str(error)
+        has_passed, detail = False, str(error)
     shown_sizes = {name: size for name, size in job.sizes.items() if name in spec.symbols}
-    return Verdict(job.label, job.backend, shown_sizes, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, shown_sizes, has_passed, detail, perf_counter() - start)
 
 
 def _check_rows(job: Job, seed: int) -> str:
     spec, sizes = job.spec, job.sizes
-    by_row, rows, config = spec.rows_of(sizes), sizes[spec.batch], spec.config_for(sizes)
+    row_arguments, rows, config = spec.rows_of(sizes), sizes[spec.batch], spec.config_for(sizes)
     logical = spec.example(np.random.default_rng(seed), **sizes)
     inputs = {
         name: convert_to_dtype(x, dtype_in(spec.arg(name).dtype, config)) for name, x in spec.pack(logical).items()
     }
-    fresh = {name: x.copy() for name, x in inputs.items()}  # some are updated in place
-    batch_outputs = run_spec(spec, job.source, fresh, sizes=sizes, backend=job.backend).outputs
-    picked = sorted({0, rows // 3, rows - 1})
-    for row in picked:
-        row_inputs = {name: x[row : row + 1].copy() if name in by_row else x for name, x in inputs.items()}
+    fresh_inputs = {name: x.copy() for name, x in inputs.items()}  # some are updated in place
+    batch_outputs = run_spec(spec, job.source, fresh_inputs, sizes=sizes, backend=job.backend).outputs
+    picked_rows = sorted({0, rows // 3, rows - 1})
+    for row in picked_rows:
+        row_inputs = {name: x[row : row + 1].copy() if name in row_arguments else x for name, x in inputs.items()}
         row_inputs |= spec.one_row(inputs, row) if spec.one_row else {}
-        shared = {arg.name: batch_outputs[arg.name].copy() for arg in spec.outputs if arg.name not in by_row}
+        shared_outputs = {
+            arg.name: batch_outputs[arg.name].copy() for arg in spec.outputs if arg.name not in row_arguments
+        }
         row_sizes = {**sizes, spec.batch: 1}
-        row_outputs = run_spec(spec, job.source, row_inputs, sizes=row_sizes, out=shared, backend=job.backend).outputs
+        row_outputs = run_spec(
+            spec, job.source, row_inputs, sizes=row_sizes, out=shared_outputs, backend=job.backend
+        ).outputs
         for name, x in row_outputs.items():
-            expected = batch_outputs[name][row : row + 1] if name in by_row else batch_outputs[name]
+            expected = batch_outputs[name][row : row + 1] if name in row_arguments else batch_outputs[name]
             got_bytes, right_bytes = (np.ascontiguousarray(array).view(np.uint8) for array in (x, expected))
-            if differing := int((got_bytes != right_bytes).sum()):
+            if differing_bytes := int((got_bytes != right_bytes).sum()):
                 raise VerificationError(
-                    f"{name}: row {row} alone differs from itself among {rows} in {differing} bytes"
+                    f"{name}: row {row} alone differs from itself among {rows} in {differing_bytes} bytes"
                 )
-    return f"same bits alone: rows {', '.join(map(str, picked))} of {rows}"
+    return f"same bits alone: rows {', '.join(map(str, picked_rows))} of {rows}"
 
 
 def compare(
@@ -281,24 +291,24 @@ def compare(
         if problem := describe_mismatch(got, expected, spec.allowed(logical, config)):
             raise VerificationError(problem)
     else:
-        for name, exact in expected.items():
-            _compare(spec, "" if len(outputs) == 1 else f"{name}: ", outputs[name], exact)
+        for name, exact_values in expected.items():
+            _compare(spec, "" if len(outputs) == 1 else f"{name}: ", outputs[name], exact_values)
     if spec.wrong is not None:
-        missed = outputs[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
-        if (missed != spec.wrong.misses(**logical)).any():
+        is_missed = outputs[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
+        if (is_missed != spec.wrong.misses(**logical)).any():
             raise VerificationError("misses the truth in other places than its model says")
 
 
 def _compare(spec: KernelSpec, label: str, got: np.ndarray, expected: np.ndarray) -> None:
     if spec.tolerance:
         size = np.abs(expected.astype(np.float64))
-        wrong, _ = misses(got, expected, Allowed(spec.tolerance * np.maximum(size, size.max())))
+        is_wrong, _ = misses(got, expected, Allowed(spec.tolerance * np.maximum(size, size.max())))
     else:
-        wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
-    if wrong.any():
-        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        is_wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
+    if is_wrong.any():
+        place = tuple(int(i) for i in np.argwhere(is_wrong)[0])
         raise VerificationError(
-            f"{label}{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
+            f"{label}{int(is_wrong.sum())} of {is_wrong.size} elements differ from the reference, "
             f"first at {list(place)}: {got[place]} instead of {expected[place]}"
         )
 
@@ -308,10 +318,10 @@ def _judge_findings(spec: KernelSpec, backend: str, findings: list[emulator.Find
         raise VerificationError(f"{len(findings)} findings, first: {findings[0]}")
     if spec.wrong is None:
         return "equal to the reference" + (", checks clean" if backend == "emulator" else "")
-    misses = int(spec.wrong.misses(**logical).sum())
-    if backend == "emulator" and misses and spec.wrong.overflows and not findings:
-        raise VerificationError(f"{misses} elements are wrong by design, yet the checks found nothing")
-    return f"wrong in exactly the {misses} places that its model predicts"
+    miss_count = int(spec.wrong.misses(**logical).sum())
+    if backend == "emulator" and miss_count and spec.wrong.overflows and not findings:
+        raise VerificationError(f"{miss_count} elements are wrong by design, yet the checks found nothing")
+    return f"wrong in exactly the {miss_count} places that its model predicts"
 
 
 def _allocate_guarded(shape: tuple[int, ...], dtype: np.dtype, poison: int, backend: str) -> tuple[Any, Any]:

@@ -110,14 +110,14 @@ def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
     """
     functions: dict[str, list[SassInstruction]] = {}
     labels: dict[str, int] = {}
-    current: list[SassInstruction] = []
+    current_instructions: list[SassInstruction] = []
     line, path = 0, ""
     for text in disassembly.splitlines():
         section = _SECTION.match(text) or _FUNCTION.match(text)
         if section:
-            current, line = functions.setdefault(section[1], []), 0
+            current_instructions, line = functions.setdefault(section[1], []), 0
         elif label := _LABEL.match(text):
-            labels[label[1]] = current[-1].address + 16 if current else 0
+            labels[label[1]] = current_instructions[-1].address + 16 if current_instructions else 0
         elif place := _PLACE.search(text):
             line, path = int(place["line"]), place["file"]
         elif match := _INSTRUCTION.match(text):
@@ -125,7 +125,7 @@ def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
             operands = tuple(o.strip() for o in match["operands"].split(",") if o.strip())
             address = int(match["address"], 16)
             guard = match["guard"] or ""
-            current.append(SassInstruction(address, opcode, tuple(modifiers), operands, guard, line, path))
+            current_instructions.append(SassInstruction(address, opcode, tuple(modifiers), operands, guard, line, path))
     return {name: _without_padding([_resolve_labels(i, labels) for i in code]) for name, code in functions.items()}
 
 

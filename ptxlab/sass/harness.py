@@ -77,8 +77,8 @@ def word_of(source: Source) -> Word | None:
     line = source.text.count("\n", 0, begin.start(1)) + 1
     fields = {name: tuple(filter(None, registers_text.split(","))) for name, registers_text in _FIELD.findall(begin[1])}
     end = _END.search(source.text, begin.end())
-    well_formed = len(fields.get("in", ())) == 1 and 1 <= len(fields.get("out", ())) <= 4
-    if end is None or not well_formed or not all(_REGISTER.match(r) for names in fields.values() for r in names):
+    is_well_formed = len(fields.get("in", ())) == 1 and 1 <= len(fields.get("out", ())) <= 4
+    if end is None or not is_well_formed or not all(_REGISTER.match(r) for names in fields.values() for r in names):
         rule = "the marker of a word is `// @begin word in:%r out:%r[,%r...] [with:%r...]` ... `// @end word`"
         raise SourceError(source.path, line, rule, begin[0].strip())
     header = "\n".join(re.findall(r"^[ \t]*\.(?:version|target|address_size)\b.*$", source.text, re.MULTILINE))
@@ -125,20 +125,20 @@ def repeating_harness(source: Source) -> Source | None:
     if match is None:
         return None
     registers = match[1].split(",")
-    folded = [f"%_r{i}" for i in range(len(registers))]
+    folded_registers = [f"%_r{i}" for i in range(len(registers))]
     lines = [
         f"    .reg .b32 %_r<{len(registers)}>, %_left;",
         "    .reg .pred %_more;",
-        *(f"    mov.b32 {r}, 0;" for r in folded),
+        *(f"    mov.b32 {r}, 0;" for r in folded_registers),
         "    ld.param.u32 %_left, [repeats];",
         "REPEAT:",
         match[2].rstrip("\n"),
-        *(f"    xor.b32 {r}, {r}, {a};" for r, a in zip(folded, registers, strict=True)),
+        *(f"    xor.b32 {r}, {r}, {a};" for r, a in zip(folded_registers, registers, strict=True)),
         "    bar.warp.sync 0xffffffff;",
         "    sub.u32 %_left, %_left, 1;",
         "    setp.ne.u32 %_more, %_left, 0;",
         "    @%_more bra REPEAT;",
-        *(f"    mov.b32 {a}, {r};" for r, a in zip(folded, registers, strict=True)),
+        *(f"    mov.b32 {a}, {r};" for r, a in zip(folded_registers, registers, strict=True)),
         "",
     ]
     text = source.text[: match.start()] + "\n".join(lines) + source.text[match.end() :]
@@ -195,7 +195,7 @@ def _entry(
 
     `registers` and `strides` (per thread, in words) are of the words and of the results.
     """
-    shared = [f"ld.global.u32 {r}, [%_with+{4 * i}];" for i, r in enumerate(word.shared)]
+    shared_loads = [f"ld.global.u32 {r}, [%_with+{4 * i}];" for i, r in enumerate(word.shared)]
     lines = [
         word.header,
         f".visible .entry {name}(.param .u64 words, .param .u64 shared, .param .u64 results{extra_parameters})",
@@ -213,7 +213,7 @@ def _entry(
         f"ld.param.u64 %_with, [shared];\nmad.wide.u32 %_with, %_lane, {4 * max(1, len(word.shared))}, %_with;",
         f"ld.param.u64 %_to, [results];\nmad.wide.u32 %_to, %_lane, {4 * strides[1]}, %_to;",
         *loads,
-        *shared,
+        *shared_loads,
         *code,
         "ret;",
         "}",

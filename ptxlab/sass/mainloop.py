@@ -46,15 +46,15 @@ def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
     if not loops:
         return None
     loop = min(loops, key=lambda loop: len(loop.body))
-    once = _instructions(blocks, loop.always)
-    weights = _WEIGHTS_PER_MASK * sum(map(_unpacks, once))
+    instructions_once = _instructions(blocks, loop.always)
+    weights = _WEIGHTS_PER_MASK * sum(map(_unpacks, instructions_once))
     if not weights:
         return None
     return MainLoop(
         weights=weights,
-        opcodes=dict(Counter(i.name for i in once).most_common()),
-        pipes=dict(Counter(i.pipe for i in once).most_common()),
-        beside=len(_instructions(blocks, loop.body)) - len(once),
+        opcodes=dict(Counter(i.name for i in instructions_once).most_common()),
+        pipes=dict(Counter(i.pipe for i in instructions_once).most_common()),
+        beside=len(_instructions(blocks, loop.body)) - len(instructions_once),
     )
 
 
@@ -75,8 +75,10 @@ def pipes_per_sum(instructions: Sequence[SassInstruction]) -> dict[str, float]:
     Counted where least else happens: in the shortest block of a loop that converts integers to FP32.
     """
     blocks = basic_blocks(instructions)
-    converting = [blocks[b] for loop in natural_loops(blocks) for b in loop.body if any(map(_converts, blocks[b]))]
-    block = min(converting, key=len, default=[])
+    converting_blocks = [
+        blocks[b] for loop in natural_loops(blocks) for b in loop.body if any(map(_converts, blocks[b]))
+    ]
+    block = min(converting_blocks, key=len, default=[])
     sums = sum(map(_converts, block))
     return {pipe: count / sums for pipe, count in Counter(i.pipe for i in block if i.pipe != "tensor").most_common()}
 
@@ -142,12 +144,12 @@ def natural_loops(blocks: Blocks) -> list[Loop]:
         for header in next_blocks:
             if header in dominators[index]:
                 latches.setdefault(header, []).append(index)
-    bodies = {header: _loop_body(header, ends, successors) for header, ends in latches.items()}
+    bodies = {header: _loop_body(header, latch_blocks, successors) for header, latch_blocks in latches.items()}
     loops = []
     for header, body in bodies.items():
         inner_blocks = frozenset().union(*(b for h, b in bodies.items() if h != header and h in body and b < body))
-        always = body.intersection(*(dominators[latch] for latch in latches[header])) - inner_blocks
-        loops.append(Loop(body, always))
+        unconditional_blocks = body.intersection(*(dominators[latch] for latch in latches[header])) - inner_blocks
+        loops.append(Loop(body, unconditional_blocks))
     return loops
 
 
@@ -159,25 +161,27 @@ def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
     all_blocks = frozenset(range(len(successors)))
     predecessors: list[list[int]] = [[] for _ in successors]
     for index, next_blocks in enumerate(successors):
-        for following in next_blocks:
-            predecessors[following].append(index)
+        for successor in next_blocks:
+            predecessors[successor].append(index)
     dominators = [frozenset({0}), *[all_blocks] * (len(successors) - 1)]
-    changed = True
-    while changed:
-        changed = False
+    has_changed = True
+    while has_changed:
+        has_changed = False
         for index in range(1, len(successors)):
-            incoming = [dominators[p] for p in predecessors[index]]
-            dominating = (incoming[0].intersection(*incoming[1:]) if incoming else frozenset()) | {index}
-            changed |= dominating != dominators[index]
-            dominators[index] = dominating
+            incoming_sets = [dominators[p] for p in predecessors[index]]
+            new_dominators = (incoming_sets[0].intersection(*incoming_sets[1:]) if incoming_sets else frozenset()) | {
+                index
+            }
+            has_changed |= new_dominators != dominators[index]
+            dominators[index] = new_dominators
     return dominators
 
 
 def _loop_body(header: int, latches: list[int], successors: list[list[int]]) -> frozenset[int]:
-    body, pending = {header}, list(latches)
-    while pending:
-        index = pending.pop()
+    body, pending_blocks = {header}, list(latches)
+    while pending_blocks:
+        index = pending_blocks.pop()
         if index not in body:
             body.add(index)
-            pending += [p for p, next_blocks in enumerate(successors) if index in next_blocks]
+            pending_blocks += [p for p, next_blocks in enumerate(successors) if index in next_blocks]
     return frozenset(body)

@@ -24,20 +24,22 @@ def overwritten_operands(instructions: Sequence[SassInstruction]) -> list[SassIn
     blocks = basic_blocks(instructions)
     loops = [loop.body for loop in natural_loops(blocks)]
     bodies = [body for body in loops if not any(inner < body and _multiplies(blocks, inner) for inner in loops)]
-    by_address: dict[int, SassInstruction] = {}
+    instruction_by_address: dict[int, SassInstruction] = {}
     for body in bodies:
         code = [instruction for index in sorted(body) for instruction in blocks[index]]
-        by_address |= {instruction.address: instruction for instruction in _overwriting_instructions([*code, *code])}
-    return list(by_address.values())
+        instruction_by_address |= {
+            instruction.address: instruction for instruction in _overwriting_instructions([*code, *code])
+        }
+    return list(instruction_by_address.values())
 
 
 def describe_overwritten_operands(instructions: Sequence[SassInstruction]) -> Iterator[str]:
     """Yield a line for people about the overwritten operands, if there are any."""
-    if overwriting := overwritten_operands(instructions):
-        first = overwriting[0]
+    if overwritten := overwritten_operands(instructions):
+        first = overwritten[0]
         line = f", line {first.line}" if first.line else ""
         place = f"{first.name} {first.operands[0]} at {first.address:#x}{line}"
-        yield f"{len(overwriting)} instructions write registers that a wgmma under way may still read, first {place}"
+        yield f"{len(overwritten)} instructions write registers that a wgmma under way may still read, first {place}"
 
 
 def _multiplies(blocks: Sequence[Sequence[SassInstruction]], body: frozenset[int]) -> bool:
@@ -55,7 +57,7 @@ def _overwriting_instructions(code: Sequence[SassInstruction]) -> Iterator[SassI
             if operands[-1] == "gsb0":
                 committed_groups, open_group = [*committed_groups, open_group], set()
         elif instruction.name == "WARPGROUP.DEPBAR.LE":
-            pending = int(operands[-1], 16)
-            committed_groups = committed_groups[-pending:] if pending else []
+            pending_count = int(operands[-1], 16)
+            committed_groups = committed_groups[-pending_count:] if pending_count else []
         elif operands and any(written_registers(instruction) & group for group in (*committed_groups, open_group)):
             yield instruction

@@ -244,8 +244,8 @@ class KernelSpec:
             known_sizes: sizes that the shapes do not determine, or that shall be checked against them.
         """
         sizes = dict(known_sizes or {})
-        if unknown := sorted(set(sizes) - self.symbols):
-            raise ArgumentError(f"{self.name}: sizes", ", ".join(sorted(self.symbols)), unknown[0])
+        if unknown_symbols := sorted(set(sizes) - self.symbols):
+            raise ArgumentError(f"{self.name}: sizes", ", ".join(sorted(self.symbols)), unknown_symbols[0])
         for name, shape in shapes.items():
             arg = self.arg(name)
             if len(shape) != len(arg.shape):
@@ -268,8 +268,8 @@ class KernelSpec:
         """Raise `ArgumentError` for the first rule that the sizes break."""
         for rule in self.rules:
             if not self._evaluate(rule, sizes):
-                used = [f"{n}={v}" for n, v in sizes.items() if re.search(rf"\b{n}\b", rule)]
-                raise ArgumentError(self.name, rule, ", ".join(used))
+                used_sizes = [f"{n}={v}" for n, v in sizes.items() if re.search(rf"\b{n}\b", rule)]
+                raise ArgumentError(self.name, rule, ", ".join(used_sizes))
 
     def _evaluate(self, expression: str, sizes: Sizes) -> Any:
         try:
@@ -285,11 +285,11 @@ class KernelSpec:
             self.agree(self.name, dict(arrays))
         for rule in self.value_rules:
             names = {**sizes, **arrays, "nibbles": nibbles, "per_weight": lambda a: per_weight(a, sizes["g"])}
-            holds = np.asarray(evaluate(rule, names))
-            if holds.all():
+            is_satisfied = np.asarray(evaluate(rule, names))
+            if is_satisfied.all():
                 continue
-            place = tuple(int(i) for i in np.argwhere(~holds)[0])
-            places = {n: _place(place, arrays[n], holds) for n in arrays if re.search(rf"\b{n}\b", rule)}
+            place = tuple(int(i) for i in np.argwhere(~is_satisfied)[0])
+            places = {n: _place(place, arrays[n], is_satisfied) for n in arrays if re.search(rf"\b{n}\b", rule)}
             values = [f"{n}[{', '.join(map(str, p))}] = {arrays[n][p]}" for n, p in places.items()]
             raise ArgumentError(f"{self.name}: {', '.join(places)}", rule, ", ".join(values))
 
@@ -331,7 +331,7 @@ class KernelSpec:
 
         Raises ArgumentError for an argument in which the batch's size is anywhere else.
         """
-        by_row = []
+        row_arguments = []
         for arg in self.args:
             if not any(self.batch in names_in(axis) for axis in arg.shape):
                 continue
@@ -339,16 +339,19 @@ class KernelSpec:
                 raise ArgumentError(
                     arg.name, f"its first axis alone must count {self.batch} rows", f"[{', '.join(arg.shape)}]"
                 )
-            by_row.append(arg.name)
-        return tuple(by_row)
+            row_arguments.append(arg.name)
+        return tuple(row_arguments)
 
     def bytes_moved(self, sizes: Sizes) -> int:
         """Compute the compulsory traffic: inputs read once, outputs written once.
 
         `sizes` may hold constants of a variant.
         """
-        sizes, moved = {**self.config_for(sizes), **sizes}, [a for a in self.args if a.shape and a.role != "scratch"]
-        return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved)
+        sizes, moved_arguments = (
+            {**self.config_for(sizes), **sizes},
+            [a for a in self.args if a.shape and a.role != "scratch"],
+        )
+        return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved_arguments)
 
 
 def _place(place: tuple[int, ...], array: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ def nibbles(words: np.ndarray) -> np.ndarray:
 
     Value rules use it.
     """
-    wide: np.ndarray = unpack_nibbles(words).astype(np.int32)
-    return wide
+    wide_nibbles: np.ndarray = unpack_nibbles(words).astype(np.int32)
+    return wide_nibbles
 
 
 def per_weight(values: np.ndarray, group: int) -> np.ndarray:

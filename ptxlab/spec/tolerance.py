@@ -34,13 +34,13 @@ def describe_mismatch(got: Mapping[str, Any], right: Mapping[str, Any], allowed:
     """
     for name, output in got.items():
         label = f"{name}: " if len(got) > 1 else ""
-        wrong, wrong_rows = misses(output, right[name], allowed[name])
-        if bool(wrong.any()):
-            place = _first(wrong)
-            exact = np.broadcast_to(right[name], output.shape)[place]
+        is_wrong, wrong_rows = misses(output, right[name], allowed[name])
+        if bool(is_wrong.any()):
+            place = _first(is_wrong)
+            exact_value = np.broadcast_to(right[name], output.shape)[place]
             return (
-                f"{label}{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
-                f"first at {list(place)}: {output[place]} instead of {exact}"
+                f"{label}{int(is_wrong.sum())} of {is_wrong.size} elements differ from the reference, "
+                f"first at {list(place)}: {output[place]} instead of {exact_value}"
             )
         if bool(wrong_rows.any()):
             return (
@@ -55,10 +55,10 @@ def misses(got: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
     got, exact = got.astype(np.float64), exact.astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinity less itself
         error = np.where(got == exact, 0.0, np.abs(got - exact))
-    wrong = ~(error <= allowed.per_element)
+    is_wrong = ~(error <= allowed.per_element)
     if allowed.rms is None:
-        return wrong, np.zeros_like(wrong[..., :0].any(axis=-1))
-    return wrong, ~(np.sqrt((error**2).mean(axis=-1)) <= allowed.rms)
+        return is_wrong, np.zeros_like(is_wrong[..., :0].any(axis=-1))
+    return is_wrong, ~(np.sqrt((error**2).mean(axis=-1)) <= allowed.rms)
 
 
 def _first(wrong: Any) -> tuple[int, ...]:

@@ -78,8 +78,8 @@ def bind_arguments(entry: str, names: Sequence[str], args: Sequence[Any], named:
             rule = f"each of {', '.join(names)} once" if names else "no arguments"
             raise ArgumentError(f"{entry}: arguments", rule, name)
     arguments.update(named)
-    if missing := [name for name in names if name not in arguments]:
-        raise ArgumentError(f"{entry}: {missing[0]}", "must be given", ", ".join(arguments) or "nothing")
+    if missing_names := [name for name in names if name not in arguments]:
+        raise ArgumentError(f"{entry}: {missing_names[0]}", "must be given", ", ".join(arguments) or "nothing")
     return [arguments[name] for name in names]
 
 
@@ -157,11 +157,11 @@ def _adapt_object_code(
 def _adapt_program(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, targets: dict[Any, Target]) -> Any:
     """Adapt cuda.core's Program, which compiles to PTX where there is a driver."""
     try:
-        compiled = kernel.compile("ptx")
+        ptx_image = kernel.compile("ptx")
     except Exception as error:  # whatever that library raises
         reason = str(error).partition("\n")[0]
         raise UnavailableError(f"cuda.core's Program: {reason}; without a driver give its source text") from None
-    return _adapt_object_code(compiled, options, args, named, targets)
+    return _adapt_object_code(ptx_image, options, args, named, targets)
 
 
 # numba.cuda
@@ -217,8 +217,8 @@ def _flatten_arguments(values: Sequence[Any], types: Sequence[Any]) -> list[Any]
             parameters.append(np.dtype(str(kind)).type(argument) if bits > 8 else np.dtype("u1").type(argument))
             continue
         counts = np.uint64(argument.size), np.uint64(argument.itemsize)
-        nothing, sizes = np.uint64(0), (*argument.shape, *argument.strides)
-        parameters += [nothing, nothing, *counts, argument, *map(np.uint64, sizes)]
+        null_pointer, sizes = np.uint64(0), (*argument.shape, *argument.strides)
+        parameters += [null_pointer, null_pointer, *counts, argument, *map(np.uint64, sizes)]
     return parameters
 
 
@@ -246,51 +246,57 @@ def _adapt_compiled_triton(
     return targets[key], targets[key].arguments(args, named)
 
 
-def _adapt_triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, targets: dict[Any, Target]) -> Any:
+def _adapt_triton(
+    kernel: Any, options: Mapping[str, Any], args: Any, named_arguments: Any, targets: dict[Any, Target]
+) -> Any:
     """Adapt a Triton function that is not compiled yet."""
     _refuse_options(options, "a Triton kernel", "defines", "entry")
-    kernel, named = _unwrap_function(kernel, args, named)
-    compiler, target_of = _triton_compiler(options["arch"] or _TRITON_ARCH)
+    kernel, named_arguments = _unwrap_function(kernel, args, named_arguments)
+    compiler, triton_target = _triton_compiler(options["arch"] or _TRITON_ARCH)
     names = tuple(kernel.arg_names)
-    settings = {name: named.pop(name) for name in [*named] if name not in names}
-    option_names = vars(compiler.make_backend(target_of).parse_options({}))
+    settings = {name: named_arguments.pop(name) for name in [*named_arguments] if name not in names}
+    option_names = vars(compiler.make_backend(triton_target).parse_options({}))
     for name in settings:
         if name not in option_names:
             raise ArgumentError(f"{kernel.fn.__name__}: arguments", f"each of {', '.join(names)} once", name)
-    defaults = {p.name: p.default for p in kernel.params if p.has_default and p.name not in named}
+    defaults = {p.name: p.default for p in kernel.params if p.has_default and p.name not in named_arguments}
     defaults = {name: argument for name, argument in defaults.items() if name not in names[: len(args)]}
-    arguments = bind_arguments(kernel.fn.__name__, names, args, {**defaults, **named})
+    arguments = bind_arguments(kernel.fn.__name__, names, args, {**defaults, **named_arguments})
     signature, constants, attributes = _specialise(kernel, arguments)
     parts = signature, constants, attributes, settings
     key = ("triton", kernel, options["arch"], *(tuple(map(repr, part.items())) for part in parts))
     if key not in targets:
         source = compiler.ASTSource(kernel, signature, constants, attributes)
         try:
-            compiled = sys.modules["triton"].compile(source, target=target_of, options=settings)
+            compiled_kernel = sys.modules["triton"].compile(source, target=triton_target, options=settings)
         except Exception as error:  # whatever that library raises
             problem = " ".join(str(error).split())
             raise ArgumentError(f"{kernel.fn.__name__}: triton.compile", "what Triton compiles", problem) from None
-        targets[key] = _triton_target(compiled, [name for i, name in enumerate(names) if (i,) not in constants])
+        targets[key] = _triton_target(compiled_kernel, [name for i, name in enumerate(names) if (i,) not in constants])
     runtime_arguments = [argument for i, argument in enumerate(arguments) if (i,) not in constants]
     return targets[key], targets[key].expand(
         [_triton_number(signature[n], v) for n, v in zip(targets[key].names, runtime_arguments, strict=True)]
     )
 
 
-def _unwrap_function(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _unwrap_function(
+    kernel: Any, args: Sequence[Any], named_arguments: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Unwrap the function inside autotune and heuristics.
 
     Return it and the arguments by name, with the constants that the wrappers choose.
     """
-    named = dict(named)
+    named_arguments = dict(named_arguments)
     while not hasattr(kernel, "params"):
         if configs := getattr(kernel, "configs", None):
-            named = {**configs[0].all_kwargs(), **named}
+            named_arguments = {**configs[0].all_kwargs(), **named_arguments}
         for name, heuristic in getattr(kernel, "values", {}).items():
-            if name not in named:
-                named[name] = heuristic({**dict(zip(kernel.arg_names, args, strict=False)), **named})
+            if name not in named_arguments:
+                named_arguments[name] = heuristic(
+                    {**dict(zip(kernel.arg_names, args, strict=False)), **named_arguments}
+                )
         kernel = kernel.fn
-    return kernel, named
+    return kernel, named_arguments
 
 
 def _specialise(
@@ -304,13 +310,13 @@ def _specialise(
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for i, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
-        special = _is_int(argument) and not parameter.do_not_specialize
-        if parameter.is_constexpr or argument is None or (special and argument == 1):
+        is_specialised = _is_int(argument) and not parameter.do_not_specialize
+        if parameter.is_constexpr or argument is None or (is_specialised and argument == 1):
             signature[parameter.name], constants[(i,)] = "constexpr", argument
             continue
         label = f"{kernel.fn.__name__}: {parameter.name}"
         signature[parameter.name] = getattr(parameter, "annotation_type", "") or _triton_type(label, argument)
-        if _is_array(argument) or (special and argument % 16 == 0):
+        if _is_array(argument) or (is_specialised and argument % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
 
@@ -331,13 +337,13 @@ def _triton_target(compiled: Any, names: Sequence[str]) -> Target:
     facts, text = compiled.metadata, compiled.asm.get("ptx", "")
     if not text:
         raise ArgumentError("kernel", "compiled by Triton for NVIDIA", facts.target)
-    refused = {
+    refused_fields = {
         "global_scratch_size": "scratch memory is not emulated",
         "tmem_size": "the tensor memory of sm_100 (tcgen05) is not emulated",
     }
-    for field, why in refused.items():
+    for field, reason in refused_fields.items():
         if getattr(facts, field, 0):
-            raise ArgumentError(f"{facts.name}: {field}", f"0: {why}", getattr(facts, field))
+            raise ArgumentError(f"{facts.name}: {field}", f"0: {reason}", getattr(facts, field))
     if getattr(facts, "num_ctas", 1) != 1:
         raise ArgumentError(f"{facts.name}: num_ctas", "1: clusters of Triton's are not launched here", facts.num_ctas)
     function = compiled.src.fn.fn

@@ -48,8 +48,8 @@ class Annotation:
 def relative(path: str, root: str | Path | None = None) -> str:
     """Return a path relative to the root (default: the current folder) if it lies below it, otherwise unchanged."""
     root = Path(root or Path.cwd()).resolve()
-    absolute = Path(os.path.abspath(path))
-    return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path
+    absolute_path = Path(os.path.abspath(path))
+    return absolute_path.relative_to(root).as_posix() if absolute_path.is_relative_to(root) else path
 
 
 def of_finding(finding: "Finding") -> Annotation:
@@ -74,12 +74,12 @@ def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
 
 def render(form: str, annotations: Iterable[Annotation]) -> str:
     """Render the annotations as text, in one of `FORMATS`."""
-    listed = list(annotations)
+    annotation_list = list(annotations)
     if form == "github":
-        return "".join(map(_github, listed))
+        return "".join(map(_github, annotation_list))
     if form == "json":
-        return json.dumps([annotation.to_json() for annotation in listed], indent=2) + "\n"
-    return json.dumps(_sarif(listed), indent=2) + "\n"
+        return json.dumps([annotation.to_json() for annotation in annotation_list], indent=2) + "\n"
+    return json.dumps(_sarif(annotation_list), indent=2) + "\n"
 
 
 def _github(annotation: Annotation) -> str:

@@ -65,8 +65,8 @@ class Settings:
             raise ArgumentError("seeds", "an integer, 0 or more", repr(count))
         if self.only:
             return [Schedule.parse(self.only)]
-        drawn = [Schedule("late", self.first_seed + i) for i in range(count if varies else 0)]
-        return [Schedule(), *drawn]
+        late_schedules = [Schedule("late", self.first_seed + i) for i in range(count if varies else 0)]
+        return [Schedule(), *late_schedules]
 
     def shorten(self, text: str) -> str:
         """Return a message with paths relative to the root."""
@@ -175,9 +175,9 @@ class Emulate:
             check_defines(defines := {} if defines is None else defines, arch)
             if not isinstance(include, str | Path):  # which `load` refuses
                 include = [_find_folder(folder, settings) for folder in include]
-            loading = {"entry": entry, "defines": defines, "arch": arch, "include": include, "std": std}
-            merged = _merge_arguments(named, arguments)
-            target, arguments_in_order = self._target(kernel, settings, loading, args, merged)
+            load_options = {"entry": entry, "defines": defines, "arch": arch, "include": include, "std": std}
+            merged_arguments = _merge_arguments(named, arguments)
+            target, arguments_in_order = self._target(kernel, settings, load_options, args, merged_arguments)
             if target.block is not None and block not in (None, target.block):
                 raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
             launch = geometry(
@@ -279,8 +279,10 @@ def _merge_arguments(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
         return named
     if not isinstance(arguments, Mapping):
         raise ArgumentError("arguments", "a mapping from names to arguments", type(arguments).__name__)
-    if twice := named.keys() & arguments.keys():
-        raise ArgumentError("arguments", "names that are not given as keywords too", ", ".join(sorted(twice)))
+    if names_given_twice := named.keys() & arguments.keys():
+        raise ArgumentError(
+            "arguments", "names that are not given as keywords too", ", ".join(sorted(names_given_twice))
+        )
     return {**named, **arguments}
 
 

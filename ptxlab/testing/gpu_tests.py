@@ -67,8 +67,8 @@ def load(path: Path) -> GpuTests:
         record = GpuTests(**fields)
     except TypeError as error:
         raise FileError(f"{path}: not a record of GPU tests: {error}") from None
-    for name, declared in get_type_hints(GpuTests).items():
-        field, kind = getattr(record, name), get_origin(declared) or declared
+    for name, declared_type in get_type_hints(GpuTests).items():
+        field, kind = getattr(record, name), get_origin(declared_type) or declared_type
         if type(field) is not kind and (type(field), kind) != (int, float):
             rule = f"{name} has to be a {kind.__name__}"
             raise FileError(f"{path}: not a record of GPU tests: {rule} (got {field!r:.40})")
@@ -102,16 +102,16 @@ def _digest(path: Path, codes: Mapping[Path, str]) -> str:
 
 def _headers(path: Path, codes: Mapping[Path, str]) -> set[Path]:
     """Find the project's headers that a source includes, directly or not."""
-    seen: set[Path] = set()
-    pending = [path]
-    while pending:
-        including = pending.pop()
-        for name in _INCLUDE.findall(codes[including]):
-            candidates = (folder / name for folder in (including.parent, sources.include_dir().resolve()))
-            new = {header for header in candidates if header in codes} - seen
-            seen |= new
-            pending += new
-    return seen - {path}
+    seen_headers: set[Path] = set()
+    pending_paths = [path]
+    while pending_paths:
+        including_path = pending_paths.pop()
+        for name in _INCLUDE.findall(codes[including_path]):
+            candidates = (folder / name for folder in (including_path.parent, sources.include_dir().resolve()))
+            new_headers = {header for header in candidates if header in codes} - seen_headers
+            seen_headers |= new_headers
+            pending_paths += new_headers
+    return seen_headers - {path}
 
 
 def changed_sources(since: GpuTests, now: Mapping[str, str]) -> list[str]:
@@ -119,11 +119,15 @@ def changed_sources(since: GpuTests, now: Mapping[str, str]) -> list[str]:
 
     A source is known by its name, which is unique: in another folder it is the same kernel.
     """
-    recorded, current = (
+    recorded_digests, current_digests = (
         {Path(path).name: digest for path, digest in digests_by_path.items()}
         for digests_by_path in (since.sources, now)
     )
-    return [name for name, digest in current.items() if not name.endswith(".cuh") and recorded.get(name) != digest]
+    return [
+        name
+        for name, digest in current_digests.items()
+        if not name.endswith(".cuh") and recorded_digests.get(name) != digest
+    ]
 
 
 def warnings() -> list[str]:

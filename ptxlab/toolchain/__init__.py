@@ -81,8 +81,8 @@ class Image:
     @cached_property
     def symbols(self) -> dict[str, str]:
         """Symbols of the instances that NVRTC was asked for (`Build.instances`)."""
-        noted = re.findall(rf"^{nvrtc.SYMBOL_NOTE}(.*): (\w+)$", self.log, re.MULTILINE)
-        return dict(noted)
+        noted_symbols = re.findall(rf"^{nvrtc.SYMBOL_NOTE}(.*): (\w+)$", self.log, re.MULTILINE)
+        return dict(noted_symbols)
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
@@ -106,8 +106,8 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
     options = _cuda_options(source, arch, output, defines)
     digest_before = cuda_digest(source, arch, output=output, defines=defines)
     if source.build.compiler == "nvcc":
-        once = functools.partial(nvcc.run, find("nvcc"), source, output, options)
-        return _image(source, digest_before, arch, output, f"nvcc {version('nvcc')}", options, once)
+        run_nvcc = functools.partial(nvcc.run, find("nvcc"), source, output, options)
+        return _image(source, digest_before, arch, output, f"nvcc {version('nvcc')}", options, run_nvcc)
 
     def run() -> tuple[bytes, str]:
         compiled = nvrtc.run(source, output, options)
@@ -166,9 +166,9 @@ def assemble(source: Source, arch: str) -> Image:
         with tempfile.TemporaryDirectory() as folder:
             text, cubin = Path(folder) / "in.ptx", Path(folder) / "out.cubin"
             text.write_text(source.text, encoding="utf-8")
-            done = subprocess.run([ptxas, *options, text, "-o", cubin], capture_output=True, text=True)
-            log = (done.stdout + done.stderr).replace(str(text), source.path)
-            if done.returncode:
+            process = subprocess.run([ptxas, *options, text, "-o", cubin], capture_output=True, text=True)
+            log = (process.stdout + process.stderr).replace(str(text), source.path)
+            if process.returncode:
                 raise _ptxas_error(source, arch, log)
             return cubin.read_bytes(), log
 
@@ -190,11 +190,11 @@ def disassemble(image: Image) -> str:
     lines = "--print-line-info" if image.language == "cu" else "--print-line-info-ptx"
 
     def run_nvdisasm(*options: str) -> bytes:
-        done = subprocess.run([nvdisasm, "--print-code", lines, *options, image.path], capture_output=True)
-        if done.returncode:
-            problem = done.stderr.decode(errors="replace").strip()
+        process = subprocess.run([nvdisasm, "--print-code", lines, *options, image.path], capture_output=True)
+        if process.returncode:
+            problem = process.stderr.decode(errors="replace").strip()
             raise CompileError(str(image.path), 0, f"nvdisasm refused it: {problem.splitlines()[0]}", log=problem)
-        return done.stdout
+        return process.stdout
 
     def run() -> bytes:
         """Run nvdisasm without the analysis of data flow, except where indirect jumps need it.
@@ -287,10 +287,10 @@ def _image(
     Product and log are two entries of the cache; whichever is missing, the compiler runs at most once. `content` stands
     for all that the compiler reads.
     """
-    once = functools.cache(run)
+    build_image = functools.cache(run)
     key = cache.key_of(content, source.path, tool, *options)
-    path = cache.get_or_make(key, f".{kind}", lambda: once()[0])
-    log = cache.get_or_make(key, ".log", lambda: once()[1].encode())
+    path = cache.get_or_make(key, f".{kind}", lambda: build_image()[0])
+    log = cache.get_or_make(key, ".log", lambda: build_image()[1].encode())
     return Image(kind, arch, source.language, path, tool, log.read_text(encoding="utf-8"))
 
 

@@ -64,16 +64,16 @@ def get_or_make(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
 
 def _publish(folder: Path, key: str, suffix: str, content: bytes) -> Path:
     # Under the lock there is one writer, so whatever a killed process left under this name is simply overwritten.
-    unfinished = folder / f"{key}{suffix}.tmp"
-    final = folder / f"{key}-{_digest(content)}{suffix}"
+    unfinished_path = folder / f"{key}{suffix}.tmp"
+    final_path = folder / f"{key}-{_digest(content)}{suffix}"
     try:
-        _remove(unfinished)
-        unfinished.write_bytes(content)
-        os.replace(unfinished, final)
+        _remove(unfinished_path)
+        unfinished_path.write_bytes(content)
+        os.replace(unfinished_path, final_path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        unfinished_path.unlink(missing_ok=True)
         raise _unusable(error.strerror) from None
-    return final
+    return final_path
 
 
 def _unusable(problem: str | None) -> FileError:

@@ -38,8 +38,8 @@ def digest(source: Source, options: Sequence[str]) -> str | None:
     """
     from_outside = [os.environ.get(f"NVRTC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]
     key = (source.text, source.path, os.getcwd(), *from_outside, *options)
-    if (cached := _digests.get(key)) and cached[1].are_unchanged():
-        return cached[0]
+    if (cached_entry := _digests.get(key)) and cached_entry[1].are_unchanged():
+        return cached_entry[0]
     inputs = _inputs(source, options)
     text = nvrtc.run_front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
     if not text:
@@ -57,16 +57,18 @@ def _inputs(source: Source, options: Sequence[str]) -> _Inputs | None:
     """
     rules = nvrtc.run_front_end(source, "--dependencies", options).decode(errors="surrogateescape").splitlines()
     source_paths = {source.path, os.path.abspath(source.path)}
-    read = [path for rule in rules if (path := rule.partition(": ")[2]) not in source_paths and os.path.isfile(path)]
-    texts = [source.text.encode(), *(_content(path) for path in read), " ".join(options).encode()]
+    read_paths = [
+        path for rule in rules if (path := rule.partition(": ")[2]) not in source_paths and os.path.isfile(path)
+    ]
+    texts = [source.text.encode(), *(_content(path) for path in read_paths), " ".join(options).encode()]
     if not rules or any(b"__has_include" in text.replace(b"\\\r\n", b"").replace(b"\\\n", b"") for text in texts):
         return None
-    on_path = [option[2:] for option in options if option.startswith("-I")]
-    folders = dict.fromkeys([*on_path, *(os.path.dirname(path) or "." for path in (source.path, *read))])
-    names = {os.path.relpath(path, folder) for path in read for folder in folders}
+    include_folders = [option[2:] for option in options if option.startswith("-I")]
+    folders = dict.fromkeys([*include_folders, *(os.path.dirname(path) or "." for path in (source.path, *read_paths))])
+    names = {os.path.relpath(path, folder) for path in read_paths for folder in folders}
     candidates = {os.path.join(folder, name) for folder in folders for name in names}
-    absent = frozenset(path for path in candidates if not os.path.exists(path))
-    return _Inputs({path: _content_digest(path) for path in read}, absent)
+    absent_paths = frozenset(path for path in candidates if not os.path.exists(path))
+    return _Inputs({path: _content_digest(path) for path in read_paths}, absent_paths)
 
 
 def _content(path: str) -> bytes:

@@ -128,8 +128,8 @@ class Kernels:
                 return source, str(symbol)
             # nvcc does not say which symbol it is. `f<half>` is `f<__half>`, and host code may launch it already.
             template = expression.partition("<")[0]
-            of_template = [symbol for symbol in symbols if mangled.name_of(symbol).partition("<")[0] == template]
-            candidates = [symbol for symbol in of_template if symbol not in self.symbols] or of_template
+            template_symbols = [symbol for symbol in symbols if mangled.name_of(symbol).partition("<")[0] == template]
+            candidates = [symbol for symbol in template_symbols if symbol not in self.symbols] or template_symbols
             if len(candidates) == 1:
                 return source, candidates[0]
             if candidates:
@@ -152,8 +152,8 @@ class Kernels:
         templates = [f"{template}<{parameters}>" for template, parameters in self.templates.items()]
         rules = [f"a template with its arguments, of {', '.join(templates)}"] if templates else []
         if name is None and self.names:
-            listed = ", ".join(_first_of_templates(targets(self.source, self.names)))
-            return UnnamedKernel(self.source.path, ", or ".join([listed, *rules]))
+            kernel_names = ", ".join(_first_of_templates(targets(self.source, self.names)))
+            return UnnamedKernel(self.source.path, ", or ".join([kernel_names, *rules]))
         if self.names:
             rules.insert(0, f"one of {', '.join(_first_of_templates(self.names))}")
         rule = ", or ".join(rules) or "a kernel (__global__)"
@@ -173,10 +173,10 @@ def _first_of_templates(names: list[str]) -> list[str]:
     instances: dict[str, list[str]] = {}
     for name in names:
         instances.setdefault(name.partition("<")[0], []).append(name)
-    short = []
+    short_names = []
     for group in instances.values():
-        short += group if len(group) <= _MAX_INSTANCES else [f"{group[0]} (the first of {len(group)})"]
-    return short
+        short_names += group if len(group) <= _MAX_INSTANCES else [f"{group[0]} (the first of {len(group)})"]
+    return short_names
 
 
 def entry_symbols(ptx: str) -> list[str]:
@@ -195,8 +195,8 @@ def _own_text(source: Source, arch: str | None, defines: Defines) -> str:
         text = front_end_text(source, arch or _LOWEST, defines)
     except UnavailableError:
         text = ""
-    foreign = (*cuda_headers(), *pytorch.folders(), *_OF_HOST_COMPILER)
-    return declarations.own_text(text, foreign) if text else source.text
+    foreign_folders = (*cuda_headers(), *pytorch.folders(), *_OF_HOST_COMPILER)
+    return declarations.own_text(text, foreign_folders) if text else source.text
 
 
 def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> Kernels:
@@ -237,10 +237,10 @@ def _kernels_by_nvcc(kernels: Kernels, problem: CompileError) -> Kernels:
         except UnavailableError as error:
             problem.args = (f"{problem.args[0]} ({error})",)
             raise problem from None
-    by_nvcc = replace(kernels, source=replace(kernels.source, build=build))
+    nvcc_kernels = replace(kernels, source=replace(kernels.source, build=build))
     try:
-        _ = by_nvcc.symbols
-        return by_nvcc
+        _ = nvcc_kernels.symbols
+        return nvcc_kernels
     except CompileError as error:
         if lacks_headers or not pytorch.lacks_headers(error.log):
             raise
@@ -249,8 +249,12 @@ def _kernels_by_nvcc(kernels: Kernels, problem: CompileError) -> Kernels:
 
 def _has_host_code(source: Source, log: str) -> bool:
     """Return whether a source or a header has functions for the host, or lacks a header that NVRTC does not have."""
-    lacks = "cannot open source file" in log or "considered a host function" in log
-    return lacks or "<<<" in source.text or re.search(r"\bmain\s*\(", declarations.blank(source.text)) is not None
+    lacks_host_compiler = "cannot open source file" in log or "considered a host function" in log
+    return (
+        lacks_host_compiler
+        or "<<<" in source.text
+        or re.search(r"\bmain\s*\(", declarations.blank(source.text)) is not None
+    )
 
 
 def find_kernel(
@@ -264,15 +268,15 @@ def find_kernel(
         ArgumentError: no kernel, or more than one, has that name; the message lists what there is.
         CompileError: the source is wrong.
     """
-    written = sources.cuda_entries(source.text)
-    if written and not sources.cuda_entries(source.text, "C++") and not declarations.launches(source.text):
+    written_kernels = sources.cuda_entries(source.text)
+    if written_kernels and not sources.cuda_entries(source.text, "C++") and not declarations.launches(source.text):
         names = extern_c_entries(source, arch, defines)
         if name in names or (name is None and len(names) == 1):
             return source, name or names[0]
         if not names:
             compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
             rule = 'a kernel (extern "C" __global__) that the preprocessor leaves'
-            raise ArgumentError(f"{source.path}: entry", rule, ", ".join(written))
+            raise ArgumentError(f"{source.path}: entry", rule, ", ".join(written_kernels))
         if name is None:
             raise UnnamedKernel(source.path, ", ".join(targets(source, names)))
         raise ArgumentError(f"{source.path}: entry", f"one of {', '.join(names)}", name)
@@ -284,20 +288,24 @@ def extern_c_entries(source: Source, arch: str | None, defines: Defines) -> list
 
     It runs for an architecture, or for either of sm_80 and sm_90.
     """
-    written = list(sources.cuda_entries(source.text))
+    written_kernels = list(sources.cuda_entries(source.text))
     try:
         preprocessed = "".join(
             front_end_text(source, target_arch, defines) for target_arch in ([arch] if arch else ["sm_80", "sm_90"])
         )
     except UnavailableError:
         preprocessed = ""
-    return [name for name in written if re.search(rf"\b{name}\s*\(", preprocessed)] if preprocessed else written
+    return (
+        [name for name in written_kernels if re.search(rf"\b{name}\s*\(", preprocessed)]
+        if preprocessed
+        else written_kernels
+    )
 
 
 def entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
     """List names of all kernels that `find_kernel` finds without the arguments of a template."""
-    written = sources.cuda_entries(source.text)
-    if written and not sources.cuda_entries(source.text, "C++"):
+    written_kernels = sources.cuda_entries(source.text)
+    if written_kernels and not sources.cuda_entries(source.text, "C++"):
         if names := extern_c_entries(source, arch, defines):
             return names
         find_kernel(source, None, arch, defines)  # which says why not

@@ -25,9 +25,9 @@ _RELAXED = "--expt-relaxed-constexpr"  # as PyTorch compiles extensions: kernels
 
 def require_host_compiler() -> None:
     """Raise UnavailableError if there is no C++ compiler that nvcc could ask about host code."""
-    named = os.environ.get("NVCC_CCBIN", "g++" if os.name == "posix" else "cl")
-    if shutil.which(named) is None:
-        raise UnavailableError(f"nvcc: needs a C++ compiler of the host, and {named} is not on the PATH")
+    compiler_name = os.environ.get("NVCC_CCBIN", "g++" if os.name == "posix" else "cl")
+    if shutil.which(compiler_name) is None:
+        raise UnavailableError(f"nvcc: needs a C++ compiler of the host, and {compiler_name} is not on the PATH")
 
 
 def run(
@@ -53,14 +53,14 @@ def run(
         marker = path.replace("\\", "\\\\").replace('"', '\\"')
         copy.write_text(f'#line 1 "{marker}"\n{source.text}{instances}\n', encoding="utf-8")
         action = {"ptx": "-ptx", "cubin": "-cubin", "text": "-E"}[output]
-        done = subprocess.run(
+        process = subprocess.run(
             [nvcc, action, _RELAXED, *options, copy, "-o", output_file],
             capture_output=True,
             text=True,
             errors="replace",
         )
-        log = done.stdout + done.stderr
-        if done.returncode:
+        log = process.stdout + process.stderr
+        if process.returncode:
             raise _error(source, path, log)
         text = output_file.read_bytes()
         return text.replace(str(copy).encode(), path.encode()) if output != "cubin" else text, log
@@ -75,10 +75,10 @@ def preprocess(nvcc: str | None, source: Source, options: Sequence[str]) -> str:
     key = (nvcc, source, os.getcwd(), *options)
     if _preprocessed and _preprocessed[0] == key and _file_stamps(_preprocessed[1]) == _preprocessed[2]:
         return _preprocessed[1]
-    started = time.time_ns()
+    start_ns = time.time_ns()
     text = run(nvcc, source, "text", options)[0].decode("latin-1")
     stamps = _file_stamps(text)
-    if all(stamp and stamp[0] < started for stamp in stamps.values()):  # else one may have changed meanwhile
+    if all(stamp and stamp[0] < start_ns for stamp in stamps.values()):  # else one may have changed meanwhile
         _preprocessed = key, text, stamps
     return text
 

@@ -63,9 +63,9 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
                 raise ArgumentError("std", f"a version of C++ that NVRTC {version()} knows", source.build.std)
             raise ArgumentError("arch", f"an architecture that NVRTC {version()} knows", options[0])
         if int(status):
-            if refused := _INSTANCE_ERROR.search(log):
-                instance = " ".join(refused[3].split())
-                raise ArgumentError(f"{source.path}: entry", f"a kernel of this file ({refused[2]})", instance)
+            if refused_instance := _INSTANCE_ERROR.search(log):
+                instance = " ".join(refused_instance[3].split())
+                raise ArgumentError(f"{source.path}: entry", f"a kernel of this file ({refused_instance[2]})", instance)
             raise _error(source, log, ptx=_text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program))
         for instance in source.build.instances:
             symbol = _call(nvrtc.nvrtcGetLoweredName, program, instance.encode()).decode()
@@ -84,8 +84,8 @@ def run_front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     require_finite(source)
     with tempfile.TemporaryDirectory() as folder:
         output_path = Path(folder) / "made"
-        extra = [text for option in (action, "--output", str(output_path)) for text in ("-Xcudafe", option)]
-        with _compilation(source, [*options, *extra], is_whole=False):
+        front_end_options = [text for option in (action, "--output", str(output_path)) for text in ("-Xcudafe", option)]
+        with _compilation(source, [*options, *front_end_options], is_whole=False):
             return output_path.read_bytes() if output_path.is_file() else b""
 
 
@@ -102,35 +102,37 @@ def _compilation(
     nvrtc = _library()
     defines = tuple(option for option in options if option.startswith("-D"))
     key = source.text, source.path, source.build, is_whole, defines
-    added = _known_additions.get(key, _Additions(source.text))
+    additions = _known_additions.get(key, _Additions(source.text))
     while True:
         provided = {
-            **(headers.BY_NAME if added.standard else {}),
-            **{h: headers.BEFOREHAND[h] for h in added.beforehand},
+            **(headers.BY_NAME if additions.standard else {}),
+            **{h: headers.BEFOREHAND[h] for h in additions.beforehand},
         }
         texts, names = ([header_text.encode() for header_text in strings] for strings in (provided.values(), provided))
-        arguments = added.text.encode(), source.path.encode(), len(names), texts or None, names or None
+        arguments = additions.text.encode(), source.path.encode(), len(names), texts or None, names or None
         program = _call(nvrtc.nvrtcCreateProgram, *arguments)
         try:
             for instance in instances:
                 _call(nvrtc.nvrtcAddNameExpression, program, instance.encode())
-            all_options = [*options, *(f"--pre-include={header}" for header in added.beforehand)]
-            encoded = [option.encode() for option in all_options]
-            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            all_options = [*options, *(f"--pre-include={header}" for header in additions.beforehand)]
+            encoded_options = [option.encode() for option in all_options]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded_options), encoded_options)
             log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            tried = added
-            if not added.standard and headers.lacks_standard_header(log):
-                added = replace(added, standard=True)
+            tried_additions = additions
+            if not additions.standard and headers.lacks_standard_header(log):
+                additions = replace(additions, standard=True)
             elif int(status) and is_whole:
-                needed = headers.missing_beforehand(log).union(added.beforehand)
-                beforehand = tuple(header for header in headers.BEFOREHAND if header in needed)
-                added = _Additions(
-                    _without_host_code(source, added.text, log), added.standard or bool(needed), beforehand
+                needed_headers = headers.missing_beforehand(log).union(additions.beforehand)
+                headers_ahead = tuple(header for header in headers.BEFOREHAND if header in needed_headers)
+                additions = _Additions(
+                    _without_host_code(source, additions.text, log),
+                    additions.standard or bool(needed_headers),
+                    headers_ahead,
                 )
-            if added == tried:
+            if additions == tried_additions:
                 yield program, status, log
                 return
-            _known_additions[key] = added
+            _known_additions[key] = additions
         finally:
             nvrtc.nvrtcDestroyProgram(program)
 
@@ -150,12 +152,12 @@ _known_additions: dict[tuple[Any, ...], _Additions] = {}  # so that it is found 
 def _without_host_code(source: Source, text: str, log: str) -> str:
     """Remove the host functions and variables that the log is about."""
     host: list[tuple[int, int]] = []
-    wrong: list[tuple[int, int]] = []
+    wrong_spans: list[tuple[int, int]] = []
     for match in _PLACED.finditer(log):
         if match["path"] == source.path:
-            places = host if _HOST_CODE.search(match["problem"]) else wrong
+            places = host if _HOST_CODE.search(match["problem"]) else wrong_spans
             places.append((int(match["line"]), len(match["before"]) - 1))  # NVRTC indents what it quotes by two
-    return remove_host_declarations(text, host, wrong)
+    return remove_host_declarations(text, host, wrong_spans)
 
 
 def is_about_host_code(problem: str) -> bool:
@@ -165,8 +167,8 @@ def is_about_host_code(problem: str) -> bool:
 
 def excerpt(source: Source, line: int, path: str = "") -> str:
     """Return that line (from 1) of the source, or of the header at `path`; empty if there is none."""
-    in_header = path not in ("", source.path) and Path(path).is_file()
-    text = Path(path).read_text(encoding="utf-8", errors="replace") if in_header else source.text
+    is_in_header = path not in ("", source.path) and Path(path).is_file()
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if is_in_header else source.text
     lines = text.splitlines()
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
@@ -226,9 +228,9 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     match = _ERROR.search(log)
     if match:
         path, line, problem = match[1], int(match[2]), match[3]
-        undefined = re.match(r'identifier "(\w+)" is undefined', problem)
-        if undefined and _is_of_host(source, undefined[1]):
-            problem = f"{undefined[1]} is declared for the host: write __device__ before it"
+        undefined_match = re.match(r'identifier "(\w+)" is undefined', problem)
+        if undefined_match and _is_of_host(source, undefined_match[1]):
+            problem = f"{undefined_match[1]} is declared for the host: write __device__ before it"
         problem = with_hint(problem, log)
         return CompileError(path, line, problem, excerpt(source, line, path), log)
     match = PTXAS_ERROR.search(log)
@@ -241,9 +243,9 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
 
 def _is_of_host(source: Source, name: str) -> bool:
     """Return whether a source declares a function or variable of that name, but not for the device."""
-    declared = [
+    same_declarations = [
         declaration
         for declaration in declarations(source.text)
         if re.search(rf"\b{name}\s*(?:[(=\[]|$)", declaration.head)
     ]
-    return any(not declaration.is_of_device for declaration in declared)
+    return any(not declaration.is_of_device for declaration in same_declarations)

@@ -221,14 +221,14 @@ def test_parts_are_merged_by_either_kernel(ceilings) -> None:
 
 
 def test_an_attention_over_other_pages_is_noticed() -> None:
-    of = attention_problem.random_problem(even((32, 8), 2, 640))
-    ready = attention_problem.launches(choose(AttentionOptions(backend="gpu")), of)
+    drawn_problem = attention_problem.random_problem(even((32, 8), 2, 640))
+    ready = attention_problem.launches(choose(AttentionOptions(backend="gpu")), drawn_problem)
     for call in ready.calls:
         call()
-    ready.check(of)
-    of.caches[0].block_table[1, :2] = of.caches[0].block_table[0, :2]
+    ready.check(drawn_problem)
+    drawn_problem.caches[0].block_table[1, :2] = drawn_problem.caches[0].block_table[0, :2]
     with pytest.raises(BenchmarkError, match=r"wrong results for sequence 1: out: .*, of heads 32/8, 2 x 640"):
-        ready.check(of)
+        ready.check(drawn_problem)
 
 
 def test_humming_is_right_and_measured_where_it_is() -> None:
@@ -288,12 +288,12 @@ def test_a_capture_that_fails_spoils_none_that_follows(launched: None) -> None:
 
     with pytest.raises(RuntimeError):
         peers.capture([torch.cuda.synchronize])
-    drawn = torch.randn(8, device="cuda")
-    graph = peers.capture([drawn.normal_])
-    first_numbers = drawn.clone()
+    random_matrix = torch.randn(8, device="cuda")
+    graph = peers.capture([random_matrix.normal_])
+    first_numbers = random_matrix.clone()
     graph.replay()
     torch.cuda.synchronize()
-    assert (drawn != first_numbers).all()
+    assert (random_matrix != first_numbers).all()
 
 
 def test_mixes_are_measured_where_pytorch_is(launched: None) -> None:

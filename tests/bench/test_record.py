@@ -79,8 +79,8 @@ def test_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "slower"), [(4000.0, False), (5000.0, False), (3885.0, False), (3875.0, True)])
 def test_compare(rate: float, slower: bool) -> None:
-    new = replace(RECORD, rows=(slow_down(ROW, rate / ROW.rate), RECORD.rows[1]))
-    slower_rows = bench.compare(new, RECORD)
+    new_record = replace(RECORD, rows=(slow_down(ROW, rate / ROW.rate), RECORD.rows[1]))
+    slower_rows = bench.compare(new_record, RECORD)
     assert [row_found.row.source for row_found in slower_rows] == (["ptx"] if slower else [])
     if slower:
         text = "dequant_lqq.ptx streaming (R=16384, K=16384, g=128): 3875 GB/s, was 4000 (3.1% less), +3.2% cycles at "
@@ -109,10 +109,12 @@ def test_a_floor_that_rose_as_much_makes_no_slower_kernel(floor: float, slower: 
 def test_a_row_whose_replays_overlap_the_old_ones_is_not_slower() -> None:
     """Two speeds that a kernel has by turns: the median of the replays may be either."""
     fast, slow = 0.9 * ROW.time_us, ROW.time_us
-    old = replace(ROW, time_us=fast, fastest_us=fast, slowest_us=slow, rate=ROW.rate / 0.9, fraction=ROW.fraction / 0.9)
+    old_record = replace(
+        ROW, time_us=fast, fastest_us=fast, slowest_us=slow, rate=ROW.rate / 0.9, fraction=ROW.fraction / 0.9
+    )
     for fastest, slower in ((fast, False), (1.01 * slow, True)):
-        new = replace(ROW, time_us=1.01 * slow, fastest_us=fastest, slowest_us=1.02 * slow, rate=ROW.rate / 1.01)
-        slower_rows = bench.compare(replace(RECORD, rows=(new,)), replace(RECORD, rows=(old,)))
+        new_record = replace(ROW, time_us=1.01 * slow, fastest_us=fastest, slowest_us=1.02 * slow, rate=ROW.rate / 1.01)
+        slower_rows = bench.compare(replace(RECORD, rows=(new_record,)), replace(RECORD, rows=(old_record,)))
         assert bool(slower_rows) == slower
 
 

@@ -136,15 +136,15 @@ def test_the_suite_attention_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatc
     monkeypatch.setattr(attention, "rotation_rows", lambda *_: iter(()))
     monkeypatch.setattr(merge, "rows", made_up.section("merge"))
     monkeypatch.setattr(append, "rows", made_up.section("append"))
-    complete, _ = made_up.run("attention", tmp_path / "all.json")
-    assert len(complete) > 10 and len(set(complete)) == len(complete)
-    for stop in (complete[1], complete[-3], complete[-1]):
-        path = tmp_path / f"{complete.index(stop)}.json"
+    all_rows, _ = made_up.run("attention", tmp_path / "all.json")
+    assert len(all_rows) > 10 and len(set(all_rows)) == len(all_rows)
+    for stop in (all_rows[1], all_rows[-3], all_rows[-1]):
+        path = tmp_path / f"{all_rows.index(stop)}.json"
         made_up.stop_at = stop
         first, _ = made_up.run("attention", path)
         made_up.stop_at = ""
-        second, notes = made_up.run("attention", path)
-        assert first[:-1] + second == complete and len(notes) == 1
+        resumed_rows, notes = made_up.run("attention", path)
+        assert first[:-1] + resumed_rows == all_rows and len(notes) == 1
 
 
 def test_the_suite_gemm_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +159,13 @@ def test_the_suite_gemm_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(module, "rows", made_up.section(name))
     monkeypatch.setattr(headline, "untuned_rows", made_up.section("untuned"))
     suite = replace(gemm.SUITE, shortfall=lambda rows, device: "")
-    complete, _ = made_up.run(suite, tmp_path / "all.json")
-    assert {*parts, "untuned"} < {*complete} and len(complete) == len(gemm.LAYERS) + 4
+    all_rows, _ = made_up.run(suite, tmp_path / "all.json")
+    assert {*parts, "untuned"} < {*all_rows} and len(all_rows) == len(gemm.LAYERS) + 4
     made_up.stop_at = "chain"
     first, _ = made_up.run(suite, tmp_path / "r.json")
     made_up.stop_at = ""
-    second, _ = made_up.run(suite, tmp_path / "r.json")
-    assert first[:-1] + second == complete
+    resumed_rows, _ = made_up.run(suite, tmp_path / "r.json")
+    assert first[:-1] + resumed_rows == all_rows
 
 
 def test_the_command_goes_on_and_removes_what_it_kept(

@@ -294,12 +294,15 @@ def test_steps_and_prompts_with_weights_per_channel(tiny_gpu: pytest.MonkeyPatch
 
 @pytest.mark.full
 def test_steps_with_the_rewrite_of_qserves_channel_gemm(tiny_gpu: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
+    launched_names: list[str] = []
     tiny_gpu.setattr(
-        models, "random_model", lambda *of, model=models.random_model: launched.extend(of[1:]) or model(*of)
+        models, "random_model", lambda *of, model=models.random_model: launched_names.extend(of[1:]) or model(*of)
     )
     (row,) = models.system_rows(TINY, "channel_sm80", (1,), {}, CEILINGS, lambda _: None)
-    assert launched[:2] == ["qoq_channel", "qserve"] and (row.kernel, row.measure) == ("channel_sm80", "per channel")
+    assert launched_names[:2] == ["qoq_channel", "qserve"] and (row.kernel, row.measure) == (
+        "channel_sm80",
+        "per channel",
+    )
 
 
 @pytest.mark.full
@@ -331,16 +334,16 @@ def test_experts_run_per_channel_alone(tiny_gpu: pytest.MonkeyPatch) -> None:
 
 def test_what_is_compiled_side_by_side_is_what_runs(tiny_gpu: pytest.MonkeyPatch) -> None:
     """The compile step runs ahead of the measuring, and reports no failure."""
-    launched: list[tuple[int, ...]] = []
+    launched_sizes: list[tuple[int, ...]] = []
     operations = KernelRunner.operations
     tiny_gpu.setattr(
-        KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows)
+        KernelRunner, "operations", lambda runner, rows: launched_sizes.append((rows,)) or operations(runner, rows)
     )
-    tiny_gpu.setattr(KernelRunner, "extend", lambda runner, new: launched.append((len(new[0]), runner.chunk)))
-    tiny_gpu.setattr(models, "time_other_heads", lambda runner, B: launched.append((runner.batch, B)))
+    tiny_gpu.setattr(KernelRunner, "extend", lambda runner, new: launched_sizes.append((len(new[0]), runner.chunk)))
+    tiny_gpu.setattr(models, "time_other_heads", lambda runner, B: launched_sizes.append((runner.batch, B)))
     models._warm(TINY, "lqq", "strips", (1, 3))
     models._warm(TINY, "qoq", "qserve", (1, 3))
-    assert launched == [(1,), (3,), (5, 8), (3, 1), (3, 3), (1,), (3,)]
+    assert launched_sizes == [(1,), (3,), (5, 8), (3, 1), (3, 3), (1,), (3,)]
 
 
 @pytest.mark.full
@@ -474,13 +477,13 @@ class CountedSuite:
 
 
 def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = CountedSuite(monkeypatch)
-    whole = counted.rows([])
+    counted_suite = CountedSuite(monkeypatch)
+    whole = counted_suite.rows([])
     steps = [f"LLaMA-2-7B, batch {B}" for B in (1, 64)]
     without = [f"{step}: ours with gemm_w4a8_qoq_sm80" for step in steps]
     preparation = ["LLaMA-2-7B: compiling", "LLaMA-2-7B: time to the first token"]
-    assert counted.progress == [*preparation, *without, *steps, "LLaMA-2-7B: 64 prompts"]
-    events = [event for event in counted.events if event != "runner"]
+    assert counted_suite.progress == [*preparation, *without, *steps, "LLaMA-2-7B: 64 prompts"]
+    events = [event for event in counted_suite.events if event != "runner"]
     in_turn = [row.sizes["B"] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE]
     assert in_turn == sorted(in_turn, reverse=True) and len(in_turn) == 6
     assert [row.measure for row in whole[-4:]] == ["decode", "decode", "generate", "generate"]
@@ -497,22 +500,22 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     of_156 = 156 * 32 * 5.0 + 512 * (32 * 2.0 * 156 + 1.0)
     assert whole[-1].peers["fp16/sdpa"] == pytest.approx(of_156 * 64 / 156)
     for done in range(len(whole) + 1):
-        assert counted.rows(whole[:done]) == whole
+        assert counted_suite.rows(whole[:done]) == whole
         for row in whole[:done]:
             B = row.sizes["B"]
-            assert ("steps", B) not in counted.events or row.measure != models.MEASURE
-            assert "prompts" not in counted.events or row.measure != models.PROMPTS
-            batches = [B for event in counted.events if event[0] == "mixes" for B in event[1]]
+            assert ("steps", B) not in counted_suite.events or row.measure != models.MEASURE
+            assert "prompts" not in counted_suite.events or row.measure != models.PROMPTS
+            batches = [B for event in counted_suite.events if event[0] == "mixes" for B in event[1]]
             assert B not in batches or row.kernel != "mixes" or row.measure != models.BESIDE
-        assert ("runner" in counted.events) == (done < len(whole)), done
-    assert counted.events == []
+        assert ("runner" in counted_suite.events) == (done < len(whole)), done
+    assert counted_suite.events == []
 
 
 def test_a_batch_of_mixes_is_a_row_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = CountedSuite(monkeypatch)
-    rows = models.mix_rows(counted.config, counted.selection, counted.plan, {}, lambda _: None)
+    counted_suite = CountedSuite(monkeypatch)
+    rows = models.mix_rows(counted_suite.config, counted_suite.selection, counted_suite.plan, {}, lambda _: None)
     assert next(rows).sizes["B"] == 164
-    assert [event for event in counted.events if event[0] == "after"] == []
+    assert [event for event in counted_suite.events if event[0] == "after"] == []
 
 
 def test_parts_of_the_suite_by_words() -> None:

@@ -144,10 +144,10 @@ def matrices(config: Config) -> dict[str, Any]:
     weights = {}
     for number, (name, (N, K)) in enumerate(config.matrices.items()):
         size = (config.experts, N, K) if config.experts and name in ("gate_up", "down") else (N, K)
-        drawn = torch.randn(
+        random_matrix = torch.randn(
             size, dtype=torch.float16, generator=torch.Generator("cpu").manual_seed(peers_layer._WEIGHTS + number)
         )
-        weights[name] = (drawn * K**-0.5 * (0.1 if name in ("o", "down") else 1)).double()
+        weights[name] = (random_matrix * K**-0.5 * (0.1 if name in ("o", "down") else 1)).double()
     return weights
 
 
@@ -350,8 +350,8 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
     """
     import torch
 
-    names, marked, options = [], [], []
-    dynamo = SimpleNamespace(maybe_mark_dynamic=lambda tensor, axis: marked.append((len(tensor), axis)))
+    names, marked_axes, options = [], [], []
+    dynamo = SimpleNamespace(maybe_mark_dynamic=lambda tensor, axis: marked_axes.append((len(tensor), axis)))
     monkeypatch.setitem(vars(torch), "_dynamo", dynamo)
 
     def compiler(function: Any, **keywords: Any) -> Any:
@@ -371,7 +371,7 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
     peers_layer.compile_function(peers_layer.norm, "int8", "torch.float16", 96, fresh=True)
     assert names == ["norm_int8_torch_float16_64", *["norm_int8_torch_float16_96"] * 2]
     assert options == [None, None, peers_layer._WITHOUT_CACHES]
-    assert marked == [(8, 0), (8, 0), (1, 0), (1, 0)]
+    assert marked_axes == [(8, 0), (8, 0), (1, 0), (1, 0)]
     peers_layer.compile_function.cache_clear()
 
 

@@ -53,8 +53,8 @@ def test_a_step_is_the_difference_of_two_runs() -> None:
     reading = read_engine(took, Rule(), cache_tokens=64 * (1024 + 384), load_seconds=5.0)
     assert reading.step_ms == {1: pytest.approx((10.0, 10.0)), 64: pytest.approx((10.0, 10.0))}  # 256 do not fit
     assert reading.seconds == pytest.approx((512 + 10.24,) * 2) and reading.load_seconds == 5.0
-    steps = [(B, n) for B in (1, 64) for n in (128, 384) * 2]
-    assert calls == [(8, 16), (64, 16), (256, 512), *steps, (256, 512)]
+    step_calls = [(B, n) for B in (1, 64) for n in (128, 384) * 2]
+    assert calls == [(8, 16), (64, 16), (256, 512), *step_calls, (256, 512)]
 
 
 def test_what_would_end_late_is_not_begun() -> None:
@@ -91,10 +91,14 @@ def test_bytes_of_a_step_are_weights_head_and_cache() -> None:
 
 def test_another_call_goes_on_and_keeps_what_is_there(engines: list[tuple[str, str]]) -> None:
     first = all_rows([], [])
-    second = all_rows(["int4", "head8"], first)
+    resumed_rows = all_rows(["int4", "head8"], first)
     assert engines == [("7B", "fp8"), ("7B", "ptxlab"), ("7B", "fp8"), ("7B", "head8"), ("7B", "int4")]
-    assert second[: len(first)] == first and len(second) == 4 * 3 and len({row.key for row in second}) == len(second)
-    assert all_rows(["int4"], second) == second and len(engines) == 5  # nothing is left to measure
+    assert (
+        resumed_rows[: len(first)] == first
+        and len(resumed_rows) == 4 * 3
+        and len({row.key for row in resumed_rows}) == len(resumed_rows)
+    )
+    assert all_rows(["int4"], resumed_rows) == resumed_rows and len(engines) == 5  # nothing is left to measure
 
 
 def test_a_reading_is_void_where_fp8_has_changed(engines: list[tuple[str, str]]) -> None:

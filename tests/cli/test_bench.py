@@ -80,8 +80,8 @@ def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     reference = bench.save(RECORD, tmp_path / "before.json")
     fake_measurement(monkeypatch, replace(RECORD, rows=tuple(slow_down(row, 0.98) for row in RECORD.rows)))
     assert cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", reference)[0] == 0
-    slow = slow_down(RECORD.rows[-1], 0.96)
-    fake_measurement(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
+    slow_record = slow_down(RECORD.rows[-1], 0.96)
+    fake_measurement(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow_record)))
     code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", reference)
     assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in " ".join(out.split())
 

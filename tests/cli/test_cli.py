@@ -48,9 +48,9 @@ def test_show_prints_contract_and_source(cli: Any) -> None:
 def test_run_writes_what_the_kernel_wrote(cli: Any, lqq_file: Path, tmp_path: Path) -> None:
     command = ("run", "dequant_lqq", "--in", lqq_file, "--out", tmp_path / "out.npz", "--backend", "emulator")
     code, out, _ = cli(*command, "--check", "all", "--json")
-    shown = json.loads(out)
-    (summary,) = shown.pop("outputs").values()
-    assert code == 0 and shown == {
+    report = json.loads(out)
+    (summary,) = report.pop("outputs").values()
+    assert code == 0 and report == {
         "backend": "emulator",
         "kernel": "dequant_lqq",
         "findings": [],
@@ -103,8 +103,8 @@ def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> No
         command = ["run", path, "--in", tmp_path / "in.npz", "--out", out_path, "--block", "1", "--backend", "emulator"]
         code, out, _ = cli(*command, "--check", "async", *late)
         assert code == 1 and f"async: {path}:9: `ld.shared.u32 %r, [tile]`" in out.replace("\n", " ")
-        with np.load(out_path) as stored:
-            assert (stored["out"][0] == 5) == right
+        with np.load(out_path) as archive:
+            assert (archive["out"][0] == 5) == right
 
 
 @pytest.mark.smoke
@@ -135,8 +135,8 @@ def test_run_compiles_a_file_for_the_architecture_that_it_needs(cli: Any, tmp_pa
     command = ("run", tmp_path / "k.cu", "--in", inputs, "--out", got, "--backend", "emulator")
     for options, expected in (((), 800), (("--arch", "sm_90a"), 900)):
         assert cli(*command, *options)[0] == 0
-        with np.load(got) as stored:
-            assert stored["arch"][0] == expected
+        with np.load(got) as archive:
+            assert archive["arch"][0] == expected
 
 
 def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:

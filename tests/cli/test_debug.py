@@ -31,9 +31,9 @@ class Terminal:
 
     def until(self, end: str, seconds: float = 60) -> str:
         """Read the terminal's output until it contains `end`."""
-        output, late = "", time.monotonic() + seconds
+        output, deadline = "", time.monotonic() + seconds
         while end not in output:
-            if not select.select([self.terminal], [], [], max(0, late - time.monotonic()))[0]:
+            if not select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))[0]:
                 raise AssertionError(f"no {end!r} in {output!r}")
             try:
                 output += os.read(self.terminal, 1 << 16).decode().replace("\r\n", "\n")
@@ -51,8 +51,8 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the process to end, and return its exit code."""
-        late = time.monotonic() + 30
-        while time.monotonic() < late:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 os.close(self.terminal)
@@ -85,9 +85,9 @@ def test_a_session_in_a_terminal(files: Path) -> None:
     """
     terminal = Terminal(*SCALED)
     assert terminal.until(PROMPT).startswith("begin: scale.ptx:")
-    at = line_of(SCALE, "bar.sync")
-    assert terminal.run(f"break {at}") == f"breakpoint 1, scale.ptx:{at}"
-    assert terminal.run("c").startswith(f"breakpoint 1, scale.ptx:{at}: scale.ptx:{at}, dispatch 11")
+    line = line_of(SCALE, "bar.sync")
+    assert terminal.run(f"break {line}") == f"breakpoint 1, scale.ptx:{line}"
+    assert terminal.run("c").startswith(f"breakpoint 1, scale.ptx:{line}: scale.ptx:{line}, dispatch 11")
     assert terminal.run("print %v[5]").startswith("%v[5] = 5   f32")
     assert "xor.b32" in terminal.run("step")
     assert "ld.shared" in terminal.run("")
@@ -138,9 +138,9 @@ def test_json(files: Path, cli: Any) -> None:
     status, out, _ = cli(
         *SCALED, "-x", "break bar.sync", "-x", "c", "-x", "p %nosuch", "-x", "delete 1", "-x", "c", "--json"
     )
-    rows, at = json.loads(out), line_of(SCALE, "bar.sync")
+    rows, line = json.loads(out), line_of(SCALE, "bar.sync")
     assert status == 2 and [row["refused"] for row in rows] == [False, False, True, False, False]
-    assert rows[1]["at"] == {"path": "scale.ptx", "line": at, "pc": 11} and rows[1]["dispatch"] == 11
+    assert rows[1]["at"] == {"path": "scale.ptx", "line": line, "pc": 11} and rows[1]["dispatch"] == 11
     assert rows[2]["says"] == ["error: print: no register %nosuch in this kernel"] and rows[4]["at"] is None
     status, _, err = cli(*SCALED, "--json")
     assert status == 2 and "--json prints what -x says: give commands with -x" in err

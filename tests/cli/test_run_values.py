@@ -219,9 +219,9 @@ def test_bfloat16_is_shown_and_compared_as_numbers(cli: Any, tmp_path: Path, mon
     np.savez("bad.npz", y=np.array([0.5, -1.5, np.nan, 0.5], np.float32))
     command = ("run", "k.cu", "--in", "bits.npz", "--block", "4", "--backend", "emulator")
     code, text, _ = cli(*command, "--expect", "good.npz", "--json")
-    shown = json.loads(text)["outputs"]["y"]
-    assert (code, shown["dtype"], shown["first"]) == (0, "bfloat16", [0.5, -1.5, "nan", 0.25])
-    assert (shown["nan"], shown["minimum"], shown["maximum"]) == (1, -1.5, 0.5)
+    report = json.loads(text)["outputs"]["y"]
+    assert (code, report["dtype"], report["first"]) == (0, "bfloat16", [0.5, -1.5, "nan", 0.25])
+    assert (report["nan"], report["minimum"], report["maximum"]) == (1, -1.5, 0.5)
     assert cli(*command, "--expect", "good_bits.npz")[0] == 0
     code, text, _ = cli(*command, "--expect", "bad.npz")
     assert code == 1 and "worst: y[3] is 0.25, not 0.5" in text

@@ -37,9 +37,9 @@ def lines(text: str) -> list[str]:
 
 
 def test_a_stop_says_why_where_and_who(run: Run) -> None:
-    at = line_of(SCALE, "ld.shared")
+    line = line_of(SCALE, "ld.shared")
     assert lines(run("where")) == [
-        f"breakpoint 1, ld.shared: k.ptx:{at}, dispatch 13: block (0,0,0) thread (0,0,0), warp 0 lanes 0-31, "
+        f"breakpoint 1, ld.shared: k.ptx:{line}, dispatch 13: block (0,0,0) thread (0,0,0), warp 0 lanes 0-31, "
         "and 3 warps more",
         "#13 ld.shared.f32 %w, [%turned]",
     ]
@@ -128,8 +128,8 @@ def test_steps_and_their_repetition(run: Run) -> None:
 
 
 def test_source_and_code(run: Run) -> None:
-    at = line_of(SCALE, "ld.shared")
-    assert f"=> {at:>5}+     ld.shared.f32 %w, [%turned];" in run("list").splitlines()
+    line = line_of(SCALE, "ld.shared")
+    assert f"=> {line:>5}+     ld.shared.f32 %w, [%turned];" in run("list").splitlines()
     assert "=>   #13" in run("code") and run("code #0").count("\n") == 4
     shown = lines(run(f"line {line_of(SCALE, 'mad.lo')}"))
     assert shown == ["mad.lo.u32 %at, %t, 4, %at;", "#9 mad.lo.u32 %at, %t, 4, %at %at = 1024 0x400"]

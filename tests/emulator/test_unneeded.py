@@ -45,8 +45,8 @@ def needs(body: str, seeds: int = 2) -> dict[str, tuple[str, bool]]:
 
     def attempt(mode, seed, without) -> Ran:
         out, a = np.zeros(64, np.uint32), np.arange(1, 1025, dtype=np.uint32)
-        how = {"checks": CHECKS, "mode": mode, "seed": seed, "without": without}
-        findings = emulator.run(module, "k", [out, a], grid=1, block=64, **how).findings
+        options = {"checks": CHECKS, "mode": mode, "seed": seed, "without": without}
+        findings = emulator.run(module, "k", [out, a], grid=1, block=64, **options).findings
         return Ran(tuple(f"{f.kind} at {f.line}" for f in findings), out.tobytes() + a.tobytes())
 
     lines = text.split("\n")
@@ -55,22 +55,24 @@ def needs(body: str, seeds: int = 2) -> dict[str, tuple[str, bool]]:
 
 
 def test_two_fences_of_which_one_will_do():
-    needed = needs(SEND)
-    unneeded = {line for line, (why, _) in needed.items() if not why}
-    assert unneeded == {"fence.proxy.async.shared::cta;", "@%q fence.proxy.async;", "bar.warp.sync 0xffffffff;"}
-    assert [line for line, (_, stands_in) in needed.items() if stands_in] == ["@%q fence.proxy.async;"]
-    assert needed["bar.sync 0;"][0].startswith("early: async-dirty at") or "race" in needed["bar.sync 0;"][0]
-    assert "async at" in needed["cp.async.bulk.wait_group.read 0;"][0]
-    assert not any("cluster" in line for line in needed)
+    needs_by_line = needs(SEND)
+    unneeded_lines = {line for line, (why, _) in needs_by_line.items() if not why}
+    assert unneeded_lines == {"fence.proxy.async.shared::cta;", "@%q fence.proxy.async;", "bar.warp.sync 0xffffffff;"}
+    assert [line for line, (_, stands_in) in needs_by_line.items() if stands_in] == ["@%q fence.proxy.async;"]
+    assert (
+        needs_by_line["bar.sync 0;"][0].startswith("early: async-dirty at") or "race" in needs_by_line["bar.sync 0;"][0]
+    )
+    assert "async at" in needs_by_line["cp.async.bulk.wait_group.read 0;"][0]
+    assert not any("cluster" in line for line in needs_by_line)
 
 
 def test_what_is_needed():
     """The wait for an mbarrier, and the barrier behind its initialisation; neither fence nor the last barrier."""
-    needed = needs(RECEIVE)
-    unneeded = [line for line, (why, _) in needed.items() if not why]
-    assert unneeded == ["fence.mbarrier_init.release.cluster;", "bar.sync 1;"]
-    assert needed["mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;"][0].startswith("early: async at")
-    assert len(needed) == 4
+    needs_by_line = needs(RECEIVE)
+    unneeded_lines = [line for line, (why, _) in needs_by_line.items() if not why]
+    assert unneeded_lines == ["fence.mbarrier_init.release.cluster;", "bar.sync 1;"]
+    assert needs_by_line["mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;"][0].startswith("early: async at")
+    assert len(needs_by_line) == 4
 
 
 def test_one_line_of_cuda_is_one_statement():

@@ -10,8 +10,8 @@ FORMS = forms()
 
 @pytest.fixture(scope="session")
 def vectors() -> dict[str, np.ndarray]:
-    with np.load(RECORDED) as stored:
-        return dict(stored)
+    with np.load(RECORDED) as archive:
+        return dict(archive)
 
 
 def test_all_are_recorded(vectors: dict[str, np.ndarray]) -> None:

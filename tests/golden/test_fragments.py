@@ -26,8 +26,8 @@ FLOATS = {
 def vectors():
     if not VECTORS.exists():
         pytest.fail(f"{VECTORS.name} is missing: run `python -m tests.golden.record_fragments` on an H100 or H200")
-    with np.load(VECTORS) as stored:
-        return dict(stored)
+    with np.load(VECTORS) as archive:
+        return dict(archive)
 
 
 def values(fragment: Fragment, registers: np.ndarray, dtype: str) -> np.ndarray:

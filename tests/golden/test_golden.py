@@ -16,8 +16,8 @@ CASES = cases()
 def vectors():
     if not VECTORS.exists():
         pytest.fail(f"{VECTORS.name} is missing: run `python -m tests.golden.record` on a machine with a GPU and CuPy")
-    with np.load(VECTORS) as stored:
-        return dict(stored)
+    with np.load(VECTORS) as archive:
+        return dict(archive)
 
 
 def emulate(case: Case) -> dict[str, np.ndarray]:
@@ -33,22 +33,22 @@ def emulate(case: Case) -> dict[str, np.ndarray]:
 @pytest.mark.full_cases("cvt")
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES}))
 def test_recorded(family: str, vectors) -> None:
-    wrong = []
+    wrong_cases = []
     for case in CASES:
         if case.name.split("_")[0] != family:
             continue
         inputs = case.inputs()
         if f"{case.name}.inputs" not in vectors:
-            wrong.append(f"{case.name}: not recorded")
+            wrong_cases.append(f"{case.name}: not recorded")
             continue
         assert int(vectors[f"{case.name}.inputs"]) == case.checksum(inputs), f"{case.name}: recorded with other inputs"
         got = emulate(case)
         for name, actual in got.items():
             expected = vectors[f"{case.name}.{name}"]
-            bad = np.flatnonzero(~same(case, name, expected, actual))
-            if len(bad):
-                row = {k: hex(int(v[bad[0]])) for k, v in inputs.items() if k not in "depq"}
-                wrong.append(
-                    f"{case.template} {row}: {name} is {actual[bad[0]]:#x}, not {expected[bad[0]]:#x} ({len(bad)} rows)"
-                )
-    assert not wrong, "\n".join(wrong)
+            bad_places = np.flatnonzero(~same(case, name, expected, actual))
+            if len(bad_places):
+                row = {k: hex(int(v[bad_places[0]])) for k, v in inputs.items() if k not in "depq"}
+                first = bad_places[0]
+                values = f"{actual[first]:#x}, not {expected[first]:#x}"
+                wrong_cases.append(f"{case.template} {row}: {name} is {values} ({len(bad_places)} rows)")
+    assert not wrong_cases, "\n".join(wrong_cases)

@@ -66,8 +66,8 @@ def sent(array: np.ndarray, library: str) -> Any:
 
 def bits(array: Any) -> np.ndarray:
     """Copy a device array of any library to the host, as unsigned integers."""
-    shared = gpu.to_host(gpu.as_array("array", array))
-    return shared.view(f"u{shared.itemsize}")
+    device_array = gpu.to_host(gpu.as_array("array", array))
+    return device_array.view(f"u{device_array.itemsize}")
 
 
 def equal_bits(got: Any, expected: np.ndarray) -> bool:

@@ -146,8 +146,8 @@ def test_torch_without_copy_on_its_stream(add) -> None:
     torch = pytest.importorskip("torch")
     numbers = torch.arange(32, dtype=torch.int32, device="cuda")
     assert gpu.is_device_array(numbers)
-    shared = gpu.as_array("data", numbers)
-    assert shared.data.ptr == numbers.data_ptr()
+    device_array = gpu.as_array("data", numbers)
+    assert device_array.data.ptr == numbers.data_ptr()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), gpu.caller_stream() as current:
@@ -157,7 +157,7 @@ def test_torch_without_copy_on_its_stream(add) -> None:
         numbers += 1
     stream.synchronize()
     assert (numbers.cpu().numpy() == np.arange(32) + 2).all()
-    back = gpu.like(shared, numbers)
+    back = gpu.like(device_array, numbers)
     assert isinstance(back, torch.Tensor) and back.data_ptr() == numbers.data_ptr()
 
 
@@ -326,8 +326,8 @@ def arrays_of(library: str) -> Callable[[np.ndarray, str], Any]:
     torch = pytest.importorskip("torch")
 
     def tensor(array: np.ndarray, dtype: str) -> Any:
-        shared = torch.from_dlpack(cupy.asarray(array, order="C"))
-        return shared.view(torch.bfloat16) if dtype == "bfloat16" else shared
+        device_array = torch.from_dlpack(cupy.asarray(array, order="C"))
+        return device_array.view(torch.bfloat16) if dtype == "bfloat16" else device_array
 
     return tensor
 
@@ -356,15 +356,15 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
     if config != spec.config_for(job.sizes):
         storage_types = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
         out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in storage_types.items()}
-    how = {"out_dtype": dtypes["y"]} if "y" in dtypes and isinstance(spec.arg("y").dtype, ByVariant) else {}
-    outcome = by_name.run(job.source.label, backend=job.backend, out=out, **how, **read, **job.sizes)
+    options = {"out_dtype": dtypes["y"]} if "y" in dtypes and isinstance(spec.arg("y").dtype, ByVariant) else {}
+    outcome = by_name.run(job.source.label, backend=job.backend, out=out, **options, **read, **job.sizes)
     assert outcome.backend == job.backend and outcome.outputs.keys() == {arg.name for arg in spec.outputs}
     outputs = {}
     for name, output in outcome.outputs.items():
         assert type(output) is type(next(iter(read.values())))
         assert name not in out or output is out[name]
-        shared = gpu.as_array(name, output)
-        outputs[name] = shared if isinstance(shared, np.ndarray) else gpu.to_host(shared)
+        device_array = gpu.as_array(name, output)
+        outputs[name] = device_array if isinstance(device_array, np.ndarray) else gpu.to_host(device_array)
         assert outputs[name].shape == spec.arg(name).resolve(job.sizes)
         assert outputs[name].dtype == storage(dtypes[name])
     verify.compare(spec, outputs, logical, config)

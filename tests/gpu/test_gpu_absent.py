@@ -174,8 +174,8 @@ def test_host_arrays() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return array.__dlpack_device__()
 
-    shared = gpu.as_array("x", Shares())
-    assert isinstance(shared, np.ndarray) and np.shares_memory(shared, array)
+    device_array = gpu.as_array("x", Shares())
+    assert isinstance(device_array, np.ndarray) and np.shares_memory(device_array, array)
     with pytest.raises(ArgumentError, match=r"^x: an array: NumPy, CuPy, DLPack .*\(got list\)$"):
         gpu.as_array("x", [1, 2])
 

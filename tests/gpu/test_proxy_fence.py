@@ -20,8 +20,8 @@ def send(order: int, blocks: int, threads: int, rounds: int, **options: object) 
     out, stale = np.zeros((blocks, WORDS, threads), np.uint32), np.zeros(len(ORDERS), np.uint32)
     kernel = ptxlab.load(KERNEL, arch="sm_90")
     launch = Launch((blocks, 1, 1), (threads, 1, 1), WORDS * threads * 4)
-    launched = kernel.launch([out, stale, np.int32(order), np.int32(rounds)], launch, **options)
-    return int(stale[order]), [finding.kind for finding in launched.findings] if launched else []
+    outcome = kernel.launch([out, stale, np.int32(order), np.int32(rounds)], launch, **options)
+    return int(stale[order]), [finding.kind for finding in outcome.findings] if outcome else []
 
 
 @pytest.mark.default_cases("3-kinds3-late", "1-kinds1-early", "2-kinds2-early", "2-kinds2-late")

@@ -78,9 +78,9 @@ def by_definition(addresses: list[int], width: int, active: list[bool], store: b
                 lanes_per_phase *= 2
                 break
     wavefronts = minimum = 0
-    for first in range(0, 32, lanes_per_phase):
+    for first_lane in range(0, 32, lanes_per_phase):
         banks: dict[int, set[int]] = {}
-        for lane in range(first, first + lanes_per_phase):
+        for lane in range(first_lane, first_lane + lanes_per_phase):
             for byte in range(0, width, 4) if active[lane] else ():
                 word = (addresses[lane] + byte) // 4
                 banks.setdefault(word % 32, set()).add(word)

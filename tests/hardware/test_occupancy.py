@@ -60,9 +60,9 @@ def test_what_is_no_kernel_is_refused(kernel: tuple[Any, ...], message: str) -> 
 def test_sass_shows_it(cli: Any) -> None:
     code, out, _ = cli("sass", "dequant_lqq.ptx", "--block", "16,16", "--shared", 100_000)
     assert code == 0 and "An SM holds at once, in blocks of 256 threads" in out and "shared memory" in out
-    printed = json.loads(cli("sass", "dequant_lqq.ptx", "--block", 256, "--json")[1])
-    right = occupancy("sm_90a", 256, printed["registers"])
-    assert printed["occupancy"] == {**vars(right), "limits": [*right.limits]}
+    output = json.loads(cli("sass", "dequant_lqq.ptx", "--block", 256, "--json")[1])
+    right = occupancy("sm_90a", 256, output["registers"])
+    assert output["occupancy"] == {**vars(right), "limits": [*right.limits]}
     for options, message in (
         (("--shared", 1), "--shared needs --block"),
         (("--block", "1,2,3,4"), "block: one to three positive integers"),

@@ -54,8 +54,8 @@ def outcome(shell: InteractiveShell) -> ptxlab.Outcome:
 @pytest.mark.full
 def test_a_finding_shows_its_line_and_operands_in_binary(shell: InteractiveShell, outcome: ptxlab.Outcome) -> None:
     carry = next(f for f in outcome.findings if f.kind == "carry")
-    plain, page = display_of(shell, carry)
-    assert plain == repr(carry) and "LaneFault" not in plain
+    plain_text, page = display_of(shell, carry)
+    assert plain_text == repr(carry) and "LaneFault" not in plain_text
     text = "".join(page.text)
     assert "<cell add4>:11" in text and "block (0, 0, 0) thread (1, 0, 0)" in text
     assert "add.u32" in "".join(page.text) and "ld.global" in text  # the lines around it
@@ -65,8 +65,8 @@ def test_a_finding_shows_its_line_and_operands_in_binary(shell: InteractiveShell
 
 
 def test_a_launch_shows_its_findings(shell: InteractiveShell, outcome: ptxlab.Outcome) -> None:
-    plain, page = display_of(shell, outcome)
-    assert plain.startswith("Outcome(backend='emulator'")
+    plain_text, page = display_of(shell, outcome)
+    assert plain_text.startswith("Outcome(backend='emulator'")
     assert "2 findings" in page.marked and "sum" in page.text and " uint32[2]" in page.text
     clean = shell.user_ns["add4"](*[np.zeros(1, np.uint32)] * 3, grid=1, block=1)
     assert "no findings" in display_of(shell, clean)[1].text
@@ -106,8 +106,8 @@ def test_spills_stand_out(shell: InteractiveShell) -> None:
 @pytest.mark.parametrize("name", ["dequant_lqq", "gemm_w4a8_lqq_imfp_sm90", "dequant_qoq_presub"])
 def test_a_spec_shows_arguments_rules_and_sources(shell: InteractiveShell, name: str) -> None:
     spec, sources = ptxlab.find(name)
-    plain, page = display_of(shell, spec)
-    assert plain.startswith("KernelSpec(")
+    plain_text, page = display_of(shell, spec)
+    assert plain_text.startswith("KernelSpec(")
     assert {spec.summary, *spec.rules, *(arg.name for arg in spec.args)} <= set(page.text)
     assert any(text.startswith(sources[0].label) for text in page.text)
     assert ("wrong by design" in page.marked) == (spec.wrong is not None)
@@ -115,16 +115,16 @@ def test_a_spec_shows_arguments_rules_and_sources(shell: InteractiveShell, name:
 
 
 def test_a_kernel_shows_its_source(shell: InteractiveShell) -> None:
-    plain, page = display_of(shell, ptxlab.load(PTX))
-    assert plain.startswith("Kernel(") and "add4(a, b, sum, grid=, block=)" in page.text
+    plain_text, page = display_of(shell, ptxlab.load(PTX))
+    assert plain_text.startswith("Kernel(") and "add4(a, b, sum, grid=, block=)" in page.text
     assert PTX.splitlines()[0].split()[0] in page.text and "sm_75 and newer" in page.text
 
 
 def test_a_packed_weight_shows_its_buffers_and_layout(shell: InteractiveShell) -> None:
     w = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
     packed = ptxlab.pack(quant.quantize_lqq(w, group=64), "dual_mma")
-    plain, page = display_of(shell, packed)
-    assert plain == repr(packed)
+    plain_text, page = display_of(shell, packed)
+    assert plain_text == repr(packed)
     assert {"blocks", "channel_scale", "groups of 64", "[1, 2, 2176]", "0.r0"} <= set(page.text)
 
 

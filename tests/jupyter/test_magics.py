@@ -174,8 +174,8 @@ def test_errors_of_a_launch_show_the_line_and_no_frame_of_ours(
     done = shell.run_cell("add4(a, a, short, grid=1, block=32, backend='emulator')")
     assert isinstance(done.error_in_exec, MemoryFault)
     printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    at = line_of(PTX, "st.global")
-    assert f"---->  {at} {PTX.splitlines()[at - 2]}" in printed and f"MemoryFault: <cell add4>:{at}" in printed
+    line = line_of(PTX, "st.global")
+    assert f"---->  {line} {PTX.splitlines()[line - 2]}" in printed and f"MemoryFault: <cell add4>:{line}" in printed
     assert "add4(a, a, short" in printed and "runtime.py" not in printed and "emulator/" not in printed
 
 

@@ -108,8 +108,8 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
 @pytest.mark.parametrize("position", [0, 5])
 def test_the_first_other_token_is_found(temperature: float, position: int) -> None:
     """A request is changed at one token: no token before it differs, and no later one counts."""
-    how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
-    right = small_server(1).tokens_alone(how)
+    options: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
+    right = small_server(1).tokens_alone(options)
     runner = ALONE["float16"]
     logits = runner.prefill([[1, 2, 3, 4, *right[:position]]])[0].astype(float)
     wrong = (right[position] + 7) % 260
@@ -131,8 +131,8 @@ def test_the_first_other_token_is_found(temperature: float, position: int) -> No
 
 
 def test_the_margin_of_a_penalised_token_is_that_of_its_score() -> None:
-    how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 4, "repetition_penalty": 3.0}
-    right = small_server(1).tokens_alone(how)
+    options: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 4, "repetition_penalty": 3.0}
+    right = small_server(1).tokens_alone(options)
     (wrong,) = {1, 2} - {right[0]} if right[0] in (1, 2) else {1}
     request = Request([1, 2, 3, 4], 4, sampling=Sampling(repetition_penalty=3.0), tokens=[wrong])
     logits = ALONE["float16"].prefill([[1, 2, 3, 4]])[0].astype(float)
@@ -310,20 +310,22 @@ def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str
     """
     config = replace(TINY_MODEL, layers=1, tied_head=False)
     model = QuantizedModel.rounded(FloatModel.random(config), group=32, dtype=dtype)
-    how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
-    runner = NumpyRunner(model, 3, 128, pages=4, **how)
-    these = Served(Server(runner), NumpyRunner(model, 1, 128, **how))
+    options: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
+    runner = NumpyRunner(model, 3, 128, pages=4, **options)
+    these = Served(Server(runner), NumpyRunner(model, 1, 128, **options))
     first_tokens, second_tokens = (these.tokens_alone({"prompt": prompt, "tokens": 6}) for prompt in ([5, 6], [9, 9]))
     unsound = next(token for token in first_tokens if token > 30 and token not in second_tokens)
     runner._embedding = runner._embedding.copy()
     runner._embedding[[unsound, 7]] = [[np.inf], [3e38]]  # the square of the other is not finite in float32
     prompts = [[1, 2, 7], [1, 7, *range(20, 30)], [7], [5, 6]]
-    broken = [these.server.submit(prompt, tokens=6) for prompt in prompts]
-    good = [these.submit(prompt=[9, 9], tokens=6) for _ in range(3)]
+    broken_requests = [these.server.submit(prompt, tokens=6) for prompt in prompts]
+    good_requests = [these.submit(prompt=[9, 9], tokens=6) for _ in range(3)]
     these.finish()
     counts = [0, 0, 0, first_tokens.index(unsound) + 1]
-    assert [request.error for request in broken] == [f"logits are not finite at token {count}" for count in counts]
-    assert all(len(request.tokens) == 6 for request in good)
+    assert [request.error for request in broken_requests] == [
+        f"logits are not finite at token {count}" for count in counts
+    ]
+    assert all(len(request.tokens) == 6 for request in good_requests)
 
 
 def test_a_stream_gives_tokens_as_they_come() -> None:
@@ -346,11 +348,11 @@ def test_a_stream_of_another_server_is_refused() -> None:
 @pytest.mark.parametrize("place", ["layer", "head", "choice"])
 def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails in its middle, at any time: with prompts in chunks, with steps, with both."""
-    for at in range(0, 8, 2):
+    for offset in range(0, 8, 2):
         these = small_server(2, pages=3, chunk=20)
         for i in (2, 0, 1):
             these.submit(**REQUESTS[i])
-        for _ in range(at):
+        for _ in range(offset):
             these.step()
         target, name = {
             "layer": (these.server.runner, "_append"),
@@ -511,8 +513,8 @@ def test_bad_input_of_pages_and_heads() -> None:
 def test_the_kernels_serve_the_tokens_of_each_alone() -> None:
     """The emulator runs one layer: a sequence and its page are taken over, a row joins and a row leaves."""
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, layers=1)), group=32)
-    how: dict[str, Any] = {"chunk": 4, "backend": "emulator", "batch_invariant": True}
-    these = Served(Server(KernelRunner(model, 2, 20, **how)), KernelRunner(model, 1, 20, **how))
+    options: dict[str, Any] = {"chunk": 4, "backend": "emulator", "batch_invariant": True}
+    these = Served(Server(KernelRunner(model, 2, 20, **options)), KernelRunner(model, 1, 20, **options))
     gone = these.submit(prompt=[7, 7, 7, 7, 7, 7, 7], tokens=2)
     these.step()
     these.cancel(gone)

@@ -40,30 +40,30 @@ def run_soak(
     Without `invariant` the fast mode runs, whose requests may part.
     """
     runner = KernelRunner(model, context=context, batch_invariant=invariant, head=head, **how)
-    alone = KernelRunner(runner.model, 1, context, chunk=how["chunk"], batch_invariant=True, head=head)
-    these = Served(Server(runner), alone, may_part=not invariant)
+    single_runner = KernelRunner(runner.model, 1, context, chunk=how["chunk"], batch_invariant=True, head=head)
+    server = Served(Server(runner), single_runner, may_part=not invariant)
     rng = np.random.default_rng(1)
     for size in launch_sizes(max(runner.batch, runner.chunk)):  # every graph, and all that cuBLAS and CuPy take once
-        these.submit(prompt=rng.integers(0, 1000, min(size, context - 4)).tolist(), tokens=3)
-        these.server.run()
+        server.submit(prompt=rng.integers(0, 1000, min(size, context - 4)).tolist(), tokens=3)
+        server.server.run()
     crowded = runner.pages * PAGE // runner.batch + PAGE  # tokens: so many pages for each are not there
     for _ in range(runner.batch):
-        these.submit(prompt=[1, 2, 3], tokens=crowded - 3, temperature=1.0)
-    while these.server.running or these.server.waiting:
-        these.step()
+        server.submit(prompt=[1, 2, 3], tokens=crowded - 3, temperature=1.0)
+    while server.server.running or server.server.waiting:
+        server.step()
     bytes_before, begin = in_use(), time.perf_counter()
-    for _ in soak(these, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
+    for _ in soak(server, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
         if time.perf_counter() - begin > seconds:
             break
-    while these.server.running or these.server.waiting:
-        these.step()
+    while server.server.running or server.server.waiting:
+        server.step()
     bytes_after = in_use()
-    these.finish()
+    server.finish()
     mode, took = "invariant" if invariant else "fast", time.perf_counter() - begin
-    print(f"head {head}, {mode}: {these.summary()}; {took:.0f} s; {bytes_before} B before, {bytes_after} B after")
-    assert these.preempted and these.cancelled
+    print(f"head {head}, {mode}: {server.summary()}; {took:.0f} s; {bytes_before} B before, {bytes_after} B after")
+    assert server.preempted and server.cancelled
     assert bytes_after <= bytes_before * 1.02 + (64 << 20)
-    return these
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> Non
 
     Attention is rounded otherwise, which moves INT8 activations.
     """
-    these = run_soak(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
-    likeliest, drawn = these.parted
+    server = run_soak(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
+    likeliest, drawn = server.parted
     assert all(tie.margin <= MOST_APART * tie.spread for tie in likeliest)
     assert all(tie.margin <= 0.1 for tie in drawn)
 
@@ -99,17 +99,17 @@ def test_a_soak_on_a_model_of_7b(head: str) -> None:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_token_that_is_not_finite_ends_its_request_alone(small: QuantizedModel, head: str) -> None:
     """Its keys are NaN in pages that the next requests take over."""
-    alone = KernelRunner(small, 1, 200, chunk=64, head=head, batch_invariant=True)
+    single_runner = KernelRunner(small, 1, 200, chunk=64, head=head, batch_invariant=True)
     prompts = [[*range(200 + i, 260)] for i in range(6)]
-    first = Server(alone)
+    first = Server(single_runner)
     texts = [first.submit(prompt, tokens=9) for prompt in prompts]
     first.run()
     spoilt = min({*range(100, 200)} - {token for request in texts for token in request.tokens})
     runner = KernelRunner(small, 4, 200, pages=8, chunk=64, head=head, batch_invariant=True)
     runner._embedding[spoilt] = np.inf
-    these = Served(Server(runner), alone)
-    broken = [these.server.submit([*range(40), spoilt, *range(50 + i)], tokens=5) for i in range(3)]
-    good = [these.submit(prompt=prompt, tokens=9) for prompt in prompts]
-    these.finish()
-    assert {request.error for request in broken} == {"logits are not finite at token 0"}
-    assert all(len(request.tokens) == 9 for request in good)
+    server = Served(Server(runner), single_runner)
+    broken_requests = [server.server.submit([*range(40), spoilt, *range(50 + i)], tokens=5) for i in range(3)]
+    good_requests = [server.submit(prompt=prompt, tokens=9) for prompt in prompts]
+    server.finish()
+    assert {request.error for request in broken_requests} == {"logits are not finite at token 0"}
+    assert all(len(request.tokens) == 9 for request in good_requests)

@@ -90,12 +90,12 @@ def test_a_file_is_compiled_with_folders_language_and_constants(events: list[str
     text = '#include "by.cuh"\ntemplate <Number T> __global__ void scale(T* x) { x[threadIdx.x] *= BY; }\n'
     (tmp_path / "k.cu").write_text(text + "template __global__ void scale<TYPE>(TYPE*);\n")
     np.savez(tmp_path / "in.npz", x=np.ones(32, np.float32))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "include": (str(tmp_path / "headers"),),
         "std": "c++20",
         "defines": {"BY": 3, "TYPE": "float"},
     }
-    job = LaunchTarget(f"{tmp_path / 'k.cu'}:scale<float>", inputs=str(tmp_path / "in.npz"), **how)
+    job = LaunchTarget(f"{tmp_path / 'k.cu'}:scale<float>", inputs=str(tmp_path / "in.npz"), **options)
     launch_target.main(launch_target.command([job])[-1])
     assert events == [launch_target.entry_of(job), "begin", launch_target.entry_of(job), "end"]
 

@@ -163,7 +163,7 @@ def test_what_nobody_wrote_may_be_anything() -> None:
     ]
     first, source, out = (0, 0, 0), Buffer("in"), Buffer("out")
     execute(entry, [source, out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
-    zero = [source.read(at) == 0 for at in range(4)]
+    zero = [source.read(offset) == 0 for offset in range(4)]
     solver = z3.Solver()
     assert solver.check(*zero, out.content[0] != 1) == z3.unsat
     assert solver.check(z3.Not(z3.And(zero)), out.content[0] == 77) == z3.sat

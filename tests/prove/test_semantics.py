@@ -72,8 +72,8 @@ def octets(array: np.ndarray):
 
 @pytest.fixture(scope="module")
 def vectors() -> dict[str, np.ndarray]:
-    with np.load(VECTORS) as stored:
-        return dict(stored)
+    with np.load(VECTORS) as archive:
+        return dict(archive)
 
 
 @pytest.mark.default_cases(
@@ -82,7 +82,7 @@ def vectors() -> dict[str, np.ndarray]:
 )  # fmt: skip
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
 def test_recorded_on_a_gpu(family: str, vectors) -> None:
-    wrong, modelled = [], 0
+    wrong_cases, modelled = [], 0
     for case in CASES:
         if case.name.split("_")[0] != family:
             continue
@@ -93,14 +93,14 @@ def test_recorded_on_a_gpu(family: str, vectors) -> None:
             outputs = symbolic(case, rows)
         except NotModelled:
             if not any(form in case.template for form in ABSENT_FORMS):
-                wrong.append(f"{case.template}: not modelled")
+                wrong_cases.append(f"{case.template}: not modelled")
             continue
         modelled += 1
         for name, got in outputs.items():
             expected = vectors[f"{case.name}.{name}"][rows]
             if not same(case, name, expected, got).all():
-                wrong.append(f"{case.template}: {name} is {got}, not {expected}")
-    assert not wrong, "\n".join(wrong)
+                wrong_cases.append(f"{case.template}: {name} is {got}, not {expected}")
+    assert not wrong_cases, "\n".join(wrong_cases)
     assert modelled, "nothing of this family is modelled: say so in ABSENT"
 
 
@@ -147,7 +147,7 @@ def test_a_carry_goes_through_words(a: int, b: int, minus: bool) -> None:
     buffer = Buffer("x", words.nbytes, initial=octets(words))
     entry = emulator.parse(text, "k.ptx").entries["k"]
     execute(entry, [buffer], grid=(1, 1, 1), block=(1, 1, 1), threads=[((0, 0, 0), (0, 0, 0))])
-    stored = bytes(z3.simplify(buffer.content[at]).as_long() for at in range(16))
+    stored = bytes(z3.simplify(buffer.content[offset]).as_long() for offset in range(16))
     assert int.from_bytes(stored, "little") == (a - b if minus else a + b) % 2**128
 
 

@@ -98,13 +98,13 @@ def test_one_slow_point_is_found() -> None:
         is_point = row.measure == "attention" and [*row.sizes.values()] == [32, 32, 128, 4096]
         return replace(row, time_us=1e4, fraction=row.floor_us / 1e4) if is_point else row
 
-    slow = change_rows(slow_down_point)
+    slow_record = change_rows(slow_down_point)
     assert (
-        target("points slower", slow).measured == 1
-        and target("of the floor where that is 240 µs", slow).verdict == "missed"
+        target("points slower", slow_record).measured == 1
+        and target("of the floor where that is 240 µs", slow_record).verdict == "missed"
     )
-    assert target("of the floor where that is 60 to 240 µs", slow).verdict == "met"
-    assert "Slower than a peer: heads 32/32, 128 x 4096 (0.1" in attention.means_table(slow)
+    assert target("of the floor where that is 60 to 240 µs", slow_record).verdict == "met"
+    assert "Slower than a peer: heads 32/32, 128 x 4096 (0.1" in attention.means_table(slow_record)
     assert "No peer is faster" in attention.means_table(RECORD)
 
 

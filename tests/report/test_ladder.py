@@ -168,9 +168,9 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
 
 
 def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:
-    slow = replace(slow_down(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
-    slower_rows = compare(replace(RECORD, rows=(slow, *RECORD.rows[1:])), RECORD)
-    assert [slower.row for slower in slower_rows] == [slow]
+    slow_record = replace(slow_down(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
+    slower_rows = compare(replace(RECORD, rows=(slow_record, *RECORD.rows[1:])), RECORD)
+    assert [slower.row for slower in slower_rows] == [slow_record]
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
     table = texts["attention_kv4_sm90"]
     assert table.count("// Measured") == 1 and table.count("//            32 / 8 ") == 1
     streaming, registers = (slower["dequant"]["dequant_lqq", "ptx", measure] for measure in ("streaming", "registers"))
-    stated = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a copy; the word alone in"
-    assert f"// Measured   {stated} registers: {registers.rate:.0f} weights" in texts["dequant_lqq"]
+    stated_config = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a copy; the word alone in"
+    assert f"// Measured   {stated_config} registers: {registers.rate:.0f} weights" in texts["dequant_lqq"]
 
 
 def test_the_package_knows_nothing_of_it() -> None:

@@ -56,6 +56,6 @@ def test_the_command_runs(system: ServingSystem, cli: Any, tmp_path: Path) -> No
     for name in ("scheme", "acts", "int8", "kv"):
         assert written[name] == getattr(settings, name)
     assert folders.load(out).layers[0].cache == (settings.kv if settings.calibrates_cache else "kv4")
-    code, printed, err = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
+    code, output, err = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
     assert code == 0, err
-    assert len(json.loads(printed)["texts"]) == 1
+    assert len(json.loads(output)["texts"]) == 1

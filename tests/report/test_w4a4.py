@@ -110,7 +110,7 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "W4Ax: the same, stretch": ["at most 1.15x", "1.30x", "missed"],
         "W4Ax: points slower than cuBLAS INT8": ["at most 0", "40", "missed"],
     }
-    stated = {
+    stated_config = {
         path.stem: " ".join(text.replace("\n//", "").split()) for path, text in headers.corrected_sources().items()
     }
     fives = {"gemm_w4a4_sm90": ("1.20", "1.06"), "gemm_w4ax_sm90": ("1.30", "0.98")}
@@ -118,7 +118,7 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         sentence = (
             f"{', '.join([time_ratio] * 5)} of gemm_w4a8's time, {', '.join([int8] * 5)} times as fast as cuBLAS INT8"
         )
-        assert sentence in stated[name]
+        assert sentence in stated_config[name]
     (axes,) = figures.picture("w4a4_measured").axes
     assert axes.get_title("left") == "W4A4 1.20x and W4Ax 1.30x W4A8's time on an H200, in the mean"
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}

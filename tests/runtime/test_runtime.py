@@ -250,8 +250,8 @@ def test_run_returns_outputs_by_name(lqq: dict[str, np.ndarray]) -> None:
     outcome = ptxlab.run("dequant_lqq", **lqq, backend="emulator")
     assert set(outcome.outputs) == {"out"}
     assert outcome.outputs["out"].shape == (4, 128) and outcome.outputs["out"].dtype == np.int8
-    twin = ptxlab.run("dequant_lqq.cu", **lqq, backend="emulator")
-    assert np.array_equal(outcome.outputs["out"], twin.outputs["out"])
+    numpy_runner = ptxlab.run("dequant_lqq.cu", **lqq, backend="emulator")
+    assert np.array_equal(outcome.outputs["out"], numpy_runner.outputs["out"])
 
 
 def test_run_writes_into_the_array_it_is_given(lqq: dict[str, np.ndarray]) -> None:
@@ -335,15 +335,17 @@ def test_who_asks_for_checks_gets_the_emulator_also_beside_a_gpu(monkeypatch: py
 
 
 def test_checks_of_a_kernel_are_those_of_calls_that_ask_for_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, set[str]]] = []
+    launched_checks: list[tuple[str, set[str]]] = []
     monkeypatch.setattr(runtime.gpu, "why_not", lambda *a, **k: None)
     monkeypatch.setattr(
-        runtime.Kernel, "launch", lambda *_, backend, options, **__: calls.append((backend, set(options.checks)))
+        runtime.Kernel,
+        "launch",
+        lambda *_, backend, options, **__: launched_checks.append((backend, set(options.checks))),
     )
     kernel, a = replace(ptxlab.load(PTX_ADD4), checks=frozenset({"lanes"})), np.zeros(32, np.uint32)
     for options in ({}, {"backend": "emulator"}, {"backend": "gpu"}, {"checks": ()}, {"checks": ["race"]}):
         kernel(a, a, a, grid=1, block=32, **options)
-    assert calls == [("emulator", {"lanes"})] * 2 + [("gpu", set())] * 2 + [("emulator", {"race"})]
+    assert launched_checks == [("emulator", {"lanes"})] * 2 + [("gpu", set())] * 2 + [("emulator", {"race"})]
 
 
 def test_the_emulator_is_not_chosen_silently_for_hours_of_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,10 +99,10 @@ def problem(case: str, type_name: str, n: int, d: str = "f32") -> tuple[str, np.
     descriptors, offset = [], 0
     for name, bits in (("a", a_bits), ("b", b_bits)):
         if name in spans:
-            image, leading, stride = mn_major(bits, span := int(spans[name]))
+            operand_image, leading, stride = mn_major(bits, span := int(spans[name]))
         else:
-            image, leading, stride, span = k_major(bits), 128, 256, 16
-        images.append(np.concatenate([image, np.zeros(-len(image) % 1024, np.uint8)]))
+            operand_image, leading, stride, span = k_major(bits), 128, 256, 16
+        images.append(np.concatenate([operand_image, np.zeros(-len(operand_image) % 1024, np.uint8)]))
         descriptors.append(MatrixDescriptor(offset, stride, leading, span).encode())
         offset += len(images[-1])
     width, depth = 8 * a_bits.itemsize, a_bits.shape[1]

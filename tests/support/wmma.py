@@ -70,8 +70,8 @@ def run_wmma(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Multiply by wmma; return what it stores and the expected image, gaps between the lines included."""
     rng, (m, n, k) = np.random.default_rng(0), SHAPES[shape]
-    low = 0 if t == "u8" else -4
-    a, b, c = (rng.integers(low, 5, s) for s in ((m, k), (k, n), (m, n)))
+    lowest = 0 if t == "u8" else -4
+    a, b, c = (rng.integers(lowest, 5, s) for s in ((m, k), (k, n), (m, n)))
     images, strides = zip(
         *(lay_out(x.astype(DTYPES[e]), layout) for x, e, layout in zip((a, b, c), (t, t, d), layouts, strict=True)),
         strict=True,

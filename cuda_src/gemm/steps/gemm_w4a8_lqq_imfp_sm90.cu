@@ -171,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
                     }
                     PHASE(ISSUE, BM);
                     ptxlab::wgmma_fence();
-                    const u64 x_unit = x_tile + k_unit / 2 * (BM * 128 / 16) + k_unit % 2 * 4;
-                    ptxlab::wgmma_s8(acc, a[k_unit & 1][0], x_unit);
-                    ptxlab::wgmma_s8(acc, a[k_unit & 1][1], x_unit + 2);
+                    const u64 x_descriptor = x_tile + k_unit / 2 * (BM * 128 / 16) + k_unit % 2 * 4;
+                    ptxlab::wgmma_s8(acc, a[k_unit & 1][0], x_descriptor);
+                    ptxlab::wgmma_s8(acc, a[k_unit & 1][1], x_descriptor + 2);
                     ptxlab::wgmma_commit();
                 }
                 unreleased_slot = slot.index;

@@ -104,10 +104,10 @@ def rows(
     yield from kept_rows
     progress("compiling")
     widths = fused.WIDTHS if selection.fused else ()
-    narrow = (NARROW,) if selection.d64 else ()
-    jobs: list[Job] = [(decoder.warm, (config, selection.batches)) for config in (*selection.configs, *narrow)]
+    narrow_configs = (NARROW,) if selection.d64 else ()
+    jobs: list[Job] = [(decoder.warm, (config, selection.batches)) for config in (*selection.configs, *narrow_configs)]
     jobs += [(fused.warm, (width,)) for width in widths]
-    epilogue_configs = [Config.named(name) for name in ends.MODELS] if selection.epilogues else []
+    epilogue_configs = [Config.named(model) for model in ends.MODELS] if selection.epilogues else []
     jobs += [(ends.warm, (config, selection.batches)) for config in epilogue_configs]
     run_in_processes([*jobs, *peers_layer.compile_jobs(selection.configs, selection.batches, selection.mixes)])
     if not peers.importable():
@@ -116,15 +116,15 @@ def rows(
         yield from fused.rows(ceilings, progress)
     for config in selection.configs:
         yield from layer_rows(config, selection, ceilings, progress)
-    for config in narrow:  # alone: the mixes have heads of 128
+    for config in narrow_configs:  # alone: the mixes have heads of 128
         for row in layer_rows(config, replace(selection, mixes=()), ceilings, progress):
             yield replace(row, measure=D64, sizes={**row.sizes, "D": config.head_dim})
     for config in epilogue_configs:
         yield from ends.rows(config, selection.batches, ceilings, progress)
     if selection.timeline:
-        for name, B in TIMELINE_LAYERS:
-            progress(f"{name}, batch {B}: timeline")
-            yield from timeline_rows(Config.named(name), B)
+        for model, B in TIMELINE_LAYERS:
+            progress(f"{model}, batch {B}: timeline")
+            yield from timeline_rows(Config.named(model), B)
 
 
 def remaining(selection: Selection, done: Sequence[Row]) -> tuple[Selection, list[Row]]:
@@ -133,16 +133,20 @@ def remaining(selection: Selection, done: Sequence[Row]) -> tuple[Selection, lis
     Only layers measured at all batches are kept; the fused kernels are, if a layer came after them.
     """
     layers = {config: [r for r in done if r.measure == MEASURE and config_of(r.sizes) == config] for config in CONFIGS}
-    narrow, batch_count = [row for row in done if row.measure == D64], len(selection.batches)
+    narrow_rows, batch_count = [row for row in done if row.measure == D64], len(selection.batches)
     fused_rows = [row for row in done if row.measure == FUSED] if any(layers.values()) else []
     unmeasured = replace(
         selection,
         fused=selection.fused and not fused_rows,
         configs=tuple(config for config in selection.configs if len(layers[config]) < batch_count),
-        d64=selection.d64 and len(narrow) < batch_count,
+        d64=selection.d64 and len(narrow_rows) < batch_count,
     )
-    finished = [layers[config] for config in selection.configs if config not in unmeasured.configs]
-    return unmeasured, [*fused_rows, *(row for rows in finished for row in rows), *([] if unmeasured.d64 else narrow)]
+    finished_layers = [layers[config] for config in selection.configs if config not in unmeasured.configs]
+    return unmeasured, [
+        *fused_rows,
+        *(row for rows in finished_layers for row in rows),
+        *([] if unmeasured.d64 else narrow_rows),
+    ]
 
 
 def run_in_processes(jobs: Sequence[Job]) -> None:
@@ -182,15 +186,15 @@ def summarize_mixes(config: Config, B: int, times: dict[str, MixTime]) -> tuple[
     Attention `sdpa` and `xqa_fp8` ran in the mix's own graph. For `xqa_stored` FlashInfer's stored time
     (`notebooks/results/<gpu>/peers`) is added to the time of the same graph without its attention.
     """
-    stored = stored_attention().get((config.heads, config.kv_heads, B, LENGTH), {})
+    stored_times = stored_attention().get((config.heads, config.kv_heads, B, LENGTH), {})
     us: dict[str, float] = {}
     breakdowns: dict[str, float] = {}
     for name, time in times.items():
         mix, _, attention = name.partition("/")
         attention_times = {name: time.layer - time.without_attention}
         stored_name = _STORED_FP16 if mix == "fp16" else _STORED_FP8
-        if attention == "sdpa" and stored_name in stored:
-            attention_times[f"{mix}/xqa_stored"] = stored[stored_name]
+        if attention == "sdpa" and stored_name in stored_times:
+            attention_times[f"{mix}/xqa_stored"] = stored_times[stored_name]
         for label, attention_us in attention_times.items():
             us[label] = time.without_attention + attention_us
             breakdowns[f"{label} gemm_us"] = time.gemms
@@ -235,7 +239,7 @@ def spans_of(
 def _span(
     config: Config, B: int, number: int, operation: str, kernel: str, interval: tuple[float, float, float], us: float
 ) -> Row:
-    begin, end, gap = interval
+    begin, end, gap_us = interval
     duration: dict[str, Any] = dict.fromkeys(("time_us", "fastest_us", "slowest_us"), end - begin)
     return Row(
         kernel=kernel,
@@ -251,7 +255,7 @@ def _span(
         limit="itself",
         sm_mhz=0.0,
         checked="not looked at: the same calls are checked where they are timed",
-        more={"start_us": begin, "end_us": end, "gap_us": gap, "layer_us": us},
+        more={"start_us": begin, "end_us": end, "gap_us": gap_us, "layer_us": us},
         face=operation,
         **duration,
     )

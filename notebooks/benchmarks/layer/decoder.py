@@ -43,12 +43,12 @@ def work_of(decoder: Decoder) -> list[Work]:
     """
     config, work = decoder.config, []
     routing = decoder.buffers.routing
-    active = 0 if routing is None else int((np.diff(gpu.to_host(routing.routed.offsets)) > 0).sum())
-    for name, (N, K) in config.matrices.items():
-        weight = getattr(decoder.weights[0], name)
-        share = active / config.experts if config.experts and name in ("gate_up", "down") else 1
-        rows = rows_of(config, name, decoder.B)
-        work.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
+    active_experts = 0 if routing is None else int((np.diff(gpu.to_host(routing.routed.offsets)) > 0).sum())
+    for matrix, (N, K) in config.matrices.items():
+        weight = getattr(decoder.weights[0], matrix)
+        share = active_experts / config.experts if config.experts and matrix in ("gate_up", "down") else 1
+        rows = rows_of(config, matrix, decoder.B)
+        work.append(Work(f"{GEMM} {matrix}", round(weight.nbytes * share), 2 * rows * N * K))
     batch = batch_of(config, decoder.B)
     return [*work, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * batch.D)]
 
@@ -69,7 +69,7 @@ class Alone:
 
     def of(self, part: str) -> float:
         """Return the summed microseconds of the operations of a part."""
-        return sum(us for name, us in self.us.items() if self.part[name] == part)
+        return sum(us for label, us in self.us.items() if self.part[label] == part)
 
 
 def alone(decoder: Decoder, copy_matrix: Callable[[str], list[Any]]) -> Alone:
@@ -79,18 +79,18 @@ def alone(decoder: Decoder, copy_matrix: Callable[[str], list[Any]]) -> Alone:
     their inputs in the L2, as in the chain.
     """
     us: dict[str, float] = {}
-    part: dict[str, str] = {}
+    part_by_label: dict[str, str] = {}
     for layer_calls in zip(*decoder.operations, strict=True):
-        call, name = layer_calls[0], label_of(layer_calls[0])
-        part[name] = part_of(call)
+        call, label = layer_calls[0], label_of(layer_calls[0])
+        part_by_label[label] = part_of(call)
         calls: list[Callable[[], Any]] = [*layer_calls]
-        if part[name] == GEMM:
+        if part_by_label[label] == GEMM:
             keyword = "weights" if "weights" in call.keywords else "weight"
             calls = [partial(call, **{keyword: weight}) for weight in copy_matrix(call.name)]
-        elif part[name] == ATTENTION:
+        elif part_by_label[label] == ATTENTION:
             calls = calls_over_caches(decoder, call)
-        us[name] = measure(calls, replays=GEMM_REPLAYS).us
-    return Alone(us, part)
+        us[label] = measure(calls, replays=GEMM_REPLAYS).us
+    return Alone(us, part_by_label)
 
 
 def calls_over_caches(decoder: Decoder, attention: LayerCall, **changes: Any) -> list[Callable[[], Any]]:
@@ -132,11 +132,11 @@ def row(
     """Time and check a layer at one batch; if `compare_twin`, also compare it with its twin, `model.reference`."""
     decoder = Decoder(config, B, weights)
     measured, graph = measure_graph(decoder.calls(), replays=GEMM_REPLAYS)
-    checked = (decoder.compare() if compare_twin else "") + decoder.check(graph)
-    plain = measure(decoder.calls(programmatic=False), replays=GEMM_REPLAYS).us
+    check_note = (decoder.compare() if compare_twin else "") + decoder.check(graph)
+    serial_us = measure(decoder.calls(programmatic=False), replays=GEMM_REPLAYS).us
     alone_times = alone(decoder, copy_matrix)
-    figures = {"plain_us": plain, "invariant_attention_us": invariant_us(decoder), **figures}
-    return row_at(config, B, measured, work_of(decoder), alone_times, ceilings, checked, peers, figures)
+    figures = {"plain_us": serial_us, "invariant_attention_us": invariant_us(decoder), **figures}
+    return row_at(config, B, measured, work_of(decoder), alone_times, ceilings, check_note, peers, figures)
 
 
 def row_at(

@@ -45,8 +45,8 @@ def predicted_us(config: Config, B: int, ends: Ends) -> float:
     if ends.residual:
         us -= 2 * 4 * B * config.hidden / _L2_TBPS / 1e6
     if ends.silu_mul:
-        special = 2 * B * config.ffn / (h200.sms * _SPECIAL * h200.clock_ghz * 1e3)
-        us += special - 4 * B * config.ffn / _L2_TBPS / 1e6
+        special_function_us = 2 * B * config.ffn / (h200.sms * _SPECIAL * h200.clock_ghz * 1e3)
+        us += special_function_us - 4 * B * config.ffn / _L2_TBPS / 1e6
     return us
 
 
@@ -89,18 +89,18 @@ def rows_at(
     If `compare_twin`, each is also compared with the exact twin.
     """
     chains = decoders(config, B, weights)
-    checked = {ends: chain.compare() if compare_twin else "" for ends, chain in chains.items()}
-    best: dict[Ends, Measured] = {}
+    check_notes = {ends: chain.compare() if compare_twin else "" for ends, chain in chains.items()}
+    fastest_by_ends: dict[Ends, Measured] = {}
     for number in range(_ROUNDS):
         for ends, chain in chains.items():
             measured, graph = measure_graph(chain.calls(), replays=GEMM_REPLAYS)
             if number == 0:
-                checked[ends] += chain.check(graph)
-            best[ends] = min(best.get(ends, measured), measured, key=lambda m: m.us)
+                check_notes[ends] += chain.check(graph)
+            fastest_by_ends[ends] = min(fastest_by_ends.get(ends, measured), measured, key=lambda m: m.us)
     epilogue_rows = []
     for ends, chain in chains.items():
-        row = decoder.row_of(config, B, best[ends], decoder.work_of(chain), ceilings, checked[ends])
-        sizes = row.sizes | {name: int(enabled) for name, enabled in ends._asdict().items()}
-        predicted = best[ALL[0]].us + predicted_us(config, B, ends)
+        row = decoder.row_of(config, B, fastest_by_ends[ends], decoder.work_of(chain), ceilings, check_notes[ends])
+        sizes = row.sizes | {epilogue: int(enabled) for epilogue, enabled in ends._asdict().items()}
+        predicted = fastest_by_ends[ALL[0]].us + predicted_us(config, B, ends)
         epilogue_rows.append(replace(row, measure=MEASURE, sizes=sizes, more={"predicted_us": predicted}))
     return epilogue_rows

@@ -111,12 +111,12 @@ def measure_kernel(kernel: Fused, ceilings: Ceilings) -> Row:
     copies = [kernel.make() for _ in range(count)]
     cold = measure([partial(kernel.call, **arrays) for arrays in copies], replays=GEMM_REPLAYS)
     warm_us, chained_us = (
-        measure([partial(kernel.call, **copies[0], programmatic=early)], replays=GEMM_REPLAYS).us
-        for early in (False, True)
+        measure([partial(kernel.call, **copies[0], programmatic=launches_early)], replays=GEMM_REPLAYS).us
+        for launches_early in (False, True)
     )
     fresh = kernel.make()
     kernel.call(**fresh)
-    checked = kernel.check(fresh)
+    check_note = kernel.check(fresh)
     figures = {"l2_us": warm_us, "chain_us": chained_us, "copies": float(count), **_copy_figures(kernel.nbytes, count)}
     return row_of(
         registry.specs()[kernel.kernel],
@@ -124,7 +124,7 @@ def measure_kernel(kernel: Fused, ceilings: Ceilings) -> Row:
         kernel.sizes,
         cold,
         floor=(kernel.nbytes / ceilings.copy_tbps / 1e6, "copy"),
-        checked=checked,
+        checked=check_note,
         nbytes=kernel.nbytes,
         peers=peers_layer.time_public_versions(kernel.public, kernel.sizes["M"], kernel.sizes["K"], count)
         if kernel.public
@@ -142,34 +142,34 @@ def rmsnorm_kernel(M: int, K: int) -> Fused:
     """Prepare `rmsnorm_quantize` with a residual."""
     x, residual = _random_values(M, K) * np.float16(_SMALL), _random_values(M, K, seed=1)
     gamma = _random_values(1, K, seed=2)[0]
-    out = _output_maker(M, K)
+    make_output = _output_maker(M, K)
 
     def make() -> dict[str, Any]:
-        return {"x": x.copy(), "gamma": gamma, "residual": residual.copy(), "out": out()}
+        return {"x": x.copy(), "gamma": gamma, "residual": residual.copy(), "out": make_output()}
 
     def call(x: Any, gamma: Any, programmatic: bool = False, **buffers: Any) -> Any:
         return rmsnorm_quantize(x, gamma, eps=EPS, programmatic=programmatic, **buffers)
 
     def check(arrays: dict[str, Any]) -> str:
         row_indices = _checked_rows(M)
-        total = (
+        normalised_input = (
             _fetch_rows(x, row_indices).astype(np.float32) + _fetch_rows(residual, row_indices).astype(np.float32)
         ).astype(np.float16)
-        if not (_fetch_rows(arrays["residual"], row_indices) == total).all():
+        if not (_fetch_rows(arrays["residual"], row_indices) == normalised_input).all():
             raise BenchmarkError(f"rmsnorm_quantize: wrong residual at M={M}, K={K}")
-        v = total.astype(np.float64)
+        v = normalised_input.astype(np.float64)
         y = v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
         return _check_rows("rmsnorm_quantize", arrays["out"], row_indices, y)
 
     nbytes = M * K * 7 + 8 * M + 2 * K
-    name = "rmsnorm_quantize"
-    return Fused(name, {"M": M, "K": K}, nbytes, make, call, check, public=name)
+    face = "rmsnorm_quantize"
+    return Fused(face, {"M": M, "K": K}, nbytes, make, call, check, public=face)
 
 
 def silu_mul_kernel(M: int, K: int) -> Fused:
     """Prepare `silu_mul_quantize`."""
     gate_up = _random_values(M, 2 * K)
-    out = _output_maker(M, K)
+    make_output = _output_maker(M, K)
 
     def check(arrays: dict[str, Any]) -> str:
         row_indices = _checked_rows(M)
@@ -177,17 +177,17 @@ def silu_mul_kernel(M: int, K: int) -> Fused:
         return _check_rows("silu_mul_quantize", arrays["out"], row_indices, gate / (1 + np.exp(-gate)) * up)
 
     def make() -> dict[str, Any]:
-        return {"gate_up": gate_up.copy(), "out": out()}
+        return {"gate_up": gate_up.copy(), "out": make_output()}
 
     nbytes = M * K * 5 + 8 * M
-    name = "silu_mul_quantize"
-    return Fused(name, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, public=name)
+    face = "silu_mul_quantize"
+    return Fused(face, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, public=face)
 
 
 def quantize_kernel(M: int, K: int) -> Fused:
     """Prepare `quantize_activations`."""
     x = _random_values(M, K)
-    out = _output_maker(M, K)
+    make_output = _output_maker(M, K)
 
     def check(arrays: dict[str, Any]) -> str:
         row_indices = _checked_rows(M)
@@ -196,7 +196,7 @@ def quantize_kernel(M: int, K: int) -> Fused:
         )
 
     def make() -> dict[str, Any]:
-        return {"x": x.copy(), "out": out()}
+        return {"x": x.copy(), "out": make_output()}
 
     nbytes = M * K * 3 + 8 * M
     sizes, public = {"M": M, "K": K}, "quantize_activations"
@@ -240,12 +240,12 @@ def reordering_kernels(M: int, width: int, outliers: int = 128, group: int = 128
         return _fetch_rows(x, row_indices).astype(np.float64)
 
     def norm_floats(row_indices: np.ndarray, arrays: dict[str, Any]) -> Any:
-        total = (
+        input_sum = (
             _fetch_rows(x, row_indices).astype(np.float32) + _fetch_rows(residual, row_indices).astype(np.float32)
         ).astype(np.float16)
-        if not (_fetch_rows(arrays["residual"], row_indices) == total).all():
+        if not (_fetch_rows(arrays["residual"], row_indices) == input_sum).all():
             raise BenchmarkError(f"rmsnorm_reorder_quantize: wrong residual at M={M}, {width} channels")
-        v = total.astype(np.float64)
+        v = input_sum.astype(np.float64)
         return v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
 
     def gate_floats(row_indices: np.ndarray, _: dict[str, Any]) -> Any:
@@ -345,12 +345,12 @@ def _check_groups(name: str, packed: AtomActivations, row_indices: Any, y: np.nd
     """Compare rows `row_indices` with floats f64 in Atom's order: scales and values, within their rounding."""
     K, scales = packed.K, _fetch_rows(packed.scale, row_indices).astype(np.float64)
     values, steps, scale_error = _fetch_rows(packed.x, row_indices).astype(np.float64), 0.0, 0.0
-    for g, k in enumerate(range(0, K + packed.outliers, packed.group)):
-        columns, bits = slice(k, k + packed.group), 4 if k < K else 8
+    for group, first_channel in enumerate(range(0, K + packed.outliers, packed.group)):
+        columns, bits = slice(first_channel, first_channel + packed.group), 4 if first_channel < K else 8
         if bits == 8:
-            g, columns = K // packed.group, slice(K, None)
+            group, columns = K // packed.group, slice(K, None)
         clip, limit = (ACTIVATION_CLIP, 7) if bits == 4 else (1.0, 127)
-        scale = scales[:, g, None]
+        scale = scales[:, group, None]
         expected = np.abs(y[:, columns]).max(1, keepdims=True) * clip / ATOM_PAPER.steps(bits)
         scale_error = max(scale_error, np.abs(scale / expected - 1).max())
         steps = max(steps, np.abs(values[:, columns] - (y[:, columns] / scale).clip(-limit - 1, limit)).max())

@@ -264,22 +264,22 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str, action: str) -> Handler:
     """Bind commit_group, wait_group or wait_all."""
-    pending = machine.unit(EffectQueue)
+    effects = machine.unit(EffectQueue)
     if action == "commit_group":
-        return lambda lanes: pending.commit(kind, lanes)
+        return lambda lanes: effects.commit(kind, lanes)
     if action == "wait_all" and kind == "cp.async":
 
         def wait_all(lanes: Lanes) -> None:
-            pending.commit(kind, lanes)
-            pending.wait(kind, lanes, 0)
+            effects.commit(kind, lanes)
+            effects.wait(kind, lanes, 0)
 
         return wait_all
     if action == "wait_all":
         raise UnknownOpcode(instruction.opcode)
-    (newest,), only_read = instruction.operands, kind == "bulk" and opcode.flag("read")
-    if not isinstance(newest, ir.Immediate):
+    (newest_count,), only_read = instruction.operands, kind == "bulk" and opcode.flag("read")
+    if not isinstance(newest_count, ir.Immediate):
         raise ValueError("the number of groups has to be a constant")
-    return lambda lanes: pending.wait(kind, lanes, newest.bits, only_read)
+    return lambda lanes: effects.wait(kind, lanes, newest_count.bits, only_read)
 
 
 def _bind_cp_async(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
@@ -287,35 +287,38 @@ def _bind_cp_async(machine: Machine, instruction: Instruction, opcode: Opcode) -
 
     An optional operand says how many of them to read, or whether none.
     """
-    cached = opcode.choice("ca", "cg")
+    cache_operator = opcode.choice("ca", "cg")
     if not any(opcode.flag(space) for space in _SHARED) or not opcode.flag("global"):
         raise UnknownOpcode(instruction.opcode)
     target, source, size, *options = instruction.operands
     if "L2::cache_hint" in instruction.opcode:
         options = options[:-1]  # the policy
-    if not isinstance(size, ir.Immediate) or size.bits not in ((4, 8, 16) if cached == "ca" else (16,)):
-        raise ValueError(f"cp.async.{cached} copies {'4, 8 or 16' if cached == 'ca' else '16'} bytes")
-    count, ignores = size.bits, bool(options) and isinstance(options[0], ir.Register) and bits_of(options[0].type) == 1
-    read_size = machine.reader(options[0] if options else size, "pred" if ignores else "u32")
+    if not isinstance(size, ir.Immediate) or size.bits not in ((4, 8, 16) if cache_operator == "ca" else (16,)):
+        raise ValueError(f"cp.async.{cache_operator} copies {'4, 8 or 16' if cache_operator == 'ca' else '16'} bytes")
+    count, has_ignore_operand = (
+        size.bits,
+        bool(options) and isinstance(options[0], ir.Register) and bits_of(options[0].type) == 1,
+    )
+    read_size = machine.reader(options[0] if options else size, "pred" if has_ignore_operand else "u32")
     locate_target = _offset_locator(machine, instruction, "store", "shared", target, count)
     locate_source = _offset_locator(machine, instruction, "load", "global", source, count)
-    pending = machine.unit(EffectQueue)
+    effects = machine.unit(EffectQueue)
 
     def copy(lanes: Lanes) -> None:
         indices = indices_of(lanes)
         sizes, operand_values = np.full(len(indices), count), np.broadcast_to(read_size(lanes), indices.shape)
-        read = np.where(operand_values, 0, count) if ignores else operand_values.astype(np.int64)
-        if (read > count).any():
-            _, place = machine.first_fault(instruction, lanes, read > count)
-            raise MemoryFault(f"{place}: {int(read.max())} bytes to read, more than the {count} of the copy")
-        pending.issue(
+        source_bytes = np.where(operand_values, 0, count) if has_ignore_operand else operand_values.astype(np.int64)
+        if (source_bytes > count).any():
+            _, place = machine.first_fault(instruction, lanes, source_bytes > count)
+            raise MemoryFault(f"{place}: {int(source_bytes.max())} bytes to read, more than the {count} of the copy")
+        effects.issue(
             Copies(
                 instruction=instruction,
                 kind="cp.async",
                 lanes=indices,
-                source=locate_source(lanes, read),
+                source=locate_source(lanes, source_bytes),
                 target=locate_target(lanes, sizes),
-                read=read,
+                read=source_bytes,
                 size=sizes,
                 barrier=np.full(len(indices), -1),
             )
@@ -326,7 +329,7 @@ def _bind_cp_async(machine: Machine, instruction: Instruction, opcode: Opcode) -
 
 def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """Bind cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
-    extra = not opcode.flag("noinc")
+    counts_as_arrival = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
     space = opcode.choice(*_SHARED, default="generic").split("::")[0]
@@ -336,7 +339,7 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
         indices, places = indices_of(lanes), np.zeros(len(indices_of(lanes)), np.int64)
         for barrier, positions in find(lanes):
             places[positions] = barrier.place
-            barrier.missing += len(positions) if extra else 0
+            barrier.missing += len(positions) if counts_as_arrival else 0
         arrival = Effect(instruction=instruction, kind="cp.async", lanes=indices, barrier=places, arrives=True)
         machine.unit(EffectQueue).arrive(arrival)
 
@@ -368,29 +371,33 @@ def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler
 
     The same with cp.reduce.async combines instead of copying.
     """
-    tensor, reduces = opcode.flag("tensor"), instruction.opcode.startswith("cp.reduce")
-    axes = int(opcode.choice(*(f"{n}d" for n in range(1, 6)))[0]) if tensor else 0
+    is_tensor, is_reduction = opcode.flag("tensor"), instruction.opcode.startswith("cp.reduce")
+    axes = int(opcode.choice(*(f"{n}d" for n in range(1, 6)))[0]) if is_tensor else 0
     opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
-    notifies, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
-    operation = opcode.choice(*_REDUCTIONS) if reduces else ""
-    t = opcode.choice(*_REDUCED) if reduces and not tensor else ""
+    notifies_mbarrier, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
+    operation = opcode.choice(*_REDUCTIONS) if is_reduction else ""
+    t = opcode.choice(*_REDUCED) if is_reduction and not is_tensor else ""
     noftz = operation == "add" and t in ("f16", "bf16")  # said of these, and of these alone
     if (t and operation not in _REDUCED[t]) or opcode.flag("noftz") != noftz:
         raise UnknownOpcode(instruction.opcode)
-    to, origin = (*opcode.modifiers, "", "")[:2]
-    if notifies == opcode.flag("bulk_group") or (to, origin) not in space_pairs(tensor, notifies, multicast, reduces):
+    destination_space, origin = (*opcode.modifiers, "", "")[:2]
+    if notifies_mbarrier == opcode.flag("bulk_group") or (destination_space, origin) not in space_pairs(
+        is_tensor, notifies_mbarrier, multicast, is_reduction
+    ):
         raise UnknownOpcode(instruction.opcode)
-    opcode.modifiers = [word for word in opcode.modifiers if word not in (to, origin)]
+    opcode.modifiers = [word for word in opcode.modifiers if word not in (destination_space, origin)]
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     target, source, *extra_operands = instruction.operands
-    if tensor and to == "global":
+    if is_tensor and destination_space == "global":
         place = _offset_locator(machine, instruction, "load", origin, source, _BOX_ALIGNMENT)
-        route = _route(machine, instruction, extra_operands, notifies, multicast)
+        route = _route(machine, instruction, extra_operands, notifies_mbarrier, multicast)
         return _boxes(machine, instruction, axes, target, place, route, True, operation)
-    size = None if tensor else extra_operands.pop(0)
-    place = _offset_locator(machine, instruction, "store", to, target, _BOX_ALIGNMENT if tensor else 16)
-    route = _route(machine, instruction, extra_operands, notifies, multicast)
+    size = None if is_tensor else extra_operands.pop(0)
+    place = _offset_locator(
+        machine, instruction, "store", destination_space, target, _BOX_ALIGNMENT if is_tensor else 16
+    )
+    route = _route(machine, instruction, extra_operands, notifies_mbarrier, multicast)
     if size is None:
         return _boxes(machine, instruction, axes, source, place, route)
     return _runs(machine, instruction, source, origin, size, place, route, combination(operation, t) if t else None, t)
@@ -442,9 +449,9 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
     def sizes(lanes: Lanes) -> Array:
         indices = indices_of(lanes)
         sizes = np.broadcast_to(read(lanes), indices.shape).astype(np.int64)
-        wrong = sizes % 16 != 0
-        if wrong.any():
-            first, place = machine.first_fault(instruction, lanes, wrong)
+        is_misaligned = sizes % 16 != 0
+        if is_misaligned.any():
+            first, place = machine.first_fault(instruction, lanes, is_misaligned)
             raise MemoryFault(f"{place}: the size has to be a multiple of 16 bytes, not {int(sizes[first])}")
         return sizes
 
@@ -464,11 +471,11 @@ def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Han
         opcode.flag("tile")
         return lambda lanes: None
     source, size = instruction.operands[:2]
-    sizes_of = _sizes(machine, instruction, size)
+    read_sizes = _sizes(machine, instruction, size)
     locate = _offset_locator(machine, instruction, "load", "global", source, 16)
 
     def check_address(lanes: Lanes) -> None:
-        locate(lanes, sizes_of(lanes))
+        locate(lanes, read_sizes(lanes))
 
     return check_address
 
@@ -477,14 +484,14 @@ def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin
           place: Callable[[Lanes, Array], Array], route: Route, combine: Callable[..., Array] | None, t: str
           ) -> Handler:  # fmt: skip
     """Build the handler that copies any multiple of 16 bytes per lane."""
-    sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
+    read_sizes, effects = _sizes(machine, instruction, size), machine.unit(EffectQueue)
     locate_source = _offset_locator(machine, instruction, "load", origin, source, 16)
 
     def copy(lanes: Lanes) -> None:
-        indices, sizes = indices_of(lanes), sizes_of(lanes)
+        indices, sizes = indices_of(lanes), read_sizes(lanes)
         sources = locate_source(lanes, sizes)
         positions, targets, barriers = route(lanes, place(lanes, sizes))
-        pending.issue(
+        effects.issue(
             Copies(
                 instruction=instruction,
                 kind="bulk",
@@ -511,8 +518,8 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
         raise ValueError(f"a box of {axes} dimensions is at [map, {{{', '.join('xyzuv'[:axes])}}}]")
     read_map = machine.reader(array.base, "u64")
     readers = [machine.reader(coordinate, "s32") for coordinate in reversed(array.coordinates)]
-    pending, shift = machine.unit(EffectQueue), array.offset - BASE
-    written = MemoryAccess(instruction, "store", "global", "weak", "b8", 1, ())
+    effects, shift = machine.unit(EffectQueue), array.offset - BASE
+    write_access = MemoryAccess(instruction, "store", "global", "weak", "b8", 1, ())
 
     def map_at(offset: int, lane: int) -> tuple[TensorMap, int]:
         map_and_start = machine.launch.tensor_maps.get(offset)
@@ -526,9 +533,9 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
 
     def check_places(tensor_map: TensorMap, indices: Array, places: Array) -> None:
         """Refuse places that hardware takes for an illegal instruction (seen on an H200)."""
-        wrong = places[:, -1] * tensor_map.itemsize % 16 != 0
-        if wrong.any():
-            first, place = machine.first_fault(instruction, indices, wrong)
+        is_misaligned = places[:, -1] * tensor_map.itemsize % 16 != 0
+        if is_misaligned.any():
+            first, place = machine.first_fault(instruction, indices, is_misaligned)
             rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
             raise MemoryFault(f"{place}: {rule}, not {int(places[first, -1])}")
         is_in_front = np.min(places, axis=1) < 0
@@ -558,10 +565,10 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
             if stores:
                 region = machine.memory.region_of(start)
                 assert region is not None
-                mark_written(machine, written, as_lanes(indices), region)
+                mark_written(machine, write_access, as_lanes(indices), region)
             targets = place(as_lanes(indices), np.full(len(indices), tensor_map.box_bytes))
             positions, targets, barriers = route(as_lanes(indices), targets)
-            pending.issue(
+            effects.issue(
                 Boxes(
                     instruction=instruction,
                     kind="bulk",

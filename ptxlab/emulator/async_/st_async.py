@@ -45,34 +45,34 @@ class Stores(Effect):
 @binder("st.async", "red.async")
 def _remote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
-    adds = opcode.name == "red"
-    needed = [opcode.flag(word) for word in ("async", "shared::cluster", "mbarrier::complete_tx::bytes")]
-    opcode.flag("relaxed" if adds else "weak")  # the order may be left out: there is one only
-    if not all(needed) or (adds and not opcode.flag("cluster")):
+    is_reduction = opcode.name == "red"
+    required_flags = [opcode.flag(word) for word in ("async", "shared::cluster", "mbarrier::complete_tx::bytes")]
+    opcode.flag("relaxed" if is_reduction else "weak")  # the order may be left out: there is one only
+    if not all(required_flags) or (is_reduction and not opcode.flag("cluster")):
         raise UnknownOpcode(instruction.opcode)
-    operation = opcode.choice("add", "min", "max", "and", "or", "xor", "inc", "dec") if adds else ""
-    count = 1 if adds else int(opcode.choice("v2", "v4", default="v1")[1])
-    t = opcode.choice("b32", "u32", "s32", "u64", *(() if adds else ("f32", "b64", "s64", "f64")))
+    operation = opcode.choice("add", "min", "max", "and", "or", "xor", "inc", "dec") if is_reduction else ""
+    count = 1 if is_reduction else int(opcode.choice("v2", "v4", default="v1")[1])
+    t = opcode.choice("b32", "u32", "s32", "u64", *(() if is_reduction else ("f32", "b64", "s64", "f64")))
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     address, source, barrier = instruction.operands
     access = MemoryAccess(instruction, "store", "shared::cluster", "weak", t, count, (operation,))
     locate = locator(machine, access, address)
     mbarrier = MBarrierOperand(machine, instruction, "shared::cluster", barrier, "load")
-    as_bits = t if adds else f"u{bits_of(t)}"
+    as_bits = t if is_reduction else f"u{bits_of(t)}"
     readers = [machine.reader(element, as_bits) for element in elements(source, count)]
-    combine, pending = combination(operation, t) if adds else None, machine.unit(EffectQueue)
+    combine, effects = combination(operation, t) if is_reduction else None, machine.unit(EffectQueue)
 
     def store(lanes: Lanes) -> None:
         indices = indices_of(lanes)
         barriers = mbarrier.locate(lanes)
         list(mbarrier.objects(lanes, barriers))  # they have to be there
         columns = [np.broadcast_to(read(lanes), indices.shape) for read in readers]
-        pending.issue(
+        effects.issue(
             Stores(
                 instruction=instruction,
                 kind="bulk",
-                accumulates=adds,
+                accumulates=is_reduction,
                 lanes=indices,
                 target=locate(lanes),
                 values=np.stack(columns, axis=1).astype(DTYPES[as_bits]),

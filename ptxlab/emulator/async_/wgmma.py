@@ -61,8 +61,8 @@ def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
     The shape is [rows, 2] along K, which is 32 bytes deep. If `transposed` it is [rows / 8, 16], eight rows at each of
     16 places along K.
     """
-    described = MatrixDescriptor.decode(descriptor)
-    return described.mn_major_addresses(rows) if transposed else described.addresses(rows)[:, ::_PIECE]
+    matrix_descriptor = MatrixDescriptor.decode(descriptor)
+    return matrix_descriptor.mn_major_addresses(rows) if transposed else matrix_descriptor.addresses(rows)[:, ::_PIECE]
 
 
 def numbers(values: Array, type_name: str) -> Array:
@@ -188,10 +188,10 @@ class WgmmaProducts(Effect):
         """The operands in shared memory, piece by piece."""
         lanes, starts = [], []
         for i, lane in enumerate(self.lanes.tolist()):
-            of_a, of_b = self.decoded.transposed
-            places = [pieces(int(self.b[i]), self.decoded.n, of_b).reshape(-1)]
+            is_a_transposed, is_b_transposed = self.decoded.transposed
+            places = [pieces(int(self.b[i]), self.decoded.n, is_b_transposed).reshape(-1)]
             if self.decoded.read_a is None:
-                places.append(pieces(int(self.a[i]), 4 * ROWS, of_a).reshape(4, -1)[int(self.quarter[i])])
+                places.append(pieces(int(self.a[i]), 4 * ROWS, is_a_transposed).reshape(4, -1)[int(self.quarter[i])])
             starts.append(np.concatenate(places) + self.base[i])
             lanes.append(np.full(starts[-1].shape, lane))
         return np.concatenate(lanes), np.concatenate(starts), np.full(sum(map(len, starts)), _PIECE)
@@ -202,16 +202,18 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     action, *modifiers = instruction.opcode.split(".")[1:]
     if modifiers[:2] != ["sync", "aligned"] or (modifiers[2:] and action != "mma_async"):
         raise UnknownOpcode(instruction.opcode)
-    pending = machine.unit(EffectQueue)
+    effects = machine.unit(EffectQueue)
     if action == "mma_async":
         return _multiply(machine, instruction, pc, modifiers[2:])
     if action == "commit_group":
-        return bind_collective(machine, pc, EVERYBODY, lambda lanes, members: pending.commit("wgmma", lanes))
+        return bind_collective(machine, pc, EVERYBODY, lambda lanes, members: effects.commit("wgmma", lanes))
     if action == "wait_group":
-        (newest,) = instruction.operands
-        if not isinstance(newest, ir.Immediate):
+        (newest_count,) = instruction.operands
+        if not isinstance(newest_count, ir.Immediate):
             raise ValueError("the number of groups has to be a constant")
-        return bind_collective(machine, pc, EVERYBODY, lambda lanes, members: pending.wait("wgmma", lanes, newest.bits))
+        return bind_collective(
+            machine, pc, EVERYBODY, lambda lanes, members: effects.wait("wgmma", lanes, newest_count.bits)
+        )
     if action != "fence":
         raise UnknownOpcode(instruction.opcode)
 
@@ -224,16 +226,16 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
     """Build a function lanes (whole warps) -> contents of the registers, u32 [warps, 32, registers]."""
-    index_of = _index_of_registers(machine, registers)
-    return lambda lanes: machine.files[32][index_of(lanes)].T.reshape(-1, 32, len(registers))
+    read_indices = _index_of_registers(machine, registers)
+    return lambda lanes: machine.files[32][read_indices(lanes)].T.reshape(-1, 32, len(registers))
 
 
 def _writer(machine: Machine, registers: ir.Operands) -> Callable[[Lanes, Array], None]:
     """Build a function of lanes (whole warps) and new contents of the registers, u32 [warps, 32, registers]."""
-    index_of = _index_of_registers(machine, registers)
+    read_indices = _index_of_registers(machine, registers)
 
     def write(lanes: Lanes, values: Array) -> None:
-        machine.files[32][index_of(lanes)] = values.reshape(-1, len(registers)).T
+        machine.files[32][read_indices(lanes)] = values.reshape(-1, len(registers)).T
 
     return write
 
@@ -261,8 +263,8 @@ def _signs_and_layouts(
         raise ValueError(f"takes {expected_count} constants: signs of A and B, 1 or -1{layouts}")
     if not {*values[2:]} <= {0, 1}:
         raise ValueError("an operand is transposed, 1, or not, 0")
-    of_a, of_b = (0, 0, *values[2:])[-2:]
-    return signs[values[0]] * signs[values[1]], (of_a == 1, of_b == 1)
+    a_layout, b_layout = (0, 0, *values[2:])[-2:]
+    return signs[values[0]] * signs[values[1]], (a_layout == 1, b_layout == 1)
 
 
 def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
@@ -304,7 +306,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     )
     read_a = None if a_registers else machine.reader(a, "u64")
     read_b, read_scale = machine.reader(b, "u64"), machine.reader(scale, "pred")
-    pending = machine.unit(EffectQueue)
+    effects = machine.unit(EffectQueue)
 
     def of_warps(lanes: Lanes, values: Array) -> Array:
         """Return one value per warp; raise EmulationError unless all lanes of each warp agree on it."""
@@ -341,7 +343,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         check(first, b_values, n, decoded.transposed[1])
         if read_a:
             check(first, a_values, 4 * ROWS, decoded.transposed[0])
-        pending.issue(
+        effects.issue(
             WgmmaProducts(
                 instruction=instruction,
                 kind="wgmma",

@@ -37,10 +37,10 @@ class BankConflicts(Check):
         addresses[row, indices % 32] = np.where(
             (block_offsets >= 0) & (block_offsets < launch.window_bytes), block_offsets, -1
         )
-        active = addresses >= 0
-        if not active.any():  # shared memory of other blocks
+        is_active = addresses >= 0
+        if not is_active.any():  # shared memory of other blocks
             return
-        use = bank_use(np.where(active, addresses, 0), access.size, active=active, store=store)
+        use = bank_use(np.where(is_active, addresses, 0), access.size, active=is_active, store=store)
         key = instruction.path, instruction.line, instruction.text
         entry = launch.shared_accesses.get(key) or SharedAccess(
             path=instruction.path,

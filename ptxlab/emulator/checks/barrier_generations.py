@@ -33,8 +33,8 @@ class Generation:
     @property
     def is_one_warp(self) -> bool:
         """Tell whether nobody else had to come."""
-        arrived = np.flatnonzero(self.times)
-        return bool(arrived[0] // 32 == arrived[-1] // 32)
+        arrived_threads = np.flatnonzero(self.times)
+        return bool(arrived_threads[0] // 32 == arrived_threads[-1] // 32)
 
 
 class BarrierGenerations(Check):
@@ -50,39 +50,43 @@ class BarrierGenerations(Check):
         """Count arrivals in the generation under way, and check that their threads know the one before to be over."""
         indices, stride = indices_of(lanes), self.machine.stride
         threads = indices % stride
-        now = self.under_way.setdefault(barrier, Generation(stride))
-        previous, again = self.complete.get(barrier), now.times[threads] > 0
-        if again.any():
+        current_generation = self.under_way.setdefault(barrier, Generation(stride))
+        previous_generation, has_arrived = self.complete.get(barrier), current_generation.times[threads] > 0
+        if has_arrived.any():
             message = f"comes to barrier {barrier[1]} twice before all of its threads have come once,"
-            self.report(instruction, "race", lanes, again, message)
-        elif previous and not previous.is_one_warp and not previous.waited[threads].all():
-            self.require_the_end(instruction, barrier, lanes, previous)
-        now.times[threads] = self.order.clocks.own_times[indices]
-        now.codes[threads] = self.machine.index[id(instruction)]
+            self.report(instruction, "race", lanes, has_arrived, message)
+        elif (
+            previous_generation
+            and not previous_generation.is_one_warp
+            and not previous_generation.waited[threads].all()
+        ):
+            self.require_the_end(instruction, barrier, lanes, previous_generation)
+        current_generation.times[threads] = self.order.clocks.own_times[indices]
+        current_generation.codes[threads] = self.machine.index[id(instruction)]
 
     def require_the_end(
         self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes, previous: Generation
     ) -> None:
         """Report the threads that do not know of all arrivals of the generation before."""
         clocks, indices = self.order.clocks, indices_of(lanes)
-        arrived = np.flatnonzero(previous.times)
-        columns = (barrier[0] * self.machine.stride + arrived) % clocks.size
-        unsure, unknown = np.zeros(len(indices), bool), 0
+        arrived_threads = np.flatnonzero(previous.times)
+        columns = (barrier[0] * self.machine.stride + arrived_threads) % clocks.size
+        is_unsure, unknown_thread = np.zeros(len(indices), bool), 0
         for warp in groups(indices // 32):
             clock = clocks.known_to(indices[warp])[int(indices[0]) // clocks.size]
-            missing = clock[columns] < previous.times[arrived]
-            if missing.any():
-                unsure[warp] = ~previous.waited[indices[warp] % self.machine.stride]
-                unknown = unknown or int(arrived[int(np.argmax(missing))])
-        if unsure.any():
-            _, thread = self.machine.place_of(barrier[0] * self.machine.stride + unknown)
-            arrival = self.machine.code[previous.codes[unknown]].seen_from(instruction)
+            is_unseen = clock[columns] < previous.times[arrived_threads]
+            if is_unseen.any():
+                is_unsure[warp] = ~previous.waited[indices[warp] % self.machine.stride]
+                unknown_thread = unknown_thread or int(arrived_threads[int(np.argmax(is_unseen))])
+        if is_unsure.any():
+            _, thread = self.machine.place_of(barrier[0] * self.machine.stride + unknown_thread)
+            arrival = self.machine.code[previous.codes[unknown_thread]].seen_from(instruction)
             message = (
                 f"comes to barrier {barrier[1]} without knowing that its generation before is over, to which thread "
                 f"({','.join(map(str, thread))}) came by {arrival}: until that has come, this arrival counts in its "
                 "place; wait for that generation (bar.sync), or behind a thread that has,"
             )
-            self.report(instruction, "race", lanes, unsure, message)
+            self.report(instruction, "race", lanes, is_unsure, message)
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """Note that those who wait know that all have come."""

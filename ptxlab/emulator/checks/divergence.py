@@ -70,16 +70,16 @@ class Divergence(Check):
 
     def follow_branches(self, pc: int, handler: Handler) -> Handler:
         """Wrap the handler of a block's last instruction: its lanes are counted where they have gone."""
-        turning, leaving = self.flow.loop_edges.get(pc, ()), self.flow.early_exits.get(pc, ())
-        if not turning and not leaving:
+        loop_edges, early_exits = self.flow.loop_edges.get(pc, ()), self.flow.early_exits.get(pc, ())
+        if not loop_edges and not early_exits:
             return handler
 
         def follow(lanes: Lanes) -> Successors:
             successors = handler(lanes)
             for target, target_lanes in [(pc + 1, lanes)] if successors is None else successors:
-                if target in turning:
+                if target in loop_edges:
                     self.iterations[target_lanes] += 1
-                if target in leaving:
+                if target in early_exits:
                     self.leave(target_lanes)
             return successors
 
@@ -90,11 +90,11 @@ class Divergence(Check):
         for meeting in self.machine.meetings.values():
             for pc, meeting_lanes, _ in meeting:
                 self.parked[meeting_lanes] = pc in self.flow.aligned
-        staying = indices_of(lanes)[self.expected[lanes]]
-        if len(staying):
-            self.iterations[staying] = 0
-            self.record_execution(END, as_lanes(staying))
-            self.leave(as_lanes(staying))
+        remaining_lanes = indices_of(lanes)[self.expected[lanes]]
+        if len(remaining_lanes):
+            self.iterations[remaining_lanes] = 0
+            self.record_execution(END, as_lanes(remaining_lanes))
+            self.leave(as_lanes(remaining_lanes))
 
     def leave(self, lanes: Lanes) -> None:
         """Take lanes out of those that others wait for."""
@@ -124,34 +124,36 @@ class Divergence(Check):
             rows = iterations.reshape(-1, 32)
             if (rows == rows[:, :1]).all():
                 return
-        present, of_lane = np.zeros(self.machine.lanes, bool), np.zeros(self.machine.lanes, np.int32)
-        present[lanes], of_lane[lanes] = True, iterations
-        present &= self.expected
-        bits = pack_bits(present)
-        last = np.where(present, of_lane, iterations.min()).reshape(-1, 32).max(axis=1)
-        first = np.where(present, of_lane, iterations.max()).reshape(-1, 32).min(axis=1)
-        is_incomplete = (bits != pack_bits(self.expected)) | (first != last)
+        is_present, lane_iteration = np.zeros(self.machine.lanes, bool), np.zeros(self.machine.lanes, np.int32)
+        is_present[lanes], lane_iteration[lanes] = True, iterations
+        is_present &= self.expected
+        bits = pack_bits(is_present)
+        last_iteration = np.where(is_present, lane_iteration, iterations.min()).reshape(-1, 32).max(axis=1)
+        first = np.where(is_present, lane_iteration, iterations.max()).reshape(-1, 32).min(axis=1)
+        is_incomplete = (bits != pack_bits(self.expected)) | (first != last_iteration)
         is_incomplete[list(self.open)] = True
         is_incomplete &= bits != 0
         for warp in np.flatnonzero(is_incomplete).tolist():
             in_warp = indices_of(lanes) // 32 == warp
             for iteration in np.unique(iterations[in_warp]).tolist():
                 same_iteration = indices_of(lanes)[in_warp & (iterations == iteration)]
-                awaited = same_iteration[self.expected[same_iteration]]
-                self.enter_execution(warp, Execution(pc, iteration, sum(1 << lane % 32 for lane in awaited.tolist())))
+                awaited_lanes = same_iteration[self.expected[same_iteration]]
+                self.enter_execution(
+                    warp, Execution(pc, iteration, sum(1 << lane % 32 for lane in awaited_lanes.tolist()))
+                )
 
     def enter_execution(self, warp: int, new: Execution) -> None:
         """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
         executions = self.open.setdefault(warp, [])
-        remaining = new.lanes
+        remaining_lanes = new.lanes
         for execution in executions:
-            arriving = remaining & ~execution.lanes
-            if arriving and (execution.pc, execution.iteration) != (new.pc, new.iteration):
-                return self.report_divergence(warp, execution, Execution(new.pc, new.iteration, arriving))
-            execution.lanes |= arriving
-            remaining &= ~arriving
-        if remaining:
-            executions.append(Execution(new.pc, new.iteration, remaining))
+            arriving_lanes = remaining_lanes & ~execution.lanes
+            if arriving_lanes and (execution.pc, execution.iteration) != (new.pc, new.iteration):
+                return self.report_divergence(warp, execution, Execution(new.pc, new.iteration, arriving_lanes))
+            execution.lanes |= arriving_lanes
+            remaining_lanes &= ~arriving_lanes
+        if remaining_lanes:
+            executions.append(Execution(new.pc, new.iteration, remaining_lanes))
         self.forget_complete(warp)
 
     def report_divergence(self, warp: int, deviating: Execution, reported: Execution) -> None:

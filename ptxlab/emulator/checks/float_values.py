@@ -41,14 +41,14 @@ def masks_by_kind(values: Values) -> dict[str, Array]:
     if not is_float(type_name):
         return {}
     scalar_type = element(type_name)
-    unsigned, without_sign = np.dtype(f"u{bits_of(scalar_type) // 8}"), (1 << bits_of(scalar_type) - 1) - 1
-    normal = 1 << MANTISSA[scalar_type]  # the smallest
-    infinite = without_sign + 1 - normal
-    magnitude = np.ascontiguousarray(raw).view(unsigned).reshape(len(raw), -1) & unsigned.type(without_sign)
+    unsigned_dtype, without_sign = np.dtype(f"u{bits_of(scalar_type) // 8}"), (1 << bits_of(scalar_type) - 1) - 1
+    smallest_normal = 1 << MANTISSA[scalar_type]  # the smallest
+    infinity_bits = without_sign + 1 - smallest_normal
+    magnitude = np.ascontiguousarray(raw).view(unsigned_dtype).reshape(len(raw), -1) & unsigned_dtype.type(without_sign)
     masks = {
-        "nan": magnitude > infinite,
-        "overflow" if scalar_type == "f16" else "infinity": magnitude == infinite,
-        "subnormal": (magnitude > 0) & (magnitude < normal),
+        "nan": magnitude > infinity_bits,
+        "overflow" if scalar_type == "f16" else "infinity": magnitude == infinity_bits,
+        "subnormal": (magnitude > 0) & (magnitude < smallest_normal),
     }
     return {kind: mask.any(axis=1) for kind, mask in masks.items()}
 
@@ -56,8 +56,8 @@ def masks_by_kind(values: Values) -> dict[str, Array]:
 def is_kind(operand: Values, kind: str) -> Array | bool:
     """Tell which of an operand's values are of a kind; an f16's infinity is one among others here."""
     masks = masks_by_kind(operand)
-    infinite = masks.get("infinity", masks.get("overflow", False))
-    return infinite if kind in ("infinity", "overflow") else masks.get(kind, False)
+    is_infinite = masks.get("infinity", masks.get("overflow", False))
+    return is_infinite if kind in ("infinity", "overflow") else masks.get(kind, False)
 
 
 class FloatValues(Check):
@@ -81,29 +81,31 @@ class FloatValues(Check):
         _, ((target, t), *_), sources = typed_operands(instruction)
         if not is_float(t):
             return handler
-        relaxed = instruction.head == "cvt"
-        readers = [(of, self.machine.reader(operand, of, relaxed)) for operand, of in sources]
-        stored = self.machine.reader(target, t, relaxed)
+        is_conversion = instruction.head == "cvt"
+        readers = [
+            (type_name, self.machine.reader(operand, type_name, is_conversion)) for operand, type_name in sources
+        ]
+        read_stored = self.machine.reader(target, t, is_conversion)
 
         def run_and_compare(lanes: Lanes) -> Successors:
-            operands = [(of, read(lanes).copy()) for of, read in readers]
+            operands = [(type_name, read(lanes).copy()) for type_name, read in readers]
             successors = handler(lanes)
-            self.compare(instruction, lanes, (t, stored(lanes)), operands)
+            self.compare(instruction, lanes, (t, read_stored(lanes)), operands)
             return successors
 
         return run_and_compare
 
     def compare(self, instruction: Instruction, lanes: Lanes, destination: Values, operands: Sequence[Values]) -> None:
         """Report results of a kind that no operand is of."""
-        for kind, arising in masks_by_kind(destination).items():
-            if arising.any():
+        for kind, is_arising in masks_by_kind(destination).items():
+            if is_arising.any():
                 for operand in operands:
-                    arising = arising & ~np.asarray(is_kind(operand, kind))
-                if arising.any():
-                    index = int(np.argmax(arising))
+                    is_arising = is_arising & ~np.asarray(is_kind(operand, kind))
+                if is_arising.any():
+                    index = int(np.argmax(is_arising))
                     operand_text = ", ".join(text_of(operand, index) for operand in operands)
                     message = f"makes {_KIND_NAMES[kind]} of {operand_text},"
-                    self.report_origin(instruction, kind, lanes, arising, message)
+                    self.report_origin(instruction, kind, lanes, is_arising, message)
 
     def report_origin(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
         """Report numbers of a kind that arise here, unless that kind has arisen elsewhere before."""
@@ -166,10 +168,10 @@ class FloatValues(Check):
 
         def run_and_compare(lanes: Lanes) -> Successors:
             warps = np.unique(indices_of(lanes) // 32)
-            whole = as_lanes((warps[:, None] * 32 + np.arange(32)).reshape(-1))
+            warp_lanes = as_lanes((warps[:, None] * 32 + np.arange(32)).reshape(-1))
             old_values = [
                 [
-                    [(t, np.broadcast_to(read(whole), 32 * len(warps)).copy()) for t, read in group]
+                    [(t, np.broadcast_to(read(warp_lanes), 32 * len(warps)).copy()) for t, read in group]
                     for group in (d_readers, operand_readers)
                 ]
                 for _, d_readers, operand_readers in members
@@ -177,7 +179,7 @@ class FloatValues(Check):
             successors = handler(lanes)
             for (mma, d_readers, _), (old_d, operands) in zip(members, old_values, strict=True):
                 for (t, read), (_, old_d_values) in zip(d_readers, old_d, strict=True):
-                    self.compare_warps(mma, whole, (t, read(whole)), old_d_values, operands)
+                    self.compare_warps(mma, warp_lanes, (t, read(warp_lanes)), old_d_values, operands)
             return successors
 
         return run_and_compare
@@ -216,33 +218,33 @@ class FloatValues(Check):
         if not isinstance(effect, WgmmaProducts) or not effect.notes_special or effect.old_d is None:
             return
         t, lanes, warps = ("f16x2" if effect.decoded.d_type == "f16" else "f32"), effect.all_lanes, len(effect.lanes)
-        new, old = (
+        new_masks, old_masks = (
             masks_by_kind((t, np.ascontiguousarray(raw).reshape(-1).view(DTYPES[t])))
             for raw in (effect.decoded.read_d(lanes), effect.old_d)
         )
-        for kind, mask in new.items():
-            added = old[kind].reshape(warps, -1).any(axis=1) & effect.adds
-            in_operands = added | effect.special["infinity" if kind == "overflow" else kind]
-            arising = (mask.reshape(warps, 32, -1).any(axis=2) & ~in_operands[:, None]).reshape(-1)
-            if arising.any():
+        for kind, mask in new_masks.items():
+            is_in_sums = old_masks[kind].reshape(warps, -1).any(axis=1) & effect.adds
+            is_in_operands = is_in_sums | effect.special["infinity" if kind == "overflow" else kind]
+            is_arising = (mask.reshape(warps, 32, -1).any(axis=2) & ~is_in_operands[:, None]).reshape(-1)
+            if is_arising.any():
                 message = f"makes {_KIND_NAMES[kind]}, and no operand of its warp is one,"
-                self.report_origin(effect.instruction, kind, lanes, arising, message)
+                self.report_origin(effect.instruction, kind, lanes, is_arising, message)
 
     def compare_warps(
         self, instruction: Instruction, lanes: Lanes, destination: Values, old_values: Array, operands: Sequence[Values]
     ) -> None:
         """Report results of a kind that no operand of the whole warp is of."""
-        changed = destination[1].view(f"u{old_values.itemsize}") != old_values.view(f"u{old_values.itemsize}")
-        for kind, arising in masks_by_kind(destination).items():
-            if not (arising := arising & changed).any():
+        is_changed = destination[1].view(f"u{old_values.itemsize}") != old_values.view(f"u{old_values.itemsize}")
+        for kind, is_arising in masks_by_kind(destination).items():
+            if not (is_arising := is_arising & is_changed).any():
                 continue
-            in_operands = np.any(
-                [np.broadcast_to(is_kind(operand, kind), len(arising)) for operand in operands], axis=0
+            is_in_operands = np.any(
+                [np.broadcast_to(is_kind(operand, kind), len(is_arising)) for operand in operands], axis=0
             )
-            arising &= ~np.repeat(in_operands.reshape(-1, 32).any(axis=1), 32)
-            if arising.any():
+            is_arising &= ~np.repeat(is_in_operands.reshape(-1, 32).any(axis=1), 32)
+            if is_arising.any():
                 message = f"makes {_KIND_NAMES[kind]}, and no operand of its warp is one,"
-                self.report_origin(instruction, kind, lanes, arising, message)
+                self.report_origin(instruction, kind, lanes, is_arising, message)
 
 
 def elements_of(operand: ir.Operand) -> ir.Operands:

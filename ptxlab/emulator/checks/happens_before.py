@@ -107,18 +107,18 @@ class HappensBefore(Check):
         # neighbouring bytes have the same past
         starts = np.concatenate(([True], (past[1:] != past[:-1]) | (threads[1:] != threads[:-1])))
         distinct_past, distinct_threads = past[starts], threads[starts]
-        late = distinct_past != 0
-        distinct_past, distinct_threads = distinct_past[late], distinct_threads[late]
+        has_past = distinct_past != 0
+        distinct_past, distinct_threads = distinct_past[has_past], distinct_threads[has_past]
         actors = actors_of(distinct_past)
         if proxy_space is not None:
             actors = self.clocks.visible(actors, proxy_space)
-        late[late] = ~self.clocks.knows(distinct_threads, actors, times_of(distinct_past))
-        return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
+        has_past[has_past] = ~self.clocks.knows(distinct_threads, actors, times_of(distinct_past))
+        return has_past[np.cumsum(starts) - 1] if has_past.any() else np.zeros(len(past), bool)
 
     def fenced_by_nobody(self, past: Array, proxy_space: int) -> Array:
         """Tell which past events no proxy fence has followed, by whichever thread knew of them."""
-        seen = self.clocks.visible(actors_of(past), proxy_space)
-        return self.clocks.known_to_anyone(seen) < times_of(past)
+        visible_times = self.clocks.visible(actors_of(past), proxy_space)
+        return self.clocks.known_to_anyone(visible_times) < times_of(past)
 
     # Flags
 
@@ -144,20 +144,20 @@ class HappensBefore(Check):
 
     def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
         """Hand on with the flag what the lanes know (or knew at their last fence); an atomic keeps what was there."""
-        releasing = access.order in ("release", "acq_rel")
-        if not releasing and not self.fenced:
+        is_release = access.order in ("release", "acq_rel")
+        if not is_release and not self.fenced:
             return
         indices = indices_of(lanes)
         self.flag_setters[int(indices[0]) // self.scopes.block] = access.instruction, int(indices[0])
         for group in groups(offsets):
             place = int(offsets[group[0]])
-            releases = self.clocks_to_release(access.instruction, indices[group], releasing)
+            released_clocks = self.clocks_to_release(access.instruction, indices[group], is_release)
             if keep:
                 for release, clock in self.flags.get(place, {}).items():
-                    self.merge_release(releases, release, clock)
-            if releases:
-                self.flags[place] = releases
-        if releasing:
+                    self.merge_release(released_clocks, release, clock)
+            if released_clocks:
+                self.flags[place] = released_clocks
+        if is_release:
             self.clocks.tick(indices)
 
     def is_fenced(self, lane: int, time: int) -> bool:
@@ -166,15 +166,15 @@ class HappensBefore(Check):
 
     def clocks_to_release(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
         """Return what the lanes make known together: what they know now, or knew at their last fences."""
-        releases: Clocked = {}
+        released_clocks: Clocked = {}
         reach = reach_of(instruction.opcode)
         for release, block_lanes in self.scopes.by_block(reach, lanes) if now else ():
-            self.merge_release(releases, release, self.clocks.known_to(block_lanes))
+            self.merge_release(released_clocks, release, self.clocks.known_to(block_lanes))
         for fence, (fenced, own_times) in self.fenced.items() if not now else ():
             for release, block_lanes in self.scopes.by_block(min(fence, reach), lanes):
                 for clock, clock_lanes in by_clock(fenced, block_lanes):
-                    self.merge_release(releases, release, self.clocks.known_to(clock_lanes, clock, own_times))
-        return releases
+                    self.merge_release(released_clocks, release, self.clocks.known_to(clock_lanes, clock, own_times))
+        return released_clocks
 
     def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
         """Give the lanes what came with the flag, at once or at their next fence."""
@@ -218,14 +218,16 @@ class HappensBefore(Check):
 
         The others are remembered, to be named where they race.
         """
-        reached = self.scopes.lanes_reached(release, reach_of(instruction.opcode), lanes)
-        if len(reached) < len(lanes):
-            narrow = "acquires" if reach_of(instruction.opcode) < release[0] else "finds a release"
+        reached_lanes = self.scopes.lanes_reached(release, reach_of(instruction.opcode), lanes)
+        if len(reached_lanes) < len(lanes):
+            missing_side = "acquires" if reach_of(instruction.opcode) < release[0] else "finds a release"
             scope = "cta" if CTA in (release[0], reach_of(instruction.opcode)) else "cluster"
-            reason = f"line {instruction.line} {narrow} in scope .{scope} only, which does not reach the other block,"
-            for block in np.unique(np.setdiff1d(lanes, reached) // self.scopes.block).tolist():
+            reason = (
+                f"line {instruction.line} {missing_side} in scope .{scope} only, which does not reach the other block,"
+            )
+            for block in np.unique(np.setdiff1d(lanes, reached_lanes) // self.scopes.block).tolist():
                 self.unreached[release[1], block] = reason
-        return reached
+        return reached_lanes
 
     def take_pending(self, lanes: Array, fence: Instruction | None = None) -> None:
         """Make known to the lanes what their strong reads brought, as far as the fence's scope reaches.
@@ -303,18 +305,18 @@ class HappensBefore(Check):
         """Tell the mbarriers what the engines have done."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
-            releases = self.arrived.setdefault(place, {})
-            self.merge_release(releases, EVERYWHERE, self.clocks.engines(lanes, effect.serial))
+            released_clocks = self.arrived.setdefault(place, {})
+            self.merge_release(released_clocks, EVERYWHERE, self.clocks.engines(lanes, effect.serial))
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Tell the mbarrier what those know who arrive."""
-        releases = self.arrived.setdefault(place, {})
+        released_clocks = self.arrived.setdefault(place, {})
         if "relaxed" in instruction.opcode.split("."):
             for release, clock in self.clocks_to_release(instruction, indices_of(lanes), now=False).items():
-                self.merge_release(releases, release, clock)
+                self.merge_release(released_clocks, release, clock)
             return
         for release, block_lanes in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
-            self.merge_release(releases, release, self.publish_clock(block_lanes))
+            self.merge_release(released_clocks, release, self.publish_clock(block_lanes))
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """Record who has initialised mbarriers."""
@@ -344,9 +346,9 @@ class HappensBefore(Check):
             is_own = clusters == -1 - place
             self.announced.setdefault(place, {}).update(compress(self.released.items(), is_own))
             self.released = dict(compress(self.released.items(), ~is_own))
-        complete = self.phases.setdefault(place, {})
+        phase_clocks = self.phases.setdefault(place, {})
         for release, clock in self.arrived.pop(place, {}).items():
-            self.merge_release(complete, release, clock)
+            self.merge_release(phase_clocks, release, clock)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Tell the lanes that have waited what the mbarrier, or the barrier of their cluster, learnt."""

@@ -55,8 +55,8 @@ class InFlight(Check):
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
-        marked = machine.launch.entry.uses_async_proxy or machine.launch.unfenced is not None
-        self.dirty = Shadow(machine.memory.size) if marked else None
+        tracks_writers = machine.launch.entry.uses_async_proxy or machine.launch.unfenced is not None
+        self.dirty = Shadow(machine.memory.size) if tracks_writers else None
         # likewise of the last read of shared memory; None: not asked for
         self.read = None if self.dirty is None or not strict else Shadow(machine.memory.size)
         self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
@@ -66,10 +66,10 @@ class InFlight(Check):
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report reads of what a copy writes."""
         self.check_access(access, lanes, offsets, _CHANGED, "reads")
-        if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
-            threads = indices_of(lanes)[shared]
+        if self.read is not None and (is_shared := self.machine.launch.is_shared(offsets)).any():
+            threads = indices_of(lanes)[is_shared]
             events = self.order.event(access.instruction, threads, self.order.clocks.own_times[threads], strong=False)
-            self.read.mark(offsets[shared], access.size, events)
+            self.read.mark(offsets[is_shared], access.size, events)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Report writes to what a copy reads or writes."""
@@ -87,25 +87,26 @@ class InFlight(Check):
         """Report accesses to bytes that carry one of the flags."""
         width = min(access.size, 8)
         pattern = repeat_byte(flags, width)
-        wrong = np.zeros(len(offsets), bool)
+        is_collision = np.zeros(len(offsets), bool)
         for first in range(0, access.size, width):
-            wrong |= self.words[width][(offsets + first) // width] & pattern != 0
-        if wrong.any():
-            start = int(offsets[int(np.argmax(wrong))])
+            is_collision |= self.words[width][(offsets + first) // width] & pattern != 0
+        if is_collision.any():
+            start = int(offsets[int(np.argmax(is_collision))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
             description = self.describe_byte(access.instruction, place, flags)
-            self.report(access.instruction, "async", lanes, wrong, f"{does} {description}")
+            self.report(access.instruction, "async", lanes, is_collision, f"{does} {description}")
 
     def describe_byte(self, instruction: Instruction, place: int, flags: int) -> str:
         """Name in words a byte in flight that an instruction meets, and who moves it."""
         for effect in self.pending.queue:
-            for does, flag, part in (("written", _CHANGED, effect.writes), ("read", _READ, effect.reads)):
+            for verb, flag, part in (("written", _CHANGED, effect.writes), ("read", _READ, effect.reads)):
                 lanes, starts, sizes = part
-                holds = (starts <= place) & (place < starts + sizes)
-                if flags & flag and holds.any():
-                    thread = "({},{},{})".format(*self.machine.place_of(int(lanes[int(np.argmax(holds))]))[1])
-                    by = f"{effect.instruction.seen_from(instruction)}, for thread {thread}"
-                    return f"{self.memory.name_byte(place)}, still being {does} by {by}, as nobody has waited for that,"
+                is_holder = (starts <= place) & (place < starts + sizes)
+                if flags & flag and is_holder.any():
+                    thread = "({},{},{})".format(*self.machine.place_of(int(lanes[int(np.argmax(is_holder))]))[1])
+                    source_text = f"{effect.instruction.seen_from(instruction)}, for thread {thread}"
+                    byte_name = self.memory.name_byte(place)
+                    return f"{byte_name}, still being {verb} by {source_text}, as nobody has waited for that,"
         return f"{self.memory.name_byte(place)}, which another entry of this copy moves"
 
     # Copies
@@ -116,12 +117,14 @@ class InFlight(Check):
         Its bytes are in flight, too, from then on.
         """
         self.check_collisions(effect, effect.reads, effect.read_units, _CHANGED, "takes")
-        adds = _ADDED if effect.accumulates else 0  # which several may do at once
-        self.check_collisions(effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~adds, "copies to")
+        added_flag = _ADDED if effect.accumulates else 0  # which several may do at once
+        self.check_collisions(
+            effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~added_flag, "copies to"
+        )
         if effect.kind != "cp.async":
             self.check_visibility(effect)
         self.set_flags(effect, effect.read_units, _READ)
-        self.set_flags(effect, effect.written_units, adds or _WRITTEN)
+        self.set_flags(effect, effect.written_units, added_flag or _WRITTEN)
 
     def set_flags(self, effect: Effect, units_of: Units, flag: int) -> None:
         """Set the flag on the bytes of an effect."""
@@ -139,18 +142,18 @@ class InFlight(Check):
         if not np.count_nonzero(self.words[unit][units_of(unit)] & repeat_byte(flags, unit)):
             return
         places = units_of(1)
-        hit = self.busy[places] & flags != 0
-        if hit.any():
+        is_hit = self.busy[places] & flags != 0
+        if is_hit.any():
             lanes, _, sizes = entries
-            description = self.describe_byte(effect.instruction, int(places[int(np.argmax(hit))]), flags)
-            self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {description}")
+            description = self.describe_byte(effect.instruction, int(places[int(np.argmax(is_hit))]), flags)
+            self.report(effect.instruction, "async", lanes, by_entry(is_hit, sizes), f"{does} {description}")
 
     def check_visibility(self, effect: Effect) -> None:
         """Report what the engine reads without being able to see it, and mbarriers that its thread does not know of."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if not self.order.is_initialised(place, lane):
-                by = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
-                message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {by}, initialised "
+                writer_text = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
+                message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {writer_text}, initialised "
                 message += "and nothing orders before this: neither a barrier nor fence.mbarrier_init,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
@@ -159,11 +162,13 @@ class InFlight(Check):
         if self.machine.launch.unfenced is not None:
             self.report_unfenced_launches(effect)
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
-            units_of = effect.written_units
+            written_units = effect.written_units
             late_store, early_copy = "that may land behind the copy", "that may see the copy already"
-            self.report_unfenced(effect, self.dirty, effect.writes, units_of, ("copies over", "wrote", late_store))
+            self.report_unfenced(effect, self.dirty, effect.writes, written_units, ("copies over", "wrote", late_store))
             if self.read is not None:
-                self.report_unfenced(effect, self.read, effect.writes, units_of, ("copies over", "read", early_copy))
+                self.report_unfenced(
+                    effect, self.read, effect.writes, written_units, ("copies over", "read", early_copy)
+                )
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """Record that these lanes have, from now on, what the launches before wrote, in their own proxy."""
@@ -185,42 +190,42 @@ class InFlight(Check):
         is_fenced = np.zeros(len(threads), bool)  # a fence that itself is behind a wait
         for wait in self.waits:
             is_fenced |= ~self.order.is_unordered(np.full(len(threads), wait), threads, _GLOBAL)
-        hit = (writer_numbers > 0) & ~is_fenced
-        if hit.any():
-            first = int(np.argmax(hit))
+        is_hit = (writer_numbers > 0) & ~is_fenced
+        if is_hit.any():
+            first = int(np.argmax(is_hit))
             writer = self.machine.launch.writers[writer_numbers[first] - 1]
             message = f"takes {self.memory.name_byte(int(places[first]))}, which {writer}, wrote "
             message += "without a fence.proxy.async behind it, and nobody has fenced here since griddepcontrol.wait: "
             message += "the engine may see what was there before,"
-            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
+            self.report(effect.instruction, "async-dirty", lanes, by_entry(is_hit, sizes), message)
 
     def report_unfenced(
         self, effect: Effect, marked: Shadow, entries: Places, units_of: Units, words: tuple[str, str, str]
     ) -> None:
         """Report bytes that threads have written (or read), by events in `marked`, and not fenced since."""
-        does, did, consequence = words
+        verb, past_verb, consequence = words
         lanes, _, sizes = entries
         unit, units = coarsest(effect.grain, units_of, marked)
         marks = marked.get(units, unit)
         if not np.count_nonzero(marks):
             return
         threads, places = lanes.repeat(sizes // unit), units * unit
-        shared = self.machine.launch.is_shared(places)
+        is_shared = self.machine.launch.is_shared(places)
         writers = actors_of(marks) % self.machine.lanes
-        hit = np.zeros(len(places), bool)
-        for space, in_space in enumerate((shared, ~shared)):
-            hit[in_space] = self.order.is_unordered(marks[in_space], threads[in_space], space)
+        is_hit = np.zeros(len(places), bool)
+        for space, is_in_space in enumerate((is_shared, ~is_shared)):
+            is_hit[is_in_space] = self.order.is_unordered(marks[is_in_space], threads[is_in_space], space)
             # what its writer has fenced, and nobody has told the issuing thread of, is a race and no more
-            fenced = ~self.order.is_unordered(marks[in_space], writers[in_space], space)
-            hit[in_space] &= ~(fenced & self.order.is_unordered(marks[in_space], threads[in_space]))
-        if hit.any():
-            first = int(np.argmax(hit))
+            is_fenced = ~self.order.is_unordered(marks[is_in_space], writers[is_in_space], space)
+            is_hit[is_in_space] &= ~(is_fenced & self.order.is_unordered(marks[is_in_space], threads[is_in_space]))
+        if is_hit.any():
+            first = int(np.argmax(is_hit))
             writer = self.order.instruction_of(marks[first])
-            by = writer.seen_from(effect.instruction)
-            message = f"{does} {self.memory.name_byte(int(places[first]))}, which {by}, {did} "
+            writer_text = writer.seen_from(effect.instruction)
+            message = f"{verb} {self.memory.name_byte(int(places[first]))}, which {writer_text}, {past_verb} "
             message += f"without a fence.proxy.async behind it: {consequence},"
-            kind = "async-dirty" if did == "wrote" else "war"
-            self.report(effect.instruction, kind, lanes, by_entry(hit, sizes // unit), message)
+            kind = "async-dirty" if past_verb == "wrote" else "war"
+            self.report(effect.instruction, kind, lanes, by_entry(is_hit, sizes // unit), message)
 
     def effect_wait(self, effect: Effect, only_read: bool) -> None:
         """Settle the lanes' own effects, which are done, or have read their source."""
@@ -255,10 +260,10 @@ class InFlight(Check):
         self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads
-            wrong = (sizes > 0) & (self.busy[starts] & _READ != 0) & self.machine.launch.is_shared(starts)
-            if wrong.any():
+            is_unfinished = (sizes > 0) & (self.busy[starts] & _READ != 0) & self.machine.launch.is_shared(starts)
+            if is_unfinished.any():
                 message = "reads shared memory, and its block ends without waiting for that"
-                self.report(effect.instruction, "async", lanes, wrong, message)
+                self.report(effect.instruction, "async", lanes, is_unfinished, message)
 
     def publish(self) -> None:
         """Leave for the next launch of a chain which bytes of global memory nobody has fenced."""

@@ -39,13 +39,13 @@ class Initialised(Check):
 
     def states_of(self, registers: list[Register]) -> list[RegisterState]:
         """Return what is known of each register."""
-        by_name = {}
+        states_by_name = {}
         for register in registers:
             place = register.place
             if place not in self.register_states:
                 self.register_states[place] = self.registers[place[0]][place[1]], set(), register.name
-            by_name[register.name] = self.register_states[place]
-        return list(by_name.values())
+            states_by_name[register.name] = self.register_states[place]
+        return list(states_by_name.values())
 
     def wrap_registers(
         self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
@@ -115,10 +115,10 @@ class Initialised(Check):
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report bytes that were never written, once; of an ordinary load only if its value is used."""
-        instruction, wrong = access.instruction, np.zeros(len(offsets), bool)
+        instruction, is_uninitialised = access.instruction, np.zeros(len(offsets), bool)
         for words, index in self.parts(access, offsets):
-            wrong |= words[index] != 0
-        if not wrong.any():
+            is_uninitialised |= words[index] != 0
+        if not is_uninitialised.any():
             return
         if access.kind == "load" and access.order == "weak":
             self.machine.launch.suspects.add(self.machine.index[id(instruction)])
@@ -129,9 +129,11 @@ class Initialised(Check):
                 self.report(instruction, "uninitialised", lanes, wrong_lanes, f"reads {place}, which was never written")
 
         if self.taint and self.taint.is_tracked(instruction):
-            self.taint.report_when_used(self.taint.events(instruction, lanes), lambda used: report_lanes(used & wrong))
+            self.taint.report_when_used(
+                self.taint.events(instruction, lanes), lambda used: report_lanes(used & is_uninitialised)
+            )
             return
-        report_lanes(wrong)
+        report_lanes(is_uninitialised)
         self.store(access, lanes, offsets, offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
@@ -141,36 +143,36 @@ class Initialised(Check):
 
     def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
         """Report values taken from lanes that do not take part: they are undefined."""
-        outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
-        if outside.any():
-            first = int(np.argmax(outside))
+        is_outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
+        if is_outside.any():
+            first = int(np.argmax(is_outside))
             origin = f"lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
-            self.report(instruction, "uninitialised", lanes, outside, f"takes the value of {origin}")
+            self.report(instruction, "uninitialised", lanes, is_outside, f"takes the value of {origin}")
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `in_flight` knows when."""
-        adds = "adds to" if effect.accumulates else ""
-        for (lanes, _, sizes), units_of, does in (
+        added_verb = "adds to" if effect.accumulates else ""
+        for (lanes, _, sizes), touched_units, verb in (
             (effect.reads, effect.read_units, "takes"),
-            (effect.writes, effect.written_units, adds),
+            (effect.writes, effect.written_units, added_verb),
         ):
             unit = min(effect.grain, 8)
-            words, units = self.words[unit], units_of(unit)
-            if does and np.count_nonzero(words[units]):
-                places = units_of(1)
-                unwritten = self.unwritten[places]
-                place = self.machine.memory.name_byte(int(places[int(np.argmax(unwritten))]))
-                message = f"{does} {place}, which was never written"
-                self.report(effect.instruction, "uninitialised", lanes, by_entry(unwritten, sizes), message)
+            words, units = self.words[unit], touched_units(unit)
+            if verb and np.count_nonzero(words[units]):
+                places = touched_units(1)
+                is_unwritten = self.unwritten[places]
+                place = self.machine.memory.name_byte(int(places[int(np.argmax(is_unwritten))]))
+                message = f"{verb} {place}, which was never written"
+                self.report(effect.instruction, "uninitialised", lanes, by_entry(is_unwritten, sizes), message)
             words[units] = 0
         for register, lanes in effect.adds_to:
             ((is_written, spans, _),) = self.states_of([register])
             if len(lanes) and span_of(as_lanes(lanes)) in spans:
                 continue
-            unknown = ~is_written[lanes]
-            if unknown.any():
+            is_unknown = ~is_written[lanes]
+            if is_unknown.any():
                 message = f"adds to {register.name}, which was never written"
-                self.report(effect.instruction, "uninitialised", lanes, unknown, message)
+                self.report(effect.instruction, "uninitialised", lanes, is_unknown, message)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Check an atomic as a read, then as a write."""

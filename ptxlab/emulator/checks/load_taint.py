@@ -45,16 +45,16 @@ class LoadTaint(Check):
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Mark what an instruction computes like its operands; an instruction of another kind uses them."""
         sources, targets = instruction.sources, instruction.destinations
-        uses = not computes(instruction)
+        is_use = not computes(instruction)
         if instruction.opcode.startswith("wgmma"):  # it adds to its destination
             sources = [*sources, *targets]
         gather = self.build_gather(instruction) or (lambda lanes: self.unite_marks(sources, lanes))
 
         def track_and_run(lanes: Lanes) -> Any:
             if self.marks:
-                if uses:
+                if is_use:
                     self.mark_used(sources, lanes)
-                marks = np.zeros(count_of(lanes), np.int64) if uses else gather(lanes)
+                marks = np.zeros(count_of(lanes), np.int64) if is_use else gather(lanes)
                 for register in targets:
                     self.mark(register, lanes, marks)
             return handler(lanes)
@@ -92,9 +92,12 @@ class LoadTaint(Check):
             read_a, read_b = (self.machine.reader(operand, kind) for operand in (a, b))
 
             def either(lanes: Lanes) -> Marks:
-                of_a, of_b = self.marks_of(a, lanes), self.marks_of(b, lanes)
-                by_a, by_b = (of_a == 0) & (read_a(lanes) == decides), (of_b == 0) & (read_b(lanes) == decides)
-                return self.union(np.where(by_b, 0, of_a), np.where(by_a, 0, of_b))
+                a_marks, b_marks = self.marks_of(a, lanes), self.marks_of(b, lanes)
+                is_decided_by_a, is_decided_by_b = (
+                    (a_marks == 0) & (read_a(lanes) == decides),
+                    (b_marks == 0) & (read_b(lanes) == decides),
+                )
+                return self.union(np.where(is_decided_by_b, 0, a_marks), np.where(is_decided_by_a, 0, b_marks))
 
             return either
         return None
@@ -115,8 +118,8 @@ class LoadTaint(Check):
         if not a.any() or not b.any():
             return a + b
         pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
-        both = [self.number_of(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
-        return np.array(both)[index.reshape(-1)]
+        union_numbers = [self.number_of(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
+        return np.array(union_numbers)[index.reshape(-1)]
 
     def number_of(self, reads: frozenset[int]) -> int:
         """Return the number of a set of reads."""
@@ -146,9 +149,9 @@ class LoadTaint(Check):
     def report_when_used(self, reads: Array, report: Callable[[Array], None]) -> None:
         """Call `report`, with a mask, for those of the reads that have been used, or as soon as they are."""
         events, lanes = without_actors(reads), actors_of(reads)
-        for read in np.unique(events).tolist():
-            self.waiting_reports.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
-            self.report_used(read)
+        for load_event in np.unique(events).tolist():
+            self.waiting_reports.setdefault(load_event, []).append((np.where(events == load_event, lanes, -1), report))
+            self.report_used(load_event)
 
     def report_used(self, read: int) -> None:
         """Report what is held about a read, in those lanes that have used it."""
@@ -182,10 +185,10 @@ class LoadTaint(Check):
         for register in sources:
             self.mark(register, lanes, np.zeros_like(marks))
         for number in np.unique(marks[marks > 0]).tolist():
-            for read in self.sets[number]:
-                used = self.used.setdefault(read, np.zeros(self.machine.lanes, bool))
-                used[indices[marks == number]] = True
-                self.report_used(read)
+            for load_event in self.sets[number]:
+                used_lanes = self.used.setdefault(load_event, np.zeros(self.machine.lanes, bool))
+                used_lanes[indices[marks == number]] = True
+                self.report_used(load_event)
 
 
 def computes(instruction: Instruction) -> bool:

@@ -47,18 +47,18 @@ class MBarrierLife(Check):
         """Check the bytes that a copy writes."""
         unit = min(effect.grain, WORD)
         words = effect.written_units(unit) * unit // WORD
-        hit = self.live[words]
-        if np.count_nonzero(hit):
+        is_live = self.live[words]
+        if np.count_nonzero(is_live):
             lanes, _, sizes = effect.writes
-            self.report_overwrite(effect.instruction, lanes, words[hit], by_entry(hit, sizes // unit))
+            self.report_overwrite(effect.instruction, lanes, words[is_live], by_entry(is_live, sizes // unit))
 
     def report_overwrite(self, instruction: Instruction, lanes: Lanes, words: Array, wrong: Array) -> None:
         """Report lanes that write over a live mbarrier."""
         if wrong.any():
             place = int(words[self.live[words]][0]) * WORD
             mbarrier = self.mbarriers.by_place[place]
-            by = mbarrier.instruction.seen_from(instruction)
-            message = f"writes over {mbarrier}, which {by}, initialised and nobody has invalidated,"
+            source_text = mbarrier.instruction.seen_from(instruction)
+            message = f"writes over {mbarrier}, which {source_text}, initialised and nobody has invalidated,"
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:
@@ -68,8 +68,8 @@ class MBarrierLife(Check):
         """
         for barrier in self.mbarriers.by_place.values():
             if barrier.bytes not in (0, barrier.expected):
-                lost = f"expects {barrier.bytes} bytes more than copies have brought"
-                surplus = f"has got {-barrier.bytes} bytes that nobody expected"
-                message = f"at the end {barrier} {lost if barrier.bytes > 0 else surplus},"
+                shortage_text = f"expects {barrier.bytes} bytes more than copies have brought"
+                surplus_text = f"has got {-barrier.bytes} bytes that nobody expected"
+                message = f"at the end {barrier} {shortage_text if barrier.bytes > 0 else surplus_text},"
                 blocks = self.machine.cluster_memory.block_at(np.array([barrier.place]))
                 self.report(barrier.expected_by, "async", blocks * self.machine.stride, np.array([True]), message)

@@ -56,10 +56,10 @@ class MBarrierPhases(Check):
         """Begin another phase of an mbarrier."""
         if place not in self.phases:  # a cluster's barrier
             return
-        now, last, _ = self.phases[place]
+        current_generation, last_generation, _ = self.phases[place]
         for clock in self.order.arrived.get(place, {}).values():
-            now.arrivals = join_clocks(now.arrivals, clock)
-        self.phases[place] = Phase(), now, last
+            current_generation.arrivals = join_clocks(current_generation.arrivals, clock)
+        self.phases[place] = Phase(), current_generation, last_generation
 
     def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Check that the lanes whose wait is over know that the phase before is over too."""
@@ -67,16 +67,16 @@ class MBarrierPhases(Check):
         indices, clocks = indices_of(lanes), self.order.clocks
         columns = indices % clocks.size
         is_first = ~last.seen_by(columns)
-        unsure = is_first & ~previous.seen_by(columns)
-        if phase > 0 and unsure.any() and ".parity" in instruction.opcode:
-            unsure[unsure] = ~self.know_the_end(previous, indices[unsure])
-            if unsure.any():
+        is_unsure = is_first & ~previous.seen_by(columns)
+        if phase > 0 and is_unsure.any() and ".parity" in instruction.opcode:
+            is_unsure[is_unsure] = ~self.know_the_end(previous, indices[is_unsure])
+            if is_unsure.any():
                 message = (
                     f"waits by parity for phase {phase} of {self.mbarriers.by_place[place]} without knowing that phase "
                     f"{phase - 1} is over, and while that is under way this wait is over at once: wait for that one, "
                     "too, or behind a thread that has (phases count from 0),"
                 )
-                self.report(instruction, "async", lanes, unsure, message)
+                self.report(instruction, "async", lanes, is_unsure, message)
         if not len(last.seen):
             last.seen = np.zeros(clocks.size, np.int32)
         last.seen[columns[is_first]] = clocks.own_times[indices[is_first]]

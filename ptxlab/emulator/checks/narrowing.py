@@ -79,17 +79,17 @@ class Narrowing(Check):
     def wrap_product(self, instruction: Instruction, handler: Handler, type_name: str) -> Handler:
         """Compute the product in 64 bits."""
         readers = [self.machine.reader(operand, type_name) for operand in instruction.operands[1:]]
-        wide, (low, high) = (np.int64 if is_signed(type_name) else np.uint64), limits(type_name)
+        wide_dtype, (low, high) = (np.int64 if is_signed(type_name) else np.uint64), limits(type_name)
 
         def multiply(lanes: Lanes) -> Successors:
-            a, b, *c = (np.broadcast_to(read(lanes), (count_of(lanes),)).astype(wide) for read in readers)
-            exact = a * b + c[0] if c else a * b
-            wrong = (exact < low) | (exact > high)
-            if wrong.any():
-                i = int(np.argmax(wrong))
-                added = f" + {c[0][i]}" if c else ""
-                message = f"{a[i]} * {b[i]}{added} = {exact[i]} does not fit {type_name},"
-                self.report_unless_silent(instruction, lanes, wrong, message)
+            a, b, *c = (np.broadcast_to(read(lanes), (count_of(lanes),)).astype(wide_dtype) for read in readers)
+            exact_product = a * b + c[0] if c else a * b
+            is_out_of_range = (exact_product < low) | (exact_product > high)
+            if is_out_of_range.any():
+                i = int(np.argmax(is_out_of_range))
+                addend_text = f" + {c[0][i]}" if c else ""
+                message = f"{a[i]} * {b[i]}{addend_text} = {exact_product[i]} does not fit {type_name},"
+                self.report_unless_silent(instruction, lanes, is_out_of_range, message)
             return handler(lanes)
 
         return multiply
@@ -103,12 +103,14 @@ class Narrowing(Check):
         dtype = self.arrays.get(region.start) if region and int(offsets.max()) < region.end else None
         is_array = dtype is not None and dtype.kind in "iu" and dtype.itemsize * 8 == bits
         signed = dtype.kind == "i" if is_array and dtype is not None else None
-        target = f"{dtype}, which the array holds" if is_array else f"{bits} bits"
-        stored: tuple[Operand, ...] = operands[1].elements if isinstance(operands[1], Vector) else operands[1:2]
-        for register in stored:
+        target_text = f"{dtype}, which the array holds" if is_array else f"{bits} bits"
+        stored_operands: tuple[Operand, ...] = (
+            operands[1].elements if isinstance(operands[1], Vector) else operands[1:2]
+        )
+        for register in stored_operands:
             if isinstance(register, Register) and bits_of(register.type) > bits:
                 read = self.machine.reader(register, f"s{bits_of(register.type)}")
-                self.check_range(access.instruction, lanes, read(lanes), bits, signed, target)
+                self.check_range(access.instruction, lanes, read(lanes), bits, signed, target_text)
 
     def check_range(
         self, instruction: Instruction, lanes: Lanes, values: Array, bits: int, signed: bool | None, target: str
@@ -117,10 +119,10 @@ class Narrowing(Check):
         low, high = -(1 << bits - 1) if signed is not False else 0, (1 << bits - (signed is True)) - 1
         width = values.itemsize
         as_signed = np.broadcast_to(values, (count_of(lanes),)).view(f"i{width}")
-        wrong = ((as_signed < low) | (as_signed > high)) & (as_signed.view(f"u{width}") > high)
-        if wrong.any():
-            message = f"{as_signed[int(np.argmax(wrong))]} does not fit {target},"
-            self.report_unless_silent(instruction, lanes, wrong, message)
+        is_out_of_range = ((as_signed < low) | (as_signed > high)) & (as_signed.view(f"u{width}") > high)
+        if is_out_of_range.any():
+            message = f"{as_signed[int(np.argmax(is_out_of_range))]} does not fit {target},"
+            self.report_unless_silent(instruction, lanes, is_out_of_range, message)
 
     def report_unless_silent(self, instruction: Instruction, lanes: Lanes, wrong: Array, message: str) -> None:
         """Report lost bits, unless their line says that they are lost on purpose."""

@@ -23,7 +23,7 @@ class PackedLanes(Check):
             if part[1:].isdigit() and part[0] in "usb":
                 width = int(part[1:])
         target, *sources = instruction.operands
-        stored = machine.reader(target, f"u{width}")
+        read_stored = machine.reader(target, f"u{width}")
         letters = [letter for letter in "abc" if letter in types]
         findings = machine.launch.findings
         readers = {letter: machine.reader(sources["abc".index(letter)], f"u{width}") for letter in letters}
@@ -31,7 +31,9 @@ class PackedLanes(Check):
         def run_and_compare(lanes: Lanes) -> Successors:
             source_values = {letter: read(lanes).copy() for letter, read in readers.items()}
             successors = handler(lanes)
-            for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), source_values):
+            for fault in lane_faults(
+                instruction.opcode, types, np.ascontiguousarray(read_stored(lanes)), source_values
+            ):
                 place = machine.place_of(int(indices_of(lanes)[fault.index]))
                 findings.add(instruction, fault.kind, place, fault.problem, fault.times, fault)
             return successors
@@ -50,7 +52,7 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
         return []
     target = types["d"]
     values = {letter: types[letter].decode(sources[letter]) for letter in operation.letters}
-    exact = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
+    exact_values = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
     stored_values = target.decode(stored)
     faults: list[LaneFault] = []
 
@@ -61,32 +63,34 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
         }
 
     def sum_up(lane: int, index: int) -> str:
-        return f"{operation.format.format(**operand_values(lane, index))} = {exact[lane, index]}"
+        return f"{operation.format.format(**operand_values(lane, index))} = {exact_values[lane, index]}"
 
     def report(kind: str, lane: int, wrong: Array, problem: str) -> None:
         index = int(np.argmax(wrong))
         operands = operand_values(lane, index) | {"d": int(stored_values[lane, index])}
         words = {letter: sources[letter] for letter in operation.letters} | {"d": stored}
         registers = tuple(PackedOperand(letter, types[letter], int(w[index])) for letter, w in words.items())
-        wide = tuple(int(lane_value) for lane_value in exact[:, index])
-        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem, registers, wide))
+        lane_values = tuple(int(lane_value) for lane_value in exact_values[:, index])
+        faults.append(
+            LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem, registers, lane_values)
+        )
 
     for lane in range(target.count):
-        disturbed = stored_values[lane] != wrap(exact[lane], target)
-        if disturbed.any() and not operation.simd:
-            index = int(np.argmax(disturbed))
-            culprit, reason = _blame(operation, target, exact[:, index], lane)
-            because = reason if operation.format == "{a} >> {b}" else f"{sum_up(culprit, index)} {reason}"
-            report("carry", lane, disturbed, f"lane {lane} is disturbed by lane {culprit} ({because})")
-        unfit = outside(exact[lane], target)
-        if unfit.any() and ".sat" not in opcode:
-            problem = f"lane {lane} is {sum_up(lane, int(np.argmax(unfit)))}, which does not fit {target}"
-            report("range", lane, unfit, problem)
+        is_disturbed = stored_values[lane] != wrap(exact_values[lane], target)
+        if is_disturbed.any() and not operation.simd:
+            index = int(np.argmax(is_disturbed))
+            culprit_lane, reason = _blame(operation, target, exact_values[:, index], lane)
+            cause_text = reason if operation.format == "{a} >> {b}" else f"{sum_up(culprit_lane, index)} {reason}"
+            report("carry", lane, is_disturbed, f"lane {lane} is disturbed by lane {culprit_lane} ({cause_text})")
+        is_out_of_range = outside(exact_values[lane], target)
+        if is_out_of_range.any() and ".sat" not in opcode:
+            problem = f"lane {lane} is {sum_up(lane, int(np.argmax(is_out_of_range)))}, which does not fit {target}"
+            report("range", lane, is_out_of_range, problem)
     for letter, operand_lanes in values.items():
-        unfit = outside(operand_lanes[0], types[letter])
-        if not types[letter].count and unfit.any():
-            number = int(operand_lanes[0, int(np.argmax(unfit))])
-            report("range", 0, unfit, f"operand {letter} is {number}, which does not fit {types[letter]}")
+        is_out_of_range = outside(operand_lanes[0], types[letter])
+        if not types[letter].count and is_out_of_range.any():
+            number = int(operand_lanes[0, int(np.argmax(is_out_of_range))])
+            report("range", 0, is_out_of_range, f"operand {letter} is {number}, which does not fit {types[letter]}")
     return faults
 
 
@@ -104,8 +108,8 @@ def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) 
     if operation.format == "{a} >> {b}":
         return lane + 1, "its bits are shifted down"
     top = (1 << target.bits) - 1
-    for below in range(lane - 1, -1, -1):
-        if not 0 <= exact[below] <= top:
-            return below, f"> {top}" if exact[below] > top else "< 0"
+    for lower_lane in range(lane - 1, -1, -1):
+        if not 0 <= exact[lower_lane] <= top:
+            return lower_lane, f"> {top}" if exact[lower_lane] > top else "< 0"
     # a sum that fits overflows its field all the same if a negative term went in as its two's complement
     return max(lane - 1, 0), "with a negative term"

@@ -76,11 +76,13 @@ class Races(HappensBefore):
         """Report a read that races with an unordered write."""
         if access.space in ("local", "param", "const"):
             return
-        touch = self.touch(access, lanes, offsets, access.order != "weak", self.writes, self.reads, self.other_reads)
-        self.compare(touch, self.writes, "read of", reads=None if touch.strong else touch.events)
+        load_touch = self.touch(
+            access, lanes, offsets, access.order != "weak", self.writes, self.reads, self.other_reads
+        )
+        self.compare(load_touch, self.writes, "read of", reads=None if load_touch.strong else load_touch.events)
         if ".nc." in access.instruction.opcode:
-            self.require_read_only(touch)
-        self.remember_reads(touch)
+            self.require_read_only(load_touch)
+        self.remember_reads(load_touch)
         super().load(access, lanes, offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
@@ -93,9 +95,9 @@ class Races(HappensBefore):
         touch = self.touch(access, lanes, offsets, access.order != "weak", *shadows)
         new_bytes = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:])))
         old_bytes = self.machine.memory.arena.reshape(-1, touch.unit)[touch.places]
-        changed = old_bytes != new_bytes.view(np.uint8).reshape(old_bytes.shape)
-        for past in shadows:
-            self.compare(touch, past, "write to", changed)
+        is_changed = old_bytes != new_bytes.view(np.uint8).reshape(old_bytes.shape)
+        for shadow in shadows:
+            self.compare(touch, shadow, "write to", is_changed)
         self.reads.put(touch.places, touch.unit, 0)
         self.other_reads.put(touch.places, touch.unit, 0)
         self.writes.put(touch.places, touch.unit, touch.events)
@@ -104,8 +106,8 @@ class Races(HappensBefore):
         """Report an atomic that races; atomics race with ordinary accesses only."""
         shadows = self.writes, self.reads, self.other_reads
         touch = self.touch(access, lanes, offsets, True, *shadows)
-        for past in shadows:
-            self.compare(touch, past, "atomic on")
+        for shadow in shadows:
+            self.compare(touch, shadow, "atomic on")
         self.check_concurrent_atomics(access, lanes, offsets)
         super().atomic(access, lanes, offsets)
         self.writes.put(touch.places, touch.unit, touch.events)
@@ -133,14 +135,14 @@ class Races(HappensBefore):
     def require_read_only(self, touch: Touch) -> None:
         """Report bytes that somebody has written in this launch."""
         writes = self.writes.get(touch.places, touch.unit)
-        if not (wrong := writes != 0).any():
+        if not (is_written := writes != 0).any():
             return
-        unit = int(np.argmax(wrong))
+        unit = int(np.argmax(is_written))
         place = self.machine.memory.name_byte(int(touch.places[unit]) * touch.unit)
         writer = self.instruction_of(writes[unit]).seen_from(touch.instruction)
         message = f"reads {place} through the read-only path, though {writer}, has written it in this launch,"
         count = count_of(touch.lanes)
-        lanes = np.bincount(np.repeat(np.arange(count), touch.counts)[wrong], minlength=count) > 0
+        lanes = np.bincount(np.repeat(np.arange(count), touch.counts)[is_written], minlength=count) > 0
         self.report(touch.instruction, "race", touch.lanes, lanes, message)
 
     def remember_reads(self, touch: Touch) -> None:
@@ -150,55 +152,55 @@ class Races(HappensBefore):
         replace = ~self.is_unordered(self.reads.get(places, unit), touch.threads)
         if replace.all():
             self.reads.put(places, unit, events)
-            second = self.reads.get(places, unit) != events
+            is_second_reader = self.reads.get(places, unit) != events
         else:
             self.reads.put(places[replace], unit, events[replace])
-            second = ~replace | (self.reads.get(places, unit) != events)
-        if np.count_nonzero(second):
-            self.other_reads.put(places[second], unit, events[second])
+            is_second_reader = ~replace | (self.reads.get(places, unit) != events)
+        if np.count_nonzero(is_second_reader):
+            self.other_reads.put(places[is_second_reader], unit, events[is_second_reader])
 
     def compare(
         self, touch: Touch, events: Shadow, action: str, among: Array | None = None, reads: Array | None = None
     ) -> None:
         """Report the units that race with past accesses; `among`: the bytes that count; `reads`: events, if loads."""
         instruction, places, threads, unit = touch.instruction, touch.places, touch.threads, touch.unit
-        past = events.get(places, unit)
-        wrong: Array = self.is_unordered(past, threads)
-        if not np.count_nonzero(wrong):
+        past_events = events.get(places, unit)
+        is_race: Array = self.is_unordered(past_events, threads)
+        if not np.count_nonzero(is_race):
             return
         if self.observed and events is self.writes:
-            wrong[wrong] = ~self.is_observed(places[wrong] * unit, threads[wrong], past[wrong])
-        racing = np.ones((len(places), unit), bool) if among is None else among.copy()
+            is_race[is_race] = ~self.is_observed(places[is_race] * unit, threads[is_race], past_events[is_race])
+        is_racing = np.ones((len(places), unit), bool) if among is None else among.copy()
         if touch.strong:
-            wrong &= (
-                (past & STRONG == 0)
-                | self.in_step(instruction, places * unit, threads, past)
-                | self.is_out_of_scope(instruction, threads, past)
+            is_race &= (
+                (past_events & STRONG == 0)
+                | self.in_step(instruction, places * unit, threads, past_events)
+                | self.is_out_of_scope(instruction, threads, past_events)
             )
         if self.busy is not None:
-            at_rest = self.busy.reshape(-1, unit)[places] == 0
-            racing &= at_rest | (actors_of(past) < self.machine.lanes)[:, None]
-        wrong &= racing.any(axis=1)
-        if not wrong.any():
+            is_at_rest = self.busy.reshape(-1, unit)[places] == 0
+            is_racing &= is_at_rest | (actors_of(past_events) < self.machine.lanes)[:, None]
+        is_race &= is_racing.any(axis=1)
+        if not is_race.any():
             return
         lanes = touch.lanes
-        lane = np.repeat(np.arange(count_of(lanes)), touch.counts)[wrong]
-        first = places[wrong] * unit + racing[wrong].argmax(axis=1)
-        race = Race(instruction, action, lanes, lane, first, past[wrong], past[wrong])
+        lane = np.repeat(np.arange(count_of(lanes)), touch.counts)[is_race]
+        first = places[is_race] * unit + is_racing[is_race].argmax(axis=1)
+        race = Race(instruction, action, lanes, lane, first, past_events[is_race], past_events[is_race])
         if reads is not None:
-            race.reads = reads[wrong]
+            race.reads = reads[is_race]
         code = codes_of(race.reads)
-        ordinary = (reads is not None or events is not self.writes) & self.loads[code] & (race.reads & STRONG == 0)
-        ordinary &= actors_of(race.reads) < self.machine.lanes
-        self.machine.launch.suspects.update(code[ordinary].tolist())
+        is_ordinary = (reads is not None or events is not self.writes) & self.loads[code] & (race.reads & STRONG == 0)
+        is_ordinary &= actors_of(race.reads) < self.machine.lanes
+        self.machine.launch.suspects.update(code[is_ordinary].tolist())
         if self.taint is None:
             self.report_race(race)
             return
-        if ordinary.any():
-            held_race = race.select_units(ordinary)
+        if is_ordinary.any():
+            held_race = race.select_units(is_ordinary)
             self.taint.report_when_used(held_race.reads, lambda used: self.report_race(held_race.select_units(used)))
-        if not ordinary.all():
-            self.report_race(race.select_units(~ordinary))
+        if not is_ordinary.all():
+            self.report_race(race.select_units(~is_ordinary))
 
     def report_race(self, race: Race) -> None:
         """Report a race, with the access of another thread that it races with."""
@@ -216,8 +218,8 @@ class Races(HappensBefore):
             message += f" as {reason}"
         elif blocks[0] != blocks[1] and self.is_fenced(past_lane, int(times_of(race.past[:1])[0])):
             message += self.explain_fence(blocks[0], past_lane, race.instruction)
-        wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
-        self.report(race.instruction, "race", race.lanes, wrong, message)
+        is_racing_lane = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
+        self.report(race.instruction, "race", race.lanes, is_racing_lane, message)
 
     def explain_fence(self, block: int, writer: int, reader: Instruction) -> str:
         """Say why the fence of a thread that has written does not help, where another thread has set the flag."""
@@ -239,27 +241,27 @@ class Races(HappensBefore):
 
     def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
         """Tell which volatile accesses to shared memory follow one by another lane of the same warp."""
-        alike = self.volatile[codes_of(past)] & (actors_of(past) // 32 == threads // 32)
-        return "volatile" in instruction.opcode and alike & self.machine.launch.is_shared(places)
+        is_in_step = self.volatile[codes_of(past)] & (actors_of(past) // 32 == threads // 32)
+        return "volatile" in instruction.opcode and is_in_step & self.machine.launch.is_shared(places)
 
     def issue(self, effect: Effect) -> None:
         """Check and record the engine's reads and writes, which go on from now until somebody has waited for them."""
         shadows = self.writes, self.reads, self.other_reads
-        for (lanes, _, sizes), units_of, writes in (
+        for (lanes, _, sizes), touched_units, writes in (
             (effect.reads, effect.read_units, False),
             (effect.writes, effect.written_units, True),
         ):
-            unit, units = coarsest(effect.grain, units_of, *shadows)
-            strong = writes and effect.accumulates  # as an atomic
+            unit, units = coarsest(effect.grain, touched_units, *shadows)
+            is_strong = writes and effect.accumulates  # as an atomic
             serials, counts = np.full(len(lanes), effect.serial), sizes // unit
-            events = self.event(effect.instruction, self.machine.lanes + lanes, serials, strong).repeat(counts)
-            touch = Touch(effect.instruction, lanes, counts, unit, units, lanes.repeat(counts), events, strong)
+            events = self.event(effect.instruction, self.machine.lanes + lanes, serials, is_strong).repeat(counts)
+            touch = Touch(effect.instruction, lanes, counts, unit, units, lanes.repeat(counts), events, is_strong)
             if not writes:
                 self.compare(touch, self.writes, "read of")
                 self.remember_reads(touch)
                 continue
-            for past in shadows:
-                self.compare(touch, past, "write to")
+            for shadow in shadows:
+                self.compare(touch, shadow, "write to")
             self.reads.put(units, unit, 0)
             self.other_reads.put(units, unit, 0)
             self.writes.put(units, unit, events)
@@ -271,16 +273,16 @@ class Races(HappensBefore):
             return
         order = np.argsort(offsets, kind="stable")
         sorted_offsets = offsets[order]
-        repeated = sorted_offsets[1:] == sorted_offsets[:-1]
-        if not repeated.any():
+        is_repeated = sorted_offsets[1:] == sorted_offsets[:-1]
+        if not is_repeated.any():
             return
         values = np.broadcast_to(values, (len(offsets), *values.shape[1:])).reshape(len(offsets), -1)[order]
-        wrong = np.zeros(len(offsets), bool)
-        wrong[order[1:]] = repeated & (values[1:] != values[:-1]).any(axis=1)
-        if wrong.any():
-            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong))]))
+        is_wrong = np.zeros(len(offsets), bool)
+        is_wrong[order[1:]] = is_repeated & (values[1:] != values[:-1]).any(axis=1)
+        if is_wrong.any():
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(is_wrong))]))
             message = f"write to {place} by several threads at once, with different values"
-            self.report(access.instruction, "race", lanes, wrong, message)
+            self.report(access.instruction, "race", lanes, is_wrong, message)
 
     def check_concurrent_atomics(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
@@ -289,10 +291,10 @@ class Races(HappensBefore):
         order = np.argsort(offsets, kind="stable")
         threads, sorted_offsets = indices_of(lanes)[order], offsets[order]
         reaches = np.full(len(threads) - 1, reach_of(access.instruction.opcode))
-        wrong = np.zeros(len(offsets), bool)
+        is_wrong = np.zeros(len(offsets), bool)
         is_out_of_scope = self.scopes.is_out_of_scope(threads[1:], threads[:-1], reaches)
-        wrong[order[1:]] = (sorted_offsets[1:] == sorted_offsets[:-1]) & is_out_of_scope
-        if wrong.any():
-            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong))]))
+        is_wrong[order[1:]] = (sorted_offsets[1:] == sorted_offsets[:-1]) & is_out_of_scope
+        if is_wrong.any():
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(is_wrong))]))
             message = f"access to {place} by several blocks at once, as a scope does not reach the other block,"
-            self.report(access.instruction, "race", lanes, wrong, message)
+            self.report(access.instruction, "race", lanes, is_wrong, message)

@@ -54,12 +54,12 @@ class RaceClusterExit(Check):
         """Remember the last access of each actor to the shared memory of another block."""
         peers, clocks = self.machine.cluster_memory, self.clocks
         blocks = peers.block_at(offsets)
-        far = (blocks >= 0) & (blocks != peers.block[indices])
-        for block in np.unique(blocks[far]).tolist():
-            in_block = far & (blocks == block)
+        is_remote = (blocks >= 0) & (blocks != peers.block[indices])
+        for block in np.unique(blocks[is_remote]).tolist():
+            in_block = is_remote & (blocks == block)
             columns = indices[in_block] % clocks.size + engine * clocks.size
-            last, code = self.visits.setdefault(block, (*np.zeros((2, clocks.rows.shape[1]), np.int32),))
-            last[columns], code[columns] = times[in_block], self.machine.index[id(instruction)]
+            last_times, code = self.visits.setdefault(block, (*np.zeros((2, clocks.rows.shape[1]), np.int32),))
+            last_times[columns], code[columns] = times[in_block], self.machine.index[id(instruction)]
 
     def exit(self, lanes: Lanes) -> None:
         """Report accesses to the memory of a block whose last warp has left: it takes the memory with it."""
@@ -70,11 +70,11 @@ class RaceClusterExit(Check):
             known_times = self.known[block] = np.maximum(known_times, self.known.get(block, 0))
             if machine.alive[block * machine.stride : (block + 1) * machine.stride].any() or block not in self.visits:
                 continue
-            last, code = self.visits.pop(block)
-            late = np.flatnonzero(known_times < last)
+            last_times, code = self.visits.pop(block)
+            late_threads = np.flatnonzero(known_times < last_times)
             first = block // machine.cluster_memory.size * self.clocks.size  # lane of the cluster
             block_index = "({},{},{})".format(*machine.blocks[block])
             message = f"shared memory of block {block_index}, which may have ended by then: it does not wait for this,"
-            for index in np.unique(code[late]).tolist():
-                lanes = np.unique(first + late[code[late] == index] % self.clocks.size)
+            for index in np.unique(code[late_threads]).tolist():
+                lanes = np.unique(first + late_threads[code[late_threads] == index] % self.clocks.size)
                 self.report(machine.code[index], "race", lanes, np.ones(len(lanes), bool), message)

@@ -54,8 +54,8 @@ class RacePdl(Check):
         clocks = self.clocks
         for row in np.unique(clocks.row[indices[~self.is_behind[indices]]]).tolist():
             members = np.flatnonzero(clocks.row == row)
-            since = self.behind_since[members[0] // clocks.size]
-            self.is_behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
+            wait_times = self.behind_since[members[0] // clocks.size]
+            self.is_behind[members] |= bool(((wait_times > 0) & (clocks.rows[row] >= wait_times)).any())
         return self.is_behind[indices]
 
     # Accesses
@@ -105,8 +105,9 @@ class RacePdl(Check):
 
     def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report writes to global memory that lie behind no wait."""
-        ours = offsets < self.machine.cluster_memory.first_window  # shared and local memory lie behind all buffers
-        self.judge(instruction, indices, offsets, ours, "write to", "use")
+        # Shared and local memory lie behind all buffers.
+        is_own_buffer = offsets < self.machine.cluster_memory.first_window
+        self.judge(instruction, indices, offsets, is_own_buffer, "write to", "use")
 
     def judge(
         self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, action: str, use: str
@@ -114,8 +115,8 @@ class RacePdl(Check):
         """Report those of the accesses in `mask` that lie behind no wait."""
         if not mask.any() or self.is_behind[indices].all():
             return
-        wrong = mask & ~self.are_behind_wait(indices)
-        if wrong.any():
-            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(wrong))]))
+        is_wrong = mask & ~self.are_behind_wait(indices)
+        if is_wrong.any():
+            place = self.machine.memory.name_byte(int(offsets[int(np.argmax(is_wrong))]))
             message = f"{action} {place} ahead of {WAIT}: the kernel before may still {use} it,"
-            self.report(instruction, "race", indices, wrong, message)
+            self.report(instruction, "race", indices, is_wrong, message)

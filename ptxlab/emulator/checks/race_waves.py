@@ -49,22 +49,22 @@ class RaceWaves(Check):
         """Report a read that races with an earlier write."""
         if access.space not in ("generic", "global"):
             return
-        instruction, strong = access.instruction, access.order != "weak"
+        instruction, is_strong = access.instruction, access.order != "weak"
         units = self.units(access, lanes, offsets)
-        race = self.find_race(instruction, units, self.waves.writes, strong, "read of")
-        self.mark(self.waves.reads, instruction, units, strong)
+        race = self.find_race(instruction, units, self.waves.writes, is_strong, "read of")
+        self.mark(self.waves.reads, instruction, units, is_strong)
         if race is None:
             return
-        racing, message = race
-        if not strong:  # its value may not matter
+        racing_mask, message = race
+        if not is_strong:  # its value may not matter
             self.machine.launch.suspects.add(self.machine.index[id(instruction)])
-        if not strong and self.taint and self.taint.is_tracked(instruction):
+        if not is_strong and self.taint and self.taint.is_tracked(instruction):
             reads = self.taint.events(instruction, lanes)
             self.taint.report_when_used(
-                reads, lambda used: self.report_race(instruction, lanes, used & racing, message)
+                reads, lambda used: self.report_race(instruction, lanes, used & racing_mask, message)
             )
         else:
-            self.report_race(instruction, lanes, racing, message)
+            self.report_race(instruction, lanes, racing_mask, message)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Report a write that races with earlier reads and writes, unless it changes nothing."""
@@ -72,9 +72,9 @@ class RaceWaves(Check):
             return
         new_bytes = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8)
         old_bytes = self.machine.memory.arena[offsets[:, None] + np.arange(access.size)]
-        changed = (old_bytes != new_bytes.reshape(old_bytes.shape)).any(axis=1)
+        is_changed = (old_bytes != new_bytes.reshape(old_bytes.shape)).any(axis=1)
         units = self.units(access, lanes, offsets)
-        self.write(access.instruction, lanes, units, access.order != "weak", "write to", changed)
+        self.write(access.instruction, lanes, units, access.order != "weak", "write to", is_changed)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report an atomic that races; atomics race with ordinary accesses only."""
@@ -83,15 +83,15 @@ class RaceWaves(Check):
 
     def issue(self, effect: Effect) -> None:
         """Check the reads and writes of copies, too."""
-        strong = effect.accumulates
-        for (lanes, _, sizes), units_of, writes in (
+        is_strong = effect.accumulates
+        for (lanes, _, sizes), touched_units, writes in (
             (effect.reads, effect.read_units, False),
             (effect.writes, effect.written_units, True),
         ):
-            unit, places = coarsest(effect.grain, units_of, self.waves.writes, self.waves.reads)
+            unit, places = coarsest(effect.grain, touched_units, self.waves.writes, self.waves.reads)
             global_units = self.keep_global(np.arange(len(lanes)).repeat(sizes // unit), lanes, places, unit)
             if writes:
-                self.write(effect.instruction, lanes, global_units, strong, "write to")
+                self.write(effect.instruction, lanes, global_units, is_strong, "write to")
                 continue
             if race := self.find_race(effect.instruction, global_units, self.waves.writes, False, "read of"):
                 self.report_race(effect.instruction, lanes, *race)
@@ -102,8 +102,8 @@ class RaceWaves(Check):
         last = self.machine.cluster_memory.first_window
         self.waves.released |= {
             place
-            for place, releases in self.order.flags.items()
-            if place < last and any(release[0] == ALL for release in releases)
+            for place, released_clocks in self.order.flags.items()
+            if place < last and any(release[0] == ALL for release in released_clocks)
         }
 
     # Units of an access that lie in global memory
@@ -127,8 +127,8 @@ class RaceWaves(Check):
     def write(self, instruction: Instruction, lanes: Lanes, units: Units, strong: bool, action: str,
               among: Array | None = None) -> None:  # fmt: skip
         """Compare with earlier writes and reads, and remember."""
-        for past in (self.waves.writes, self.waves.reads):
-            if race := self.find_race(instruction, units, past, strong, action, among):
+        for shadow in (self.waves.writes, self.waves.reads):
+            if race := self.find_race(instruction, units, shadow, strong, action, among):
                 self.report_race(instruction, lanes, *race)
         self.mark(self.waves.writes, instruction, units, strong)
 
@@ -137,26 +137,26 @@ class RaceWaves(Check):
         """Find the lanes, of those in `among`, that race with an earlier wave, and the message; None if none does."""
         positions, lanes, places, unit = units
         events = past.get(places, unit)
-        wrong = (events != 0) & (events >> _WAVE & _WAVES != len(self.waves.blocks))
+        is_race = (events != 0) & (events >> _WAVE & _WAVES != len(self.waves.blocks))
         if strong:
-            wrong &= events >> _STRONG == 0
+            is_race &= events >> _STRONG == 0
         if among is not None:
-            wrong &= among[positions]
-        if not np.count_nonzero(wrong):
+            is_race &= among[positions]
+        if not np.count_nonzero(is_race):
             return None
         clocks = self.order.clocks
         ordered_rows = [row for row, clock in clocks.other_clusters.items() if EARLIER in clock]
-        wrong &= ~np.isin(clocks.row[lanes[positions]], ordered_rows)
-        if not np.count_nonzero(wrong):
+        is_race &= ~np.isin(clocks.row[lanes[positions]], ordered_rows)
+        if not np.count_nonzero(is_race):
             return None
-        first = int(np.argmax(wrong))
+        first = int(np.argmax(is_race))
         event = events[first]
         past_instruction = self.machine.code[int(event >> _CODE & _CODES) - 1]
         blocks = self.waves.blocks[int(event >> _WAVE & _WAVES) - 1]
         block = "({},{},{})".format(*blocks[int(event & _BLOCKS)])
         message = f"{action} {self.machine.memory.name_byte(int(places[first]) * unit)} races with "
         message += f"{past_instruction.seen_from(instruction)}, by block {block}, which nothing orders before this one,"
-        return np.bincount(positions[wrong], minlength=len(lanes)) > 0, message
+        return np.bincount(positions[is_race], minlength=len(lanes)) > 0, message
 
     def report_race(self, instruction: Instruction, lanes: Lanes, racing: Array, message: str) -> None:
         """Report the lanes that race, if there are any."""

@@ -37,11 +37,15 @@ class Scopes:
     def __init__(self, machine: Machine) -> None:
         self.block, self.cluster = machine.stride, machine.stride * prod(machine.launch.cluster)  # lanes
         self.reaches = np.array([reach_of(i.opcode) for i in machine.code])  # of each instruction, by its index
-        narrow = {i.head == "mbarrier" for i, reach in zip(machine.code, self.reaches, strict=True) if reach == CTA}
+        narrow_kinds = {
+            i.head == "mbarrier" for i, reach in zip(machine.code, self.reaches, strict=True) if reach == CTA
+        }
         # who may meet a scope: all lanes; that of an mbarrier those of its cluster
-        blocks = (False in narrow and machine.lanes > self.block) or (True in narrow and self.cluster > self.block)
+        tracks_blocks = (False in narrow_kinds and machine.lanes > self.block) or (
+            True in narrow_kinds and self.cluster > self.block
+        )
         self.matter = (
-            blocks
+            tracks_blocks
             or (CLUSTER in self.reaches and machine.lanes > self.cluster)
             # a barrier of the block reaches no other block, whose flags its threads may have read
             or (machine.lanes > self.block and machine.launch.entry.uses("bar.", "barrier."))

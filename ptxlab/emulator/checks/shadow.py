@@ -34,8 +34,8 @@ class Shadow:
 
     def get(self, places: Array, unit: int) -> Array:
         """Return the number of each unit, which is uniform. `places` are numbers of units."""
-        finer = unit < self.grain
-        numbers: Array = self.cells[places // (self.grain // unit)] if finer else self.rows(unit)[places, 0]
+        is_finer = unit < self.grain
+        numbers: Array = self.cells[places // (self.grain // unit)] if is_finer else self.rows(unit)[places, 0]
         return numbers
 
     def put(self, places: Array, unit: int, values: Array | int) -> None:
@@ -52,10 +52,10 @@ class Shadow:
         if count > self.cells.size // 8:
             self.cells = self.cells.repeat(parts)
             return
-        coarse, self.cells = self.cells, np.zeros(self.cells.size * parts, np.uint64)
+        coarse_cells, self.cells = self.cells, np.zeros(self.cells.size * parts, np.uint64)
         if count:
-            places = np.flatnonzero(coarse)
-            self.cells.reshape(-1, parts)[places] = coarse[places, None]
+            places = np.flatnonzero(coarse_cells)
+            self.cells.reshape(-1, parts)[places] = coarse_cells[places, None]
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
         """Set the numbers of the bytes of accesses, each of `size` bytes, of which its place is a multiple."""

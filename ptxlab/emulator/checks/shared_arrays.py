@@ -51,12 +51,16 @@ class SharedArrays(Check):
         if array is None:
             return
         starts = offsets - self.machine.cluster_memory.windows[indices_of(lanes) // self.machine.stride]
-        past = starts + sizes - (array.offset + array.size)
-        wrong = (starts < array.offset) | (past > 0)
-        wrong &= (starts >= 0) & (starts < self.machine.launch.window_bytes)  # a peer's is elsewhere
-        if wrong.any():
-            first = int(np.argmax(wrong))
-            far = f"{past[first]} bytes past its end" if past[first] > 0 else "ahead of its first byte"
+        bytes_past_end = starts + sizes - (array.offset + array.size)
+        is_outside = (starts < array.offset) | (bytes_past_end > 0)
+        is_outside &= (starts >= 0) & (starts < self.machine.launch.window_bytes)  # a peer's is elsewhere
+        if is_outside.any():
+            first = int(np.argmax(is_outside))
+            distance_text = (
+                f"{bytes_past_end[first]} bytes past its end"
+                if bytes_past_end[first] > 0
+                else "ahead of its first byte"
+            )
             place = self.machine.memory.name_byte(int(offsets[first]))
-            message = f"{does} {place} by an address of {array.name} ({array.size} bytes), {far},"
-            self.report(instruction, "overrun", lanes, wrong, message)
+            message = f"{does} {place} by an address of {array.name} ({array.size} bytes), {distance_text},"
+            self.report(instruction, "overrun", lanes, is_outside, message)

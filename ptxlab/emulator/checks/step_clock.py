@@ -63,9 +63,9 @@ class StepClock(Check):
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """Hold the warps back until the last thread has come to the barrier."""
-        last = self.last_arrival.pop(barrier)
+        last_arrival = self.last_arrival.pop(barrier)
         if lanes is not None:
-            self.wait_until(lanes, last)
+            self.wait_until(lanes, last_arrival)
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Record the time at which lanes come to an mbarrier, or to the barrier of a cluster."""
@@ -93,14 +93,16 @@ class StepClock(Check):
         for lane, size in zip(effect.writes[0].tolist(), effect.writes[2].tolist(), strict=True):
             sizes[lane] += size
         for lane, size in sizes.items():
-            now, (block, warp) = int(self.time[lane // 32]), divmod(lane // 32, self.warps_per_block)
+            issue_time, (block, warp) = int(self.time[lane // 32]), divmod(lane // 32, self.warps_per_block)
             if isinstance(effect, WgmmaProducts):
                 place = block, warp % 4
-                end = self.multiplied[place] = max(now, self.multiplied[place]) + effect.decoded.n // COLUMNS_PER_STEP
+                end_time = self.multiplied[place] = (
+                    max(issue_time, self.multiplied[place]) + effect.decoded.n // COLUMNS_PER_STEP
+                )
             else:
-                self.copied[block] = max(now, self.copied[block]) + size // BYTES_PER_STEP
-                end = self.copied[block] + LATENCY
-            self.ends[effect.serial, lane] = end
+                self.copied[block] = max(issue_time, self.copied[block]) + size // BYTES_PER_STEP
+                end_time = self.copied[block] + LATENCY
+            self.ends[effect.serial, lane] = end_time
 
     def effect_complete(self, effect: Effect) -> None:
         """Tell the mbarriers of copies when these have come."""

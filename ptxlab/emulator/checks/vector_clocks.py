@@ -33,20 +33,26 @@ def join_clocks(a: Clock, b: Clock) -> Clock:
     }
     if not news:
         return a
-    both = a | {cluster: times if cluster not in a or (times >= a[cluster]).all() else np.maximum(times, a[cluster])
-                for cluster, times in news.items()}  # fmt: skip
-    return b if len(both) == len(b) and all(both[cluster] is times for cluster, times in b.items()) else both
+    joined_clock = a | {
+        cluster: times if cluster not in a or (times >= a[cluster]).all() else np.maximum(times, a[cluster])
+        for cluster, times in news.items()
+    }
+    return (
+        b
+        if len(joined_clock) == len(b) and all(joined_clock[cluster] is times for cluster, times in b.items())
+        else joined_clock
+    )
 
 
 def memoize_join() -> Callable[[Clock, Clock], Clock]:
     """Build a `joined` that remembers its results: most of many rows have the same two clocks."""
-    joins: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
+    cached_joins: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
 
     def join(a: Clock, b: Clock) -> Clock:
         pair = id(a), id(b)
-        if pair not in joins:
-            joins[pair] = a, b, join_clocks(a, b)
-        return joins[pair][2]
+        if pair not in cached_joins:
+            cached_joins[pair] = a, b, join_clocks(a, b)
+        return cached_joins[pair][2]
 
     return join
 
@@ -96,9 +102,11 @@ class Clocks:
         is_own = actor_lanes == lanes
         known_times[is_own] = np.maximum(known_times, self.own_times[actors])[is_own]
         clusters = actor_lanes // self.size
-        far = np.flatnonzero(clusters != lanes // self.size)
-        if len(far):
-            known_times[far] = self.known_of_others(rows[far], clusters[far], columns[far])
+        other_cluster_lanes = np.flatnonzero(clusters != lanes // self.size)
+        if len(other_cluster_lanes):
+            known_times[other_cluster_lanes] = self.known_of_others(
+                rows[other_cluster_lanes], clusters[other_cluster_lanes], columns[other_cluster_lanes]
+            )
         is_known: Array = known_times >= times
         return is_known
 
@@ -223,13 +231,13 @@ class Clocks:
         """Make a clock known to these lanes, and no others."""
         join = memoize_join()
         for cluster, cluster_lanes in self.by_cluster(lanes):
-            elsewhere = len(clock) > (cluster in clock)
+            knows_other_clusters = len(clock) > (cluster in clock)
             news = clock.get(cluster, np.zeros(1, np.int32))
-            if not elsewhere and (self.rows[np.unique(self.row[cluster_lanes])] >= news).all():
+            if not knows_other_clusters and (self.rows[np.unique(self.row[cluster_lanes])] >= news).all():
                 continue
             rows = self.isolate_rows(cluster_lanes)
             self.rows[rows] = np.maximum(self.rows[rows], news)
-            for row in rows.tolist() if elsewhere else ():
+            for row in rows.tolist() if knows_other_clusters else ():
                 self.other_clusters[row] = join(self.other_clusters.get(row, NOTHING), clock)
 
     def meet(self, lanes: Array) -> None:
@@ -254,12 +262,12 @@ class Clocks:
             row = int(self.row[group_lanes[0]])
             if len(group_lanes) == self.members[row]:
                 continue
-            new = self.new_row()
-            self.rows[new] = self.rows[row]
+            new_row = self.new_row()
+            self.rows[new_row] = self.rows[row]
             if row in self.other_clusters:
-                self.other_clusters[new] = self.other_clusters[row]
-            self.row[group_lanes] = new
-            self.members[new] = len(group_lanes)
+                self.other_clusters[new_row] = self.other_clusters[row]
+            self.row[group_lanes] = new_row
+            self.members[new_row] = len(group_lanes)
             self.members[row] -= len(group_lanes)
         return np.unique(self.row[lanes])
 

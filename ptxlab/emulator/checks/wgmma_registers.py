@@ -45,7 +45,7 @@ class RegistersInUse(Check):
         if pc not in (accesses := register_accesses(self.machine.launch.entry)):
             return handler
         access = accesses[pc]
-        rows, copied = ([self._row(place) for place in places] for places in (access.written, access.copied))
+        rows, copied_rows = ([self._row(place) for place in places] for places in (access.written, access.copied))
         sources, targets = access.reads, access.writes
         number = np.int32(0 if access.is_copy else pc + 1)
 
@@ -56,7 +56,7 @@ class RegistersInUse(Check):
                 for register in targets:
                     self.report_use(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
             writers: Any = np.where(self._is_busy(lanes), number, 0) if access.is_ahead else number
-            for row in copied:
+            for row in copied_rows:
                 writers = np.maximum(writers, row[lanes])
             successors = handler(lanes)
             for row in rows:
@@ -80,13 +80,13 @@ class RegistersInUse(Check):
         """Report an access to a register in use."""
         if register.index not in self.in_use:
             return
-        hit = self.used[register.index, lanes] & flags != 0
-        if hit.any():
-            by = next(e.instruction for e in self.machine.unit(EffectQueue).queue if self.uses(e, register, flags))
+        is_used = self.used[register.index, lanes] & flags != 0
+        if is_used.any():
+            user = next(e.instruction for e in self.machine.unit(EffectQueue).queue if self.uses(e, register, flags))
             message = (
-                f"{does} {register.name}, still in use by {by.seen_from(instruction)}, as nobody has waited for that,"
+                f"{does} {register.name}, still in use by {user.seen_from(instruction)}, as nobody has waited for that,"
             )
-            self.report(instruction, "async", lanes, hit, message)
+            self.report(instruction, "async", lanes, is_used, message)
 
     def uses(self, effect: Effect, register: Register, flags: int) -> bool:
         """Tell whether the effect is a wgmma that takes or gives the register."""
@@ -105,17 +105,17 @@ class RegistersInUse(Check):
         if not self.fenced[lanes].all():
             self.report(instruction, "async", lanes, ~self.fenced[lanes], "no wgmma.fence since the kernel began,")
         decoded, (a_rows, d_rows) = effect.decoded, effect.decoded.rows
-        for registers, rows, flag, does in (
+        for registers, rows, flag, verb in (
             (decoded.a_registers, a_rows, _GIVEN, "takes"),
             (decoded.d_registers, d_rows, _TAKEN, "writes"),  # two wgmmas may add to one D, in order
         ):
-            late = self.written[32][rows, lanes]
-            for i in np.flatnonzero(late.any(axis=1)).tolist():
-                by = self.machine.code[int(late[i].max()) - 1].seen_from(instruction)
-                message = f"takes {registers[i].name}, which {by}, wrote, and no wgmma.fence since,"
-                self.report(instruction, "async", lanes, late[i] != 0, message)
+            late_writes = self.written[32][rows, lanes]
+            for i in np.flatnonzero(late_writes.any(axis=1)).tolist():
+                source_text = self.machine.code[int(late_writes[i].max()) - 1].seen_from(instruction)
+                message = f"takes {registers[i].name}, which {source_text}, wrote, and no wgmma.fence since,"
+                self.report(instruction, "async", lanes, late_writes[i] != 0, message)
             for i in np.flatnonzero((self.used[rows, lanes] & flag).any(axis=1)).tolist():
-                self.report_use(instruction, registers[i], lanes, flag, does)
+                self.report_use(instruction, registers[i], lanes, flag, verb)
         self.mark(effect)
 
     def mark(self, effect: WgmmaProducts) -> None:
@@ -170,19 +170,23 @@ def register_accesses(entry: Entry) -> dict[int, RegisterAccess]:
     The registers of a wgmma are those that it takes or gives.
     """
     wgmma_places, visible_places = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
-    accesses, behind_fence = {}, False
+    accesses, is_behind_fence = {}, False
     for pc, instruction in enumerate(entry.instructions):
         if pc in entry.targets or instruction.head in _ENDS or instruction.opcode.startswith("wgmma"):
-            behind_fence = instruction.opcode.startswith("wgmma.fence")
+            is_behind_fence = instruction.opcode.startswith("wgmma.fence")
         reads, writes = (
             [r for r in registers if r.place in wgmma_places]
             for registers in (instruction.sources, instruction.destinations)
         )
-        written = [register.place for register in instruction.destinations if register.place in visible_places]
-        if reads or written:
-            copied = [source.place for source in instruction.sources] if written and instruction.head == "mov" else []
-            is_ahead = behind_fence and instruction.head not in _MEMORY
-            accesses[pc] = RegisterAccess(reads, writes, written, copied, instruction.head == "mov", is_ahead)
+        written_places = [register.place for register in instruction.destinations if register.place in visible_places]
+        if reads or written_places:
+            copied_places = (
+                [source.place for source in instruction.sources] if written_places and instruction.head == "mov" else []
+            )
+            is_ahead = is_behind_fence and instruction.head not in _MEMORY
+            accesses[pc] = RegisterAccess(
+                reads, writes, written_places, copied_places, instruction.head == "mov", is_ahead
+            )
     return accesses
 
 

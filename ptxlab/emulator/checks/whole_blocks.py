@@ -45,16 +45,16 @@ def may_return(entry: Entry, instruction: Instruction) -> bool:
     Looked at are the lines of the kernel and of these functions, from the first to the last that has an instruction: in
     a loop what stands below comes first too. Yes, if the source cannot be read.
     """
-    lines_of: dict[tuple[Place, ...], dict[str, set[int]]] = {}  # of a function, by the calls that lead to it
+    lines_by_callers: dict[tuple[Place, ...], dict[str, set[int]]] = {}  # of a function, by the calls that lead to it
     for each_instruction in entry.instructions:
         places = frames(each_instruction)
         for depth, (path, line) in enumerate(places):
-            lines_of.setdefault(places[depth + 1 :], {}).setdefault(path, set()).add(line)
+            lines_by_callers.setdefault(places[depth + 1 :], {}).setdefault(path, set()).add(line)
     places = frames(instruction)
     return any(
         leaves(path, min(lines), max(lines))
         for depth in range(len(places))
-        for path, lines in lines_of[places[depth + 1 :]].items()
+        for path, lines in lines_by_callers[places[depth + 1 :]].items()
     )
 
 
@@ -104,14 +104,14 @@ class WholeBlocks(Check):
         arrivals = self.present.pop(barrier, [])
         if not arrivals or self.is_divergent(arrivals):
             return
-        (first, first_lanes), *later = arrivals
-        for arrival, arrival_lanes in later:
+        (first, first_lanes), *later_arrivals = arrivals
+        for arrival, arrival_lanes in later_arrivals:
             if (arrival.path, arrival.line, arrival.callers) != (first.path, first.line, first.callers):
                 self.report_missing(first, first_lanes, f"comes to {arrival.seen_from(first)}", arrival_lanes)
                 return
-        gone = self.lanes_gone(barrier[0])
-        if len(gone) and not self.is_excused(first):
-            self.report_missing(first, first_lanes, "has gone past it, to the end", gone)
+        gone_lanes = self.lanes_gone(barrier[0])
+        if len(gone_lanes) and not self.is_excused(first):
+            self.report_missing(first, first_lanes, "has gone past it, to the end", gone_lanes)
 
     def is_divergent(self, arrivals: list[tuple[Instruction, Lanes]]) -> bool:
         """Tell whether warps that are not whole have been reported there: that breaks both rules."""

@@ -26,22 +26,22 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
     if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
         space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
     if isinstance(base, ir.Symbol):
-        named, declared = access.space.split("::")[0], base.variable.space
-        if named not in (declared, "generic") and (named, declared) != ("param", "local"):
-            raise ValueError(f"{base.variable.name} lies in .{declared}, the instruction goes to .{named}")
-    wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
-    read = machine.reader(base, "u64" if wide else "u32")
+        named_space, declared_space = access.space.split("::")[0], base.variable.space
+        if named_space not in (declared_space, "generic") and (named_space, declared_space) != ("param", "local"):
+            raise ValueError(f"{base.variable.name} lies in .{declared_space}, the instruction goes to .{named_space}")
+    is_wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
+    read = machine.reader(base, "u64" if is_wide else "u32")
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
     shift, size = address.offset - (BASE if windows is None else 0), access.size
     shift = (shift + (1 << 63)) % (1 << 64) - (1 << 63)  # addresses wrap at 64 bits
-    parameters = first_parameter(machine) if space.startswith("param") and not wide else None
+    parameters = first_parameter(machine) if space.startswith("param") and not is_wide else None
 
     def addresses(lanes: Lanes) -> Array:
-        values = read(lanes)
+        register_values = read(lanes)
         if parameters is not None:  # whose addresses have 32 bits: by how much one lies behind the first
-            distance = (values - np.uint32(parameters & 0xFFFFFFFF)).view(np.int32)
+            distance = (register_values - np.uint32(parameters & 0xFFFFFFFF)).view(np.int32)
             return np.broadcast_to(distance + np.int64(parameters + shift), (count_of(lanes),))
-        offsets = (values.view(np.int64) if wide else values.astype(np.int64)) + shift
+        offsets = (register_values.view(np.int64) if is_wide else register_values.astype(np.int64)) + shift
         return offsets if len(offsets) == count_of(lanes) else np.broadcast_to(offsets, (count_of(lanes),))
 
     def check_alignment(lanes: Lanes, offsets: Array) -> None:
@@ -54,17 +54,19 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         offsets, base = addresses(lanes), windows
         check_alignment(lanes, offsets)
         assert base is not None
-        far = space == "shared::cluster" and machine.cluster_memory.is_far(offsets)
-        if far:
+        is_far = space == "shared::cluster" and machine.cluster_memory.is_far(offsets)
+        if is_far:
             blocks, offsets = machine.cluster_memory.resolve(access.instruction, lanes, offsets)
         start = 0 if space == "local" else SHARED_START
-        end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
-        if int(np.minimum.reduce(offsets)) < start or end_of_accesses(offsets, sizes) > end:
-            first, fault = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
+        window_end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
+        if int(np.minimum.reduce(offsets)) < start or end_of_accesses(offsets, sizes) > window_end:
+            first, fault = machine.first_fault(
+                access.instruction, lanes, (offsets < start) | (offsets + sizes > window_end)
+            )
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
-            why = machine.cluster_memory.explain_address(int(offsets[first])) if space != "local" else ""
-            raise MemoryFault(f"{fault}: {place} (window of {end - start} bytes) are out of bounds{why}")
-        return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
+            explanation = machine.cluster_memory.explain_address(int(offsets[first])) if space != "local" else ""
+            raise MemoryFault(f"{fault}: {place} (window of {window_end - start} bytes) are out of bounds{explanation}")
+        return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if is_far else base[lanes] + offsets
 
     def in_arena(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets = addresses(lanes)
@@ -74,11 +76,11 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         if region is not None:
             regions = [region]
         else:
-            outside, regions = machine.memory.touch_each(offsets, sizes)
-            if outside.any():
-                first, fault = machine.first_fault(access.instruction, lanes, outside)
-                described = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
-                raise MemoryFault(f"{fault}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
+            is_outside, regions = machine.memory.touch_each(offsets, sizes)
+            if is_outside.any():
+                first, fault = machine.first_fault(access.instruction, lanes, is_outside)
+                description = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
+                raise MemoryFault(f"{fault}: {size_at(sizes, first)} bytes at {description}, are out of bounds")
         if end > machine.cluster_memory.first_window:  # shared memory lies behind all buffers
             machine.cluster_memory.check_generic(access.instruction, lanes, offsets)
         if access.kind != "load":

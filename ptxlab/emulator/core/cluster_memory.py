@@ -38,8 +38,8 @@ class ClusterMemory:
     def block_at(self, offsets: Array) -> Array:
         """Return the blocks whose shared windows hold these arena offsets; -1 for an offset outside all windows."""
         blocks = np.searchsorted(self.windows, offsets, "right") - 1
-        inside = (blocks >= 0) & (offsets < self.windows[blocks] + self.wave.launch.window_bytes)
-        return np.where(inside, blocks, -1)
+        is_inside = (blocks >= 0) & (offsets < self.windows[blocks] + self.wave.launch.window_bytes)
+        return np.where(is_inside, blocks, -1)
 
     # Addresses
 
@@ -70,16 +70,16 @@ class ClusterMemory:
 
     def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
         """Convert addresses in the window of the cluster to generic ones."""
-        blocks, within = self.resolve(instruction, lanes, addresses)
-        return self.windows[blocks] + within - SHARED_START + BASE
+        blocks, window_offsets = self.resolve(instruction, lanes, addresses)
+        return self.windows[blocks] + window_offsets - SHARED_START + BASE
 
     def from_generic(self, lanes: Lanes, addresses: Array) -> Array:
         """Convert generic addresses of shared memory to addresses in the window of the cluster."""
         blocks = self.block_at(addresses - BASE)
-        within = addresses - BASE - self.windows[blocks] + SHARED_START
-        far = blocks != self.block[lanes]
-        shifted: Array = np.where(far, (blocks % self.size + 1) << _RANK, 0) + within
-        return shifted
+        window_offsets = addresses - BASE - self.windows[blocks] + SHARED_START
+        is_remote = blocks != self.block[lanes]
+        ranked_addresses: Array = np.where(is_remote, (blocks % self.size + 1) << _RANK, 0) + window_offsets
+        return ranked_addresses
 
     def shifts(self, instruction: Instruction, indices: Array, masks: Array) -> tuple[Array, Array]:
         """Find the distance from each lane's own window to that of each block in its mask.
@@ -98,9 +98,9 @@ class ClusterMemory:
 
     def check_ranks(self, instruction: Instruction, lanes: Lanes, ranks: Array) -> None:
         """Refuse ranks beyond the cluster."""
-        wrong = ranks >= self.size
-        if wrong.any():
-            first, place = self.wave.first_fault(instruction, lanes, wrong)
+        is_wrong = ranks >= self.size
+        if is_wrong.any():
+            first, place = self.wave.first_fault(instruction, lanes, is_wrong)
             raise EmulationError(f"{place}: block {int(ranks[first])} of a cluster of {self.size}")
 
     def check_visible(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
@@ -108,14 +108,14 @@ class ClusterMemory:
         own_blocks: Array = np.broadcast_to(self.block[lanes], blocks.shape)
         if (own_blocks == blocks).all():
             return
-        strange: Array = np.not_equal(blocks // self.size, own_blocks // self.size)
-        alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
-        wrong = np.logical_or(strange, ~alive[blocks])
-        if wrong.any():
-            first, place = self.wave.first_fault(instruction, lanes, wrong)
+        is_other_cluster: Array = np.not_equal(blocks // self.size, own_blocks // self.size)
+        is_block_alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
+        is_wrong = np.logical_or(is_other_cluster, ~is_block_alive[blocks])
+        if is_wrong.any():
+            first, place = self.wave.first_fault(instruction, lanes, is_wrong)
             block = "({},{},{})".format(*self.wave.blocks[blocks[first]])
-            why = "is of another cluster" if strange[first] else "has ended"
-            raise MemoryFault(f"{place}: shared memory of block {block}, which {why}")
+            reason = "is of another cluster" if is_other_cluster[first] else "has ended"
+            raise MemoryFault(f"{place}: shared memory of block {block}, which {reason}")
 
     def check_generic(self, instruction: Instruction, lanes: Lanes, offsets: Array) -> None:
         """Refuse arena offsets in shared memory that the lanes cannot see."""

@@ -69,12 +69,14 @@ class EffectQueue(Unit):
         """Have an mbarrier hear when all cp.async of the lanes so far have landed: cp.async.mbarrier.arrive."""
         place = np.full(self.machine.lanes, -1)
         place[effect.lanes] = effect.barrier
-        for earlier in self.queue:
-            if earlier.kind == "cp.async":
-                earlier.barrier = np.where(earlier.barrier < 0, place[earlier.lanes], earlier.barrier)
-                if earlier.landed:
-                    heard = (earlier.phase < 0) & (earlier.barrier >= 0)
-                    earlier.phase[heard] = self.phases(earlier.barrier)[heard]
+        for earlier_effect in self.queue:
+            if earlier_effect.kind == "cp.async":
+                earlier_effect.barrier = np.where(
+                    earlier_effect.barrier < 0, place[earlier_effect.lanes], earlier_effect.barrier
+                )
+                if earlier_effect.landed:
+                    is_arrival_open = (earlier_effect.phase < 0) & (earlier_effect.barrier >= 0)
+                    earlier_effect.phase[is_arrival_open] = self.phases(earlier_effect.barrier)[is_arrival_open]
         self.issue(effect)
 
     def commit(self, kind: str, lanes: Lanes) -> None:
@@ -85,9 +87,9 @@ class EffectQueue(Unit):
 
     def wait(self, kind: str, lanes: Lanes, newest: int, only_read: bool = False) -> None:
         """Complete the groups that lanes wait for, all but the `newest` ones."""
-        end = np.full(self.machine.lanes, -1)
-        end[lanes] = self.committed[kind][lanes] - newest
-        effects = self.extract([effect.group < end[effect.lanes] if effect.kind == kind else None
+        end_group = np.full(self.machine.lanes, -1)
+        end_group[lanes] = self.committed[kind][lanes] - newest
+        effects = self.extract([effect.group < end_group[effect.lanes] if effect.kind == kind else None
                                for effect in self.queue])  # fmt: skip
         if kind == "wgmma":
             effects.sort(key=lambda effect: effect.serial)
@@ -115,28 +117,28 @@ class EffectQueue(Unit):
 
     def extract(self, masks: Iterable[Array | None]) -> list[Effect]:
         """Take entries out of the queue; in an order drawn from the seed."""
-        extracted, remaining = [], []
+        taken_effects, remaining_effects = [], []
         for effect, mask in zip(self.queue, masks, strict=True):
             chosen, not_chosen = effect.split(mask) if mask is not None else (None, effect)
-            extracted += [chosen] if chosen is not None else []
-            remaining += [not_chosen] if not_chosen is not None else []
-        self.queue = remaining
-        return [extracted[i] for i in self.random.permutation(len(extracted))] if self.late else extracted
+            taken_effects += [chosen] if chosen is not None else []
+            remaining_effects += [not_chosen] if not_chosen is not None else []
+        self.queue = remaining_effects
+        return [taken_effects[i] for i in self.random.permutation(len(taken_effects))] if self.late else taken_effects
 
     # Landing
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Land something: what a lane waits for at an mbarrier or, unless `only_awaited`, anything. False: nothing."""
-        flying = [effect for effect in self.queue if not effect.landed]
-        if not flying:
+        effects_in_flight = [effect for effect in self.queue if not effect.landed]
+        if not effects_in_flight:
             return False
-        awaited = [place for place, barrier in self.mbarriers.items() if barrier.waiting]
-        chosen = [effect for effect in flying if np.isin(effect.barrier, awaited).any()]
+        awaited_mbarriers = [place for place, barrier in self.mbarriers.items() if barrier.waiting]
+        chosen = [effect for effect in effects_in_flight if np.isin(effect.barrier, awaited_mbarriers).any()]
         if not chosen and only_awaited:
             return False
-        effect = (chosen or flying)[self.random.integers(len(chosen or flying))]
+        effect = (chosen or effects_in_flight)[self.random.integers(len(chosen or effects_in_flight))]
         if chosen:  # entries that nobody waits for may be later still
-            effect = self.split_in_queue(effect, np.isin(effect.barrier, awaited))
+            effect = self.split_in_queue(effect, np.isin(effect.barrier, awaited_mbarriers))
         self.land(effect)
         return True
 
@@ -155,11 +157,15 @@ class EffectQueue(Unit):
     def land(self, effect: Effect) -> None:
         """Write the results and tell the mbarriers."""
         # a copy of the list, as splitting an effect changes the queue
-        for earlier in list(self.queue) if effect.in_order else ():
-            if earlier.kind == effect.kind and earlier.serial < effect.serial and not earlier.landed:
-                same_lanes = np.isin(earlier.lanes, effect.lanes)
-                if same_lanes.any() and not earlier.arrives:
-                    self.land(self.split_in_queue(earlier, same_lanes))
+        for earlier_effect in list(self.queue) if effect.in_order else ():
+            if (
+                earlier_effect.kind == effect.kind
+                and earlier_effect.serial < effect.serial
+                and not earlier_effect.landed
+            ):
+                same_lanes = np.isin(earlier_effect.lanes, effect.lanes)
+                if same_lanes.any() and not earlier_effect.arrives:
+                    self.land(self.split_in_queue(earlier_effect, same_lanes))
         effect.write(self.machine.memory)
         effect.landed = True
         for watcher in self.machine.watchers:
@@ -173,15 +179,15 @@ class EffectQueue(Unit):
         """Tell the mbarriers of an effect that it has landed: subtract its bytes, or arrive."""
         sizes = effect.writes[2]
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
-            at_place = effect.barrier == place
+            is_at_place = effect.barrier == place
             try:
                 barrier = self.mbarriers.get(place)
                 if barrier is None:
                     raise ValueError("its mbarrier has been invalidated")
                 if not effect.arrives:
-                    barrier.expect(-int(sizes[at_place].sum()))
-                for _ in range(np.count_nonzero(at_place) if effect.arrives else 0):
+                    barrier.expect(-int(sizes[is_at_place].sum()))
+                for _ in range(np.count_nonzero(is_at_place) if effect.arrives else 0):
                     barrier.arrive(1)
             except ValueError as error:
-                fault = self.machine.fault_place(effect.instruction, int(effect.lanes[int(np.argmax(at_place))]))
+                fault = self.machine.fault_place(effect.instruction, int(effect.lanes[int(np.argmax(is_at_place))]))
                 raise EmulationError(f"{fault}: {error}") from None

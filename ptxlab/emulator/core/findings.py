@@ -89,14 +89,16 @@ class Findings:
         """Enter `count` occurrences, the first in this (block, thread); ValueError for a kind that no check has."""
         if kind not in _KINDS:
             raise ValueError(f"{kind}: not among the kinds of findings (emulator/options.py)")
-        packed, operands = (fault.lane, fault.operands) if fault else (None, {})
+        packed_lane, operands = (fault.lane, fault.operands) if fault else (None, {})
         code = instruction.path, instruction.line, demangle_message(instruction.text)
         message = demangle_message(message)
-        key = (kind, *code[:2], instruction.callers, packed)
-        if earlier := self.by_key.get(key):
-            self.by_key[key] = replace(earlier, count=earlier.count + count)
+        key = (kind, *code[:2], instruction.callers, packed_lane)
+        if earlier_finding := self.by_key.get(key):
+            self.by_key[key] = replace(earlier_finding, count=earlier_finding.count + count)
             return
-        self.by_key[key] = Finding(kind, *code, *place, packed, operands, message, count, instruction.callers, fault)
+        self.by_key[key] = Finding(
+            kind, *code, *place, packed_lane, operands, message, count, instruction.callers, fault
+        )
 
 
 @dataclass(frozen=True)

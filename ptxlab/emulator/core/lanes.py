@@ -34,9 +34,9 @@ def as_lanes(indices: Array) -> Lanes:
 
 def merge(a: Lanes, b: Lanes) -> Lanes:
     """Unite two disjoint sets."""
-    both = np.concatenate((indices_of(a), indices_of(b)))
-    both.sort(kind="stable")
-    return as_lanes(both)
+    all_indices = np.concatenate((indices_of(a), indices_of(b)))
+    all_indices.sort(kind="stable")
+    return as_lanes(all_indices)
 
 
 def split(lanes: Lanes, mask: Array) -> tuple[Lanes | None, Lanes | None]:

@@ -37,8 +37,8 @@ class LivelockDetector:
         elif steps > self.due + WHILE:
             self.due, self.sample, self.whole = self.began + 2 * (steps - self.began), None, None
         elif (self.whole is None or steps - self.whole[0] >= self.turns) and self.is_like_sample(last):
-            previous, self.whole = self.whole, (steps, self.digest())
-            if previous is not None and previous[1] == self.whole[1]:
+            previous_digest, self.whole = self.whole, (steps, self.digest())
+            if previous_digest is not None and previous_digest[1] == self.whole[1]:
                 self.due = steps  # to go on looking, if the machine finds a way out
                 return True
         return False
@@ -50,8 +50,8 @@ class LivelockDetector:
         """
         assert self.sample is not None
         sample_last, sample_registers = self.sample
-        places = last == sample_last and self.ready.keys() == sample_registers.keys()
-        return places and all(self.registers(pc) == registers for pc, registers in sample_registers.items())
+        are_places_equal = last == sample_last and self.ready.keys() == sample_registers.keys()
+        return are_places_equal and all(self.registers(pc) == registers for pc, registers in sample_registers.items())
 
     def registers(self, pc: int) -> list[bytes]:
         """Return the registers of the first lane at an instruction, as bytes of each file."""

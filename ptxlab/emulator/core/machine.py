@@ -113,9 +113,9 @@ class Machine(Wave):
         self.was_held = np.zeros(self.lanes, bool)
         self.random = np.random.default_rng((launch.options.seed, 1))
         self.last_step = launch.steps + launch.options.max_steps
-        everybody, _ = split(slice(0, self.lanes), self.alive)
-        assert everybody is not None
-        self.ready: dict[int, Lanes] = {0: everybody}
+        living_lanes, _ = split(slice(0, self.lanes), self.alive)
+        assert living_lanes is not None
+        self.ready: dict[int, Lanes] = {0: living_lanes}
         self.livelock = LivelockDetector(self, self.ready, self.state, 4 * TURN)
         self.done_before = 0  # while binding: instructions before this one are done by an earlier one's handler
 
@@ -152,8 +152,8 @@ class Machine(Wave):
                 for watcher in self.watchers:
                     handler = watcher.wrap_guarded(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
-            called = instruction.text if head == "call" else instruction.opcode
-            raise UnknownInstruction(f"{instruction.where}: {reason_for(called) or UNKNOWN}") from None
+            operation_name = instruction.text if head == "call" else instruction.opcode
+            raise UnknownInstruction(f"{instruction.where}: {reason_for(operation_name) or UNKNOWN}") from None
         except IndexError:
             raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None
         except ValueError as error:
@@ -164,11 +164,13 @@ class Machine(Wave):
         """Wrap a handler so that the lanes whose predicate holds run it and the others go on."""
 
         def run(lanes: Lanes) -> Successors:
-            chosen, skipping = split(lanes, predicate(lanes))
-            if chosen is None:
+            executing_lanes, skipping_lanes = split(lanes, predicate(lanes))
+            if executing_lanes is None:
                 return None
-            successors = handler(chosen)
-            return successors if successors is None or skipping is None else [*successors, (pc + 1, skipping)]
+            successors = handler(executing_lanes)
+            return (
+                successors if successors is None or skipping_lanes is None else [*successors, (pc + 1, skipping_lanes)]
+            )
 
         return run
 
@@ -181,18 +183,18 @@ class Machine(Wave):
             return handler
 
         def run(lanes: Lanes) -> Successors:
-            now, later = split(lanes, self.was_held[lanes] | (self.random.random(count_of(lanes)) < 0.5))
+            storing_lanes, held_lanes = split(lanes, self.was_held[lanes] | (self.random.random(count_of(lanes)) < 0.5))
             self.was_held[lanes] = False
-            if later is None:
+            if held_lanes is None:
                 return handler(lanes)
-            self.was_held[later] = True
+            self.was_held[held_lanes] = True
             if not self.held_stores:
                 self.held_until = self.launch.steps + int(self.random.integers(LONGEST_HOLD))
-            self.held_stores.append((pc, later))
-            if now is None:
+            self.held_stores.append((pc, held_lanes))
+            if storing_lanes is None:
                 return []
-            handler(now)
-            return [(pc + 1, now)]
+            handler(storing_lanes)
+            return [(pc + 1, storing_lanes)]
 
         return run
 
@@ -207,8 +209,8 @@ class Machine(Wave):
 
     def make_ready(self, pc: int, lanes: Lanes) -> None:
         """Let lanes go on at an instruction, together with those that are there already."""
-        waiting = self.ready.get(pc)
-        self.ready[pc] = lanes if waiting is None else merge(waiting, lanes)
+        ready_lanes = self.ready.get(pc)
+        self.ready[pc] = lanes if ready_lanes is None else merge(ready_lanes, lanes)
 
     def end(self, lanes: Lanes) -> None:
         """End lanes, which leave the kernel, and have those that wait for them look again."""
@@ -216,9 +218,9 @@ class Machine(Wave):
         self.living -= count_of(lanes)
         for watcher in self.watchers:
             watcher.exit(lanes)
-        parked, self.meetings = self.meetings, {}  # who has ended is not waited for: maybe all have come now
-        for waiting in parked.values():
-            for pc, meeting_lanes, _ in waiting:
+        open_meetings, self.meetings = self.meetings, {}  # who has ended is not waited for: maybe all have come now
+        for meeting in open_meetings.values():
+            for pc, meeting_lanes, _ in meeting:
                 self.make_ready(pc, meeting_lanes)
         for unit in self.units.values():
             unit.recheck()
@@ -269,9 +271,9 @@ class Machine(Wave):
             for target, target_lanes in successors or ():
                 self.make_ready(target, target_lanes)
             if launch.steps > self.last_step:
-                running = "; ".join(self.name_running(ready or {last: lanes}))
+                running_text = "; ".join(self.name_running(ready or {last: lanes}))
                 limit = launch.options.max_steps
-                raise EmulationError(f"still running after {limit} steps: {running}; max_steps allows more")
+                raise EmulationError(f"still running after {limit} steps: {running_text}; max_steps allows more")
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Have a unit do something; False if there is nothing to do."""
@@ -290,9 +292,11 @@ class Machine(Wave):
 
     def deadlock(self) -> NoReturn:
         """Raise: everybody waits, or spins on what nobody will change; with every waiter's line."""
-        waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
-        waiting += [parked for unit in self.units.values() for parked in unit.waiters()]
+        waiting_groups = [
+            Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m
+        ]
+        waiting_groups += [waiting_group for unit in self.units.values() for waiting_group in unit.waiters()]
         lines = [f"{place} spins" for place in self.name_running(self.ready)]
-        lines += [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
+        lines += [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting_groups]
         problem = "threads spin on what no other will change" if self.ready else "no thread can run"
         raise Deadlock(f"deadlock: {problem}\n  " + "\n  ".join(lines))

@@ -87,8 +87,8 @@ class Memory:
     def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
         """Find which of the accesses to several regions lie outside (bool per access), and the regions of the rest."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
-        outside = (index < 0) | (offsets + size > self.ends_array[index])
-        return outside, [self.regions[i] for i in np.unique(index[~outside])]
+        is_outside = (index < 0) | (offsets + size > self.ends_array[index])
+        return is_outside, [self.regions[i] for i in np.unique(index[~is_outside])]
 
     def name_byte(self, offset: int) -> str:
         """Name the byte at a valid arena offset in words."""
@@ -98,11 +98,11 @@ class Memory:
     def describe(self, offset: int, size: int) -> str:
         """Describe in words where an access of `size` bytes at a bad arena offset points."""
         region = self.region_of(offset)
-        following = next((r for r in self.regions if r.start > offset), None)
-        if following and offset >= following.start - GAP // 2:
-            return f"{following.start - offset} bytes before {following.name}"
+        following_region = next((r for r in self.regions if r.start > offset), None)
+        if following_region and offset >= following_region.start - GAP // 2:
+            return f"{following_region.start - offset} bytes before {following_region.name}"
         if region is None or offset >= region.end + GAP:
             address = (offset + BASE) % (1 << 64)
             return f"address {address:#x}, {'no buffer' if address else 'a null pointer'}"
-        past, length = offset + size - region.end, region.end - region.start
-        return f"byte {offset - region.start} of {region.name}, {past} bytes past its end ({length} bytes)"
+        bytes_past_end, length = offset + size - region.end, region.end - region.start
+        return f"byte {offset - region.start} of {region.name}, {bytes_past_end} bytes past its end ({length} bytes)"

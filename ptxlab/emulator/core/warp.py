@@ -21,23 +21,23 @@ def bind_collective(machine: Machine, pc: int, mask: ir.Operand | None, apply: A
     """
     read = machine.reader(mask, "u32") if mask is not None else None
     whole_warps = isinstance(mask, ir.Immediate) and mask.bits & 0xFFFFFFFF == 0xFFFFFFFF
-    everybody = np.full(machine.lanes, 0xFFFFFFFF, np.uint32) if whole_warps else np.zeros(0, np.uint32)
+    full_masks = np.full(machine.lanes, 0xFFFFFFFF, np.uint32) if whole_warps else np.zeros(0, np.uint32)
 
     def handler(lanes: Lanes) -> Successors:
         nobody_missing = whole_warps and machine.living == machine.lanes and pc not in machine.meetings
         if nobody_missing and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
-            apply(lanes, everybody[lanes])
+            apply(lanes, full_masks[lanes])
             return None
         if read is None:
-            present = np.zeros(machine.lanes, bool)
-            present[lanes] = True
-            apply(lanes, pack_bits(present)[indices_of(lanes) // 32])
+            is_present = np.zeros(machine.lanes, bool)
+            is_present[lanes] = True
+            apply(lanes, pack_bits(is_present)[indices_of(lanes) // 32])
             return None
         ready = meet(machine, pc, pc, lanes, read(lanes)).get(pc)
         if ready is None:
             return []
-        alive = pack_bits(machine.alive)[indices_of(ready) // 32]
-        apply(ready, read(ready) & alive)
+        alive_masks = pack_bits(machine.alive)[indices_of(ready) // 32]
+        apply(ready, read(ready) & alive_masks)
         return None if ready is lanes else [(pc + 1, ready)]
 
     return handler
@@ -50,25 +50,27 @@ def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -
     """
     lane_bits = np.uint32(1) << (indices_of(lanes) % 32).astype(np.uint32)
     if not (masks & lane_bits).all():
-        outside = as_lanes(indices_of(lanes)[np.broadcast_to(masks & lane_bits == 0, lane_bits.shape)])
-        raise EmulationError(f"{machine.place(machine.code[pc], outside)}: the lane is not in its own member mask")
+        outside_lanes = as_lanes(indices_of(lanes)[np.broadcast_to(masks & lane_bits == 0, lane_bits.shape)])
+        raise EmulationError(
+            f"{machine.place(machine.code[pc], outside_lanes)}: the lane is not in its own member mask"
+        )
     whole_warps = isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32
     if key not in machine.meetings and (whole_warps or count_of(lanes) == machine.living):
         return {pc: lanes}
-    arrived = [*machine.meetings.pop(key, []), (pc, lanes, np.broadcast_to(masks, lane_bits.shape))]
-    present = np.zeros(machine.lanes, bool)
-    for _, arrived_lanes, _ in arrived:
-        present[arrived_lanes] = True
-    missing = pack_bits(machine.alive & ~present)
-    complete: dict[int, Lanes] = {}
-    for place, arrived_lanes, members in arrived:
-        is_complete = (members & missing[indices_of(arrived_lanes) // 32]) == 0
+    arrived_groups = [*machine.meetings.pop(key, []), (pc, lanes, np.broadcast_to(masks, lane_bits.shape))]
+    is_present = np.zeros(machine.lanes, bool)
+    for _, arrived_lanes, _ in arrived_groups:
+        is_present[arrived_lanes] = True
+    missing_masks = pack_bits(machine.alive & ~is_present)
+    complete_lanes: dict[int, Lanes] = {}
+    for place, arrived_lanes, members in arrived_groups:
+        is_complete = (members & missing_masks[indices_of(arrived_lanes) // 32]) == 0
         chosen, still_waiting = split(arrived_lanes, is_complete)
         if chosen is not None:
-            complete[place] = merge(complete[place], chosen) if place in complete else chosen
+            complete_lanes[place] = merge(complete_lanes[place], chosen) if place in complete_lanes else chosen
         if still_waiting is not None:
             machine.meetings.setdefault(key, []).append((place, still_waiting, members[~is_complete]))
-    return complete
+    return complete_lanes
 
 
 def pack_bits(flags: Array) -> Array:

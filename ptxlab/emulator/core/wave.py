@@ -63,17 +63,17 @@ class LaunchState:
 
     def print(self, text: str) -> None:
         """Add text that the kernel prints to the output, up to a length beyond which it is dropped, as on a GPU."""
-        room = MOST_PRINTED - self.printed
+        free_lines = MOST_PRINTED - self.printed
         self.printed += len(text)
-        if room > 0:
-            self.output.append(text[:room])
+        if free_lines > 0:
+            self.output.append(text[:free_lines])
 
     def wait_for_predecessors(self) -> None:
         """Put into memory what the kernels before this one have written: they have ended."""
         self.has_waited = True
         while self.at_wait:
-            start, written = self.at_wait.pop()
-            self.memory.arena[start : start + len(written)] = written
+            start, written_bytes = self.at_wait.pop()
+            self.memory.arena[start : start + len(written_bytes)] = written_bytes
 
     @property
     def threads(self) -> int:
@@ -99,8 +99,8 @@ class LaunchState:
         """Tell which arena offsets lie in a shared window."""
         if not len(self.shared_windows):
             return np.zeros(len(offsets), bool)
-        last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
-        is_inside: Array = (offsets >= self.shared_windows[0]) & (offsets < last)
+        last_window_end = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
+        is_inside: Array = (offsets >= self.shared_windows[0]) & (offsets < last_window_end)
         return is_inside
 
 

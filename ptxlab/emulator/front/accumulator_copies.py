@@ -28,49 +28,55 @@ def move_behind_waits(entry: Entry) -> None:
     """Put copies of accumulators behind the wait for these."""
     if not entry.uses("wgmma.mma_async"):
         return
-    code, by_wait = entry.instructions, dict[int, list[int]]()
+    code, copies_by_wait = entry.instructions, dict[int, list[int]]()
     for copy in _movable(code, entry.targets):
         assert copy.wait is not None
-        by_wait.setdefault(copy.wait, []).append(copy.index)
-    moved = {index for indices in by_wait.values() for index in indices}
-    order = [i for index in range(len(code)) if index not in moved for i in (index, *by_wait.get(index, ()))]
+        copies_by_wait.setdefault(copy.wait, []).append(copy.index)
+    moved_indices = {index for indices in copies_by_wait.values() for index in indices}
+    order = [
+        i for index in range(len(code)) if index not in moved_indices for i in (index, *copies_by_wait.get(index, ()))
+    ]
     entry.instructions[:] = [code[index] for index in order]
 
 
 def _movable(code: list[Instruction], targets: frozenset[int]) -> list[Copy]:
     """List the copies that nothing hinders, in the order of the code."""
-    movable: list[Copy] = []
+    movable_copies: list[Copy] = []
     open_copies: list[Copy] = []
     commits: dict[Place, int] = {}  # of accumulators under way, and copies of these: commits since their wgmma
     for index, instruction in enumerate(code):
         if index in targets:
             open_copies, commits = [], {}
-        read, written = (_places(registers_) for registers_ in (instruction.sources, instruction.destinations))
-        if instruction.head == "mov" and instruction.guard is None and read & commits.keys():
-            open_copies = [copy for copy in open_copies if not written & (copy.sources | copy.targets)]
-            open_copies.append(Copy(index, read, written))
-            commits.update(dict.fromkeys(written, min(commits[place] for place in read & commits.keys())))
+        read_places, written_places = (
+            _places(registers_) for registers_ in (instruction.sources, instruction.destinations)
+        )
+        if instruction.head == "mov" and instruction.guard is None and read_places & commits.keys():
+            open_copies = [copy for copy in open_copies if not written_places & (copy.sources | copy.targets)]
+            open_copies.append(Copy(index, read_places, written_places))
+            commits.update(dict.fromkeys(written_places, min(commits[place] for place in read_places & commits.keys())))
         elif instruction.opcode.startswith("wgmma.commit_group"):
             commits = {place: count + 1 for place, count in commits.items()}
         elif instruction.opcode.startswith("wgmma.wait_group"):
-            newest = getattr(instruction.operands[0], "bits", 0) if instruction.operands else 0
-            commits = {place: count for place, count in commits.items() if count <= newest}
+            newest_count = getattr(instruction.operands[0], "bits", 0) if instruction.operands else 0
+            commits = {place: count for place, count in commits.items() if count <= newest_count}
             for copy in [copy for copy in open_copies if not copy.sources & commits.keys()]:
                 copy.wait = index
-                movable.append(copy)
+                movable_copies.append(copy)
                 open_copies.remove(copy)
         else:
-            touched = read | written
+            touched_places = read_places | written_places
             guard = _places([instruction.guard]) if instruction.guard else set()
             open_copies = [
-                copy for copy in open_copies if not (touched | guard) & copy.targets and not written & copy.sources
+                copy
+                for copy in open_copies
+                if not (touched_places | guard) & copy.targets and not written_places & copy.sources
             ]
-            commits = {place: count for place, count in commits.items() if place not in written}
+            commits = {place: count for place, count in commits.items() if place not in written_places}
             if instruction.opcode.startswith("wgmma.mma_async"):
                 commits.update(dict.fromkeys(_places(registers(instruction.operands[:1])), 0))
             if instruction.head in _ENDS:
                 open_copies, commits = [], {}
-    return sorted(movable, key=lambda copy: copy.index)
+    return sorted(movable_copies, key=lambda copy: copy.index)
 
 
 def _places(registers_: list[Register]) -> set[Place]:

@@ -15,9 +15,9 @@ _ONLY = {
 def require_target(module: Module) -> None:
     """Raise SourceError at the first instruction that the module's `.target` has not."""
     for entry in module.entries.values():
-        for beginning, (targets, words) in _ONLY.items():
-            if not entry.uses(beginning) or re.fullmatch(targets, module.target):
+        for opcode_prefix, (targets, words) in _ONLY.items():
+            if not entry.uses(opcode_prefix) or re.fullmatch(targets, module.target):
                 continue
-            instruction = next(i for i in entry.instructions if i.opcode.startswith(beginning))
+            instruction = next(i for i in entry.instructions if i.opcode.startswith(opcode_prefix))
             problem = f"{module.target} has no {instruction.opcode.split('.')[0]}: it takes {words}"
             raise SourceError(instruction.path, instruction.line, problem, instruction.text)

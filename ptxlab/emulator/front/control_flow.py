@@ -43,16 +43,18 @@ class ControlFlowGraph:
 
     def __init__(self, code: list[Instruction]) -> None:
         labels = [[label.index for label in ir.labels(instruction.operands)] for instruction in code]
-        begins = {0, *(start for targets in labels for start in targets if start < len(code))}
-        begins |= {i + 1 for i in range(len(code) - 1) if code[i].head in _JUMPS}
-        self.first = sorted(begins)
+        block_starts = {0, *(start for targets in labels for start in targets if start < len(code))}
+        block_starts |= {i + 1 for i in range(len(code) - 1) if code[i].head in _JUMPS}
+        self.first = sorted(block_starts)
         self.last = [start - 1 for start in self.first[1:]] + [len(code) - 1]
         number = {start: i for i, start in enumerate(self.first)} | {len(code): END}
         self.successors: list[set[int]] = []
-        for last in self.last:
-            kind, guarded = code[last].head, code[last].guard is not None
-            targets_of_block = [number[start] for start in labels[last]] + [END] * (kind in _LEAVES)
-            self.successors.append({*targets_of_block, *([number[last + 1]] if guarded or kind not in _JUMPS else [])})
+        for last_index in self.last:
+            kind, is_guarded = code[last_index].head, code[last_index].guard is not None
+            targets_of_block = [number[start] for start in labels[last_index]] + [END] * (kind in _LEAVES)
+            self.successors.append(
+                {*targets_of_block, *([number[last_index + 1]] if is_guarded or kind not in _JUMPS else [])}
+            )
         self.predecessors: dict[int, set[int]] = {i: set() for i in [*range(len(self.first)), END]}
         for block, successors in enumerate(self.successors):
             for successor in successors:
@@ -61,14 +63,16 @@ class ControlFlowGraph:
     def find_reachable(self, starts: Iterable[int], without: Collection[int] = (), backwards: bool = False) -> set[int]:
         """Find the blocks on the ways from these, themselves among them, that do not lead through the others."""
         to_visit = [start for start in starts if start not in without]
-        reachable = set(to_visit)
+        reachable_blocks = set(to_visit)
         while to_visit:
             block = to_visit.pop()
-            for neighbour in self.predecessors[block] if backwards else self.successors[block] if block != END else ():
-                if neighbour not in reachable and neighbour not in without:
-                    reachable.add(neighbour)
-                    to_visit.append(neighbour)
-        return reachable
+            for neighbour_block in (
+                self.predecessors[block] if backwards else self.successors[block] if block != END else ()
+            ):
+                if neighbour_block not in reachable_blocks and neighbour_block not in without:
+                    reachable_blocks.add(neighbour_block)
+                    to_visit.append(neighbour_block)
+        return reachable_blocks
 
 
 @cache_on_subject
@@ -80,21 +84,24 @@ def flow_of(entry: Entry) -> Flow:
     aligned: set[int] = set()
     with_aligned: set[int] = set()
     for block in blocks:
-        inside = [i for i in range(graph.first[block], graph.last[block] + 1) if is_aligned(code[i])]
-        aligned.update(i for i in inside if code[i].guard is not None or i == inside[0])
-        if inside:
+        aligned_indices = [i for i in range(graph.first[block], graph.last[block] + 1) if is_aligned(code[i])]
+        aligned.update(i for i in aligned_indices if code[i].guard is not None or i == aligned_indices[0])
+        if aligned_indices:
             with_aligned.add(block)
-    alive = graph.find_reachable(with_aligned, backwards=True)  # from here lanes may come to an .aligned instruction
+    # From here lanes may come to an .aligned instruction.
+    blocks_with_barrier_ahead = graph.find_reachable(with_aligned, backwards=True)
     loop_edges: dict[int, frozenset[int]] = {}
     early_exits: dict[int, frozenset[int]] = {}
-    for block in alive:
+    for block in blocks_with_barrier_ahead:
         branch = graph.last[block]
-        loop_heads = {h for h in graph.successors[block] & alive if with_aligned & loop(graph, block, h)}
+        loop_heads = {
+            h for h in graph.successors[block] & blocks_with_barrier_ahead if with_aligned & loop(graph, block, h)
+        }
         if loop_heads:
             loop_edges[branch] = frozenset(graph.first[h] for h in loop_heads)
-        exits = {v for v in graph.successors[block] - alive if leaves(graph, code, block, v)}
-        if exits and graph.successors[block] & alive:
-            early_exits[branch] = frozenset(END if v == END else graph.first[v] for v in exits)
+        exit_blocks = {v for v in graph.successors[block] - blocks_with_barrier_ahead if leaves(graph, code, block, v)}
+        if exit_blocks and graph.successors[block] & blocks_with_barrier_ahead:
+            early_exits[branch] = frozenset(END if v == END else graph.first[v] for v in exit_blocks)
     return Flow(frozenset(aligned), loop_edges, early_exits)
 
 

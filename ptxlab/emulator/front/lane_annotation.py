@@ -61,9 +61,13 @@ LaneTypes = dict[str, LaneType]
 
 def wrap(values: Array, to: LaneType) -> Array:
     """Reduce integers modulo 2^bits to the range of the type."""
-    spare = np.int64(64 - to.bits)
-    shifted = values << spare
-    return shifted >> spare if to.signed else (shifted.view(np.uint64) >> spare.view(np.uint64)).view(np.int64)
+    spare_bits = np.int64(64 - to.bits)
+    shifted_values = values << spare_bits
+    return (
+        shifted_values >> spare_bits
+        if to.signed
+        else (shifted_values.view(np.uint64) >> spare_bits.view(np.uint64)).view(np.int64)
+    )
 
 
 def parse_annotation(text: str, opcode: str) -> LaneTypes:
@@ -91,10 +95,10 @@ def parse_annotation(text: str, opcode: str) -> LaneTypes:
     for letter, lane in types.items():
         if width and lane.count and lane.count * lane.bits != int(width[1]):
             raise ValueError(f"@lanes: {letter}:{lane} does not fill the {width[1]} bits of {opcode}")
-    needed = operation.letters if operation.compute else ()
-    missing = [letter for letter in needed if letter not in types]
-    if missing:
-        raise ValueError(f"@lanes: {opcode} needs a type for operand {', '.join(missing)}")
+    needed_letters = operation.letters if operation.compute else ()
+    missing_letters = [letter for letter in needed_letters if letter not in types]
+    if missing_letters:
+        raise ValueError(f"@lanes: {opcode} needs a type for operand {', '.join(missing_letters)}")
     if set(types) - {"d", *operation.letters}:
         raise ValueError(f"@lanes: {opcode} has no operand {', '.join(sorted(set(types) - {'d', *operation.letters}))}")
     return types

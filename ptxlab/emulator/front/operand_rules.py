@@ -34,15 +34,15 @@ def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
 
     For example, a float is refused where it takes an integer.
     """
-    for operand, expected in zip(operands, types, strict=False):
-        if isinstance(operand, Register) and not agrees(operand.type, expected):
-            raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{expected}")
-        if isinstance(operand, ir.Immediate) and expected != "pred":
+    for operand, expected_type in zip(operands, types, strict=False):
+        if isinstance(operand, Register) and not agrees(operand.type, expected_type):
+            raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{expected_type}")
+        if isinstance(operand, ir.Immediate) and expected_type != "pred":
             kind = "float" if operand.float_bits else "integer"
             # a literal of 32 or 64 bits is rounded to a float of the other width; bits have to be as many
-            fits = expected in ("f32", "f64") or (expected[0] == "b" and expected[1].isdigit())
-            if not (fits if operand.float_bits else not is_float(expected)):
-                raise ValueError(f"a constant {kind} for .{expected}")
+            is_right_kind = expected_type in ("f32", "f64") or (expected_type[0] == "b" and expected_type[1].isdigit())
+            if not (is_right_kind if operand.float_bits else not is_float(expected_type)):
+                raise ValueError(f"a constant {kind} for .{expected_type}")
 
 
 def check_operands(instruction: Instruction) -> None:

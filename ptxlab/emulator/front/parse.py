@@ -183,7 +183,7 @@ class _Parser(Cursor):
         while not self.accept("}"):
             if self.kinds[self.position] == "end":
                 self.fail("unexpected end of file")
-            following = self.texts[self.position + 1]
+            next_text = self.texts[self.position + 1]
             if self.token == "{":
                 self.body(scopes)
             elif self.accept(";"):
@@ -197,7 +197,7 @@ class _Parser(Cursor):
                 self.location()
             elif self.token == ".pragma":
                 self.skip_to(";")
-            elif self.kinds[self.position] == "word" and following == ":":
+            elif self.kinds[self.position] == "word" and next_text == ":":
                 label = self.word("a label")
                 if label in self.scope.labels or label in self.scope.tables:
                     self.fail(f"{label} is declared twice", self.line_numbers[self.position - 1])
@@ -233,14 +233,14 @@ class _Parser(Cursor):
         operands = tuple(self.comma_separated(self.operand, ";"))
         text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip().rstrip(";")
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
-        last = self.line_numbers[self.position - 1]
+        last_line = self.line_numbers[self.position - 1]
         instruction = Instruction(opcode, operands, guard, line, text, path=self.path)
-        instruction.wraps = last in self.wrapping
-        if last in self.annotations:
+        instruction.wraps = last_line in self.wrapping
+        if last_line in self.annotations:
             try:
-                instruction.lanes = parse_annotation(self.annotations[last], opcode)
+                instruction.lanes = parse_annotation(self.annotations[last_line], opcode)
             except ValueError as error:
-                self.fail(str(error), last)
+                self.fail(str(error), last_line)
         return instruction
 
     # Declarations
@@ -359,21 +359,24 @@ class _Parser(Cursor):
             elif self.kinds[self.position] == "word":
                 yield self.pointer()
             else:
-                negative = self.accept("-")
+                is_negative = self.accept("-")
                 number = self.number()
-                yield -number.bits if negative else number.bits
+                yield -number.bits if is_negative else number.bits
 
         values = list(read_values())
-        values = [initial & (1 << 8 * element) - 1 if isinstance(initial, int) else initial for initial in values]
-        numbers = [initial for initial in values if isinstance(initial, int)]
+        values = [
+            initial_value & (1 << 8 * element) - 1 if isinstance(initial_value, int) else initial_value
+            for initial_value in values
+        ]
+        numbers = [initial_value for initial_value in values if isinstance(initial_value, int)]
         variable.size = variable.size or len(values) * element
         if len(values) * element > variable.size:
             self.fail(f"{variable.name} has more initial values than elements")
         if len(numbers) == len(values):
-            initial = b"".join(number.to_bytes(element, "little") for number in numbers)
-            variable.initial = initial.ljust(variable.size, b"\0")
+            initial_value = b"".join(number.to_bytes(element, "little") for number in numbers)
+            variable.initial = initial_value.ljust(variable.size, b"\0")
         elif element == 8:
-            variable.pointers = {i * element: initial for i, initial in enumerate(values)}
+            variable.pointers = {i * element: initial_value for i, initial_value in enumerate(values)}
         else:
             self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
 
@@ -394,8 +397,8 @@ class _Parser(Cursor):
         """Read what follows `.reg`: `.b32 %r<10>, %a;`."""
         type_name = self.word("a type")[1:]
         if type_name not in DTYPES:
-            unknown = f"registers of type .{type_name} are not emulated"
-            self.fail(refusals.WIDE_REGISTERS if type_name == "b128" else unknown)
+            refusal = f"registers of type .{type_name} are not emulated"
+            self.fail(refusals.WIDE_REGISTERS if type_name == "b128" else refusal)
         while True:
             name = self.word("a register")
             if self.accept("<"):
@@ -424,13 +427,13 @@ class _Parser(Cursor):
     def look_up(self, name: str) -> Register | Variable | None:
         """Look a name up in the innermost scope that declares it; None if no scope does."""
         for scope in self.scope.chain():
-            meaning = scope.names.get(name)
-            if isinstance(meaning, str):  # first use: registers that are only declared take no row
-                width = bits_of(meaning)
-                meaning = scope.names[name] = Register(name, meaning, self.entry.registers[width])
+            definition = scope.names.get(name)
+            if isinstance(definition, str):  # first use: registers that are only declared take no row
+                width = bits_of(definition)
+                definition = scope.names[name] = Register(name, definition, self.entry.registers[width])
                 self.entry.registers[width] += 1
-            if meaning is not None:
-                return meaning
+            if definition is not None:
+                return definition
         return None
 
     # Operands
@@ -492,16 +495,16 @@ class _Parser(Cursor):
         """Return the operand that a name stands for; one that is not known yet may be a label."""
         if name == "_":
             return ir.Sink()
-        meaning = self.look_up(name)
-        if meaning is None and "." in name:  # `%r1.b3210`
+        definition = self.look_up(name)
+        if definition is None and "." in name:  # `%r1.b3210`
             base, _, selector = name.rpartition(".")
-            meaning = self.look_up(base)
-            if isinstance(meaning, Register):
+            definition = self.look_up(base)
+            if isinstance(definition, Register):
                 if not self.takes_parts:
                     self.fail(f"{name}: only video instructions take a part of a register")
-                return replace(meaning, selector=selector)
-        if meaning is not None:
-            return meaning if isinstance(meaning, Register) else ir.Symbol(meaning)
+                return replace(definition, selector=selector)
+        if definition is not None:
+            return definition if isinstance(definition, Register) else ir.Symbol(definition)
         if _SPECIAL.fullmatch(name):
             return ir.Special(name)
         return Unresolved(name)  # type: ignore[return-value]
@@ -536,8 +539,11 @@ class _Parser(Cursor):
             self.fail(f"{name} calls itself: {refusals.RECURSION}", call.line)
         self.calls += 1
         if self.calls > MOST_CALLS:
-            outermost = (*self.inlining, name)[0]
-            self.fail(f"at most {MOST_CALLS} calls are emulated, each put in place; {outermost} makes more", call.line)
+            outermost_function = (*self.inlining, name)[0]
+            self.fail(
+                f"at most {MOST_CALLS} calls are emulated, each put in place; {outermost_function} makes more",
+                call.line,
+            )
         arguments = [o for vector in call.operands if isinstance(vector, ir.Vector) for o in vector.elements]
         instructions, return_position, caller = self.entry.instructions, self.position, self.scope
         if call.guard is None:
@@ -556,12 +562,12 @@ class _Parser(Cursor):
         while self.token != "{":
             self.take()
         self.body(scopes)
-        end = ir.Label("the end of the call", len(instructions))
+        end_label = ir.Label("the end of the call", len(instructions))
         for instruction in instructions[first:]:
             if instruction.head == "ret":
-                instruction.opcode, instruction.operands = "bra", (end,)
+                instruction.opcode, instruction.operands = "bra", (end_label,)
         if call.guard is not None:  # lanes that do not call go around
-            call.opcode, call.operands = "bra", (end,)
+            call.opcode, call.operands = "bra", (end_label,)
             call.guard = replace(call.guard, negated=not call.guard.negated)
         self.inlining.pop()
         self.position, self.scope = return_position, caller
@@ -580,11 +586,11 @@ class _Parser(Cursor):
             return replace(operand, elements=elements)
         if not isinstance(operand, Unresolved) or instruction.head == "call":
             return operand
-        for outer in scope.chain():
-            if operand.name in outer.labels:
-                return ir.Label(operand.name, outer.labels[operand.name])
-            if operand.name in outer.tables:
-                return self.resolve_labels(ir.Vector(outer.tables[operand.name]), scope, instruction)
+        for outer_scope in scope.chain():
+            if operand.name in outer_scope.labels:
+                return ir.Label(operand.name, outer_scope.labels[operand.name])
+            if operand.name in outer_scope.tables:
+                return self.resolve_labels(ir.Vector(outer_scope.tables[operand.name]), scope, instruction)
         if operand.name in self.functions:
             self.fail(f"the address of {operand.name}: {refusals.FUNCTION_POINTERS}", instruction.line)
         if reason := refusals.reason_for_special(operand.name):
@@ -594,15 +600,17 @@ class _Parser(Cursor):
     def lay_out_shared(self) -> None:
         """Lay out the static shared variables that the kernel names, in order of appearance; then dynamic memory."""
         entry = self.entry
-        named = [o.variable for i in entry.instructions for o in ir.flat(i.operands) if isinstance(o, ir.Symbol)]
-        used = {id(variable): variable for variable in named if variable.space == "shared"}
-        fixed = [v for v in used.values() if v.size]
-        dynamic = [v for v in used.values() if not v.size]
-        for variable in fixed:
+        named_variables = [
+            o.variable for i in entry.instructions for o in ir.flat(i.operands) if isinstance(o, ir.Symbol)
+        ]
+        used_variables = {id(variable): variable for variable in named_variables if variable.space == "shared"}
+        sized_variables = [v for v in used_variables.values() if v.size]
+        dynamic = [v for v in used_variables.values() if not v.size]
+        for variable in sized_variables:
             variable.offset = ceil_div(entry.shared_bytes, variable.align) * variable.align
             entry.shared_bytes = variable.offset + variable.size
         align = max([16, *(v.align for v in dynamic)])
         entry.dynamic_offset = ceil_div(entry.shared_bytes, align) * align
         for variable in dynamic:
             variable.offset = entry.dynamic_offset
-        entry.shared = [*fixed, *dynamic]
+        entry.shared = [*sized_variables, *dynamic]

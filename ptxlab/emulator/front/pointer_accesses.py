@@ -49,7 +49,7 @@ class PointerAccess:
 def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
     """Find the accesses through each parameter, by its name; a parameter with an unknown access is left out."""
     pointers = _pointers(entry)
-    unknown: set[str] = set()
+    unknown_registers: set[str] = set()
     accesses_by_name: dict[str, set[PointerAccess]] = defaultdict(set)
     meanings = _Meanings(entry.instructions)
     for instruction in entry.instructions:
@@ -57,15 +57,15 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
         # An address is an operand in brackets; whatever else holds a pointer lets go of it.
         data_registers = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
         if head not in _ARITHMETIC | _HARMLESS:
-            unknown.update(*(pointers[r] for r in data_registers if r not in instruction.destinations))
-        through = _origins(instruction, pointers)
+            unknown_registers.update(*(pointers[r] for r in data_registers if r not in instruction.destinations))
+        pointer_names = _origins(instruction, pointers)
         access = meanings.access(instruction) if head in _ACCESSES else None
-        if access is None or len(through) > 1:
-            unknown |= through
+        if access is None or len(pointer_names) > 1:
+            unknown_registers |= pointer_names
         else:
-            for name in through:
+            for name in pointer_names:
                 accesses_by_name[name].add(access)
-    return {name: frozenset(accesses) for name, accesses in accesses_by_name.items() if name not in unknown}
+    return {name: frozenset(accesses) for name, accesses in accesses_by_name.items() if name not in unknown_registers}
 
 
 def pointers_of(entry: Entry) -> set[str]:
@@ -101,16 +101,20 @@ def _pointers(entry: Entry) -> dict[Register, set[str]]:
 
 def _follow_arithmetic(entry: Entry, origins: dict[Register, set[str]]) -> None:
     """Add to the origins of registers those of what moves and integer arithmetic make them of."""
-    computed = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
-    steps = [(register, instruction.sources) for instruction in computed for register in instruction.destinations]
-    changed = True
-    while changed:
-        changed = False
+    arithmetic_instructions = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
+    steps = [
+        (register, instruction.sources)
+        for instruction in arithmetic_instructions
+        for register in instruction.destinations
+    ]
+    has_changed = True
+    while has_changed:
+        has_changed = False
         for register, sources in steps:
             origin = set().union(*(origins[source] for source in sources))
             if not origin <= origins[register]:
                 origins[register] |= origin
-                changed = True
+                has_changed = True
 
 
 def _unknown_addresses(entry: Entry, origins: dict[Register, set[str]]) -> set[Register]:
@@ -118,19 +122,21 @@ def _unknown_addresses(entry: Entry, origins: dict[Register, set[str]]) -> set[R
 
     A number that is added to the address of an array is an index, wherever it comes from.
     """
-    unknown = {register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations}
-    computed = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
-    changed = True
-    while changed:
-        changed = False
-        for instruction in computed:
+    unknown_registers = {
+        register for i in entry.instructions if i.head not in _ARITHMETIC for register in i.destinations
+    }
+    arithmetic_instructions = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for instruction in arithmetic_instructions:
             sources = instruction.sources
             if instruction.head not in _MOVES:
                 sources = [source for source in sources if origins[source]] or sources
-            if not unknown.isdisjoint(sources) and not unknown.issuperset(instruction.destinations):
-                unknown.update(instruction.destinations)
-                changed = True
-    return unknown
+            if not unknown_registers.isdisjoint(sources) and not unknown_registers.issuperset(instruction.destinations):
+                unknown_registers.update(instruction.destinations)
+                has_changed = True
+    return unknown_registers
 
 
 @cache_on_subject
@@ -147,14 +153,14 @@ def shared_arrays_of(entry: Entry) -> dict[int, Variable]:
             for register in instruction.destinations:
                 origins[register] |= names
     _follow_arithmetic(entry, origins)
-    unknown = _unknown_addresses(entry, origins)
+    unknown_registers = _unknown_addresses(entry, origins)
     arrays_by_index: dict[int, Variable] = {}
     for index, instruction in enumerate(entry.instructions):
         if not instruction.opcode.startswith(_OF_THREADS) or "bulk" in instruction.opcode:
             continue  # of a copy engine's two addresses in shared memory one is its mbarrier's
         base = next((operand.base for operand in instruction.operands if isinstance(operand, Address)), None)
         names = {base.variable.name} & arrays.keys() if isinstance(base, Symbol) else set()
-        names = origins[base] if isinstance(base, Register) and base not in unknown else names
+        names = origins[base] if isinstance(base, Register) and base not in unknown_registers else names
         if len(names) == 1 and (array := arrays[next(iter(names))]).size:
             arrays_by_index[index] = array
     return arrays_by_index
@@ -187,13 +193,13 @@ class _Meanings:
         is_vector = "v2" in modifiers or "v4" in modifiers or "v8" in modifiers
         if types[-1] in _FLOATS:
             return PointerAccess(True, _FLOATS[types[-1]], is_vector)
-        moved = [r for o in instruction.operands if not isinstance(o, Address | Immediate | Special)
+        moved_registers = [r for o in instruction.operands if not isinstance(o, Address | Immediate | Special)
                  for r in registers((o,))]  # fmt: skip
-        types_in_use = {register.type for register in moved}
+        types_in_use = {register.type for register in moved_registers}
         if not types_in_use <= set(_FLOATS):
-            if any(self.written[register] > 1 for register in moved):  # may hold something else each time
+            if any(self.written[register] > 1 for register in moved_registers):  # may hold something else each time
                 return None
-            types_in_use = {t for register in moved for t in self.types[register]}
+            types_in_use = {t for register in moved_registers for t in self.types[register]}
         floats = {_FLOATS[t] for t in types_in_use if t in _FLOATS}
         if floats:
             is_one_kind = len(floats) == 1 and types_in_use <= set(_FLOATS)

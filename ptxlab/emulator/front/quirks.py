@@ -46,13 +46,13 @@ class Note:
 def notes_of(entry: Entry) -> tuple[Note, ...]:
     """List a kernel's lines with forms of quirks, in their order."""
     candidates = [(quirk, form) for quirk in quirks.load().values() for form in quirk.forms]
-    by_opcode = {opcode: [(quirk, form) for quirk, form in candidates if form.pattern.fullmatch(opcode)]
+    forms_by_opcode = {opcode: [(quirk, form) for quirk, form in candidates if form.pattern.fullmatch(opcode)]
                  for opcode in entry.opcodes}  # fmt: skip
-    makers = _makers(entry) if any(by_opcode.values()) else {}
+    makers = _makers(entry) if any(forms_by_opcode.values()) else {}
     repetitions = _repetitions(entry) if entry.uses("wgmma.mma_async") else set()
     notes: dict[tuple[object, ...], Note] = {}
     for i, instruction in enumerate(entry.instructions):
-        for quirk, form in by_opcode[instruction.opcode]:
+        for quirk, form in forms_by_opcode[instruction.opcode]:
             if _has(form, instruction, makers) and (not form.again or i in repetitions):
                 message = quirk.effect[0].lower() + quirk.effect[1:].rstrip(".")
                 text = demangle_message(instruction.text)
@@ -63,9 +63,9 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
 
 def _makers(entry: Entry) -> Makers:
     """Find the instruction that writes a register, where that is a single one."""
-    written = [(r.place, instruction) for instruction in entry.instructions for r in instruction.destinations]
-    times = Counter(key for key, _ in written)
-    return {key: instruction for key, instruction in written if times[key] == 1}
+    written_registers = [(r.place, instruction) for instruction in entry.instructions for r in instruction.destinations]
+    times = Counter(key for key, _ in written_registers)
+    return {key: instruction for key, instruction in written_registers if times[key] == 1}
 
 
 def _repetitions(entry: Entry) -> set[int]:
@@ -76,12 +76,16 @@ def _repetitions(entry: Entry) -> set[int]:
         if i in entry.targets or labels(instruction.operands) or instruction.opcode.startswith(_ENDS):
             candidates = []
         if instruction.opcode.startswith("wgmma.mma_async"):
-            if any(_without_place(instruction) == _without_place(earlier) for earlier in candidates):
+            if any(
+                _without_place(instruction) == _without_place(earlier_instruction) for earlier_instruction in candidates
+            ):
                 repetitions.add(i)
             candidates.append(instruction)
-        written = {register.place for register in instruction.destinations}
+        written_places = {register.place for register in instruction.destinations}
         candidates = [
-            earlier for earlier in candidates if not written & {register.place for register in earlier.sources}
+            earlier_instruction
+            for earlier_instruction in candidates
+            if not written_places & {register.place for register in earlier_instruction.sources}
         ]
     return repetitions
 
@@ -101,13 +105,14 @@ def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
     if form.word is not None:
         sources = [word for source in sources for word in _words(source, makers)[form.word : form.word + 1]]
     origins = [makers[source.place] for source in sources if source.place in makers]
-    shared = (
+    shared_places = (
         {register.place for register in registers(operands[form.shared : form.shared + 1])}
         if form.shared is not None
         else None
     )
     return any(
-        form.maker.fullmatch(maker.opcode) and (shared is None or shared & {source.place for source in maker.sources})
+        form.maker.fullmatch(maker.opcode)
+        and (shared_places is None or shared_places & {source.place for source in maker.sources})
         for maker in origins
     )
 
@@ -115,8 +120,8 @@ def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
 def _words(pair: Register, makers: Makers) -> list[Register]:
     """List the registers that one `mov` packs into a pair, the low word first."""
     maker = makers.get(pair.place)
-    packed = maker.operands[1] if maker and maker.head == "mov" else None
-    return registers(packed.elements) if isinstance(packed, Vector) else []
+    packed_operand = maker.operands[1] if maker and maker.head == "mov" else None
+    return registers(packed_operand.elements) if isinstance(packed_operand, Vector) else []
 
 
 def _without_place(instruction: Instruction) -> tuple[object, ...]:

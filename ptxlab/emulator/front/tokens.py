@@ -84,8 +84,10 @@ class Cursor:
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
         """Raise for a line, by default the one of the next token."""
         line = line or self.line_numbers[min(self.position, len(self.line_numbers) - 1)]
-        excerpt = self.lines[line - 1].strip() if line <= len(self.lines) else ""
-        raise SourceError(self.path, line, problem, excerpt if len(excerpt) <= 160 else f"{excerpt[:157]}...")
+        source_line = self.lines[line - 1].strip() if line <= len(self.lines) else ""
+        raise SourceError(
+            self.path, line, problem, source_line if len(source_line) <= 160 else f"{source_line[:157]}..."
+        )
 
     @property
     def token(self) -> str:
@@ -153,19 +155,19 @@ class Cursor:
         """Pass what operators from `weakest` on join; and whether it is unsigned."""
         if weakest == len(_OPERATORS):
             return self.term() if left is None else (Immediate(left), left >= _U64 // 2)
-        number, unsigned = self.expression(weakest + 1, left)
+        number, is_unsigned = self.expression(weakest + 1, left)
         while function := _OPERATORS[weakest].get(self.token):
             symbol = self.take()
-            right, right_unsigned = self.expression(weakest + 1)
+            right, is_right_unsigned = self.expression(weakest + 1)
             if number.float_bits or right.float_bits:
                 self.fail(FLOAT_CONSTANTS)
             if symbol in "/%" and not right.bits:
                 self.fail("division by zero")
             is_shift = symbol in ("<<", ">>")
-            unsigned = unsigned or symbol == "%" or (right_unsigned and not is_shift)
-            a, b = (n.bits % _U64 if unsigned else n.bits for n in (number, right))
-            number = Immediate(_wrap_to_64_bits(function(a, b), unsigned))
-        return number, unsigned
+            is_unsigned = is_unsigned or symbol == "%" or (is_right_unsigned and not is_shift)
+            a, b = (n.bits % _U64 if is_unsigned else n.bits for n in (number, right))
+            number = Immediate(_wrap_to_64_bits(function(a, b), is_unsigned))
+        return number, is_unsigned
 
     def term(self) -> tuple[Immediate, bool]:
         """Pass a literal, one behind - or ~, or an expression in parentheses."""

@@ -81,17 +81,17 @@ def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed
     require_kinds(operands, types)
     if targets != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
         raise ValueError("the result cannot be discarded")
-    typed = list(zip(operands, types, strict=True))
-    return alu, typed[: len(targets)], typed[len(targets) :]
+    operands_and_types = list(zip(operands, types, strict=True))
+    return alu, operands_and_types[: len(targets)], operands_and_types[len(targets) :]
 
 
 @binder(ANY_OTHER)
 def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Build the handler of a register-to-register operation of the `alu` table."""
     alu, targets, sources = typed_operands(instruction)
-    relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
-    writers = [machine.writer(operand, t, relaxed) for operand, t in targets]
-    readers = [machine.reader(operand, t, relaxed) for operand, t in sources]
+    is_relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
+    writers = [machine.writer(operand, t, is_relaxed) for operand, t in targets]
+    readers = [machine.reader(operand, t, is_relaxed) for operand, t in sources]
     if "cc" in alu.sources:
         readers.append(machine.carry.__getitem__)
     if "cc" in alu.out:

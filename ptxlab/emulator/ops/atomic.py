@@ -66,21 +66,21 @@ def _update_function(machine: Machine, access: MemoryAccess) -> Callable[..., An
         return lambda offsets, old, b: update(old.reshape(-1), b.reshape(-1)).reshape(old.shape)
     if (name, access.type) != ("add", "f32") or "shared" in access.space:
         return lambda offsets, *values: update(*values)
-    flushing, is_shared = combination("add", "ftz.f32"), machine.launch.is_shared  # the L2's adders flush
-    return lambda offsets, *values: np.where(is_shared(offsets), update(*values), flushing(*values))
+    flushing_add, is_shared = combination("add", "ftz.f32"), machine.launch.is_shared  # the L2's adders flush
+    return lambda offsets, *values: np.where(is_shared(offsets), update(*values), flushing_add(*values))
 
 
 def split_into_rounds(offsets: Array) -> list[Array]:
     """Split the positions of the accesses so that no two of a part have the same address; repeats keep their order."""
     order = np.argsort(offsets, kind="stable")
-    ordered = offsets[order]
-    first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
+    ordered_offsets = offsets[order]
+    first = np.concatenate(([True], ordered_offsets[1:] != ordered_offsets[:-1]))
     if first.all():
         return [np.arange(len(offsets))]
     position = np.arange(len(offsets))
     rank = position - np.maximum.accumulate(np.where(first, position, 0))
-    by_rank = np.argsort(rank, kind="stable")
-    return np.split(order[by_rank], np.cumsum(np.bincount(rank))[:-1])
+    rank_order = np.argsort(rank, kind="stable")
+    return np.split(order[rank_order], np.cumsum(np.bincount(rank))[:-1])
 
 
 @binder("atom", "red")
@@ -88,30 +88,30 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "atomic")
     function = _update_function(machine, access)
     operands = list(instruction.operands)
-    returns = instruction.opcode.startswith("atom")
-    t, count = access.type, access.count
-    target = operands.pop(0) if returns else ir.Sink()
+    returns_old_value = instruction.opcode.startswith("atom")
+    t, vector_size = access.type, access.count
+    target = operands.pop(0) if returns_old_value else ir.Sink()
     address, *values = operands
-    expected = 2 if access.operation[0] == "cas" else 1
-    values, policy = values[:expected], values[expected:]
-    if len(values) < expected or len(policy) > ("L2::cache_hint" in instruction.opcode):
-        total = 1 + expected + returns
-        raise ValueError(f"{instruction.opcode} takes {total} operands, not {len(instruction.operands)}")
-    if not returns and access.operation[0] in _EXCHANGE and access.operation[0] not in ("inc", "dec"):
+    value_count = 2 if access.operation[0] == "cas" else 1
+    values, policy = values[:value_count], values[value_count:]
+    if len(values) < value_count or len(policy) > ("L2::cache_hint" in instruction.opcode):
+        operand_count = 1 + value_count + returns_old_value
+        raise ValueError(f"{instruction.opcode} takes {operand_count} operands, not {len(instruction.operands)}")
+    if not returns_old_value and access.operation[0] in _EXCHANGE and access.operation[0] not in ("inc", "dec"):
         raise UnknownOpcode(instruction.opcode)
-    columns = [elements(operand, count) for operand in values]
-    targets = (target,) if isinstance(target, ir.Sink) else elements(target, count)
+    columns = [elements(operand, vector_size) for operand in values]
+    targets = (target,) if isinstance(target, ir.Sink) else elements(target, vector_size)
     require_kinds([*targets, *(element for column in columns for element in column)], repeat(t))
     writers = [machine.writer(register, t if is_float(t) else f"u{bits_of(t)}") for register in targets]
     readers = [_reader(machine, column, t) for column in columns]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
-    view = view if count == 1 else view.reshape(-1, count)
+    view = view if vector_size == 1 else view.reshape(-1, vector_size)
     watchers, size = machine.watchers, access.size
-    shuffled = np.random.default_rng((machine.launch.options.seed, 2))
-    in_any_order = returns and not is_float(t) and machine.launch.options.mode == "late"
+    shuffle_rng = np.random.default_rng((machine.launch.options.seed, 2))
+    shuffles_lanes = returns_old_value and not is_float(t) and machine.launch.options.mode == "late"
     # of integers, whose order cannot be told from their result
-    update_all = None if returns or is_float(t) else COMBINE.get(access.operation[0])
+    update_all = None if returns_old_value or is_float(t) else COMBINE.get(access.operation[0])
 
     def tell(lanes: Lanes, offsets: Array) -> None:  # the checks, which take the last lane for the last writer
         for watcher in watchers:
@@ -119,7 +119,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def atomic(lanes: Lanes) -> None:
         offsets = locate(lanes)
-        if count > 1 and machine.launch.is_shared(offsets).any():
+        if vector_size > 1 and machine.launch.is_shared(offsets).any():
             _, place = machine.first_fault(instruction, lanes, machine.launch.is_shared(offsets))
             raise MemoryFault(f"{place}: vectors are added in global memory alone, this is shared memory")
         places = offsets // size
@@ -128,19 +128,20 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             tell(lanes, offsets)
             update_all.at(view, places, operands[0])
             return
-        order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
+        order = shuffle_rng.permutation(len(places)) if shuffles_lanes else np.arange(len(places))
         parts = [order[position] for position in split_into_rounds(places[order])]
-        if in_any_order and len(parts) > 1:
-            by_turns = np.concatenate(parts)
-            tell(indices_of(lanes)[by_turns], offsets[by_turns])
+        if shuffles_lanes and len(parts) > 1:
+            lanes_in_turn = np.concatenate(parts)
+            tell(indices_of(lanes)[lanes_in_turn], offsets[lanes_in_turn])
         else:
             tell(lanes, offsets)
-        old = np.empty((len(places), *view.shape[1:]), view.dtype)
+        old_values = np.empty((len(places), *view.shape[1:]), view.dtype)
         for part in parts:
-            old[part] = view[places[part]]
-            view[places[part]] = function(offsets[part], old[part], *[operand[part] for operand in operands])
-        for write, column in zip(writers, old.reshape(len(places), -1).T, strict=False):  # none for a sink
-            write(lanes, column)
+            old_values[part] = view[places[part]]
+            view[places[part]] = function(offsets[part], old_values[part], *[operand[part] for operand in operands])
+        # None for a sink.
+        for write, element_values in zip(writers, old_values.reshape(len(places), -1).T, strict=False):
+            write(lanes, element_values)
 
     return atomic
 

@@ -60,8 +60,8 @@ def _lop3(op: Opcode) -> AluOperation:
         return AluOperation(("b32",), ("b32", "b32", "b32", "b32"), lambda a, b, c, t: lop3(a, b, c, int(t[0])))
 
     def with_predicate(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
-        combined = lop3(a, b, c, int(table[0]))
-        return combined, (combined != 0) | q if combine == "or" else (combined != 0) & q
+        combined_bits = lop3(a, b, c, int(table[0]))
+        return combined_bits, (combined_bits != 0) | q if combine == "or" else (combined_bits != 0) & q
 
     return AluOperation(("b32", "pred"), ("b32", "b32", "b32", "b32", "pred"), with_predicate)
 
@@ -76,14 +76,14 @@ def _shift(op: Opcode) -> AluOperation:
 
 @operation("shf", floating=False)
 def _funnel(op: Opcode) -> AluOperation:
-    left, wrap = op.choice("l", "r") == "l", op.choice("wrap", "clamp") == "wrap"
+    shifts_left, wraps = op.choice("l", "r") == "l", op.choice("wrap", "clamp") == "wrap"
     op.type("b32")
 
     def funnel(a: Array, b: Array, c: Array) -> Array:
-        count = (c & np.uint32(31) if wrap else np.minimum(c, 32)).astype(np.uint64)
+        count = (c & np.uint32(31) if wraps else np.minimum(c, 32)).astype(np.uint64)
         pair = b.astype(np.uint64) << np.uint64(32) | a
-        shifted = (pair << count) >> np.uint64(32) if left else pair >> count
-        return shifted.astype(np.uint32)
+        shifted_pair = (pair << count) >> np.uint64(32) if shifts_left else pair >> count
+        return shifted_pair.astype(np.uint32)
 
     return AluOperation(("b32",), ("b32", "b32", "u32"), funnel)
 
@@ -99,10 +99,10 @@ def _nth_set(op: Opcode) -> AluOperation:
         """Find the n-th set bit, counted from a bit upwards or downwards; all ones if there is none."""
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8).reshape(-1, 4), axis=1, bitorder="little") == 1
         indices, base, offset = np.arange(32), base[:, None], offset[:, None].astype(np.int64)
-        up, down = bits & (indices >= base), bits & (indices <= base)
-        is_nth_up = up & (up.cumsum(axis=1) == offset)
-        is_nth_down = down & (down[:, ::-1].cumsum(axis=1)[:, ::-1] == -offset)
-        is_nth = np.where(offset > 0, is_nth_up, np.where(offset < 0, is_nth_down, up & down))
+        is_set_above, is_set_below = bits & (indices >= base), bits & (indices <= base)
+        is_nth_up = is_set_above & (is_set_above.cumsum(axis=1) == offset)
+        is_nth_down = is_set_below & (is_set_below[:, ::-1].cumsum(axis=1)[:, ::-1] == -offset)
+        is_nth = np.where(offset > 0, is_nth_up, np.where(offset < 0, is_nth_down, is_set_above & is_set_below))
         return np.where(is_nth.any(axis=1), is_nth.argmax(axis=1), 0xFFFFFFFF)
 
     return AluOperation(("b32",), ("b32", "b32", "s32"), position)
@@ -111,9 +111,9 @@ def _nth_set(op: Opcode) -> AluOperation:
 @operation("popc", "clz", "brev", "bfind", floating=False)
 def _count(op: Opcode) -> AluOperation:
     if op.name == "bfind":
-        amount, t = op.flag("shiftamt"), op.type("u32", "u64", "s32", "s64")
+        wants_amount, t = op.flag("shiftamt"), op.type("u32", "u64", "s32", "s64")
     else:
-        amount, t = False, op.type("b32", "b64")
+        wants_amount, t = False, op.type("b32", "b64")
     bits, unsigned = bits_of(t), f"u{bits_of(t)}"
     one = np.array([1], DTYPES[unsigned])
 
@@ -133,7 +133,7 @@ def _count(op: Opcode) -> AluOperation:
     def find(a: Array) -> Array:
         magnitude = np.where(a < 0, ~a, a).view(DTYPES[unsigned]) if is_signed(t) else a
         position = length(magnitude).astype(np.int32) - 1
-        return np.where(position >= 0, bits - 1 - position, position).astype(np.int32) if amount else position
+        return np.where(position >= 0, bits - 1 - position, position).astype(np.int32) if wants_amount else position
 
     return AluOperation(("s32",), (t,), find)
 
@@ -148,8 +148,8 @@ def popcount(x: Array) -> Array:
 def reverse_bits(x: Array) -> Array:
     """Reverse the order of the bits: bit 0 becomes the highest one."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
-    flipped = np.packbits(np.unpackbits(octets, axis=1, bitorder="little")[:, ::-1], axis=1, bitorder="little")
-    return flipped.view(x.dtype)[:, 0]
+    flipped_octets = np.packbits(np.unpackbits(octets, axis=1, bitorder="little")[:, ::-1], axis=1, bitorder="little")
+    return flipped_octets.view(x.dtype)[:, 0]
 
 
 @operation("bfe", floating=False)
@@ -160,9 +160,9 @@ def _extract(op: Opcode) -> AluOperation:
     def extract(a: Array, b: Array, c: Array) -> Array:
         # the 32-bit form takes the low bytes; the 64-bit one, which GPUs put together from others, does not
         position, length = (b & np.uint32(255), c & np.uint32(255)) if bits == 32 else (b, c)
-        shifted = a >> np.minimum(position, bits).astype(dtype)
-        spare = (bits - np.minimum(length, bits)).astype(dtype)
-        field: Array = np.where(length == 0, dtype.type(0), shifted << spare >> spare)
+        shifted_field = a >> np.minimum(position, bits).astype(dtype)
+        spare_bits = (bits - np.minimum(length, bits)).astype(dtype)
+        field: Array = np.where(length == 0, dtype.type(0), shifted_field << spare_bits >> spare_bits)
         if not is_signed(t):
             return field
         # beyond the operand's top bit, and nowhere else, its sign fills the field
@@ -187,11 +187,11 @@ def _insert(op: Opcode) -> AluOperation:
 
 @operation("bmsk", floating=False)
 def _mask(op: Opcode) -> AluOperation:
-    wrap = op.choice("clamp", "wrap") == "wrap"
+    wraps = op.choice("clamp", "wrap") == "wrap"
     op.type("b32")
 
     def mask(a: Array, b: Array) -> Array:
-        position, length = ((x & np.uint32(31) if wrap else np.minimum(x, 32)).astype(np.uint64) for x in (a, b))
+        position, length = ((x & np.uint32(31) if wraps else np.minimum(x, 32)).astype(np.uint64) for x in (a, b))
         return ((np.uint64(1) << length) - np.uint64(1) << position).astype(np.uint32)
 
     return AluOperation(("b32",), ("u32", "u32"), mask)
@@ -199,13 +199,13 @@ def _mask(op: Opcode) -> AluOperation:
 
 @operation("szext", floating=False)
 def _extend(op: Opcode) -> AluOperation:
-    wrap, t = op.choice("clamp", "wrap") == "wrap", op.type("u32", "s32")
+    wraps, t = op.choice("clamp", "wrap") == "wrap", op.type("u32", "s32")
     dtype = DTYPES[t]
 
     def extend(a: Array, b: Array) -> Array:
-        width = b & np.uint32(31) if wrap else np.minimum(b, 32)
-        spare = (32 - width).astype(dtype)
-        return a << spare >> spare if t == "u32" else np.where(width == 0, 0, a << spare >> spare)
+        width = b & np.uint32(31) if wraps else np.minimum(b, 32)
+        spare_bits = (32 - width).astype(dtype)
+        return a << spare_bits >> spare_bits if t == "u32" else np.where(width == 0, 0, a << spare_bits >> spare_bits)
 
     return AluOperation((t,), (t, "u32"), extend)
 
@@ -214,7 +214,7 @@ def _extend(op: Opcode) -> AluOperation:
 def _permute(op: Opcode) -> AluOperation:
     op.type("b32")
     mode = op.choice("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", default="")
-    special = {
+    special_modes = {
         "f4e": [0x3210, 0x4321, 0x5432, 0x6543], "b4e": [0x5670, 0x6701, 0x7012, 0x0123],
         "rc8": [0x0000, 0x1111, 0x2222, 0x3333], "ecl": [0x3210, 0x3211, 0x3222, 0x3333],
         "ecr": [0x0000, 0x1110, 0x2210, 0x3210], "rc16": [0x1010, 0x3232, 0x1010, 0x3232],
@@ -222,18 +222,18 @@ def _permute(op: Opcode) -> AluOperation:
 
     def permute(a: Array, b: Array, c: Array) -> Array:
         if mode:
-            c = np.array(special[mode], np.uint32)[c & np.uint32(3)]
+            c = np.array(special_modes[mode], np.uint32)[c & np.uint32(3)]
         a, b = np.broadcast_arrays(a, b)
         pool = np.stack((a, b), axis=1).view(np.uint8)
-        permuted = np.empty((max(len(a), len(c)), 4), np.uint8)
+        permuted_bytes = np.empty((max(len(a), len(c)), 4), np.uint8)
         for byte in range(4):
             nibble = c >> np.uint32(4 * byte)
             index = (nibble & np.uint32(7)).astype(np.intp)
             chosen = pool[:, index[0]] if len(index) == 1 else pool[np.arange(len(pool)) % len(pool), index]
-            replicate = (nibble & np.uint32(8)) != 0
-            if replicate.any():  # the byte's sign instead of the byte
-                chosen = np.where(replicate, (chosen.view(np.int8) >> 7).view(np.uint8), chosen)
-            permuted[:, byte] = chosen
-        return permuted.view(np.uint32)[:, 0]
+            replicates_sign = (nibble & np.uint32(8)) != 0
+            if replicates_sign.any():  # the byte's sign instead of the byte
+                chosen = np.where(replicates_sign, (chosen.view(np.int8) >> 7).view(np.uint8), chosen)
+            permuted_bytes[:, byte] = chosen
+        return permuted_bytes.view(np.uint32)[:, 0]
 
     return AluOperation(("b32",), ("b32", "b32", "b32"), permute)

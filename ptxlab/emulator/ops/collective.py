@@ -34,23 +34,23 @@ def writers_of(machine: Machine, target: ir.Operand) -> tuple[Writer, Writer]:
 
 def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
     """Return, for each of the lanes, the bits of its warp's lanes where the flag is set."""
-    full = np.zeros(machine.lanes, bool)
-    full[lanes] = flags
-    ballot_bits: Array = pack_bits(full)[indices_of(lanes) // 32]
+    full_votes = np.zeros(machine.lanes, bool)
+    full_votes[lanes] = flags
+    ballot_bits: Array = pack_bits(full_votes)[indices_of(lanes) // 32]
     return ballot_bits
 
 
 @binder("shfl")
 def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = instruction.opcode.split(".")[1:]
-    sync = modifiers[:1] == ["sync"]
-    mode, t, *extra_modifiers = (*modifiers[sync:], "", "")
+    is_sync = modifiers[:1] == ["sync"]
+    mode, t, *extra_modifiers = (*modifiers[is_sync:], "", "")
     if mode not in ("up", "down", "bfly", "idx") or t != "b32" or any(extra_modifiers):
         raise UnknownOpcode(instruction.opcode)
-    target, source, *lane_operands = operands_of(instruction, 4 + sync)
+    target, source, *lane_operands = operands_of(instruction, 4 + is_sync)
     write, write_predicate = writers_of(machine, target)
     read, read_b, read_c = (machine.reader(operand, "u32") for operand in (source, *lane_operands[:2]))
-    everybody, watchers = slice(0, machine.lanes), machine.watchers
+    all_lanes, watchers = slice(0, machine.lanes), machine.watchers
 
     def apply(lanes: Lanes, members: Array) -> None:
         indices = indices_of(lanes)
@@ -60,27 +60,27 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         last = (lane & segment) | (clamp & ~segment)
         if mode == "up":
             source_lane = lane - b
-            inside = source_lane >= last
+            is_inside = source_lane >= last
         else:
             source_lane = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}[mode]
-            inside = source_lane <= last
-        values, valid_lane = np.broadcast_to(read(everybody), (machine.lanes,)), np.where(inside, source_lane, lane)
+            is_inside = source_lane <= last
+        values, valid_lane = np.broadcast_to(read(all_lanes), (machine.lanes,)), np.where(is_inside, source_lane, lane)
         for watcher in watchers:
             watcher.exchange(instruction, lanes, valid_lane, members)
         write(lanes, values[indices - lane + valid_lane])
-        write_predicate(lanes, inside)
+        write_predicate(lanes, is_inside)
 
-    return bind_collective(machine, pc, lane_operands[2] if sync else None, apply)
+    return bind_collective(machine, pc, lane_operands[2] if is_sync else None, apply)
 
 
 @binder("vote")
 def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = instruction.opcode.split(".")[1:]
-    sync = modifiers[:1] == ["sync"]
-    mode, t, *extra_modifiers = (*modifiers[sync:], "", "")
+    is_sync = modifiers[:1] == ["sync"]
+    mode, t, *extra_modifiers = (*modifiers[is_sync:], "", "")
     if (mode, t) not in (("ballot", "b32"), ("all", "pred"), ("any", "pred"), ("uni", "pred")) or any(extra_modifiers):
         raise UnknownOpcode(instruction.opcode)
-    target, source, *mask = operands_of(instruction, 2 + sync)
+    target, source, *mask = operands_of(instruction, 2 + is_sync)
     write = machine.writer(target, "u32" if mode == "ballot" else "pred")
     read = machine.reader(source, "pred")
 
@@ -94,7 +94,7 @@ def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         }
         write(lanes, results_by_mode[mode])
 
-    return bind_collective(machine, pc, mask[0] if sync else None, apply)
+    return bind_collective(machine, pc, mask[0] if is_sync else None, apply)
 
 
 @binder("activemask")
@@ -119,37 +119,37 @@ IDENTITY = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).ma
 def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     name, t = opcode.choice(*IDENTITY), opcode.type("u32", "s32", "b32", "f32")
-    floating, magnitude, nan = t == "f32", opcode.flag("abs"), opcode.flag("NaN")
-    if not opcode.flag("sync") or opcode.modifiers or (magnitude or nan) > floating:
+    is_float_reduction, magnitude, nan = t == "f32", opcode.flag("abs"), opcode.flag("NaN")
+    if not opcode.flag("sync") or opcode.modifiers or (magnitude or nan) > is_float_reduction:
         raise UnknownOpcode(instruction.opcode)
-    if floating and name not in ("min", "max"):
+    if is_float_reduction and name not in ("min", "max"):
         raise UnknownOpcode(instruction.opcode)
     target, source, mask = operands_of(instruction, 3)
     write, read = machine.writer(target, t), machine.reader(source, t)
     choose = choose_extreme(name == "min", nan)
     infinity = np.inf if name == "min" else -np.inf
-    absent = IDENTITY[name] if not floating else infinity if nan else np.nan
+    neutral_value = IDENTITY[name] if not is_float_reduction else infinity if nan else np.nan
 
     def fold(rows: Array) -> Array:
         """Reduce rows [lanes, 32] to what each lane gets."""
-        if floating:
+        if is_float_reduction:
             return canonical(reduce(choose, rows.T).astype(np.float32), t)
-        reduced: Array = COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])
-        return reduced
+        warp_values: Array = COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])
+        return warp_values
 
     def apply(lanes: Lanes, members: Array) -> None:
-        values = np.zeros(machine.lanes, np.float64 if floating else np.int64)
+        values = np.zeros(machine.lanes, np.float64 if is_float_reduction else np.int64)
         values[lanes] = np.abs(read(lanes)) if magnitude else read(lanes)
         rows = values.reshape(-1, 32)[indices_of(lanes) // 32]
-        write(lanes, fold(np.where(member_matrix(members), rows, absent)))
+        write(lanes, fold(np.where(member_matrix(members), rows, neutral_value)))
 
     return bind_collective(machine, pc, mask, apply)
 
 
 @binder("match")
 def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    _, mode, sync, t = (*instruction.opcode.split("."), "", "", "")[:4]
-    if sync != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
+    _, mode, sync_word, t = (*instruction.opcode.split("."), "", "", "")[:4]
+    if sync_word != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
         raise UnknownOpcode(instruction.opcode)
     target, source, mask = operands_of(instruction, 3)
     write, write_predicate = writers_of(machine, target)
@@ -163,9 +163,9 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         own_values = values[lanes]
         equal = (values.reshape(-1, 32)[indices_of(lanes) // 32] == own_values[:, None]) & member_matrix(members)
         matching = np.packbits(equal, axis=1, bitorder="little").view(np.uint32)[:, 0]
-        same = matching == members
-        write(lanes, matching if mode == "any" else np.where(same, members, 0))
-        write_predicate(lanes, same)
+        matches_all = matching == members
+        write(lanes, matching if mode == "any" else np.where(matches_all, members, 0))
+        write_predicate(lanes, matches_all)
 
     return bind_collective(machine, pc, mask, apply)
 

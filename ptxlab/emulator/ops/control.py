@@ -98,13 +98,13 @@ def _return(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 @binder("cvta")
 def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     parts = instruction.opcode.split(".")
-    t, to, space = f"u{parts[-1][1:]}", "to" in parts, parts[-2]
+    t, to_generic, space = f"u{parts[-1][1:]}", "to" in parts, parts[-2]
     target, source = instruction.operands
     require_kinds((target, source), (t, t))
     write, read = machine.writer(target, t), machine.reader(source, t)
     if space in ("shared", "shared::cta", "local"):
         base = (machine.local_base if space == "local" else machine.shared_base) + BASE
-        sign = -1 if to else 1
+        sign = -1 if to_generic else 1
         row = (sign * base).astype(DTYPES[t])
         return lambda lanes: write(lanes, read(lanes) + row[lanes])
     if space == "shared::cluster" and t == "u64":
@@ -112,11 +112,14 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Han
 
         def convert(lanes: Lanes) -> None:
             addresses = np.broadcast_to(read(lanes).view(np.int64), (count_of(lanes),))
-            converted = peers.from_generic(lanes, addresses) if to else peers.to_generic(instruction, lanes, addresses)
-            write(lanes, converted.astype(np.uint64))
+            converted_addresses = (
+                peers.from_generic(lanes, addresses) if to_generic else peers.to_generic(instruction, lanes, addresses)
+            )
+            write(lanes, converted_addresses.astype(np.uint64))
 
         return convert
-    if space == "param" and not to and t == "u64":  # LLVM takes such an address in 32 bits and widens it (Triton 3.9)
+    # LLVM takes such an address in 32 bits and widens it (Triton 3.9).
+    if space == "param" and not to_generic and t == "u64":
         return lambda lanes: write(lanes, read(lanes) | np.uint64(BASE))
     if space in ("global", "const", "param"):
         return lambda lanes: write(lanes, read(lanes))
@@ -130,20 +133,20 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def is_space(lanes: Lanes) -> None:
         offsets = read(lanes).view(np.int64) - BASE
-        shared = offsets - machine.shared_base[lanes] - SHARED_START
-        in_shared = (shared >= 0) & (shared < machine.launch.window_bytes)
-        local = offsets - machine.launch.local_window
-        in_local = (local >= 0) & (local < machine.launch.local_pitch * machine.lanes)
+        shared_offsets = offsets - machine.shared_base[lanes] - SHARED_START
+        is_in_shared = (shared_offsets >= 0) & (shared_offsets < machine.launch.window_bytes)
+        local_offsets = offsets - machine.launch.local_window
+        is_in_local = (local_offsets >= 0) & (local_offsets < machine.launch.local_pitch * machine.lanes)
         peers, blocks = machine.cluster_memory, machine.cluster_memory.block_at(offsets)
-        in_cluster = (blocks >= 0) & (blocks // peers.size == peers.block[lanes] // peers.size)
+        is_in_cluster = (blocks >= 0) & (blocks // peers.size == peers.block[lanes] // peers.size)
         spaces = {
-            "shared": in_shared,
-            "shared::cta": in_shared,
-            "shared::cluster": in_cluster,
-            "local": in_local,
-            "global": (blocks < 0) & ~in_local,
+            "shared": is_in_shared,
+            "shared::cta": is_in_shared,
+            "shared::cluster": is_in_cluster,
+            "local": is_in_local,
+            "global": (blocks < 0) & ~is_in_local,
         }
-        write(lanes, spaces.get(space, np.zeros_like(in_shared)))
+        write(lanes, spaces.get(space, np.zeros_like(is_in_shared)))
 
     return is_space
 

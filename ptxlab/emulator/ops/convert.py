@@ -29,11 +29,11 @@ def _convert(op: Opcode) -> AluOperation:
         return _power_of_two_pair(op, mode, finite) if narrow == "ue8m0x2" else _narrow(op, narrow, mode, relu, finite)
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
-    half = element(target) in LARGEST
+    is_half_result = element(target) in LARGEST
     if (
         mode == "rna"
         or op.modifiers
-        or (finite and (source != "f32" or not half or mode in ("rm", "rp") or ftz or sat))
+        or (finite and (source != "f32" or not is_half_result or mode in ("rm", "rp") or ftz or sat))
     ):
         raise UnknownOpcode(op.text)
     _check_rounding(mode, target, source)
@@ -53,30 +53,32 @@ def _convert(op: Opcode) -> AluOperation:
         )
 
     def between_floats(a: Array) -> Array:
-        wide = widen(a, source)
-        wide = flush(wide, "f32") if ftz and source == "f32" else wide
-        wide = INTEGRAL[mode](wide) if mode in INTEGRAL else wide
-        wide = wide.clip(-LARGEST[target], LARGEST[target]) if finite else wide
+        wide_values = widen(a, source)
+        wide_values = flush(wide_values, "f32") if ftz and source == "f32" else wide_values
+        wide_values = INTEGRAL[mode](wide_values) if mode in INTEGRAL else wide_values
+        wide_values = wide_values.clip(-LARGEST[target], LARGEST[target]) if finite else wide_values
         if source == target and not (ftz or sat or relu or mode in INTEGRAL):
             return a
         finish = round_and_flush if ftz and target == "f32" else round_to
-        return apply_bounds(finish(wide, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn"), target, sat, relu)
+        return apply_bounds(
+            finish(wide_values, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn"), target, sat, relu
+        )
 
     return AluOperation((target,), (source,), between_floats)
 
 
 def _check_rounding(mode: str, target: str, source: str) -> None:
     """Raise ValueError unless a mode is given where the result may need rounding, and none where it cannot."""
-    to_float, narrower = is_float(target), bits_of(target.removesuffix("x2")) < bits_of(source)
+    to_float, is_narrower = is_float(target), bits_of(target.removesuffix("x2")) < bits_of(source)
     if is_float(source) and (not to_float or (target == source and mode)):
-        allowed = tuple(INTEGRAL)
-    elif to_float and (not is_float(source) or narrower):
-        allowed = ("rn", "rz", "rm", "rp")
+        allowed_modes = tuple(INTEGRAL)
+    elif to_float and (not is_float(source) or is_narrower):
+        allowed_modes = ("rn", "rz", "rm", "rp")
     else:
         free = to_float and target != source and (source == "bf16" or bits_of(target) == bits_of(source))
-        allowed = (mode,) if free else ()
-    if (mode or allowed) and mode not in allowed:
-        rule = f"takes a rounding modifier: .{', .'.join(allowed)}" if allowed else "rounds nothing"
+        allowed_modes = (mode,) if free else ()
+    if (mode or allowed_modes) and mode not in allowed_modes:
+        rule = f"takes a rounding modifier: .{', .'.join(allowed_modes)}" if allowed_modes else "rounds nothing"
         raise ValueError(f"cvt.{target}.{source} {rule}")
 
 
@@ -84,8 +86,8 @@ def _split_exactly(a: Array) -> tuple[Array, Array]:
     """Represent integers as hi + lo."""
     if a.dtype.itemsize < 8:
         return a.astype(np.float64), np.zeros(len(a))
-    upper, lower = a >> a.dtype.type(32), a & a.dtype.type(0xFFFFFFFF)
-    return two_sum(upper.astype(np.float64) * 2.0**32, lower.astype(np.float64))
+    upper_half, lower_half = a >> a.dtype.type(32), a & a.dtype.type(0xFFFFFFFF)
+    return two_sum(upper_half.astype(np.float64) * 2.0**32, lower_half.astype(np.float64))
 
 
 def _integer_to_integer(a: Array, target: str, sat: bool) -> Array:
@@ -100,8 +102,8 @@ def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ft
     x = widen(a, source)
     x = integral(flush(x, "f32") if ftz and source == "f32" else x)
     low, high = limits(target)
-    inside = np.where((x > low) & (x < high + 1), x, 0)  # `high + 1` is a power of two: exact as a float
-    integers = inside.astype(np.uint64 if target == "u64" else np.int64)
+    values_in_range = np.where((x > low) & (x < high + 1), x, 0)  # `high + 1` is a power of two: exact as a float
+    integers = values_in_range.astype(np.uint64 if target == "u64" else np.int64)
     integers = np.where(x <= low, low, np.where(x >= high + 1, np.array(high, integers.dtype), integers))
     nan = 0
     if source == "f64" or "64" in target:
@@ -128,9 +130,9 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
 
     To the narrow ones it always saturates, as `.satfinite` says.
     """
-    packs, narrow = op.text.split(".")[-1] != pair, element(pair)
-    is_fp4, wide = narrow == "e2m1", op.type(*["f32"] * packs, "f16x2")
-    if op.modifiers or mode != "rn" or finite != packs:
+    is_packing, narrow = op.text.split(".")[-1] != pair, element(pair)
+    is_fp4, wide = narrow == "e2m1", op.type(*["f32"] * is_packing, "f16x2")
+    if op.modifiers or mode != "rn" or finite != is_packing:
         raise UnknownOpcode(op.text)
 
     def clamp(x: Array) -> Array:
@@ -146,7 +148,7 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
         return round_to(clamp(floats(codes, narrow)), 0.0, wide)
 
     bits = "b8" if is_fp4 else "b16"
-    if not packs:
+    if not is_packing:
         return AluOperation((wide,), (bits,), unpack)
     return AluOperation((bits,), (wide,) * (2 if wide == "f32" else 1), pack)
 
@@ -158,9 +160,9 @@ def _widen_pair(type_name: str, a: Array, b: Array | None) -> Array:
 
 def _power_of_two_pair(op: Opcode, mode: str, finite: bool) -> AluOperation:
     """Convert between pairs of ue8m0 and f32 or bf16x2."""
-    packs = not op.text.endswith("ue8m0x2")
-    wide = op.type(*["f32"] * packs, "bf16x2")
-    if op.modifiers or mode not in (("rz", "rp") if packs else ("rn",)) or (finite and not packs):
+    is_packing = not op.text.endswith("ue8m0x2")
+    wide = op.type(*["f32"] * is_packing, "bf16x2")
+    if op.modifiers or mode not in (("rz", "rp") if is_packing else ("rn",)) or (finite and not is_packing):
         raise UnknownOpcode(op.text)
 
     def pack(a: Array, b: Array | None = None) -> Array:
@@ -169,7 +171,7 @@ def _power_of_two_pair(op: Opcode, mode: str, finite: bool) -> AluOperation:
     def unpack(a: Array) -> Array:
         return round_to(of_ue8m0(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 2)), 0.0, wide)
 
-    if not packs:
+    if not is_packing:
         return AluOperation((wide,), ("b16",), unpack)
     return AluOperation(("b16",), (wide,) * (2 if wide == "f32" else 1), pack)
 
@@ -191,13 +193,13 @@ def _pack(op: Opcode) -> AluOperation:
     narrow = op.choice("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
     op.type("s32")
     bits = int(narrow[1:])
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if narrow[0] == "s" else (0, (1 << bits) - 1)
+    lowest, highest = (-(1 << bits - 1), (1 << bits - 1) - 1) if narrow[0] == "s" else (0, (1 << bits) - 1)
     mask, width = np.uint32((1 << bits) - 1), np.uint32(bits)
 
     def pack(a: Array, b: Array, c: Array | None = None) -> Array:
-        upper, lower = (x.clip(low, high).view(np.uint32) & mask for x in (a, b))
-        packed = upper << width | lower
-        return packed if c is None else packed | c << np.uint32(2 * bits)
+        upper, lower = (x.clip(lowest, highest).view(np.uint32) & mask for x in (a, b))
+        packed_word = upper << width | lower
+        return packed_word if c is None else packed_word | c << np.uint32(2 * bits)
 
     if bits == 16:
         return AluOperation(("b32",), ("s32", "s32"), pack)

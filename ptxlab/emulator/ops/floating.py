@@ -50,9 +50,9 @@ def apply_bounds(raw: Array, type_name: str, sat: bool, relu: bool) -> Array:
     """Register values, bounded as .sat or .relu says."""
     if not (sat or relu):
         return raw
-    wide = widen(raw, type_name)
-    wide = saturate(wide) if sat else wide
-    return round_to(np.where(wide <= 0, 0.0, wide) if relu else wide, 0.0, type_name)
+    wide_values = widen(raw, type_name)
+    wide_values = saturate(wide_values) if sat else wide_values
+    return round_to(np.where(wide_values <= 0, 0.0, wide_values) if relu else wide_values, 0.0, type_name)
 
 
 def wide_operation(
@@ -91,17 +91,17 @@ def _arithmetic(op: Opcode) -> AluOperation:
     direct, kind = DIRECT[op.name], element(t)
     if kind != "bf16" and mode == "rn" and not (ftz and op.name == "mul"):
         # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
-        wide = DTYPES["f32" if kind == "f16" else kind]
+        wide_dtype = DTYPES["f32" if kind == "f16" else kind]
 
         def numbers(raw: Array) -> Array:
-            widened = (unpack(raw, t) if t.endswith("x2") else raw).astype(wide, copy=False)
-            return flush(widened, t) if ftz else widened
+            wide_numbers = (unpack(raw, t) if t.endswith("x2") else raw).astype(wide_dtype, copy=False)
+            return flush(wide_numbers, t) if ftz else wide_numbers
 
         def compute(a: Array, b: Array) -> Array:
-            rounded = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
-            rounded = flush(rounded, t) if ftz else rounded
-            rounded = saturate(rounded) if sat else canonical(rounded, kind)
-            return pack(rounded, t) if t.endswith("x2") else rounded
+            rounded_result = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
+            rounded_result = flush(rounded_result, t) if ftz else rounded_result
+            rounded_result = saturate(rounded_result) if sat else canonical(rounded_result, kind)
+            return pack(rounded_result, t) if t.endswith("x2") else rounded_result
 
         return AluOperation((t,), (t, t), compute)
     if op.name == "mul":
@@ -111,10 +111,10 @@ def _arithmetic(op: Opcode) -> AluOperation:
 
 @operation("fma", "mad", floating=True)
 def _fma(op: Opcode) -> AluOperation:
-    outside = op.name == "fma" and op.flag("oob")
+    is_oob = op.name == "fma" and op.flag("oob")
     t, mode, ftz, sat = modifiers(op, *FLOATS, *["f32x2"] * (op.name == "fma"))
     fma = wide_operation(t, 3, lambda a, b, c: _multiply_add(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
-    if not outside:
+    if not is_oob:
         return fma
     if element(t) not in ("f16", "bf16") or ftz:
         raise UnknownOpcode(op.text)
@@ -125,8 +125,8 @@ def _clear_outside(raw: Array, a: Array, b: Array, type_name: str) -> Array:
     """Clear the result of fma.oob where a or b is the NaN, of either sign, that tensor copies fill in outside."""
     halves, *factors = (np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1) for x in (raw, a, b))
     is_outside = [x & np.uint16(0x7FFF) == OUTSIDE_NAN for x in factors]
-    cleared = np.where(is_outside[0] | is_outside[1], np.uint16(0), halves)
-    return np.ascontiguousarray(cleared).view(DTYPES[type_name])[:, 0]
+    cleared_halves = np.where(is_outside[0] | is_outside[1], np.uint16(0), halves)
+    return np.ascontiguousarray(cleared_halves).view(DTYPES[type_name])[:, 0]
 
 
 def _multiply_add(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array | tuple[Array, Array]:
@@ -136,8 +136,8 @@ def _multiply_add(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Ar
 
 @operation("div", floating=True)
 def _div(op: Opcode) -> AluOperation:
-    approximate = op.choice("approx", "full", default="")
-    t, mode, ftz, sat = modifiers(op, "f32", "f64", default="rn" if approximate else "")
+    approximation = op.choice("approx", "full", default="")
+    t, mode, ftz, sat = modifiers(op, "f32", "f64", default="rn" if approximation else "")
 
     def divide(a: Array, b: Array) -> tuple[Array, Array]:
         q = a / b
@@ -157,21 +157,21 @@ def _div(op: Opcode) -> AluOperation:
 @operation("rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", floating=True)
 def _function(op: Opcode) -> AluOperation:
     """Compute `.approx` functions in float64 and round: their hardware results are near, not equal."""
-    approximate = op.flag("approx")
-    t, mode, ftz, _ = modifiers(op, default="rn" if approximate or op.name not in ("rcp", "sqrt") else "")
-    if not approximate and op.name not in ("rcp", "sqrt"):
+    is_approximate = op.flag("approx")
+    t, mode, ftz, _ = modifiers(op, default="rn" if is_approximate or op.name not in ("rcp", "sqrt") else "")
+    if not is_approximate and op.name not in ("rcp", "sqrt"):
         raise UnknownOpcode(op.text)
     functions: dict[str, Callable[[Array], Array]] = {
         "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos,
         "lg2": np.log2, "ex2": np.exp2, "tanh": np.tanh,
     }  # fmt: skip
     function = functions[op.name]
-    if t == "f64" and approximate and ftz:
+    if t == "f64" and is_approximate and ftz:
         return AluOperation((t,), (t,), lambda x: _of_upper_words(function, x))
 
     def exact(x: Array) -> tuple[Array, Array]:
         y = function(x)
-        if mode == "rn" or approximate:
+        if mode == "rn" or is_approximate:
             return y, np.zeros_like(y)
         if op.name == "rcp":
             return y, remainder_sign(np.ones_like(x), y, x, t) * np.copysign(TINIEST, x)
@@ -182,10 +182,10 @@ def _function(op: Opcode) -> AluOperation:
 
 def _of_upper_words(function: Callable[[Array], Array], x: Array) -> Array:
     """Apply a function of f64 to the upper 32 bits alone, as .approx.ftz does; those below are zeros in the result."""
-    upper = np.uint64(0xFFFFFFFF << 32)
+    upper_mask = np.uint64(0xFFFFFFFF << 32)
 
     def cut(values: Array) -> Array:
-        return flush((values.view(np.uint64) & upper).view(np.float64), "f64")
+        return flush((values.view(np.uint64) & upper_mask).view(np.float64), "f64")
 
     y = function(cut(x))
     return cut(np.where(np.isnan(y), np.uint64(0x7FFFFFFF << 32).view(np.float64), y))
@@ -199,8 +199,8 @@ def _sign(op: Opcode) -> AluOperation:
 
     def change(x: Array) -> Array:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])
-        changed: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
-        return changed
+        changed_bits: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
+        return changed_bits
 
     return AluOperation((t,), (t,), change)
 
@@ -249,8 +249,8 @@ def _extreme(op: Opcode) -> AluOperation:
 
 @operation("setp", "set", floating=True)
 def _compare(op: Opcode) -> AluOperation:
-    ordered = {name: COMPARISONS[name] for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-    name = op.choice(*ordered, *(f"{n}u" for n in ordered), "num", "nan")
+    ordered_comparisons = {name: COMPARISONS[name] for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+    name = op.choice(*ordered_comparisons, *(f"{n}u" for n in ordered_comparisons), "num", "nan")
     ftz, t = op.flag("ftz"), op.modifiers.pop()
     if t not in FLOATS:
         raise UnknownOpcode(op.text)
@@ -261,10 +261,10 @@ def _compare(op: Opcode) -> AluOperation:
         unordered: Array = np.isnan(x) | np.isnan(y)
         if name in ("num", "nan"):
             return unordered if name == "nan" else np.logical_not(unordered)
-        if name in ordered:
-            holds: Array = ordered[name](x, y) & ~unordered
+        if name in ordered_comparisons:
+            holds: Array = ordered_comparisons[name](x, y) & ~unordered
         else:
-            holds = ordered[name[:-1]](x, y) | unordered
+            holds = ordered_comparisons[name[:-1]](x, y) | unordered
         return holds
 
     return compare_operation(op, op.type(*set_results(t)) if op.name == "set" else "", t, compare)
@@ -276,10 +276,10 @@ def _test(op: Opcode) -> AluOperation:
     t = op.type("f32", "f64")
 
     def test(x: Array) -> Array:
-        small = (np.abs(x) < TINY[element(t)]) & (x != 0)
+        is_subnormal = (np.abs(x) < TINY[element(t)]) & (x != 0)
         is_of_kind: Array = {
             "finite": np.isfinite(x), "infinite": np.isinf(x), "number": ~np.isnan(x), "notanumber": np.isnan(x),
-            "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
+            "normal": np.isfinite(x) & ~is_subnormal, "subnormal": is_subnormal,  # zero is normal
         }[kind]  # fmt: skip
         return is_of_kind
 

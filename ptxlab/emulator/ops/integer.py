@@ -26,23 +26,27 @@ def _add(op: Opcode) -> AluOperation:
         return AluOperation((t,), (t, t), lambda a, b: _by_halves(np.subtract if subtract else np.add, a, b))
     if saturate:
         low, high = limits(t)
-        wide = np.subtract if subtract else np.add
-        return AluOperation((t,), (t, t), lambda a, b: wide(a, b, dtype=np.int64).clip(low, high))
+        add_or_subtract = np.subtract if subtract else np.add
+        return AluOperation((t,), (t, t), lambda a, b: add_or_subtract(a, b, dtype=np.int64).clip(low, high))
     if not carry_in and not carry_out:
         return AluOperation((t,), (t, t), np.subtract if subtract else np.add)
 
     def with_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array] | Array:
         # a - b is a + ~b + 1, and the flag that goes in and out of a subtraction is the borrow
-        total, extra = (a - b, a < b) if subtract else (a + b, a + b < a)
+        total, carry_out_bit = (a - b, a < b) if subtract else (a + b, a + b < a)
         if carry is not None:
-            carried = total - carry if subtract else total + carry
-            extra = extra | (carried > total if subtract else carried < total)
-            total = carried
-        return (total, extra) if carry_out else total
+            sum_with_carry = total - carry if subtract else total + carry
+            carry_out_bit = carry_out_bit | (sum_with_carry > total if subtract else sum_with_carry < total)
+            total = sum_with_carry
+        return (total, carry_out_bit) if carry_out else total
 
-    unsigned = t.replace("s", "u")
-    ins, outs = (unsigned, unsigned), (unsigned,)
-    return AluOperation((*outs, "cc") if carry_out else outs, (*ins, "cc") if carry_in else ins, with_carry)
+    unsigned_type = t.replace("s", "u")
+    input_types, output_types = (unsigned_type, unsigned_type), (unsigned_type,)
+    return AluOperation(
+        (*output_types, "cc") if carry_out else output_types,
+        (*input_types, "cc") if carry_in else input_types,
+        with_carry,
+    )
 
 
 def _by_halves(function: np.ufunc, a: Array, b: Array) -> Array:
@@ -56,8 +60,8 @@ def multiply_high(a: Array, b: Array) -> Array:
     """Compute the upper half of the double-width product of two integer arrays of one dtype."""
     bits = a.dtype.itemsize * 8
     if bits < 64:
-        wide = f"{a.dtype.kind}{bits // 4}"
-        upper: Array = (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
+        wide_dtype = f"{a.dtype.kind}{bits // 4}"
+        upper: Array = (a.astype(wide_dtype) * b.astype(wide_dtype) >> bits).astype(a.dtype)
         return upper
     x, y, half, mask = a.view(np.uint64), b.view(np.uint64), np.uint64(32), np.uint64(0xFFFFFFFF)
     low, mid = (x & mask) * (y & mask), (x >> half) * (y & mask)
@@ -79,9 +83,9 @@ def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
 
         def product24(a: Array, b: Array) -> Array:
             # the low 24 bits of each operand, extended; .hi is bits 47..16 of the product
-            wide = "i8" if is_signed(t) else "u8"
-            full = (a << shift >> shift).astype(wide) * (b << shift >> shift).astype(wide)
-            part_of_product: Array = (full >> (16 if part == "hi" else 0)).astype(DTYPES[t])
+            wide_dtype = "i8" if is_signed(t) else "u8"
+            full_product = (a << shift >> shift).astype(wide_dtype) * (b << shift >> shift).astype(wide_dtype)
+            part_of_product: Array = (full_product >> (16 if part == "hi" else 0)).astype(DTYPES[t])
             return part_of_product
 
         return t, t, product24
@@ -89,8 +93,8 @@ def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
     if part == "wide":
         if t not in WIDER:
             raise UnknownOpcode(op.text)
-        wide = DTYPES[WIDER[t]]
-        return t, WIDER[t], lambda a, b: np.multiply(a, b, dtype=wide)
+        wide_dtype = DTYPES[WIDER[t]]
+        return t, WIDER[t], lambda a, b: np.multiply(a, b, dtype=wide_dtype)
     return t, t, np.multiply if part == "lo" else multiply_high
 
 
@@ -113,13 +117,13 @@ def _mad(op: Opcode) -> AluOperation:
         total: Array = p + c
         if carry is None and not carry_out:
             return total
-        unsigned = DTYPES[result_type.replace("s", "u")]
-        p, total = np.broadcast_arrays(p.view(unsigned), total.view(unsigned))
-        extra = total < p
+        unsigned_dtype = DTYPES[result_type.replace("s", "u")]
+        p, total = np.broadcast_arrays(p.view(unsigned_dtype), total.view(unsigned_dtype))
+        carry_out_bit = total < p
         if carry is not None:
-            carried = total + carry
-            extra, total = extra | (carried < total), carried
-        return (total, extra) if carry_out else total
+            sum_with_carry = total + carry
+            carry_out_bit, total = carry_out_bit | (sum_with_carry < total), sum_with_carry
+        return (total, carry_out_bit) if carry_out else total
 
     sources = (t, t, result_type, "cc") if carry_in else (t, t, result_type)
     return AluOperation((result_type, "cc") if carry_out else (result_type,), sources, mad)
@@ -128,29 +132,29 @@ def _mad(op: Opcode) -> AluOperation:
 @operation("sad", floating=False)
 def _sad(op: Opcode) -> AluOperation:
     t = op.type(*INTEGERS)
-    unsigned = t.replace("s", "u")
-    dtype = DTYPES[unsigned]
+    unsigned_type = t.replace("s", "u")
+    dtype = DTYPES[unsigned_type]
     return AluOperation(
-        (unsigned,), (t, t, unsigned), lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b)).view(dtype)
+        (unsigned_type,), (t, t, unsigned_type), lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b)).view(dtype)
     )
 
 
 @operation("dp4a", "dp2a", floating=False)
 def _dot(op: Opcode) -> AluOperation:
-    half = op.choice("lo", "hi") if op.name == "dp2a" else ""
-    ta, tb = op.type("u32", "s32"), op.type("u32", "s32")
-    result_type = "s32" if "s32" in (ta, tb) else "u32"
+    word_half = op.choice("lo", "hi") if op.name == "dp2a" else ""
+    a_type, b_type = op.type("u32", "s32"), op.type("u32", "s32")
+    result_type = "s32" if "s32" in (a_type, b_type) else "u32"
 
     def fields(x: Array, bits: int, signed: bool) -> Array:
         return np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1).astype(np.int64)
 
     def dot(a: Array, b: Array, c: Array) -> Array:
-        left, right = fields(a, 16 if half else 8, ta == "s32"), fields(b, 8, tb == "s32")
-        right = {"": right, "lo": right[:, :2], "hi": right[:, 2:]}[half]
+        left, right = fields(a, 16 if word_half else 8, a_type == "s32"), fields(b, 8, b_type == "s32")
+        right = {"": right, "lo": right[:, :2], "hi": right[:, 2:]}[word_half]
         total: Array = ((left * right).sum(axis=1) + c).astype(DTYPES[result_type])
         return total
 
-    return AluOperation((result_type,), (ta, tb, result_type), dot)
+    return AluOperation((result_type,), (a_type, b_type, result_type), dot)
 
 
 # Divide, compare, extremes
@@ -159,17 +163,17 @@ def _dot(op: Opcode) -> AluOperation:
 @operation("div", "rem", floating=False)
 def _div(op: Opcode) -> AluOperation:
     t = op.type(*INTEGERS)
-    remainder, unsigned = op.name == "rem", DTYPES[t.replace("s", "u")]
+    is_remainder, unsigned_dtype = op.name == "rem", DTYPES[t.replace("s", "u")]
 
     def divide(a: Array, b: Array) -> Array:
         # truncation towards zero, on magnitudes; NVIDIA GPUs give all ones, or the dividend, for a divisor of zero
-        x, y = (np.abs(a).view(unsigned), np.abs(b).view(unsigned)) if is_signed(t) else (a, b)
-        safe = np.where(y == 0, unsigned.type(1), y)
-        quotient = x % safe if remainder else x // safe
+        x, y = (np.abs(a).view(unsigned_dtype), np.abs(b).view(unsigned_dtype)) if is_signed(t) else (a, b)
+        safe_divisor = np.where(y == 0, unsigned_dtype.type(1), y)
+        quotient = x % safe_divisor if is_remainder else x // safe_divisor
         if is_signed(t):
-            negative = (a < 0) if remainder else (a < 0) != (b < 0)
-            quotient = np.where(negative, np.negative(quotient), quotient)
-        return np.where(y == 0, a.view(unsigned) if remainder else ~unsigned.type(0), quotient)
+            is_negative = (a < 0) if is_remainder else (a < 0) != (b < 0)
+            quotient = np.where(is_negative, np.negative(quotient), quotient)
+        return np.where(y == 0, a.view(unsigned_dtype) if is_remainder else ~unsigned_dtype.type(0), quotient)
 
     return AluOperation((t.replace("s", "u"),), (t, t), divide)
 
@@ -182,8 +186,8 @@ def _extreme(op: Opcode) -> AluOperation:
 
     def extreme(a: Array, b: Array) -> Array:
         if t.endswith("x2"):
-            half = "i2" if t == "s16x2" else "u2"
-            a, b = (x.view(half).reshape(-1, 2) for x in np.broadcast_arrays(a, b))
+            half_dtype = "i2" if t == "s16x2" else "u2"
+            a, b = (x.view(half_dtype).reshape(-1, 2) for x in np.broadcast_arrays(a, b))
         chosen = function(a, b)
         chosen = np.maximum(chosen, 0) if relu else chosen
         return pack(chosen, t) if t.endswith("x2") else chosen
@@ -217,21 +221,21 @@ def compare_operation(op: Opcode, result_type: str, t: str, compare: Callable[[A
     def combine(true: Array, c: Array | None) -> Array:
         if c is None:
             return true
-        combined: Array = _COMBINE[name](true, c if true.ndim == 1 else c[:, None])
-        return combined
+        combined_bits: Array = _COMBINE[name](true, c if true.ndim == 1 else c[:, None])
+        return combined_bits
 
     def setp(a: Array, b: Array, c: Array | None = None) -> tuple[Array, Array]:
-        true = compare(a, b)
-        p, q = true.T if true.ndim == 2 else (true, ~true)
+        is_true = compare(a, b)
+        p, q = is_true.T if is_true.ndim == 2 else (is_true, ~is_true)
         return combine(p, c), combine(q, c)
 
     def set_(a: Array, b: Array, c: Array | None = None) -> Array:
-        true = combine(compare(a, b), c)
+        is_true = combine(compare(a, b), c)
         if is_float(result_type):
-            return round_to(true.astype(np.float64), 0.0, result_type)
-        if true.ndim == 2:
-            return pack(np.where(true, 0xFFFF, 0).astype(np.uint16), result_type)
-        return np.where(true, -1, 0).astype(DTYPES[result_type])
+            return round_to(is_true.astype(np.float64), 0.0, result_type)
+        if is_true.ndim == 2:
+            return pack(np.where(is_true, 0xFFFF, 0).astype(np.uint16), result_type)
+        return np.where(is_true, -1, 0).astype(DTYPES[result_type])
 
     if op.name == "setp":  # `p|q`; a single destination takes the first
         return AluOperation(("pred", "pred"), sources, setp)

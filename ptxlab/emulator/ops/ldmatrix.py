@@ -21,39 +21,39 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     space = opcode.choice("shared", "shared::cta", default="generic").split("::")[0]
     if not aligned or opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
-    loads, fragment, rows = opcode.name == "ldmatrix", fragments.ldmatrix(count, trans), 8 * count
-    operands = instruction.operands if loads else instruction.operands[::-1]
+    is_load, fragment, rows = opcode.name == "ldmatrix", fragments.ldmatrix(count, trans), 8 * count
+    operands = instruction.operands if is_load else instruction.operands[::-1]
     registers, address = elements(operands[0], count), operands[1]
-    access = MemoryAccess(instruction, "load" if loads else "store", space, "weak", "b16", 8, ())
+    access = MemoryAccess(instruction, "load" if is_load else "store", space, "weak", "b16", 8, ())
     locate = locator(machine, access, address)
     memory = machine.memory.arena.view(np.uint16).reshape(-1, 8)
     readers = [machine.reader(register, "b32") for register in registers]
-    writers = [machine.writer(register, "b32") for register in registers] if loads else []
+    writers = [machine.writer(register, "b32") for register in registers] if is_load else []
     watchers = machine.watchers
 
     def rows_of(lanes: Lanes, members: Array) -> tuple[Lanes, Array]:
         """Return the lanes that give the address of a row, and where the rows lie."""
         whole_warps(machine, instruction, lanes, members)
-        givers = as_lanes(indices_of(lanes).reshape(-1, 32)[:, :rows].reshape(-1))
-        return givers, locate(givers)
+        address_lanes = as_lanes(indices_of(lanes).reshape(-1, 32)[:, :rows].reshape(-1))
+        return address_lanes, locate(address_lanes)
 
     def load(lanes: Lanes, members: Array) -> None:
-        givers, offsets = rows_of(lanes, members)
+        address_lanes, offsets = rows_of(lanes, members)
         for watcher in watchers:
-            watcher.load(access, givers, offsets)
-        loaded = fragment.scatter(memory[offsets // 16].reshape(-1, rows, 8))
+            watcher.load(access, address_lanes, offsets)
+        fragment_registers = fragment.scatter(memory[offsets // 16].reshape(-1, rows, 8))
         for i, write in enumerate(writers):
-            write(lanes, loaded[:, :, i].reshape(-1))
+            write(lanes, fragment_registers[:, :, i].reshape(-1))
 
     def store(lanes: Lanes, members: Array) -> None:
-        givers, offsets = rows_of(lanes, members)
+        address_lanes, offsets = rows_of(lanes, members)
         columns = [np.broadcast_to(read(lanes), members.shape).reshape(-1, 32) for read in readers]
         values = fragment.gather(np.stack(columns, axis=-1)).reshape(-1, 8)
         for watcher in watchers:
-            watcher.store(access, givers, offsets, values)
+            watcher.store(access, address_lanes, offsets, values)
         memory[offsets // 16] = values
 
-    return bind_collective(machine, pc, EVERYBODY, load if loads else store)
+    return bind_collective(machine, pc, EVERYBODY, load if is_load else store)
 
 
 @binder("movmatrix")

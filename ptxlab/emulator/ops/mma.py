@@ -64,9 +64,15 @@ class DecodedMma:
         shape, saturates = opcode.choice(*_SHAPES), opcode.flag("satfinite")
         m, k = (int(number) for number in shape[1:].split("n8k"))
         d, a, b, c, *extra_modifiers = *opcode.modifiers, "", "", "", ""
-        fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
-        deep = k * BITS.get(a, 0) in ((128, 256) if m == 16 else (128,))
-        if not all(flags) or not fits or any(extra_modifiers) or not deep or ((saturates or m == 8) and d != "s32"):
+        is_allowed = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
+        is_whole_depth = k * BITS.get(a, 0) in ((128, 256) if m == 16 else (128,))
+        if (
+            not all(flags)
+            or not is_allowed
+            or any(extra_modifiers)
+            or not is_whole_depth
+            or ((saturates or m == 8) and d != "s32")
+        ):
             raise UnknownOpcode(text)
         return cls(m, d, a, b, k, saturates)
 
@@ -77,7 +83,8 @@ class DecodedMma:
         a, b = fragments.mma_a(self.k, bits), fragments.mma_b(self.k, bits)
         places = (a.rows // 8, a.cols * bits // 128), (b.cols // 8, b.rows * bits // 128)
         tiles_a, tiles_b = (
-            list(zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True)) for down, along in places
+            list(zip(row_indices[0, :, 0].tolist(), column_indices[0, :, 0].tolist(), strict=True))
+            for row_indices, column_indices in places
         )
         return tiles_a[: len(tiles_a) * self.m // 16], tiles_b
 
@@ -97,7 +104,7 @@ def group(machine: Machine, start: int) -> int:
         operands = [tuple(register.type for register in ir.registers((o,))) for o in instruction.operands]
         return instruction.opcode, instruction.guard, *operands
 
-    stop, written, pairs = start + 1, set[int](), set[ir.Operands]()
+    stop, written_places, pairs = start + 1, set[int](), set[ir.Operands]()
     for index in range(start, min(start + LONGEST, len(code))):
         is_alike = (
             code[index].guard is None and index not in machine.targets and types(code[index]) == types(code[start])
@@ -105,9 +112,9 @@ def group(machine: Machine, start: int) -> int:
         if index > start and not is_alike:
             break
         d, a, b, _ = code[index].operands
-        if written & {register.index for register in ir.registers((a, b))}:
+        if written_places & {register.index for register in ir.registers((a, b))}:
             break
-        written |= {register.index for register in ir.registers((d,))}
+        written_places |= {register.index for register in ir.registers((d,))}
         pairs.add((a, b))
         if len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}):
             stop = index + 1
@@ -199,9 +206,9 @@ def fp8_dots(d_type: str) -> Callable[[Array, Array], Array]:
     kind = DTYPES[d_type]
 
     def multiply(a: Array, b: Array) -> Array:
-        lower = np.arange(a.shape[-1]) % 4 < 2
-        products = dots(a[..., lower], b[..., lower]).astype(kind)
-        return (products + dots(a[..., ~lower], b[..., ~lower])).astype(kind).astype(np.float64)
+        is_lower_half = np.arange(a.shape[-1]) % 4 < 2
+        products = dots(a[..., is_lower_half], b[..., is_lower_half]).astype(kind)
+        return (products + dots(a[..., ~is_lower_half], b[..., ~is_lower_half])).astype(kind).astype(np.float64)
 
     return multiply
 
@@ -231,7 +238,9 @@ def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], No
             if decoded.d == "f16":  # columns 2 t and 2 t + 1 in one register
                 pairs = [np.ascontiguousarray(read(lanes)).view(np.float16).reshape(-1, 2) for read in readers]
                 sums = [np.stack((part(mma, i, 0), part(mma, i, 1)), axis=1) for i, _ in places]
-                new_values = [add(*both).view(np.uint32)[:, 0] for both in zip(pairs, sums, strict=True)]
+                new_values = [
+                    add(*addend_and_sum).view(np.uint32)[:, 0] for addend_and_sum in zip(pairs, sums, strict=True)
+                ]
             else:
                 new_values = [add(read(lanes), part(mma, *place)) for read, place in zip(readers, places, strict=True)]
             for write, values in zip(writers, new_values, strict=True):

@@ -33,17 +33,17 @@ def places_of_factor(by_lane: bool) -> Places:
     A by rows, and B by columns transposed, have a row in each lane (`by_lane`); else a lane has part of a column.
     """
     lane, i = np.indices((8, 4))
-    high, within = lane // 4 * 4, lane % 4
-    return (within + high, i) if by_lane else (i + high, within)
+    first_row, lane_in_quad = lane // 4 * 4, lane % 4
+    return (lane_in_quad + first_row, i) if by_lane else (i + first_row, lane_in_quad)
 
 
 def places_of_sum(type_name: str) -> Places:
     """Return the places of C or D: a row in each lane of f16, two by two elements of f32 that stand apart."""
     lane, i = np.indices((8, 8))
-    high, within = lane // 4 * 4, lane % 4
+    high, lane_in_quad = lane // 4 * 4, lane % 4
     if type_name == "f16":
-        return within + high, i
-    return (within & 1) + (i & 2) + high, (i & 4) + (within & 2) + (i & 1)
+        return lane_in_quad + high, i
+    return (lane_in_quad & 1) + (i & 2) + high, (i & 4) + (lane_in_quad & 2) + (i & 1)
 
 
 def add_pairs(a: Array, b: Array, c: Array) -> Array:
@@ -88,7 +88,7 @@ def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler
         kind = "f32" if type_name == "f32" else "b32"
         return [machine.reader(register, kind) for register in registers(operand, type_name, count)]
 
-    of_a, of_b, of_c = readers_of(a, "f16", 4), readers_of(b, "f16", 4), readers_of(c, c_type, 8)
+    a_readers, b_readers, c_readers = readers_of(a, "f16", 4), readers_of(b, "f16", 4), readers_of(c, c_type, 8)
     kind = "f32" if d_type == "f32" else "b32"
     writers = [machine.writer(register, kind) for register in registers(d, d_type, 8)]
     a_places, b_places = places_of_factor(layouts[0] == "row"), places_of_factor(layouts[1] == "col")
@@ -97,20 +97,25 @@ def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler
         """Read the registers as [quarters, rows, columns]."""
         columns = np.stack([np.broadcast_to(read(lanes), (count_of(lanes),)) for read in readers], axis=1)
         numbers = columns.view(DTYPES[type_name]).reshape(-1, 2, 4, 4, places[0].shape[1])  # [warps, half, quarter, ..]
-        by_quarter = numbers.swapaxes(1, 2).reshape(-1, *places[0].shape)
-        matrices = np.empty((len(by_quarter), 8, places[1].max() + 1))
-        matrices[:, places[0], places[1]] = by_quarter
+        numbers_by_quarter = numbers.swapaxes(1, 2).reshape(-1, *places[0].shape)
+        matrices = np.empty((len(numbers_by_quarter), 8, places[1].max() + 1))
+        matrices[:, places[0], places[1]] = numbers_by_quarter
         return matrices
 
     def multiply(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
-        left, right = matrix(of_a, "f16", a_places, lanes), matrix(of_b, "f16", b_places, lanes).swapaxes(1, 2)
-        addend = matrix(of_c, c_type, places_of_sum(c_type), lanes).astype(np.float32)
+        left, right = (
+            matrix(a_readers, "f16", a_places, lanes),
+            matrix(b_readers, "f16", b_places, lanes).swapaxes(1, 2),
+        )
+        addend = matrix(c_readers, c_type, places_of_sum(c_type), lanes).astype(np.float32)
         total = (add_pairs if d_type == "f16" else add_chain)(left, right, addend)
         rows, columns = places_of_sum(d_type)
-        of_lanes = canonical(total.astype(DTYPES[d_type]), d_type)[:, rows, columns]
-        packed = of_lanes.reshape(-1, 4, 2, 4, 8).swapaxes(1, 2).reshape(count_of(lanes), 8).view(DTYPES[kind])
-        for write, column in zip(writers, packed.T, strict=True):
+        lane_values = canonical(total.astype(DTYPES[d_type]), d_type)[:, rows, columns]
+        packed_registers = (
+            lane_values.reshape(-1, 4, 2, 4, 8).swapaxes(1, 2).reshape(count_of(lanes), 8).view(DTYPES[kind])
+        )
+        for write, column in zip(writers, packed_registers.T, strict=True):
             write(lanes, column)
 
     return bind_collective(machine, pc, EVERYBODY, multiply)

@@ -43,14 +43,18 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     if len(instruction.operands) != 4:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
-    halves, word = 2 if shape.startswith("m16") else 1, "b32" if kind == "b1" else "f64"
+    row_halves, word = 2 if shape.startswith("m16") else 1, "b32" if kind == "b1" else "f64"
     d, a, b, c = instruction.operands
 
     def readers(operand: object, count: int, type_name: str) -> list[Reader]:
         return [machine.reader(register, type_name) for register in elements(operand, count)]  # type: ignore[arg-type]
 
-    of_a, of_b, of_c = readers(a, depth * halves, word), readers(b, depth, word), readers(c, 2 * halves, d_type)
-    writers = [machine.writer(register, d_type) for register in elements(d, 2 * halves)]
+    a_readers, b_readers, c_readers = (
+        readers(a, depth * row_halves, word),
+        readers(b, depth, word),
+        readers(c, 2 * row_halves, d_type),
+    )
+    writers = [machine.writer(register, d_type) for register in elements(d, 2 * row_halves)]
     accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 
     def read_words(readers: list[Reader], lanes: Lanes, *parts: int) -> Array:
@@ -60,11 +64,15 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def multiply(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
-        left = read_words(of_a, lanes, depth, halves).transpose(0, 4, 1, 3, 2).reshape(-1, 8 * halves, 4 * depth)
-        right = read_words(of_b, lanes, depth).transpose(0, 3, 2, 1).reshape(-1, 4 * depth, 8)
-        start = read_words(of_c, lanes, halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * halves, 8)
+        left = (
+            read_words(a_readers, lanes, depth, row_halves)
+            .transpose(0, 4, 1, 3, 2)
+            .reshape(-1, 8 * row_halves, 4 * depth)
+        )
+        right = read_words(b_readers, lanes, depth).transpose(0, 3, 2, 1).reshape(-1, 4 * depth, 8)
+        start = read_words(c_readers, lanes, row_halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * row_halves, 8)
         sums = accumulate(left, right, start)
-        columns = sums.reshape(-1, halves, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(count_of(lanes), -1)
+        columns = sums.reshape(-1, row_halves, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(count_of(lanes), -1)
         for write, column in zip(writers, columns.T, strict=True):
             write(lanes, column)
 
@@ -79,8 +87,8 @@ def count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
     operation = np.bitwise_xor if combine == "xor" else np.bitwise_and
 
     def accumulate(left: Array, right: Array, sums: Array) -> Array:
-        both = operation(left[..., :, None, :], right.swapaxes(-1, -2)[..., None, :, :])
-        counts: Array = np.bitwise_count(both).sum(axis=-1, dtype=np.int64)
+        combined_words = operation(left[..., :, None, :], right.swapaxes(-1, -2)[..., None, :, :])
+        counts: Array = np.bitwise_count(combined_words).sum(axis=-1, dtype=np.int64)
         return counts.astype(sums.dtype) + sums
 
     return accumulate

@@ -48,12 +48,12 @@ def to_narrow(x: Array, type_name: str) -> Array:
     fp6 and fp4 have no NaN: one becomes the largest number.
     """
     width, _, _, largest = NARROW[type_name]
-    finite = _values(type_name)[: largest + 1]
-    middle = (finite[1:] + finite[:-1]) / 2
+    finite_values = _values(type_name)[: largest + 1]
+    middle = (finite_values[1:] + finite_values[:-1]) / 2
     size = np.abs(x)
     code = np.searchsorted(middle, size)  # how many of them are smaller
-    tie = size == middle[np.minimum(code, largest - 1)]
-    code = code + (tie & (code & 1 == 1))
+    is_tie = size == middle[np.minimum(code, largest - 1)]
+    code = code + (is_tie & (code & 1 == 1))
     nan = FP8_NAN if width == 8 else largest
     return np.where(np.isnan(x), nan, code | np.where(np.signbit(x), 1 << width - 1, 0)).astype(np.uint8)
 
@@ -81,8 +81,10 @@ def to_tf32(x: Array, mode: str, finite: bool = False) -> Array:
     `finite`: beyond the largest number it is that (.satfinite).
     """
     bits = np.ascontiguousarray(x).view(np.uint32)
-    up = np.uint32({"rn": 0xFFF, "rna": 0x1000, "rz": 0}[mode]) + (bits >> np.uint32(13) & np.uint32(mode == "rn"))
-    tf32_bits: Array = bits + up & np.uint32(0xFFFFE000)
+    rounding_addend = np.uint32({"rn": 0xFFF, "rna": 0x1000, "rz": 0}[mode]) + (
+        bits >> np.uint32(13) & np.uint32(mode == "rn")
+    )
+    tf32_bits: Array = bits + rounding_addend & np.uint32(0xFFFFE000)
     if finite:
         tf32_bits = np.where(tf32_bits & 0x7FFFFFFF == 0x7F800000, tf32_bits - np.uint32(0x2000), tf32_bits)
     return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), tf32_bits)

@@ -98,8 +98,8 @@ def to_odd(hi: Array, lo: Array) -> Array:
     hi, lo = np.broadcast_arrays(hi, lo)
     bits = np.ascontiguousarray(hi).view(np.int64)
     inexact_even = (lo != 0) & np.isfinite(hi) & (bits & 1 == 0)
-    outward = np.signbit(lo) == np.signbit(hi)
-    return np.where(inexact_even, bits + np.where(outward, 1, -1), bits).view(np.float64)
+    is_outward = np.signbit(lo) == np.signbit(hi)
+    return np.where(inexact_even, bits + np.where(is_outward, 1, -1), bits).view(np.float64)
 
 
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
@@ -127,28 +127,32 @@ def _nearest(x: Array, type_name: str) -> Array:
     # bf16 is the upper half of a float32: make that float32 odd too, then round its bits to even
     single = x.astype(np.float32)
     bits = single.view(np.uint32)
-    missing = single.astype(np.float64) - x
-    inexact_even = np.isfinite(single) & (missing != 0) & (bits & 1 == 0)
-    too_large = np.signbit(missing) == np.signbit(single)
-    bits = np.where(inexact_even, bits + np.where(too_large, -1, 1), bits).astype(np.uint32)
-    overflowed = np.isinf(single)
-    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    return (np.where(overflowed, bits, rounded) >> np.uint32(16)).astype(np.uint16)
+    rounding_error = single.astype(np.float64) - x
+    inexact_even = np.isfinite(single) & (rounding_error != 0) & (bits & 1 == 0)
+    is_too_large = np.signbit(rounding_error) == np.signbit(single)
+    bits = np.where(inexact_even, bits + np.where(is_too_large, -1, 1), bits).astype(np.uint32)
+    has_overflowed = np.isinf(single)
+    rounded_bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return (np.where(has_overflowed, bits, rounded_bits) >> np.uint32(16)).astype(np.uint16)
 
 
 def _step(nearest: Array, nearest_value: Array, exact: Array, type_name: str, mode: str) -> Array:
     """Move a nearest value one step where the direction wants it. (For f64, `exact` is the sign of what is missing.)"""
     if mode == "rn":
         return nearest
-    above = exact < 0 if type_name == "f64" else nearest_value > exact  # the nearest value lies above the exact one
-    below = exact > 0 if type_name == "f64" else nearest_value < exact
-    negative = np.signbit(nearest_value)
-    toward_zero = {"rz": np.where(negative, below, above), "rm": above & ~negative, "rp": below & negative}[mode]
-    away = {"rz": np.zeros_like(negative), "rm": above & negative, "rp": below & ~negative}[mode]
+    is_above = exact < 0 if type_name == "f64" else nearest_value > exact  # the nearest value lies above the exact one
+    is_below = exact > 0 if type_name == "f64" else nearest_value < exact
+    is_negative = np.signbit(nearest_value)
+    toward_zero = {
+        "rz": np.where(is_negative, is_below, is_above),
+        "rm": is_above & ~is_negative,
+        "rp": is_below & is_negative,
+    }[mode]
+    goes_away = {"rz": np.zeros_like(is_negative), "rm": is_above & is_negative, "rp": is_below & ~is_negative}[mode]
     bits = np.ascontiguousarray(nearest).view(_BITS[type_name])
-    moved = bits - toward_zero.astype(bits.dtype) + away.astype(bits.dtype)
-    stepped: Array = moved if type_name == "bf16" else moved.view(nearest.dtype)
-    return stepped
+    moved_bits = bits - toward_zero.astype(bits.dtype) + goes_away.astype(bits.dtype)
+    stepped_bits: Array = moved_bits if type_name == "bf16" else moved_bits.view(nearest.dtype)
+    return stepped_bits
 
 
 def flush(x: Array, type_name: str) -> Array:
@@ -165,8 +169,8 @@ def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "r
     tiny = TINY[type_name]
     if ((np.abs(hi) <= tiny) & (hi != 0)).any():
         scale = 0.25 / tiny  # far from subnormal numbers
-        small = np.abs(widen(round_to(hi * scale, np.asarray(lo) * scale, type_name, mode), type_name)) < 0.25
-        hi, lo = np.where(small, np.copysign(0.0, hi), hi), np.where(small, 0.0, lo)
+        is_tiny = np.abs(widen(round_to(hi * scale, np.asarray(lo) * scale, type_name, mode), type_name)) < 0.25
+        hi, lo = np.where(is_tiny, np.copysign(0.0, hi), hi), np.where(is_tiny, 0.0, lo)
     return round_to(hi, lo, type_name, mode)
 
 
@@ -177,16 +181,16 @@ def fused_multiply_add(a: Array, b: Array, c: Array, mode: str) -> Array:
     sh, sl = two_sum(c, pl)
     vh, vl = two_sum(ph, sh)
     hi, lo = two_sum(vh, to_odd(*two_sum(sl, vl)))
-    infinite = np.where(np.isinf(c) & np.isfinite(a) & np.isfinite(b), c, a * b + c)  # or NaN
-    rounded = round_to(np.where(np.isfinite(vh), hi, infinite), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
-    rounded = np.where(rounded == 0, directed_sum(a * b, c, mode)[0], rounded)  # the sign of an exact zero
+    special_sum = np.where(np.isinf(c) & np.isfinite(a) & np.isfinite(b), c, a * b + c)  # or NaN
+    rounded_sum = round_to(np.where(np.isfinite(vh), hi, special_sum), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
+    rounded_sum = np.where(rounded_sum == 0, directed_sum(a * b, c, mode)[0], rounded_sum)  # the sign of an exact zero
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))
     tiny = (np.abs(ph) < 2.0**-900) & (a != 0) & (b != 0)
-    unsafe = ((size > 2.0**900).any(axis=0) | tiny) & np.isfinite(size[:3]).all(axis=0)
-    for i in np.flatnonzero(unsafe):
-        rounded[i] = _fused_multiply_add_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
-    return rounded
+    is_unsafe = ((size > 2.0**900).any(axis=0) | tiny) & np.isfinite(size[:3]).all(axis=0)
+    for i in np.flatnonzero(is_unsafe):
+        rounded_sum[i] = _fused_multiply_add_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
+    return rounded_sum
 
 
 def _fused_multiply_add_exactly(a: float, b: float, c: float, mode: str) -> float:

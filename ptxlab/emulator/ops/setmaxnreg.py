@@ -40,13 +40,13 @@ class RegisterBudget(Unit):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         warps, entry = machine.lanes // 32, machine.launch.entry
-        declared = entry.directives.get("maxnreg", (0,))[0]
-        self.registers = np.full(warps, declared)
+        declared_registers = entry.directives.get("maxnreg", (0,))[0]
+        self.registers = np.full(warps, declared_registers)
         self.history: list[list[Instruction]] = [[] for _ in range(warps)]
         self.per_block = machine.stride // 32
         # A block keeps the registers it starts with: as many as let it start, in eights for each thread.
         threads = (entry.max_threads or machine.stride) * entry.directives.get("minnctapersm", (1,))[0]
-        self.at_start = declared or min(_OF_AN_SM // threads // 8 * 8, MOST)
+        self.at_start = declared_registers or min(_OF_AN_SM // threads // 8 * 8, MOST)
 
     def change(self, instruction: Instruction, warps: Array, count: int, grows: bool) -> None:
         """Record the register count that warps set with a setmaxnreg, and check it."""
@@ -64,19 +64,29 @@ class RegisterBudget(Unit):
         first = warp // self.per_block * self.per_block
         block = slice(first, first + self.per_block)
         if len({len(history) for history in self.history[block] if history}) == 1:
-            total, available = 32 * int(self.registers[block].sum()), 32 * self.per_block * self.at_start
-            if total > available:
-                started = f"{available}, at most {self.at_start} per thread, with which it starts: this waits for ever"
-                self.fail(instruction, warp, f"the block's warps then have {total} registers, more than the {started}")
+            total_registers, available_registers = (
+                32 * int(self.registers[block].sum()),
+                32 * self.per_block * self.at_start,
+            )
+            if total_registers > available_registers:
+                start_note = (
+                    f"{available_registers}, at most {self.at_start} per thread, with which it starts: "
+                    "this waits for ever"
+                )
+                self.fail(
+                    instruction,
+                    warp,
+                    f"the block's warps then have {total_registers} registers, more than the {start_note}",
+                )
 
     def finish(self) -> None:
         """Check in the end that all four warps of a warp group have executed the same setmaxnreg."""
         for warp, history in enumerate(self.history):
             block = warp // self.per_block * self.per_block
             first = block + (warp - block) // _GROUP * _GROUP
-            longest = max(self.history[first : min(first + _GROUP, block + self.per_block)], key=len)
-            if history != longest:
-                instruction = longest[min(len(history), len(longest) - 1)]
+            longest_history = max(self.history[first : min(first + _GROUP, block + self.per_block)], key=len)
+            if history != longest_history:
+                instruction = longest_history[min(len(history), len(longest_history) - 1)]
                 problem = "not all warps of the warp group execute this: one that does not is that of this thread"
                 self.fail(instruction, warp, problem)
 

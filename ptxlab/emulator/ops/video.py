@@ -51,10 +51,12 @@ class SimdForm:
         mask, a, b, c = op.selectors
         if c:
             raise UnknownOpcode(f"selector .{c}")
-        both = picks(a, parts[count:]), picks(b, parts[:count])
+        picked_lanes = picks(a, parts[count:]), picks(b, parts[:count])
         if not re.fullmatch(f"{letter}[{parts[count:]}]+", mask or letter + "0"):
             raise UnknownOpcode(f"mask .{mask}")
-        return cls(*types, count, saturate, accumulate, both, [not mask or str(i) in mask[1:] for i in range(count)])
+        return cls(
+            *types, count, saturate, accumulate, picked_lanes, [not mask or str(i) in mask[1:] for i in range(count)]
+        )
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class ScalarForm:
     def of(cls, op: Opcode) -> "ScalarForm":
         """Take the modifiers and selectors."""
         types, saturate = _function_and_types(op), op.flag("sat")
-        wrap = op.name in ("vshl", "vshr") and op.choice("clamp", "wrap") == "wrap"
-        second = op.choice("add", "min", "max", default="")
+        wraps = op.name in ("vshl", "vshr") and op.choice("clamp", "wrap") == "wrap"
+        second_operation = op.choice("add", "min", "max", default="")
         d, a, b, c = op.selectors
         if c:
             raise UnknownOpcode(f"selector .{c}")
-        return cls(*types, saturate, wrap, second, _part(d) if d else None, (_part(a), _part(b)))
+        return cls(*types, saturate, wraps, second_operation, _part(d) if d else None, (_part(a), _part(b)))
 
 
 def _part(selector: str) -> tuple[int, int]:
@@ -100,8 +102,8 @@ def _function_and_types(op: Opcode) -> tuple[str, bool, tuple[bool, bool]]:
     """Take the function, and whether the result is signed, and a and b."""
     name = op.name.rstrip("24")
     function = op.choice(*_ORDER) if name == "vset" else name
-    signed = name != "vset" and op.type("u32", "s32") == "s32"
-    return function, signed, (op.type("u32", "s32") == "s32", op.type("u32", "s32") == "s32")
+    is_signed_result = name != "vset" and op.type("u32", "s32") == "s32"
+    return function, is_signed_result, (op.type("u32", "s32") == "s32", op.type("u32", "s32") == "s32")
 
 
 def _average(a: Array, b: Array) -> Array:
@@ -179,8 +181,8 @@ def _scalar(op: Opcode) -> AluOperation:
             outcome = {"add": np.add, "min": np.minimum, "max": np.maximum}[form.second](outcome, addend)
         return outcome.astype(np.uint32)
 
-    three = bool(form.target or form.second)
-    return AluOperation(("b32",), ("b32", "b32", "b32") if three else ("b32", "b32"), scalar)
+    has_third_operand = bool(form.target or form.second)
+    return AluOperation(("b32",), ("b32", "b32", "b32") if has_third_operand else ("b32", "b32"), scalar)
 
 
 @operation("vmad", floating=False)
@@ -189,13 +191,13 @@ def _multiply_add(op: Opcode) -> AluOperation:
     signs = [op.type("u32", "s32") == "s32" for _ in "ab"]
     plus_one, saturate, scale = op.flag("po"), op.flag("sat"), op.choice("shr7", "shr15", default="")
     target, *selectors = op.selectors
-    a_minus, b_minus, c_minus = (selector.startswith("-") for selector in selectors)
+    a_minus, b_minus, negates_c = (selector.startswith("-") for selector in selectors)
     part_a, part_b, part_c = (_part(selector.removeprefix("-")) for selector in selectors)
-    product_minus = a_minus != b_minus
-    if target or part_c != (32, 0) or product_minus + c_minus + plus_one > 1 or (plus_one and a_minus):
+    negates_product = a_minus != b_minus
+    if target or part_c != (32, 0) or negates_product + negates_c + plus_one > 1 or (plus_one and a_minus):
         raise UnknownOpcode(op.text)
-    c_signed = any(signs) or product_minus
-    signed = c_signed or c_minus
+    c_signed = any(signs) or negates_product
+    signed = c_signed or negates_c
 
     def multiply_add(a: Array, b: Array, c: Array) -> Array:
         # as Python's integers: a product of 64 bits, and its sign
@@ -203,7 +205,7 @@ def _multiply_add(op: Opcode) -> AluOperation:
             _select(*source).astype(object)
             for source in ((a, part_a, signs[0]), (b, part_b, signs[1]), (c, part_c, c_signed))
         )
-        total = (-x if product_minus else x) * y + (-z if c_minus else z) + plus_one
+        total = (-x if negates_product else x) * y + (-z if negates_c else z) + plus_one
         total = total >> int(scale[3:] or 0)
         if saturate:
             total = total.clip(*limits("s32" if signed else "u32"))

@@ -79,8 +79,8 @@ class WmmaFragment:
 
     def matrix(self, raw: Array) -> Array:
         """View registers [warps, lanes, count] as the matrix [warps, rows, columns] of elements."""
-        flat = np.ascontiguousarray(raw).view(self.dtype).reshape(len(raw), -1)
-        return flat[:, : self.rows * self.cols].reshape(-1, self.rows, self.cols)
+        flat_values = np.ascontiguousarray(raw).view(self.dtype).reshape(len(raw), -1)
+        return flat_values[:, : self.rows * self.cols].reshape(-1, self.rows, self.cols)
 
 
 @binder("wmma")
@@ -104,12 +104,12 @@ def _wmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: bool) -> Callable[[Lanes], None]:
     """Bind load or store: element (i, j) is `stride` elements behind that of the row, or column, before."""
     operand = opcode.choice("a", "b", "c") if loads else opcode.choice("d")
-    by_row, shape = opcode.choice("row", "col") == "row", opcode.choice(*_FORMS)
+    is_row_major, shape = opcode.choice("row", "col") == "row", opcode.choice(*_FORMS)
     space = opcode.choice("global", "shared", "shared::cta", default="generic").split("::")[0]
     (type_name,) = opcode.modifiers if len(opcode.modifiers) == 1 else ("",)
     inputs, outputs = _FORMS[shape], {t for types in _FORMS[shape].values() for t in types}
-    wrong_layout = type_name in _PER_WORD and by_row != (operand == "a")
-    if type_name not in (inputs if operand in "ab" else outputs) or wrong_layout:
+    is_wrong_layout = type_name in _PER_WORD and is_row_major != (operand == "a")
+    if type_name not in (inputs if operand in "ab" else outputs) or is_wrong_layout:
         raise UnknownOpcode(instruction.opcode)
     fragment = WmmaFragment.of(shape, type_name, operand)
     first, second, *stride_operands = instruction.operands
@@ -117,7 +117,7 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
     registers = elements(fragment_operand, fragment.registers(operand in "ab"))
     per_register = DTYPES[fragment.register].itemsize // fragment.dtype.itemsize
     size, per_word = fragment.dtype.itemsize, _PER_WORD.get(type_name, 1)
-    shortest = (fragment.cols if by_row else fragment.rows) * per_word
+    shortest = (fragment.cols if is_row_major else fragment.rows) * per_word
     read_stride = machine.reader(stride_operands[0] if stride_operands else ir.Immediate(shortest), "u32")
     element = _MEMORY.get(type_name, type_name)
     access = MemoryAccess(instruction, "load" if loads else "store", space, "weak", element, 1, ())
@@ -135,7 +135,7 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
             raise EmulationError(f"{machine.place(instruction, lanes)}: the stride is no multiple of {per_word}")
         strides = strides // per_word
         i, j = (np.tile(places, (warps, 1)) for places in (rows, cols))
-        distances = (i * strides + j if by_row else j * strides + i) * size
+        distances = (i * strides + j if is_row_major else j * strides + i) * size
         longest = distances.reshape(warps, -1).max(axis=1).repeat(_WARP) + size
         arena_offsets: Array = locate(lanes, longest)[:, None] + distances
         return arena_offsets
@@ -153,10 +153,10 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
         element_offsets = offsets(lanes)
         columns = np.broadcast_arrays(*[read(lanes) for read in readers], element_offsets[:, 0])[:-1]
         values = np.ascontiguousarray(np.stack(columns, axis=1)).view(fragment.dtype).reshape(len(element_offsets), -1)
-        for column, element_values in zip(element_offsets.T, values.T, strict=True):
+        for place, element_values in zip(element_offsets.T, values.T, strict=True):
             for watcher in watchers:
-                watcher.store(access, lanes, column, element_values)
-            view[column // size] = element_values
+                watcher.store(access, lanes, place, element_values)
+            view[place // size] = element_values
 
     return load if loads else store
 
@@ -168,14 +168,14 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
     combine = opcode.choice("xor", "and") if shape == "m8n8k128" and opcode.flag("popc") else ""
     rounding, types = opcode.choice(*MODES, default=""), opcode.modifiers
     d_type, a_type, b_type, c_type = (types[0], "f16", "f16", types[1]) if len(types) == 2 else (*types, "", "", "")[:4]
-    fits = a_type == b_type and {c_type, d_type} <= {*_FORMS[shape].get(a_type, ())}
-    of_bits = a_type == "b1"
-    if not fits or len(types) not in (2, 4) or (saturates and (d_type != "s32" or of_bits)):
+    is_allowed = a_type == b_type and {c_type, d_type} <= {*_FORMS[shape].get(a_type, ())}
+    is_of_bits = a_type == "b1"
+    if not is_allowed or len(types) not in (2, 4) or (saturates and (d_type != "s32" or is_of_bits)):
         raise UnknownOpcode(instruction.opcode)
     if (
         (rounding and a_type != "f64")
         or (a_type in _PER_WORD and layouts != ("row", "col"))
-        or of_bits != bool(combine)
+        or is_of_bits != bool(combine)
     ):
         raise UnknownOpcode(instruction.opcode)
     kinds = {"d": d_type, "a": a_type, "b": b_type, "c": c_type}
@@ -196,14 +196,14 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
         return raw if kinds[name] in ("s32", "f32", "f64", "b1") else _numbers(raw, kinds[name], name)
 
     def multiply(lanes: Lanes) -> None:
-        wide = np.int64 if d_type == "s32" else np.float64
-        a, b, c = matrix("a", lanes), matrix("b", lanes), matrix("c", lanes).astype(wide)
-        if of_bits:
+        wide_dtype = np.int64 if d_type == "s32" else np.float64
+        a, b, c = matrix("a", lanes), matrix("b", lanes), matrix("c", lanes).astype(wide_dtype)
+        if is_of_bits:
             sums = count_bits(combine)(a, b, c)
         elif a_type == "f64":
             sums = fuse_products(rounding or "rn")(a, b, c)
         else:
-            sums = c + a.astype(wide) @ b.astype(wide)
+            sums = c + a.astype(wide_dtype) @ b.astype(wide_dtype)
         if d_type == "s32":
             d = (sums.clip(*limits("s32")) if saturates else sums).astype(np.int32)
         else:

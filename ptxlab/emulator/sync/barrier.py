@@ -62,27 +62,27 @@ class BlockBarriers(Unit):
     def complete_if_due(self, barrier: Barrier) -> None:
         """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
         machine = self.machine
-        alive = machine.alive.reshape(-1, machine.stride)[barrier.block]
-        missing = alive & ~barrier.present
+        is_alive = machine.alive.reshape(-1, machine.stride)[barrier.block]
+        missing = is_alive & ~barrier.present
         if barrier.expected is not None:
             warps_here = np.repeat(barrier.present.reshape(-1, 32).any(axis=1), 32)
-            missing = np.count_nonzero(barrier.present | (~alive & warps_here)) < barrier.expected
+            missing = np.count_nonzero(barrier.present | (~is_alive & warps_here)) < barrier.expected
         if np.any(missing):
             return
         del self.by_key[barrier.block, barrier.number]
-        released = reduce(merge, [parked.lanes for parked in barrier.waiting]) if barrier.waiting else None
+        released_lanes = reduce(merge, [parked.lanes for parked in barrier.waiting]) if barrier.waiting else None
         for watcher in machine.watchers:
-            watcher.depart((barrier.block, barrier.number), released)
-        if barrier.finish is not None and released is not None:
-            barrier.finish(released)
+            watcher.depart((barrier.block, barrier.number), released_lanes)
+        if barrier.finish is not None and released_lanes is not None:
+            barrier.finish(released_lanes)
         for parked in barrier.waiting:
             machine.make_ready(parked.pc + 1, parked.lanes)
 
     def has_room(self, block: int, number: int, expected: int | None, arriving: int) -> bool:
         """Tell whether so many threads can come to one generation of a barrier."""
         barrier = self.by_key.get((block, number))
-        present = int(np.count_nonzero(barrier.present)) if barrier else 0
-        return expected is None or present + arriving <= expected
+        present_count = int(np.count_nonzero(barrier.present)) if barrier else 0
+        return expected is None or present_count + arriving <= expected
 
     def recheck(self) -> None:
         """Let go those that only threads which have ended were missing from."""
@@ -102,8 +102,8 @@ def check_barrier(numbers: Array, expected: Array | None) -> None:
     """Refuse barriers that there are not, and numbers of threads that are not those of whole warps."""
     if (numbers >= BARRIERS).any():
         raise ValueError(f"a block has barriers 0 to {BARRIERS - 1} (got {numbers.max()})")
-    if expected is not None and (wrong := (expected % 32 != 0) | (expected == 0)).any():
-        raise ValueError(f"the number of threads has to be a multiple of 32 (got {expected[wrong][0]})")
+    if expected is not None and (is_wrong := (expected % 32 != 0) | (expected == 0)).any():
+        raise ValueError(f"the number of threads has to be a multiple of 32 (got {expected[is_wrong][0]})")
 
 
 def warps_of(indices: Array) -> list[Array]:
@@ -124,8 +124,8 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     waits = modifiers != ["arrive"]
     if len(operands) > 2 or (len(operands) == 1 and not waits):
-        also = "and, maybe," if waits else "and"
-        raise ValueError(f"{instruction.opcode} takes a barrier {also} a number of threads")
+        hint = "and, maybe," if waits else "and"
+        raise ValueError(f"{instruction.opcode} takes a barrier {hint} a number of threads")
     read_number = machine.reader(operands[0], "u32")
     read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
     barriers, watchers, stride = machine.unit(BlockBarriers), machine.watchers, machine.stride
@@ -147,13 +147,13 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             return None
         keys = indices // stride * BARRIERS + numbers
         for key in np.unique(keys):
-            at_key = keys == key
+            is_at_key = keys == key
             block, number = divmod(int(key), BARRIERS)
-            for threads in [None] if expected is None else np.unique(expected[at_key]).tolist():
-                arriving = indices[at_key if threads is None else at_key & (expected == threads)]
+            for threads in [None] if expected is None else np.unique(expected[is_at_key]).tolist():
+                arriving_lanes = indices[is_at_key if threads is None else is_at_key & (expected == threads)]
                 # warps that come when it is complete begin its next generation
-                has_room = barriers.has_room(block, number, threads, len(arriving))
-                for part in [arriving] if has_room else warps_of(arriving):
+                has_room = barriers.has_room(block, number, threads, len(arriving_lanes))
+                for part in [arriving_lanes] if has_room else warps_of(arriving_lanes):
                     arrive(block, number, threads, part)
         return [] if waits else None
 
@@ -171,8 +171,8 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             watcher.arrive(instruction, (block, number), lanes)
         state.present[indices % stride] = True
         if waits:
-            missing = "all threads" if threads is None else f"{threads} threads"
-            state.waiting.append(Parked(pc, lanes, f"{missing} of its block at barrier {number}"))
+            missing_text = "all threads" if threads is None else f"{threads} threads"
+            state.waiting.append(Parked(pc, lanes, f"{missing_text} of its block at barrier {number}"))
             state.finish = finish
         barriers.complete_if_due(state)
 

@@ -17,8 +17,8 @@ from ptxlab.errors import EmulationError
 @binder("mapa")
 def _map(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode, peers = Opcode(instruction.opcode), machine.cluster_memory
-    t, shared = opcode.choice("u32", "u64"), opcode.flag("shared::cluster")
-    if opcode.modifiers or (t == "u32" and not shared):
+    t, takes_cluster_address = opcode.choice("u32", "u64"), opcode.flag("shared::cluster")
+    if opcode.modifiers or (t == "u32" and not takes_cluster_address):
         raise UnknownOpcode(instruction.opcode)
     target, address, rank = instruction.operands
     write, read, read_rank = machine.writer(target, t), machine.reader(address, t), machine.reader(rank, "u32")
@@ -31,24 +31,28 @@ def _map(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         addresses, ranks = np.broadcast_arrays(read(lanes).view(np.int64), read_rank(lanes).astype(np.int64))
         if (peers.block_at(addresses - BASE) < 0).any():
             raise EmulationError(f"{machine.place(instruction, lanes)}: an address that is not in shared memory")
-        far = peers.map_addresses(instruction, lanes, peers.from_generic(lanes, addresses), ranks)
-        write(lanes, peers.to_generic(instruction, lanes, far).astype(np.uint64))
+        mapped_addresses = peers.map_addresses(instruction, lanes, peers.from_generic(lanes, addresses), ranks)
+        write(lanes, peers.to_generic(instruction, lanes, mapped_addresses).astype(np.uint64))
 
-    return map_shared if shared else map_generic
+    return map_shared if takes_cluster_address else map_generic
 
 
 @binder("getctarank")
 def _rank(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode, peers = Opcode(instruction.opcode), machine.cluster_memory
-    t, shared = opcode.choice("u32", "u64"), opcode.flag("shared::cluster")
-    if opcode.modifiers or (t == "u32" and not shared):
+    t, takes_cluster_address = opcode.choice("u32", "u64"), opcode.flag("shared::cluster")
+    if opcode.modifiers or (t == "u32" and not takes_cluster_address):
         raise UnknownOpcode(instruction.opcode)
     target, address = instruction.operands
     write, read = machine.writer(target, "u32"), machine.reader(address, t)
 
     def rank(lanes: Lanes) -> None:
         addresses = read(lanes).astype(np.int64)
-        blocks = peers.resolve(instruction, lanes, addresses)[0] if shared else peers.block_at(addresses - BASE)
+        blocks = (
+            peers.resolve(instruction, lanes, addresses)[0]
+            if takes_cluster_address
+            else peers.block_at(addresses - BASE)
+        )
         write(lanes, (blocks % peers.size).astype(np.uint32))
 
     return rank
@@ -77,8 +81,8 @@ class ClusterBarriers(Unit):
     def complete_if_due(self, cluster: int) -> None:
         """Complete the phase if everybody has arrived."""
         lanes = slice(cluster * self.size, (cluster + 1) * self.size)
-        alive = self.machine.alive[lanes]
-        if not alive.any() or (self.arrivals[lanes][alive] <= self.phase[cluster]).any():
+        is_alive = self.machine.alive[lanes]
+        if not is_alive.any() or (self.arrivals[lanes][is_alive] <= self.phase[cluster]).any():
             return
         self.phase[cluster] += 1
         for watcher in self.machine.watchers:
@@ -120,9 +124,9 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def check(cluster_lanes: Array, lead: int, problem: str) -> None:
         """Check that the lanes have arrived `lead` times more often than waited."""
-        wrong = barriers.arrivals[cluster_lanes] - barriers.waits[cluster_lanes] != lead
-        if wrong.any():
-            raise EmulationError(f"{machine.place(instruction, as_lanes(cluster_lanes[wrong]))}: {problem}")
+        is_wrong = barriers.arrivals[cluster_lanes] - barriers.waits[cluster_lanes] != lead
+        if is_wrong.any():
+            raise EmulationError(f"{machine.place(instruction, as_lanes(cluster_lanes[is_wrong]))}: {problem}")
 
     def arrive(lanes: Lanes) -> None:
         for cluster, cluster_lanes in barriers.parts(lanes):
@@ -136,13 +140,13 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         successors: list[tuple[int, Lanes]] = []
         for cluster, cluster_lanes in barriers.parts(lanes):
             check(cluster_lanes, 1, "waits at the barrier of its cluster without having arrived")
-            done = barriers.arrivals[cluster_lanes] <= barriers.phase[cluster]
-            if done.any():
-                barriers.leave(instruction, cluster, as_lanes(cluster_lanes[done]))
-                successors.append((pc + 1, as_lanes(cluster_lanes[done])))
-            if not done.all():
-                waiting = as_lanes(cluster_lanes[~done])
-                barriers.waiting[cluster].append(Parked(pc, waiting, "all threads of its cluster"))
+            is_done = barriers.arrivals[cluster_lanes] <= barriers.phase[cluster]
+            if is_done.any():
+                barriers.leave(instruction, cluster, as_lanes(cluster_lanes[is_done]))
+                successors.append((pc + 1, as_lanes(cluster_lanes[is_done])))
+            if not is_done.all():
+                waiting_lanes = as_lanes(cluster_lanes[~is_done])
+                barriers.waiting[cluster].append(Parked(pc, waiting_lanes, "all threads of its cluster"))
         return successors
 
     return arrive if action == "arrive" else wait

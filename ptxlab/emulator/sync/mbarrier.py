@@ -80,12 +80,14 @@ class MBarrier:
 
     def waiters(self) -> Iterator[Parked]:
         """Yield the lanes that wait for the current phase, with what they wait for."""
-        why = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
+        reason = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
         if self.bytes:
-            why += f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
-        why += self.several
+            reason += (
+                f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
+            )
+        reason += self.several
         for parked, _ in self.waiting:
-            yield Parked(parked.pc, parked.lanes, why)
+            yield Parked(parked.pc, parked.lanes, reason)
 
 
 class MBarriers(Unit):
@@ -99,11 +101,11 @@ class MBarriers(Unit):
 
     def answer_not_yet(self) -> bool:
         """Tell whoever waits "not yet", as hardware does after a while."""
-        awaited = [barrier for barrier in self.by_place.values() if barrier.waiting]
+        awaited_barriers = [barrier for barrier in self.by_place.values() if barrier.waiting]
         self.vain_answers += 1
-        if not awaited or self.vain_answers > PATIENCE:
+        if not awaited_barriers or self.vain_answers > PATIENCE:
             return False
-        for barrier in awaited:
+        for barrier in awaited_barriers:
             barrier.release_waiters(False)
         return True
 
@@ -224,23 +226,27 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
 
 def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """Bind arrive and arrive_drop, perhaps with expect_tx or noComplete."""
-    drop, expects, partial = "arrive_drop" in instruction.opcode, opcode.flag("expect_tx"), opcode.flag("noComplete")
+    drops_out, expects_bytes, is_partial = (
+        "arrive_drop" in instruction.opcode,
+        opcode.flag("expect_tx"),
+        opcode.flag("noComplete"),
+    )
     opcode.choice("release", "relaxed", default="release")
     opcode.choice(*SCOPES, default="cta")
     state, address, *argument = instruction.operands
     operand = MBarrierOperand(machine, instruction, space, address, "load")
     write = machine.writer(state, "u64")
     read = machine.reader(argument[0] if argument else ir.Immediate(1), "u32")
-    if (expects or partial) and not argument:
+    if (expects_bytes or is_partial) and not argument:
         raise ValueError("the count is missing")
 
     def change(barrier: MBarrier, argument: int) -> None:
-        if partial and argument >= barrier.missing:
+        if is_partial and argument >= barrier.missing:
             raise ValueError(f"{instruction.opcode} would complete a phase of {barrier}")
-        if expects:
+        if expects_bytes:
             barrier.expected_by = instruction
             barrier.expect(argument)
-        barrier.arrive(1 if expects else argument, drop)
+        barrier.arrive(1 if expects_bytes else argument, drops_out)
 
     def arrive(lanes: Lanes) -> None:
         indices = indices_of(lanes)
@@ -249,7 +255,8 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         for barrier, positions in operand.objects(lanes):
             for watcher in machine.watchers:
                 watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[positions]))
-            if not (drop or expects or partial or argument) and len(positions) <= barrier.missing:  # one each
+            # One each.
+            if not (drops_out or expects_bytes or is_partial or argument) and len(positions) <= barrier.missing:
                 tokens[positions] = barrier.phase << _PENDING | barrier.missing - np.arange(len(positions))
                 barrier.arrive(len(positions))
                 continue
@@ -272,10 +279,10 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
 def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """Bind test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
     parity = opcode.flag("parity")
-    acquires = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
+    is_acquire = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
     opcode.choice(*SCOPES, default="cta")
     target, address, expected = instruction.operands[:3]
-    pending = machine.unit(EffectQueue)
+    effects = machine.unit(EffectQueue)
     operand = MBarrierOperand(machine, instruction, space, address, "load")
     write, read = machine.writer(target, "pred"), machine.reader(expected, "u32" if parity else "u64")
 
@@ -286,11 +293,11 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
 
     def finish(place: int, lanes: Lanes, success: bool) -> None:
         if success:
-            pending.observe(place)
+            effects.observe(place)
         # all hear `phase_seen` first: a wait is judged by what its lanes knew before they acquire
         for watcher in machine.watchers if success else ():
             watcher.phase_seen(instruction, place, lanes)
-        for watcher in machine.watchers if success and acquires else ():
+        for watcher in machine.watchers if success and is_acquire else ():
             watcher.phase_wait(instruction, place, lanes)
         write(lanes, np.array([success]))
 

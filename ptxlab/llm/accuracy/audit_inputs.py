@@ -145,20 +145,20 @@ def audit_model(
     if model.config.experts:
         raise ArgumentError("model", "must be dense: W4A4 has no experts", f"{model.config.experts} experts")
     names = {(i, fused): f"layers.{i}.{fused}" for i in range(model.config.layers) for fused in FUSED}
-    selected = {place for place, name in names.items() if fnmatchcase(name, pattern)}
-    if not selected:
+    selected_places = {place for place, name in names.items() if fnmatchcase(name, pattern)}
+    if not selected_places:
         raise ArgumentError("pattern", "must match a matrix such as layers.0.qkv", pattern)
 
     def rows() -> Iterator[InputRow | SkippedTensor]:
         states = [model.embed(batch) for batch in model.batches(tokens)]
-        for index in range(1 + max(i for i, _ in selected)):
+        for index in range(1 + max(i for i, _ in selected_places)):
             layer, inputs = model.layers[index], _Inputs()
             for i, x in enumerate(states):
                 states[i] = model.run_layer(x, layer, inputs, index=index)
             for fused, parts in FUSED.items():
                 name = names[index, fused]
                 progress(name)
-                if (index, fused) not in selected:
+                if (index, fused) not in selected_places:
                     continue
                 w, x = np.concatenate([layer[part] for part in parts]), np.concatenate(inputs.seen[parts[0]])
                 try:
@@ -174,16 +174,16 @@ def input_totals(rows: list[InputRow]) -> list[InputTotal]:
     totals = []
     for scheme in dict.fromkeys(row.scheme for row in rows):
         scheme_rows = [row for row in rows if row.scheme == scheme]
-        worst = max(scheme_rows, key=lambda row: row.output_error)
+        worst_row = max(scheme_rows, key=lambda row: row.output_error)
         totals.append(
             InputTotal(
                 scheme=scheme,
-                group=worst.group,
+                group=worst_row.group,
                 tensors=len(scheme_rows),
                 share8=sum(row.channels8 for row in scheme_rows) / sum(row.channels for row in scheme_rows),
                 mean_error=fmean(row.output_error for row in scheme_rows),
-                worst_error=worst.output_error,
-                worst=worst.tensor,
+                worst_error=worst_row.output_error,
+                worst=worst_row.tensor,
             )
         )
     return totals

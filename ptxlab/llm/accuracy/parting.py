@@ -61,6 +61,8 @@ def _margin(request: Request, logits: Any, token: int, alone: int) -> float:
     (scores,) = adjust_scores([request], logits[None])
     if not request.sampling.temperature:
         return float(scores[alone] - scores[token])
-    shares = np.exp(scores - scores.max()).cumsum()
-    shares, drawn = shares / shares[-1], draw_share(request)
-    return float(max(drawn - shares[token], (shares[token - 1] if token else 0.0) - drawn))
+    cumulative_shares = np.exp(scores - scores.max()).cumsum()
+    cumulative_shares, drawn_share = cumulative_shares / cumulative_shares[-1], draw_share(request)
+    return float(
+        max(drawn_share - cumulative_shares[token], (cumulative_shares[token - 1] if token else 0.0) - drawn_share)
+    )

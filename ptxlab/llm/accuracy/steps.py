@@ -63,7 +63,7 @@ def _alone() -> Iterator[AccuracyRow]:
 
 def _caches() -> Iterator[AccuracyRow]:
     """Yield a row for each format of the KV cache, everything else in floats."""
-    for step, kv, smooth_keys in (
+    for step, cache_scheme, smooth_keys in (
         ("KV4", "kv4", None),
         ("KV4, keys rotated", "kv4_keys_rotated", None),
         ("KV4, rotation", "kv4_rotated", None),
@@ -76,7 +76,7 @@ def _caches() -> Iterator[AccuracyRow]:
         ("K8V4, values rotated", "k8v4_rotated", None),
         ("KV8", "kv8", None),
     ):
-        yield AccuracyRow("cache", step, _FLOAT.but(kv=kv, smooth_keys=smooth_keys))
+        yield AccuracyRow("cache", step, _FLOAT.but(kv=cache_scheme, smooth_keys=smooth_keys))
 
 
 def _w4a8kv4() -> Iterator[AccuracyRow]:
@@ -86,39 +86,41 @@ def _w4a8kv4() -> Iterator[AccuracyRow]:
     another order: 4-bit weights, rotation, clipping, KV4, SmoothAttention, groups, reordering. Here clipping is late,
     because its levels are chosen for the final groups, and the cache has 4 bits from the start.
     """
-    full, rounded = RECIPES["qoq_channel"].but(clip_block=False), Recipe(scheme="qoq_channel")
-    recipe = rounded
-    yield AccuracyRow("channel", "round to nearest", rounded)
+    full_recipe, rounding_recipe = RECIPES["qoq_channel"].but(clip_block=False), Recipe(scheme="qoq_channel")
+    recipe = rounding_recipe
+    yield AccuracyRow("channel", "round to nearest", rounding_recipe)
     for step, names in (
         ("rotation", ("rotate",)),
         ("rotation of heads", ("rotate_heads",)),
         ("smoothing", ("smooth",)),
         ("SmoothAttention", ("smooth_keys",)),
     ):
-        recipe = _copy_settings(recipe, full, names)
+        recipe = _copy_settings(recipe, full_recipe, names)
         yield AccuracyRow("channel", step, recipe)
-    yield AccuracyRow("channel", "clipping", _copy_settings(recipe, full, ("clip",)))
-    yield AccuracyRow("channel", "GPTQ", full, repeats=True)
+    yield AccuracyRow("channel", "clipping", _copy_settings(recipe, full_recipe, ("clip",)))
+    yield AccuracyRow("channel", "GPTQ", full_recipe, repeats=True)
     for group in (64, 32):
-        full, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
+        full_recipe, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
         yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
-        recipe = full.but(reorder=False, clip=None, gptq=False)
+        recipe = full_recipe.but(reorder=False, clip=None, gptq=False)
         yield AccuracyRow(ladder, "groups", recipe)  # after the steps above
-        yield AccuracyRow(ladder, "reordering", recipe := _copy_settings(recipe, full, ("reorder",)))
-        yield AccuracyRow(ladder, "clipping", _copy_settings(recipe, full, ("clip",)))
-        yield AccuracyRow(ladder, "GPTQ", full, repeats=True)
+        yield AccuracyRow(ladder, "reordering", recipe := _copy_settings(recipe, full_recipe, ("reorder",)))
+        yield AccuracyRow(ladder, "clipping", _copy_settings(recipe, full_recipe, ("clip",)))
+        yield AccuracyRow(ladder, "GPTQ", full_recipe, repeats=True)
 
 
 def _schemes() -> Iterator[AccuracyRow]:
     """Yield rows that compare LQQ with QoQ in groups of 64, and ways to choose their constants."""
-    full = RECIPES["lqq"]
-    plain = full.but(clip=None, gptq=False)
-    for ladder, recipe in (("schemes, rounded", plain), ("schemes, GPTQ", full)):
+    full_recipe = RECIPES["lqq"]
+    rounding_recipe = full_recipe.but(clip=None, gptq=False)
+    for ladder, recipe in (("schemes, rounded", rounding_recipe), ("schemes, GPTQ", full_recipe)):
         yield AccuracyRow(ladder, "LQQ", recipe)
         yield AccuracyRow(ladder, "QoQ", recipe.but(scheme="qoq"))
         yield AccuracyRow(ladder, "LQQ, range 120", recipe.but(protective_range=120))
-    yield AccuracyRow("schemes, rounded", "LQQ, constants by squared error", plain.but(clip="weights"))
-    yield AccuracyRow("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
+    yield AccuracyRow("schemes, rounded", "LQQ, constants by squared error", rounding_recipe.but(clip="weights"))
+    yield AccuracyRow(
+        "schemes, rounded", "QoQ, constants by squared error", rounding_recipe.but(scheme="qoq", clip="weights")
+    )
 
 
 def _qoq() -> Iterator[AccuracyRow]:
@@ -131,8 +133,8 @@ def _qoq() -> Iterator[AccuracyRow]:
         recipe = RECIPES[name]
         yield AccuracyRow(ladder, "every matrix clipped by its own output", recipe.but(clip_block=False))
         yield AccuracyRow(ladder, "q and k clipped by the block's output", recipe)
-        smoothed = recipe.but(rotate_heads=False, smooth_heads=SMOOTHED_HEADS)
-        yield AccuracyRow(ladder, "o smoothed, heads not rotated", smoothed)
+        smoothed_recipe = recipe.but(rotate_heads=False, smooth_heads=SMOOTHED_HEADS)
+        yield AccuracyRow(ladder, "o smoothed, heads not rotated", smoothed_recipe)
 
 
 def _atom() -> Iterator[AccuracyRow]:
@@ -159,8 +161,8 @@ def _fmpq() -> Iterator[AccuracyRow]:
     """
     recipe = RECIPES["fmpq"]
     for share in SHARES:
-        full = recipe.but(int8=share, outlier=0.0)
-        yield AccuracyRow("FMPQ", f"{share:.0%} of the blocks in INT8", full, repeats=share == recipe.int8)
+        full_recipe = recipe.but(int8=share, outlier=0.0)
+        yield AccuracyRow("FMPQ", f"{share:.0%} of the blocks in INT8", full_recipe, repeats=share == recipe.int8)
     yield AccuracyRow("FMPQ", f"blocks with outliers in INT8, at most {recipe.int8:.0%}", recipe)
 
 
@@ -186,14 +188,14 @@ def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatMod
     if start == "file":
         return model
     H = model.config.hidden
-    rotated = rotate_model(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
-    return replace(rotated, layers=list(rotated.layers))
+    rotated_model = rotate_model(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
+    return replace(rotated_model, layers=list(rotated_model.layers))
 
 
 def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
     """Build an orthogonal matrix [n, n] that rotates random pairs of channels twice, so each becomes a mix of four."""
     rng = np.random.default_rng(seed)
-    mixed = np.eye(n)
+    mixing_matrix = np.eye(n)
     for _ in range(2):
         order = rng.permutation(n)[: n // 2 * 2].reshape(2, -1)
         first, second = order
@@ -204,8 +206,8 @@ def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
             -np.sin(angle),
             np.sin(angle),
         )
-        mixed = mixed @ rotation
-    return mixed
+        mixing_matrix = mixing_matrix @ rotation
+    return mixing_matrix
 
 
 def measure(
@@ -262,16 +264,16 @@ def _measure_recipe(
     base = prepare_model(model, recipe)
     tokens = calibration(seed)
     layers = list(quantize_layers(base, tokens if recipe.is_calibrated else tokens[:0], recipe))
-    quantized = replace(base, layers=[layer.floats for layer in layers if layer])
-    done = perf_counter()
-    perplexities = {name: perplexity(quantized, windows, recipe.numerics()) for name, windows in texts.items()}
+    quantized_model = replace(base, layers=[layer.floats for layer in layers if layer])
+    end_seconds = perf_counter()
+    perplexities = {name: perplexity(quantized_model, windows, recipe.numerics()) for name, windows in texts.items()}
     return {
         "recipe": recipe.to_json(),
         "perplexity": perplexities,
         "errors": _mean_errors([layer.errors for layer in layers if layer]),
         "cache_bytes": cache_bytes(model.config, recipe),
         "bytes": sum(gemm_bytes(model.config, recipe, layer) for layer in layers if layer),
-        "seconds": {"quantize": done - start, "measure": perf_counter() - done},
+        "seconds": {"quantize": end_seconds - start, "measure": perf_counter() - end_seconds},
     }
 
 
@@ -323,5 +325,5 @@ def _weight_bytes(recipe: Recipe, K: int) -> float:
 
 def _mean_errors(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = errors[0] if errors else {}
-    of_layers = {name: [error for layer in errors if (error := layer[name]) is not None] for name in names}
-    return {name: float(np.mean(errors_of_name)) for name, errors_of_name in of_layers.items() if errors_of_name}
+    errors_by_matrix = {name: [error for layer in errors if (error := layer[name]) is not None] for name in names}
+    return {name: float(np.mean(errors_of_name)) for name, errors_of_name in errors_by_matrix.items() if errors_of_name}

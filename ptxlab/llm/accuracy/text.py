@@ -62,10 +62,10 @@ def windows(tokens: npt.NDArray[np.integer], length: int = 2048, count: int | No
     """
     for name, number, lower_bound in (("length", length, 2), ("windows", 1 if count is None else count, 1)):
         require_integer(name, number, lower_bound)
-    available = len(tokens) // length
-    if not available:
+    available_windows = len(tokens) // length
+    if not available_windows:
         raise ArgumentError("length", f"at most {len(tokens)}, the tokens of the text", length)
-    if available < (count or 1):
-        raise ArgumentError("windows", f"at most {available}, as the text has {len(tokens)} tokens", count or 1)
-    all_windows = tokens[: available * length].reshape(available, length)
-    return all_windows if count is None else all_windows[np.arange(count) * available // count]
+    if available_windows < (count or 1):
+        raise ArgumentError("windows", f"at most {available_windows}, as the text has {len(tokens)} tokens", count or 1)
+    all_windows = tokens[: available_windows * length].reshape(available_windows, length)
+    return all_windows if count is None else all_windows[np.arange(count) * available_windows // count]

@@ -83,9 +83,9 @@ class Conversion:
         """
         if os.path.exists(out) and os.path.samefile(out, self.checkpoint.path):
             raise ArgumentError("out", "must be another file than the checkpoint, which would be lost", out)
-        announced = [new for tensor in self.tensors for new in tensor.announced]
-        packed = {tensor.source.name: tensor.fields for tensor in self._packed if tensor.fields}
-        write_checkpoint(out, announced, self._contents(progress), self.checkpoint.metadata | metadata(packed))
+        announced = [new_tensor for tensor in self.tensors for new_tensor in tensor.announced]
+        fields_by_name = {tensor.source.name: tensor.fields for tensor in self._packed if tensor.fields}
+        write_checkpoint(out, announced, self._contents(progress), self.checkpoint.metadata | metadata(fields_by_name))
 
     def verify(self, out: str | os.PathLike[str], progress: Progress | None = None) -> None:
         """Load every packed weight of the written file; raises VerificationError if one differs in any bit."""

@@ -73,36 +73,36 @@ def read_declarations(folder: Path) -> tuple[Declaration, ...]:
     with in_file(folder):
         settings = _merged_settings(folder)
         method = _method(settings)
-        for name, allowed in _HARMLESS.items():
-            if (setting := settings.get(name)) not in (None, {}, [], *allowed):
-                choice = " or ".join(map(str, allowed))
+        for name, allowed_values in _HARMLESS.items():
+            if (setting := settings.get(name)) not in (None, {}, [], *allowed_values):
+                choice = " or ".join(map(str, allowed_values))
                 raise ArgumentError(f"the config's {name}", f"must be {choice}" if choice else "must be unset", setting)
-        declared = _READERS[method](settings)
-        return declared if isinstance(declared, tuple) else (declared,)
+        declarations = _READERS[method](settings)
+        return declarations if isinstance(declarations, tuple) else (declarations,)
 
 
 def _merged_settings(folder: Path) -> dict[str, Any]:
     """Merge the settings of all files, in one spelling."""
-    merged: dict[str, Any] = {}
-    origin: dict[str, str] = {}
+    merged_settings: dict[str, Any] = {}
+    origin_by_key: dict[str, str] = {}
     for file, key, method in _PLACES:
         if not (path := folder / file).is_file():
             continue
         content = read_json(path)
-        declared = content.get(key) if key and isinstance(content, dict) else content
-        if declared is None or (key and not isinstance(content, dict)):
+        file_settings = content.get(key) if key and isinstance(content, dict) else content
+        if file_settings is None or (key and not isinstance(content, dict)):
             continue
-        if not isinstance(declared, dict):
-            raise ArgumentError(f"{file}: {key or 'its content'}", "must be an object", declared)
-        settings = _one_spelling({"quant_method": method, **declared})
+        if not isinstance(file_settings, dict):
+            raise ArgumentError(f"{file}: {key or 'its content'}", "must be an object", file_settings)
+        settings = _one_spelling({"quant_method": method, **file_settings})
         for name in _DECISIVE:
-            if settings.get(name) is not None and merged.get(name, settings[name]) != settings[name]:
-                rule = f"must be the same in {origin[name]} and {file}"
-                raise ArgumentError(f"the config's {name}", rule, f"{merged[name]} and {settings[name]}")
+            if settings.get(name) is not None and merged_settings.get(name, settings[name]) != settings[name]:
+                rule = f"must be the same in {origin_by_key[name]} and {file}"
+                raise ArgumentError(f"the config's {name}", rule, f"{merged_settings[name]} and {settings[name]}")
         settings = {name: setting for name, setting in settings.items() if setting is not None}
-        origin |= dict.fromkeys(settings, file)
-        merged |= settings
-    return merged
+        origin_by_key |= dict.fromkeys(settings, file)
+        merged_settings |= settings
+    return merged_settings
 
 
 def _one_spelling(declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,14 +179,14 @@ def _borrows(settings: Mapping[str, Any]) -> bool:
 
 
 def _awq(settings: Mapping[str, Any]) -> Declaration:
-    for name, written in (
+    for name, written_name in (
         ("version", "gemm"),
         ("checkpoint_format", "gemm"),
         ("format", "gemm"),
         ("backend", "autoawq"),
     ):
-        if settings.get(name) not in (None, written):
-            raise ArgumentError(f"the config's {name}", f"must be {written}", settings[name])
+        if settings.get(name) not in (None, written_name):
+            raise ArgumentError(f"the config's {name}", f"must be {written_name}", settings[name])
     symmetric, has_zeros = _flag(settings, "sym"), _flag(settings, "zero_point")
     if symmetric is not None and symmetric == has_zeros:
         raise ArgumentError("the config's zero_point", f"must be {not symmetric} where sym is {symmetric}", has_zeros)
@@ -227,18 +227,18 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[Declaration, ...]:
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise ArgumentError("the config's config_groups", "must be an object of objects", groups)
-    declared = [
+    group_declarations = [
         _compressed_group(f"config_groups.{name}", group, settings.get("format"))
         for name, group in groups.items()
         if group.get("weights") is not None
     ]
-    if not declared:
+    if not group_declarations:
         raise ArgumentError("the config's config_groups", "must have weights", groups)
     ignored = _names(settings, "ignore")
-    return tuple(replace(declaration, ignored=ignored) for declaration in dict.fromkeys(declared))
+    return tuple(replace(declaration, ignored=ignored) for declaration in dict.fromkeys(group_declarations))
 
 
-def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Declaration:
+def _compressed_group(path: str, group: Mapping[str, Any], written_format: Any) -> Declaration:
     weights = group["weights"]
     if not isinstance(weights, dict):
         raise ArgumentError(f"the config's {path}.weights", "must be an object", weights)
@@ -248,18 +248,18 @@ def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Decl
             raise ArgumentError(f"the config's {path}.{name}", f"must be {' or '.join(map(str, allowed))}", setting)
 
     formats = {"pack-quantized": PACKED, "int-quantized": INTEGERS, "naive-quantized": INTEGERS}
-    written = group.get("format") or written
-    require("format", written, *formats)
+    written_format = group.get("format") or written_format
+    require("format", written_format, *formats)
     require("weights.num_bits", weights.get("num_bits", 8), 4)
     require("weights.type", weights.get("type", "int"), "int")
     require("weights.symmetric", weights.get("symmetric", True), True, False)
     require("weights.dynamic", weights.get("dynamic", False), False)
     require("output_activations", group.get("output_activations"), None)
-    inputs = group.get("input_activations")
-    if inputs is not None:  # dynamic ones have no tensors
-        if not isinstance(inputs, dict):
-            raise ArgumentError(f"the config's {path}.input_activations", "must be an object", inputs)
-        require("input_activations.dynamic", inputs.get("dynamic", False), True)
+    input_settings = group.get("input_activations")
+    if input_settings is not None:  # dynamic ones have no tensors
+        if not isinstance(input_settings, dict):
+            raise ArgumentError(f"the config's {path}.input_activations", "must be an object", input_settings)
+        require("input_activations.dynamic", input_settings.get("dynamic", False), True)
     size = _group_size(weights)
     strategy = weights.get("strategy") or {None: "tensor", WHOLE_ROW: "channel"}.get(size, "group")
     require("weights.strategy", strategy, "group", "channel")
@@ -268,7 +268,7 @@ def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Decl
     order = weights.get("actorder")
     require("weights.actorder", order, None, False, True, "group", "dynamic", "weight", "static")
     return Declaration(
-        format=formats[written],
+        format=formats[written_format],
         group_size=size if strategy == "group" else WHOLE_ROW,
         symmetric=weights.get("symmetric", True),
         act_order=order in (True, "group", "dynamic"),

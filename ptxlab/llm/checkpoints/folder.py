@@ -70,11 +70,13 @@ def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     announced, arrays, metadata = collect_file_contents(
         {part_name(name, index): product_weight(layer, name) for name in fused_parts(layer.config)}
     )
-    plain = {part_name(name, index): part for name, part in layer.parts.items() if name in _PLAIN}
-    plain |= {
+    plain_arrays = {part_name(name, index): part for name, part in layer.parts.items() if name in _PLAIN}
+    plain_arrays |= {
         channel_name(layer.cache, name, index): layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts
     }
-    write_checkpoint(layer_path(folder, index), announced + _infos(plain), arrays + _on_host(plain), metadata)
+    write_checkpoint(
+        layer_path(folder, index), announced + _infos(plain_arrays), arrays + _on_host(plain_arrays), metadata
+    )
 
 
 def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: Any) -> None:
@@ -82,8 +84,8 @@ def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: A
 
     The layers are there already: config.json says how they are packed.
     """
-    plain = {_END_NAMES[name]: array for name, array in ends.items() if array is not None}
-    write_checkpoint(folder / _ENDS, _infos(plain), _on_host(plain), {})
+    plain_arrays = {_END_NAMES[name]: array for name, array in ends.items() if array is not None}
+    write_checkpoint(folder / _ENDS, _infos(plain_arrays), _on_host(plain_arrays), {})
     dtype = "bfloat16" if ends["final_norm"].dtype == np.uint16 else "float16"
     packing = packing_config(folder, config.layers)
     packing |= {"rotated_values": True} if recipe.get("rotate_heads") else {}
@@ -105,9 +107,11 @@ def packing_config(folder: Path, layers: int) -> dict[str, Any]:
         for name, header in packed_headers(layer_path(folder, index)).items():
             keys = ("layout", "scheme", "group", "interleaved")
             fields[name] = {key: header[key] for key in keys if header.get(key, False) is not False}
-    usual = Counter(json.dumps(packing, sort_keys=True) for packing in fields.values()).most_common(1)[0][0]
-    exceptions = {name: packing for name, packing in fields.items() if json.dumps(packing, sort_keys=True) != usual}
-    config = {"quant_method": METHOD, "version": CONFIG_VERSION, **json.loads(usual)}
+    usual_packing = Counter(json.dumps(packing, sort_keys=True) for packing in fields.values()).most_common(1)[0][0]
+    exceptions = {
+        name: packing for name, packing in fields.items() if json.dumps(packing, sort_keys=True) != usual_packing
+    }
+    config = {"quant_method": METHOD, "version": CONFIG_VERSION, **json.loads(usual_packing)}
     return {**config, "exceptions": exceptions} if exceptions else config
 
 
@@ -198,10 +202,10 @@ def channel_name(scheme: str, part: str, index: int) -> str:
 
 def _stored_cache(file: Checkpoint, index: int) -> str:
     """Return the scheme whose constants by channel a layer's file holds; kv4 if it holds none."""
-    stored = (
+    stored_names = (
         scheme for scheme in BY_CHANNEL for part in _CHANNELS if channel_name(scheme, part, index) in file.tensors
     )
-    return next(stored, DEFAULT_CACHE)
+    return next(stored_names, DEFAULT_CACHE)
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:

@@ -106,8 +106,8 @@ class ForeignCheckpoint:
             if _MARKS & parts.keys():
                 self._add(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
             self.tensors |= {tensor.name: tensor for tensor in parts.values()}
-        if (declared := self.declared[0].format) and not self.matrices:
-            raise FileError(f"{self.path}: no matrix is quantised, where the config declares {declared}")
+        if (declared_format := self.declared[0].format) and not self.matrices:
+            raise FileError(f"{self.path}: no matrix is quantised, where the config declares {declared_format}")
 
     def read(self, name: str) -> Array:
         """Read the tensor `name`: f32 [N, K] of a quantised matrix, otherwise what the file's own `read` returns."""
@@ -149,29 +149,29 @@ class ForeignCheckpoint:
             if len(shapes[format.needs[0]]) != 2 or (sizes := format.sizes(shapes)) is None:
                 continue
             self._check_tensors(format, parts, *sizes)
-            declared = self._declared_of(name, format, parts, *sizes)
+            declaration = self._declared_of(name, format, parts, *sizes)
             N, K, groups = sizes
-            group = _group_size(declared, K, groups)
+            group = _group_size(declaration, K, groups)
             tensors = {part: tensor.name for part, tensor in parts.items()}
-            self.matrices[name] = ForeignMatrix(name, format, declared, tensors, N, K, groups, group)
+            self.matrices[name] = ForeignMatrix(name, format, declaration, tensors, N, K, groups, group)
             self.tensors[name] = TensorInfo(name, (N, K), "F32", 4 * N * K)
             return
         listed_shapes = ", ".join(f"{part} {[*shape]}" for part, shape in sorted(shapes.items()))
         nearest_format = max(_FORMATS, key=lambda format: len({*format.needs} & parts.keys()) - 0.1 * len(format.needs))
-        lacking = [part for part in nearest_format.needs if part not in parts]
+        missing_parts = [part for part in nearest_format.needs if part not in parts]
         rule = (
-            f"{nearest_format.name} needs {', '.join(lacking)}"
-            if lacking
+            f"{nearest_format.name} needs {', '.join(missing_parts)}"
+            if missing_parts
             else f"not the shapes of {nearest_format.name}"
         )
         raise FileError(f"{self.path}: {name}: {rule} (got {listed_shapes})")
 
     def _check_tensors(self, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int) -> None:
-        expected = format.shapes(N, K, groups)
+        expected_shapes = format.shapes(N, K, groups)
         for part, tensor in parts.items():
-            if part not in expected:
+            if part not in expected_shapes:
                 raise FileError(f"{self.path}: {tensor.name}: not known in {format.name}")
-            kind, shape = expected[part]
+            kind, shape = expected_shapes[part]
             if tensor.shape != shape or (tensor.dtype not in FLOATS if kind == "float" else tensor.dtype != kind):
                 got = f"{tensor.dtype} {[*tensor.shape]}"
                 raise FileError(f"{self.path}: {tensor.name}: must be {kind} {[*shape]} in {format.name} (got {got})")
@@ -184,10 +184,10 @@ class ForeignCheckpoint:
             if not N or not K or not groups:
                 raise ArgumentError("shape", "must not be empty", f"N={N}, K={K}, {groups} groups")
             matching, errors = [], []
-            for declared in self.declared:
+            for declaration in self.declared:
                 try:
-                    _check_declared(name, declared, format, {*parts}, K, groups)
-                    matching.append(declared)
+                    _check_declared(name, declaration, format, {*parts}, K, groups)
+                    matching.append(declaration)
                 except ArgumentError as error:
                     errors.append(error)
             if not matching and len(errors) > 1:
@@ -196,12 +196,12 @@ class ForeignCheckpoint:
                 )
             if not matching:
                 raise errors[0]
-            sizes = sorted({_group_size(declared, K, groups) for declared in matching})
+            sizes = sorted({_group_size(declaration, K, groups) for declaration in matching})
             if len(sizes) > 1:
                 rule = f"must tell the size of {groups} groups of K={K}"
                 raise ArgumentError("config_groups", rule, " or ".join(map(str, sizes)))
         return min(
-            matching, key=lambda declared: declared.symmetric is not False
+            matching, key=lambda declaration: declaration.symmetric is not False
         )  # one without zero points would fit too
 
     def _array(self, name: str) -> Array:
@@ -261,14 +261,14 @@ def _qserve_groups(arrays: Arrays) -> LQQWeight:
         raise ArgumentError("s2_scales", "must be 0 or more", int(scale.min()))
     minimum = qserve_rows(arrays["s2_zeros"]).astype(np.int16)
     groups = q4.reshape(*scale.shape, -1)
-    low = groups.min(axis=2)
-    bottom = low * scale.astype(np.int16) + minimum
-    wrapped = (minimum > 0) & (bottom >= 128) & (bottom < 384)
-    groups -= np.where(wrapped, low, 0).astype(np.uint8)[:, :, None]
+    lowest = groups.min(axis=2)
+    restored_lowest = lowest * scale.astype(np.int16) + minimum
+    is_wrapped = (minimum > 0) & (restored_lowest >= 128) & (restored_lowest < 384)
+    groups -= np.where(is_wrapped, lowest, 0).astype(np.uint8)[:, :, None]
     return LQQWeight(
         q4=q4,
         group_scale=scale.view(np.uint8),
-        minimum=np.where(wrapped, bottom - 256, minimum).astype(np.int8),
+        minimum=np.where(is_wrapped, restored_lowest - 256, minimum).astype(np.int8),
         channel_scale=arrays["s1_scales"],
         protective_range=UNKNOWN_RANGE,
     )
@@ -279,13 +279,15 @@ def _qserve_channel(arrays: Arrays) -> AffineWeight:
 
     Where the product is an integer's, the zero is that integer.
     """
-    scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
+    scale, scaled_zeros = arrays["s1_scales"], arrays["s1_szeros"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        zero = np.where(scaled == 0, 0, scaled / scale).astype(np.float32)
+        zero = np.where(scaled_zeros == 0, 0, scaled_zeros / scale).astype(np.float32)
     if not np.isfinite(zero).all():
         raise ArgumentError("s1_szeros", "must be finite multiples of s1_scales", "infinity")
     rounded_zero = np.rint(zero)
-    zero = np.where(np.abs(rounded_zero * scale - scaled) <= np.abs(scaled) * 2.0**-10 + 2.0**-24, rounded_zero, zero)
+    zero = np.where(
+        np.abs(rounded_zero * scale - scaled_zeros) <= np.abs(scaled_zeros) * 2.0**-10 + 2.0**-24, rounded_zero, zero
+    )
     return AffineWeight(
         q4=unpack_qserve(arrays["qweight"]), scale=scale[:, None], zero=zero.astype(np.float32)[:, None]
     )
@@ -320,19 +322,21 @@ def _gptq_zeros(qzeros: Array, declared: Declaration) -> U8:
 
     Files of version 2 are in use that a config calls version 1, and reversed: symmetric ones, which only this tells.
     """
-    stored = unpack_words(qzeros, 1)
-    symmetric_version = {8: 2, 7: 1}.get(int(stored[0, 0])) if (stored == stored[0, 0]).all() else None
+    stored_zeros = unpack_words(qzeros, 1)
+    symmetric_version = (
+        {8: 2, 7: 1}.get(int(stored_zeros[0, 0])) if (stored_zeros == stored_zeros[0, 0]).all() else None
+    )
     version = declared.version or 1
     if symmetric_version not in (None, version):
         if declared.symmetric is False:
-            rule = f"must not all be {stored[0, 0]} in version {version} where the config's sym is false"
+            rule = f"must not all be {stored_zeros[0, 0]} in version {version} where the config's sym is false"
             raise ArgumentError("qzeros", rule, "the middle of the other version")
         version = symmetric_version
     if version == 2:
-        return stored
+        return stored_zeros
     if declared.borrows:
         return unpack_words((qzeros.view(np.uint32) + np.uint32(0x11111111)).view(np.int32), 1)
-    zero: U8 = stored + np.uint8(1) & np.uint8(15)
+    zero: U8 = stored_zeros + np.uint8(1) & np.uint8(15)
     return zero
 
 
@@ -346,23 +350,23 @@ def _affine(matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, ar
     zero = np.full(scale.shape, 8) if zero is None else zero
     if matrix.declared.symmetric and (zero != 8).any():
         raise ArgumentError("zero points", "must be 8, as the config says", f"{zero.min()}..{zero.max()}")
-    group_of = _column_groups(matrix, arrays)
+    group_indices = _column_groups(matrix, arrays)
     columns_per_group = matrix.K // matrix.groups
-    is_regular = matrix.K % matrix.groups == 0 and (group_of == np.arange(matrix.K) // columns_per_group).all()
+    is_regular = matrix.K % matrix.groups == 0 and (group_indices == np.arange(matrix.K) // columns_per_group).all()
     return AffineWeight(
         q4=np.ascontiguousarray(q4),
         scale=np.ascontiguousarray(scale),
         zero=np.ascontiguousarray(zero, dtype=np.float32),
-        group_of=None if is_regular else group_of,
+        group_of=None if is_regular else group_indices,
     )
 
 
 def _column_groups(matrix: ForeignMatrix, arrays: Arrays) -> Array:
     """Return the group of each column: as the file has it, else in the columns' order."""
-    in_order = (np.arange(matrix.K) // matrix.group).astype(np.int32)
+    ordered_groups = (np.arange(matrix.K) // matrix.group).astype(np.int32)
     part = next(iter(_INDICES & arrays.keys()), None)
     if part is None or (part == "weight_g_idx" and (arrays[part] == -1).all()):
-        return in_order
+        return ordered_groups
     index = arrays[part]
     if index.min() < 0 or index.max() >= matrix.groups:
         raise ArgumentError(part, f"must lie in 0..{matrix.groups - 1}", f"{index.min()}..{index.max()}")

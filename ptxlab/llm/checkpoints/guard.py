@@ -68,14 +68,14 @@ def _are_bounded(section: Any, patterns: Collection[str]) -> bool:
 
 def _steps(section: Any) -> Iterator[Any]:
     """Yield the steps of a normaliser, pre-tokeniser or decoder in order, however they are nested."""
-    waiting = [section] if section is not None else []
-    while waiting:
-        step = waiting.pop(0)
+    pending_steps = [section] if section is not None else []
+    while pending_steps:
+        step = pending_steps.pop(0)
         is_sequence = isinstance(step, dict) and step.get("type") == "Sequence"
         parts = [step.get(key) for key in _NESTED] if is_sequence else []
-        inner = [nested for part in parts if isinstance(part, list) for nested in part]
-        if inner:
-            waiting = inner + waiting
+        inner_steps = [nested_step for part in parts if isinstance(part, list) for nested_step in part]
+        if inner_steps:
+            pending_steps = inner_steps + pending_steps
         else:
             yield step
 

@@ -123,8 +123,8 @@ def convert_parts(parts: Sequence[ForeignWeight]) -> ConvertedWeight:
     if None not in channels:
         return ConvertedWeight(QoQChannelWeight(**join(channels, "q4", "scale", "zero")))
     group = min(lqq_group(part.column_groups) for part in affine)
-    nearest, requantised = zip(*(part.nearest_lqq(group) for part in affine), strict=True)
-    weight = LQQWeight(**join(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
+    nearest_weights, requantised = zip(*(part.nearest_lqq(group) for part in affine), strict=True)
+    weight = LQQWeight(**join(nearest_weights, *_LQQ), protective_range=PROTECTIVE_RANGE)
     floats = np.concatenate([part.dequantize() for part in affine])
     return ConvertedWeight(weight, relative_error(floats, weight), sum(requantised))
 
@@ -152,11 +152,11 @@ def _write_file(
             if name in fields:
                 with naming(name):
                     conversion = convert_parts([checkpoint.weight(name)])
-                    packed = pack(conversion.weight, layout, unchecked=True)
+                    packed_weight = pack(conversion.weight, layout, unchecked=True)
                 if not unchecked:
                     require_no_overflow(name, conversion.weight)
                 rows.append(_row(checkpoint.matrices[name], conversion))
-                yield from contents(name, packed)
+                yield from contents(name, packed_weight)
             else:
                 yield name, checkpoint.file.read_bytes(name)
             progress(name, len(checkpoint.tensors))
@@ -188,7 +188,7 @@ def _write_model(
     model, tokenizer = open_model(checkpoint.path)
     config, rows = model.config, []
     formats = sorted({matrix.format.name for matrix in checkpoint.matrices.values()})
-    with new_folder(out) as partial:
+    with new_folder(out) as partial_folder:
         for index, layer in enumerate(model.layers):
             weights = {}
             for fused, parts in fused_parts(config).items():
@@ -204,13 +204,13 @@ def _write_model(
                 weights[fused] = conversion.weight
                 rows.append(_row(checkpoint.matrices[names[0]], conversion, f"layer {index} {fused}"))
             with naming(f"layer {index}"):
-                packed = pack_layer(config, layer, weights, layout, unchecked=unchecked)
-            folders.save_layer(partial, index, packed)
+                packed_layer = pack_layer(config, layer, weights, layout, unchecked=unchecked)
+            folders.save_layer(partial_folder, index, packed_layer)
             progress(f"layer {index}", config.layers)
         recipe = {"steps": ["imported"], "formats": formats, "layout": layout, "model": config.name}
         ends = convert_ends(model, "float16")
-        folders.save_ends(partial, config, recipe, **ends)
-        tokenizer.save(partial)
+        folders.save_ends(partial_folder, config, recipe, **ends)
+        tokenizer.save(partial_folder)
     return rows
 
 

@@ -143,16 +143,16 @@ def dequantize_model(model: QuantizedModel) -> FloatModel:
 def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
     file = GgufFile(path)
     factors = file.read(_ROPE_FACTORS).tolist() if _ROPE_FACTORS in file.tensors else None
-    tied = _GGUF["head"] not in file.tensors
+    is_head_tied = _GGUF["head"] not in file.tensors
     with in_file(path):
-        config = Config.from_gguf(file.metadata, tied_head=tied, rope_factors=factors)
-    heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
+        config = Config.from_gguf(file.metadata, tied_head=is_head_tied, rope_factors=factors)
+    head_counts = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
 
     def deinterleave_heads(name: str, array: Any) -> Any:
         """Reorder rows of q and k for `reference.rope`: GGUF's `llama` interleaves the two halves of a head."""
-        if name not in heads:
+        if name not in head_counts:
             return array
-        return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        return array.reshape(head_counts[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
 
     names = _GGUF | (_GGUF_STACKS if config.experts else {})
     model = _model(
@@ -189,8 +189,8 @@ def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
 def _require_fit(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
     if tokenizer.vocabulary > config.vocabulary:
         raise FileError(f"{path}: tokenizer: at most {config.vocabulary} tokens (got {tokenizer.vocabulary})")
-    if beyond := [token for token in tokenizer.starts if token >= config.vocabulary]:
-        raise FileError(f"{path}: tokenizer: start tokens must be below {config.vocabulary} (got {beyond[0]})")
+    if tokens_beyond := [token for token in tokenizer.starts if token >= config.vocabulary]:
+        raise FileError(f"{path}: tokenizer: start tokens must be below {config.vocabulary} (got {tokens_beyond[0]})")
     return tokenizer
 
 
@@ -221,11 +221,11 @@ class _Weights:
 
     def read(self, name: str, layer: int | None = None) -> Any:
         """Read one tensor as f32. Raises FileError for NaN or infinity."""
-        tensor = _tensor_name(self.names, name, layer)
+        stored_name = _tensor_name(self.names, name, layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
-            array = self.file.read(tensor).astype(np.float32, copy=False)
+            array = self.file.read(stored_name).astype(np.float32, copy=False)
         with in_file(self.file.path):
-            extremes(tensor, array)
+            extremes(stored_name, array)
         return self.reorder(name, array)
 
     def layer(self, index: int) -> Layer:
@@ -237,23 +237,23 @@ class _Weights:
 
     def check(self, unused: set[str]) -> None:
         """Raise FileError unless the file has the tensors of the config in their shapes, and no others but `unused`."""
-        unread = self.file.tensors.keys() - unused
+        unread_names = self.file.tensors.keys() - unused
         V, H = self.config.vocabulary, self.config.hidden
         shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
-        self._check_shapes(shapes, None, unread)
+        self._check_shapes(shapes, None, unread_names)
         for layer in range(self.config.layers):  # stops at the first missing layer, however many the config claims
-            self._check_shapes(self.shapes, layer, unread)
-        if unread:
-            raise FileError(f"{self.file.path}: {min(unread)}: not known in a model of this family")
+            self._check_shapes(self.shapes, layer, unread_names)
+        if unread_names:
+            raise FileError(f"{self.file.path}: {min(unread_names)}: not known in a model of this family")
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, unread: set[str]) -> None:
         for name, shape in shapes.items():
-            tensor = _tensor_name(self.names, name, layer)
-            if tensor not in self.file.tensors:
-                raise FileError(f"{self.file.path}: {tensor}: missing")
-            if (stored_shape := self.file.tensors[tensor].shape) != shape:
-                raise FileError(f"{self.file.path}: {tensor}: must be {[*shape]} (got {[*stored_shape]})")
-            unread.discard(tensor)
+            stored_name = _tensor_name(self.names, name, layer)
+            if stored_name not in self.file.tensors:
+                raise FileError(f"{self.file.path}: {stored_name}: missing")
+            if (stored_shape := self.file.tensors[stored_name].shape) != shape:
+                raise FileError(f"{self.file.path}: {stored_name}: must be {[*shape]} (got {[*stored_shape]})")
+            unread.discard(stored_name)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

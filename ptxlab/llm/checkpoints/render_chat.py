@@ -53,14 +53,14 @@ def render(template: str, variables: dict[str, Any], chats: list[Any], unset: li
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    compiled = environment.from_string(template)
-    return [compiled.render(messages=messages, **variables) for messages in chats]
+    compiled_template = environment.from_string(template)
+    return [compiled_template.render(messages=messages, **variables) for messages in chats]
 
 
 def answer(request: dict[str, Any]) -> list[str]:
     """Return the texts of a request, whose names are those of `render`."""
     texts = render(**request)
-    longest = max(map(len, texts), default=0)
-    if longest > _LONGEST:
-        raise ValueError(f"makes {longest} characters of a conversation")
+    longest_length = max(map(len, texts), default=0)
+    if longest_length > _LONGEST:
+        raise ValueError(f"makes {longest_length} characters of a conversation")
     return texts

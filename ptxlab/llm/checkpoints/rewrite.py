@@ -39,17 +39,17 @@ def rewrite_folder(
     ends = folders.load_ends(source, config)
     with sole_writer(out):
         require_new(out)  # another process may have finished it meanwhile
-        with new_folder(out) as partial:
+        with new_folder(out) as partial_folder:
             for index in range(config.layers):
                 layer = folders.load_layer(source, index, config)
                 with in_file(folders.layer_path(source, index)):
                     repacked: dict[str, Any] = {name: _repack(layer.parts[name], layout) for name in FUSED}
-                folders.save_layer(partial, index, replace(layer, **repacked))
+                folders.save_layer(partial_folder, index, replace(layer, **repacked))
                 progress(f"layer {index}", config.layers)
             keeps_layout = layer.four_bit_inputs or "layout" not in recipe
-            folders.save_ends(partial, config, recipe if keeps_layout else {**recipe, "layout": layout}, **ends)
+            folders.save_ends(partial_folder, config, recipe if keeps_layout else {**recipe, "layout": layout}, **ends)
             if (source / "tokenizer.json").is_file():
-                Tokenizer.from_folder(source).save(partial)
+                Tokenizer.from_folder(source).save(partial_folder)
 
 
 def _repack(part: object, layout: str) -> object:

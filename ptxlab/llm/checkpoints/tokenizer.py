@@ -135,9 +135,9 @@ class Tokenizer:
             definition["model"] = {**definition["model"], "dropout": None}
         if not has_harmless_decoder(definition, _FAST_PATTERNS):
             raise FileError(f"{file}: decoder: must be of known steps that do not multiply the text")
-        guarded = None
+        guarded_tokenizer = None
         if not is_harmless(definition, _FAST_PATTERNS):
-            guarded = GuardedEncoder(file, json.dumps(definition))
+            guarded_tokenizer = GuardedEncoder(file, json.dumps(definition))
             definition |= {"normalizer": None, "pre_tokenizer": None}
         tokenizer_class = library().Tokenizer
         with _refuse_unreadable(file):
@@ -147,7 +147,7 @@ class Tokenizer:
             tokenizer,
             starts=_starts(file, tokenizer),
             template=ChatTemplate.from_folder(path),
-            _guarded=guarded,
+            _guarded=guarded_tokenizer,
         )
 
     def save(self, folder: Path) -> None:
@@ -173,11 +173,11 @@ class Tokenizer:
             return None
         texts = {token: self._library.id_to_token(token) for token in self.starts}
         specials = [{"SpecialToken": {"id": texts[token], "type_id": 0}} for token in self.starts]
-        first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+        first_piece, second_piece = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
         return {
             "type": "TemplateProcessing",
-            "single": [*specials, first],
-            "pair": [*specials, first, second],
+            "single": [*specials, first_piece],
+            "pair": [*specials, first_piece, second_piece],
             "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]} for token, text in texts.items()},
         }
 
@@ -192,23 +192,23 @@ class Tokenizer:
         tokens, kinds, model = get("tokens", list), get("token_type", np.ndarray), get("model", str)
         if len(kinds) != len(tokens):
             raise get.wrong("token_type", f"must be {len(tokens)}", len(kinds))
-        split = get("pre", str, "default") if model == "gpt2" else ""
+        split_name = get("pre", str, "default") if model == "gpt2" else ""
         if model not in ("gpt2", "llama"):
             raise get.wrong("model", "must be gpt2 or llama", model)
-        if split and split not in _PATTERNS:
-            raise get.wrong("pre", f"must be one of {', '.join(_PATTERNS)}", split)
+        if split_name and split_name not in _PATTERNS:
+            raise get.wrong("pre", f"must be one of {', '.join(_PATTERNS)}", split_name)
         if len({*tokens}) != len(tokens):
             raise get.wrong("tokens", "must differ from one another", f"{len(tokens) - len({*tokens})} twice")
-        ends = [i for i, token in enumerate(tokens) if token in _END_TEXTS]
-        control = {*ends, *np.flatnonzero(kinds == _CONTROL).tolist()}
+        end_ids = [i for i, token in enumerate(tokens) if token in _END_TEXTS]
+        control = {*end_ids, *np.flatnonzero(kinds == _CONTROL).tolist()}
         with _refuse_unreadable(path):
-            tokenizer = _byte_level(get, tokens, split) if split else _sentence_piece(get, tokens)
+            tokenizer = _byte_level(get, tokens, split_name) if split_name else _sentence_piece(get, tokens)
             tokenizer.add_special_tokens([tokens[i] for i in sorted(control)])
             tokenizer.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
-        begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
-        starts = (get.token("bos", len(tokens)),) if begins else ()
-        template = ChatTemplate.from_gguf(path, metadata, begins=begins)
-        return cls(_gguf_ends(get, tokens, ends), tokenizer, starts=starts, template=template)
+        adds_begin_token = get("add_bos_token", bool, model == "llama" or split_name in _LLAMA3_NAMES)
+        starts = (get.token("bos", len(tokens)),) if adds_begin_token else ()
+        template = ChatTemplate.from_gguf(path, metadata, begins=adds_begin_token)
+        return cls(_gguf_ends(get, tokens, end_ids), tokenizer, starts=starts, template=template)
 
 
 def _chatml(messages: Sequence[Message]) -> str:
@@ -278,9 +278,9 @@ def _sentence_piece(metadata: _Metadata, tokens: list[str]) -> Any:
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    unknown = tokens[metadata.token("unknown", len(tokens))]
+    unknown_token = tokens[metadata.token("unknown", len(tokens))]
     tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizers.models.BPE(vocabulary, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     )
     normalizers = [tokenizers.normalizers.Replace(" ", "▁")]
     decoders = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
@@ -296,22 +296,24 @@ def _sentence_piece(metadata: _Metadata, tokens: list[str]) -> Any:
 
 def _gguf_ends(metadata: _Metadata, tokens: list[str], by_text: list[int]) -> tuple[int, ...]:
     """Return the end tokens of a GGUF file, that of `eos_token_id` first."""
-    named = [which for which in _END_IDS if which == "eos" or f"tokenizer.ggml.{which}_token_id" in metadata.values]
-    listed = metadata("eos_token_ids", list | np.ndarray, [])
-    if invalid_ids := [token for token in listed if not is_integer(token) or not 0 <= token < len(tokens)]:
+    named_ends = [
+        which for which in _END_IDS if which == "eos" or f"tokenizer.ggml.{which}_token_id" in metadata.values
+    ]
+    listed_ids = metadata("eos_token_ids", list | np.ndarray, [])
+    if invalid_ids := [token for token in listed_ids if not is_integer(token) or not 0 <= token < len(tokens)]:
         raise metadata.wrong("eos_token_ids", f"must lie in 0..{len(tokens) - 1}", invalid_ids[0])
-    ends = [*(metadata.token(which, len(tokens)) for which in named), *map(int, listed), *by_text]
-    return tuple(dict.fromkeys(ends))
+    end_ids = [*(metadata.token(which, len(tokens)) for which in named_ends), *map(int, listed_ids), *by_text]
+    return tuple(dict.fromkeys(end_ids))
 
 
 def _ends(path: Path) -> tuple[int, ...]:
     for file in (path / "generation_config.json", path / "config.json"):
-        declared = read_object(file).get("eos_token_id")
-        if declared is not None:
-            ends = tuple(declared) if isinstance(declared, list) else (declared,)
-            if not all(map(is_integer, ends)):
-                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {declared!r})")
-            return tuple(dict.fromkeys(ends))
+        declared_ends = read_object(file).get("eos_token_id")
+        if declared_ends is not None:
+            end_ids = tuple(declared_ends) if isinstance(declared_ends, list) else (declared_ends,)
+            if not all(map(is_integer, end_ids)):
+                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {declared_ends!r})")
+            return tuple(dict.fromkeys(end_ids))
     return ()
 
 
@@ -333,8 +335,8 @@ def _parts(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what a post-processor consists of, however it is nested."""
     if processor["type"] != "Sequence":
         yield processor
-    for inner in processor.get("processors", ()):
-        yield from _parts(inner)
+    for inner_processor in processor.get("processors", ()):
+        yield from _parts(inner_processor)
 
 
 def _start_tokens(processor: dict[str, Any]) -> Iterator[int]:

@@ -127,13 +127,13 @@ class TorchFile(TensorFile):
 
     def _check(self, name: str, tensor: _Tensor) -> None:
         """Refuse a tensor that does not lie within its storage, or a storage that the zip does not hold."""
-        (member, _, itemsize, count), first, shape = tensor
+        (member, _, itemsize, count), first_element, shape = tensor
         zip_info = self._members.get(member)
         if zip_info is None or zip_info.file_size != count * itemsize:
             actual_size = "no such member" if zip_info is None else f"{zip_info.file_size} bytes"
             self._refuse(f"{name}: {member} must hold {count * itemsize} bytes (got {actual_size})")
-        if first + prod(shape) > count:
-            self._refuse(f"{name}: {[*shape]} from element {first} on must lie within {count} elements")
+        if first_element + prod(shape) > count:
+            self._refuse(f"{name}: {[*shape]} from element {first_element} on must lie within {count} elements")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise FileError(f"{self.path}: {' '.join(problem.split())[:_LONGEST]}")
@@ -293,7 +293,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     source = Path(path)
     if source.is_dir():
         kinds = CheckpointFolder, TorchFolder
-        named = [kind for kind in kinds if kind.is_named(source)]
-        fitting = [kind for kind in kinds if kind.other_files(source, side_files=False)]
-        return [*named, *fitting, CheckpointFolder][0](source)
+        named_kinds = [kind for kind in kinds if kind.is_named(source)]
+        fitting_kinds = [kind for kind in kinds if kind.other_files(source, side_files=False)]
+        return [*named_kinds, *fitting_kinds, CheckpointFolder][0](source)
     return TorchFile(source) if source.suffix in (".pt", ".pth", ".bin") else Checkpoint(source)

@@ -56,31 +56,31 @@ def accuracy(
     on_gpu = model_on_gpu(backend)
     patterns = only or ["*"]
     all_rows = table_of.rows()
-    chosen = [row for row in all_rows if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
-    if not chosen:
+    selected_rows = [row for row in all_rows if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
+    if not selected_rows:
         groups = dict.fromkeys(f"{re.split('[,/]', row.name)[0]}*" for row in all_rows)
         raise expects("--only", f"one of {', '.join(groups)} or another pattern of rows", ", ".join(patterns))
-    if all_rows[0] not in chosen:
-        chosen = [all_rows[0], *chosen]
+    if all_rows[0] not in selected_rows:
+        selected_rows = [all_rows[0], *selected_rows]
     if out is not None:
         require_folder(out)
-    opened, tokenizer = open_model_with_bar(model, length=length, quiet=as_json)
+    float_model, tokenizer = open_model_with_bar(model, length=length, quiet=as_json)
     calibration = tokens_of(open_text_with_bar("wikipedia", quiet=as_json).calibration, tokenizer)
     texts = {
         name: windows(tokens_of(open_text_with_bar(name, quiet=as_json).evaluation, tokenizer), length, count)
         for name in text or ["wikipedia"]
     }
-    rotated_model = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
-    steps = sum(seeds if row.repeats else 1 for row in chosen)
+    rotated_model = table_of.off_grid(float_model.to_device() if on_gpu else float_model, start)
+    steps = sum(seeds if row.repeats else 1 for row in selected_rows)
     settings = {
         "schema": table_of.SCHEMA,
-        "model": opened.config.name or model,
+        "model": float_model.config.name or model,
         "start": start,
         "windows": {name: list(tokens.shape) for name, tokens in texts.items()},
         "calibration": [samples, sample_length],
         "device": gpu.device_info().name if on_gpu else "CPU",
     }
-    keeps = (
+    interruption_note = (
         f"rows measured are in {out}: the same command goes on behind them" if out else "nothing is kept without --out"
     )
     with sole_writer(out) if out is not None else nullcontext():
@@ -92,12 +92,12 @@ def accuracy(
             "date": datetime.now(UTC).date().isoformat(),
             "rows": earlier_rows,
         }
-        with progress_bar("accuracy", steps, quiet=as_json, keeps=keeps) as advance:
+        with progress_bar("accuracy", steps, quiet=as_json, keeps=interruption_note) as advance:
             for measurement in table_of.measure(
                 rotated_model,
                 lambda seed: draw_samples(calibration, samples, sample_length, seed),
                 texts,
-                chosen,
+                selected_rows,
                 seeds,
                 advance,
                 earlier_rows,
@@ -108,7 +108,7 @@ def accuracy(
     if as_json:
         return print_json(record)
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
-    console.print(_table(title, record["rows"], chosen, list(texts)))
+    console.print(_table(title, record["rows"], selected_rows, list(texts)))
     print_written(out)
 
 
@@ -117,7 +117,7 @@ def _table(
 ) -> Table:
     """Build the table of means over the calibration seeds; the ratio and the seeds' spread are of the first text."""
     first_text, float_perplexity = names[0], measurements[0]["perplexity"]
-    cells: list[tuple[Any, ...]] = []
+    table_rows: list[tuple[Any, ...]] = []
     for row in chosen:
         perplexities = [
             measurement["perplexity"]
@@ -130,10 +130,10 @@ def _table(
         )
         seeds_spread = f"{spread:.2g}" if len(perplexities) > 1 else ""
         mean_cells = (f"{mean:.5g}" for mean in means.values())
-        cells.append(
+        table_rows.append(
             (row.ladder, row.step, *mean_cells, f"{means[first_text] / float_perplexity[first_text]:.4f}", seeds_spread)
         )
-    return table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
+    return table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), table_rows)
 
 
 def _read_earlier_rows(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -63,17 +63,17 @@ def _stream(
     """Write the first sequence's text after `echo` as it is generated, unless `quiet`."""
     size = runner.batch
     texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
-    computed = len(ids) - (int(runner.lengths[0]) if goes_on else 0)
-    chunks = ceil_div(size * computed, runner.chunk)
+    computed_tokens = len(ids) - (int(runner.lengths[0]) if goes_on else 0)
+    chunks = ceil_div(size * computed_tokens, runner.chunk)
     tokens, times = list[int](), [time.perf_counter()]
     with progress_bar("prompt", chunks, quiet=quiet or chunks == 1) as advance:
         options: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **prompt.sampling}
         steps = generate(runner, [ids] * size, prompt.tokens, **options)
-        first = next(steps)
+        first_step = next(steps)
     if not quiet:
         _write(echo)
     with interruptible(lambda: f"generate: {len(tokens)} of {prompt.tokens} tokens; what is printed is kept"):
-        for step in chain([first], steps):
+        for step in chain([first_step], steps):
             times.append(time.perf_counter())
             tokens.append(int(step[0]))
             for text, token in zip(texts, step.tolist(), strict=True):
@@ -85,14 +85,14 @@ def _stream(
     if not quiet:
         _write(texts[0].fresh(whole=True) + "\n")
     rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
-    return _Streamed(texts, tokens, computed, times[1] - times[0], rate)
+    return _Streamed(texts, tokens, computed_tokens, times[1] - times[0], rate)
 
 
 def continue_text(
     runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], computing: Computing, *, echo: str
 ) -> None:
     """Stream the first continuation of a prompt after the text `echo`, then print the others; or print all as JSON."""
-    streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=computing.quiet)
+    text_stream = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=computing.quiet)
     if computing.quiet:
         return print_json(
             {
@@ -100,22 +100,22 @@ def continue_text(
                 "backend": computing.backend,
                 "recipe": _recipe(runner),
                 "prompt_tokens": len(ids),
-                "tokens": [text.tokens for text in streamed.texts],
-                "texts": [text.text for text in streamed.texts],
-                "prefill_seconds": streamed.prompt_seconds,
-                "tokens_per_second": streamed.rate,
+                "tokens": [text.tokens for text in text_stream.texts],
+                "texts": [text.text for text in text_stream.texts],
+                "prefill_seconds": text_stream.prompt_seconds,
+                "tokens_per_second": text_stream.rate,
             }
         )
-    for i, text in enumerate(streamed.texts[1:], 2):
+    for i, text in enumerate(text_stream.texts[1:], 2):
         _write(f"\n[{i}] {echo}{text.text}\n")
-    note(f"{streamed.speed()}; {_describe_backend(runner, computing)}")
+    note(f"{text_stream.speed()}; {_describe_backend(runner, computing)}")
 
 
 def converse(
     runner: Runner, tokenizer: Tokenizer, prompt: Prompt, opening: Sequence[Message], computing: Computing
 ) -> None:
     """Answer messages until there are no more; what the cache holds of the conversation is not computed again."""
-    messages, cached = [*opening], list[int]()
+    messages, cached_tokens = [*opening], list[int]()
     for message in _messages(prompt.text):
         messages.append({"role": "user", "content": message})
         with naming("the message"):
@@ -124,11 +124,11 @@ def converse(
             rule = f"must fit the conversation's {runner.context} tokens (--context) with --tokens and what came before"
             raise ArgumentError("the message", rule, f"{len(ids)} + {prompt.tokens}")
         # The template, or the tokenizer, may make other tokens of an answer's text than those that were generated.
-        goes_on = 0 < len(cached) < len(ids) and ids[: len(cached)] == cached
-        streamed = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
-        note(f"{streamed.speed()}; {_describe_backend(runner, computing)}")
-        messages.append({"role": "assistant", "content": streamed.texts[0].text})
-        cached = (ids + streamed.tokens)[: int(runner.lengths[0])]
+        goes_on = 0 < len(cached_tokens) < len(ids) and ids[: len(cached_tokens)] == cached_tokens
+        text_stream = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
+        note(f"{text_stream.speed()}; {_describe_backend(runner, computing)}")
+        messages.append({"role": "assistant", "content": text_stream.texts[0].text})
+        cached_tokens = (ids + text_stream.tokens)[: int(runner.lengths[0])]
 
 
 def _messages(first: str) -> Iterator[str]:
@@ -162,24 +162,26 @@ def serve_prompts(
     for ids, prompt, text in zip(encoded, prompts, texts, strict=True):
         with naming(prompt.place):
             requests.append(server.submit(ids, prompt.tokens, ends=text.ends, **prompt.sampling))
-    text_of = dict(zip(requests, texts, strict=True))
-    start, shown = time.perf_counter(), 0
+    text_by_request = dict(zip(requests, texts, strict=True))
+    start, shown_count = time.perf_counter(), 0
     on_terminal = sys.stdout.isatty()  # which shows the answers, between which a bar would stand
-    keeps = "what is printed is kept"
-    with progress_bar("prompts", len(requests), quiet=computing.quiet or on_terminal, keeps=keeps) as advance:
-        while shown < len(requests):
+    interruption_note = "what is printed is kept"
+    with progress_bar(
+        "prompts", len(requests), quiet=computing.quiet or on_terminal, keeps=interruption_note
+    ) as advance:
+        while shown_count < len(requests):
             for request in server.step():
                 if request.error is None:
-                    text_of[request].append(request.tokens[-1])
-                if text_of[request].ended:
+                    text_by_request[request].append(request.tokens[-1])
+                if text_by_request[request].ended:
                     server.cancel(request)
-            while shown < len(requests) and requests[shown].done:
+            while shown_count < len(requests) and requests[shown_count].done:
                 if not computing.quiet:
-                    _write(f"[{shown + 1}] {prompts[shown].text}{texts[shown].text}\n")
-                    if requests[shown].error:
-                        note(f"[{shown + 1}] failed: {requests[shown].error}")
-                shown += 1
-                advance(f"prompt {shown}")
+                    _write(f"[{shown_count + 1}] {prompts[shown_count].text}{texts[shown_count].text}\n")
+                    if requests[shown_count].error:
+                        note(f"[{shown_count + 1}] failed: {requests[shown_count].error}")
+                shown_count += 1
+                advance(f"prompt {shown_count}")
     seconds, tokens = time.perf_counter() - start, sum(len(request.tokens) for request in requests)
     if computing.quiet:
         answers: list[dict[str, Any]] = [
@@ -189,11 +191,11 @@ def serve_prompts(
                 "text": text.text,
                 "error": request.error,
             }
-            for request, text in text_of.items()
+            for request, text in text_by_request.items()
         ]
         rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-        origin: dict[str, Any] = {"model": computing.model, "backend": computing.backend, "recipe": _recipe(runner)}
-        print_json({**origin, **rates, "requests": answers})
+        run_facts: dict[str, Any] = {"model": computing.model, "backend": computing.backend, "recipe": _recipe(runner)}
+        print_json({**run_facts, **rates, "requests": answers})
     else:
         summary = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
         speed = f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s"
@@ -209,10 +211,10 @@ def _recipe(runner: Runner) -> dict[str, Any]:
 def _describe_backend(runner: Runner, computing: Computing) -> str:
     if isinstance(runner, FloatRunner):
         return f"weights and KV cache in float32, on {'the GPU' if computing.backend == 'gpu' else 'NumPy'}"
-    on_gpu = f"the GPU: a CUDA graph per step, the prompt in chunks of {runner.chunk} tokens"
+    gpu_sentence = f"the GPU: a CUDA graph per step, the prompt in chunks of {runner.chunk} tokens"
     precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
     cache = runner.cache.upper().replace("_CHANNEL", " by channel") + (" with rotated keys" if runner.rotated else "")
-    return f"{precision}, {cache}, on {on_gpu if computing.backend == 'gpu' else 'NumPy'}"
+    return f"{precision}, {cache}, on {gpu_sentence if computing.backend == 'gpu' else 'NumPy'}"
 
 
 def note(remark: str) -> None:

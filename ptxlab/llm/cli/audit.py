@@ -105,7 +105,7 @@ def audit(
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
     rows: list[audits.AuditRow] = []
-    skipped: list[audits.SkippedTensor] = []
+    skipped_tensors: list[audits.SkippedTensor] = []
     with progress_bar("audit", None, quiet=as_json) as advance:
         outcomes = audits.audit_file(
             file,
@@ -119,10 +119,10 @@ def audit(
             if isinstance(outcome, audits.AuditRow):
                 rows.append(outcome)
             else:
-                skipped.append(outcome)
+                skipped_tensors.append(outcome)
     if picture is not None:
         plot.save(audit_figure(rows, file.name), picture)
-    rows_as_dicts = [asdict(row) for row in rows] + [asdict(outcome) for outcome in skipped]
+    rows_as_dicts = [asdict(row) for row in rows] + [asdict(outcome) for outcome in skipped_tensors]
     if out is not None:
         write_text(out, json.dumps(rows_as_dicts, indent=1) + "\n")
     if as_json:
@@ -130,7 +130,7 @@ def audit(
     if rows:
         console.print(_totals_table(rows, f"{file.name}, group {group}"))
         console.print(_tensors_table(rows, every))
-    _print_skipped(skipped, every)
+    _print_skipped(skipped_tensors, every)
     _print_safety(audits.totals(rows))
 
 
@@ -139,11 +139,11 @@ def _audit_inputs(
 ) -> list[inputs.InputRow | audits.SkippedTensor]:
     """Audit a model's matrices and inputs on samples of a text; `options` are those of `audit_model`."""
     require_counts(samples=samples, length=length)
-    opened, tokenizer = open_model_with_bar(model, length=length, quiet=quiet)
+    float_model, tokenizer = open_model_with_bar(model, length=length, quiet=quiet)
     corpus = open_text_with_bar(text, quiet=quiet)
     tokens = draw_samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
-    with progress_bar("audit", len(FUSED) * opened.config.layers, quiet=quiet) as advance:
-        return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **options))
+    with progress_bar("audit", len(FUSED) * float_model.config.layers, quiet=quiet) as advance:
+        return list(inputs.audit_model(float_model, tokens, pattern=tensor, progress=advance, **options))
 
 
 def _show_inputs(
@@ -162,24 +162,28 @@ def _show_inputs(
 
 
 def _inputs_table(rows: list[inputs.InputRow]) -> Table:
-    cells = [
+    table_rows = [
         (t.scheme, t.group, t.tensors, f"{t.share8:.1%}", f"{t.mean_error:.4f}", f"{t.worst_error:.4f}", t.worst)
         for t in inputs.input_totals(rows)
     ]
     columns = ("scheme", "group>", "matrices>", "INT8 channels>", "mean error>", "worst>", "of")
-    return table("4-bit weights and activations, rounded to nearest: error of the products", columns, cells)
+    return table("4-bit weights and activations, rounded to nearest: error of the products", columns, table_rows)
 
 
 def _matrices_table(rows: list[inputs.InputRow], every: bool) -> Table:
     """Build the table of every row, or of the `SHOWN` rows with the largest errors."""
-    shown = rows if every else sorted(rows, key=lambda row: row.output_error, reverse=True)[:SHOWN]
-    cells: list[tuple[Any, ...]] = []
-    for r in shown:
-        errors = (f"{error:.4f}" for error in (r.weight_error, r.input_error, r.output_error))
-        cells.append((r.tensor, r.scheme, r.channels, r.outliers, f"{r.channels8} ({r.share8:.0%})", *errors))
-    title = "" if every else f"{len(shown)} of {len(rows)} rows, by the error of the product; --all lists every row"
+    shown_rows = rows if every else sorted(rows, key=lambda row: row.output_error, reverse=True)[:SHOWN]
+    table_rows: list[tuple[Any, ...]] = []
+    for row in shown_rows:
+        errors = (f"{error:.4f}" for error in (row.weight_error, row.input_error, row.output_error))
+        table_rows.append(
+            (row.tensor, row.scheme, row.channels, row.outliers, f"{row.channels8} ({row.share8:.0%})", *errors)
+        )
+    title = (
+        "" if every else f"{len(shown_rows)} of {len(rows)} rows, by the error of the product; --all lists every row"
+    )
     columns = ("matrix", "scheme", "channels>", "outliers>", "INT8>", "weight>", "input>", "product>")
-    return table(title, columns, cells)
+    return table(title, columns, table_rows)
 
 
 def _print_safety(totals: list[audits.AuditTotal]) -> None:
@@ -188,17 +192,17 @@ def _print_safety(totals: list[audits.AuditTotal]) -> None:
     Each group of a safe scheme meets the precondition under which the kernels are proved right.
     """
     labels = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
-    if safe := [name for t, name in labels.items() if not t.unsafe_groups]:
-        console.print(f"safe by proof: {', '.join(safe)}", highlight=False, soft_wrap=True)
-    if unsafe := [
+    if safe_labels := [name for t, name in labels.items() if not t.unsafe_groups]:
+        console.print(f"safe by proof: {', '.join(safe_labels)}", highlight=False, soft_wrap=True)
+    if unsafe_labels := [
         f"{t.unsafe_groups:,} of {t.groups:,} groups of {name}" for t, name in labels.items() if t.unsafe_groups
     ]:
-        console.print(f"not safe: {', '.join(unsafe)}", highlight=False, soft_wrap=True)
+        console.print(f"not safe: {', '.join(unsafe_labels)}", highlight=False, soft_wrap=True)
 
 
 def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:
     columns = ("scheme", "range>", "tensors>", "groups>", "overflows>", "share>", "mean error>", "worst>")
-    cells = [
+    table_rows = [
         (
             t.scheme,
             f"±{t.protective_range}",
@@ -211,28 +215,32 @@ def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:
         )
         for t in audits.totals(rows)
     ]
-    return table(title, columns, cells)
+    return table(title, columns, table_rows)
 
 
 def _tensors_table(rows: list[audits.AuditRow], every: bool) -> Table:
     """Build the table of every row, or of the worst row of each of the tensors with the largest errors."""
-    worst = {row.tensor: row for row in sorted(rows, key=_error)}  # the last one of a tensor stays
-    shown = rows if every else sorted(worst.values(), key=_error, reverse=True)[:SHOWN]
-    title = "" if every else f"{len(shown)} of {len(worst)} tensors, by their largest error; --all lists every row"
+    worst_by_tensor = {row.tensor: row for row in sorted(rows, key=_error)}  # the last one of a tensor stays
+    shown_rows = rows if every else sorted(worst_by_tensor.values(), key=_error, reverse=True)[:SHOWN]
+    title = (
+        ""
+        if every
+        else f"{len(shown_rows)} of {len(worst_by_tensor)} tensors, by their largest error; --all lists every row"
+    )
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "error>")
-    cells = [
+    table_rows = [
         (
-            r.tensor,
-            r.scheme,
-            f"±{r.protective_range}",
-            f"{r.weights:,}",
-            f"{r.overflows:,}",
-            _or_dash(r.clipped, ","),
-            _or_dash(r.relative_error, ".4f"),
+            row.tensor,
+            row.scheme,
+            f"±{row.protective_range}",
+            f"{row.weights:,}",
+            f"{row.overflows:,}",
+            _or_dash(row.clipped, ","),
+            _or_dash(row.relative_error, ".4f"),
         )
-        for r in shown
+        for row in shown_rows
     ]
-    return table(title, columns, cells)
+    return table(title, columns, table_rows)
 
 
 def _error(row: audits.AuditRow) -> float:

@@ -184,42 +184,46 @@ def generate(
     elif not is_conversation:
         refuse({"--context": context}, "is of a conversation: --chat without --json, --batch and --prompts")
     _check(computing, batch)
-    shares = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    single = Prompt(
+    share_options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    single_prompt = Prompt(
         prompt or "",
         tokens,
-        {"temperature": temperature, "seed": seed, **shares, "repetition_penalty": repetition_penalty},
+        {"temperature": temperature, "seed": seed, **share_options, "repetition_penalty": repetition_penalty},
         tuple(stop or ()),
     )
-    check_prompt(single)
-    requests = [single] if prompts is None else read_prompts(prompts, single)
+    check_prompt(single_prompt)
+    requests = [single_prompt] if prompts is None else read_prompts(prompts, single_prompt)
     if not any(request.sampling["temperature"] for request in requests):
-        changed = {f"--{option_name(name)}": shares[name] for name in changed_shares(shares)}
-        refuse(changed, "needs --temperature above 0")
-    opened, tokenizer = _open(computing)
+        changed_options = {f"--{option_name(name)}": share_options[name] for name in changed_shares(share_options)}
+        refuse(changed_options, "needs --temperature above 0")
+    opened_model, tokenizer = _open(computing)
     if chat and not tokenizer.chats:
         raise CommandLineError("--chat needs a model with a chat template, or with <|im_start|> in its vocabulary")
     from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
 
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    encoded: list[list[int]] = []
+    encoded_prompts: list[list[int]] = []
     if is_conversation:
-        longest, place = _conversation(context, opened.config), "the conversation"
+        longest_prompt, place = _conversation(context, opened_model.config), "the conversation"
     else:
-        encoded = encode_prompts(tokenizer, requests, opening if chat else None)
-        require_fit(requests, encoded, opened.config.context)
-        lengths = [len(ids) + request.tokens for ids, request in zip(encoded, requests, strict=True)]
-        longest, place = max(lengths), requests[lengths.index(max(lengths))].place
+        encoded_prompts = encode_prompts(tokenizer, requests, opening if chat else None)
+        require_fit(requests, encoded_prompts, opened_model.config.context)
+        lengths = [len(ids) + request.tokens for ids, request in zip(encoded_prompts, requests, strict=True)]
+        longest_prompt, place = max(lengths), requests[lengths.index(max(lengths))].place
     size = (batch or 1) if prompts is None else min(batch or _AT_ONCE, len(requests))
-    runner = _runner(computing, opened, size, longest, place, fixed=batch is not None, at_once=prompts is None)
+    runner = _runner(
+        computing, opened_model, size, longest_prompt, place, fixed=batch is not None, at_once=prompts is None
+    )
     # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
     with threadpool_limits(1 if runner.batch == 1 else None, "blas"):
         if is_conversation:
-            converse(runner, tokenizer, single, opening, computing)
+            converse(runner, tokenizer, single_prompt, opening, computing)
         elif prompts is None:
-            continue_text(runner, tokenizer, single, encoded[0], computing, echo="" if chat else single.text)
+            continue_text(
+                runner, tokenizer, single_prompt, encoded_prompts[0], computing, echo="" if chat else single_prompt.text
+            )
         else:
-            serve_prompts(runner, tokenizer, requests, encoded, computing)
+            serve_prompts(runner, tokenizer, requests, encoded_prompts, computing)
 
 
 def _fit_memory(
@@ -310,13 +314,13 @@ def _open(computing: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]
         raise CommandLineError(f"--scheme {computing.scheme} goes with weights that are not quantised yet")
     if computing.group is not None:
         raise CommandLineError(f"--group {computing.group} goes with weights that are not quantised yet")
-    quantized = load(path)
-    return quantized, open_tokenizer(path, quantized.config)
+    quantized_model = load(path)
+    return quantized_model, open_tokenizer(path, quantized_model.config)
 
 
 def _runner(
     computing: Computing,
-    opened: FloatModel | QuantizedModel,
+    opened_model: FloatModel | QuantizedModel,
     size: int,
     context: int,
     place: str,
@@ -325,9 +329,9 @@ def _runner(
     at_once: bool,
 ) -> Runner:
     """Build a runner of `size` sequences, or fewer if --memory holds no more and the size is not `fixed`."""
-    if computing.scheme == "float" and isinstance(opened, FloatModel):
-        return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
-    model_cache = opened.cache if isinstance(opened, QuantizedModel) else DEFAULT_CACHE
+    if computing.scheme == "float" and isinstance(opened_model, FloatModel):
+        return FloatRunner(opened_model.to_device() if computing.backend == "gpu" else opened_model, size, context)
+    model_cache = opened_model.cache if isinstance(opened_model, QuantizedModel) else DEFAULT_CACHE
     if computing.cache in BY_CHANNEL and computing.cache != model_cache:
         command = f"ptxlab quantize MODEL --recipe lqq --kv {computing.cache} --out FOLDER"
         raise CommandLineError(f"--cache {computing.cache} needs a model that is calibrated for it: {command}")
@@ -337,10 +341,10 @@ def _runner(
     pages, scheme, group = None, computing.scheme or "lqq", computing.group or _GROUP
     if computing.memory is not None:
         rounding = {"group": group, "scheme": scheme}
-        footprint_options = weights_of(opened) if isinstance(opened, QuantizedModel) else rounding
+        footprint_options = weights_of(opened_model) if isinstance(opened_model, QuantizedModel) else rounding
         size, pages = _fit_memory(
             computing.memory,
-            opened.config,
+            opened_model.config,
             size,
             context,
             place,
@@ -349,17 +353,17 @@ def _runner(
             **options,
             **footprint_options,
         )
-    if isinstance(opened, FloatModel):
-        opened = _round_weights(opened, computing.model, scheme, group, quiet=computing.quiet)
-    return RUNNERS[computing.backend](opened, size, context, pages=pages, rotated=computing.rotated, **options)
+    if isinstance(opened_model, FloatModel):
+        opened_model = _round_weights(opened_model, computing.model, scheme, group, quiet=computing.quiet)
+    return RUNNERS[computing.backend](opened_model, size, context, pages=pages, rotated=computing.rotated, **options)
 
 
 def _round_weights(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:
     """Round the weights to nearest, and say so."""
     with progress_bar("round", model.config.layers, quiet=quiet) as advance:
-        rounded = QuantizedModel.rounded(model, scheme, group, progress=advance)
+        rounded_model = QuantizedModel.rounded(model, scheme, group, progress=advance)
     if not quiet:
-        grain = "per channel" if scheme == "qoq_channel" else f"in groups of {group}"
+        grouping_text = "per channel" if scheme == "qoq_channel" else f"in groups of {group}"
         name = {"lqq": "LQQ"}.get(scheme, "QoQ")
-        note(f"{Path(source).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
-    return rounded
+        note(f"{Path(source).name}: weights rounded to nearest, {name} {grouping_text}, uncalibrated")
+    return rounded_model

@@ -40,7 +40,7 @@ def import_(
         rows = import_checkpoint(source, out, layout=layout, unchecked=unchecked, progress=advance)
     if as_json:
         return print_json([asdict(row) for row in rows])
-    cells = [
+    table_rows = [
         (
             row.name,
             "x".join(map(str, row.shape)),
@@ -52,7 +52,7 @@ def import_(
     ]
     title = f"{source.name}: {', '.join(sorted({row.format for row in rows}))}; relative errors, groups"
     columns = ("matrix", "shape>", "scheme", "error>", "requantised>", "overflows>")
-    console.print(table(title, columns, cells))
+    console.print(table(title, columns, table_rows))
     for row in rows:
         if row.overflows:
             console.print(f"{row.name}: first overflow: {row.overflow}", highlight=False, soft_wrap=True, markup=False)

@@ -74,8 +74,8 @@ def perplexity(
     steps = len(evaluated) * sum(model.config.layers + 1 for model in opened)
     with progress_bar("perplexity", steps, quiet=as_json) as advance:
         for name, model, numeric in zip(models, opened, numerics, strict=True):
-            start, placed = time.perf_counter(), model.to_device() if on_gpu else model
-            figure = measured(placed, evaluated, numeric, partial(advance, f"{name} on {text}"))
+            start, placed_model = time.perf_counter(), model.to_device() if on_gpu else model
+            figure = measured(placed_model, evaluated, numeric, partial(advance, f"{name} on {text}"))
             ratio = figure / rows[0].perplexity if rows else 1.0
             rows.append(_Measured(name, figure, ratio, numeric, time.perf_counter() - start))
     about = {"windows": len(evaluated), "length": length, "tokens": evaluated.size}
@@ -115,25 +115,25 @@ class _Measured:
 
 def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
     """Tell how a model computes: as its weights have it, but for the bits that the options set."""
-    stored = stored_numerics(Path(model)) if is_quantized(Path(model)) else FakeQuantized(None, None)
-    for option, bits, choices in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
+    numerics = stored_numerics(Path(model)) if is_quantized(Path(model)) else FakeQuantized(None, None)
+    for option, bits, choices in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[numerics.acts != 4 :])):
         if bits not in (None, *choices):
             raise expects(option, ", ".join(map(str, choices[:-1])) + " or 32", bits)
-    acts = acts or stored.acts or 32
-    cache = stored.kv if kv is None else {4: "kv4", 8: "kv8", 32: None}[kv]
-    return replace(stored, acts=None if acts == 32 else acts, kv=cache)
+    acts = acts or numerics.acts or 32
+    cache = numerics.kv if kv is None else {4: "kv4", 8: "kv8", 32: None}[kv]
+    return replace(numerics, acts=None if acts == 32 else acts, kv=cache)
 
 
 def _common_tokens(
     models: Sequence[str], tokenizers: Sequence[Tokenizer], documents: tuple[str, ...], text: str
 ) -> Tokens:
     """Cut a text into tokens. Raises CommandLineError where the models' tokenizers cut it otherwise."""
-    first, *rest_of_models = (tokens_of(documents, tokenizer) for tokenizer in tokenizers)
+    first_tokens, *rest_of_models = (tokens_of(documents, tokenizer) for tokenizer in tokenizers)
     for name, tokens in zip(models[1:], rest_of_models, strict=True):
-        if not np.array_equal(first, tokens):
+        if not np.array_equal(first_tokens, tokens):
             rule = "perplexities of other tokens cannot be compared"
             raise CommandLineError(f"{models[0]} and {name} cut {text} into different tokens: {rule}")
-    return first
+    return first_tokens
 
 
 def _json(rows: Sequence[_Measured], text: str, about: dict[str, int], *, on_gpu: bool) -> dict[str, Any]:
@@ -142,17 +142,17 @@ def _json(rows: Sequence[_Measured], text: str, about: dict[str, int], *, on_gpu
         {"model": row.model, "perplexity": row.perplexity, "kv": row.kv, "acts": row.acts, "seconds": row.seconds}
         for row in rows
     ]
-    shared = {"text": text, **about, "backend": "gpu" if on_gpu else "numpy"}
+    shared_fields = {"text": text, **about, "backend": "gpu" if on_gpu else "numpy"}
     if len(rows) == 1:
-        return {**figures[0], **shared}
+        return {**figures[0], **shared_fields}
     return {
-        **shared,
+        **shared_fields,
         "models": [{**model_figures, "ratio": row.ratio} for model_figures, row in zip(figures, rows, strict=True)],
     }
 
 
 def _print_table(rows: Sequence[_Measured], title: str, *, on_gpu: bool) -> None:
-    cells = [
+    table_rows = [
         (
             row.model,
             f"{row.perplexity:.4g}",
@@ -165,7 +165,7 @@ def _print_table(rows: Sequence[_Measured], title: str, *, on_gpu: bool) -> None
     ]
     seconds = f"s on {'the GPU' if on_gpu else 'this CPU'}>"
     columns = ("model", "perplexity>", "of the first>", "activations>", "KV cache>", seconds)
-    console.print(table(escape(title), columns, cells))
+    console.print(table(escape(title), columns, table_rows))
 
 
 def _bits(bits: int) -> str:

@@ -53,9 +53,9 @@ def read_prompts(path: Path, usual: Prompt) -> list[Prompt]:
             if key not in ("prompt", *settings):
                 raise CommandLineError(f"{place}: expects the keys prompt, {', '.join(settings)}, got {key[:60]!a}")
         settings |= keys
-        idle = changed_shares(keys)
-        if idle and not settings["temperature"]:
-            raise CommandLineError(f"{place}: {', '.join(idle)} needs a temperature above 0")
+        ignored_options = changed_shares(keys)
+        if ignored_options and not settings["temperature"]:
+            raise CommandLineError(f"{place}: {', '.join(ignored_options)} needs a temperature above 0")
         content, tokens, stop = (settings.pop(key) for key in ("prompt", "tokens", "stop"))
         prompt = Prompt(content, tokens, settings, tuple(stop), place)
         try:
@@ -91,8 +91,8 @@ def check_prompt(prompt: Prompt) -> None:
 
 def changed_shares(sampling: Mapping[str, Any]) -> list[str]:
     """Name the settings that say which tokens are drawn from, where they leave any out."""
-    usual = asdict(Sampling())
-    return [name for name in _SHARES if sampling.get(name, usual[name]) != usual[name]]
+    defaults = asdict(Sampling())
+    return [name for name in _SHARES if sampling.get(name, defaults[name]) != defaults[name]]
 
 
 @contextmanager
@@ -112,9 +112,9 @@ def option_name(name: str) -> str:
 def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], opening: list[Message] | None) -> list[list[int]]:
     """Encode prompts; in the chat template after the messages `opening`, unless that is None."""
     if opening is None:
-        encoded = []
+        encoded_prompts = []
         for prompt in prompts:
             with naming(prompt.place):
-                encoded.append(tokenizer.encode_prompt(prompt.text))
-        return encoded
+                encoded_prompts.append(tokenizer.encode_prompt(prompt.text))
+        return encoded_prompts
     return tokenizer.encode_chats([[*opening, {"role": "user", "content": prompt.text}] for prompt in prompts])

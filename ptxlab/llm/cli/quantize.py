@@ -119,7 +119,7 @@ def quantize(
     steps = steps.but(kv=kv) if kv else steps
     steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)
-    opened, tokenizer = open_model_with_bar(model, quiet=as_json)
+    float_model, tokenizer = open_model_with_bar(model, quiet=as_json)
     tokens: Tokens = np.empty((0, length), np.int64)
     if steps.is_calibrated:
         corpus = open_text_with_bar(text, quiet=as_json)
@@ -127,9 +127,9 @@ def quantize(
             tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed
         )
     resumes = "finished layers are kept: the same command goes on behind them"
-    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json, keeps=resumes) as advance:
+    with progress_bar(f"quantize {recipe}", float_model.config.layers, quiet=as_json, keeps=resumes) as advance:
         errors = quantize_model(
-            opened.to_device() if on_gpu else opened,
+            float_model.to_device() if on_gpu else float_model,
             tokens,
             steps,
             out,
@@ -203,22 +203,28 @@ def _file(
         conversion.write(out, advance)
         conversion.verify(out, advance)
     if as_json:
-        return print_json([_row(planned) for planned in conversion.tensors])
-    packed = [planned for planned in conversion.tensors if planned.fields]
-    copied = [planned for planned in conversion.tensors if not planned.fields]
-    cells = [
+        return print_json([_row(planned_tensor) for planned_tensor in conversion.tensors])
+    packed_tensors = [planned_tensor for planned_tensor in conversion.tensors if planned_tensor.fields]
+    copied_tensors = [planned_tensor for planned_tensor in conversion.tensors if not planned_tensor.fields]
+    table_rows = [
         (p.source.name, "x".join(map(str, p.source.shape)), f"{p.source.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
-        for p in packed
+        for p in packed_tensors
     ]
     packing = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
     title = f"{file.name}: {packing}, {layout}; loaded again, equal in every bit"
-    console.print(table(title, ("tensor", "shape>", "bytes>", "packed bytes>", "bits per weight>"), cells))
-    for planned in copied:
-        if planned.selected:
+    console.print(table(title, ("tensor", "shape>", "bytes>", "packed bytes>", "bits per weight>"), table_rows))
+    for planned_tensor in copied_tensors:
+        if planned_tensor.selected:
             console.print(
-                f"[dim]copied {escape(f'{planned.described}: {planned.reason}')}[/]", highlight=False, soft_wrap=True
+                f"[dim]copied {escape(f'{planned_tensor.described}: {planned_tensor.reason}')}[/]",
+                highlight=False,
+                soft_wrap=True,
             )
-    console.print(f"{len(packed)} packed, {len(copied)} copied: {escape(str(out))}", soft_wrap=True, highlight=False)
+    console.print(
+        f"{len(packed_tensors)} packed, {len(copied_tensors)} copied: {escape(str(out))}",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def _row(planned: convert.PlannedTensor) -> dict[str, Any]:

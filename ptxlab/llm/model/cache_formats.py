@@ -87,8 +87,8 @@ def e4m3(x: Floats) -> Floats:
     """Return x rounded to FP8 e4m3, ties to even, in x's dtype; beyond 448 it is 448 (.satfinite)."""
     _, exponent = np.frexp(x)  # |x| = m * 2^exponent, m in [0.5, 1): four bits of m are kept
     step = np.ldexp(np.ones_like(x), np.maximum(exponent, -5) - 4)
-    rounded: Floats = (np.rint(x / step) * step).clip(-_E4M3_LARGEST, _E4M3_LARGEST)
-    return rounded
+    rounded_values: Floats = (np.rint(x / step) * step).clip(-_E4M3_LARGEST, _E4M3_LARGEST)
+    return rounded_values
 
 
 def _round_trip_groups(x: Floats, scheme: str) -> Floats:

@@ -77,8 +77,8 @@ class Config:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name, largest in _SIZES.items():
-            _require_size(name, getattr(self, name), largest)
+        for name, largest_size in _SIZES.items():
+            _require_size(name, getattr(self, name), largest_size)
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
         for name in ("tied_head", "qkv_bias"):
@@ -100,19 +100,19 @@ class Config:
         require_integer("experts", self.experts)
         if self.experts > _MOST_EXPERTS:
             raise ArgumentError("experts", f"must be at most {_MOST_EXPERTS}", self.experts)
-        largest, smallest = self.experts, min(self.experts, 1)
-        if not is_integer(self.chosen_experts) or not smallest <= self.chosen_experts <= largest:
-            raise ArgumentError("chosen_experts", f"must lie in {smallest}..{largest}", repr(self.chosen_experts))
+        largest_size, smallest = self.experts, min(self.experts, 1)
+        if not is_integer(self.chosen_experts) or not smallest <= self.chosen_experts <= largest_size:
+            raise ArgumentError("chosen_experts", f"must lie in {smallest}..{largest_size}", repr(self.chosen_experts))
 
     def _check_window_layers(self) -> None:
-        chosen = self.window_layers
-        if chosen is None:
+        window_layers = self.window_layers
+        if window_layers is None:
             return
-        numbers = isinstance(chosen, tuple) and all(map(is_integer, chosen))
-        if not numbers or [*chosen] != sorted({*chosen} & {*range(self.layers)}):
-            raise ArgumentError("window_layers", f"must be ascending layers of 0..{self.layers - 1}", chosen)
-        if self.window is None or not chosen:
-            raise ArgumentError("window_layers", "must be None unless some layers have a window", chosen)
+        are_numbers = isinstance(window_layers, tuple) and all(map(is_integer, window_layers))
+        if not are_numbers or [*window_layers] != sorted({*window_layers} & {*range(self.layers)}):
+            raise ArgumentError("window_layers", f"must be ascending layers of 0..{self.layers - 1}", window_layers)
+        if self.window is None or not window_layers:
+            raise ArgumentError("window_layers", "must be None unless some layers have a window", window_layers)
 
     @classmethod
     def named(cls, name: str) -> "Config":
@@ -160,8 +160,8 @@ class Config:
 
         Raises ArgumentError for a window of some layers in a family that has one in all.
         """
-        windowed = self.window is not None
-        family = "qwen2" if self.qkv_bias else "mixtral" if self.experts else "mistral" if windowed else "llama"
+        is_windowed = self.window is not None
+        family = "qwen2" if self.qkv_bias else "mixtral" if self.experts else "mistral" if is_windowed else "llama"
         if self.window_layers is not None and family != "qwen2":
             raise ArgumentError("window_layers", f"must be None in the config of a {family}", self.window_layers)
         sizes = {key: getattr(self, name) for name, key in _JSON.items() if self.experts or "experts" not in name}
@@ -171,11 +171,13 @@ class Config:
             "model_type": family,
             "architectures": [_ARCHITECTURES[family]],
             **sizes,
-            **({"use_sliding_window": windowed, "layer_types": types} if family == "qwen2" else {}),
+            **({"use_sliding_window": is_windowed, "layer_types": types} if family == "qwen2" else {}),
             "rope_theta": self.rope_base,
             "rope_scaling": self.rope_scaling,
             "tie_word_embeddings": self.tied_head,
-            "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == self.activation),
+            "hidden_act": next(
+                their_name for their_name, our_name in _ACTIVATIONS.items() if our_name == self.activation
+            ),
             "_name_or_path": self.name,
         }
 
@@ -270,8 +272,8 @@ class Config:
 
         With experts `gate.0`, `up.0`, `down.0` and so on instead of the last three.
         """
-        of_kv, fused = (self.kv_heads * self.head_dim, self.hidden), self.matrices
-        attention = {"q": (self.heads * self.head_dim, self.hidden), "k": of_kv, "v": of_kv, "o": fused["o"]}
+        kv_shape, fused = (self.kv_heads * self.head_dim, self.hidden), self.matrices
+        attention = {"q": (self.heads * self.head_dim, self.hidden), "k": kv_shape, "v": kv_shape, "o": fused["o"]}
         ffn = {"gate": (self.ffn, self.hidden), "up": (self.ffn, self.hidden), "down": fused["down"]}
         if not self.experts:
             return attention | ffn
@@ -410,8 +412,8 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     """
     parts = filter(None, map(keys.part, ("rope_scaling", "rope_parameters")))
     rope_keys = next((part for part in parts if part.values), _Keys("config.json", {}, {}))
-    if nested := next((key for key, entry in rope_keys.values.items() if isinstance(entry, Mapping)), None):
-        raise rope_keys.wrong(nested, "must be a number: angles by kind of layer are not known")
+    if nested_key := next((key for key, entry in rope_keys.values.items() if isinstance(entry, Mapping)), None):
+        raise rope_keys.wrong(nested_key, "must be a number: angles by kind of layer are not known")
     for part in (keys, rope_keys):
         if part.get("partial_rotary_factor", None) is not None and part.positive("partial_rotary_factor") != 1:
             raise part.wrong("partial_rotary_factor", "must be 1: only rotations of whole heads are known")
@@ -433,11 +435,11 @@ def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | No
     """
     layers, listed_layers = keys.count("layers"), _named_layers(keys)
     is_windowed = family != "llama" and (family != "qwen2" or keys.flag("use_sliding_window", False))
-    window, first = keys.count("window", None) if is_windowed else None, 0
+    window, first_windowed_layer = keys.count("window", None) if is_windowed else None, 0
     if family == "qwen2" and window is not None and listed_layers is None:
-        first = keys.get("max_window_layers")
-        require_integer("config.json: max_window_layers", first)
-    windowed_layers = tuple(range(min(first, layers) if window is not None else layers, layers))
+        first_windowed_layer = keys.get("max_window_layers")
+        require_integer("config.json: max_window_layers", first_windowed_layer)
+    windowed_layers = tuple(range(min(first_windowed_layer, layers) if window is not None else layers, layers))
     if listed_layers is not None:
         if listed_layers != windowed_layers and (family != "qwen2" or window is None):
             raise keys.wrong("layer_types", f"must agree with the window of a {family}, {window}")
@@ -462,8 +464,8 @@ def _gguf_scaling(keys: _Keys, arch: str) -> dict[str, Any] | None:
     It is linear unless a type is named; a factor of 0 means no scaling.
     """
     prefix = f"{arch}.rope.scaling"
-    if unknown := next((key for key in keys.values if key.startswith(f"{prefix}.yarn_")), None):
-        raise keys.wrong(unknown, "must be missing: YaRN is not known")
+    if unknown_key := next((key for key in keys.values if key.startswith(f"{prefix}.yarn_")), None):
+        raise keys.wrong(unknown_key, "must be missing: YaRN is not known")
     if keys.positive(f"{prefix}.attn_factor", 1.0) != 1:
         raise keys.wrong(f"{prefix}.attn_factor", "must be 1: scaled attention is not known")
     kind = keys.one_of(f"{prefix}.type", ("none", "linear"), "linear")

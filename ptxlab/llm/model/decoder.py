@@ -156,8 +156,8 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
     (B, T, Hq, D), (L, Hkv) = q.shape, k.shape[1:3]
     visible_score, hidden_score = (q.dtype.type(number) for number in (0, -np.inf))
     token = np.arange(L, like=q)
-    scaled = q * q.dtype.type(D**-0.5)
-    queries = scaled.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
+    scaled_queries = q * q.dtype.type(D**-0.5)
+    queries = scaled_queries.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
     keys, values = k.transpose(0, 2, 3, 1)[:, :, None], v.transpose(0, 2, 1, 3)[:, :, None]
     attended = np.empty_like(q)
     for first in range(0, T, _QUERIES):
@@ -165,9 +165,9 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
         positions = slice(query_block.start + L - T, query_block.stop + L - T)
         key_block = slice(0 if window is None else max(0, positions.start - window + 1), positions.stop)
         age = token[positions, None] - token[key_block]
-        hidden = age < 0 if window is None else (age < 0) | (age >= window)
+        is_hidden = age < 0 if window is None else (age < 0) | (age >= window)
         scores = queries[..., query_block, :] @ keys[..., key_block]
-        scores += np.where(hidden, hidden_score, visible_score)
+        scores += np.where(is_hidden, hidden_score, visible_score)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         mean = scores @ values[..., key_block, :] / scores.sum(axis=-1, keepdims=True)

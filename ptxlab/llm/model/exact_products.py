@@ -77,28 +77,28 @@ def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple
     if weight.scheme == "atom":
         rules = {"outliers": weight.outliers, "g": weight.group, "code": RULES.index(ATOM_PAPER), "clip": weight.clip}
         logical |= {**rules, "pairs": BY_PAIRS.index(ATOM_ORDERS[weight.layout])}
-        empty: Any = AtomActivations
+        make_empty: Any = AtomActivations
         fields = {"K": weight.K - weight.outliers, "outliers": weight.outliers, "group": weight.group}
     else:
         logical |= {"outliers": weight.int8 * BLOCK, "g": BLOCK, "code": COMET, "clip": 1.0}
         logical["pairs"] = BY_PAIRS.index(BLOCK_ORDERS[weight.layout])
-        empty = BlockActivations
+        make_empty = BlockActivations
         fields = {"K4": weight.K - weight.int8 * BLOCK, "K8": weight.int8 * BLOCK}
     right, allowed = SILU_MUL_REORDER.expected(logical, config), SILU_MUL_REORDER.allowed(logical, config)
     layout = BY_PAIRS[logical["pairs"]]
     arrays = {part: right[name] for part, name in _WRITTEN.items() if part != "x8" or layout == "pairs"}
-    packed = empty(layout=layout, M=len(gate_up), **fields, **arrays)
-    return _arrays_like(packed, gate_up), tuple(allowed[_WRITTEN[part]] for part in packed.arrays)
+    packed_inputs = make_empty(layout=layout, M=len(gate_up), **fields, **arrays)
+    return _arrays_like(packed_inputs, gate_up), tuple(allowed[_WRITTEN[part]] for part in packed_inputs.arrays)
 
 
 def multiply(x: QuantizedInput, weight: Any, dtype: str, bias: Any = None) -> Any:
     """Return the product as its kernel stores it, [M, N]."""
     out = DTYPES.index(dtype)
     if isinstance(x, QuantizedActivations):
-        unpacked = unpack(weight)
-        if isinstance(unpacked, QoQChannelWeight):
-            return gemm_channel(unpacked, x.q, x.scale, bias, x.token_sum, OUT=out)
-        return gemm(unpacked, x.q, x.scale, bias, OUT=out)
+        unpacked_weight = unpack(weight)
+        if isinstance(unpacked_weight, QoQChannelWeight):
+            return gemm_channel(unpacked_weight, x.q, x.scale, bias, x.token_sum, OUT=out)
+        return gemm(unpacked_weight, x.q, x.scale, bias, OUT=out)
     rows, inputs = with_arrays(weight, to_numpy).rows, with_arrays(x, to_numpy)
     bias = None if bias is None else to_numpy(bias)
     if isinstance(inputs, AtomActivations):
@@ -126,8 +126,8 @@ def _pack_inputs(weight: ReorderedWeight, rows: Any) -> AtomActivations | BlockA
 def _arrays_like(x: QuantizedInput, example: Any) -> QuantizedInput:
     """Put the arrays of x where the example is."""
     arrays: Mapping[str, Any] = {name: match_device(array, example) for name, array in arrays_of(x).items()}
-    placed: QuantizedInput = replace(x, **arrays)
-    return placed
+    placed_input: QuantizedInput = replace(x, **arrays)
+    return placed_input
 
 
 # Arrays of both libraries

@@ -68,11 +68,11 @@ class FloatRunner(Runner):
         attended = np.empty_like(q)
         for b in np.unique(rows.sequence):
             own_rows = np.flatnonzero(rows.sequence == b)
-            part, first = slice(own_rows[0], own_rows[-1] + 1), int(rows.position[own_rows[0]])
+            chunk, first_position = slice(own_rows[0], own_rows[-1] + 1), int(rows.position[own_rows[0]])
             slots = np.asarray(self._slots(b, np.arange(rows.position[own_rows[-1]] + 1)), like=q)
-            self._keys[i, slots[first:]], self._values[i, slots[first:]] = k[part], v[part]
+            self._keys[i, slots[first_position:]], self._values[i, slots[first_position:]] = k[chunk], v[chunk]
             keys, values = self._keys[i, slots], self._values[i, slots]
-            attended[part] = causal_attention(q[None, part], keys[None], values[None], self.config.window_of(i))[0]
+            attended[chunk] = causal_attention(q[None, chunk], keys[None], values[None], self.config.window_of(i))[0]
         return attended.reshape(len(q), -1)
 
     def _logits(self, normed: Any) -> Any:

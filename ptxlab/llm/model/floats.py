@@ -53,8 +53,8 @@ class FloatModel:
         def layer() -> dict[str, Any]:
             weights = {name: matrix(*size) for name, size in config.separate_matrices.items()}
             if config.qkv_bias:
-                of_qkv = {f"{name}_bias": len(weights[name]) for name in ("q", "k", "v")}
-                weights |= {name: rng.standard_normal(N).astype(dtype) for name, N in of_qkv.items()}
+                bias_sizes = {f"{name}_bias": len(weights[name]) for name in ("q", "k", "v")}
+                weights |= {name: rng.standard_normal(N).astype(dtype) for name, N in bias_sizes.items()}
             if config.experts:
                 weights[ROUTER] = matrix(config.experts, config.hidden)
             return weights | {"input_norm": norm(), "post_norm": norm()}
@@ -91,9 +91,9 @@ class FloatModel:
 
         On a GPU a batch has as many as memory allows, because a launch costs more than it computes of one sequence.
         """
-        on_cpu = isinstance(self.embedding, np.ndarray)
-        at_once = 1 if on_cpu else max(1, _ELEMENTS // (tokens.shape[1] * self.config.ffn))
-        return [tokens[i : i + at_once] for i in range(0, len(tokens), at_once)]
+        is_on_cpu = isinstance(self.embedding, np.ndarray)
+        windows_at_once = 1 if is_on_cpu else max(1, _ELEMENTS // (tokens.shape[1] * self.config.ffn))
+        return [tokens[i : i + windows_at_once] for i in range(0, len(tokens), windows_at_once)]
 
     def states(
         self, tokens: Sequence[Tokens], numerics: Numerics = EXACT, progress: Callable[[], None] = lambda: None

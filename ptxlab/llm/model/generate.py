@@ -40,10 +40,10 @@ def generate(
     """
     require_integer("tokens", tokens, 1)
     rules = Sampling(**sampling)
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if longest + tokens > runner.context:
+    longest_prompt = max((len(prompt) for prompt in prompts), default=0)
+    if longest_prompt + tokens > runner.context:
         rule = f"prompt and tokens must fit the context of {runner.context}"
-        raise ArgumentError("tokens", rule, f"{longest} + {tokens}")
+        raise ArgumentError("tokens", rule, f"{longest_prompt} + {tokens}")
     return _generate_steps(runner, prompts, tokens, rules, _extend if goes_on else _begin, progress)
 
 
@@ -81,21 +81,21 @@ def _generate_steps(
 ) -> Iterator[Indices]:
     logits = compute(runner, prompts, progress)
     noise = _gumbel(sampling.seed, logits)
-    seen = tokens_mask(prompts, logits) if sampling.penalizes else None
+    seen_mask = tokens_mask(prompts, logits) if sampling.penalizes else None
     for n in range(tokens):
-        chosen, continues = choose(logits, sampling, noise, seen), n + 1 < tokens
-        if seen is not None:
-            seen[np.arange(len(chosen), like=chosen), chosen] = True
-        fetched = gpu.fetch(chosen) if gpu.is_device_array(chosen) else None
-        if continues and fetched:  # the GPU goes on while the host waits for this token
-            logits = runner.decode(np.maximum(chosen, 0))  # -1 is no token
-        host_tokens = fetched() if fetched else chosen
+        chosen_tokens, goes_on = choose(logits, sampling, noise, seen_mask), n + 1 < tokens
+        if seen_mask is not None:
+            seen_mask[np.arange(len(chosen_tokens), like=chosen_tokens), chosen_tokens] = True
+        fetched = gpu.fetch(chosen_tokens) if gpu.is_device_array(chosen_tokens) else None
+        if goes_on and fetched:  # the GPU goes on while the host waits for this token
+            logits = runner.decode(np.maximum(chosen_tokens, 0))  # -1 is no token
+        host_tokens = fetched() if fetched else chosen_tokens
         if (host_tokens < 0).any():
             place = f"token {n} behind prompts[{host_tokens.argmin()}]"
             raise ArgumentError("runner", "must give finite logits", f"NaN or infinity for {place}")
         yield host_tokens.astype(np.int32)
-        if continues and not fetched:
-            logits = runner.decode(chosen)
+        if goes_on and not fetched:
+            logits = runner.decode(chosen_tokens)
 
 
 def choose(logits: Any, sampling: Sampling, noise: Callable[[tuple[int, ...]], Any], seen: Any = None) -> Any:

@@ -92,10 +92,10 @@ def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows
         return AtomActivations(**sizes, **arrays(activation_shapes(**sizes)))
     layout = BLOCK_ORDERS[weight.layout]
     ends = block_activation_shapes(layout, M, K, 0), block_activation_shapes(layout, M, 0, K)
-    largest: Shapes = {
-        name: (dtype, (max(prod(end[name][1]) for end in ends),)) for name, (dtype, _) in ends[0].items()
+    largest_shapes: Shapes = {
+        name: (dtype, (max(prod(shapes[name][1]) for shapes in ends),)) for name, (dtype, _) in ends[0].items()
     }
-    return BlockRoom(layout=layout, M=M, K=K, **arrays(largest))
+    return BlockRoom(layout=layout, M=M, K=K, **arrays(largest_shapes))
 
 
 def new_rows(M: int, K: int, array: NewArray, *, order: str, rows: int | None) -> PackedActivations:
@@ -124,8 +124,11 @@ def can_read(weight: Any, inputs: Inputs) -> bool:
         return isinstance(inputs, PackedActivations)
     if weight.scheme == "fmpq":
         return isinstance(inputs, BlockRoom) and (inputs.layout, inputs.K) == (BLOCK_ORDERS[weight.layout], weight.K)
-    expected = ATOM_ORDERS[weight.layout], weight.K - weight.outliers, weight.outliers, weight.group
-    return isinstance(inputs, AtomActivations) and (inputs.layout, inputs.K, inputs.outliers, inputs.group) == expected
+    expected_fields = ATOM_ORDERS[weight.layout], weight.K - weight.outliers, weight.outliers, weight.group
+    return (
+        isinstance(inputs, AtomActivations)
+        and (inputs.layout, inputs.K, inputs.outliers, inputs.group) == expected_fields
+    )
 
 
 def operand(weight: Any, inputs: Inputs) -> Any:

@@ -73,16 +73,18 @@ class KernelRunner(Runner):
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
         self._layers = [self._place_layer(weights) for weights in layers]
-        in_strips = all(getattr(self._layers[0], name).layout == "strips" for name in config.matrices)
-        self._programmatic = in_strips if programmatic is None else programmatic
+        are_in_strips = all(getattr(self._layers[0], name).layout == "strips" for name in config.matrices)
+        self._programmatic = are_in_strips if programmatic is None else programmatic
         # A token's row has the layers' dtype; the head stays in float16 unless it is quantised.
         self._embedding = self._to_backend(convert_to_dtype(floats(model.embedding), self._dtype))
-        head, shared = model.embedding if model.head is None else model.head, model.head is None
+        head, is_head_shared = model.embedding if model.head is None else model.head, model.head is None
         if self.head == "int8":
-            quantized = quantize_head(gpu.to_host(head) if gpu.is_device_array(head) else head)
-            weight: Any = replace(quantized, q8=self._to_backend(quantized.q8), scale=self._to_backend(quantized.scale))
+            quantized_head = quantize_head(gpu.to_host(head) if gpu.is_device_array(head) else head)
+            weight: Any = replace(
+                quantized_head, q8=self._to_backend(quantized_head.q8), scale=self._to_backend(quantized_head.scale)
+            )
         else:
-            weight = self._embedding if shared and self._dtype == "float16" else self._to_backend(head)
+            weight = self._embedding if is_head_shared and self._dtype == "float16" else self._to_backend(head)
         self._head = LMHead(weight, config.vocabulary, self.batch_invariant, backend, self._programmatic)
         self._final_norm = self._to_backend(model.final_norm)
         self._angles = tuple(self._to_backend(table) for table in config.rope_tables(context))
@@ -94,9 +96,9 @@ class KernelRunner(Runner):
 
     def _place_layer(self, weights: LayerWeights) -> LayerWeights:
         """Move a layer to where its kernels run, in a layout that one of them takes."""
-        placed = weights.to_device() if self._on_gpu else weights
+        placed_weights = weights.to_device() if self._on_gpu else weights
         layout = layout_here(weights.o.scheme, self.backend, now=weights.o.layout)
-        return placed if layout == weights.o.layout else placed.in_layout(layout)
+        return placed_weights if layout == weights.o.layout else placed_weights.in_layout(layout)
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
         """Raise ArgumentError, with the figures, for a runner that is larger than the card."""
@@ -113,10 +115,10 @@ class KernelRunner(Runner):
             tokens = self._to_backend(self._check_tokens("tokens", tokens, len(sequences)))
         with self._grow_sequences("decode", sequences, [1] * len(sequences)):
             step = self._prepare_decode_step(np.array(sequences, np.int32), self.lengths[sequences] - 1)
-            expected, step.device_numbers = step.device_numbers, ()  # an interrupted step leaves any numbers
+            expected_numbers, step.device_numbers = step.device_numbers, ()  # an interrupted step leaves any numbers
             step.tokens[: len(sequences)] = tokens
             self._launch(step)
-            step.device_numbers = expected
+            step.device_numbers = expected_numbers
             return self._logits(step.normed[: len(sequences)])
 
     def _run(self, rows: Rows) -> Any:
@@ -144,10 +146,10 @@ class KernelRunner(Runner):
         counters = [np.pad(position + 1, padding), np.pad(position, padding)]
         counters.append(np.pad(self._slots(sequence, position), padding, constant_values=-1))
         table = np.pad(self.table[sequence], (padding, (0, 0)))
-        needed = [table, increments, *(counter - increments for counter in counters)]
-        if not step.device_numbers or not all(map(np.array_equal, step.device_numbers, needed)):
+        needed_arrays = [table, increments, *(counter - increments for counter in counters)]
+        if not step.device_numbers or not all(map(np.array_equal, step.device_numbers, needed_arrays)):
             arrays = [step.caches[0].block_table, step.increments, step.lengths, step.positions, step.slots]
-            self._write(arrays, needed)
+            self._write(arrays, needed_arrays)
         step.device_numbers = [table, increments, *counters]
         return step
 
@@ -161,24 +163,27 @@ class KernelRunner(Runner):
         starts = np.arange(count)
         if step.starts is not None:
             starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
-        stops, empty = np.append(starts[1:], count), step.caches[0].batch - len(starts)
+        stops, empty_sequences = np.append(starts[1:], count), step.caches[0].batch - len(starts)
         slots = self._slots(rows.sequence, rows.position)
         numbers = {
             "tokens": (step.tokens, np.pad(rows.token, padding)),
             "positions": (step.positions, np.pad(rows.position, padding)),
             "slots": (step.slots, np.pad(slots, padding, constant_values=-1)),
-            "table": (step.caches[0].block_table, np.pad(self.table[rows.sequence[starts]], ((0, empty), (0, 0)))),
-            "lengths": (step.lengths, np.pad(rows.position[stops - 1] + 1, (0, empty))),
+            "table": (
+                step.caches[0].block_table,
+                np.pad(self.table[rows.sequence[starts]], ((0, empty_sequences), (0, 0))),
+            ),
+            "lengths": (step.lengths, np.pad(rows.position[stops - 1] + 1, (0, empty_sequences))),
         }
         if step.starts is not None:
-            numbers["starts"] = step.starts, np.pad(starts, (0, empty + 1), constant_values=count)
+            numbers["starts"] = step.starts, np.pad(starts, (0, empty_sequences + 1), constant_values=count)
         self._write(*zip(*numbers.values(), strict=True))
         return step
 
     def _write(self, targets: Iterable[Any], numbers: Iterable[Any]) -> None:
         """Copy numbers into arrays of a step."""
-        for target, array in zip(targets, numbers, strict=True):
-            target[...] = self._to_backend(array.astype(np.int32))
+        for target_array, array in zip(targets, numbers, strict=True):
+            target_array[...] = self._to_backend(array.astype(np.int32))
 
     def _decode_step(self, rows: int) -> "_Step":
         """Return the decoding step of `rows` rows.
@@ -197,10 +202,12 @@ class KernelRunner(Runner):
         On a GPU it is captured at its first use, when it writes nothing.
         """
         if rows not in self._prompt_steps:
-            in_chunks = self.cache in CHUNKED
-            caches = self._caches(self.batch if in_chunks else rows)
-            buffers = _share_workspace(self._prompt_steps, self._buffers(caches[0], tokens=rows if in_chunks else None))
-            self._prompt_steps[rows] = self._capture(_Step.of(buffers, caches, prompts=in_chunks))
+            takes_chunks = self.cache in CHUNKED
+            caches = self._caches(self.batch if takes_chunks else rows)
+            buffers = _share_workspace(
+                self._prompt_steps, self._buffers(caches[0], tokens=rows if takes_chunks else None)
+            )
+            self._prompt_steps[rows] = self._capture(_Step.of(buffers, caches, prompts=takes_chunks))
         return self._prompt_steps[rows]
 
     def _caches(self, sequences: int) -> list[KVCache]:
@@ -313,16 +320,18 @@ class LMHead:
             x = quantize_activations(normed, backend=self.backend)
             logits = gemm_w8a8(x, self.weight, backend=self.backend, programmatic=self.programmatic)
             return logits[:, : self.vocabulary]
-        halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
+        half_precision = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
         if self.batch_invariant:
-            return gemm_f16(halves, self.weight, backend=self.backend)
-        return np.matmul(halves, self.weight.T)
+            return gemm_f16(half_precision, self.weight, backend=self.backend)
+        return np.matmul(half_precision, self.weight.T)
 
 
 def _share_workspace(steps: Mapping[int, "_Step"], buffers: LayerBuffers) -> LayerBuffers:
     """Give buffers the workspace of attention that other steps have: launches follow each other, so one is enough."""
-    first = next(iter(steps.values()), None)
-    return buffers if first is None else replace(buffers, attention_workspace=first.buffers.attention_workspace)
+    first_step = next(iter(steps.values()), None)
+    return (
+        buffers if first_step is None else replace(buffers, attention_workspace=first_step.buffers.attention_workspace)
+    )
 
 
 @dataclass(eq=False, kw_only=True)

@@ -133,7 +133,11 @@ class LayerBuffers:
         can_add = not weights.config.experts and not weights.four_bit_inputs
         adds_by_default = can_add and weights.o.layout == weights.down.layout == "strips"
         adds_to_stream = adds_by_default if residual_epilogue is None else residual_epilogue
-        flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": adds_to_stream}
+        flags = {
+            "programmatic": programmatic,
+            "batch_invariant": batch_invariant,
+            "residual_epilogue": adds_to_stream,
+        }
         check_flags(**flags)
         if adds_to_stream and weights.four_bit_inputs:
             rule = "must be False: no product of W4A4 has one"
@@ -150,25 +154,25 @@ class LayerBuffers:
             return new_inputs(getattr(weights, name), M, config.matrices[name][1], array, order=order, rows=rows)
 
         heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
-        chosen = max(1, config.chosen_experts)
+        rows_per_token = max(1, config.chosen_experts)
         row_major: dict[str, Any] = {"order": ORDER, "rows": None}
         on_gpu = gpu.is_device_array(pool)
         routing = None
         if config.experts:
-            gate_up_in: Inputs = (expert_rows := new_rows(M * chosen, H, array, **row_major))
-            down_in: Inputs = new_rows(M * chosen, F, array, **row_major)
+            gate_up_in: Inputs = (expert_rows := new_rows(M * rows_per_token, H, array, **row_major))
+            down_in: Inputs = new_rows(M * rows_per_token, F, array, **row_major)
             routed = RoutedTokens(
                 rows=expert_rows,
                 offsets=array(config.experts + 1, of="int32"),
-                place=array(M, chosen, of="int32"),
-                share=array(M, chosen, of="float32"),
-                chosen=array(M, chosen, of="int32"),
+                place=array(M, rows_per_token, of="int32"),
+                share=array(M, rows_per_token, of="float32"),
+                chosen=array(M, rows_per_token, of="int32"),
             )
             routing = Routing(
                 tokens=new_rows(M, H, array, **row_major),
                 normed=array(M, H),
                 routed=routed,
-                expert_outputs=array(M * chosen, H),
+                expert_outputs=array(M * rows_per_token, H),
             )
         else:
             gate_up_in, down_in = inputs("gate_up"), inputs("down")
@@ -184,7 +188,7 @@ class LayerBuffers:
             o_in=inputs("o"),
             o=array(M, H),
             gate_up_in=gate_up_in,
-            gate_up=array(M * chosen, F if _has_gated_epilogue(weights) else 2 * F),
+            gate_up=array(M * rows_per_token, F if _has_gated_epilogue(weights) else 2 * F),
             down_in=down_in,
             hidden=array(M, H),
             routing=routing,
@@ -301,7 +305,7 @@ def layer_calls(
     _check(x, residual, weights, cache, slots, rope, buffers, M)
     if M == 0:
         return []
-    config, b, workspace_of = weights.config, buffers, buffers.workspaces.get
+    config, b, find_workspace = weights.config, buffers, buffers.workspaces.get
     adds_to_stream, ends_gated = b.residual_epilogue, _has_gated_epilogue(weights)
     epilogue: dict[str, Any] = {"epilogue": "silu_mul"} if ends_gated else {}
     attention_options: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
@@ -320,7 +324,7 @@ def layer_calls(
 
     def product(name: str, inputs: Inputs, weight: Any, out: Any, **options: Any) -> LayerCall:
         calls, x = calls_of(weight), operand(weight, inputs)
-        options |= {} if weights.four_bit_inputs else {"workspace": workspace_of(name)}
+        options |= {} if weights.four_bit_inputs else {"workspace": find_workspace(name)}
         return call(name, calls.product, x, weight=multiplicand(weight), out=out, **options)
 
     def to_stream(name: str, inputs: Inputs, weight: Any, out: Any) -> LayerCall:
@@ -449,7 +453,7 @@ def _has_gated_epilogue(weights: LayerWeights) -> bool:
 
 def _check_sizes(config: Config) -> None:
     """Raise ArgumentError for a layer that a kernel in its midst does not take."""
-    for name, largest, step in (
+    for name, largest_size, step in (
         ("hidden", MOST_WIDTH, 32),
         ("ffn", MOST_WIDTH, 32),
         ("heads", MOST_RATIO * config.kv_heads, 1),
@@ -457,8 +461,8 @@ def _check_sizes(config: Config) -> None:
         ("chosen_experts", MOST_CHOSEN, 1),
     ):
         size = getattr(config, name)
-        if size > largest or size % step:
-            rule = f"must be a multiple of {step} up to {largest}" if step > 1 else f"at most {largest}"
+        if size > largest_size or size % step:
+            rule = f"must be a multiple of {step} up to {largest_size}" if step > 1 else f"at most {largest_size}"
             raise ArgumentError(f"{NAME}: {name}", rule, size)
 
 

@@ -193,12 +193,12 @@ def require_batch(
 ) -> None:
     """Raise ArgumentError, with the figures, for a batch that does not fit a memory; see `largest_batch`."""
     if excess(config, batch, gigabytes, tokens, pages=pages, **options) > 0:
-        largest = largest_batch(config, gigabytes, tokens, most=batch, pages=pages, **options)
+        largest_size = largest_batch(config, gigabytes, tokens, most=batch, pages=pages, **options)
         name = config.name or "this model"
-        rule = f"must be at most {largest} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
+        rule = f"must be at most {largest_size} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
         footprint = Footprint.of(config, batch, tokens, **options)
-        need = footprint.describe(batch * ceil_div(tokens, PAGE) if pages is None else pages)
-        raise ArgumentError("batch", rule, f"{batch}, which needs {need}")
+        need_text = footprint.describe(batch * ceil_div(tokens, PAGE) if pages is None else pages)
+        raise ArgumentError("batch", rule, f"{batch}, which needs {need_text}")
 
 
 def excess(
@@ -228,12 +228,13 @@ def launch_bytes(
     The rows are those of decoding, or of prompts of so many sequences; `inputs` as of `Footprint.of`.
     """
     H, F, attended = config.hidden, config.ffn, config.heads * config.head_dim
-    chosen = max(1, config.chosen_experts)
-    floats = 3 * H + config.qkv_width + 2 * attended + H + 2 * F * chosen + H  # stream's ends; qkv, q, attention, ...
-    activations = (H, attended, *(H, F) * chosen)
+    rows_per_token = max(1, config.chosen_experts)
+    # Stream's ends; qkv, q, attention, ...
+    floats = 3 * H + config.qkv_width + 2 * attended + H + 2 * F * rows_per_token + H
+    activations = (H, attended, *(H, F) * rows_per_token)
     nbytes = floats * _HALF + (sum(K + 2 * _WORD for K in activations) if inputs is None else inputs)
     if config.experts:
-        nbytes += H + 2 * _WORD + (H + chosen * H) * _HALF + 3 * chosen * _WORD
+        nbytes += H + 2 * _WORD + (H + rows_per_token * H) * _HALF + 3 * rows_per_token * _WORD
     words = (3 + 1) * rows if sequences is None else 3 * rows + 1  # tokens, positions, slots, increments or starts
     words += (rows if sequences is None else 2 * sequences) + (sequences or rows) * max_pages  # lengths, starts, table
     return rows * nbytes + words * _WORD + (config.experts + 1) * _WORD * bool(config.experts)

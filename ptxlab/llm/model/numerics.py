@@ -56,8 +56,8 @@ class FakeQuantized(Numerics):
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
         """See `Numerics.product`; x is quantised first."""
-        rounded = self.input(x, layer.get(f"{name}_order"), layer.get(f"{name}_int8"))
-        return super().product(name, rounded, layer)
+        rounded_input = self.input(x, layer.get(f"{name}_order"), layer.get(f"{name}_int8"))
+        return super().product(name, rounded_input, layer)
 
     def input(self, x: Floats, order: Any = None, int8: Any = None) -> Floats:
         """Round x [.., K] as the kernel that quantises a GEMM's input does.
@@ -67,11 +67,11 @@ class FakeQuantized(Numerics):
         if self.acts is None:
             return x
         key = x, order, int8
-        last: tuple[Any, ...] = getattr(self._last, "key", (None, None, None))
-        if any(new is not old for new, old in zip(key, last, strict=True)):
+        last_key: tuple[Any, ...] = getattr(self._last, "key", (None, None, None))
+        if any(new_argument is not old_argument for new_argument, old_argument in zip(key, last_key, strict=True)):
             rows = x.reshape(-1, x.shape[-1])
-            fresh = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
-            self._last.key, self._last.rounded = key, fresh.reshape(x.shape)
+            rounded_rows = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
+            self._last.key, self._last.rounded = key, rounded_rows.reshape(x.shape)
         rounded: Floats = self._last.rounded
         return rounded
 
@@ -90,29 +90,29 @@ class FakeQuantized(Numerics):
         return cache_format.keys.restore(keys), cache_format.values.restore(values)
 
     def _in_groups(self, x: Floats, order: Any, int8: Any) -> Floats:
-        ordered = x if order is None else x[:, order]
+        ordered_input = x if order is None else x[:, order]
         if int8 is not None:
-            rounded = self._in_blocks(ordered, int(int8))
+            rounded_channels = self._in_blocks(ordered_input, int(int8))
         else:
             K = x.shape[1] - self.kept
             if K <= 0 or K % (self.group or K):
                 raise ArgumentError("group", f"must divide {x.shape[1]} channels less {self.kept}", self.group)
-            rounded_parts = [_in_groups(ordered[:, :K], self.group or K, 4, ATOM_PAPER.steps(4), self.clip)]
+            rounded_parts = [_in_groups(ordered_input[:, :K], self.group or K, 4, ATOM_PAPER.steps(4), self.clip)]
             if self.kept:
-                outliers = ordered[:, K:]
-                in_16_bits = self.kept_bits == 16
+                outliers = ordered_input[:, K:]
+                keeps_16_bits = self.kept_bits == 16
                 steps = ATOM_PAPER.steps(8)
-                last = _in_16_bits(outliers) if in_16_bits else _in_groups(outliers, self.kept, 8, steps)
-                rounded_parts.append(last)
-            rounded = np.concatenate(rounded_parts, axis=1)
-        return rounded if order is None else rounded[:, np.argsort(order)]
+                rounded_outliers = _in_16_bits(outliers) if keeps_16_bits else _in_groups(outliers, self.kept, 8, steps)
+                rounded_parts.append(rounded_outliers)
+            rounded_channels = np.concatenate(rounded_parts, axis=1)
+        return rounded_channels if order is None else rounded_channels[:, np.argsort(order)]
 
     def _in_blocks(self, x: Floats, int8: int) -> Floats:
         """Round x [M, K] in COMET's blocks, the last `int8` of them to INT8 and the others to INT4."""
         if self.group is None or x.shape[1] % self.group or int8 * self.group > x.shape[1]:
             raise ArgumentError("group", f"must divide {x.shape[1]} channels, {int8} groups in INT8", self.group)
-        split = x.shape[1] - int8 * self.group
-        parts = (x[:, :split], 4, 7), (x[:, split:], 8, 127)
+        first_int8_channel = x.shape[1] - int8 * self.group
+        parts = (x[:, :first_int8_channel], 4, 7), (x[:, first_int8_channel:], 8, 127)
         rounded_parts = [_in_groups(part, self.group, bits, steps) for part, bits, steps in parts if part.shape[1]]
         return np.concatenate(rounded_parts, axis=1)
 
@@ -120,21 +120,21 @@ class FakeQuantized(Numerics):
 def per_token(x: Floats) -> Floats:
     """Round x [M, K] to INT8 per token and back, by the scales of `quantize_activations`."""
     scale = token_scales(x)[:, None]
-    rounded: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
-    return rounded
+    rounded_values: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
+    return rounded_values
 
 
 def _in_groups(x: Floats, group: int, bits: int, steps: float, clip: float = 1.0) -> Floats:
     """Round x [M, K] to integers of `bits` bits and back, with a scale per group in FP16."""
     q, scale = integer_groups("activations", x.reshape(len(x), -1, group), bits, steps, clip=clip)
-    rounded: Floats = dequantize_groups(q.reshape(x.shape), scale).astype(x.dtype)
-    return rounded
+    rounded_values: Floats = dequantize_groups(q.reshape(x.shape), scale).astype(x.dtype)
+    return rounded_values
 
 
 def _in_16_bits(x: Floats) -> Floats:
     """Round x [M, K] to integers of 16 bits and back, with a scale per row."""
     largest_integer = 2**15 - 1
-    largest = np.abs(x).max(axis=1, keepdims=True)
-    scale = np.where(largest > 0, largest / largest_integer, 1).astype(x.dtype)
-    rounded: Floats = np.rint(x / scale).clip(-largest_integer, largest_integer) * scale
-    return rounded
+    largest_values = np.abs(x).max(axis=1, keepdims=True)
+    scale = np.where(largest_values > 0, largest_values / largest_integer, 1).astype(x.dtype)
+    rounded_values: Floats = np.rint(x / scale).clip(-largest_integer, largest_integer) * scale
+    return rounded_values

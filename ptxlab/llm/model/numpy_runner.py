@@ -36,14 +36,17 @@ class IntegerProduct:
     """
 
     def __init__(self, weight: PackedWeight | Level1Weight, bias: F32 | None = None) -> None:
-        quantized = weight if isinstance(weight, Level1Weight) else unpack(weight)
-        if isinstance(quantized, Level1Weight):
-            integers: Any = quantized.q8
-            self.scale = quantized.scale
-        elif isinstance(quantized, QoQChannelWeight):
-            integers, self.scale = quantized.q4.astype(np.int32) - quantized.zero[:, None], quantized.scale
+        quantized_weight = weight if isinstance(weight, Level1Weight) else unpack(weight)
+        if isinstance(quantized_weight, Level1Weight):
+            integers: Any = quantized_weight.q8
+            self.scale = quantized_weight.scale
+        elif isinstance(quantized_weight, QoQChannelWeight):
+            integers, self.scale = (
+                quantized_weight.q4.astype(np.int32) - quantized_weight.zero[:, None],
+                quantized_weight.scale,
+            )
         else:
-            integers, self.scale = quantized.exact_level1(), quantized.channel_scale
+            integers, self.scale = quantized_weight.exact_level1(), quantized_weight.channel_scale
         N = len(integers)
         magnitude, pieces = np.abs(integers.astype(np.int32)), 1
         while 127 * magnitude.reshape(N, pieces, -1).sum(axis=2).max() > _EXACT:
@@ -177,7 +180,7 @@ class NumpyRunner(Runner):
     @np.errstate(over="ignore", invalid="ignore")  # of what `_clear_nonfinite` finds
     def _run(self, rows: Rows, of_prompts: bool = True) -> Any:
         config, dtype = self.config, self._dtype
-        in_16_bits = of_prompts and self.own_keys == "16-bit"
+        reads_own_keys = of_prompts and self.own_keys == "16-bit"
         self._first_nonfinite[rows.sequence[rows.position <= self._first_nonfinite[rows.sequence]]] = (
             _NEVER  # computed anew
         )
@@ -192,7 +195,7 @@ class NumpyRunner(Runner):
             q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
             q, k = reference.rope(q, *angles), reference.rope(k, *angles)
             self._append(i, k, v, rows)
-            chunk_keys_values = (round_to_dtype(k, dtype), v) if in_16_bits else None
+            chunk_keys_values = (round_to_dtype(k, dtype), v) if reads_own_keys else None
             attention = self._attend(i, round_to_dtype(q, dtype), rows, chunk_keys_values)
             o = layer.o(layer.o.quantize(round_to_dtype(attention, dtype)), dtype)
             stream, y = self._add_and_normalize(o, stream, layer.post_norm, rows)
@@ -215,8 +218,8 @@ class NumpyRunner(Runner):
         """Add up what the experts of each row of y [R, H] give, f32 [R, H], as the kernels of the family `moe` do."""
         x, k = quant.quantize_activations(y), self.config.chosen_experts
         logits = router_logits(round_to_dtype(y, self._dtype), layer.router)
-        chosen, share = reference.top_experts(logits.astype(np.float64), k)
-        offsets, place = reference.rows_by_expert(chosen, self.config.experts)
+        chosen_experts, share = reference.top_experts(logits.astype(np.float64), k)
+        offsets, place = reference.rows_by_expert(chosen_experts, self.config.experts)
         token, outputs = place.reshape(-1).argsort() // k, np.empty((place.size, y.shape[1]), np.float32)
         for products, (start, stop) in zip(layer.experts, pairwise(offsets.tolist()), strict=True):
             row = token[start:stop]

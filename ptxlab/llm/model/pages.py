@@ -42,15 +42,15 @@ class Pages:
 
     def share(self, tokens: Sequence[int]) -> list[int]:
         """Take the pages that hold the beginning of these tokens for one more sequence; return them in order."""
-        shared = []
+        shared_pages = []
         for prefix in prefixes(tokens):
             page = self._by_prefix.get(prefix)
             if page is None:
                 break
             self.free.pop(page, None)
             self.users[page] += 1
-            shared.append(page)
-        return shared
+            shared_pages.append(page)
+        return shared_pages
 
     def register(self, tokens: Sequence[int], pages: Iterable[int]) -> None:
         """Note that these pages of a sequence hold its tokens, as far as these fill them.

@@ -158,9 +158,9 @@ def convert_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
 def _to_16_bits(name: str, x: Any, dtype: str) -> Any:
     """Convert x to 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
     low, high = extremes(name, x)
-    largest, limit = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
-    if dtype == "float16" and largest > limit:
-        raise ArgumentError(name, f"must lie in ±{limit:g} to be stored in float16", f"{largest:g}")
+    largest_value, limit = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
+    if dtype == "float16" and largest_value > limit:
+        raise ArgumentError(name, f"must lie in ±{limit:g} to be stored in float16", f"{largest_value:g}")
     return convert_to_dtype(x.astype(np.float32, copy=False), dtype)
 
 

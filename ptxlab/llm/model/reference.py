@@ -109,13 +109,13 @@ def exact(
     if config.experts or not residual_epilogue:
         stream = add_step("residual", stream)
     y = _norm(stream, weights.post_norm, config.eps)
-    quantised: Any = quantize_input(weights.gate_up, y)
+    quantised_input: Any = quantize_input(weights.gate_up, y)
     if config.experts:
-        tokens, y = add_step("tokens", quantised), add_step("normed", convert_to_dtype(y, dtype))
+        tokens, y = add_step("tokens", quantised_input), add_step("normed", convert_to_dtype(y, dtype))
         chosen, share, allowed = _choose_experts(y, weights.router, config.chosen_experts, dtype)
         chosen, share = add_step("chosen", chosen), add_step("share", share, allowed)
         offsets, place = map(add_step, ("offsets", "place"), reference.rows_by_expert(chosen, config.experts))
-        quantised = _select_rows(tokens, place.reshape(-1).argsort() // place.shape[1])
+        quantised_input = _select_rows(tokens, place.reshape(-1).argsort() // place.shape[1])
 
     def product(x: Any, weight: Any) -> Any:
         if not isinstance(weight, ExpertWeights):
@@ -124,7 +124,7 @@ def exact(
         used_experts = [(e, rows) for e, rows in expert_rows if rows.start < rows.stop]
         return np.concatenate([multiply(_select_rows(x, rows), weight.expert(e), dtype) for e, rows in used_experts])
 
-    gate_up_in = add_step("gate_up_in", quantised)
+    gate_up_in = add_step("gate_up_in", quantised_input)
     if getattr(weights.gate_up, "interleaved", False):
         h = add_step("gate_up", *_silu_mul_outputs(gate_up_in, weights.gate_up, dtype))
         h = (
@@ -189,8 +189,8 @@ def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     M, D = len(stream), config.head_dim
 
     def product(y: F64, weight: Any) -> F64:
-        unpacked = weight if isinstance(weight, ReorderedWeight) else unpack(weight)
-        outputs: F64 = y @ unpacked.dequantize().astype(np.float64).T
+        unpacked_weight = weight if isinstance(weight, ReorderedWeight) else unpack(weight)
+        outputs: F64 = y @ unpacked_weight.dequantize().astype(np.float64).T
         return outputs
 
     def ffn(y: F64, gate_up: Any, down: Any) -> F64:
@@ -205,7 +205,10 @@ def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     attended = []
     for b, (keys, values) in enumerate(zip(*gather(inputs.cache), strict=True)):
         past_and_new = (keys, k), (values, v)
-        keys_values = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in past_and_new]
+        keys_values = [
+            np.concatenate([cached_keys_values.dequantize()[:-1], new_keys_values[b : b + 1]])
+            for cached_keys_values, new_keys_values in past_and_new
+        ]
         attended.append(reference.attention(q[b : b + 1], *keys_values, scale=D**-0.5, window=config.window_of())[0])
     stream = stream + product(np.concatenate(attended).reshape(M, -1), weights.o)
     y = reference.rms_norm(stream, norms[1], config.eps)
@@ -288,18 +291,20 @@ def _compare_step(name: str, output: Any, step: Step, dtype: str) -> None:
     """Raise VerificationError where a step is not what it has to be."""
     parts = list(arrays_of(output)) if is_quantized_input(output) else [""]
     bounds = step.allowed if isinstance(step.allowed, tuple) else (step.allowed,) * len(parts)
-    for part, allowed in zip(parts, bounds, strict=True):
+    for part, allowed_error in zip(parts, bounds, strict=True):
         got, right = (to_numpy(getattr(x, part) if part else x) for x in (output, step.right))
-        if allowed is None:
-            wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
+        if allowed_error is None:
+            is_wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
         else:
-            allowed = Allowed(to_numpy(allowed.per_element), None if allowed.rms is None else to_numpy(allowed.rms))
+            allowed_error = Allowed(
+                to_numpy(allowed_error.per_element), None if allowed_error.rms is None else to_numpy(allowed_error.rms)
+            )
             got = numbers(got, dtype) if right.dtype == np.float64 and not part else got
-            wrong, rows = misses(got, right, allowed)
-            wrong = wrong | rows.reshape(*rows.shape, *(1,) * (wrong.ndim - rows.ndim))
-        if wrong.any():
-            index = tuple(int(i) for i in np.argwhere(wrong)[0])
-            label, count = f"{name}.{part}" if part else name, f"{int(wrong.sum())} of {wrong.size} elements"
+            is_wrong, rows = misses(got, right, allowed_error)
+            is_wrong = is_wrong | rows.reshape(*rows.shape, *(1,) * (is_wrong.ndim - rows.ndim))
+        if is_wrong.any():
+            index = tuple(int(i) for i in np.argwhere(is_wrong)[0])
+            label, count = f"{name}.{part}" if part else name, f"{int(is_wrong.sum())} of {is_wrong.size} elements"
             raise VerificationError(
                 f"{label}: {count} differ from the reference, first at {list(index)}: "
                 f"{got[index]} instead of {right[index]}"

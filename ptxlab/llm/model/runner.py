@@ -188,17 +188,19 @@ class Runner(ABC):
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self.context:
                 raise ArgumentError(f"prompts[{i}]", f"must have 1 to {self.context} tokens", len(prompt))
-        new = {i: self._check_tokens(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
+        checked_prompts = {i: self._check_tokens(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
         for b in range(self.batch):
             self.release(b)
-        with self._append_tokens("prefill", new) as rows:
-            ends, last = self.lengths.cumsum() - 1, []
+        with self._append_tokens("prefill", checked_prompts) as rows:
+            ends, last_rows = self.lengths.cumsum() - 1, []
             for start in range(0, len(rows.token), self.chunk):
                 stop = start + self.chunk
                 normed = self._run(rows.part(start, stop))
-                last += [normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop]
+                last_rows += [
+                    normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop
+                ]
                 progress()
-            return self._logits(np.concatenate(last))
+            return self._logits(np.concatenate(last_rows))
 
     def extend(self, new: Mapping[int, Sequence[int]]) -> Any:
         """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] after each part.
@@ -229,12 +231,12 @@ class Runner(ABC):
 
         Return True if it got every page; if there are too few it takes none and returns False.
         """
-        needed, page_count = self.missing_pages(b, tokens), int(self.page_counts[b])
-        if needed > len(self.page_pool.free):
+        needed_pages, page_count = self.missing_pages(b, tokens), int(self.page_counts[b])
+        if needed_pages > len(self.page_pool.free):
             return False
-        for i in range(page_count, page_count + needed):
+        for i in range(page_count, page_count + needed_pages):
             self.table[b, i] = self.page_pool.take()
-        self.page_counts[b] += needed
+        self.page_counts[b] += needed_pages
         return True
 
     def share(self, b: int, tokens: Sequence[int]) -> None:
@@ -242,9 +244,9 @@ class Runner(ABC):
 
         The last token is never among them, as the next one follows from its logits.
         """
-        shared = self.page_pool.share(tokens[:-1])
-        self.table[b, : len(shared)] = shared
-        self.page_counts[b], self.lengths[b] = len(shared), len(shared) * PAGE
+        shared_pages = self.page_pool.share(tokens[:-1])
+        self.table[b, : len(shared_pages)] = shared_pages
+        self.page_counts[b], self.lengths[b] = len(shared_pages), len(shared_pages) * PAGE
 
     def register_pages(self, b: int, tokens: Sequence[int]) -> None:
         """Let other sequences `share` the pages of sequence b that these tokens, its first, fill."""
@@ -274,8 +276,10 @@ class Runner(ABC):
     def _append_tokens(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
         """Yield the rows of new tokens; within the context their sequences have grown by them (`_grow_sequences`)."""
         sequences, counts = list(new), [len(tokens) for tokens in new.values()]
-        first = self.lengths[sequences]
-        positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
+        first_positions = self.lengths[sequences]
+        positions = [
+            np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first_positions, counts, strict=True)
+        ]
         sequence = np.repeat(np.array(sequences, np.int32), counts)
         with self._grow_sequences(name, sequences, counts):
             yield Rows(np.concatenate([*new.values()]), sequence, np.concatenate(positions))
@@ -290,11 +294,11 @@ class Runner(ABC):
         new_lengths = old_lengths + counts
         if int(new_lengths.max()) > self.context:
             raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{new_lengths.max()}")
-        missing = np.maximum(ceil_div(new_lengths, PAGE) - self.page_counts[sequences], 0)
-        if missing.sum() > len(self.page_pool.free):
+        missing_pages = np.maximum(ceil_div(new_lengths, PAGE) - self.page_counts[sequences], 0)
+        if missing_pages.sum() > len(self.page_pool.free):
             rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.page_pool.free)} are free"
-            raise ArgumentError(name, rule, f"{missing.sum()} more")
-        for i in np.flatnonzero(missing).tolist():
+            raise ArgumentError(name, rule, f"{missing_pages.sum()} more")
+        for i in np.flatnonzero(missing_pages).tolist():
             self.reserve(sequences[i], counts[i])
         self.lengths[sequences] = new_lengths
         try:
@@ -310,19 +314,23 @@ class Runner(ABC):
 
     def _check_sequences(self, sequences: Sequence[int] | None) -> list[int]:
         """Return numbers of sequences, of all for None. Raises ArgumentError for one that is missing or named twice."""
-        chosen = list(range(self.batch) if sequences is None else sequences)
-        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.batch)):
-            raise ArgumentError("sequences", f"must be sequences in 0..{self.batch - 1}, each once", chosen)
-        return chosen
+        chosen_sequences = list(range(self.batch) if sequences is None else sequences)
+        if (
+            not chosen_sequences
+            or len(set(chosen_sequences)) < len(chosen_sequences)
+            or not set(chosen_sequences) <= set(range(self.batch))
+        ):
+            raise ArgumentError("sequences", f"must be sequences in 0..{self.batch - 1}, each once", chosen_sequences)
+        return chosen_sequences
 
     def _check_tokens(self, name: str, tokens: Any, n: int | None = None) -> Indices:
         """Return tokens as s32 [n]. Raises ArgumentError for anything else, and for a token outside the vocabulary."""
         array, last_token = _as_array(tokens), self.config.vocabulary - 1
         if array.ndim != 1 or array.dtype.kind not in "iu" or n not in (None, len(array)):
             raise ArgumentError(name, f"must be integers [{n or 'n'}]", f"{array.dtype} {list(array.shape)}")
-        wrong = (array < 0) | (array > last_token)
-        if wrong.any():
-            raise ArgumentError(name, f"must be tokens in 0..{last_token}", int(array[wrong.argmax()]))
+        is_wrong = (array < 0) | (array > last_token)
+        if is_wrong.any():
+            raise ArgumentError(name, f"must be tokens in 0..{last_token}", int(array[is_wrong.argmax()]))
         return array.astype(np.int32)
 
 

@@ -116,14 +116,18 @@ def _settings(samplings: Sequence[Sampling], logits: Any) -> _Columns:
 
 def _find_excluded(scores: Any, settings: _Columns) -> Any:
     """Find the tokens [n, V] that cannot be drawn."""
-    count, lowest = scores.shape[-1], scores.dtype.type(-np.inf)
+    count, lowest_score = scores.shape[-1], scores.dtype.type(-np.inf)
     order = np.argsort(-scores, axis=-1, kind="stable")[:, ::-1]  # ascending; of equal tokens the first is the last
-    ranked = np.take_along_axis(scores, order, axis=-1)
+    ranked_scores = np.take_along_axis(scores, order, axis=-1)
     position = np.arange(count, like=scores)
-    threshold = np.where(position == count - settings.top_k, ranked, lowest).max(axis=-1, keepdims=True)
-    ranked = np.where(ranked < threshold, lowest, ranked)
-    shares = np.exp(ranked - ranked[:, -1:])
-    total = shares.cumsum(axis=-1)
-    excluded = (ranked < threshold) | (shares < settings.min_p)
-    excluded |= (total / total[:, -1:] <= 1 - settings.top_p) & (settings.top_p < 1) & (position < count - 1)
-    return np.take_along_axis(excluded | (ranked == lowest), np.argsort(order, axis=-1), axis=-1)
+    threshold = np.where(position == count - settings.top_k, ranked_scores, lowest_score).max(axis=-1, keepdims=True)
+    ranked_scores = np.where(ranked_scores < threshold, lowest_score, ranked_scores)
+    shares = np.exp(ranked_scores - ranked_scores[:, -1:])
+    cumulative_shares = shares.cumsum(axis=-1)
+    excluded = (ranked_scores < threshold) | (shares < settings.min_p)
+    excluded |= (
+        (cumulative_shares / cumulative_shares[:, -1:] <= 1 - settings.top_p)
+        & (settings.top_p < 1)
+        & (position < count - 1)
+    )
+    return np.take_along_axis(excluded | (ranked_scores == lowest_score), np.argsort(order, axis=-1), axis=-1)

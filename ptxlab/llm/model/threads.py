@@ -27,11 +27,11 @@ def map_streams(function: Callable[[Any], Output], streams: Sequence[Any]) -> It
         return
     from threadpoolctl import threadpool_limits
 
-    running: deque[Future[Output]] = deque()
+    running_futures: deque[Future[Output]] = deque()
     with threadpool_limits(cores // threads, "blas"), ThreadPoolExecutor(threads) as pool:
         for stream in streams:
-            running.append(pool.submit(function, stream))
-            if len(running) > threads:  # results wait in memory, so only one is made ahead
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+            running_futures.append(pool.submit(function, stream))
+            if len(running_futures) > threads:  # results wait in memory, so only one is made ahead
+                yield running_futures.popleft().result()
+        while running_futures:
+            yield running_futures.popleft().result()

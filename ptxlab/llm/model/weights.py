@@ -161,8 +161,8 @@ class LayerWeights:
             if scheme in w4a4.SCHEMES:
                 return _random_reordered(rng, N, K, scheme, group, layout, place)
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
-            quantised = quantiser(scheme)(block.astype(np.float32), group)
-            return pack(repeat_to_shape(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
+            quantised_block = quantiser(scheme)(block.astype(np.float32), group)
+            return pack(repeat_to_shape(with_arrays(quantised_block, place), N, K), layout, interleaved=interleaved)
 
         def norm() -> Any:
             return place(convert_to_dtype(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
@@ -217,8 +217,8 @@ class LayerWeights:
     def to_device(self) -> "LayerWeights":
         """Copy NumPy arrays to the GPU. Raises UnavailableError if there is none."""
         gpu.device_info()  # or the reason why there is none
-        moved: LayerWeights = with_arrays(self, copy_to_device)
-        return moved
+        moved_weights: LayerWeights = with_arrays(self, copy_to_device)
+        return moved_weights
 
 
 def _random_reordered(
@@ -238,9 +238,9 @@ def _random_reordered(
         repeat_to_shape(place(rows.scale4), N, (K - outliers) // group),
     )
     q8 = repeat_to_shape(place(rows.q8), N, outliers) if outliers else q4[:, :0]
-    repeated = quant.AtomRows(q4, scale4, q8, repeat_to_shape(place(rows.scale8), N, 1))
+    repeated_rows = quant.AtomRows(q4, scale4, q8, repeat_to_shape(place(rows.scale8), N, 1))
     int8 = None if scheme == "atom" else round(K // group * quant.fmpq.MOST_INT8)
-    return w4a4.pack_reordered(repeated, rng.permutation(K), layout, int8=int8, clip=quant.atom.ACTIVATION_CLIP)
+    return w4a4.pack_reordered(repeated_rows, rng.permutation(K), layout, int8=int8, clip=quant.atom.ACTIVATION_CLIP)
 
 
 def _describe(array: Any) -> str:

@@ -82,8 +82,8 @@ def draw_samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int
     if len(tokens) < length:
         raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
-    drawn: Tokens = tokens[starts[:, None] + np.arange(length)]
-    return drawn
+    drawn_tokens: Tokens = tokens[starts[:, None] + np.arange(length)]
+    return drawn_tokens
 
 
 def rotate_model(model: FloatModel, rotation: Any = None, head_rotation: Any = None) -> FloatModel:
@@ -99,12 +99,12 @@ def rotate_model(model: FloatModel, rotation: Any = None, head_rotation: Any = N
         layer = layer if rotation is None else rotate_stream(fold_norms(layer), rotation)
         return layer if head_rotation is None else rotate_heads(layer, head_rotation)
 
-    rotated = replace(model, layers=MappedLayers(model.layers, rotate))
+    rotated_model = replace(model, layers=MappedLayers(model.layers, rotate))
     if rotation is None:
-        return rotated
+        return rotated_model
     embedding, final_norm, head = rotate_ends(model.embedding, model.final_norm, model.head, rotation)
     config = replace(model.config, tied_head=False)
-    return replace(rotated, config=config, embedding=embedding, final_norm=final_norm, head=head)
+    return replace(rotated_model, config=config, embedding=embedding, final_norm=final_norm, head=head)
 
 
 def prepare_model(model: FloatModel, recipe: Recipe) -> FloatModel:
@@ -142,9 +142,9 @@ def quantize_layers(
         floats = load_finished(index)
         if floats is None:
             with naming(f"layer {index}"):
-                quantized = quantize_layer(model, model.layers[index], states, recipe, index)
-            yield quantized
-            floats = load_finished(index) or quantized.floats
+                quantized_layer = quantize_layer(model, model.layers[index], states, recipe, index)
+            yield quantized_layer
+            floats = load_finished(index) or quantized_layer.floats
         else:
             yield None
         run = partial(model.run_layer, layer=floats, numerics=numerics, index=index)
@@ -175,7 +175,7 @@ def quantize_layer(
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
-    inputs: dict[str, InputChannels] = {}
+    input_channels: dict[str, InputChannels] = {}
     attention_outputs: list[Any] = []  # what o reads
     middle_states: list[Any] = []  # the stream after attention
     for fused, names in fused_parts(model.config).items() if recipe.scheme else ():
@@ -194,14 +194,14 @@ def quantize_layer(
             if expert is not None:
                 input_batches = [*input_batches]
                 input_batches = input_batches if sum(map(len, input_batches)) >= LEAST_TOKENS else []
-            H, largest = statistics(input_batches, numerics)
+            H, largest_inputs = statistics(input_batches, numerics)
             if recipe.reorders:
-                order, int8 = channel_order(recipe, H, largest)
-                inputs[fused] = InputChannels(order, int8)
+                order, int8 = channel_order(recipe, H, largest_inputs)
+                input_channels[fused] = InputChannels(order, int8)
                 w, H = w[:, order], H[order][:, order]
         grid = recipe.grid(w, block_ratios(model, new_layer, states, recipe, H, index) if searches_block else None)
-        by_gptq = recipe.gptq and H is not None
-        rounded_matrix = gptq(w, H, grid, damping=recipe.damping) if by_gptq else round_to_nearest(w, H, grid)
+        uses_gptq = recipe.gptq and H is not None
+        rounded_matrix = gptq(w, H, grid, damping=recipe.damping) if uses_gptq else round_to_nearest(w, H, grid)
         errors[fused] = None if H is None else _relative_error(w, rounded_matrix.values, H)
         weights[fused] = grid.weight(rounded_matrix.q, rounded_matrix.constants)
         values = rounded_matrix.values if order is None else rounded_matrix.values[:, np.argsort(order)]
@@ -218,8 +218,8 @@ def quantize_layer(
             middle_states = [x + numerics.product("o", attention_outputs.pop(0), new_layer) for x in states]
     if recipe.scheme is None and recipe.calibrates_cache:
         new_layer |= cache_constants(model, new_layer, states, recipe, index)
-    quantized = QuantizedLayer(new_layer, weights, errors, inputs)
-    return quantized if recipe.int8 is None else fold_down_order(quantized)
+    quantized_layer = QuantizedLayer(new_layer, weights, errors, input_channels)
+    return quantized_layer if recipe.int8 is None else fold_down_order(quantized_layer)
 
 
 def cache_constants(
@@ -246,7 +246,7 @@ def cache_constants(
         return ranges
 
     batches = [*map_streams(read_ranges, states)]
-    ranges_of_text = (np.concatenate([ranges[part] for ranges in batches]) for part in ("keys", "values"))
+    ranges_of_text = (np.concatenate([ranges[kind] for ranges in batches]) for kind in ("keys", "values"))
     return {name: np.stack(calibrate_kv(x, recipe.kv)) for name, x in zip(CACHE_CONSTANTS, ranges_of_text, strict=True)}
 
 
@@ -281,7 +281,11 @@ def search_block(
     numerics, trial = recipe.numerics(), dict(layer)
     run = partial(model.run_layer, index=index)
     sequences = max(1, CLIP_TOKENS // states[0].shape[1])
-    streams = [x[: sequences - preceding] for preceding, x in _count_sequences(states) if preceding < sequences]
+    streams = [
+        x[: sequences - preceding_sequences]
+        for preceding_sequences, x in _count_sequences(states)
+        if preceding_sequences < sequences
+    ]
 
     def block_outputs() -> list[Any]:
         return [numerics.product("o", x, trial) for x in capture_inputs("o", run, streams, trial, numerics)]
@@ -297,7 +301,7 @@ def search_block(
         for ratio in CLIP_RATIOS:
             trial[name] = round_at(name, ratio)
             pairs = zip(block_outputs(), exact_outputs, strict=True)
-            error = sum(float(np.square(y - exact, dtype=np.float64).sum()) for y, exact in pairs)
+            error = sum(float(np.square(y - exact_output, dtype=np.float64).sum()) for y, exact_output in pairs)
             if error < smallest:
                 smallest, ratios[name] = error, ratio
         trial[name] = round_at(name, ratios[name])
@@ -306,10 +310,10 @@ def search_block(
 
 def _count_sequences(states: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """Yield every batch [B, T, H] with the number of sequences before it."""
-    preceding = 0
+    preceding_sequences = 0
     for x in states:
-        yield preceding, x
-        preceding += len(x)
+        yield preceding_sequences, x
+        preceding_sequences += len(x)
 
 
 def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
@@ -338,8 +342,8 @@ def fold_down_order(layer: QuantizedLayer) -> QuantizedLayer:
     gate_up, rows = layer.weights["gate_up"], np.concatenate([order, F + order])
     floats["down_order"] = np.arange(F, like=order)
     weights = {**layer.weights, "gate_up": with_arrays(gate_up, lambda array: array[rows])}
-    inputs = {**layer.inputs, "down": InputChannels(floats["down_order"], int8)}
-    return replace(layer, floats=floats, weights=weights, inputs=inputs)
+    input_channels = {**layer.inputs, "down": InputChannels(floats["down_order"], int8)}
+    return replace(layer, floats=floats, weights=weights, inputs=input_channels)
 
 
 def smooth_and_reorder(
@@ -369,20 +373,20 @@ def smooth_and_reorder(
         return peaks_by_name
 
     for batch_peaks in map_streams(peaks_of, states):
-        for name, (largest, count) in batch_peaks.items():
-            peaks[name] = np.maximum(peaks.get(name, 0), largest)
+        for name, (largest_values, count) in batch_peaks.items():
+            peaks[name] = np.maximum(peaks.get(name, 0), largest_values)
             tokens[name] = tokens.get(name, 0) + count
     if recipe.smooth_keys is not None:
         layer = smooth_keys(layer, peaks["keys"].reshape(-1, D), recipe.smooth_keys)
-    for name, largest in peaks.items():
+    for name, largest_values in peaks.items():
         expert = expert_of(name)
         if name.partition(".")[0] != "down" or (expert is not None and tokens[name] < LEAST_TOKENS):
             continue
         if recipe.smooth is not None:
-            layer, factor = smooth_down(layer, largest, *recipe.smooth, expert=expert)
-            largest = largest / factor
+            layer, factor = smooth_down(layer, largest_values, *recipe.smooth, expert=expert)
+            largest_values = largest_values / factor
         if recipe.reorder:
-            layer = reorder_down(layer, largest, expert)
+            layer = reorder_down(layer, largest_values, expert)
     if recipe.smooth_heads is not None:
         layer, factor = smooth_heads(layer, peaks["o"].reshape(-1, D), *recipe.smooth_heads)
         queries = peaks["o"].size // factor.size
@@ -400,14 +404,14 @@ def smooth_layer(
     all of them on all tokens; the input of a down is not smoothed where fewer than `LEAST_TOKENS` tokens take it.
     """
     assert recipe.smooth_search is not None
-    numerics, matrices_of = recipe.numerics(), matrices_by_input(model.config)
+    numerics, input_matrices = recipe.numerics(), matrices_by_input(model.config)
 
     def read_rows(x: Any) -> dict[str, Any]:
         """Return what each matrix reads of a batch, [B·T, K]."""
         batch_inputs: dict[str, Any] = {}
 
         def keep(name: str, x: Any) -> None:
-            if name in matrices_of:
+            if name in input_matrices:
                 batch_inputs[name] = x.reshape(-1, x.shape[-1])
 
         with contextlib.suppress(_ReachedError):
@@ -417,20 +421,20 @@ def smooth_layer(
     def round_weight(w: Any) -> Any:
         return round_to_nearest(w, None, recipe.grid(w)).values.astype(w.dtype)
 
-    inputs: dict[str, list[Any]] = {name: [] for name in matrices_of}
-    tokens = dict.fromkeys(matrices_of, 0)
+    rows_by_input: dict[str, list[Any]] = {name: [] for name in input_matrices}
+    tokens = dict.fromkeys(input_matrices, 0)
     peaks: dict[str, Any] = {}
     for batch_inputs in map_streams(read_rows, states):
         for name, rows in batch_inputs.items():
-            missing = SEARCHED - sum(map(len, inputs[name]))
-            if missing > 0:
-                inputs[name].append(rows[:missing].copy())
+            missing_rows = SEARCHED - sum(map(len, rows_by_input[name]))
+            if missing_rows > 0:
+                rows_by_input[name].append(rows[:missing_rows].copy())
             peaks[name] = np.maximum(peaks.get(name, 0), np.abs(rows).max(axis=0))
             tokens[name] += len(rows)
-    for name, rows_of_input in inputs.items():
+    for name, rows_of_input in rows_by_input.items():
         if expert_of(name) is not None and tokens[name] < LEAST_TOKENS:
             continue
-        matrices = matrices_of[name]
+        matrices = input_matrices[name]
         w = np.concatenate([layer[part] for part in matrices if part != ROUTER])
         options: dict[str, Any] = {"quantize_input": numerics.input, "quantize_weight": round_weight}
         _, factor = search_factor(np.concatenate(rows_of_input), w, peaks[name], recipe.smooth_search, **options)
@@ -444,14 +448,14 @@ def statistics(batches: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, An
     INT8 activations as the GEMM sees them. Both are None without a batch.
     """
     H: Any = None
-    largest: Any = None
+    largest_values: Any = None
     for batch in batches:
         x = (numerics.input(batch) if numerics.acts == 8 else batch).reshape(-1, batch.shape[-1])
         if H is None:
-            H, largest = np.zeros((x.shape[1], x.shape[1]), like=x), np.zeros_like(x[0])
+            H, largest_values = np.zeros((x.shape[1], x.shape[1]), like=x), np.zeros_like(x[0])
         H += x.T @ x
-        np.maximum(largest, np.abs(x).max(axis=0), out=largest)
-    return H, largest
+        np.maximum(largest_values, np.abs(x).max(axis=0), out=largest_values)
+    return H, largest_values
 
 
 def capture_inputs(

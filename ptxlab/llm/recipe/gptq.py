@@ -32,14 +32,14 @@ def round_to_nearest(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
     """
     w = w.T.copy()
     H = None if hessian is None else hessian.astype(w.dtype)
-    q, values, chosen = np.empty_like(w), np.empty_like(w), []
+    q, values, chosen_constants = np.empty_like(w), np.empty_like(w), []
     for group, (start, stop) in enumerate(grid.bounds):
         metric = np.ones_like(w[start:stop, 0]) if H is None else H[start:stop, start:stop]
         levels, constants = grid.choose(group, w[start:stop], metric)
         q[start:stop] = levels.nearest(w[start:stop])
         values[start:stop] = levels.values(q[start:stop])
-        chosen.append(constants)
-    return Rounded(q.T, values.T, _stack_constants(chosen))
+        chosen_constants.append(constants)
+    return Rounded(q.T, values.T, _stack_constants(chosen_constants))
 
 
 def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
@@ -62,27 +62,27 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
         raise ArgumentError("hessian", f"must be [{K}, {K}] as w is wide", f"shape {hessian.shape}")
     H = hessian.astype(np.float64)
     importance = np.diagonal(H)
-    groups, order = _order(grid.bounds, importance)
+    group_order, order = _order(grid.bounds, importance)
     U = inverse_factor(H[order][:, order], damping)
     share = (U / np.diagonal(U)[:, None]).astype(w.dtype)  # of column j's error, what each later column takes off
     cost = np.diagonal(U).astype(w.dtype) ** -2
     work = w.T[order]  # [K, N], columns of w one after the other
     q, values = np.empty_like(work), np.empty_like(work)
-    chosen: list[Constants] = [()] * len(groups)
+    chosen_constants: list[Constants] = [()] * len(group_order)
     start = 0
-    for group in groups:
+    for group in group_order:
         stop = start + grid.bounds[group][1] - grid.bounds[group][0]
-        levels, chosen[group] = grid.choose(group, work[start:stop], cost[start:stop])
+        levels, chosen_constants[group] = grid.choose(group, work[start:stop], cost[start:stop])
         q[start:stop], errors = _compensate_group(work[start:stop], levels, share[start:stop, start:stop])
         values[start:stop] = levels.values(q[start:stop])
         work[stop:] -= share[start:stop, stop:].T @ errors
         start = stop
     inverse_order = np.argsort(order)
-    compensated = Rounded(q[inverse_order].T, values[inverse_order].T, _stack_constants(chosen))
+    compensated = Rounded(q[inverse_order].T, values[inverse_order].T, _stack_constants(chosen_constants))
     nearest = round_to_nearest(w, H, grid)
-    worse = objective(w, compensated.values, H) > objective(w, nearest.values, H)
+    is_worse = objective(w, compensated.values, H) > objective(w, nearest.values, H)
     pairs = zip(nearest[:2] + nearest.constants, compensated[:2] + compensated.constants, strict=True)
-    q, values, *constants = (np.where(worse[:, None], old, new) for old, new in pairs)
+    q, values, *constants = (np.where(is_worse[:, None], old_array, new_array) for old_array, new_array in pairs)
     return Rounded(q, values, tuple(constants))
 
 

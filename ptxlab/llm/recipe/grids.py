@@ -74,16 +74,23 @@ class Grid(ABC):
         `metric` [g, g], or [g] for a diagonal, says what an error d [g] of a row costs: dᵀ metric d.
         """
         levels, constants = self.candidates(group, w)
-        best, rows = _least(levels, w, metric) if self.clip else 0, np.arange(w.shape[1], like=w)
-        chosen = [array[best, rows] if _depth(array) == 2 else array for array in (*levels, *constants)]
+        best_candidate, rows = _least(levels, w, metric) if self.clip else 0, np.arange(w.shape[1], like=w)
+        chosen_arrays = [
+            array[best_candidate, rows] if _depth(array) == 2 else array for array in (*levels, *constants)
+        ]
         if self.ratio is not None:
             is_searched = np.isnan(self.ratio)
             ratio = np.where(is_searched, 1, self.ratio).astype(w.dtype)
-            clipped = self.candidates(group, w.clip(ratio * w.min(axis=0), ratio * w.max(axis=0)))
-            plain = [array[0] if _depth(array) == 2 else array for array in (*clipped[0], *clipped[1])]
-            pairs = zip(chosen, plain, strict=True)
-            chosen = [np.where(is_searched, best, fixed) if _depth(fixed) else fixed for best, fixed in pairs]
-        return Levels(*chosen[: len(levels)]), tuple(chosen[len(levels) :])
+            clipped_candidates = self.candidates(group, w.clip(ratio * w.min(axis=0), ratio * w.max(axis=0)))
+            plain_arrays = [
+                array[0] if _depth(array) == 2 else array for array in (*clipped_candidates[0], *clipped_candidates[1])
+            ]
+            pairs = zip(chosen_arrays, plain_arrays, strict=True)
+            chosen_arrays = [
+                np.where(is_searched, chosen_array, plain_array) if _depth(plain_array) else plain_array
+                for chosen_array, plain_array in pairs
+            ]
+        return Levels(*chosen_arrays[: len(levels)]), tuple(chosen_arrays[len(levels) :])
 
     @abstractmethod
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
@@ -110,14 +117,14 @@ def _least(levels: Levels, w: Array, metric: Array) -> Array:
     """Return the index of the candidate that costs each row the least, [N]; the first of equal ones."""
     count = max(len(array) for array in levels if _depth(array) == 2)
     strip = strip_of(w, count * len(w))
-    best = []
+    best_indices = []
     for start in range(0, w.shape[1], strip):
         weights = w[:, None, start : start + strip]
         candidates = Levels(*(array[..., start : start + strip] if _depth(array) else array for array in levels))
         error = (candidates.values(candidates.nearest(weights)) - weights).reshape(len(w), -1)  # [g, C·strip]
         weighted = metric @ error if metric.ndim == 2 else metric[:, None] * error
-        best.append((weighted * error).sum(axis=0).reshape(count, -1).argmin(axis=0))
-    return np.concatenate(best)
+        best_indices.append((weighted * error).sum(axis=0).reshape(count, -1).argmin(axis=0))
+    return np.concatenate(best_indices)
 
 
 def _depth(array: Any) -> int:
@@ -140,7 +147,7 @@ class TwoLevelGrid(Grid):
     def extent(self, w: Array) -> tuple[Array, Array]:
         """Return the lowest and the highest level-1 integer of w [g, N], as floats."""
         R = self.protective_range
-        low, high = (np.rint(end / self.scale).clip(-R, R) for end in (w.min(axis=0), w.max(axis=0)))
+        low, high = (np.rint(group_end / self.scale).clip(-R, R) for group_end in (w.min(axis=0), w.max(axis=0)))
         return low, high
 
     def fields(self, q: Array, group_scale: Array) -> dict[str, Any]:
@@ -159,9 +166,9 @@ class LQQGrid(TwoLevelGrid):
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         low, high = self.extent(w)
-        narrower, shift = self.search_pairs(w, NARROWER, SHIFTS)
-        nearest = np.rint((high - low) / 15).clip(1, MAX_GROUP_SCALE)
-        step = (nearest - narrower).clip(1, MAX_GROUP_SCALE)
+        narrowing, shift = self.search_pairs(w, NARROWER, SHIFTS)
+        nearest_scale = np.rint((high - low) / 15).clip(1, MAX_GROUP_SCALE)
+        step = (nearest_scale - narrowing).clip(1, MAX_GROUP_SCALE)
         minimum = np.rint(low + shift * (high - low - 15 * step)).clip(-128, 127 - 15 * step)
         return Levels(self.scale, step, minimum), (step, minimum)
 
@@ -178,9 +185,9 @@ class QoQGrid(TwoLevelGrid):
         """See `Grid.candidates`."""
         low, high = self.extent(w)
         low, high = np.minimum(low, 0), np.maximum(high, 0)
-        narrower, shift = self.search_pairs(w, NARROWER, SHIFTS)
-        nearest = np.maximum(np.rint((high - low) / 15), 1)
-        step = (nearest - narrower).clip(1, nearest)
+        narrowing, shift = self.search_pairs(w, NARROWER, SHIFTS)
+        nearest_scale = np.maximum(np.rint((high - low) / 15), 1)
+        step = (nearest_scale - narrowing).clip(1, nearest_scale)
         zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
         # Within s8, whatever is rounded: plain rounding only meets weights within the range.
         lowest = np.maximum(zero - np.floor(128 / step), 0)
@@ -240,16 +247,24 @@ class SymmetricGrid(Grid):
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         bits = self.bits[group]
-        high = 2 ** (bits - 1) - 1
-        largest = np.abs(w).max(axis=0)
+        largest_integer = 2 ** (bits - 1) - 1
+        largest_weight = np.abs(w).max(axis=0)
         shrink, _ = self.search_pairs(w, SHRINKS)
         if self.packs:
-            unit = group_scales(shrink.astype(np.float32) * largest.astype(np.float32), high).astype(w.dtype)
+            unit = group_scales(shrink.astype(np.float32) * largest_weight.astype(np.float32), largest_integer).astype(
+                w.dtype
+            )
         else:
-            unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            unit = (
+                np.where(largest_weight > 0, shrink * largest_weight / largest_integer, 1)
+                .astype(np.float32)
+                .astype(w.dtype)
+            )
         if not bool(np.isfinite(unit).all()):
-            raise ArgumentError("w", f"a group's largest weight over {high} must be FP16", f"{largest.max():g}")
-        return Levels(unit, low=-8 if bits == 4 else -high, high=high), (unit,)
+            raise ArgumentError(
+                "w", f"a group's largest weight over {largest_integer} must be FP16", f"{largest_weight.max():g}"
+            )
+        return Levels(unit, low=-8 if bits == 4 else -largest_integer, high=largest_integer), (unit,)
 
     def weight(self, q: Array, constants: Constants) -> AtomRows | None:
         """See `Grid.weight`; None for what Atom's kernels do not take."""

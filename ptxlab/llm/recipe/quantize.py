@@ -83,13 +83,15 @@ def quantize_model(
     record = run | {name: folders.digest(run[name]) for name in ("config", "weights")}
     with sole_writer(out):
         require_new(out)  # another process may have finished it meanwhile
-        partial = _open_partial(out, run, record)
-        errors = _write_layers(prepared_model, tokens, recipe, partial, layout=layout, dtype=dtype, progress=progress)
-        folders.save_ends(partial, config, record, **ends)
+        partial_folder = _open_partial(out, run, record)
+        errors = _write_layers(
+            prepared_model, tokens, recipe, partial_folder, layout=layout, dtype=dtype, progress=progress
+        )
+        folders.save_ends(partial_folder, config, record, **ends)
         if tokenizer is not None:
-            tokenizer.save(partial)
+            tokenizer.save(partial_folder)
         try:
-            os.replace(partial, out)
+            os.replace(partial_folder, out)
         except OSError as error:
             raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
     return errors
@@ -108,14 +110,14 @@ def _write_layers(
         return dequantize_layer(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
 
     errors = {}
-    for index, quantized in enumerate(quantize_layers(model, tokens, recipe, load_finished)):
-        if quantized is not None:
+    for index, quantized_layer in enumerate(quantize_layers(model, tokens, recipe, load_finished)):
+        if quantized_layer is not None:
             with naming(f"layer {index}"):  # a group that would overflow is refused there
                 cache = str(recipe.kv) if recipe.calibrates_cache else DEFAULT_CACHE
-                weights = _pack_matrices(quantized, recipe, layout)
-                layer = pack_layer(config, quantized.floats, weights, layout, dtype, cache=cache)
+                weights = _pack_matrices(quantized_layer, recipe, layout)
+                layer = pack_layer(config, quantized_layer.floats, weights, layout, dtype, cache=cache)
             folders.save_layer(partial, index, layer)
-            errors[index] = quantized.errors
+            errors[index] = quantized_layer.errors
         progress(f"layer {index}")
     return errors
 
@@ -132,8 +134,8 @@ def _pack_matrices(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mappin
 
 def check_packable(recipe: Recipe, out: Path) -> str:
     """Return the recipe's scheme. Raises as `quantize_model` does for a recipe that cannot be packed, or for `out`."""
-    in_order = recipe.scheme == "int4" and recipe.reorders and recipe.acts == 4 and recipe.kept_bits == 8
-    if recipe.scheme is None or not (recipe.scheme in PACKED or in_order):
+    keeps_order = recipe.scheme == "int4" and recipe.reorders and recipe.acts == 4 and recipe.kept_bits == 8
+    if recipe.scheme is None or not (recipe.scheme in PACKED or keeps_order):
         rule = f"scheme must be one of {', '.join(PACKED)} to be packed, or int4 with 4-bit activations in order"
         raise ArgumentError("recipe", f"{rule}; others are measured: ptxlab accuracy", recipe.scheme)
     require_new(out)
@@ -145,21 +147,21 @@ def _open_partial(out: Path, run: dict[str, Any], record: dict[str, Any]) -> Pat
 
     Its recipe.json says `run`, and `record` if that one was interrupted after its last layer.
     """
-    partial = out.with_name(f".{out.name}.partial")
-    if not (partial / folders.RECIPE).is_file():
+    partial_folder = out.with_name(f".{out.name}.partial")
+    if not (partial_folder / folders.RECIPE).is_file():
         try:
-            partial.mkdir(exist_ok=True)
+            partial_folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise FileError(f"{partial}: cannot be made: {error.strerror or error}") from None
-        folders.save_recipe(partial, run)
-    for unfinished in partial.glob(".*.tmp"):  # of a write that was killed
-        unfinished.unlink()
-    earlier = folders.read_recipe(partial)
-    expected = record if isinstance(earlier.get("config"), str) else run
-    if earlier != expected:
-        difference = _difference(earlier, expected)
-        raise FileError(f"{partial}: holds layers of another run, whose {difference}; remove it to begin anew")
-    return partial
+            raise FileError(f"{partial_folder}: cannot be made: {error.strerror or error}") from None
+        folders.save_recipe(partial_folder, run)
+    for unfinished_file in partial_folder.glob(".*.tmp"):  # of a write that was killed
+        unfinished_file.unlink()
+    earlier_record = folders.read_recipe(partial_folder)
+    expected_record = record if isinstance(earlier_record.get("config"), str) else run
+    if earlier_record != expected_record:
+        difference = _difference(earlier_record, expected_record)
+        raise FileError(f"{partial_folder}: holds layers of another run, whose {difference}; remove it to begin anew")
+    return partial_folder
 
 
 _ABSENT = "absent"  # of a setting that one of two runs does not have
@@ -168,17 +170,17 @@ _ABSENT = "absent"  # of a setting that one of two runs does not have
 def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say of the first setting that differs how: `config.rope_theta differs (10000.0, now 500000.0)`."""
     name = next(name for name in {**now, **earlier} if earlier.get(name, _ABSENT) != now.get(name, _ABSENT))
-    old, new = earlier.get(name, _ABSENT), now.get(name, _ABSENT)
-    if isinstance(old, dict) and isinstance(new, dict):
-        return f"{name}.{_difference(old, new)}"
-    values = f"{old}, now {new}"
+    old_entry, new_entry = earlier.get(name, _ABSENT), now.get(name, _ABSENT)
+    if isinstance(old_entry, dict) and isinstance(new_entry, dict):
+        return f"{name}.{_difference(old_entry, new_entry)}"
+    values = f"{old_entry}, now {new_entry}"
     return f"{name} differs ({values})" if len(values) < _SHOWN else f"{name} differs"  # digests say nothing
 
 
 def _identity(model: FloatModel, tokens: Tokens, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Describe what a run begins with, beside its settings. All weights are read, layer by layer, for digests."""
-    ends = {"embedding": model.embedding, "final_norm": model.final_norm, "head": model.head}
-    weights = {name: _digest({name: array}) for name, array in ends.items() if array is not None}
+    end_arrays = {"embedding": model.embedding, "final_norm": model.final_norm, "head": model.head}
+    weights = {name: _digest({name: array}) for name, array in end_arrays.items() if array is not None}
     weights |= {f"layer {index}": _digest(layer) for index, layer in enumerate(model.layers)}
     return {
         "model": model.config.name,
@@ -203,7 +205,7 @@ def _tokenizer_digest(tokenizer: Tokenizer | None) -> str | None:
 def _digest(arrays: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
-        host = gpu.to_host(array) if gpu.is_device_array(array) else np.asarray(array)
-        digest.update(f"{name}{host.dtype}{host.shape}".encode())
-        digest.update(np.ascontiguousarray(host).data)
+        host_array = gpu.to_host(array) if gpu.is_device_array(array) else np.asarray(array)
+        digest.update(f"{name}{host_array.dtype}{host_array.shape}".encode())
+        digest.update(np.ascontiguousarray(host_array).data)
     return digest.hexdigest()

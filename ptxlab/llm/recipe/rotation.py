@@ -40,8 +40,8 @@ def hadamard(n: int) -> npt.NDArray[np.float64]:
     product: Any = np.ones((1, 1))
     for order in orders:
         product = np.kron(product, _hadamard_signs(order))
-    scaled: npt.NDArray[np.float64] = product / np.sqrt(n)
-    return scaled
+    scaled_matrix: npt.NDArray[np.float64] = product / np.sqrt(n)
+    return scaled_matrix
 
 
 def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
@@ -53,11 +53,13 @@ def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
 
 def fold_norms(layer: Layer) -> dict[str, Any]:
     """Fold the gamma of a layer's norms into the matrices after them; the norms become ones."""
-    folded = dict(layer)
+    folded_layer = dict(layer)
     for norm, readers in stream_readers(layer).items():
-        folded |= {name: cast_like(layer[name], to_float64(layer[name]) * to_float64(layer[norm])) for name in readers}
-        folded[norm] = np.ones_like(layer[norm])
-    return folded
+        folded_layer |= {
+            name: cast_like(layer[name], to_float64(layer[name]) * to_float64(layer[norm])) for name in readers
+        }
+        folded_layer[norm] = np.ones_like(layer[norm])
+    return folded_layer
 
 
 def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
@@ -65,13 +67,13 @@ def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
 
     Raises ArgumentError for a norm that is not folded.
     """
-    rotated = dict(layer)
+    rotated_layer = dict(layer)
     for norm, readers in stream_readers(layer).items():
         if not bool((layer[norm] == 1).all()):
             raise ArgumentError(norm, "must be folded before the stream is rotated (fold_norms)", "other than ones")
-        rotated |= {name: cast_like(layer[name], to_float64(layer[name]) @ rotation) for name in readers}
+        rotated_layer |= {name: cast_like(layer[name], to_float64(layer[name]) @ rotation) for name in readers}
     writers = stream_writers(layer)
-    return rotated | {name: cast_like(layer[name], rotation.T @ to_float64(layer[name])) for name in writers}
+    return rotated_layer | {name: cast_like(layer[name], rotation.T @ to_float64(layer[name])) for name in writers}
 
 
 def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tuple[Any, Any, Any]:
@@ -96,12 +98,12 @@ def rotate_heads(layer: Layer, rotation: Any) -> dict[str, Any]:
         return cast_like(v, (rotation.T @ to_float64(v).reshape(-1, D, v.size // len(v))).reshape(v.shape))
 
     o = layer["o"]
-    rotated = {
+    rotated_layer = {
         **layer,
         "v": rotate_values(layer["v"]),
         "o": cast_like(o, (to_float64(o).reshape(len(o), -1, D) @ rotation).reshape(o.shape)),
     }
-    return rotated | ({"v_bias": rotate_values(layer["v_bias"])} if "v_bias" in layer else {})
+    return rotated_layer | ({"v_bias": rotate_values(layer["v_bias"])} if "v_bias" in layer else {})
 
 
 def to_float64(x: Any) -> Any:
@@ -153,7 +155,7 @@ def _hadamard_signs(order: int) -> npt.NDArray[np.float64]:
     core = np.zeros((p + 1, p + 1))
     core[0, 1:], core[1:, 0] = 1, 1 if p % 4 == 1 else -1
     core[1:, 1:] = character[(np.arange(p)[:, None] - np.arange(p)) % p]
-    identity = np.eye(p + 1)
+    identity_matrix = np.eye(p + 1)
     if p % 4 == 3:
-        return identity + core
-    return np.kron(core, [[1.0, 1.0], [1.0, -1.0]]) + np.kron(identity, [[1.0, -1.0], [-1.0, -1.0]])
+        return identity_matrix + core
+    return np.kron(core, [[1.0, 1.0], [1.0, -1.0]]) + np.kron(identity_matrix, [[1.0, -1.0], [-1.0, -1.0]])

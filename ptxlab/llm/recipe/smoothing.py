@@ -57,11 +57,11 @@ def smooth_down(
     if peaks.shape != (down.shape[1],):
         raise ArgumentError("peaks", f"must be [{down.shape[1]}], as down's input", f"shape {peaks.shape}")
     span, weight_span = to_float64(peaks), to_float64(np.abs(down).max(axis=0))
-    usable = (span > 0) & (weight_span > 0)
-    factor = np.where(usable, span, 1) ** alpha / np.where(usable, weight_span, 1) ** beta
+    is_usable = (span > 0) & (weight_span > 0)
+    factor = np.where(is_usable, span, 1) ** alpha / np.where(is_usable, weight_span, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
-    smoothed = cast_like(up, to_float64(up) / factor[:, None]), cast_like(down, to_float64(down) * factor)
-    return {**layer, **dict(zip(names, smoothed, strict=True))}, factor
+    smoothed_pair = cast_like(up, to_float64(up) / factor[:, None]), cast_like(down, to_float64(down) * factor)
+    return {**layer, **dict(zip(names, smoothed_pair, strict=True))}, factor
 
 
 def smooth_heads(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
@@ -86,14 +86,14 @@ def smooth_heads(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[d
     Hkv = len(v) // D
     ratio = len(peaks) // Hkv
     input_span, weight_span = (to_float64(x).reshape(Hkv, ratio, D).max(axis=1) for x in (peaks, np.abs(o).max(axis=0)))
-    usable = (input_span > 0) & (weight_span > 0)
-    factor = np.where(usable, input_span, 1) ** alpha / np.where(usable, weight_span, 1) ** beta
+    is_usable = (input_span > 0) & (weight_span > 0)
+    factor = np.where(is_usable, input_span, 1) ** alpha / np.where(is_usable, weight_span, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of v and o stays
     rows, columns = factor.reshape(-1), np.repeat(factor, ratio, axis=0).reshape(-1)
-    smoothed = {"v": cast_like(v, to_float64(v) / rows[:, None]), "o": cast_like(o, to_float64(o) * columns)}
+    smoothed_matrices = {"v": cast_like(v, to_float64(v) / rows[:, None]), "o": cast_like(o, to_float64(o) * columns)}
     if "v_bias" in layer:
-        smoothed["v_bias"] = cast_like(layer["v_bias"], to_float64(layer["v_bias"]) / rows)
-    return {**layer, **smoothed}, factor
+        smoothed_matrices["v_bias"] = cast_like(layer["v_bias"], to_float64(layer["v_bias"]) / rows)
+    return {**layer, **smoothed_matrices}, factor
 
 
 def smoothing_factor(peaks: Any, weight_peaks: Any, alpha: float) -> Any:
@@ -140,16 +140,16 @@ def smooth_input(layer: Layer, names: Sequence[str], factor: Any) -> dict[str, A
 
     `names` are those of `matrices_by_input`.
     """
-    smoothed = {name: cast_like(layer[name], to_float64(layer[name]) * factor) for name in names}
+    smoothed_matrices = {name: cast_like(layer[name], to_float64(layer[name]) * factor) for name in names}
     part, _, _ = names[0].partition(".")
     source = expert_part(SOURCES[part], expert_of(names[0])) if part == "down" else SOURCES[part]
     rows = factor if layer[source].ndim == 1 else factor[:, None]
-    return {**layer, **smoothed, source: cast_like(layer[source], to_float64(layer[source]) / rows)}
+    return {**layer, **smoothed_matrices, source: cast_like(layer[source], to_float64(layer[source]) / rows)}
 
 
 def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
     """Fold SmoothAttention into a layer; peaks: max|K| of every channel, [Hkv, D]."""
-    smoothed = smooth_attention(
+    smoothed_matrices = smooth_attention(
         layer["q"],
         layer["k"],
         peaks,
@@ -158,5 +158,10 @@ def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
         b_k=layer.get("k_bias"),
         alpha=alpha,
     )
-    arrays = {"q": smoothed.w_q, "k": smoothed.w_k, "q_bias": smoothed.b_q, "k_bias": smoothed.b_k}
+    arrays = {
+        "q": smoothed_matrices.w_q,
+        "k": smoothed_matrices.w_k,
+        "q_bias": smoothed_matrices.b_q,
+        "k_bias": smoothed_matrices.b_k,
+    }
     return {**layer, **{name: array for name, array in arrays.items() if array is not None}}

@@ -96,10 +96,10 @@ class KV4Cache(Cache):
             return self._rows[2]
         if batch != self.batch:
             raise ArgumentError("KV4Cache: batch", f"must be that of the tokens, {batch}", self.batch)
-        T, fits = positions.shape[1], positions < self.context
+        T, is_in_context = positions.shape[1], positions < self.context
         if traced or positions.is_cuda:
-            torch._assert_async(fits.all(), "KV4Cache: more tokens than its context")
-        elif not fits.all():
+            torch._assert_async(is_in_context.all(), "KV4Cache: more tokens than its context")
+        elif not is_in_context.all():
             rule = f"no more than the context of {self.context} tokens"
             raise ArgumentError("KV4Cache", rule, f"position {int(positions.max())}")
         # Kernels take no part of an array.

@@ -133,8 +133,8 @@ class W4A8Linear(PackedModule):
         if not isinstance(linear, nn.Linear):
             raise ArgumentError("from_linear: linear", "must be an nn.Linear", type(linear).__name__)
         w = linear.weight.detach().float().cpu().numpy()
-        packed = pack(quantiser(scheme, rounding)(w, group), layout or layout_here(scheme))
-        layer: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
+        packed_weight = pack(quantiser(scheme, rounding)(w, group), layout or layout_here(scheme))
+        layer: Self = cls(packed_weight, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
         return layer
 
     def forward(self, x: Tensor | Quantized) -> Tensor:

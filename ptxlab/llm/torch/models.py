@@ -122,19 +122,23 @@ def _check_model(model: Any) -> Config:
         raise ArgumentError("model", "must be a causal model", type(model).__name__)
     if config.experts and not hasattr(model.model.layers[0], "mlp"):
         raise ArgumentError("model", "needs transformers 5 where it has experts", transformers.__version__)
-    if packed := next((module for module in model.modules() if isinstance(module, PackedModule)), None):
-        raise ArgumentError("model", "must not be quantised yet", packed)
+    if packed_module := next((module for module in model.modules() if isinstance(module, PackedModule)), None):
+        raise ArgumentError("model", "must not be quantised yet", packed_module)
     if (config.context or 0) > _MOST_CONTEXT:
         raise ArgumentError("model: max_position_embeddings", f"must be at most {_MOST_CONTEXT}", config.context)
-    first = model.get_input_embeddings().weight
-    if first.dtype not in _DTYPES:
+    embedding_weight = model.get_input_embeddings().weight
+    if embedding_weight.dtype not in _DTYPES:
         rule = f"must be of {' or '.join(map(name_of, _DTYPES))}"
-        raise ArgumentError(f"model: {tensor_name('embedding', 0)}", rule, name_of(first.dtype))
+        raise ArgumentError(f"model: {tensor_name('embedding', 0)}", rule, name_of(embedding_weight.dtype))
     for name, parameter in model.named_parameters():
-        if parameter.dtype != first.dtype or parameter.device != first.device:
-            rule, got = f"must be {name_of(first.dtype)} on {first.device} as the embedding", name_of(parameter.dtype)
+        if parameter.dtype != embedding_weight.dtype or parameter.device != embedding_weight.device:
+            rule, got = (
+                f"must be {name_of(embedding_weight.dtype)} on {embedding_weight.device} as the embedding",
+                name_of(parameter.dtype),
+            )
             raise ArgumentError(f"model: {name}", rule, f"{got} on {parameter.device}")
-    return replace(config, tied_head=model.lm_head.weight is first)  # a file may hold a head that its config denies
+    # A file may hold a head that its config denies.
+    return replace(config, tied_head=model.lm_head.weight is embedding_weight)
 
 
 def _quantize_by_recipe(
@@ -148,21 +152,24 @@ def _quantize_by_recipe(
             "recipe: kv", f"must not be by channel: {_BY_TOKEN}, as recipe.but(kv='kv4') has", recipe.kv
         )
     layout = layout or (_EXPERT_LAYOUT if model.config.experts else layout_here(recipe.scheme))
-    prepared, text = prepare_model(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
-    ends, layers = convert_ends(prepared, dtype), []
-    for index, quantized in enumerate(quantize_layers(prepared, text, recipe)):
+    prepared_model, text = (
+        prepare_model(model, recipe),
+        np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens),
+    )
+    ends, layers = convert_ends(prepared_model, dtype), []
+    for index, quantized_layer in enumerate(quantize_layers(prepared_model, text, recipe)):
         progress(f"layer {index}")
-        assert quantized is not None
-        layers.append(pack_layer(prepared.config, quantized.floats, quantized.weights, layout, dtype))
-    return QuantizedModel(config=prepared.config, layers=layers, recipe=recipe.to_json(), **ends)
+        assert quantized_layer is not None
+        layers.append(pack_layer(prepared_model.config, quantized_layer.floats, quantized_layer.weights, layout, dtype))
+    return QuantizedModel(config=prepared_model.config, layers=layers, recipe=recipe.to_json(), **ends)
 
 
 def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
     """Raise ArgumentError for a quantised model of other sizes or dtype."""
     for name in _MATCHING:
-        ours, theirs = getattr(config, name), getattr(quantized.config, name)
-        if ours != theirs:
-            raise ArgumentError("recipe", f"must be of a model with {name}={ours}", f"{name}={theirs}")
+        our_setting, their_setting = getattr(config, name), getattr(quantized.config, name)
+        if our_setting != their_setting:
+            raise ArgumentError("recipe", f"must be of a model with {name}={our_setting}", f"{name}={their_setting}")
     if quantized.cache in BY_CHANNEL:
         raise ArgumentError("recipe", f"must be of a model without a cache by channel: {_BY_TOKEN}", quantized.cache)
     if config.experts and (layout := quantized.layers[0].gate_up.layout) != _EXPERT_LAYOUT:
@@ -236,8 +243,8 @@ class W4A8FFN(nn.Module):
     def forward(self, x: Quantized) -> Tensor:
         """Compute the feed-forward part [.., H] from quantised activations [.., H]."""
         gate_up = self.gate_up_proj(x)
-        h = torch.ops.ptxlab.silu_mul_quantize(gate_up.flatten(0, -2), self.activation)
-        return self.down_proj(h).unflatten(0, gate_up.shape[:-1])
+        gated = torch.ops.ptxlab.silu_mul_quantize(gate_up.flatten(0, -2), self.activation)
+        return self.down_proj(gated).unflatten(0, gate_up.shape[:-1])
 
 
 class RoutingNorm(Norm):
@@ -268,8 +275,8 @@ class W4A8Experts(nn.Module):
         rows = normed.view(-1, normed.shape[-1])
         routed = torch.ops.ptxlab.route_tokens(*tokens, rows, self.gate, self.chosen_experts)
         rows_by_expert, (offsets, place, share, _) = routed[:3], routed[3:]
-        h = torch.ops.ptxlab.silu_mul_quantize(self.gate_up_proj(rows_by_expert, offsets), self.activation)
-        combined: Tensor = torch.ops.ptxlab.combine_experts(self.down_proj(h, offsets), place, share)
+        gated = torch.ops.ptxlab.silu_mul_quantize(self.gate_up_proj(rows_by_expert, offsets), self.activation)
+        combined: Tensor = torch.ops.ptxlab.combine_experts(self.down_proj(gated, offsets), place, share)
         return combined.view(normed.shape)
 
 
@@ -307,9 +314,9 @@ class KV4Attention(nn.Module):
         options = {"head_dim": self.head_dim, "scheme": cache.scheme, "rotated": cache.rotated}
         q = torch.ops.ptxlab.rope_append_kv4(qkv, pool, rows.slots, cos, sin, rows.positions, **options)
         past = Past(cache, pool, rows)
-        attend = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+        attend_past = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
         queries, window = q.view(B, T, -1, self.head_dim).transpose(1, 2), self.sliding_window
-        out, _ = attend(self, queries, past, past, attention_mask, scaling=self.scaling, sliding_window=window)
+        out, _ = attend_past(self, queries, past, past, attention_mask, scaling=self.scaling, sliding_window=window)
         return self.o_proj(out.flatten(2)), None
 
     def _check_cache(self, cache: Any) -> KV4Cache:
@@ -320,10 +327,10 @@ class KV4Attention(nn.Module):
         if not isinstance(cache, KV4Cache):
             rule = "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context)"
             raise ArgumentError("quantised model", rule, type(cache).__name__)
-        ours = self.config.num_hidden_layers, self.config.num_key_value_heads, self.head_dim
+        own_sizes = self.config.num_hidden_layers, self.config.num_key_value_heads, self.head_dim
         theirs = len(cache), cache.pools[0].shape[2], cache.head_dim
-        if theirs != ours:
-            rule = "must be of this model: {} layers, {} kv heads of {}".format(*ours)
+        if theirs != own_sizes:
+            rule = "must be of this model: {} layers, {} kv heads of {}".format(*own_sizes)
             raise ArgumentError("KV4Cache", rule, "{} layers, {} kv heads of {}".format(*theirs))
         if self.config._attn_implementation != IMPLEMENTATION:
             rule = f"must be {IMPLEMENTATION} for a quantised model"

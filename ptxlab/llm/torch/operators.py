@@ -71,10 +71,10 @@ def define(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fa
     name = schema.partition("(")[0]
     _library.define(schema)
     arguments = getattr(torch.ops.ptxlab, name).default._schema.arguments
-    written = {
+    written_arguments = {
         argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
     }
-    repeats = ON_CUDA[name] = Repeats(cuda, fake, written)
+    repeats = ON_CUDA[name] = Repeats(cuda, fake, written_arguments)
     ALLOCATING[schema] = fake
 
     def run_on_device(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -160,8 +160,8 @@ def _rmsnorm_on_cpu(
     array_of(f"{name}: x", x, _HALVES, "M", "K")
     _check_width(f"{name}: x", x.shape[1])
     with norm_rows(name, x, gamma, residual, eps, normed) as y, naming(name):
-        quantised = quant.quantize_activations(y)
-    return _to_tensors(quantised)
+        quantised_rows = quant.quantize_activations(y)
+    return _to_tensors(quantised_rows)
 
 
 def _silu_mul_on_cpu(gate_up: Tensor, activation: str = "silu") -> Quantized:
@@ -305,10 +305,13 @@ def _unpack_product(fields: dict[str, Any]) -> IntegerProduct:
 
 
 def _multiply(product: IntegerProduct, x_q: Any, x_scale: Any, bias: Any, out_dtype: torch.dtype) -> Any:
-    clipped = np.maximum(x_q, -127)  # of quantised activations everything; -128 is beyond what `product` counts exactly
-    accumulators = product.accumulators(clipped) if len(x_q) else np.zeros((0, product.pieces.shape[2]), np.int32)
-    if (clipped != x_q).any():
-        accumulators = accumulators + product.accumulators(x_q - clipped)
+    # Of quantised activations everything; -128 is beyond what `product` counts exactly.
+    clipped_activations = np.maximum(x_q, -127)
+    accumulators = (
+        product.accumulators(clipped_activations) if len(x_q) else np.zeros((0, product.pieces.shape[2]), np.int32)
+    )
+    if (clipped_activations != x_q).any():
+        accumulators = accumulators + product.accumulators(x_q - clipped_activations)
     return reference.gemm_epilogue(accumulators, x_scale, product.scale, bias, name_of(out_dtype))
 
 
@@ -467,10 +470,12 @@ def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor |
     if cos is not None and sin is not None:
         return (cos, sin) if positions is None else (cos, sin, positions)
     if cos is not None or sin is not None or positions is not None:
-        passed = [
+        passed_names = [
             label for label, tensor in (("cos", cos), ("sin", sin), ("positions", positions)) if tensor is not None
         ]
-        raise ArgumentError(f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(passed))
+        raise ArgumentError(
+            f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(passed_names)
+        )
     return None
 
 
@@ -479,9 +484,9 @@ def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCac
     if rope is None:
         check_places(name, cache, slots, rows=0)
         return None, None
-    T, half, positions = len(slots), cache.head_dim // 2, rope[2:]
+    T, half_dims, positions = len(slots), cache.head_dim // 2, rope[2:]
     cos, sin = (
-        array_of(f"{name}: {label}", table, "float32", "R", half)
+        array_of(f"{name}: {label}", table, "float32", "R", half_dims)
         for label, table in zip(("cos", "sin"), rope, strict=False)
     )
     if len(cos) != len(sin) or len(cos) < (1 if positions else T):
@@ -730,11 +735,11 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
 def _memory(head_dim: int, device: int) -> _Memories:
     """Lay out the memory of the kernels that run on this device, the current one."""
     sms, step = gpu.device_info().sms, choose(AttentionOptions(backend="gpu"))
-    decode, end = _place_arrays(step.spec.name, step.max_memory(head_dim, sms), 0)
+    decode, memory_end = _place_arrays(step.spec.name, step.max_memory(head_dim, sms), 0)
     if gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
-        return _Memories(decode, None, end)
-    chunks, end = _place_arrays(PREFILL.name, chunk_memory(head_dim, sms), end)
-    return _Memories(decode, chunks, end)
+        return _Memories(decode, None, memory_end)
+    chunks, memory_end = _place_arrays(PREFILL.name, chunk_memory(head_dim, sms), memory_end)
+    return _Memories(decode, chunks, memory_end)
 
 
 def _place_arrays(kernel: str, scratches: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:

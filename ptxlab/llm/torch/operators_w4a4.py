@@ -63,15 +63,15 @@ def _new_tensors(
     clip: float = ACTIVATION_CLIP, int8: int | None = None,
 ) -> Ordered:  # fmt: skip
     """Make empty results; sizes may be symbols, so nothing is checked."""
-    M, in_pairs = x.shape[0], layout == "pairs"
+    M, are_pairs = x.shape[0], layout == "pairs"
     if int8 is None:
-        bytes4 = (channels - outliers) // 2 if in_pairs else channels
-        bytes8, scales = outliers if in_pairs else 0, (channels - outliers) // group + 1
+        bytes4 = (channels - outliers) // 2 if are_pairs else channels
+        bytes8, scales = outliers if are_pairs else 0, (channels - outliers) // group + 1
     else:
         outliers = int8 * BLOCK
-        bytes4 = (channels - outliers) // 2 + (0 if in_pairs else outliers)
-        bytes8, scales = outliers if in_pairs else 0, channels // BLOCK
-    dtype = torch.int8 if int8 is None and not in_pairs else torch.uint8
+        bytes4 = (channels - outliers) // 2 + (0 if are_pairs else outliers)
+        bytes8, scales = outliers if are_pairs else 0, channels // BLOCK
+    dtype = torch.int8 if int8 is None and not are_pairs else torch.uint8
     scale = x.new_empty((M, (scales + 7) // 8 * 8), dtype=torch.float16)
     return x.new_empty((M, bytes4), dtype=dtype), scale, x.new_empty((M, bytes8), dtype=torch.int8)
 
@@ -182,16 +182,16 @@ def _operands(
     x, scale, x8 = tensors
     if not is_one_of(layout, ATOM_LAYOUTS):
         raise ArgumentError(f"{name}: layout", f"must be one of {', '.join(ATOM_LAYOUTS)}", layout)
-    is_atom, in_strips = "outliers" in given_sizes, layout == "strips"
+    is_atom, is_in_strips = "outliers" in given_sizes, layout == "strips"
     width8 = given_sizes["outliers"] if is_atom else given_sizes["K8"]
     shapes_x: Callable[..., Shapes]
     shapes_w: Callable[..., Shapes]
     if is_atom:
-        width4 = x.shape[-1] - width8 if in_strips else 2 * x.shape[-1]
+        width4 = x.shape[-1] - width8 if is_in_strips else 2 * x.shape[-1]
         sizes: dict[str, Any] = {"K": width4, **given_sizes}
         order, shapes_x, shapes_w = ATOM_ORDERS[layout], activation_shapes, atom_shapes
     else:
-        width4 = 2 * (x.shape[-1] - width8) if in_strips else 2 * x.shape[-1]
+        width4 = 2 * (x.shape[-1] - width8) if is_in_strips else 2 * x.shape[-1]
         sizes = {"K4": width4, **given_sizes}
         order, shapes_x, shapes_w = BLOCK_ORDERS[layout], block_activation_shapes, block_shapes
     with naming(name):

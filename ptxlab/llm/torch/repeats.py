@@ -60,12 +60,12 @@ class Repeats:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Launch a known kind of call again, otherwise make the public call; return what that returns."""
         kind, tensors, addresses = _classify_arguments(args, keywords)
-        recorded = self._recorded.get(kind)
-        if recorded is None:
+        recorded_call = self._recorded.get(kind)
+        if recorded_call is None:
             return self._record_first(kind, tensors, args, keywords)
-        for written, neighbour, below, above in recorded.clearances:
-            distance = addresses[neighbour] - addresses[written]
-            if -below < distance < above:  # the public call has its own opinion of that
+        for written_tensor, neighbour_tensor, bytes_below, bytes_above in recorded_call.clearances:
+            distance = addresses[neighbour_tensor] - addresses[written_tensor]
+            if -bytes_below < distance < bytes_above:  # the public call has its own opinion of that
                 return self.call(*args, **keywords)
         outputs = self.make(*args, **keywords)
         for tensor in _tensors(outputs):
@@ -73,7 +73,7 @@ class Repeats:
             addresses.append(tensor.data_ptr())
         addresses.append(0)
         stream = gpu.stream_handle()
-        for plan, places, mapped in recorded.launches:
+        for plan, places, mapped in recorded_call.launches:
             plan.launch_at(stream, [addresses[i] + offset for i, offset in places], [tensors[i] for i in mapped])
         return outputs
 
@@ -85,7 +85,7 @@ class Repeats:
         Its launches are noted if all their memory belongs to arguments and results, and nothing overlaps what they
         write.
         """
-        with record_launches() as launched:
+        with record_launches() as recorded_launches:
             outputs = self.call(*args, **keywords)
         spans = [(tensor.data_ptr(), _extent(tensor)) for tensor in (*tensors, *_tensors(outputs))]
         is_written = [written for written, _ in self._tensor_arguments(args, keywords)]
@@ -96,7 +96,7 @@ class Repeats:
             if is_written[i] or is_written[j]
         ):
             return outputs
-        launches = [_launch(plan, views, spans) for plans, views in launched for plan in plans]
+        launches = [_launch(plan, views, spans) for plans, views in recorded_launches for plan in plans]
         complete_launches = tuple(launch for launch in launches if launch)
         if len(complete_launches) == len(launches):
             remember(self._recorded, kind, _RecordedCall(complete_launches, tuple(self._clearances(args, keywords))))
@@ -152,8 +152,8 @@ def _extent(tensor: Tensor) -> int:
     """Compute the bytes from a tensor's first element to the end of its last, gaps included."""
     if tensor.is_contiguous() or not tensor.numel():
         return int(tensor.nbytes)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.itemsize)
+    last_element = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last_element + 1) * tensor.itemsize)
 
 
 def _overlap(first: _Span, second: _Span) -> bool:
@@ -174,8 +174,8 @@ def _launch(plan: Plan, views: Mapping[str, gpu.View], spans: Sequence[_Span]) -
         address = views[name].address
         place = [(i, 0) for i, (start, nbytes) in enumerate(spans) if nbytes and start == address]
         if not place:
-            inside = ((i, address - start, nbytes) for i, (start, nbytes) in enumerate(spans))
-            place = [(i, offset) for i, offset, nbytes in inside if 0 <= offset < nbytes]
+            argument_offsets = ((i, address - start, nbytes) for i, (start, nbytes) in enumerate(spans))
+            place = [(i, offset) for i, offset, nbytes in argument_offsets if 0 <= offset < nbytes]
         if len(place) != 1:
             return None
         places += place

@@ -184,14 +184,14 @@ class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
         )
         if decodes and (decode_tokens % decodes or decode_tokens // decodes > MOST_TOKENS):
             decodes, prompts, decode_tokens = 0, batch.num_reqs, 0
-        of_prompts: tuple[SequenceRows, ...] = ()
+        prompt_rows: tuple[SequenceRows, ...] = ()
         if prompts:
-            of_prompts = (_prompts(batch, decodes, decode_tokens),) if self.is_chunked else (*_pieces(batch, decodes),)
+            prompt_rows = (_prompts(batch, decodes, decode_tokens),) if self.is_chunked else (*_pieces(batch, decodes),)
         return KV4Metadata(
             tokens=batch.num_actual_tokens,
             decode_tokens=decode_tokens,
             decodes=SequenceRows(table[:decodes], lengths[:decodes]) if decodes else None,
-            prompts=of_prompts,
+            prompts=prompt_rows,
         )
 
 
@@ -210,18 +210,22 @@ def _pieces(batch: CommonAttentionMetadata, first: int) -> Iterator[SequenceRows
     A piece is a sequence whose length ends with its last token.
     """
     starts = batch.query_start_loc_cpu[first : batch.num_reqs + 1].numpy().astype(np.int64)
-    new = np.diff(starts)
-    singles = new % MOST_TOKENS
-    for size, pieces, begin in ((1, singles, starts[:-1]), (MOST_TOKENS, new // MOST_TOKENS, starts[:-1] + singles)):
+    new_tokens = np.diff(starts)
+    singles = new_tokens % MOST_TOKENS
+    for size, pieces, begin in (
+        (1, singles, starts[:-1]),
+        (MOST_TOKENS, new_tokens // MOST_TOKENS, starts[:-1] + singles),
+    ):
         if not pieces.any():
             continue
-        sequence = np.repeat(np.arange(len(new)), pieces)
+        sequence = np.repeat(np.arange(len(new_tokens)), pieces)
         number = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of its sequence
         first_token = begin[sequence] + size * number
         tokens_after = starts[1:][sequence] - (first_token + size)
-        rows = (first_token[:, None] + np.arange(size)).reshape(-1)
+        row_indices = (first_token[:, None] + np.arange(size)).reshape(-1)
         sequences, shortening, rows_of_batch = (
-            torch.from_numpy(numbers).to(batch.seq_lens.device) for numbers in (first + sequence, tokens_after, rows)
+            torch.from_numpy(numbers).to(batch.seq_lens.device)
+            for numbers in (first + sequence, tokens_after, row_indices)
         )
         lengths = batch.seq_lens[sequences] - shortening.to(batch.seq_lens.dtype)
         yield SequenceRows(batch.block_table_tensor[sequences], lengths, rows=rows_of_batch)
@@ -292,16 +296,25 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
             raise ArgumentError("--attention-backend CUSTOM", "does not quantise its output", "a scale for it")
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
-        first, tokens = attn_metadata.decode_tokens, attn_metadata.tokens
+        first_prompt_token, tokens = attn_metadata.decode_tokens, attn_metadata.tokens
         queries = query[:tokens].contiguous()
         if decodes := attn_metadata.decodes:
             self._attend(
-                _by_sequence(queries[:first], decodes), kv_cache, decodes, _by_sequence(output[:first], decodes)
+                _by_sequence(queries[:first_prompt_token], decodes),
+                kv_cache,
+                decodes,
+                _by_sequence(output[:first_prompt_token], decodes),
             )
         for prompts in attn_metadata.prompts:
             if prompts.rows is None:
                 invariant = attn_metadata.is_batch_invariant
-                self._attend(queries[first:], kv_cache, prompts, output[first:tokens], batch_invariant=invariant)
+                self._attend(
+                    queries[first_prompt_token:],
+                    kv_cache,
+                    prompts,
+                    output[first_prompt_token:tokens],
+                    batch_invariant=invariant,
+                )
                 continue
             pieces = _by_sequence(queries[prompts.rows], prompts)
             attended = torch.empty_like(pieces)

@@ -43,10 +43,12 @@ class IntegerCheckpoint:
         groups = [*config.get("config_groups", {}).values()]
         if config.get("quant_method") != "compressed-tensors" or not groups:
             return None
-        kinds = {(weights.get("strategy"), weights.get("group_size")) for weights in (g["weights"] for g in groups)}
+        kinds = {
+            (weights.get("strategy"), weights.get("group_size")) for weights in (group["weights"] for group in groups)
+        }
         for layers in groups:
-            written = layers.get("format") or config.get("format")
-            if written != FORMAT or not _is_w4a8(layers["weights"], layers.get("input_activations") or {}):
+            written_format = layers.get("format") or config.get("format")
+            if written_format != FORMAT or not _is_w4a8(layers["weights"], layers.get("input_activations") or {}):
                 return None
             if layers.get("output_activations") or layers.get("targets") != ["Linear"]:
                 return None
@@ -67,9 +69,13 @@ class IntegerCheckpoint:
 
 
 def _is_w4a8(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> bool:
-    required = ((weights, _WEIGHTS), (activations, _ACTIVATIONS))
-    agree = all(stated.get(name) == setting for stated, settings in required for name, setting in settings.items())
-    return agree and not weights.get("actorder")
+    required_settings = ((weights, _WEIGHTS), (activations, _ACTIVATIONS))
+    do_agree = all(
+        stated_settings.get(name) == setting
+        for stated_settings, settings in required_settings
+        for name, setting in settings.items()
+    )
+    return do_agree and not weights.get("actorder")
 
 
 class IntegerLinearMethod(W4A8LinearMethod):

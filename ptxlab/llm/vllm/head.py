@@ -73,5 +73,5 @@ class Int8HeadMethod(QuantizeMethodBase):
 
 def _quantise(floats: Tensor) -> tuple[Tensor, Tensor]:
     with gpu.caller_stream() if floats.is_cuda else nullcontext():
-        quantised = quantize_level1(gpu.as_array("weight", floats.float()), _LARGEST)
-        return gpu.like(quantised.q8, floats), gpu.like(quantised.scale, floats)
+        quantised_weight = quantize_level1(gpu.as_array("weight", floats.float()), _LARGEST)
+        return gpu.like(quantised_weight.q8, floats), gpu.like(quantised_weight.scale, floats)

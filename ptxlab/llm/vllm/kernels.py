@@ -65,21 +65,21 @@ def is_served(capability: tuple[int, int] | None) -> bool:
 def token_counts(vllm_config: VllmConfig) -> tuple[int, ...]:
     """Return numbers of tokens of a step: those of captured graphs, and some of those beyond."""
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or range(8, 257, 8)
-    largest = vllm_config.scheduler_config.max_num_batched_tokens
-    return tuple(sorted({1, *captured, *range(max(captured), largest, _STEP), largest}))
+    largest_batch = vllm_config.scheduler_config.max_num_batched_tokens
+    return tuple(sorted({1, *captured, *range(max(captured), largest_batch, _STEP), largest_batch}))
 
 
 def product_variants(
     matrices: Iterable[MatrixShape], tokens: Iterable[int], dtype: str
 ) -> Iterator[tuple[Source, dict[str, int]]]:
     """Yield the source and the constants of every product's kernel, some of them again."""
-    counts, out = tuple(tokens), DTYPES.index(dtype)
+    counts, out_dtype = tuple(tokens), DTYPES.index(dtype)
     for matrix in matrices:
         weight = matrix.weight()
         for M in counts:
             step = ladder.choose(weight, "row_major", M, GemmOptions())
             sizes = step.sizes(M, matrix.N, matrix.K, matrix.group)
-            yield sources_of_kernel(step.spec.name)[0], step.config(sizes, out, True)
+            yield sources_of_kernel(step.spec.name)[0], step.config(sizes, out_dtype, True)
 
 
 def head_variants(
@@ -119,6 +119,6 @@ class ProductKernels:
         if not matrices and not heads:
             return
         start = time.perf_counter()
-        of_layers = product_variants(matrices, self.tokens, name_of(dtype))
-        compile_all(chain(of_layers, head_variants(heads, self.tokens, name_of(dtype))))
+        layer_variants = product_variants(matrices, self.tokens, name_of(dtype))
+        compile_all(chain(layer_variants, head_variants(heads, self.tokens, name_of(dtype))))
         log.info("ptxlab: kernels of all products are there after %.1f s", time.perf_counter() - start)

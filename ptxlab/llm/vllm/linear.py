@@ -99,11 +99,11 @@ class W4A8LinearMethod(LinearMethodBase):
             got = f"{progress.load_numel:,} of {progress.load_numel_total:,} numbers"
             raise self._error("the checkpoint must have all of the layer's weights", got)
         self.is_packed = True
-        loaded = {name: parameter.data for name, parameter in layer.named_parameters() if name != "bias"}
-        for name in loaded:
+        loaded_tensors = {name: parameter.data for name, parameter in layer.named_parameters() if name != "bias"}
+        for name in loaded_tensors:
             delattr(layer, name)
         try:
-            buffers = self.pack(layer, loaded)
+            buffers = self.pack(layer, loaded_tensors)
         except ArgumentError as error:
             raise self._error(error.rule, error.value) from None
         for name in self.names:
@@ -166,8 +166,10 @@ class FloatLinearMethod(W4A8LinearMethod):
 
     def loaded_parameters(self, N: int, K: int, dtype: torch.dtype, weight_loader: Any) -> dict[str, nn.Parameter]:
         """Return the float weight."""
-        empty = torch.empty(N, K, dtype=dtype, device="meta")
-        return {"weight": ModelWeightParameter(data=empty, input_dim=1, output_dim=0, weight_loader=weight_loader)}
+        empty_weight = torch.empty(N, K, dtype=dtype, device="meta")
+        return {
+            "weight": ModelWeightParameter(data=empty_weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        }
 
     def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
         """Quantise the weight, for rotated values where it makes or reads values."""

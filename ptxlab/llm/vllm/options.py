@@ -47,14 +47,16 @@ class ServingOptions:
     def from_vllm(cls, vllm_config: VllmConfig) -> Self:
         """Return the options in a configuration of vLLM, defaults for those that it lacks."""
         additional = vllm_config.additional_config
-        chosen = additional.get(NAME, {}) if isinstance(additional, Mapping) else None
-        if not isinstance(chosen, Mapping):
+        chosen_options = additional.get(NAME, {}) if isinstance(additional, Mapping) else None
+        if not isinstance(chosen_options, Mapping):
             raise ArgumentError(_ARGUMENT, "must be a mapping of options", type(additional).__name__)
         names = [field.name for field in fields(cls)]
-        unknown = [name for name in chosen if name not in (*names, "version")]
-        if unknown:
-            raise ArgumentError(_ARGUMENT, f"must be options of {', '.join(names)}", ", ".join(map(str, unknown)))
-        return cls(**{name: chosen[name] for name in names if name in chosen})
+        unknown_options = [name for name in chosen_options if name not in (*names, "version")]
+        if unknown_options:
+            raise ArgumentError(
+                _ARGUMENT, f"must be options of {', '.join(names)}", ", ".join(map(str, unknown_options))
+            )
+        return cls(**{name: chosen_options[name] for name in names if name in chosen_options})
 
     def group_of(self, K: int) -> int:
         """Return the weights of a group of a matrix with K columns: K itself for `qoq_channel`.
@@ -63,11 +65,13 @@ class ServingOptions:
         """
         if self.scheme == CHANNEL:
             return K
-        allowed = (128, 64) if self.group is None else (self.group,)
-        for group in allowed:
+        allowed_groups = (128, 64) if self.group is None else (self.group,)
+        for group in allowed_groups:
             if K % group == 0:
                 return group
-        raise ArgumentError("weight", f"K must be a multiple of the group, {' or '.join(map(str, allowed))}", f"K={K}")
+        raise ArgumentError(
+            "weight", f"K must be a multiple of the group, {' or '.join(map(str, allowed_groups))}", f"K={K}"
+        )
 
     @property
     def quantises_otherwise(self) -> bool:

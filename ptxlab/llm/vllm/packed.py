@@ -60,9 +60,9 @@ class PackedCheckpoint:
         return PackedLinearMethod(kernels, prefix, *self.exceptions.get(prefix, (self.scheme, self.group)))
 
     def __str__(self) -> str:
-        exceptions = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
+        exceptions_text = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
         groups = "a scale per channel" if self.scheme == "qoq_channel" else f"groups of {self.group}"
-        return f"weights W4A8 (packed, {self.scheme}, {groups}{exceptions})"
+        return f"weights W4A8 (packed, {self.scheme}, {groups}{exceptions_text})"
 
 
 def _settings(name: str, config: Any) -> tuple[str, int]:
@@ -95,15 +95,15 @@ class PackedLinearMethod(W4A8LinearMethod):
         """Return the buffers."""
         parameters = {}
         for name, (kind, shape) in self._stored_matrix().shapes().items():
-            empty = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-            parameters[name] = nn.Parameter(empty, requires_grad=False)
+            empty_buffer = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+            parameters[name] = nn.Parameter(empty_buffer, requires_grad=False)
             set_weight_attrs(parameters[name], {"weight_loader": self._load_whole})
         return parameters
 
     def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers as they are, or repacked for the kernels of this GPU."""
-        stored = self._stored_matrix()
-        return loaded if stored == self.matrix else repack(loaded, stored, self.matrix.layout)
+        stored_matrix = self._stored_matrix()
+        return loaded if stored_matrix == self.matrix else repack(loaded, stored_matrix, self.matrix.layout)
 
     def _stored_matrix(self) -> MatrixShape:
         return replace(self.matrix, layout=_LAYOUT)

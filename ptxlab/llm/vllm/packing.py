@@ -50,8 +50,8 @@ def pack_integers(
     pieces, squares = [], np.zeros(2)
     for integers, scales in zip(q.split(rows), scale.float().split(rows), strict=True):
         with gpu.caller_stream() if q.is_cuda else nullcontext():
-            packed, error = _pack_affine(integers, scales, group, layout)
-            pieces.append({name: gpu.like(array, q) for name, array in packed.buffers.items()})
+            packed_weight, error = _pack_affine(integers, scales, group, layout)
+            pieces.append({name: gpu.like(array, q) for name, array in packed_weight.buffers.items()})
         squares += error
     relative = float(np.sqrt(squares[0] / max(squares[1], np.finfo(np.float64).tiny)))
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}, relative
@@ -65,8 +65,8 @@ def pack_quantised(weight: QuantizedWeight, loaded: Tensor, layout: str) -> dict
     if not loaded.is_cuda:
         return {name: gpu.like(array, loaded) for name, array in pack(weight, layout).buffers.items()}
     with gpu.caller_stream():
-        packed = pack(with_arrays(weight, gpu.to_device), layout)
-        return {name: gpu.like(array, loaded) for name, array in packed.buffers.items()}
+        packed_weight = pack(with_arrays(weight, gpu.to_device), layout)
+        return {name: gpu.like(array, loaded) for name, array in packed_weight.buffers.items()}
 
 
 def repack(loaded: dict[str, Tensor], matrix: MatrixShape, layout: str) -> dict[str, Tensor]:
@@ -85,13 +85,15 @@ def _pack_affine(
     if int(integers.min()) < -8 or int(integers.max()) > 7:
         raise ArgumentError("weight", "must be of 4 bits, -8..7", f"{int(integers.min())}..{int(integers.max())}")
     columns, zero = integers.shape[1], np.full_like(scales, 8)
-    group_of = np.arange(columns, dtype=np.int32, like=integers) // np.int32(columns // scales.shape[1])
-    affine = AffineWeight(q4=(integers + np.int8(8)).astype(np.uint8), scale=scales, zero=zero, group_of=group_of)
+    group_indices = np.arange(columns, dtype=np.int32, like=integers) // np.int32(columns // scales.shape[1])
+    affine = AffineWeight(q4=(integers + np.int8(8)).astype(np.uint8), scale=scales, zero=zero, group_of=group_indices)
     weight = affine.per_channel() if group is None else affine.nearest_lqq(group)[0]
     assert weight is not None  # the zero is 8
-    exact = affine.dequantize()
-    error = weight.dequantize() - exact
-    return pack(weight, layout), np.array([float((array.astype(np.float64) ** 2).sum()) for array in (error, exact)])
+    exact_weight = affine.dequantize()
+    error = weight.dequantize() - exact_weight
+    return pack(weight, layout), np.array(
+        [float((array.astype(np.float64) ** 2).sum()) for array in (error, exact_weight)]
+    )
 
 
 def _pack_rows(weight: Tensor, scheme: str, group: int, layout: str) -> dict[str, Tensor]:
@@ -102,5 +104,5 @@ def _pack_rows(weight: Tensor, scheme: str, group: int, layout: str) -> dict[str
 
 
 def _pack_array(floats: Tensor, scheme: str, group: int, layout: str) -> dict[str, Tensor]:
-    packed = pack(quantiser(scheme)(gpu.as_array("weight", floats), group), layout)
-    return {name: gpu.like(array, floats) for name, array in packed.buffers.items()}
+    packed_weight = pack(quantiser(scheme)(gpu.as_array("weight", floats), group), layout)
+    return {name: gpu.like(array, floats) for name, array in packed_weight.buffers.items()}

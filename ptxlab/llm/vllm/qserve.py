@@ -82,18 +82,18 @@ class QServeLinearMethod(W4A8LinearMethod):
 
         if N % _TILE or K % _TILE:
             raise self._error(f"N and K must be multiples of {_TILE}", f"N={N}, K={K}")
-        halves = {"s1_scales": ChannelQuantScaleParameter(output_dim=0, **empty(torch.float16, N))}
+        half_parameters = {"s1_scales": ChannelQuantScaleParameter(output_dim=0, **empty(torch.float16, N))}
         weight = ModelWeightParameter(input_dim=1, output_dim=0, **empty(torch.int8, N, K // 2))
         if self.checkpoint_group is None:
-            halves["s1_szeros"] = ChannelQuantScaleParameter(output_dim=0, **empty(torch.float16, N))
-            return {"qweight": weight, **halves}
+            half_parameters["s1_szeros"] = ChannelQuantScaleParameter(output_dim=0, **empty(torch.float16, N))
+            return {"qweight": weight, **half_parameters}
         constants = {
             name: GroupQuantScaleParameter(
                 input_dim=0, output_dim=1, **empty(torch.int8, K // self.checkpoint_group, N)
             )
             for name in ("s2_scales", "s2_zeros")
         }
-        return {"qweight": weight, **halves, **constants}
+        return {"qweight": weight, **half_parameters, **constants}
 
     def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
         """Pack the integers, which the host puts into rows. Raises ArgumentError for a zero that is no integer."""
@@ -102,7 +102,7 @@ class QServeLinearMethod(W4A8LinearMethod):
         qweight = loaded["qweight"]
         loaded.clear()
         weight = convert_parts([qserve_weight(arrays | floats)]).weight
-        expected = QoQChannelWeight if self.checkpoint_group is None else LQQWeight
-        if not isinstance(weight, expected):
+        expected_class = QoQChannelWeight if self.checkpoint_group is None else LQQWeight
+        if not isinstance(weight, expected_class):
             raise ArgumentError("s1_szeros", "must be integers 0..15 times s1_scales", "others")
         return pack_quantised(weight, qweight, self.matrix.layout)

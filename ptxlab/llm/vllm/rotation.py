@@ -14,15 +14,18 @@ from ptxlab.llm.recipe.rotation import hadamard
 
 def rotate_values(rows: Tensor, head_dim: int) -> Tensor:
     """Return the rows [Hkv·D, K] that make values, or their bias [Hkv·D], of rotated values; f32."""
-    by_head = rows.double().reshape(-1, head_dim, rows.numel() // len(rows))
-    return (_rotation(head_dim, rows.device).T @ by_head).reshape(rows.shape).float()
+    head_rows = rows.double().reshape(-1, head_dim, rows.numel() // len(rows))
+    return (_rotation(head_dim, rows.device).T @ head_rows).reshape(rows.shape).float()
 
 
 def rotate_back(weight: Tensor, head_dim: int) -> Tensor:
     """Return the matrix [N, Hq·D] after attention for rotated values; f32, computed a part of the rows at a time."""
     rotation = _rotation(head_dim, weight.device)
-    parts = [(part.double().unflatten(1, (-1, head_dim)) @ rotation).flatten(1).float() for part in weight.split(1024)]
-    return torch.cat(parts)
+    rotated_chunks = [
+        (row_chunk.double().unflatten(1, (-1, head_dim)) @ rotation).flatten(1).float()
+        for row_chunk in weight.split(1024)
+    ]
+    return torch.cat(rotated_chunks)
 
 
 @cache

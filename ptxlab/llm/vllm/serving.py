@@ -39,9 +39,9 @@ def register_with_vllm() -> None:
         existing = MODELS_CONFIG_MAP.setdefault(architecture, _ServedConfig)
         if existing is not _ServedConfig:
             raise RuntimeError(f"ptxlab: {existing.__name__} already updates the configuration of {architecture}")
-    registered = get_quantization_config(NAME), AttentionBackendEnum.CUSTOM.get_class()
-    if registered != (PtxlabConfig, KV4Backend):
-        raise RuntimeError(f"ptxlab: vLLM has {registered}, not the plugin's method and attention backend")
+    registered_classes = get_quantization_config(NAME), AttentionBackendEnum.CUSTOM.get_class()
+    if registered_classes != (PtxlabConfig, KV4Backend):
+        raise RuntimeError(f"ptxlab: vLLM has {registered_classes}, not the plugin's method and attention backend")
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -58,9 +58,11 @@ def configure(vllm_config: VllmConfig) -> None:
         raise ArgumentError(
             f"--additional-config: {NAME}", "scheme and group must be left out for a quantised checkpoint", options
         )
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if checkpoint is not None and not checkpoint.is_sliceable and ranks > 1:
-        raise ArgumentError(f"--tensor-parallel-size: {model.model}", "must be 1 for packed weights, for now", ranks)
+    parallel_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if checkpoint is not None and not checkpoint.is_sliceable and parallel_ranks > 1:
+        raise ArgumentError(
+            f"--tensor-parallel-size: {model.model}", "must be 1 for packed weights, for now", parallel_ranks
+        )
     _refuse(vllm_config)
     settings = {**asdict(options), "version": __version__}
     vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
@@ -69,10 +71,10 @@ def configure(vllm_config: VllmConfig) -> None:
         cache.cache_dtype = DEFAULT_CACHE
     if cache.cache_dtype in CACHE_DTYPES and attention.backend is None:
         attention.backend = AttentionBackendEnum.CUSTOM
-    rotated = "keys and values" if checkpoint is None or checkpoint.has_rotated_values else "keys"
-    described = _describe_cache(cache.cache_dtype, attention.backend, rotated)
+    rotated_values = "keys and values" if checkpoint is None or checkpoint.has_rotated_values else "keys"
+    cache_description = _describe_cache(cache.cache_dtype, attention.backend, rotated_values)
     head = ", lm_head in INT8" if options.head == "int8" else ""
-    log.info("ptxlab %s: %s%s; %s", __version__, checkpoint or options, head, described)
+    log.info("ptxlab %s: %s%s; %s", __version__, checkpoint or options, head, cache_description)
 
 
 def _describe_cache(dtype: str, backend: Any, rotated: str) -> str:

@@ -133,20 +133,20 @@ def audit_file(
     scheme, range or group and for a pattern that matches nothing.
     """
     checkpoint = Checkpoint(path)
-    packed = layout.packed_names(path) if layout.METADATA_KEY in checkpoint.metadata else []
-    owners = set(packed)  # of a packed weight's buffers: `up.weight` of `up.weight.blocks`
-    whole = [name for name in checkpoint.tensors if name.rpartition(".")[0] not in owners]
-    names = [name for name in (*packed, *whole) if fnmatchcase(name, pattern)]
+    packed_weights = layout.packed_names(path) if layout.METADATA_KEY in checkpoint.metadata else []
+    packed_owners = set(packed_weights)  # of a packed weight's buffers: `up.weight` of `up.weight.blocks`
+    whole_names = [name for name in checkpoint.tensors if name.rpartition(".")[0] not in packed_owners]
+    names = [name for name in (*packed_weights, *whole_names) if fnmatchcase(name, pattern)]
     if not names:
         raise ArgumentError("pattern", f"must match a tensor of {path}", pattern)
     # Nothing that is wrong with the arguments may look like something wrong with a tensor.
     audit_matrix(np.zeros((1, max(GROUPS)), np.float32), schemes=schemes, ranges=ranges, group=group)
 
     def rows() -> Iterator[AuditRow | SkippedTensor]:
-        for done, name in enumerate(names):
+        for done_count, name in enumerate(names):
             if progress is not None:
-                progress(done, len(names), name)
-            if name in owners:
+                progress(done_count, len(names), name)
+            if name in packed_owners:
                 yield _audit_packed(name, layout.load(path, name, unchecked=True))
                 continue
             reason = _why_not(checkpoint.tensors[name], group)

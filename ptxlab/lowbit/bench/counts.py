@@ -121,10 +121,10 @@ def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:
     record = load_mma_loops()
     if arch not in record["archs"]:
         return None
-    counted = record["archs"][arch]
-    converted = alpha * scheme.int8_share
-    loop = {**counted[scheme.loop], "alu": counted[scheme.loop]["alu"] + converted}
-    return LoopCounts(loop, counted["per_sum"], record["tile"])
+    counts_by_source = record["archs"][arch]
+    converted_weights = alpha * scheme.int8_share
+    loop = {**counts_by_source[scheme.loop], "alu": counts_by_source[scheme.loop]["alu"] + converted_weights}
+    return LoopCounts(loop, counts_by_source["per_sum"], record["tile"])
 
 
 def alpha_of(dequantiser: str) -> float:

@@ -55,11 +55,11 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
     """
     repeats = sizes["R"] // len(logical["q4"])
     nbytes = spec.bytes_moved(sizes)
-    packed = {n: np.tile(a, (repeats, *[1] * (a.ndim - 1))) for n, a in spec.pack(logical).items()}
+    packed_inputs = {n: np.tile(a, (repeats, *[1] * (a.ndim - 1))) for n, a in spec.pack(logical).items()}
     kernel = gpu.load(source, spec.name, defines=spec.configs[0])
     calls, outputs = [], []
     for _ in range(copies_beyond_l2(nbytes)):
-        arrays = {n: gpu.to_device(a) for n, a in packed.items()}
+        arrays = {n: gpu.to_device(a) for n, a in packed_inputs.items()}
         for arg in spec.outputs:
             arrays[arg.name] = allocate_poisoned(arg.resolve(sizes), arg.dtype)
             outputs.append(arrays[arg.name])
@@ -70,7 +70,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
     expected = spec.reference(**logical).view(np.uint8)
     for output in outputs:
         got = gpu.to_host(output).view(np.uint8).reshape(repeats, *expected.shape)
-        if not all((part == expected).all() for part in got):
+        if not all((copy_output == expected).all() for copy_output in got):
             raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
     return row_of(
         spec,
@@ -102,10 +102,10 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
     clocks_per_round = per_lane * _BLOCKS_PER_SM * _THREADS
     iterations = max(1, round(_LOOP_CLOCKS / clocks_per_round))
     words = rng.integers(0, 2**32, (threads, harness.LOOP_WORDS), np.uint32)
-    shared = rng.integers(0, 2**32, (threads, max(1, len(word.shared))), np.uint32)
-    _check_loop(kernel, loop, words[:_CHECKED_THREADS], shared[:_CHECKED_THREADS])
+    shared_words = rng.integers(0, 2**32, (threads, max(1, len(word.shared))), np.uint32)
+    _check_loop(kernel, loop, words[:_CHECKED_THREADS], shared_words[:_CHECKED_THREADS])
 
-    arrays = [gpu.to_device(words), gpu.to_device(shared), gpu.empty(words.shape, words.dtype)]
+    arrays = [gpu.to_device(words), gpu.to_device(shared_words), gpu.empty(words.shape, words.dtype)]
     geometry = Launch((threads // _THREADS, 1, 1), (_THREADS, 1, 1))
     measured = measure([gpu.prepare(kernel, [*arrays, np.uint32(iterations)], geometry)])
     weights = 8 * words.size * iterations

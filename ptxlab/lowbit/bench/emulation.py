@@ -171,9 +171,9 @@ def time_on_cpu(call: Callable[[], Ran], check: Callable[[Ran], int]) -> tuple[M
     count, seconds = check(call()), []
     for _ in range(_REPEATS):
         start = process_time()
-        ran = call()
+        run = call()
         seconds.append(process_time() - start)
-        check(ran)
+        check(run)
     seconds.sort()
     return Measured(seconds[_REPEATS // 2] * 1e6, seconds[0] * 1e6, seconds[-1] * 1e6, sm_mhz=0.0), count
 

@@ -56,7 +56,7 @@ def rows(
     names: list[str], ceilings: Ceilings, progress: Callable[[str], None], keep: Keep = measure_section
 ) -> Iterator[Row]:
     """Measure kernels of the family by name; a kernel is a section."""
-    for spec in (s for s in SPECS if s.name in names):
+    for spec in (spec for spec in SPECS if spec.name in names):
         yield from keep(spec.name, partial(kernel_rows, spec, ceilings, progress))
 
 
@@ -92,13 +92,13 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
 def resident(spec: KernelSpec, source: Source) -> Row:
     """Measure the fragment's loads alone, again and again from the same tile in shared memory."""
     device = gpu.device_info()
-    repeated = harness.repeating_harness(source)
-    if repeated is None:
+    repeated_source = harness.repeating_harness(source)
+    if repeated_source is None:
         raise BenchmarkError(f"{source.label}: no fragment is marked (`// @begin fragment`)")
     image = toolchain.assemble(source, device.arch)
     cost = dataflow.fragment_cost(sass.parse(toolchain.disassemble(image))[spec.name])
     sizes = {"T": device.sms * _BLOCKS_PER_SM["resident"]}
-    kernel = gpu.load(repeated, spec.name)
+    kernel = gpu.load(repeated_source, spec.name)
     logical = spec.example(np.random.default_rng(0), **sizes)
     arrays = {name: gpu.to_device(array) for name, array in spec.pack(logical).items()}
     out = gpu.empty(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype)
@@ -143,14 +143,14 @@ def modelled_banks(spec: KernelSpec, source: Source) -> dict[str, float]:
 def counted_banks(*specs: KernelSpec) -> list[dict[str, float]]:
     """Count the same tiles on the GPU, of every spec, under one ncu; `UnavailableError` where it cannot."""
     with tempfile.TemporaryDirectory() as folder:
-        lines = []
+        command_lines = []
         for spec in specs:
             file = Path(folder) / f"{spec.name}.npz"
             save_arrays(file, spec.pack(spec.example(np.random.default_rng(0), T=BANK_TILES)))
-            lines.append(["run", spec.name, "--in", str(file), "--backend", "gpu"])
-        command = [sys.executable, "-c", _RUN_ALL, json.dumps(lines)]
-        counted = nsight.launches(command, [spec.name for spec in specs], list(_COUNTERS.values()))
-    return [{name: of_spec[metric] for name, metric in _COUNTERS.items()} for of_spec in counted]
+            command_lines.append(["run", spec.name, "--in", str(file), "--backend", "gpu"])
+        command = [sys.executable, "-c", _RUN_ALL, json.dumps(command_lines)]
+        launch_metrics = nsight.launches(command, [spec.name for spec in specs], list(_COUNTERS.values()))
+    return [{name: spec_metrics[metric] for name, metric in _COUNTERS.items()} for spec_metrics in launch_metrics]
 
 
 def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
@@ -166,10 +166,10 @@ def _time_load(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct
     """Time one launch over inputs that repeat `distinct` ones, and check what it wrote."""
     logical = spec.example(np.random.default_rng(0), **distinct)
     arg = spec.inputs[0]
-    small = gpu.to_device(spec.pack(logical)[arg.name])
+    one_copy = gpu.to_device(spec.pack(logical)[arg.name])
     large = gpu.empty(arg.resolve(sizes), arg.dtype)
-    for first in range(0, len(large), len(small)):
-        gpu.copy_bytes(large[first : first + len(small)], small)
+    for first_tile in range(0, len(large), len(one_copy)):
+        gpu.copy_bytes(large[first_tile : first_tile + len(one_copy)], one_copy)
     calls, outputs = [], []
     for _ in range(copies_beyond_l2(spec.bytes_moved(sizes))):
         outputs.append(out := allocate_poisoned(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype))
@@ -177,7 +177,7 @@ def _time_load(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct
         calls.append(gpu.prepare(gpu.load(source, spec.name), [large, out, *scalars], spec.launch(sizes)))
     measured = measure(calls)
     for out in outputs:
-        _require_equal(spec, source, gpu.to_host(out), _expected_words(spec, logical, sizes, len(small)))
+        _require_equal(spec, source, gpu.to_host(out), _expected_words(spec, logical, sizes, len(one_copy)))
     return measured
 
 

@@ -70,8 +70,8 @@ def _attention_sizes(spec: KernelSpec, backend: str) -> dict[str, Any]:
     if attention_step(spec):
         return dict(_ATTENTION[backend])
     sizes = EXAMPLES.usual_sizes(spec, backend)
-    usual = _CHUNKS[backend] if spec.name == PREFILL.name else {}
-    return {name: usual.get(name, size) for name, size in sizes.items()}
+    usual_sizes = _CHUNKS[backend] if spec.name == PREFILL.name else {}
+    return {name: usual_sizes.get(name, size) for name, size in sizes.items()}
 
 
 def _check_attention(spec: KernelSpec, sizes: Shape) -> None:
@@ -93,8 +93,8 @@ def _attention_example(spec: KernelSpec, rng: np.random.Generator, shape: Shape,
     if attention_step(spec) is None:
         return logical
     lengths, scheme = np.full(shape["B"], shape["L"]), logical["cache"].scheme
-    cached = draw_cache(rng, lengths, Hkv=sizes["Hkv"], P=sizes["P"], pages=sizes["pages"], scheme=scheme)
-    return {**logical, "cache": cached}
+    cached_arrays = draw_cache(rng, lengths, Hkv=sizes["Hkv"], P=sizes["P"], pages=sizes["pages"], scheme=scheme)
+    return {**logical, "cache": cached_arrays}
 
 
 def _attention_problem(spec: KernelSpec, sizes: Shape, copies: int | None) -> SizedProblem | None:
@@ -102,20 +102,22 @@ def _attention_problem(spec: KernelSpec, sizes: Shape, copies: int | None) -> Si
     if step is None:
         return None
     batch = _batch(sizes)
-    of = attention.random_problem(batch, attention.scheme_of(step), copies)
+    drawn_problem = attention.random_problem(batch, attention.scheme_of(step), copies)
     return SizedProblem(
-        step.config(attention.sizes_at(step, batch, of.scheme, len(of.caches[0].pool)), "float16"),
-        lambda constants: attention.launches(step, of, constants=constants),
-        lambda ready: ready.check(of),
+        step.config(
+            attention.sizes_at(step, batch, drawn_problem.scheme, len(drawn_problem.caches[0].pool)), "float16"
+        ),
+        lambda constants: attention.launches(step, drawn_problem, constants=constants),
+        lambda ready: ready.check(drawn_problem),
     )
 
 
 def _cache_elements(sizes: Shape) -> int | None:
     """Count the keys and values of a cache."""
-    symbols = ("B", "L", "Hkv")
-    if not set(symbols) <= set(sizes):
+    size_names = ("B", "L", "Hkv")
+    if not set(size_names) <= set(sizes):
         return EXAMPLES.weights(sizes)
-    return prod(int(sizes[symbol]) for symbol in symbols) * 2 * HEAD_DIM
+    return prod(int(sizes[symbol]) for symbol in size_names) * 2 * HEAD_DIM
 
 
 ATTENTION = replace(

@@ -95,10 +95,10 @@ class Batch(NamedTuple):
     D: int = HEAD_DIM
 
     def __str__(self) -> str:
-        longest = max(self.lengths)
-        exact = "" if min(self.lengths) == longest else "up to "
+        longest_length = max(self.lengths)
+        bound_words = "" if min(self.lengths) == longest_length else "up to "
         dimensions = "" if self.D == HEAD_DIM else f" of {self.D}"
-        return f"heads {self.Hq}/{self.Hkv}{dimensions}, {len(self.lengths)} x {exact}{longest}"
+        return f"heads {self.Hq}/{self.Hkv}{dimensions}, {len(self.lengths)} x {bound_words}{longest_length}"
 
     @property
     def tokens(self) -> int:
@@ -142,11 +142,11 @@ def batches(heads: tuple[int, int]) -> list[Batch]:
 
 def ragged_batch(heads: tuple[int, int]) -> Batch:
     """Draw a batch with lengths that are log-uniform between 1 and 8192; the same at every call."""
-    drawn = np.exp(np.random.default_rng(0).uniform(0, np.log(RAGGED_MOST), RAGGED_BATCH))
-    return Batch(*heads, tuple(int(length) for length in np.rint(drawn)))
+    drawn_lengths = np.exp(np.random.default_rng(0).uniform(0, np.log(RAGGED_MOST), RAGGED_BATCH))
+    return Batch(*heads, tuple(int(length) for length in np.rint(drawn_lengths)))
 
 
 def even_batch_like(batch: Batch) -> Batch:
     """Build a batch of as many sequences and tokens, whose lengths differ by one at most."""
-    shortest, longer = divmod(batch.tokens, len(batch.lengths))
-    return batch._replace(lengths=tuple(shortest + (b < longer) for b in range(len(batch.lengths))))
+    shortest_length, longer = divmod(batch.tokens, len(batch.lengths))
+    return batch._replace(lengths=tuple(shortest_length + (b < longer) for b in range(len(batch.lengths))))

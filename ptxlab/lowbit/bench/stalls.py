@@ -86,15 +86,17 @@ class StallRecord:
 
     def at(self, kernel: str, layer: str, M: int) -> StallRow | None:
         """Return the row of a kernel on a matrix, or None if it was not measured."""
-        return next((r for r in self.rows if (r.kernel, r.layer, r.sizes["M"]) == (kernel, layer, M)), None)
+        return next((row for row in self.rows if (row.kernel, row.layer, row.sizes["M"]) == (kernel, layer, M)), None)
 
 
 def measure(keep: Path | None = None) -> StallRecord:
     """Launch every kernel on every matrix under ncu; raises as `profiles.launch` does."""
-    planned = list(jobs())
-    launched = profiles.launch([job for job, _ in planned], METRICS, keep=keep)
+    planned_jobs = list(jobs())
+    profiles_of_launches = profiles.launch([job for job, _ in planned_jobs], METRICS, keep=keep)
     device = gpu.device_info()
-    rows = tuple(row_of(one, job, layer) for one, (job, layer) in zip(launched, planned, strict=True))
+    rows = tuple(
+        row_of(profile, job, layer) for profile, (job, layer) in zip(profiles_of_launches, planned_jobs, strict=True)
+    )
     return StallRecord({"name": device.name, "slug": device.slug, "driver": device.driver}, profiles.origin(), rows)
 
 
@@ -116,23 +118,28 @@ def row_of(launched: ProfiledLaunch, job: LaunchTarget, layer: Layer) -> StallRo
             f"ncu: {_FILE} is not in the report of {launched.kernel}; `--import-source yes` puts it there"
         )
     functions = functions_by_line(launched.sources[_FILE])
-    parts, executed, reasons = Counter[str](), Counter[str](), Counter[str]()
-    for one in launched.instructions:
-        part = part_of(one.sass, functions.get(one.line, "") if one.file == _FILE else "")
-        parts[part] += one.stalled
-        executed[part] += 32 * one.executed
+    samples_by_part, executed_by_part, samples_by_reason = Counter[str](), Counter[str](), Counter[str]()
+    for sampled_instruction in launched.instructions:
+        part = part_of(
+            sampled_instruction.sass,
+            functions.get(sampled_instruction.line, "") if sampled_instruction.file == _FILE else "",
+        )
+        samples_by_part[part] += sampled_instruction.stalled
+        executed_by_part[part] += 32 * sampled_instruction.executed
         if part == "subtract":
-            reasons.update({reason: n for reason, n in one.samples.items() if reason != ISSUING})
-    stalls = parts.total()
+            samples_by_reason.update(
+                {reason: n for reason, n in sampled_instruction.samples.items() if reason != ISSUING}
+            )
+    stalled_samples = samples_by_part.total()
     return StallRow(
         kernel=job.target,
         layer=str(layer),
         sizes=dict(job.sizes),
         time_us=launched.number("gpu__time_duration.sum") / 1e3,
-        stalls=stalls,
-        parts=_shares(parts, stalls),
-        executed=_shares(executed, layer.N * layer.K),
-        reasons=_shares(reasons, stalls),
+        stalls=stalled_samples,
+        parts=_shares(samples_by_part, stalled_samples),
+        executed=_shares(executed_by_part, layer.N * layer.K),
+        reasons=_shares(samples_by_reason, stalled_samples),
     )
 
 
@@ -144,8 +151,8 @@ def functions_by_line(text: str) -> dict[int, str]:
     """Map each line of a header of device functions to the function that it is in."""
     functions, name = {}, ""
     for number, line in enumerate(text.splitlines(), 1):
-        if begins := _FUNCTION.match(line):
-            name = begins[1]
+        if function_match := _FUNCTION.match(line):
+            name = function_match[1]
         functions[number] = name
     return functions
 
@@ -201,18 +208,18 @@ def table(rows: Iterable[StallRow]) -> list[list[str]]:
 
     The shares are that of the subtraction and that of the whole dequantisation.
     """
-    rows_by_place = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
+    rows_by_place = {(row.kernel, row.layer, row.sizes["M"]): row for row in rows}
     tokens = sorted({M for _, _, M in rows_by_place})
-    cells = [
+    table_rows = [
         [
             kernel,
             layer,
             *(
-                f"{r.subtract:.0%} of {r.dequantise:.0%}"
+                f"{row.subtract:.0%} of {row.dequantise:.0%}"
                 for M in tokens
-                if (r := rows_by_place.get((kernel, layer, M)))
+                if (row := rows_by_place.get((kernel, layer, M)))
             ),
         ]
         for kernel, layer in dict.fromkeys(place[:2] for place in rows_by_place)
     ]
-    return [["kernel", "matrix", *(f"M = {M}" for M in tokens)], *cells]
+    return [["kernel", "matrix", *(f"M = {M}" for M in tokens)], *table_rows]

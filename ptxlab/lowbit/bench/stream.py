@@ -44,8 +44,8 @@ def digest(words: U32, chunk: int, blocks: int) -> U32:
     """Compute what the kernel has to write for u32 `words`: [blocks, 32]."""
     sums = np.zeros((blocks, 32), np.uint32)
     for index, start in enumerate(range(0, words.size, chunk // 4)):
-        part = words[start : start + chunk // 4]
-        sums[index % blocks] += part[:32] + part[-32:]
+        chunk_words = words[start : start + chunk // 4]
+        sums[index % blocks] += chunk_words[:32] + chunk_words[-32:]
     return sums
 
 
@@ -83,11 +83,11 @@ def shortfall(rows: Iterable[Row], device: str) -> str:
     The comparison is the geometric mean over the sizes. The text is empty if the rows are valid, if no floor was
     measured, or if there is no sheet.
     """
-    measured = {row.more["packed_bytes"]: row.more["stream_us"] for row in rows if "stream_us" in row.more}
-    if not measured or device not in sheets.SHEETS:
+    measured_us = {row.more["packed_bytes"]: row.more["stream_us"] for row in rows if "stream_us" in row.more}
+    if not measured_us or device not in sheets.SHEETS:
         return ""
     sheet = sheets.sheet(device)
-    excess = math.exp(sum(math.log(us / sheet.stream_us(n)) for n, us in measured.items()) / len(measured)) - 1
+    excess = math.exp(sum(math.log(us / sheet.stream_us(n)) for n, us in measured_us.items()) / len(measured_us)) - 1
     if excess <= ALLOWED_EXCESS:
         return ""
-    return f"streaming the weights takes {excess:.1%} longer than on this card's sheet, over {len(measured)} sizes"
+    return f"streaming the weights takes {excess:.1%} longer than on this card's sheet, over {len(measured_us)} sizes"

@@ -65,22 +65,23 @@ def sweep(
         raise UnavailableError(f"{spec.name}: {reason}")
     problem = problems_of(spec).sized(spec, sizes, None)
     assert problem is not None
-    chosen = problem.chosen
-    if unknown := sorted(set(constants) - set(chosen)):
-        raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])
+    chosen_variant = problem.chosen
+    if unknown_constants := sorted(set(constants) - set(chosen_variant)):
+        raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen_variant)}", unknown_constants[0])
     combinations = [dict(zip(constants, values, strict=True)) for values in itertools.product(*constants.values())]
-    variants = [{**chosen, **named} for named in combinations]
-    if chosen not in variants:
-        variants.insert(0, chosen)
+    variants = [{**chosen_variant, **named_constants} for named_constants in combinations]
+    if chosen_variant not in variants:
+        variants.insert(0, chosen_variant)
     progress("compiling")
-    timed = []
+    timed_variants = []
     for variant, why_not in zip(variants, _compile_all(spec, variants), strict=True):
-        named = {name: variant[name] for name in constants}
-        progress(", ".join(f"{name}={number}" for name, number in named.items()))
-        variant_figures = VariantFigures(named, variant == chosen, why_not=why_not)
-        timed.append(variant_figures if why_not else _time_variant(variant_figures, variant, problem))
+        named_constants = {name: variant[name] for name in constants}
+        progress(", ".join(f"{name}={number}" for name, number in named_constants.items()))
+        variant_figures = VariantFigures(named_constants, variant == chosen_variant, why_not=why_not)
+        timed_variants.append(variant_figures if why_not else _time_variant(variant_figures, variant, problem))
     return sorted(
-        timed, key=lambda variant_figures: variant_figures.measured.us if variant_figures.measured else float("inf")
+        timed_variants,
+        key=lambda variant_figures: variant_figures.measured.us if variant_figures.measured else float("inf"),
     )
 
 
@@ -127,12 +128,12 @@ def lines(variants: Sequence[VariantFigures]) -> Iterator[list[str]]:
     for row in variants:
         time = "-" if row.measured is None else f"{row.measured.us:.2f}"
         speed = "-" if row.measured is None or chosen_time is None else f"{chosen_time.us / row.measured.us:.3f}x"
-        remark = "chosen" if row.chosen else row.why_not
+        row_remark = "chosen" if row.chosen else row.why_not
         yield [
             *(str(v) for v in row.constants.values()),
             time,
             speed,
             f"{row.registers}",
             f"{row.local_bytes}",
-            remark,
+            row_remark,
         ]

@@ -22,7 +22,7 @@ def _fits(x: float) -> bool:
 @register
 def kv4_claims() -> Iterator[Claim]:
     """Yield the claims that `cuda_src/include/dequant.cuh` makes for all nibbles v and zero points z, both 0..15."""
-    for name, text, holds in (
+    for name, text, build_formula in (
         (
             "subnormal",
             "the nibble v as the bits of an FP16 number is v * 2^-24, and 2^24 times that is v",
@@ -39,7 +39,7 @@ def kv4_claims() -> Iterator[Claim]:
             lambda v, z: _half(0x6400 | 16 * v) / 16 - (64 + z) == v - z and _fits(64 + z) and _fits(v - z),
         ),
     ):
-        yield Claim("kv4 in FP16", name, text, partial(_all_nibbles, holds))
+        yield Claim("kv4 in FP16", name, text, partial(_all_nibbles, build_formula))
 
 
 def _all_nibbles(holds: Callable[[int, int], bool]) -> Enumeration:

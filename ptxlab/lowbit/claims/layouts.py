@@ -66,12 +66,12 @@ def _fragments() -> list[maps.Fragment]:
 @register
 def packings() -> Iterator[Claim]:
     """Yield the claims that `unpack(pack(w)) == w` for every layout of every kind of operand."""
-    for subject, name, originals, there_and_back in _packings():
+    for subject, name, originals, pack_and_unpack in _packings():
         yield Claim(
             subject=subject,
             name=name,
             text="unpack after pack is the identity on every array: integers, scales, offsets, the order of channels",
-            build=partial(_returns, originals, there_and_back),
+            build=partial(_returns, originals, pack_and_unpack),
         )
     for name, read in (
         ("QServe's nibbles", lambda octets: foreign_orders.unpack_qserve(octets.view(np.int8).reshape(64, -1))),
@@ -155,8 +155,8 @@ def _through_experts(weight: LQQWeight, _: Sizes) -> Any:
 
 def _through_reordered(layout_name: str, arrays: dict[str, Any], _: Sizes) -> dict[str, Any]:
     rows = {name: x for name, x in arrays.items() if name != "order"}
-    packed = layout.pack_reordered(AtomRows(**rows), arrays["order"], layout_name)
-    return {**vars(packed.rows), "order": packed.order}
+    packed_weight = layout.pack_reordered(AtomRows(**rows), arrays["order"], layout_name)
+    return {**vars(packed_weight.rows), "order": packed_weight.order}
 
 
 def _through_blocks(layout_name: str, rows: BlockRows, sizes: Sizes) -> BlockRows:
@@ -222,9 +222,9 @@ def _weights(kind: type, rows: tuple[int, ...] = (64, 136)) -> Iterator[Original
     """
     for N, K in zip(rows, (256, 384), strict=True):
         for group in (32, 64, 128) if kind is not QoQChannelWeight else (K,):
-            of_groups = list(_digits(N * K // group, 8))
+            group_digits = list(_digits(N * K // group, 8))
             for number, digit in enumerate(_digits(N * K, 16)):
-                q4, constants = digit.reshape(N, K).astype(np.uint8), of_groups[number % len(of_groups)]
+                q4, constants = digit.reshape(N, K).astype(np.uint8), group_digits[number % len(group_digits)]
                 yield {"N": N, "K": K, "group": group}, _weight(kind, q4, constants, group)
 
 
@@ -250,8 +250,8 @@ def _atom_rows() -> Iterator[Original]:
 
 
 def _reordered_rows() -> Iterator[Original]:
-    for sizes, rows in _atom_rows():
-        yield sizes, {**vars(rows), "order": np.random.default_rng(0).permutation(rows.shape[1])}
+    for sizes, atom_rows in _atom_rows():
+        yield sizes, {**vars(atom_rows), "order": np.random.default_rng(0).permutation(atom_rows.shape[1])}
 
 
 def _block_rows(mixed: bool) -> Iterator[Original]:
@@ -261,10 +261,10 @@ def _block_rows(mixed: bool) -> Iterator[Original]:
     """
     for N, K in _SIZES:
         for int8 in range(K // BLOCK + 1):
-            at = K - int8 * BLOCK if mixed else K
+            first_int8 = K - int8 * BLOCK if mixed else K
             for number, q4 in enumerate(_signed_matrices(N, K, 16)):
                 q8 = list(_signed_matrices(N, K, 256))
-                q = np.concatenate([q4[:, :at], q8[number % len(q8)][:, at:]], axis=1)
+                q = np.concatenate([q4[:, :first_int8], q8[number % len(q8)][:, first_int8:]], axis=1)
                 yield {"N": N, "K": K, "int8": int8}, BlockRows(q, _halves(N, K // BLOCK), int8 if mixed else 0)
 
 
@@ -299,12 +299,12 @@ def _returns(originals: Originals, there_and_back: Through) -> Enumeration:
     """Check that each original comes back equal in all its arrays."""
     cases = 0
     for sizes, original in originals():
-        back = there_and_back(original, sizes)
+        returned_arrays = there_and_back(original, sizes)
         for name, array in _arrays(original).items():
-            returned = _arrays(back)[name]
+            returned = _arrays(returned_arrays)[name]
             if not np.array_equal(array, returned):
-                wrong = np.not_equal(array, returned) if np.shape(array) == np.shape(returned) else np.ones(1)
-                return Enumeration(cases, {**sizes, name: int(np.flatnonzero(wrong)[0])})
+                is_wrong = np.not_equal(array, returned) if np.shape(array) == np.shape(returned) else np.ones(1)
+                return Enumeration(cases, {**sizes, name: int(np.flatnonzero(is_wrong)[0])})
             cases += np.size(array)
     return Enumeration(cases)
 
@@ -345,8 +345,8 @@ def _is_map(fragment: maps.Fragment) -> Enumeration:
 
 def _is_bijection(places: npt.NDArray[Any]) -> Enumeration:
     places = places.reshape(-1)
-    missed = np.flatnonzero(np.bincount(places, minlength=places.size) != 1)
-    return Enumeration(places.size, {"place": int(missed[0])} if missed.size else None)
+    missed_places = np.flatnonzero(np.bincount(places, minlength=places.size) != 1)
+    return Enumeration(places.size, {"place": int(missed_places[0])} if missed_places.size else None)
 
 
 @register
@@ -379,6 +379,6 @@ def _without_conflicts(span: int) -> Enumeration:
     """Check each phase of a warp's 16-byte access to eight rows of one column for bank conflicts."""
     rows = np.arange(32)
     columns = np.arange(0, span, 16)[:, None]
-    use = bank_use(swizzle(rows * span + columns, span), 16, store=True)
-    wrong = np.flatnonzero(use.conflicts)
-    return Enumeration(use.conflicts.size, {"column": int(wrong[0])} if wrong.size else None)
+    banks = bank_use(swizzle(rows * span + columns, span), 16, store=True)
+    conflict_places = np.flatnonzero(banks.conflicts)
+    return Enumeration(banks.conflicts.size, {"column": int(conflict_places[0])} if conflict_places.size else None)

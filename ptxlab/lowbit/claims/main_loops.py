@@ -66,10 +66,12 @@ def main_loops() -> Iterator[Claim]:
                 f"sums of k products, each {low}..{high}, lie within {low}*k..{high}*k before a step "
                 "=> so do those of k + step after it, up to K = {:,}"
             )
-            K, beyond = loop.max_products, loop.max_products + BEYOND
+            K, products_beyond = loop.max_products, loop.max_products + BEYOND
             yield claim(f"s32 up to K = {K:,}", text.format(K), partial(build, "sums_fit", K))
-            wraps = partial(build, "sums_fit", beyond)
-            yield claim(f"s32 up to K = {beyond:,}", text.format(beyond), wraps, "refuted", quick=False)
+            wraps = partial(build, "sums_fit", products_beyond)
+            yield claim(
+                f"s32 up to K = {products_beyond:,}", text.format(products_beyond), wraps, "refuted", quick=False
+            )
         else:
             text = "a step leaves no sum behind, and the sums that it converts to FP32 are held by it exactly"
             yield claim("sums are exact in FP32", text, partial(build, "sums_are_exact"))

@@ -25,14 +25,14 @@ def ranges() -> Iterator[Claim]:
         ("lqq ceiling", lambda q8: _lqq(q8, "ceiling"), 120),
         ("lqq with any scale in 1..16", _lqq_of_any_scale, 119),
     )
-    for name, quantise, safe in kinds:
-        for limit in sorted({119, safe, safe + 1}):
+    for name, quantise, largest_safe in kinds:
+        for limit in sorted({119, largest_safe, largest_safe + 1}):
             yield Claim(
                 subject=f"quantiser {name}",
                 name=f"restored bytes fit s8 at range {limit}",
                 text=f"for all -{limit} <= min <= max <= {limit} of a group: no weight of it is restored outside s8",
                 build=partial(_all_groups, quantise, limit),
-                expect="proved" if limit <= safe else "refuted",
+                expect="proved" if limit <= largest_safe else "refuted",
             )
 
 
@@ -58,27 +58,30 @@ def predicate() -> Iterable[Claim]:
 @register
 def sums() -> Iterator[Claim]:
     """Yield the claims on the longest K at which a sum still fits an INT32 accumulator."""
-    for operands, low, high, safe in (
+    for operands, low, high, largest_safe in (
         ("u8 x s8", -255 * 128, 255 * 127, 65793),
         ("s8 x s8", -128 * 127, 128 * 128, 131071),
         ("16*u4 x s8, COMET's and per-channel bytes", -240 * 128, 240 * 127, 69905),
     ):
-        for K in (safe, safe + 1):
+        for K in (largest_safe, largest_safe + 1):
             yield Claim(
                 subject=f"accumulator {operands}",
                 name=f"fits s32 up to K = {K:,}",
                 text=f"K <= {K:,}, every product in {low}..{high}: the sum lies in s32",
                 build=partial(_sum_fits, low, high, K, 2**31 - 1),
-                expect="proved" if safe == K else "refuted",
+                expect="proved" if largest_safe == K else "refuted",
             )
-    for operands, low, high, safe in (("s4 x s4", -56, 64, 262144), ("16*s4 x s8, W4Ax's bytes", -16256, 16384, 1024)):
-        for K in (safe, safe + 1):
+    for operands, low, high, largest_safe in (
+        ("s4 x s4", -56, 64, 262144),
+        ("16*s4 x s8, W4Ax's bytes", -16256, 16384, 1024),
+    ):
+        for K in (largest_safe, largest_safe + 1):
             yield Claim(
                 subject=f"accumulator {operands}",
                 name=f"exact in FP32 up to K = {K:,}",
                 text=f"K <= {K:,}, every product in {low}..{high}: the sum lies within 2^24, so FP32 holds it",
                 build=partial(_sum_fits, low, high, K, 2**24),
-                expect="proved" if safe == K else "refuted",
+                expect="proved" if largest_safe == K else "refuted",
             )
     yield Claim(
         subject="unsigned LQQ's epilogue",
@@ -93,23 +96,26 @@ def _all_groups(quantise: Callable[[Bytes], TwoLevelWeight], limit: int) -> Enum
 
     A nibble grows with its weight, so both ends are restored wherever any weight between them is.
     """
-    low, high = (end.reshape(-1) for end in np.mgrid[-limit : limit + 1, -limit : limit + 1])
+    low, high = (ends_grid.reshape(-1) for ends_grid in np.mgrid[-limit : limit + 1, -limit : limit + 1])
     low, high = low[low <= high], high[low <= high]
     q8 = np.repeat(low[:, None], _GROUP, axis=1)
     q8[:, 1] = high
     weight = quantise(q8.astype(np.int8))
-    wrong = weight.overflows()[:, 0]
-    cases = len(wrong) * (len(weight.q4) // len(low))
-    if not wrong.any():
+    is_wrong = weight.overflows()[:, 0]
+    cases = len(is_wrong) * (len(weight.q4) // len(low))
+    if not is_wrong.any():
         return Enumeration(cases)
-    row = int(wrong.argmax())
-    restored = weight.exact_level1()[row]
+    row = int(is_wrong.argmax())
+    restored_weights = weight.exact_level1()[row]
     group = {
         "min": int(low[row % len(low)]),
         "max": int(high[row % len(low)]),
         "scale": int(weight.group_scale[row, 0]),
     }
-    return Enumeration(cases, {**group, "restored": int(restored.min() if restored.min() < -128 else restored.max())})
+    return Enumeration(
+        cases,
+        {**group, "restored": int(restored_weights.min() if restored_weights.min() < -128 else restored_weights.max())},
+    )
 
 
 def _qoq(q8: Bytes) -> QoQWeight:
@@ -142,12 +148,12 @@ def _ends_decide() -> Query:
     low, q, high, scale, offset = (z3.BitVec(name, 32) for name in ("low", "q", "high", "scale", "offset"))
 
     def fits(nibble: Any) -> Any:
-        restored = nibble * scale + offset
-        return z3.And(restored >= -128, restored <= 127)
+        restored_weight = nibble * scale + offset
+        return z3.And(restored_weight >= -128, restored_weight <= 127)
 
-    admitted = [low >= 0, low <= q, q <= high, high <= 15, scale >= 1, scale <= 255, offset >= -65536, offset <= 127]
+    assumptions = [low >= 0, low <= q, q <= high, high <= 15, scale >= 1, scale <= 255, offset >= -65536, offset <= 127]
     values = {"low": low, "q": q, "high": high, "scale": scale, "offset": offset}
-    return Query(holds=fits(q), assume=[*admitted, fits(low), fits(high)], values=values)
+    return Query(holds=fits(q), assume=[*assumptions, fits(low), fits(high)], values=values)
 
 
 def _no_carry() -> Query:
@@ -155,19 +161,21 @@ def _no_carry() -> Query:
 
     q, scale, minimum = (z3.BitVec(name, 32) for name in ("q", "scale", "min"))
     byte = q * scale + minimum + 128
-    admitted = [q >= 0, q <= 15, scale >= 1, scale <= 255, minimum >= -128, minimum <= 127]
+    assumptions = [q >= 0, q <= 15, scale >= 1, scale <= 255, minimum >= -128, minimum <= 127]
     values = {"q": q, "scale": scale, "min": minimum}
-    holds = z3.And(byte >= 0, byte <= 255)
-    return Query(holds=holds, assume=[*admitted, q * scale + minimum <= 127], values=values)
+    condition = z3.And(byte >= 0, byte <= 255)
+    return Query(holds=condition, assume=[*assumptions, q * scale + minimum <= 127], values=values)
 
 
 def _sum_fits(low: int, high: int, K: int, limit: int) -> Query:
     """Build the query that a sum of at most K products, each in low..high, lies within -limit..limit."""
     import z3
 
-    terms, total = z3.BitVec("K", 64), z3.BitVec("sum", 64)
-    bounds = [terms >= 1, terms <= K, terms * low <= total, total <= terms * high]
-    return Query(holds=z3.And(total >= -limit, total <= limit), assume=bounds, values={"K": terms, "sum": total})
+    terms, total_sum = z3.BitVec("K", 64), z3.BitVec("sum", 64)
+    bounds = [terms >= 1, terms <= K, terms * low <= total_sum, total_sum <= terms * high]
+    return Query(
+        holds=z3.And(total_sum >= -limit, total_sum <= limit), assume=bounds, values={"K": terms, "sum": total_sum}
+    )
 
 
 def _epilogue() -> Query:
@@ -175,6 +183,8 @@ def _epilogue() -> Query:
 
     products, tokens = z3.BitVec("products", 64), z3.BitVec("tokens", 64)  # the two exact sums
     accumulator = z3.Extract(31, 0, products + 128 * tokens)  # as the kernel holds it, modulo 2^32
-    left = accumulator - 128 * z3.Extract(31, 0, tokens)
-    fits = [products >= -(2**31), products < 2**31, tokens >= -(2**31), tokens < 2**31]
-    return Query(holds=z3.SignExt(32, left) == products, assume=fits, values={"products": products, "tokens": tokens})
+    left_side = accumulator - 128 * z3.Extract(31, 0, tokens)
+    assumptions = [products >= -(2**31), products < 2**31, tokens >= -(2**31), tokens < 2**31]
+    return Query(
+        holds=z3.SignExt(32, left_side) == products, assume=assumptions, values={"products": products, "tokens": tokens}
+    )

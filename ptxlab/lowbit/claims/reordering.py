@@ -82,9 +82,15 @@ class Thread(LoopStepExecution):
                 )
             )
         elif instruction.opcode in ("redux.sync.max.u32", "max.NaN.f32"):
-            maximum, of_warp = z3.FreshConst(WORD, "maximum"), instruction.head == "redux"
-            first, *operands_left = (self.read(0, o, "u32") for o in operands[1 : 2 if of_warp else 3])
-            self.maxima.append(z3.UGE(maximum, first) if of_warp else _is_magnitude(maximum, first, *operands_left))
+            maximum, is_warp_reduction = z3.FreshConst(WORD, "maximum"), instruction.head == "redux"
+            first_operand, *operands_left = (
+                self.read(0, o, "u32") for o in operands[1 : 2 if is_warp_reduction else 3]
+            )
+            self.maxima.append(
+                z3.UGE(maximum, first_operand)
+                if is_warp_reduction
+                else _is_magnitude(maximum, first_operand, *operands_left)
+            )
             self.write(0, guard, operands[0], maximum)
         elif instruction.head == "mapa":
             cluster_address = z3.FreshConst(WORD, "in the cluster")
@@ -99,11 +105,11 @@ class Thread(LoopStepExecution):
     def load_unknown(self, instruction: Instruction, guard: Any) -> None:
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
         registers = target.elements if isinstance(target, ir.Vector) else (target,)
-        whole = self.parameter(instruction) if ".param" in instruction.opcode else None
-        if whole is None:
-            whole = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(registers)), "loaded")
-            self.loads.append(self.access(instruction, guard, whole))
-        for register, piece in zip(registers, split_fields(whole, bits_of(t)), strict=True):
+        whole_parameter = self.parameter(instruction) if ".param" in instruction.opcode else None
+        if whole_parameter is None:
+            whole_parameter = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(registers)), "loaded")
+            self.loads.append(self.access(instruction, guard, whole_parameter))
+        for register, piece in zip(registers, split_fields(whole_parameter, bits_of(t)), strict=True):
             self.write(0, guard, register, piece, is_signed(t))
 
     def access(self, instruction: Instruction, guard: Any, bits: Bits) -> Access:
@@ -178,8 +184,8 @@ class TokenRow:
 
     def place_of(self, channel: Bits) -> tuple[Bits, Bits]:
         """Return the byte address in shared memory of a channel u32, and the block of the row that holds it."""
-        gap = 0 if self.g == 128 else -self.K % 128
-        index = z3.If(z3.ULT(channel, self.K), channel, channel + gap)
+        gap_channels = 0 if self.g == 128 else -self.K % 128
+        index = z3.If(z3.ULT(channel, self.K), channel, channel + gap_channels)
         index_in_block = z3.URem(index, 16 * self.width)
         return self.shared + 4 * (index_in_block + z3.LShR(index_in_block, 5)), z3.UDiv(
             index, constant(16 * self.width, 32)
@@ -197,10 +203,10 @@ class TokenRow:
 
     def stores_to(self, *names: str) -> Iterator[tuple[str, Access, Bits]]:
         """Yield the stores to the named arguments: the argument, the store, its offset in bytes."""
-        for one in self.thread.stores:
+        for access in self.thread.stores:
             for name in names:
-                if one.space == "global" and name in symbols_of([one.at]):
-                    yield name, one, z3.simplify(one.at - z3.BitVec(name, 64))
+                if access.space == "global" and name in symbols_of([access.at]):
+                    yield name, access, z3.simplify(access.at - z3.BitVec(name, 64))
 
     @cached_property
     def writes(self) -> list["Written"]:
@@ -209,13 +215,15 @@ class TokenRow:
         for name, access, offset in self.stores_to("x_q", "x8"):
             joined_bytes = self.K // 2 + (self.outliers if self.pairs == 2 else 0)
             per_row = self.outliers if name == "x8" else joined_bytes if self.pairs else self.channels
-            first, bits = offset - self.m * per_row, 4 if access.bits.size() == 16 else 8
+            first_channel, bits = offset - self.m * per_row, 4 if access.bits.size() == 16 else 8
             if self.pairs:
-                first = 2 * first if bits == 4 else first + (self.K if name == "x8" else self.K // 2)
+                first_channel = (
+                    2 * first_channel if bits == 4 else first_channel + (self.K if name == "x8" else self.K // 2)
+                )
             for four_bits in (True, False):
-                conditions = [*self.limits, access.guard, (first < self.K) == z3.BoolVal(four_bits)]
+                conditions = [*self.limits, access.guard, (first_channel < self.K) == z3.BoolVal(four_bits)]
                 if not contradict(conditions):
-                    writes.append(Written(self, access, first, four_bits, bits, conditions))
+                    writes.append(Written(self, access, first_channel, four_bits, bits, conditions))
         return writes
 
 
@@ -272,8 +280,8 @@ class Written:
 
     def of_largest(self, access: Access) -> dict[str, Bits] | None:
         """Find the terms of a stored scale: the quotient (`whole`), its divisor `steps`, its dividend `largest`."""
-        for whole in results_in(self.simplify(access.bits)):
-            for terms in matches(OF_LARGEST, whole, {"whole": whole}):
+        for stored_word in results_in(self.simplify(access.bits)):
+            for terms in matches(OF_LARGEST, stored_word, {"whole": stored_word}):
                 if is_result(terms["largest"]):
                     return terms
         return None
@@ -281,8 +289,8 @@ class Written:
     def largest(self, access: Access) -> Bits | None:
         """Return the largest magnitude of a stored scale, before it is clipped."""
         parts = self.of_largest(access)
-        clip = z3.BitVec("clip", 32) if self.four_bits else float_word(1)
-        magnitudes = [x for x in parts["largest"].children() if not x.eq(clip)] if parts else []
+        clip_factor = z3.BitVec("clip", 32) if self.four_bits else float_word(1)
+        magnitudes = [x for x in parts["largest"].children() if not x.eq(clip_factor)] if parts else []
         return magnitudes[0] if len(magnitudes) == 1 else None
 
     def parts(self, i: int) -> dict[str, Bits] | None:
@@ -306,10 +314,14 @@ class Simplifier:
         substitutions = [
             (condition, truth) for condition in conditions_in(term) if (truth := self.of(condition)) is not None
         ]
-        simplified = z3.simplify(z3.substitute(term, *substitutions))
-        constant = [x for x in parts_of(simplified) if x.decl().eq(PRODUCT) and all(map(z3.is_bv_value, x.children()))]
+        simplified_term = z3.simplify(z3.substitute(term, *substitutions))
+        constant = [
+            x for x in parts_of(simplified_term) if x.decl().eq(PRODUCT) and all(map(z3.is_bv_value, x.children()))
+        ]
         multiply = computation("mul.rn.f32")
-        return z3.simplify(z3.substitute(simplified, *((x, z3.simplify(multiply(*x.children()))) for x in constant)))
+        return z3.simplify(
+            z3.substitute(simplified_term, *((x, z3.simplify(multiply(*x.children()))) for x in constant))
+        )
 
     def of(self, condition: Any) -> Any:
         """Return the condition's value, or None if it is undecided; each condition is decided once."""
@@ -329,9 +341,9 @@ class Simplifier:
         """Tell if a term depends on the thread's and the block's number alone."""
         key = term.get_id()
         if key not in self.of_thread:
-            unknown = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
-            named = not unknown or str(term).startswith(("%tid.x!", "%ctaid.x!"))
-            self.of_thread[key] = term, named and all(map(self.is_of_thread, term.children()))
+            is_constant = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
+            is_named = not is_constant or str(term).startswith(("%tid.x!", "%ctaid.x!"))
+            self.of_thread[key] = term, is_named and all(map(self.is_of_thread, term.children()))
         return self.of_thread[key][1]
 
 
@@ -352,12 +364,12 @@ def is_result(term: Any) -> bool:
 
 def parts_of(term: Any, within: bool = True) -> list[Any]:
     """List a term and its parts, each once; leave out parts of results unless `within`."""
-    parts_by_id, todo = dict[int, Any](), [term]
-    while todo:
-        part = todo.pop()
+    parts_by_id, pending_terms = dict[int, Any](), [term]
+    while pending_terms:
+        part = pending_terms.pop()
         if part.get_id() not in parts_by_id:
             parts_by_id[part.get_id()] = part
-            todo += part.children() if within or not is_result(part) else []
+            pending_terms += part.children() if within or not is_result(part) else []
     return list(parts_by_id.values())
 
 
@@ -366,15 +378,15 @@ def parts_of(term: Any, within: bool = True) -> list[Any]:
 
 def quotient(x: Bits, negated: Bits, reciprocal: Bits) -> Bits:
     """Build the term that `Divider` computes for x / s, given -s and 1 / s."""
-    near = PRODUCT(x, reciprocal)
-    nearer = FUSED(FUSED(negated, near, x), reciprocal, near)
+    near_quotient = PRODUCT(x, reciprocal)
+    nearer = FUSED(FUSED(negated, near_quotient, x), reciprocal, near_quotient)
     return FUSED(FUSED(negated, nearer, x), reciprocal, nearer)
 
 
 def inverse(divisor: Bits, negated: Bits) -> Bits:
     """Build the term that `reciprocal` computes for 1 / s."""
-    near = RECIPROCAL(divisor)
-    return FUSED(FUSED(negated, near, float_word(1)), near, near)
+    near_inverse = RECIPROCAL(divisor)
+    return FUSED(FUSED(negated, near_inverse, float_word(1)), near_inverse, near_inverse)
 
 
 def float_word(number: float) -> Bits:
@@ -398,8 +410,8 @@ def _all_match(patterns: list[Any], terms: list[Any], bindings: dict[str, Bits])
     if not patterns:
         yield bindings
         return
-    for so_far in matches(patterns[0], terms[0], bindings):
-        yield from _all_match(patterns[1:], terms[1:], so_far)
+    for partial_bindings in matches(patterns[0], terms[0], bindings):
+        yield from _all_match(patterns[1:], terms[1:], partial_bindings)
 
 
 _VALUE, _FACTOR, _SCALE, _NEGATED, _STEPS, _LARGEST = z3.BitVecs("value factor scale negated steps largest", 32)
@@ -420,15 +432,15 @@ def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
     for written in (one for row in rows for one in row.writes):
         low, high = (-8, 7) if written.four_bits else (-128, 127)
         yield Query(z3.BoolVal([len(one) for one in map(results_in, written.elements)] == [1] * 4))
-        for element, made_of in zip(written.elements, written.quotients, strict=False):
+        for element, quotient_term in zip(written.elements, written.quotients, strict=False):
             t = z3.BitVec("quotient", 32)
             x = as_float(t, "f32")
-            nearest = z3.fpRoundToIntegral(z3.RNA() if written.row.code == 1 else z3.RNE(), x)
-            clipped = z3.If(z3.fpGEQ(nearest, _float(high)), _float(high), nearest)
-            clipped = z3.If(z3.fpLEQ(nearest, _float(low)), _float(low), clipped)
-            expected = z3.fpToSBV(z3.RTZ(), z3.If(z3.fpIsNaN(x), _float(low), clipped), WORD)
-            stored_integer = z3.simplify(z3.substitute(element, (made_of, t)))
-            yield Query(extend(stored_integer, 32, True) == expected, [], {"quotient": t})
+            nearest_integer = z3.fpRoundToIntegral(z3.RNA() if written.row.code == 1 else z3.RNE(), x)
+            clipped_value = z3.If(z3.fpGEQ(nearest_integer, _float(high)), _float(high), nearest_integer)
+            clipped_value = z3.If(z3.fpLEQ(nearest_integer, _float(low)), _float(low), clipped_value)
+            expected_integer = z3.fpToSBV(z3.RTZ(), z3.If(z3.fpIsNaN(x), _float(low), clipped_value), WORD)
+            stored_integer = z3.simplify(z3.substitute(element, (quotient_term, t)))
+            yield Query(extend(stored_integer, 32, True) == expected_integer, [], {"quotient": t})
 
 
 def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
@@ -441,15 +453,17 @@ def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
         yield _complete(row)
         factors = dict[int, Bits]()
         for written in row.writes:
-            first, last = written.first, row.K if written.four_bits else row.channels
-            begins = first >= (0 if written.four_bits else row.K)
-            yield _where(written.conditions, begins, first + 4 <= last, z3.URem(first, 4) == 0)
+            first_channel, last_channel = written.first, row.K if written.four_bits else row.channels
+            begins_in_part = first_channel >= (0 if written.four_bits else row.K)
+            yield _where(
+                written.conditions, begins_in_part, first_channel + 4 <= last_channel, z3.URem(first_channel, 4) == 0
+            )
             for i, parts in enumerate(map(written.parts, range(4))):
                 load = next((x for x in row.thread.loads if parts and x.bits.eq(parts["value"])), None)
                 if parts is None or load is None:
                     yield Query(z3.BoolVal(False))
                     continue
-                place, rank = row.place_of(z3.Extract(31, 0, first) + i)
+                place, rank = row.place_of(z3.Extract(31, 0, first_channel) + i)
                 yield _where(written.conditions, written.simplify(load.guard), load.at == place, rank == row.rank)
                 yield Query(parts["negated"] == parts["scale"] ^ 0x80000000)
                 yield Query(z3.Or(z3.BoolVal(row.normed), parts["factor"] == float_word(1)))
@@ -482,26 +496,26 @@ def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
     a, b = z3.BitVecs("a b", 32)
     yield Query(_is_magnitude(computation("max.NaN.f32")(a, b), a, b))
     for row in rows:
-        stored = list(row.stores_to("x_scale"))
+        scale_stores = list(row.stores_to("x_scale"))
         for written in row.writes:
             store_index = row.thread.stores.index(written.access)  # the next scale that is stored is its group's
-            _, access, offset = next(one for one in stored if row.thread.stores.index(one[1]) > store_index)
+            _, access, offset = next(one for one in scale_stores if row.thread.stores.index(one[1]) > store_index)
             yield from _scale(written, access, offset)
-        for _, access, offset in stored:
+        for _, access, offset in scale_stores:
             if z3.is_bv_value(access.bits):  # ones up to a whole number of eights
                 column = z3.ZeroExt(32, row.special("%tid.x")) + row.groups + (row.code < 2 and row.outliers > 0)
                 stores_padding = z3.And(row.rank == 0, z3.ULT(column, row.columns))
                 yield _where(row.limits, access.guard == stores_padding)
-                at_column = offset == 2 * (row.m * row.columns + column)
-                yield _where([*row.limits, access.guard], at_column, access.bits == ONE)
+                is_at_column = offset == 2 * (row.m * row.columns + column)
+                yield _where([*row.limits, access.guard], is_at_column, access.bits == ONE)
 
 
 def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     row, simplify, int4 = written.row, written.simplify, written.four_bits
-    column, begins = written.first / row.g, z3.URem(written.first, row.g) == 0
+    column, begins_group = written.first / row.g, z3.URem(written.first, row.g) == 0
     if not int4 and row.code < 2:
-        column, begins = constant(row.groups, 64), written.first == row.K
-    yield _where(written.conditions, simplify(access.guard) == begins)
+        column, begins_group = constant(row.groups, 64), written.first == row.K
+    yield _where(written.conditions, simplify(access.guard) == begins_group)
     yield _where([*written.conditions, access.guard], offset == 2 * (row.m * row.columns + column))
     parts, largest = written.of_largest(access), written.largest(access)
     if parts is None or largest is None:
@@ -512,18 +526,20 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     yield Query(z3.And(parts["negated"] == float_word(-steps), parts["reciprocal"] == float_word(1 / steps)))
     half = float_bits(z3.fpFPToFP(z3.RNE(), as_float(t, "f32"), z3.FPSort(*SORTS["f16"])), "f16")
     below_least = z3.fpLT(as_float(half, "f16"), as_float(constant(LEAST, 16), "f16"))
-    expected = z3.If(z3.fpIsZero(as_float(u, "f32")), constant(ONE, 16), z3.If(below_least, constant(LEAST, 16), half))
+    expected_scale = z3.If(
+        z3.fpIsZero(as_float(u, "f32")), constant(ONE, 16), z3.If(below_least, constant(LEAST, 16), half)
+    )
     abstract = [(parts["whole"], t), (parts["largest"], u)]
     bits = z3.substitute(simplify(access.bits), *abstract)
-    yield Query(bits == expected)
+    yield Query(bits == expected_scale)
     divisor = (
         computation("max.f32")(u, float_word(steps * 2.0**-24)) if row.code == 1 else computation("cvt.f32.f16")(bits)
     )
-    for made_of in map(written.parts, range(4)):
-        yield Query(z3.BoolVal(made_of is not None))
-        if made_of is not None:
-            yield Query(z3.substitute(made_of["scale"], *abstract) == divisor)
-            yield Query(made_of.get("steps", float_word(steps)) == float_word(steps))
+    for quotient_parts in map(written.parts, range(4)):
+        yield Query(z3.BoolVal(quotient_parts is not None))
+        if quotient_parts is not None:
+            yield Query(z3.substitute(quotient_parts["scale"], *abstract) == divisor)
+            yield Query(quotient_parts.get("steps", float_word(steps)) == float_word(steps))
     products = [PRODUCT(x["value"], x["factor"]) for x in map(written.parts, range(4)) if x]
     channels = [(x, z3.BitVec(f"channel {i}", 32)) for i, x in enumerate(products)]
     maximum = z3.substitute(largest, *channels)
@@ -533,11 +549,11 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
 
 def _bounds_of(maximum: Bits, bounds: list[Any]) -> list[Any]:
     """Select the bounds on a magnitude and on the magnitudes that it was made of."""
-    names, selected = {*symbols_of([maximum])}, list[Any]()
+    names, selected_bounds = {*symbols_of([maximum])}, list[Any]()
     for bound in reversed(bounds):
         if names & symbols_of([bound]).keys():
-            selected, names = [*selected, bound], names | {*symbols_of([bound])}
-    return selected
+            selected_bounds, names = [*selected_bounds, bound], names | {*symbols_of([bound])}
+    return selected_bounds
 
 
 def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
@@ -547,22 +563,22 @@ def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
     """
     for row in rows:
         places, values = ([x for x in row.thread.loads if name in symbols_of([x.at])] for name in ("place", "x"))
-        sent = [x for x in row.thread.stores if x.space == "shared" and _depends(row, x, places)]
-        yield Query(z3.BoolVal(len(sent) == 16 and len(places) == 2))
+        sent_stores = [x for x in row.thread.stores if x.space == "shared" and _depends(row, x, places)]
+        yield Query(z3.BoolVal(len(sent_stores) == 16 and len(places) == 2))
         chunk = z3.ZeroExt(32, row.chunk)
-        for e, (store, load) in enumerate(zip(sent, [places[0]] * 8 + [places[1]] * 8, strict=False)):
+        for e, (store, load) in enumerate(zip(sent_stores, [places[0]] * 8 + [places[1]] * 8, strict=False)):
             conditions = [*row.limits, store.guard]
             place = z3.ZeroExt(16, split_fields(load.bits, 16)[e % 8])
             address, rank = row.sent_to(store)
-            expected_address, in_block = row.place_of(place)
-            read = z3.And(load.guard, load.at == z3.BitVec("place", 64) + 32 * chunk + 16 * (e // 8))
-            yield _where(conditions, read, address == expected_address, rank == in_block)
-            inside = z3.And(z3.ULT(row.chunk, row.channels // 16), z3.ULT(place, row.channels))
-            yield _where(row.limits, store.guard == inside)
+            expected_address, target_block = row.place_of(place)
+            is_read = z3.And(load.guard, load.at == z3.BitVec("place", 64) + 32 * chunk + 16 * (e // 8))
+            yield _where(conditions, is_read, address == expected_address, rank == target_block)
+            is_inside = z3.And(z3.ULT(row.chunk, row.channels // 16), z3.ULT(place, row.channels))
+            yield _where(row.limits, store.guard == is_inside)
             if row.plain:
                 source = values[e // 8]
-                at_channel = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
-                yield _where(conditions, source.guard, source.at == at_channel)
+                channel_address = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
+                yield _where(conditions, source.guard, source.at == channel_address)
                 sent_as = computation("cvt.f32.f16")(split_fields(source.bits, 16)[e % 8])
                 yield Query(z3.BoolVal(Simplifier(conditions)(store.bits).eq(z3.simplify(sent_as))))
 

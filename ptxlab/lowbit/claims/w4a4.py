@@ -38,8 +38,8 @@ def quantisers() -> Iterator[Claim]:
         }
         for (rows, examples), (claim, text) in product(sets.items(), _TEXTS.items()):
             build = partial(_queries, name, tuple(examples), claim)
-            quick = name == KERNELS[0] and rows == "one warp" and claim in ("divides", "sends")
-            yield Claim(source.label, f"{claim}, rows of {rows}", text, build, quick=quick)
+            is_quick = name == KERNELS[0] and rows == "one warp" and claim in ("divides", "sends")
+            yield Claim(source.label, f"{claim}, rows of {rows}", text, build, quick=is_quick)
 
 
 def _queries(name: str, examples: tuple[int, ...], claim: str) -> Any:

@@ -83,8 +83,8 @@ def cost(
     sizes = parse_sizes("--shape", shape) if shape is not None else _SHAPE
     if set(sizes) != set(_AXES):
         raise ArgumentError("--shape", "M=..,N=..,K=..", shape)
-    chosen = model.schemes(scheme) if scheme is not None else None
-    costs = tables.entries(gpu, **sizes, counts_of=counts.loop_counts, schemes=chosen)
+    chosen_schemes = model.schemes(scheme) if scheme is not None else None
+    costs = tables.entries(gpu, **sizes, counts_of=counts.loop_counts, schemes=chosen_schemes)
     if as_json:
         return print_json({"device": tables.device_json(gpu), **sizes, "schemes": [e.to_json() for e in costs]})
     title = f"{', '.join(f'{axis} = {sizes[axis]}' for axis in _AXES)} on {gpu.name} ({gpu.source}), µs"
@@ -95,7 +95,12 @@ def cost(
 def _papers(as_json: bool) -> None:
     predictions = published.predictions(counts.loop_counts)
     if as_json:
-        return print_json([{**vars(p.figure), "in_turn": p.in_turn, "overlapped": p.overlapped} for p in predictions])
+        return print_json(
+            [
+                {**vars(prediction.figure), "in_turn": prediction.in_turn, "overlapped": prediction.overlapped}
+                for prediction in predictions
+            ]
+        )
     console.print(
         table("What papers report, and the model", tables.PUBLISHED_COLUMNS, tables.published_lines(predictions))
     )
@@ -131,8 +136,8 @@ def schedule(
         )
     else:
         title = f"{name}, {tokens} tokens, {sms} SMs: an INT8 tile takes {costs.ratio:.3g} INT4 tiles"
-        reported = COMET.get(name, {}) if (sms, int4) == (COMET_SMS, COMET_INT4) else {}
-        lines = tables.schedule_lines(speedups, reported)
+        reported_times = COMET.get(name, {}) if (sms, int4) == (COMET_SMS, COMET_INT4) else {}
+        lines = tables.schedule_lines(speedups, reported_times)
         console.print(table(title, tables.SCHEDULE_COLUMNS, lines))
         console.print(f"{tables.BOUND} {bound:.2f}x.", style="dim")
     if plot is not None:

@@ -52,12 +52,12 @@ def _demo_table(rows: list[demos.DemoRow]) -> Table:
 
 
 def _cells(row: demos.DemoRow) -> list[str]:
-    exact = "yes" if not row.wrong else f"{row.wrong / row.weights:.0%} wrong*"
+    exact_text = "yes" if not row.wrong else f"{row.wrong / row.weights:.0%} wrong*"
     if not row.as_predicted:
-        exact = "FAILED"
-    overflows = [f"{row.overflows[r]:,}" if row.overflows else "-" for r in demos.RANGES]
+        exact_text = "FAILED"
+    overflows = [f"{row.overflows[protective_range]:,}" if row.overflows else "-" for protective_range in demos.RANGES]
     alu = "-" if row.alu_per_8 is None else f"{row.alu_per_8:g}"
-    return [row.kernel.removeprefix("dequant_"), row.scheme, exact, *overflows, alu, f"{row.relative_error:.4f}"]
+    return [row.kernel.removeprefix("dequant_"), row.scheme, exact_text, *overflows, alu, f"{row.relative_error:.4f}"]
 
 
 def _explain(rows: list[demos.DemoRow]) -> None:

@@ -34,7 +34,7 @@ def sweep(
     with progress_bar(f"sweep {target}", steps, quiet=as_json) as advance:
         timed_variants = sweeps.sweep(spec, sizes, constants, advance)
     if as_json:
-        return print_json([asdict(one) for one in timed_variants])
+        return print_json([asdict(variant) for variant in timed_variants])
     title = f"{spec.name} {sizes_text(sizes)}"
     columns = [*(f"{name}>" for name in constants), "µs>", "speed>", "registers>", "local bytes>", ""]
     console.print(table(title, columns, sweeps.lines(timed_variants)))

@@ -109,18 +109,20 @@ def schemes(names: str) -> list[Scheme]:
 
     Raises ArgumentError with the nearest names for an unknown one.
     """
-    by_slug = {scheme.slug: scheme for scheme in SCHEMES.values()}
-    chosen: dict[str, Scheme] = {}
+    scheme_by_slug = {scheme.slug: scheme for scheme in SCHEMES.values()}
+    chosen_schemes: dict[str, Scheme] = {}
     for name in names.lower().split(","):
         slug = "-".join(name.split())
         family = {
-            family_slug: scheme for family_slug, scheme in by_slug.items() if family_slug.partition("-")[0] == slug
+            family_slug: scheme
+            for family_slug, scheme in scheme_by_slug.items()
+            if family_slug.partition("-")[0] == slug
         }
-        if not family and slug not in by_slug:
-            near = difflib.get_close_matches(slug, [*by_slug, "w4a8"], n=3, cutoff=0.4) or by_slug
-            raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near)}", repr(name))
-        chosen |= family or {slug: by_slug[slug]}
-    return list(chosen.values())
+        if not family and slug not in scheme_by_slug:
+            near_names = difflib.get_close_matches(slug, [*scheme_by_slug, "w4a8"], n=3, cutoff=0.4) or scheme_by_slug
+            raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near_names)}", repr(name))
+        chosen_schemes |= family or {slug: scheme_by_slug[slug]}
+    return list(chosen_schemes.values())
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,9 @@ def gemm_cost(
         ArgumentError: a size below 1, a negative alpha, or operands that the GPU does not multiply.
     """
     counts = counts or LoopCounts({"issue": alpha}, tile=tile)
-    for name, size in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
+    for size_name, size in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
         if size < 1:
-            raise ArgumentError(name, "at least 1", size)
+            raise ArgumentError(size_name, "at least 1", size)
     if not 0 <= alpha < math.inf:
         raise ArgumentError("alpha", "instructions per weight, 0 or more", alpha)
     weights = N * K / 1e6  # over rates in 10^12 per second: microseconds

@@ -20,15 +20,15 @@ def schedule_figure(problems: Mapping[str, tuple[Sequence[Tile], int, Costs]], n
     panels = figure.subplots(len(problems), len(names), squeeze=False)
     for row, (title, (tiles, sms, costs)) in zip(panels, problems.items(), strict=True):
         works_by_schedule = {name: schedule(name, tiles, sms, costs) for name in names}
-        longest = max(map(makespan, works_by_schedule.values()))
+        longest_time = max(map(makespan, works_by_schedule.values()))
         least_time = lower_bounds(tiles, sms, costs)[0]
         for axes, (name, works) in zip(row, works_by_schedule.items(), strict=True):
             _draw(axes, works, sms, {tile: number for number, tile in enumerate(tiles)})
             axes.axvline(least_time, color="black", linewidth=1, linestyle="--")
-            axes.set_xlim(0, 1.02 * longest)
-            busy = least_time / makespan(works)
+            axes.set_xlim(0, 1.02 * longest_time)
+            busy_share = least_time / makespan(works)
             axes.set_title(
-                f"{name}: {makespan(works):.4g}, SMs busy {busy:.0%}", loc="left", fontsize=10, weight="bold"
+                f"{name}: {makespan(works):.4g}, SMs busy {busy_share:.0%}", loc="left", fontsize=10, weight="bold"
             )
         row[0].set_ylabel(f"{title}\nSM")
         for axes in row:
@@ -45,11 +45,16 @@ def schedule_figure(problems: Mapping[str, tuple[Sequence[Tile], int, Costs]], n
 
 def _draw(axes: Axes, works: Sequence[TileWork], sms: int, numbers: Mapping[Tile, int]) -> None:
     axes.set_facecolor(PALE)
-    half = 0.45 if sms <= _NUMBERED else 0.5
+    half_height = 0.45 if sms <= _NUMBERED else 0.5
     for int8, colour in ((False, BLUE), (True, ORANGE)):
         works_of_kind = [work for work in works if work.tile.int8 == int8]
         boxes = [
-            [(w.start, w.sm - half), (w.end, w.sm - half), (w.end, w.sm + half), (w.start, w.sm + half)]
+            [
+                (w.start, w.sm - half_height),
+                (w.end, w.sm - half_height),
+                (w.end, w.sm + half_height),
+                (w.start, w.sm + half_height),
+            ]
             for w in works_of_kind
         ]
         edges = {"edgecolors": "white", "linewidths": 0.8} if sms <= _NUMBERED else {"linewidths": 0}

@@ -70,19 +70,19 @@ class Predicted:
     @property
     def error(self) -> float:
         """Relative error of `in_turn` from the nearer end of the reported range; 0 within the range."""
-        nearest = min(max(self.in_turn, self.figure.least), self.figure.most)
-        return self.in_turn / nearest - 1
+        nearest_reported = min(max(self.in_turn, self.figure.least), self.figure.most)
+        return self.in_turn / nearest_reported - 1
 
 
 def predictions(counts_of: CountsOf, figures: Iterable[PublishedFigure] = FIGURES) -> list[Predicted]:
     """Predict all figures; `counts_of` gives the instructions of a scheme's main loop on an architecture."""
-    predicted = []
+    predicted_figures = []
     for figure in figures:
         cost = _cost(figure, figure.scheme, counts_of)
         operations = 2 * figure.M * WIDTH * WIDTH / 1e6
         base = _cost(figure, figure.over, counts_of).overlapped_us if figure.over else operations
-        predicted.append(Predicted(figure, base / cost.in_turn_us, base / cost.overlapped_us))
-    return predicted
+        predicted_figures.append(Predicted(figure, base / cost.in_turn_us, base / cost.overlapped_us))
+    return predicted_figures
 
 
 def instructions_per_sum(figure: PublishedFigure, counts_of: CountsOf) -> float:

@@ -131,11 +131,11 @@ def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
 def in_order(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """Put tiles on the SMs of `naive`, each as soon as the one before it is done."""
     _require_sms(sms)
-    ends, works = [0.0] * sms, []
+    end_times, works = [0.0] * sms, []
     for index, tile in enumerate(tiles):
         sm = index % sms
-        works.append(TileWork(sm, tile, _WHOLE, ends[sm], ends[sm] + costs.of(tile)))
-        ends[sm] = works[-1].end
+        works.append(TileWork(sm, tile, _WHOLE, end_times[sm], end_times[sm] + costs.of(tile)))
+        end_times[sm] = works[-1].end
     return works
 
 
@@ -145,12 +145,12 @@ def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     Tiles of equal length keep the order of the grid.
     """
     _require_sms(sms)
-    free = [(0.0, sm) for sm in range(sms)]
+    free_sms = [(0.0, sm) for sm in range(sms)]
     works = []
     for tile in sorted(tiles, key=costs.of, reverse=True):
-        start, sm = free[0]
+        start, sm = free_sms[0]
         works.append(TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)))
-        heapq.heapreplace(free, (works[-1].end, sm))
+        heapq.heapreplace(free_sms, (works[-1].end, sm))
     return works
 
 
@@ -162,19 +162,23 @@ def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     lists: list[list[TileWork]] = [[] for _ in range(sms)]
     for work in remapped(tiles, sms, costs):
         lists[work.sm].append(work)
-    ends = [works[-1].end if works else 0.0 for works in lists]
+    end_times = [works[-1].end if works else 0.0 for works in lists]
     while tiles:
-        busy, idle = max(range(sms), key=ends.__getitem__), min(range(sms), key=ends.__getitem__)
-        work = lists[busy].pop()
+        busy_sm, idle_sm = max(range(sms), key=end_times.__getitem__), min(range(sms), key=end_times.__getitem__)
+        work = lists[busy_sm].pop()
         piece = costs.of(work.tile) / PIECES
-        if ends[idle] + piece >= ends[busy] * (1 - _ROUNDING):
-            lists[busy].append(work)
+        if end_times[idle_sm] + piece >= end_times[busy_sm] * (1 - _ROUNDING):
+            lists[busy_sm].append(work)
             break
-        if remaining := work.pieces[:-1]:
-            lists[busy].append(work._replace(pieces=remaining, end=work.start + len(remaining) * piece))
-        ends[busy] = lists[busy][-1].end if lists[busy] else 0.0
-        lists[idle].append(TileWork(idle, work.tile, work.pieces[-1:], ends[idle], ends[idle] + piece))
-        ends[idle] += piece
+        if remaining_pieces := work.pieces[:-1]:
+            lists[busy_sm].append(
+                work._replace(pieces=remaining_pieces, end=work.start + len(remaining_pieces) * piece)
+            )
+        end_times[busy_sm] = lists[busy_sm][-1].end if lists[busy_sm] else 0.0
+        lists[idle_sm].append(
+            TileWork(idle_sm, work.tile, work.pieces[-1:], end_times[idle_sm], end_times[idle_sm] + piece)
+        )
+        end_times[idle_sm] += piece
     return [work for works in lists for work in works]
 
 
@@ -186,20 +190,22 @@ def work_stealing(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWor
     lists: list[list[TileWork]] = [[] for _ in range(sms)]
     for work in remapped(tiles, sms, costs):
         lists[work.sm].append(work)
-    ends = [works[-1].end if works else 0.0 for works in lists]
-    late = [sm for sm in range(sms) if ends[sm] * (1 - _ROUNDING) > min(ends)]
-    cut = {sm: lists[sm].pop().tile for sm in late}
-    left = {sm: [*_WHOLE] for sm in late}
-    free = [(lists[sm][-1].end if lists[sm] else 0.0, sm) for sm in range(sms)]
-    heapq.heapify(free)
-    while any(left.values()):
-        start, sm = free[0]
-        turn = late.index(sm) if sm in cut else sm % len(late)  # its own tile first
-        victim = next(of for of in late[turn:] + late[:turn] if left[of])
-        piece, tile = left[victim].pop(0), cut[victim]
+    end_times = [sm_works[-1].end if sm_works else 0.0 for sm_works in lists]
+    late_sms = [sm for sm in range(sms) if end_times[sm] * (1 - _ROUNDING) > min(end_times)]
+    cut_tiles = {sm: lists[sm].pop().tile for sm in late_sms}
+    pieces_left = {sm: [*_WHOLE] for sm in late_sms}
+    free_sms = [(lists[sm][-1].end if lists[sm] else 0.0, sm) for sm in range(sms)]
+    heapq.heapify(free_sms)
+    while any(pieces_left.values()):
+        start, sm = free_sms[0]
+        first_victim = late_sms.index(sm) if sm in cut_tiles else sm % len(late_sms)  # its own tile first
+        victim_sm = next(
+            late_sm for late_sm in late_sms[first_victim:] + late_sms[:first_victim] if pieces_left[late_sm]
+        )
+        piece, tile = pieces_left[victim_sm].pop(0), cut_tiles[victim_sm]
         lists[sm].append(TileWork(sm, tile, range(piece, piece + 1), start, start + costs.of(tile) / PIECES))
-        heapq.heapreplace(free, (lists[sm][-1].end, sm))
-    return [work for works in lists for work in works]
+        heapq.heapreplace(free_sms, (lists[sm][-1].end, sm))
+    return [work for sm_works in lists for work in sm_works]
 
 
 def makespan(works: Sequence[TileWork]) -> float:
@@ -236,13 +242,13 @@ def layer_speedups(
     k_first: bool = False,
 ) -> dict[str, float]:
     """Compute the speed-up of each schedule over W4A8, on matrices (N, K) one after the other."""
-    total, base = dict.fromkeys(SCHEDULES, 0.0), 0.0
+    total_times, base = dict.fromkeys(SCHEDULES, 0.0), 0.0
     for N, K in matrices:
         tiles = grid(M, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4_share, spread=spread), k_first=k_first)
         base += w4a8(tiles, sms, costs)
         for name in SCHEDULES:
-            total[name] += makespan(schedule(name, tiles, sms, costs))
-    return {name: base / time for name, time in total.items()}
+            total_times[name] += makespan(schedule(name, tiles, sms, costs))
+    return {name: base / time for name, time in total_times.items()}
 
 
 def rate_bound(int4_share: float, ratio: float) -> float:
@@ -252,8 +258,8 @@ def rate_bound(int4_share: float, ratio: float) -> float:
 
 def ratio_needed(int4_share: float, speedup: float) -> float:
     """Compute the ratio at which `rate_bound` is this speed-up; infinite if INT4 tiles would have to take no time."""
-    left = 1 / speedup - (1 - int4_share)
-    return int4_share / left if left > 0 else math.inf
+    remaining_share = 1 / speedup - (1 - int4_share)
+    return int4_share / remaining_share if remaining_share > 0 else math.inf
 
 
 # COMET §6.4, Fig. 10: over W4A8 on an A100's 108 SMs, 75% INT4, batches of 16 to 256.

@@ -84,17 +84,19 @@ def scheme_lines(costs: list[SchemeCost]) -> list[list[str]]:
     for e in costs:
         c = e.cost
         times = (c.load_us, c.dequantise_us, c.scale_us, c.multiply_us, c.in_turn_us, c.overlapped_us)
-        hidden = f"{e.largest_alpha:.1f}" if e.scheme.dequantiser else ""
-        numbers = [f"{e.alpha:.3g}", *map(_us, times), f"{e.transition:.0f}", hidden]
+        hidden_alpha = f"{e.largest_alpha:.1f}" if e.scheme.dequantiser else ""
+        numbers = [f"{e.alpha:.3g}", *map(_us, times), f"{e.transition:.0f}", hidden_alpha]
         lines.append([e.scheme.name, *numbers])
     return lines
 
 
 def device_json(device: Device) -> dict[str, Any]:
     """Convert a device and the model's figures for it to JSON-ready values."""
-    schemes = {name: cost.transition(device, s) for name, s in cost.SCHEMES.items() if s.operands in device.tops}
-    hidden = cost.largest_alpha(device, cost.SCHEMES["W4A8 LQQ"])
-    return {**asdict(device), "issue_tips": device.issue_tips, "transitions": schemes, "largest_alpha": hidden}
+    schemes = {
+        name: cost.transition(device, scheme) for name, scheme in cost.SCHEMES.items() if scheme.operands in device.tops
+    }
+    hidden_alpha = cost.largest_alpha(device, cost.SCHEMES["W4A8 LQQ"])
+    return {**asdict(device), "issue_tips": device.issue_tips, "transitions": schemes, "largest_alpha": hidden_alpha}
 
 
 def device_lines(devices: Iterable[Device]) -> list[list[str]]:
@@ -116,11 +118,16 @@ def device_lines(devices: Iterable[Device]) -> list[list[str]]:
 def published_lines(predictions: Iterable[Predicted]) -> list[list[str]]:
     """Format published figures and predictions as lines of `PUBLISHED_COLUMNS`."""
     lines = []
-    for p in predictions:
-        f = p.figure
-        unit = f"over {f.over}" if f.over else "TOPS"
-        numbers = (f.reported, f.form(p.in_turn), f.form(p.overlapped), f"{p.error:+.0%}")
-        lines.append([f.source, f.device, f.scheme, f"{f.M:,}", unit, *numbers])
+    for prediction in predictions:
+        figure = prediction.figure
+        unit = f"over {figure.over}" if figure.over else "TOPS"
+        numbers = (
+            figure.reported,
+            figure.form(prediction.in_turn),
+            figure.form(prediction.overlapped),
+            f"{prediction.error:+.0%}",
+        )
+        lines.append([figure.source, figure.device, figure.scheme, f"{figure.M:,}", unit, *numbers])
     return lines
 
 

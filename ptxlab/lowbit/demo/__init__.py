@@ -125,19 +125,19 @@ def rows(
     matrices: dict[str, F32], *, backend: str | None = None, advance: Callable[[str], None] = lambda _: None
 ) -> Iterator[DemoRow]:
     """Quantise all matrices and run every dequantiser on them; `advance` is told each kernel's name."""
-    prepared: dict[str, list[Any]] = {}
+    prepared_weights: dict[str, list[Any]] = {}
     overflows = {scheme: _overflows(matrices, scheme, advance) for scheme in ("lqq", "qoq")}
     for name, scheme in SCHEMES.items():
-        if scheme.title not in prepared:
+        if scheme.title not in prepared_weights:
             advance(f"quantise {scheme.title}")
-            prepared[scheme.title] = [scheme.quantize(w) for w in matrices.values()]
+            prepared_weights[scheme.title] = [scheme.quantize(w) for w in matrices.values()]
         advance(name)
-        yield _row(registry.specs()[name], scheme, prepared[scheme.title], matrices, overflows, backend)
+        yield _row(registry.specs()[name], scheme, prepared_weights[scheme.title], matrices, overflows, backend)
 
 
 def steps() -> int:
     """Count the calls that `rows` makes to `advance`."""
-    return len(SCHEMES) + len({s.title for s in SCHEMES.values()}) + 2
+    return len(SCHEMES) + len({scheme.title for scheme in SCHEMES.values()}) + 2
 
 
 def next_commands() -> list[tuple[str, str]]:
@@ -160,39 +160,39 @@ def _row(
     backend: str | None,
 ) -> DemoRow:
     source = registry.find(spec.name)[1][0]
-    wrong, as_predicted, used = 0, True, ""
+    wrong_count, is_as_predicted, used_backend = 0, True, ""
     for weight in quantised:
         logical = scheme.logical(weight)
         outcome = run_spec(spec, source, spec.pack(logical), backend=backend)
-        got, used = outcome.outputs["out"], outcome.backend
-        as_predicted &= np.array_equal(got, spec.reference(**logical))
+        got, used_backend = outcome.outputs["out"], outcome.backend
+        is_as_predicted &= np.array_equal(got, spec.reference(**logical))
         if spec.wrong is not None:
-            missed = got != spec.wrong.truth(**logical)
-            wrong += int(missed.sum())
-            as_predicted &= np.array_equal(missed, spec.wrong.misses(**logical))
+            is_missed = got != spec.wrong.truth(**logical)
+            wrong_count += int(is_missed.sum())
+            is_as_predicted &= np.array_equal(is_missed, spec.wrong.misses(**logical))
     alu, origin = counts.alu_per_8(source)
     return DemoRow(
         kernel=spec.name,
         scheme=scheme.title,
         weights=sum(w.size for w in matrices.values()),
-        wrong=wrong,
-        as_predicted=bool(as_predicted),
+        wrong=wrong_count,
+        as_predicted=bool(is_as_predicted),
         overflows=overflows.get(scheme.audited_as or ""),
         alu_per_8=alu,
         alu_source=origin,
         relative_error=_relative_error(quantised, matrices),
-        backend=used,
+        backend=used_backend,
     )
 
 
 def _relative_error(quantised: list[Any], matrices: dict[str, F32]) -> float:
     """Compute the Frobenius norm of all differences over that of all weights."""
-    lost = sum(
+    squared_error = sum(
         float(np.square(q.dequantize() - w, dtype=np.float64).sum())
         for q, w in zip(quantised, matrices.values(), strict=True)
     )
-    whole = sum(float(np.square(w, dtype=np.float64).sum()) for w in matrices.values())
-    return float(np.sqrt(lost / whole))
+    squared_weights = sum(float(np.square(w, dtype=np.float64).sum()) for w in matrices.values())
+    return float(np.sqrt(squared_error / squared_weights))
 
 
 def _overflows(matrices: dict[str, F32], scheme: str, advance: Callable[[str], None]) -> dict[int, int]:

@@ -31,13 +31,13 @@ def demo_figure(rows: Sequence[DemoRow], matrices: dict[str, np.ndarray], weight
 
 
 def _instruction_bars(axes: Axes, rows: Sequence[DemoRow]) -> None:
-    counted = [r for r in rows if r.alu_per_8 is not None]
-    names = [r.kernel.removeprefix("dequant_") for r in counted]
-    values = [float(r.alu_per_8 or 0) for r in counted]
-    bars = axes.barh(names, values, color=[RED if r.wrong else BLUE for r in counted])
+    counted_rows = [row for row in rows if row.alu_per_8 is not None]
+    names = [row.kernel.removeprefix("dequant_") for row in counted_rows]
+    values = [float(row.alu_per_8 or 0) for row in counted_rows]
+    bars = axes.barh(names, values, color=[RED if row.wrong else BLUE for row in counted_rows])
     axes.bar_label(
         bars,
-        [f"{v:g}" + (" (wrong results)" if r.wrong else "") for v, r in zip(values, counted, strict=True)],
+        [f"{v:g}" + (" (wrong results)" if row.wrong else "") for v, row in zip(values, counted_rows, strict=True)],
         padding=3,
     )
     axes.invert_yaxis()
@@ -49,8 +49,8 @@ def _instruction_bars(axes: Axes, rows: Sequence[DemoRow]) -> None:
 
 def _overflow_curve(axes: Axes, w: np.ndarray, name: str) -> None:
     for scheme in ("qoq", "lqq"):
-        audited = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
-        counts = [row.overflows for row in audited]
+        audit_rows = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
+        counts = [row.overflows for row in audit_rows]
         axes.plot(
             SWEEP,
             counts,
@@ -75,9 +75,9 @@ def _wrong_tile(axes: Axes, w: np.ndarray, name: str) -> None:
     rows, columns = 32, 64
     q = quant.quantize_qoq(w, group=64)
     q4, scale, zero = q.q4[:rows, :columns], q.group_scale[:rows, :1], q.zero[:rows, :1]
-    wrong = reference.dequant_qoq_presub(q4, scale, zero) != reference.exact_qoq(q4, scale, zero)
-    axes.imshow(wrong, cmap=ListedColormap([PALE, RED]), interpolation="nearest", aspect="auto")
+    is_wrong = reference.dequant_qoq_presub(q4, scale, zero) != reference.exact_qoq(q4, scale, zero)
+    axes.imshow(is_wrong, cmap=ListedColormap([PALE, RED]), interpolation="nearest", aspect="auto")
     axes.set_xticks(range(0, columns + 1, 8))
     axes.set_xlabel("input channel; four neighbours share a 32-bit word")
     axes.set_ylabel("output channel")
-    axes.set_title(f"Subtracting first: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")
+    axes.set_title(f"Subtracting first: {is_wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")

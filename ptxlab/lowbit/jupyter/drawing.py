@@ -61,12 +61,14 @@ class HolderView:
 
     def _picture(self) -> Html:
         rows, columns, width = self._window()
-        ticks = [_text(_LEFT - 5, _TOP + (r - rows.start + 0.75) * _HEIGHT, r, "end") for r in rows if r % 8 == 0]
+        ticks = [
+            _text(_LEFT - 5, _TOP + (row - rows.start + 0.75) * _HEIGHT, row, "end") for row in rows if row % 8 == 0
+        ]
         step = 8 if width < _LABEL else 1
         ticks += [_text(_LEFT + (c - columns.start) * width + 1, _TOP - 6, c) for c in columns if c % step == 0]
         boxes = [self._box(run, rows.start, columns.start, width) for run in _runs(self.holders, rows, columns)]
-        across, down = _LEFT + len(columns) * width + 2, _TOP + len(rows) * _HEIGHT + 2
-        svg = element("svg", *ticks, *boxes, width=across, height=down, viewBox=f"0 0 {across} {down}")
+        total_width, height = _LEFT + len(columns) * width + 2, _TOP + len(rows) * _HEIGHT + 2
+        svg = element("svg", *ticks, *boxes, width=total_width, height=height, viewBox=f"0 0 {total_width} {height}")
         return join([element("div", svg, cls="wide"), self._drawn_range(rows, columns)])
 
     def _drawn_range(self, rows: range, columns: range) -> Html:
@@ -83,17 +85,17 @@ class HolderView:
     def _window(self) -> tuple[range, range, int]:
         """Choose the rows and columns to draw, around the lane's first element, and the pixels of a column."""
         rows, columns = (range(size) for size in self.holders.lane.shape)
-        longest = max(run.count for run in _runs(self.holders, range(1), columns))
-        width = max(_NARROWEST, _LABEL // longest)
+        longest_run = max(run.count for run in _runs(self.holders, range(1), columns))
+        width = max(_NARROWEST, _LABEL // longest_run)
         row, column = (0, 0) if self.lane is None else self.holders.held_by(self.lane)[0][0]
         return _window_around(rows, row, _ROWS), _window_around(columns, column, _WIDTH // width // 8 * 8), width
 
     def _box(self, run: Run, top: int, left: int, width: int) -> Html:
-        x, y, across = _LEFT + (run.first - left) * width, _TOP + (run.row - top) * _HEIGHT, run.count * width
+        x, y, box_width = _LEFT + (run.first - left) * width, _TOP + (run.row - top) * _HEIGHT, run.count * width
         state = "" if self.lane is None else "mine" if run.lane == self.lane else "other"
         kind = f"{state} wrong".strip() if run.wrong else state
-        box = element("rect", x=x, y=y, width=across - 1, height=_HEIGHT - 1, fill=_colour(run.lane), cls=kind)
-        return join([box, _text(x + across / 2, y + _HEIGHT - 4, f"{run.lane}.r{run.register}", f"label {state}")])
+        box = element("rect", x=x, y=y, width=box_width - 1, height=_HEIGHT - 1, fill=_colour(run.lane), cls=kind)
+        return join([box, _text(x + box_width / 2, y + _HEIGHT - 4, f"{run.lane}.r{run.register}", f"label {state}")])
 
 
 def _window_around(whole: range, place: int, window: int) -> range:
@@ -117,8 +119,10 @@ def _runs(holders: HolderMap, rows: range, columns: range) -> Iterator[Run]:
             end = column + 1
             if end < columns.stop and _same(holders, row, column, end):
                 continue
-            wrong = bool(np.any(holders.wrong[row, first:end]))
-            yield Run(row, first, end - first, int(holders.lane[row, first]), int(holders.register[row, first]), wrong)
+            is_wrong = bool(np.any(holders.wrong[row, first:end]))
+            yield Run(
+                row, first, end - first, int(holders.lane[row, first]), int(holders.register[row, first]), is_wrong
+            )
             first = end
 
 

@@ -80,8 +80,8 @@ class Trace:
 
     def lanes(self, step: int) -> tuple[int, ...]:
         """Decode the values of the lanes after a step, lane 0 first."""
-        decoded = self.identity.types[step].decode(np.array([self.words[step]], np.uint64))
-        return tuple(int(lane_value) for lane_value in decoded[:, 0])
+        decoded_lanes = self.identity.types[step].decode(np.array([self.words[step]], np.uint64))
+        return tuple(int(lane_value) for lane_value in decoded_lanes[:, 0])
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,17 @@ class Identities:
     def wrong(self, trace: Trace) -> set[int]:
         """Find the lanes in which an identity does not give the exact value plus its bias."""
         traced = trace.lanes(-1)
-        return {lane for lane, exact in enumerate(self.exact) if traced[lane] != exact + trace.identity.bias}
+        return {
+            lane for lane, exact_value in enumerate(self.exact) if traced[lane] != exact_value + trace.identity.bias
+        }
 
     def __repr__(self) -> str:
         lines = [f"q4 {self.q4}, s1 {self.s1}, min {self.minimum}: {self.exact} (lane 0 first)"]
         for trace in self.traces:
-            wrong = sorted(self.wrong(trace))
-            lines.append(f"{trace.identity.name}: {trace.lanes(-1)}" + (f", wrong in lanes {wrong}" if wrong else ""))
+            wrong_lanes = sorted(self.wrong(trace))
+            lines.append(
+                f"{trace.identity.name}: {trace.lanes(-1)}" + (f", wrong in lanes {wrong_lanes}" if wrong_lanes else "")
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -128,8 +132,8 @@ class Identities:
         return page(word_table([*inputs, *(row for trace in self.traces for row in self._section(trace))]))
 
     def _section(self, trace: Trace) -> list[RegisterRow | Html]:
-        wrong = self.wrong(trace)
-        verdict = chip(f"wrong in {len(wrong)} of 4", kind="bad") if wrong else chip("exact", kind="good")
+        wrong_lanes = self.wrong(trace)
+        verdict = chip(f"wrong in {len(wrong_lanes)} of 4", kind="bad") if wrong_lanes else chip("exact", kind="good")
         rows = [
             RegisterRow(
                 step.partition(";")[0],
@@ -140,7 +144,7 @@ class Identities:
             )
             for i, step in enumerate(trace.identity.steps)
         ]
-        rows[-1] = replace(rows[-1], wrong=wrong)
+        rows[-1] = replace(rows[-1], wrong=wrong_lanes)
         return [section_row(trace.identity.name, " ", verdict), *rows]
 
 
@@ -166,10 +170,10 @@ def identities(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int =
 
 def _trace(identity: Identity, q4: tuple[int, ...], s1: int, minimum: int) -> Trace:
     word = as_words(np.array(q4, np.uint8))[0]
-    low, shifted = replicate(np.array([minimum & 255, minimum + 128], np.uint8))
+    low_minimum, shifted_minimum = replicate(np.array([minimum & 255, minimum + 128], np.uint8))
     out = np.empty(len(identity.steps), np.uint32)
     outcome = _kernel(identity)(
-        word, np.uint32(s1), low, shifted, out, grid=1, block=1, backend="emulator", checks=["lanes"]
+        word, np.uint32(s1), low_minimum, shifted_minimum, out, grid=1, block=1, backend="emulator", checks=["lanes"]
     )
     findings = tuple(tuple(f for f in outcome.findings if f.text == step.partition(";")[0]) for step in identity.steps)
     return Trace(identity, tuple(map(int, out)), findings)

@@ -86,8 +86,8 @@ def of_packing(layout: str) -> HolderMap:
     address = _nibbles(layout, shape)
     lanes = 4 * WARP if layout == "dual_mma" else WARP
     byte = address // 2
-    load, within = np.divmod(byte, 16 * lanes)
-    lane, word = np.divmod(within // 4, 4)
+    load, byte_in_load = np.divmod(byte, 16 * lanes)
+    lane, word = np.divmod(byte_in_load // 4, 4)
     if layout == "comet":  # row 8 i + j is that of lane 8 i + j, and its word t goes to register i of lane 4 j + t
         matrix, row = np.divmod(lane, 8)
         lane, word = 4 * row + word, matrix
@@ -105,9 +105,9 @@ def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
     weight_at = np.zeros(N * K, int)
     for digit in range(_DIGITS):
         q4 = (position >> 4 * digit & 15).astype(np.uint8)
-        packed = pack(QoQChannelWeight(q4, np.ones(N, np.float32), np.zeros(N, np.uint8)), layout)
-        stored = next(iter(packed.buffers.values())).reshape(-1).view(np.uint8).astype(int)
-        weight_at += np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1) << 4 * digit
+        packed_weight = pack(QoQChannelWeight(q4, np.ones(N, np.float32), np.zeros(N, np.uint8)), layout)
+        stored_bytes = next(iter(packed_weight.buffers.values())).reshape(-1).view(np.uint8).astype(int)
+        weight_at += np.stack([stored_bytes & 15, stored_bytes >> 4], axis=-1).reshape(-1) << 4 * digit
     return np.argsort(weight_at).reshape(shape)
 
 
@@ -131,7 +131,7 @@ def of_load(name: str) -> HolderMap:
 
 
 def _fragments() -> dict[str, Callable[[], HolderMap]]:
-    shown = [
+    shown_maps = [
         *(fragments.mma_a(k) for k in (16, 32, 64)),
         *(fragments.mma_b(k) for k in (16, 32, 64)),
         fragments.mma_c(32),
@@ -140,14 +140,16 @@ def _fragments() -> dict[str, Callable[[], HolderMap]]:
         fragments.wgmma_a(),
         *(fragments.wgmma_d(n) for n in (8, 16, 64)),
     ]
-    return {fragment.name: partial(of_fragment, fragment) for fragment in shown}
+    return {fragment.name: partial(of_fragment, fragment) for fragment in shown_maps}
 
 
 @cache
 def maps_by_name() -> dict[str, Callable[[], HolderMap]]:
     """List the maps by name: fragments, packings, kernels of the family `load` that bring fragments."""
     loads = [
-        s.name for s in registry.specs().values() if s.family == "load" and "fragments" in {a.name for a in s.args}
+        spec.name
+        for spec in registry.specs().values()
+        if spec.family == "load" and "fragments" in {a.name for a in spec.args}
     ]
     return {
         **_fragments(),
@@ -160,6 +162,6 @@ def maps_by_name() -> dict[str, Callable[[], HolderMap]]:
 def find(name: str) -> HolderMap:
     """Return the map of that name; raise ArgumentError with the nearest names for an unknown one."""
     if name not in maps_by_name():
-        near = difflib.get_close_matches(name, maps_by_name(), n=3, cutoff=0.3) or list(maps_by_name())
-        raise ArgumentError("name", f"one of {', '.join(near)}", name)
+        near_names = difflib.get_close_matches(name, maps_by_name(), n=3, cutoff=0.3) or list(maps_by_name())
+        raise ArgumentError("name", f"one of {', '.join(near_names)}", name)
     return maps_by_name()[name]()

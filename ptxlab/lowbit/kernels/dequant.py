@@ -61,24 +61,24 @@ def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
         ("ceiling", 119, "", "proved"), ("ceiling", 120, "", "refuted"),
         ("ceiling", 120, ", ties to even", "proved"), ("ceiling", 121, ", ties to even", "refuted"),
     )  # fmt: skip
-    for rounding, limit, ties, expect in cases:
+    for rounding, limit, ties, expected_verdict in cases:
         extent = "high[i//g] - low[i//g]"
         scale = f"{_LQQ_SCALE[rounding]} or scale[i//g] == 1 and {extent} < 15 or scale[i//g] == 16 and {extent} > 240"
         unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
         weights = [text.replace("rounds(", "rounds_even(" if ties else "rounds(") for text in _LQQ_WEIGHTS]
         name = f"quantised at {limit}, {rounding}{ties}"
-        claims.append(KernelClaim(name, holds, (scale, *weights), unknowns, expect, alone=True))
+        claims.append(KernelClaim(name, holds, (scale, *weights), unknowns, expected_verdict, alone=True))
     return tuple(claims)
 
 
 def _qoq_claims() -> tuple[KernelClaim, ...]:
     """Build the claims on QoQ: it wraps by byte while no product carries, and is exact for quantised groups at 119."""
     wraps = "(out[i] - q4[i]*scale[i//g] - offset[i//g]) % 256 == 0"
-    exact = "out[i] == (q4[i] - zero[i//g])*scale[i//g]"
+    exact_formula = "out[i] == (q4[i] - zero[i//g])*scale[i//g]"
 
     def claim_at_limit(limit: int, expect: Literal["proved", "refuted"]) -> KernelClaim:
         unknowns = {**dict.fromkeys(("low", "high", "q8", "step"), (-limit, limit)), "zero": (0, 15)}
-        return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect, alone=True)
+        return KernelClaim(f"quantised at {limit}", exact_formula, _QOQ_WEIGHTS, unknowns, expect, alone=True)
 
     return (
         KernelClaim("scale to 17", wraps, ("scale <= 17",)),

@@ -52,13 +52,13 @@ def arrivals(name: str) -> np.ndarray:
         raise ArgumentError("kernel", "a load_* kernel that writes the fragments of a tile", name)
     position = np.arange(TILE * TILE).reshape(TILE, TILE)
     digits = np.stack([position >> 4 * d & 15 for d in range(_DIGITS)])
-    logical = "q8" if spec.inputs[0].dtype == "int8" else "q4"
-    signed = spec.outputs[0].dtype == "int8"
-    tiles = digits.astype(np.uint8) if not signed else (digits - 8).astype(np.int8)
-    registers = run_spec(spec, sources[0], spec.pack({logical: tiles}), backend="emulator").outputs["fragments"]
+    logical_name = "q8" if spec.inputs[0].dtype == "int8" else "q4"
+    is_signed = spec.outputs[0].dtype == "int8"
+    tiles = digits.astype(np.uint8) if not is_signed else (digits - 8).astype(np.int8)
+    registers = run_spec(spec, sources[0], spec.pack({logical_name: tiles}), backend="emulator").outputs["fragments"]
     nibbles = registers.astype(np.int64)
-    if signed:
-        nibbles = (nibbles // 16 if logical == "q4" else nibbles) + 8  # COMET's come times 16
+    if is_signed:
+        nibbles = (nibbles // 16 if logical_name == "q4" else nibbles) + 8  # COMET's come times 16
     return np.asarray(sum(nibbles[d] << 4 * d for d in range(_DIGITS)))
 
 
@@ -70,8 +70,8 @@ def map_registers(name: str) -> RegisterMap:
     places = np.argsort(arriving_positions, axis=None)  # every element arrives exactly once
     thread, byte_of_thread = np.divmod(places.reshape(TILE, TILE), 32)
     register, byte = np.divmod(byte_of_thread, 4)
-    wrong = (arriving_positions != needed_positions).reshape(-1)[places].reshape(TILE, TILE)
-    return RegisterMap(name, thread, register, byte, wrong)
+    is_wrong = (arriving_positions != needed_positions).reshape(-1)[places].reshape(TILE, TILE)
+    return RegisterMap(name, thread, register, byte, is_wrong)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
 
 def _first_warp_access(access: SharedAccess) -> WarpAccess:
     addresses = np.array(access.addresses)
-    active = addresses >= 0
-    fronts = banks.wavefronts(np.where(active, addresses, 0), access.width, active=active, store=access.store)
+    is_active = addresses >= 0
+    fronts = banks.wavefronts(np.where(is_active, addresses, 0), access.width, active=is_active, store=access.store)
     min_wavefronts = (access.wavefronts - access.conflicts) // access.requests
     return WarpAccess(access.text, 1, len(fronts), min_wavefronts, tuple(fronts))
 

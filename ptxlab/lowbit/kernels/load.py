@@ -36,8 +36,11 @@ def operand_a_qserve(tiles: np.ndarray) -> np.ndarray:
     warps = []
     for row, column in ((0, 0), (0, 32), (32, 0), (32, 32)):
         tile = tiles[..., row : row + 32, column : column + 32]
-        halves = [fragments.mma_a(32).scatter(np.ascontiguousarray(tile[..., r : r + 16, :])) for r in (0, 16)]
-        warps.append(np.concatenate(halves, axis=-1))
+        tile_halves = [
+            fragments.mma_a(32).scatter(np.ascontiguousarray(tile[..., first_row : first_row + 16, :]))
+            for first_row in (0, 16)
+        ]
+        warps.append(np.concatenate(tile_halves, axis=-1))
     return np.concatenate(warps, axis=-2).view(tiles.dtype)
 
 
@@ -59,28 +62,28 @@ def misses_u4(q4: np.ndarray) -> np.ndarray:
 
     Channel 8 t + ... arrives in place of 4 t or 16 + 4 t + ...
     """
-    wrong = np.zeros((len(q4), THREADS, 32), bool)
+    is_wrong = np.zeros((len(q4), THREADS, 32), bool)
     for thread in range(THREADS):
         warp, g, t = thread // 32, thread % 32 // 4, thread % 4
         for register in range(8):
             step, a = divmod(register, 4)
-            row, upper = 16 * warp + g + 8 * (a % 2), a // 2
+            row, upper_half = 16 * warp + g + 8 * (a % 2), a // 2
             for byte in range(4):
-                arriving = q4[:, row, 32 * step + 8 * t + 4 * upper + byte]
-                needed = q4[:, row, 32 * step + 16 * upper + 4 * t + byte]
-                wrong[:, thread, 4 * register + byte] = arriving != needed
-    return wrong
+                arriving_weights = q4[:, row, 32 * step + 8 * t + 4 * upper_half + byte]
+                needed_weights = q4[:, row, 32 * step + 16 * upper_half + 4 * t + byte]
+                is_wrong[:, thread, 4 * register + byte] = arriving_weights != needed_weights
+    return is_wrong
 
 
 def digest(words: np.ndarray, B: int) -> np.ndarray:
     """Deal stages u32 [P, 8, 128, 4] to B blocks in turn; each thread folds its words in order: u32 [B, 128]."""
-    folded = np.zeros((B, THREADS), np.uint32)
-    for first in range(0, len(words), B):
-        stage = words[first : first + B]
+    folded_words = np.zeros((B, THREADS), np.uint32)
+    for first_block in range(0, len(words), B):
+        stage = words[first_block : first_block + B]
         for tile in range(STAGE_TILES):
             for word in range(4):
-                folded[: len(stage)] = folded[: len(stage)] * FOLD + stage[:, tile, :, word]
-    return folded
+                folded_words[: len(stage)] = folded_words[: len(stage)] * FOLD + stage[:, tile, :, word]
+    return folded_words
 
 
 def _nibbles(rng: np.random.Generator, *, T: int) -> Arrays:

@@ -121,7 +121,7 @@ class DeviceMemory:
         allocate = gpu.zeros if zeros else gpu.empty
         return cls(
             kernel,
-            {buffer.name: gpu.view("workspace", allocate(buffer.shape, buffer.dtype)) for buffer in buffers},
+            {scratch.name: gpu.view("workspace", allocate(scratch.shape, scratch.dtype)) for scratch in buffers},
             **fields,
         )
 
@@ -281,7 +281,7 @@ class Operation(Generic[C]):
         device, stream = gpu.current_device(), gpu.stream_handle()
         views: dict[str, gpu.View] = {}
         key_parts: list[Any] = [self.name, device, gpu.target(), options, description]
-        addresses, key, ready = 0, None, None
+        addresses, key, ready_launch = 0, None, None
         try:
             for name, array in arrays.items():
                 if array is not None:
@@ -290,16 +290,20 @@ class Operation(Generic[C]):
                     addresses |= address  # one test for all: an array that is not aligned leaves a low bit set
                     key_parts.append((shape, dtype, array_device))
             key = *key_parts, *views  # the names tell which of the optional arrays are given
-            ready = _ready.get(key) if addresses % gpu.ALIGNMENT == 0 else None
+            ready_launch = _ready.get(key) if addresses % gpu.ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
             key = None
         if self.disjoint:
             self._require_disjoint(views)
-        if ready is not None:
-            must_allocate = ready.outputs or (ready.memory and workspace is None)
+        if ready_launch is not None:
+            must_allocate = ready_launch.outputs or (ready_launch.memory and workspace is None)
             if not (must_allocate and gpu.is_capturing(stream)):  # otherwise refused below, with the rule
-                memory = self._provide_memory(ready, (device, stream), workspace, views) if ready.memory else None
-                return _launch(ready, stream, views, memory, example)
+                memory = (
+                    self._provide_memory(ready_launch, (device, stream), workspace, views)
+                    if ready_launch.memory
+                    else None
+                )
+                return _launch(ready_launch, stream, views, memory, example)
         call = self._check_call(options, arrays, operands)
         return self._launch_first(
             call, (device, stream), workspace, example, None if addresses % gpu.ALIGNMENT else key
@@ -333,24 +337,28 @@ class Operation(Generic[C]):
         device, stream = device_and_stream
         # Not `key`: layouts of arrays, and options that select no kernel, need no kernels of their own.
         prepared_key = self.name, device, gpu.target(), call.options.kernel_key, call.key
-        prepared = _prepared.get(prepared_key) or self.prepare(call)
+        prepared_launch = _prepared.get(prepared_key) or self.prepare(call)
         views = {operand.name: operand.view(device) for operand in call.operands if operand.array is not None}
         outputs = tuple(operand for operand in call.operands if operand.array is None)
         if call.is_empty:
             return _convert_outputs(
                 {output.name: gpu.new(example, output.shape, output.dtype) for output in outputs}, outputs, example
             )
-        ready = Ready(prepared, tuple(buffer for buffer in prepared.memory if buffer.name not in views), outputs)
+        ready_launch = Ready(
+            prepared_launch, tuple(buffer for buffer in prepared_launch.memory if buffer.name not in views), outputs
+        )
         if gpu.is_capturing(stream):
-            self._refuse_in_capture(call, ready, workspace)
-        _ = prepared.plans  # or the reason why there are none, before anything is allocated
-        remember(_prepared, prepared_key, prepared)
-        memory = self._provide_memory(ready, device_and_stream, workspace, views) if ready.memory else None
+            self._refuse_in_capture(call, ready_launch, workspace)
+        _ = prepared_launch.plans  # or the reason why there are none, before anything is allocated
+        remember(_prepared, prepared_key, prepared_launch)
+        memory = (
+            self._provide_memory(ready_launch, device_and_stream, workspace, views) if ready_launch.memory else None
+        )
         if call.options.check and self.check_values:
-            self.check_values(call, prepared, memory)
-        arrays = _launch(ready, stream, views, memory, example)
+            self.check_values(call, prepared_launch, memory)
+        arrays = _launch(ready_launch, stream, views, memory, example)
         if key is not None and not call.options.check:  # with `check` every call has its numbers checked
-            remember(_ready, key, ready)
+            remember(_ready, key, ready_launch)
         return arrays
 
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
@@ -374,20 +382,20 @@ class Operation(Generic[C]):
         views: dict[str, gpu.View],
     ) -> DeviceMemory:
         """Add the buffers that the kernels need to `views`: from the workspace, or from this stream's shared memory."""
-        prepared = ready.prepared
+        prepared_launch = ready.prepared
         if workspace is None:
-            memory = _memory.get((*device_and_stream, prepared.kernel))
+            memory = _memory.get((*device_and_stream, prepared_launch.kernel))
             if memory is None or memory.first_too_small(ready.memory):
-                memory = DeviceMemory.of(prepared.kernel, ready.memory, zeros=bool(prepared.zero_buffers))
-                _memory[*device_and_stream, prepared.kernel] = memory
+                memory = DeviceMemory.of(prepared_launch.kernel, ready.memory, zeros=bool(prepared_launch.zero_buffers))
+                _memory[*device_and_stream, prepared_launch.kernel] = memory
         else:
             memory = workspace
-            if prepared.zero_buffers and memory.kernel != prepared.kernel:
-                rule = prepared.workspace_rules.kernel
+            if prepared_launch.zero_buffers and memory.kernel != prepared_launch.kernel:
+                rule = prepared_launch.workspace_rules.kernel
                 raise ArgumentError(f"{self.name}: workspace", rule, f"that of {memory.kernel}")
             if name := memory.first_too_small(ready.memory):
                 raise ArgumentError(
-                    f"{self.name}: workspace", prepared.workspace_rules.size, memory.describe_buffer(name)
+                    f"{self.name}: workspace", prepared_launch.workspace_rules.size, memory.describe_buffer(name)
                 )
         for buffer in ready.memory:
             view = views[buffer.name] = memory.views[buffer.name]
@@ -437,11 +445,11 @@ def _host_view(name: str, array: Any) -> gpu.View:
     It has no bytes where the checks have better words.
     """
     try:
-        shared = np.empty(0) if gpu.is_device_array(array) else gpu.as_array(name, array)
+        shared_array = np.empty(0) if gpu.is_device_array(array) else gpu.as_array(name, array)
     except ArgumentError:
-        shared = np.empty(0)
-    shape = shared.shape if shared.flags.c_contiguous else (0,)
-    return gpu.View(shared.__array_interface__["data"][0], shape, shared.dtype.name, -1, shared)
+        shared_array = np.empty(0)
+    shape = shared_array.shape if shared_array.flags.c_contiguous else (0,)
+    return gpu.View(shared_array.__array_interface__["data"][0], shape, shared_array.dtype.name, -1, shared_array)
 
 
 K = TypeVar("K", bound=Hashable)
@@ -471,5 +479,5 @@ def _dtype_name(dtype: Any) -> str:
 
 def copy_to_host(name: str, array: Any) -> Any:
     """Copy a device array's numbers to the host, or return None for None; `name` is for messages."""
-    shared = None if array is None else gpu.as_array(name, array)
-    return shared if shared is None or isinstance(shared, np.ndarray) else gpu.to_host(shared)
+    shared_array = None if array is None else gpu.as_array(name, array)
+    return shared_array if shared_array is None or isinstance(shared_array, np.ndarray) else gpu.to_host(shared_array)

@@ -86,7 +86,7 @@ class Options:
 
     @classmethod
     def _with(cls, values: tuple[Any, ...]) -> Self:
-        return cls(**dict(zip((f.name for f in fields(cls)), values, strict=True)))
+        return cls(**dict(zip((option_field.name for option_field in fields(cls)), values, strict=True)))
 
     @property
     def check(self) -> bool:
@@ -101,7 +101,9 @@ class Options:
     @property
     def kernel_key(self) -> tuple[Any, ...]:
         """The values of all fields that select kernels or how they are launched."""
-        return tuple(getattr(self, f.name) for f in fields(self) if f.metadata["selects_kernel"])
+        return tuple(
+            getattr(self, option_field.name) for option_field in fields(self) if option_field.metadata["selects_kernel"]
+        )
 
     def require_valid(self, call: str) -> None:
         """Raise ArgumentError, in the name of a call, for the first option that breaks its rule."""
@@ -135,7 +137,7 @@ def document_options(options: type[Options]) -> Callable[[Function], Function]:
     def document(function: Function) -> Function:
         if function.__doc__ is None:  # python -OO
             return function
-        texts = {f.name: f.metadata["text"] for f in fields(options)}
+        texts = {option_field.name: option_field.metadata["text"] for option_field in fields(options)}
         lines = [
             textwrap.fill(
                 f"{name}: {texts[name]}",

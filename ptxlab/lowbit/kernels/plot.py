@@ -31,12 +31,12 @@ def load_figure(register_maps: Sequence[RegisterMap], accesses: Sequence[WarpAcc
         accesses: the first kernel's loads from shared memory, warp 0.
     """
     figure = Figure(figsize=(15, 6.4 * len(register_maps)), layout="constrained")
-    panels: dict[str, Axes] = figure.subplot_mosaic(
+    axes_by_panel: dict[str, Axes] = figure.subplot_mosaic(
         [[register_map.name, "banks"] for register_map in register_maps], width_ratios=(1.35, 1)
     )
     for register_map in register_maps:
-        _lane_tile(panels[register_map.name], register_map)
-    _bank_grid(panels["banks"], register_maps[0].name, accesses)
+        _lane_tile(axes_by_panel[register_map.name], register_map)
+    _bank_grid(axes_by_panel["banks"], register_maps[0].name, accesses)
     return figure
 
 
@@ -47,9 +47,9 @@ def _lane_tile(axes: Axes, register_map: RegisterMap) -> None:
     for row in range(rows):
         for column in range(0, columns, 4):
             label = f"{register_map.thread[row, column]}.a{register_map.register[row, column]}"
-            wrong = register_map.wrong[row, column : column + 4].any()
-            style: dict[str, Any] = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
-            box = {**_PLATE, "color": RED} if wrong else _PLATE
+            is_wrong = register_map.wrong[row, column : column + 4].any()
+            style: dict[str, Any] = {"color": "white", "weight": "bold"} if is_wrong else {"color": "black"}
+            box = {**_PLATE, "color": RED} if is_wrong else _PLATE
             axes.text(column + 1.5, row, label, ha="center", va="center", fontsize=6.5, bbox=box, **style)
     share = register_map.wrong.mean()
     verdict = f"{share:.0%} not where the MMA wants it (red)" if share else "what the MMA wants"

@@ -35,11 +35,11 @@ def choose_spec(specs: Sequence[KernelSpec], sizes: Mapping[str, Any], backend: 
     accepting = [spec for spec in specs if _accepts_sizes(spec, sizes)] or specs[:1]
     is_for_gpu = backend != "emulator" and gpu.why_not(None) is None
     backends = ("gpu",) if is_for_gpu else tuple(name for name in ("gpu", "emulator") if backend in (None, name))
-    running = [spec for name in backends for spec in specs if why_not(spec, name) is None]
-    if usable := [spec for spec in running if spec in accepting]:
-        return usable[0]
+    running_specs = [spec for name in backends for spec in specs if why_not(spec, name) is None]
+    if usable_specs := [spec for spec in running_specs if spec in accepting]:
+        return usable_specs[0]
     # An older GPU is told the least that it would have to be.
-    return running[-1] if running else accepting[-1 if is_for_gpu else 0]
+    return running_specs[-1] if running_specs else accepting[-1 if is_for_gpu else 0]
 
 
 def _accepts_sizes(spec: KernelSpec, sizes: Mapping[str, Any]) -> bool:

@@ -52,8 +52,8 @@ def to_device(packed: _Packed) -> _Packed:
     if not isinstance(packed, _KINDS):
         rule = f"must be of {', '.join(kind.__name__ for kind in _KINDS[:-1])} or {_KINDS[-1].__name__}"
         raise ArgumentError("packed", rule, type(packed).__name__)
-    moved: _Packed = with_arrays(packed, copy_to_device)
-    return moved
+    moved_weight: _Packed = with_arrays(packed, copy_to_device)
+    return moved_weight
 
 
 def copy_to_device(array: Any) -> Any:

@@ -67,10 +67,10 @@ def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
     needs of it as operand A of m16n8k32. Its high nibbles are channels 4·t.., its low nibbles channels 16 + 4·t..
     (COMET's location switch).
     """
-    at = weight.shape[1] - int8 * BLOCK
-    parts = [pack_pairs(weight.q[:, :at])] if at else []
+    first_int8 = weight.shape[1] - int8 * BLOCK
+    parts = [pack_pairs(weight.q[:, :first_int8])] if first_int8 else []
     if int8:
-        nibbles = weight.q[:, at:].view(np.uint8) & np.uint8(15)
+        nibbles = weight.q[:, first_int8:].view(np.uint8) & np.uint8(15)
         parts.append(as_bytes(exchange_nibbles(pack_mma(nibbles))))
     return np.concatenate(parts, axis=1)
 
@@ -91,24 +91,24 @@ def pack_comet_strips(weight: BlockRows, int8: int) -> U8:
 
     Blocks are those of `pack_atom_strips`. The channels of blocks for INT4 are in the order of `unpacked_pairs`.
     """
-    at = weight.shape[1] - int8 * BLOCK
-    q4 = np.concatenate([unpacked_pairs(weight.q[:, :at]), weight.q[:, at:]], axis=1)
+    first_int8 = weight.shape[1] - int8 * BLOCK
+    q4 = np.concatenate([unpacked_pairs(weight.q[:, :first_int8]), weight.q[:, first_int8:]], axis=1)
     return pack_atom_strips(AtomRows(q4, weight.scale, q4[:, :0], weight.scale[:, 0]))
 
 
 def unpacked_pairs(q: S8) -> S8:
     """Reorder channels [R, K] as `gemm_w4ax_sm90` unpacks pairs: of every 32 channels the even ones first."""
     halves = q.reshape(len(q), q.shape[1] // 32, 16, 2)
-    ordered: S8 = halves.swapaxes(2, 3).reshape(q.shape)
-    return ordered
+    ordered_values: S8 = halves.swapaxes(2, 3).reshape(q.shape)
+    return ordered_values
 
 
 def unpack_comet_rows(rows: U8, int8: int) -> S8:
     """Unpack rows of `pack_comet_rows` to s8 [N, K]; scales are not part of them."""
-    at = rows.shape[1] - int8 * BLOCK // 2
-    parts = [unpack_pairs(rows[:, :at])]
+    int4_bytes = rows.shape[1] - int8 * BLOCK // 2
+    parts = [unpack_pairs(rows[:, :int4_bytes])]
     if int8:
-        nibbles = unpack_mma(exchange_nibbles(as_words(rows[:, at:].copy())))
+        nibbles = unpack_mma(exchange_nibbles(as_words(rows[:, int4_bytes:].copy())))
         parts.append((nibbles << np.uint8(4)).view(np.int8) >> np.int8(4))
     return np.concatenate(parts, axis=1)
 
@@ -116,9 +116,9 @@ def unpack_comet_rows(rows: U8, int8: int) -> S8:
 def unpack_comet_strips(strips: U8, N: int, K: int, int8: int) -> BlockRows:
     """Unpack strips of `pack_comet_strips`; raise ArgumentError for another number of bytes."""
     rows = unpack_atom_strips(strips, N, K, 0, BLOCK)
-    at = K - int8 * BLOCK
-    halves = rows.q4[:, :at].reshape(N, at // 32, 2, 16)
-    q = np.concatenate([halves.swapaxes(2, 3).reshape(N, at), rows.q4[:, at:]], axis=1)
+    first_int8 = K - int8 * BLOCK
+    halves = rows.q4[:, :first_int8].reshape(N, first_int8 // 32, 2, 16)
+    q = np.concatenate([halves.swapaxes(2, 3).reshape(N, first_int8), rows.q4[:, first_int8:]], axis=1)
     return BlockRows(q, rows.scale4)
 
 
@@ -150,18 +150,18 @@ def pack_atom_strips(weight: AtomRows) -> U8:
 
 def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) -> AtomRows:
     """Unpack strips of `pack_atom_strips`; raise ArgumentError for another group or number of bytes."""
-    expected = (ceil_div(N, 16), strip_bytes(K, outliers, group))
+    expected_shape = (ceil_div(N, 16), strip_bytes(K, outliers, group))
     blocks, size = ceil_div(K, BLOCK), _block_bytes(group)
-    end = blocks * size
-    if strips.shape != expected:
-        raise ArgumentError("strips", f"u8 {list(expected)} for N={N}, K={K}", f"shape {strips.shape}")
-    body = strips[:, :end].reshape(expected[0], blocks, size)
+    int4_end = blocks * size
+    if strips.shape != expected_shape:
+        raise ArgumentError("strips", f"u8 {list(expected_shape)} for N={N}, K={K}", f"shape {strips.shape}")
+    body = strips[:, :int4_end].reshape(expected_shape[0], blocks, size)
     words = _NIBBLES.restore(as_words(body[:, :, :1024]), N, blocks * BLOCK // 8)
     q4 = (unpack_mma(exchange_nibbles(words)) << np.uint8(4)).view(np.int8) >> np.int8(4)
     scale4 = _SCALES.restore(_halves(body[:, :, 1024:]), N, blocks * (BLOCK // group))
     if not outliers:
         return AtomRows(q4[:, :K], scale4[:, : K // group], q4[:, :0], np.ones_like(scale4[:, 0]))
-    q8 = as_bytes(_BYTES.restore(as_words(strips[:, end:-32]), N, BLOCK // 4)).view(np.int8)
+    q8 = as_bytes(_BYTES.restore(as_words(strips[:, int4_end:-32]), N, BLOCK // 4)).view(np.int8)
     scale8 = _SCALES.restore(_halves(strips[:, -32:]), N, 1)
     return AtomRows(q4[:, :K], scale4[:, : K // group], q8[:, :outliers], scale8[:, 0])
 

@@ -179,8 +179,8 @@ def _read_index(index: Path) -> dict[str, str]:
         names = {str(tensor): Path(file).name for tensor, file in weight_map.items()}
     except (KeyError, TypeError, AttributeError):
         raise FileError(f"{index}: not an index with a weight_map of file names") from None
-    if outside := next((file for file in weight_map.values() if file != Path(file).name), None):
-        raise FileError(f"{index}: must name files of its own folder (got {outside})")
+    if outside_file := next((file for file in weight_map.values() if file != Path(file).name), None):
+        raise FileError(f"{index}: must name files of its own folder (got {outside_file})")
     return names
 
 

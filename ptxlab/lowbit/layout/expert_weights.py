@@ -48,9 +48,9 @@ class ExpertWeights(Described):
         """Return a view of one expert's weight; raise ArgumentError if there is no such expert."""
         if not is_integer(index) or not 0 <= index < self.E:
             raise ArgumentError("expert", f"must be in 0..{self.E - 1}", index)
-        of_all = {name: array.shape[:1] for name, array in self.buffers.items()}
-        if any(shape != (self.E,) for shape in of_all.values()):
-            raise ArgumentError("buffers", f"must have {self.E} experts in front", of_all)
+        first_axes = {name: array.shape[:1] for name, array in self.buffers.items()}
+        if any(shape != (self.E,) for shape in first_axes.values()):
+            raise ArgumentError("buffers", f"must have {self.E} experts in front", first_axes)
         return PackedWeight(
             layout=self.layout,
             scheme=self.scheme,
@@ -72,18 +72,18 @@ def stack_experts(weights: Sequence[PackedWeight]) -> ExpertWeights:
     weights = list(weights) if isinstance(weights, Sequence) else []
     if not weights:
         raise ArgumentError("weights", "must be one PackedWeight or more", "none")
-    shared = ("layout", "scheme", "N", "K", "group")
+    shared_fields = ("layout", "scheme", "N", "K", "group")
     for expert, weight in enumerate(weights):
         if not isinstance(weight, PackedWeight):
             raise ArgumentError(f"weights[{expert}]", "must be a PackedWeight (layout.pack)", type(weight).__name__)
         if weight.interleaved:
             raise ArgumentError(f"weights[{expert}]", "must not be interleaved: grouped GEMMs have no epilogue", True)
-        for name in shared:
+        for name in shared_fields:
             if getattr(weight, name) != getattr(weights[0], name):
                 rule = f"must have {name} {getattr(weights[0], name)} as the first"
                 raise ArgumentError(f"weights[{expert}]", rule, getattr(weight, name))
     return ExpertWeights(
-        **{name: getattr(weights[0], name) for name in shared},
+        **{name: getattr(weights[0], name) for name in shared_fields},
         E=len(weights),
         protective_range=max(weight.protective_range for weight in weights),
         buffers={name: np.stack([weight.buffers[name] for weight in weights]) for name in weights[0].buffers},

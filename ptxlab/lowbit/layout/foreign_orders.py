@@ -29,8 +29,8 @@ def qserve_rows(constants: Array) -> Array:
 def unpack_words(words: Array, axis: int, order: tuple[int, ...] = tuple(range(8))) -> U8:
     """Unpack the nibbles u8 of words s32 [a, b], eight along `axis`; nibble i from the lowest is element `order[i]`."""
     shifts = 4 * np.argsort(order).astype(np.uint32)
-    spread = words.view(np.uint32)[..., None] >> shifts & np.uint32(15)
-    nibbles = spread.astype(np.uint8)
+    spread_nibbles = words.view(np.uint32)[..., None] >> shifts & np.uint32(15)
+    nibbles = spread_nibbles.astype(np.uint8)
     if axis == 0:
         nibbles = nibbles.transpose(0, 2, 1)
     return nibbles.reshape(words.shape[0] * (8 if axis == 0 else 1), -1)

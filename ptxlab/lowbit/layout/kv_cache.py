@@ -166,9 +166,9 @@ class KVCache(Described):
         return slots
 
     def _require_channel(self, name: str, channel: tuple[Any, Any] | None) -> None:
-        by_channel = kv_scheme(self.scheme).by_channel
-        if not (isinstance(channel, tuple) and len(channel) == 2 if by_channel else channel is None):
-            rule = f"must be {'(scale, zero)' if by_channel else 'None'} for {self.scheme}"
+        is_by_channel = kv_scheme(self.scheme).by_channel
+        if not (isinstance(channel, tuple) and len(channel) == 2 if is_by_channel else channel is None):
+            rule = f"must be {'(scale, zero)' if is_by_channel else 'None'} for {self.scheme}"
             raise ArgumentError(name, rule, type(channel).__name__ if channel is not None else None)
         for constant, array in zip(("scale", "zero"), channel or (), strict=False):
             require_array(f"{name} {constant}", array, "float32", (self.num_kv_heads, self.head_dim))
@@ -204,7 +204,9 @@ def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:
     cache.check()
     keys, values = _keys_and_values(cache)
     slots = [cache.slots(b) for b in range(cache.batch)]
-    return [keys.read(at, cache.k_channel) for at in slots], [values.read(at, cache.v_channel) for at in slots]
+    return [keys.read(slots_of_sequence, cache.k_channel) for slots_of_sequence in slots], [
+        values.read(slots_of_sequence, cache.v_channel) for slots_of_sequence in slots
+    ]
 
 
 def scatter(cache: KVCache, keys: Sequence[QuantizedKV], values: Sequence[QuantizedKV]) -> None:
@@ -237,5 +239,5 @@ def write_slots(cache: KVCache, keys: QuantizedKV, values: QuantizedKV, slots: n
 
 
 def _keys_and_values(cache: KVCache) -> tuple[PageView, PageView]:
-    whole = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
-    return whole.part(0), whole.part(1)
+    key_and_value_pages = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
+    return key_and_value_pages.part(0), key_and_value_pages.part(1)

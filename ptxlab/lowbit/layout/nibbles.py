@@ -54,9 +54,9 @@ def pack_s4(values: S8, argument: str = "q4") -> U32:
     """
     _require_dtype(argument, values, np.int8)
     _require_whole_words(argument, values)
-    outside = (values < -8) | (values > 7)
-    if outside.any():
-        place = [int(i) for i in np.argwhere(outside)[0]]
+    is_outside = (values < -8) | (values > 7)
+    if is_outside.any():
+        place = [int(i) for i in np.argwhere(is_outside)[0]]
         raise ArgumentError(argument, "must lie in -8..7", f"{argument}{place} is {values[tuple(place)]}")
     return pack_u4(values.view(np.uint8) & np.uint8(15), argument)
 
@@ -99,10 +99,10 @@ def unpack_mma(words: U32) -> U8:
     _require_dtype("words", words, np.uint32)
     if words.ndim == 0 or words.shape[-1] % 4:
         raise ArgumentError("words", "the last axis must be a multiple of 4", f"shape {words.shape}")
-    leading, count = words.shape[:-1], words.shape[-1]
-    steps = words.reshape(*leading, count // 4, 4)
+    leading_shape, count = words.shape[:-1], words.shape[-1]
+    steps = words.reshape(*leading_shape, count // 4, 4)
     halves = np.stack([steps & _LOW, steps >> np.uint32(4) & _LOW], axis=-2)
-    return as_bytes(halves).reshape(*leading, 8 * count)
+    return as_bytes(halves).reshape(*leading_shape, 8 * count)
 
 
 def exchange_nibbles(words: U32) -> U32:

@@ -43,22 +43,22 @@ class Order:
     def store(self, array: npt.NDArray[_Scalar], fill: int = 0) -> npt.NDArray[_Scalar]:
         """Reorder the array into stored order, padded with `fill` to whole tiles; see `shape`."""
         counts, shape = self.tiles(*array.shape), self.shape(*array.shape)
-        missing = [n * t - size for n, t, size in zip(counts, self.tile, array.shape, strict=True)]
-        if any(missing):
-            array = np.pad(array, [(0, m) for m in missing], constant_values=fill)
+        missing_sizes = [n * t - size for n, t, size in zip(counts, self.tile, array.shape, strict=True)]
+        if any(missing_sizes):
+            array = np.pad(array, [(0, missing_size) for missing_size in missing_sizes], constant_values=fill)
         parts = self.logical.replace(" ", "")
-        split = array.reshape(tuple(self._size(part, counts) for part in parts))
-        stored = split.transpose(tuple(parts.index(part) for part in self.stored))
-        return _contiguous(stored).reshape(shape)
+        split_array = array.reshape(tuple(self._size(part, counts) for part in parts))
+        stored_array = split_array.transpose(tuple(parts.index(part) for part in self.stored))
+        return _contiguous(stored_array).reshape(shape)
 
     def restore(self, stored: npt.NDArray[Any], *shape: int) -> npt.NDArray[Any]:
         """Restore the array of `shape`, contiguous, from what `store` returned."""
         counts = self.tiles(*shape)
         parts = self.logical.replace(" ", "")
-        split = stored.reshape(tuple(self._size(part, counts) for part in self.stored))
-        whole = split.transpose(tuple(self.stored.index(part) for part in parts))
-        padded = whole.reshape(tuple(n * t for n, t in zip(counts, self.tile, strict=True)))
-        return _contiguous(padded[tuple(slice(size) for size in shape)])
+        split_array = stored.reshape(tuple(self._size(part, counts) for part in self.stored))
+        logical_array = split_array.transpose(tuple(self.stored.index(part) for part in parts))
+        padded_array = logical_array.reshape(tuple(n * t for n, t in zip(counts, self.tile, strict=True)))
+        return _contiguous(padded_array[tuple(slice(size) for size in shape)])
 
     def _size(self, part: str, counts: tuple[int, ...]) -> int:
         if part in self.sizes:

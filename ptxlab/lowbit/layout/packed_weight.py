@@ -196,15 +196,15 @@ def require_no_overflow(name: str, weight: QuantizedWeight) -> None:
     """Raise ArgumentError, with the first place, if the kernels would restore a group of the weight wrong."""
     if not isinstance(weight, TwoLevelWeight):
         return  # only two levels can overflow
-    wrong = weight.overflows()
-    count = int(wrong.sum())
+    has_overflow = weight.overflows()
+    count = int(has_overflow.sum())
     if count:
-        row, group = divmod(int(wrong.argmax()), wrong.shape[1])
-        at = slice(row, row + 1), slice(group * weight.group, (group + 1) * weight.group)
-        restored = weight.exact_level1()[at]
-        ends = f"{int(restored.min())}..{int(restored.max())}"
+        row, group = divmod(int(has_overflow.argmax()), has_overflow.shape[1])
+        group_place = slice(row, row + 1), slice(group * weight.group, (group + 1) * weight.group)
+        restored_weights = weight.exact_level1()[group_place]
+        ends_text = f"{int(restored_weights.min())}..{int(restored_weights.max())}"
         scale = int(weight.group_scale[row, group])
-        got = f"{ends} in row {row}, group {group}, scale {scale}; {count} of {wrong.size} groups"
+        got = f"{ends_text} in row {row}, group {group}, scale {scale}; {count} of {has_overflow.size} groups"
         raise ArgumentError(name, "must restore to -128..127, unless unchecked", got)
 
 

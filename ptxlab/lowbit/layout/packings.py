@@ -190,11 +190,11 @@ class Blocks(Packing):
     def unpack(self, buffers: Mapping[str, npt.NDArray[Any]], size: Size) -> tuple[U8, Pair | None]:
         """See `Packing.unpack`."""
         word_order, constant_order = self.orders(size.group)
-        blocks, end = buffers[self.buffer], 4 * prod(word_order.tile)
-        q4 = unpack_mma(word_order.restore(as_words(blocks[:, :, :end]), size.N, size.K // 8))
+        blocks, tile_bytes = buffers[self.buffer], 4 * prod(word_order.tile)
+        q4 = unpack_mma(word_order.restore(as_words(blocks[:, :, :tile_bytes]), size.N, size.K // 8))
         if not size.group:
             return q4, None
-        pairs = blocks[:, :, end:].reshape(*blocks.shape[:2], -1, 2)
+        pairs = blocks[:, :, tile_bytes:].reshape(*blocks.shape[:2], -1, 2)
         scale, offset = (constant_order.restore(pairs[..., i], size.N, size.groups) for i in (0, 1))
         return q4, (scale, offset ^ self._flip(size))
 

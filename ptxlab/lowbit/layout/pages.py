@@ -84,12 +84,12 @@ class PageView:
     @classmethod
     def of(cls, pages: U8, scheme: str, page_size: int, head_dim: int) -> "PageView":
         """Build a view of contiguous pages u8 [..., page_bytes]."""
-        kv_format, leading = kv_scheme(scheme), pages.shape[:-1]
+        kv_format, leading_shape = kv_scheme(scheme), pages.shape[:-1]
         row = head_dim * kv_format.bits // 8
-        features = pages[..., : page_size * row].reshape(*leading, page_size, row)
+        features = pages[..., : page_size * row].reshape(*leading_shape, page_size, row)
         if kv_format.by_channel:
             return cls(scheme, page_size, features, None)
-        constants = pages.view(np.float16)[..., page_size * row // 2 :].reshape(*leading, page_size, 2)
+        constants = pages.view(np.float16)[..., page_size * row // 2 :].reshape(*leading_shape, page_size, 2)
         return cls(scheme, page_size, features, constants)
 
     def part(self, index: int) -> "PageView":
@@ -103,8 +103,8 @@ class PageView:
         values = tokens.values
         if not values.size:
             return
-        four_bits = kv_scheme(self.scheme).bits == 4
-        self.features[page, :, offset] = as_bytes(pack_u4(values, "values")) if four_bits else values.view(np.uint8)
+        is_four_bit = kv_scheme(self.scheme).bits == 4
+        self.features[page, :, offset] = as_bytes(pack_u4(values, "values")) if is_four_bit else values.view(np.uint8)
         if self.constants is not None:
             self.constants[page, :, offset] = np.stack([tokens.scale, tokens.zero], axis=-1)
 
@@ -128,8 +128,10 @@ def require_array(argument: str, array: Any, dtype: str, shape: tuple[int | str,
     """
     got_dtype = str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]  # PyTorch says torch.uint8
     sizes = shape_of(array)
-    fits = len(sizes) == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, sizes, strict=True))
-    if got_dtype != dtype or not fits:
+    is_right_shape = len(sizes) == len(shape) and all(
+        isinstance(n, str) or n == dimension for n, dimension in zip(shape, sizes, strict=True)
+    )
+    if got_dtype != dtype or not is_right_shape:
         expected_shape = ", ".join(map(str, shape))
         raise ArgumentError(argument, f"must be {dtype} [{expected_shape}]", f"{got_dtype} {list(sizes)}")
     if isinstance(array, np.ma.MaskedArray | np.matrix):

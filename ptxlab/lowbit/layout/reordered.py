@@ -120,10 +120,10 @@ class ReorderedWeight:
 
     def quantize_input(self, x: npt.NDArray[Any]) -> AtomRows | BlockRows:
         """Reorder and quantise an input x float [M, K] as the GEMM reads it."""
-        ordered = x[:, self.order]
+        ordered_input = x[:, self.order]
         if self.scheme == "fmpq":
-            return quantize_blocks(ordered, self.int8, self.group)
-        return quantize_atom_activations(ordered, self.group, self.outliers, clip=self.clip)
+            return quantize_blocks(ordered_input, self.int8, self.group)
+        return quantize_atom_activations(ordered_input, self.group, self.outliers, clip=self.clip)
 
     def in_layout(self, layout: str) -> "ReorderedWeight":
         """Pack the same weight in another layout, bit for bit."""
@@ -167,8 +167,8 @@ def renew_buffers(
         return buffers
     atom_buffers = {name: array for name, array in buffers.items() if name != "place"}
     rows = unpack_atom(AtomWeight(layout=layout, N=N, K=K, outliers=outliers, group=group, buffers=atom_buffers))
-    packed = pack_block_weight(BlockRows(rows.q4, rows.scale4), int8, layout)
-    return {**packed.buffers, "place": buffers["place"]}
+    packed_weight = pack_block_weight(BlockRows(rows.q4, rows.scale4), int8, layout)
+    return {**packed_weight.buffers, "place": buffers["place"]}
 
 
 def _in_blocks(scheme: str, group: int) -> bool:
@@ -189,8 +189,8 @@ def pack_reordered(
         packed = pack_block_weight(BlockRows(weight.q4, weight.scale4), int8, layout)
     else:
         packed = pack_atom(weight, layout)
-    on_host = order.get() if hasattr(order, "ndim") and hasattr(order, "get") else order  # CuPy's
-    place = np.asarray(channel_places(on_host), like=weight.q4)
+    host_order = order.get() if hasattr(order, "ndim") and hasattr(order, "get") else order  # CuPy's
+    place = np.asarray(channel_places(host_order), like=weight.q4)
     return ReorderedWeight(
         scheme="atom" if int8 is None else "fmpq",
         layout=layout,

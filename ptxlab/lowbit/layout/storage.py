@@ -143,11 +143,11 @@ def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bo
     Raises FileError for a file that is missing, truncated, foreign, of another version, whose header and buffers do not
     fit together, or with such a group; ArgumentError for a name that the file has not got, with some that it has.
     """
-    packed, name = _load(_PACKED, path, name)
+    packed_weight, name = _load(_PACKED, path, name)
     if not unchecked:
         with in_file(path):
-            require_no_overflow(name, unpack(packed))
-    return packed
+            require_no_overflow(name, unpack(packed_weight))
+    return packed_weight
 
 
 def load_atom(path: str | os.PathLike[str], name: str | None = None) -> AtomWeight:
@@ -244,15 +244,15 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
         rule = f"{fields['layout']} is for {form.arch(fields['layout'])}"
         raise FileError(f"{checkpoint.path}: {name}: {rule} (got {fields['arch']})")
     buffers: Buffers = {}
-    for expected in announced:
-        stored = checkpoint.tensors.get(expected.name)
-        if stored != expected:
-            rule = f"{expected.name} must be {expected.dtype} {list(expected.shape)}"
-            got = f"{stored.dtype} {list(stored.shape)}" if stored else "no such tensor"
+    for expected_tensor in announced:
+        stored_tensor = checkpoint.tensors.get(expected_tensor.name)
+        if stored_tensor != expected_tensor:
+            rule = f"{expected_tensor.name} must be {expected_tensor.dtype} {list(expected_tensor.shape)}"
+            got = f"{stored_tensor.dtype} {list(stored_tensor.shape)}" if stored_tensor else "no such tensor"
             raise FileError(f"{checkpoint.path}: {rule} (got {got})")
-        dtype = next(dtype for dtype, spelling in _DTYPES.items() if spelling == expected.dtype)
-        buffers[expected.name.removeprefix(f"{name}.")] = (
-            checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
+        dtype = next(dtype for dtype, spelling in _DTYPES.items() if spelling == expected_tensor.dtype)
+        buffers[expected_tensor.name.removeprefix(f"{name}.")] = (
+            checkpoint.read_bytes(expected_tensor.name).view(dtype).reshape(expected_tensor.shape)
         )
     with in_file(checkpoint.path), naming(name):
         if fields["version"] != form.version:

@@ -60,8 +60,8 @@ class AffineWeight:
         zero = self.zero.clip(0, 15).astype(np.uint8)
         if self.scale.shape[1] != 1 or (zero != self.zero).any():
             return None
-        negative = self.scale < 0
-        q4, zero = (np.where(negative, 15 - array, array) for array in (self.q4, zero))
+        is_negative = self.scale < 0
+        q4, zero = (np.where(is_negative, 15 - array, array) for array in (self.q4, zero))
         return QoQChannelWeight(q4, np.abs(self.scale[:, 0]), zero[:, 0])
 
     def nearest_lqq(self, group: int) -> tuple[LQQWeight, int]:
@@ -75,23 +75,23 @@ class AffineWeight:
         Raises ArgumentError if a row's unit is no normal float32.
         """
         runs = self.column_groups.reshape(-1, group)
-        whole = (runs == runs[:, :1]).all(axis=1)
+        is_whole = (runs == runs[:, :1]).all(axis=1)
         step, zero = (constants[:, runs[:, 0]] for constants in (self.scale, self.zero))
         low, step = -zero * step + np.minimum(15 * step, 0), np.abs(step)
-        extent = (np.maximum(np.abs(low), np.abs(low + 15 * step)) * whole).max(axis=1)
-        if not whole.all():
-            extent = np.maximum(extent, np.abs(self.dequantize()[:, np.repeat(~whole, group)]).max(axis=1))
+        extent = (np.maximum(np.abs(low), np.abs(low + 15 * step)) * is_whole).max(axis=1)
+        if not is_whole.all():
+            extent = np.maximum(extent, np.abs(self.dequantize()[:, np.repeat(~is_whole, group)]).max(axis=1))
 
         def round_rows(q4: U8, scale: F32, zero: F32, step: F32, low: F32, unit: F32) -> tuple[npt.NDArray[Any], ...]:
             rows = AffineWeight(q4=q4, scale=scale, zero=zero, group_of=self.group_of)
-            return _round_rows(rows.dequantize().reshape(len(q4), -1, group), step, low, unit, whole)
+            return _round_rows(rows.dequantize().reshape(len(q4), -1, group), step, low, unit, is_whole)
 
         unit = row_scales("scale", extent, PROTECTIVE_RANGE)
         q4, scale, minimum, unit = by_strips(round_rows, self.q4, self.scale, self.zero, step, low, unit)
         weight = LQQWeight(
             q4=q4, group_scale=scale, minimum=minimum, channel_scale=unit, protective_range=PROTECTIVE_RANGE
         )
-        return weight, len(unit) * int((~whole).sum())
+        return weight, len(unit) * int((~is_whole).sum())
 
 
 def _round_rows(
@@ -104,9 +104,11 @@ def _round_rows(
     integers = w / unit[:, None, None]
     q4 = np.rint((integers - minimum[:, :, None]) / scale[:, :, None]).clip(0, 15).astype(np.uint8)
     if not whole.all():
-        mixed = np.rint(integers[:, ~whole]).clip(-PROTECTIVE_RANGE, PROTECTIVE_RANGE).astype(np.int8)
-        again, scale[:, ~whole], minimum[:, ~whole] = lqq_groups(mixed.reshape(len(w), -1), w.shape[2], "search")
-        q4[:, ~whole] = again.reshape(mixed.shape)
+        mixed_integers = np.rint(integers[:, ~whole]).clip(-PROTECTIVE_RANGE, PROTECTIVE_RANGE).astype(np.int8)
+        searched_integers, scale[:, ~whole], minimum[:, ~whole] = lqq_groups(
+            mixed_integers.reshape(len(w), -1), w.shape[2], "search"
+        )
+        q4[:, ~whole] = searched_integers.reshape(mixed_integers.shape)
     return q4.reshape(len(w), -1), scale.astype(np.uint8), minimum.astype(np.int8), unit
 
 
@@ -122,14 +124,18 @@ def _round_levels(
     least_error = np.full_like(least_unit, np.inf)
     trials = [*(least_unit * factor for factor in _CHANNEL_SCALES), _common_unit(step, least_unit)]
     for trial in (unit_of_rows[:, None] for unit_of_rows in trials):
-        s = np.rint(step / trial).clip(1, MAX_GROUP_SCALE)
-        tilt = s * trial - step  # the error of a weight is index·tilt + shift
-        m = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * s)
-        shift = m * trial - low
+        trial_scale = np.rint(step / trial).clip(1, MAX_GROUP_SCALE)
+        tilt = trial_scale * trial - step  # the error of a weight is index·tilt + shift
+        trial_minimum = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * trial_scale)
+        shift = trial_minimum * trial - low
         error = ((tilt**2 * variance + (tilt * mean + shift) ** 2) * counted).sum(axis=1)
-        better = error < least_error
-        least_error = np.where(better, error, least_error)
-        scale[better], minimum[better], unit[better] = s[better], m[better], trial[better, 0]
+        is_better = error < least_error
+        least_error = np.where(is_better, error, least_error)
+        scale[is_better], minimum[is_better], unit[is_better] = (
+            trial_scale[is_better],
+            trial_minimum[is_better],
+            trial[is_better, 0],
+        )
     return scale, minimum, unit
 
 
@@ -138,12 +144,12 @@ def _common_unit(step: F32, otherwise: F32) -> F32:
 
     A row without such a unit has that of `otherwise` [N].
     """
-    largest, unit = step.max(axis=1), otherwise.copy()
+    largest_step, unit = step.max(axis=1), otherwise.copy()
     for multiple in range(MAX_GROUP_SCALE, 0, -1):  # the largest unit last
-        trial = (largest / np.float32(multiple)).astype(np.float32)
+        trial = (largest_step / np.float32(multiple)).astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore"):
             multiples = np.rint(step / trial[:, None])
-        is_exact = (multiples * trial[:, None] == step).all(axis=1) & (largest > 0)
+        is_exact = (multiples * trial[:, None] == step).all(axis=1) & (largest_step > 0)
         unit = np.where(is_exact, trial, unit)
     return unit
 

@@ -86,14 +86,14 @@ class AtomRows:
     @property
     def scales(self) -> F16:
         """Scales of all groups, then of the outliers: f16 [R, K/g + 1]."""
-        both: F16 = np.concatenate([self.scale4, self.scale8[:, None]], axis=1)
-        return both
+        all_scales: F16 = np.concatenate([self.scale4, self.scale8[:, None]], axis=1)
+        return all_scales
 
     def dequantize(self) -> F32:
         """Compute q·scale as f32 [R, K + outliers], in Atom's channel order."""
         parts = dequantize_groups(self.q4, self.scale4), dequantize_groups(self.q8, self.scale8[:, None])
-        both: F32 = np.concatenate(parts, axis=1)
-        return both
+        all_weights: F32 = np.concatenate(parts, axis=1)
+        return all_weights
 
 
 def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArray[np.float64]:
@@ -108,9 +108,9 @@ def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArra
     extremes("x", x)
     step = strip_of(x, x.shape[1])
     parts = [as_float32(x[i : i + step]).astype(np.float64) for i in range(0, len(x), step)]
-    largest = metric == "max"
-    strip_sizes = np.stack([np.abs(part).max(axis=0) if largest else (part * part).sum(axis=0) for part in parts])
-    sizes: npt.NDArray[np.float64] = strip_sizes.max(axis=0) if largest else strip_sizes.sum(axis=0)
+    by_maximum = metric == "max"
+    strip_sizes = np.stack([np.abs(part).max(axis=0) if by_maximum else (part * part).sum(axis=0) for part in parts])
+    sizes: npt.NDArray[np.float64] = strip_sizes.max(axis=0) if by_maximum else strip_sizes.sum(axis=0)
     return sizes
 
 
@@ -131,8 +131,8 @@ def outlier_order(
     ascending: npt.NDArray[np.intp] = np.argsort(sizes, kind="stable")
     if _check_rules(rules).sorts:
         return ascending
-    at = len(sizes) - outliers
-    return np.concatenate([np.sort(ascending[:at]), np.sort(ascending[at:])])
+    first_outlier = len(sizes) - outliers
+    return np.concatenate([np.sort(ascending[:first_outlier]), np.sort(ascending[first_outlier:])])
 
 
 def channel_places(order: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
@@ -140,8 +140,8 @@ def channel_places(order: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
 
     Raises ArgumentError for what is no permutation of 0..K-1, or of more than 32,768 channels.
     """
-    ordered = isinstance(order, np.ndarray) and order.ndim == 1 and order.dtype.kind in "iu"
-    if not ordered or not 1 <= len(order) <= 1 << 15 or not np.array_equal(np.sort(order), np.arange(len(order))):
+    is_order = isinstance(order, np.ndarray) and order.ndim == 1 and order.dtype.kind in "iu"
+    if not is_order or not 1 <= len(order) <= 1 << 15 or not np.array_equal(np.sort(order), np.arange(len(order))):
         raise ArgumentError("order", "must be a permutation of 0..K-1, K up to 32768", f"shape {np.shape(order)}")
     return np.argsort(order).astype(np.int16)
 

@@ -112,13 +112,13 @@ def quantize_block_weight(w: npt.NDArray[Any], block: int = BLOCK) -> BlockRows:
 
 def _quantize(name: str, x: npt.NDArray[Any], int8: int, block: int) -> BlockRows:
     extremes(name, x)
-    rows, at = x.shape[0], x.shape[1] - int8 * block
+    rows, first_int8 = x.shape[0], x.shape[1] - int8 * block
     parts = [
         integer_groups(name, part.reshape(rows, -1, block), bits, steps)
-        for part, bits, steps in ((x[:, :at], 4, 7), (x[:, at:], 8, 127))
+        for part, bits, steps in ((x[:, :first_int8], 4, 7), (x[:, first_int8:], 8, 127))
         if part.shape[1]
     ]
-    q, scale = (np.concatenate(both, axis=1) for both in zip(*parts, strict=True))
+    q, scale = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
     return BlockRows(q.reshape(x.shape), scale, int8)
 
 

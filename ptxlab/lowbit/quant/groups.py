@@ -44,9 +44,9 @@ def integer_groups(
         largest = np.repeat(largest.reshape(-1, rows, G).max(axis=1), rows, axis=0)
     scale = group_scales(largest, steps, clip)
     largest = largest * np.float32(clip)
-    beyond = ~np.isfinite(scale) if largest_scale is None else scale > largest_scale
-    if bool(beyond.any()):
-        row, column = map(int, np.argwhere(beyond)[0])
+    is_beyond = ~np.isfinite(scale) if largest_scale is None else scale > largest_scale
+    if bool(is_beyond.any()):
+        row, column = map(int, np.argwhere(is_beyond)[0])
         limit = "an FP16 number" if largest_scale is None else f"at most {largest_scale}"
         rule = f"a group's largest magnitude over {steps:g} must be {limit}"
         raise ArgumentError(name, rule, f"{float(largest[row, column]):g} in row {row}, group {column}")
@@ -71,10 +71,10 @@ def group_scales(largest: F32, steps: float, clip: float = 1.0) -> F16:
 
     A scale is at least 2^-24. A group of zeros has scale 1. A scale beyond FP16 is infinite.
     """
-    clipped = largest * np.float32(clip)
+    clipped_largest = largest * np.float32(clip)
     with np.errstate(over="ignore"):
-        scale = np.maximum((clipped / np.float32(steps)).astype(np.float16), _MIN_SCALE)
-    return np.where(clipped == 0, np.float16(1), scale)
+        scale = np.maximum((clipped_largest / np.float32(steps)).astype(np.float16), _MIN_SCALE)
+    return np.where(clipped_largest == 0, np.float16(1), scale)
 
 
 def dequantize_groups(q: S8, scale: F16) -> F32:

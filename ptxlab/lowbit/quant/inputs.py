@@ -42,8 +42,8 @@ def as_floats(argument: str, x: Any) -> npt.NDArray[Any]:
     if is_foreign:
         if x.__dlpack_device__()[0] != _HOST:
             raise ArgumentError(argument, "must be on the host (.cpu()), or a CuPy array (cupy.from_dlpack)", "a GPU's")
-        shared = to_numpy(argument, x)
-        return reference.from_bfloat16_bits(shared) if name == "bfloat16" else shared
+        shared_array = to_numpy(argument, x)
+        return reference.from_bfloat16_bits(shared_array) if name == "bfloat16" else shared_array
     floats: npt.NDArray[Any] = without_subclass(argument, x) if isinstance(x, np.ndarray) else x
     return floats
 
@@ -86,9 +86,9 @@ def extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
     """
     rows = x.reshape(-1, x.shape[-1])
     low, high = by_strips(_extremes, rows)
-    finite = np.isfinite(low) & np.isfinite(high)  # NaN is propagated into both
-    if not finite.all():
-        row = int(np.argwhere(~finite)[0, 0])
+    is_finite = np.isfinite(low) & np.isfinite(high)  # NaN is propagated into both
+    if not is_finite.all():
+        row = int(np.argwhere(~is_finite)[0, 0])
         column = int(np.argwhere(~np.isfinite(as_float32(rows[row])))[0, 0])
         place = [*map(int, np.unravel_index(row, x.shape[:-1])), column]
         raise ArgumentError(argument, "must be finite in float32", f"{argument}{place} is {rows[row, column]}")
@@ -151,8 +151,8 @@ def check_group(argument: str, K: int, group: int) -> None:
 def check_protective_range(protective_range: int) -> None:
     """Raise ArgumentError unless `protective_range` is an integer in 1..127."""
     try:
-        inside = 1 <= operator.index(protective_range) <= 127
+        is_inside = 1 <= operator.index(protective_range) <= 127
     except TypeError:
-        inside = False
-    if not inside:
+        is_inside = False
+    if not is_inside:
         raise ArgumentError("protective_range", "must be an integer in 1..127", protective_range)

@@ -76,9 +76,9 @@ class QuantizedKV:
         if len(shape) < 3:
             raise ArgumentError("values", "must be [..., tokens, heads, D]", f"shape {shape}")
         _check_array("values", self.values, kv_format.dtype, shape)
-        expected = shape[-2:] if kv_format.by_channel else shape[:-1]
+        expected_shape = shape[-2:] if kv_format.by_channel else shape[:-1]
         for name in ("scale", "zero"):
-            _check_array(name, getattr(self, name), kv_format.constant, expected)
+            _check_array(name, getattr(self, name), kv_format.constant, expected_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,11 +126,11 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
         raise ArgumentError("channel", f"{scheme} has constants of its own: must be None", "constants")
     low, high = extremes("x", x)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
-    half = _token_scales(low, high, kv_format)
-    scale = half.astype(np.float32)
+    half_scale = _token_scales(low, high, kv_format)
+    scale = half_scale.astype(np.float32)
     zero = np.rint((0 - low) / scale).clip(kv_format.low, kv_format.high)  # -low would give -0 where low is 0
     values = _round_values(x, scale[..., None], zero[..., None], kv_format)
-    return QuantizedKV(scheme, values, half, zero.astype(np.float16))
+    return QuantizedKV(scheme, values, half_scale, zero.astype(np.float16))
 
 
 @break_graph
@@ -182,11 +182,11 @@ def check_channel(argument: str, scheme: str, channel: Any, shape: tuple[int, ..
     _check_array(f"{argument} scale", scale, kv_format.constant, shape)
     _check_array(f"{argument} zero", zero, kv_format.constant, shape)
     _check_scales(f"{argument} scale", scale)
-    highest = 0 if kv_format.low else kv_format.high
-    wrong = ~((zero >= 0) & (zero <= highest) & (zero == np.rint(zero)))
-    if wrong.any():
-        place = _first(wrong)
-        rule = f"must be integers in 0..{highest}"
+    highest_zero = 0 if kv_format.low else kv_format.high
+    is_wrong = ~((zero >= 0) & (zero <= highest_zero) & (zero == np.rint(zero)))
+    if is_wrong.any():
+        place = _first(is_wrong)
+        rule = f"must be integers in 0..{highest_zero}"
         raise ArgumentError(f"{argument} zero", rule, f"channel {place} has {float(zero[tuple(place)]):g}")
 
 
@@ -201,12 +201,12 @@ def _tokens(x: Any) -> npt.NDArray[Any]:
 def _token_scales(low: F32, high: F32, kv_format: KVScheme) -> F16:
     """Compute f16((high - low) / levels), and 1 where that is 0; raise ArgumentError where it is infinite."""
     with np.errstate(over="ignore"):
-        exact = (high - low) / np.float32(kv_format.high)
-        scale: F16 = exact.astype(np.float16)
+        exact_scale = (high - low) / np.float32(kv_format.high)
+        scale: F16 = exact_scale.astype(np.float16)
     if not np.isfinite(scale).all():
         place = _first(~np.isfinite(scale))
         rule = "the scale of a token and head must be finite in float16"
-        raise ArgumentError("x", rule, f"x{place} has {float(exact[tuple(place)]):.6g}")
+        raise ArgumentError("x", rule, f"x{place} has {float(exact_scale[tuple(place)]):.6g}")
     return np.where(scale == 0, np.float16(1), scale)
 
 
@@ -217,9 +217,9 @@ def _check_array(argument: str, array: Any, dtype: np.dtype[Any], shape: tuple[i
 
 
 def _check_scales(argument: str, scale: F32) -> None:
-    wrong = ~((scale >= MIN_SCALE) & (scale <= MAX_SCALE))
-    if wrong.any():
-        place = _first(wrong)
+    is_wrong = ~((scale >= MIN_SCALE) & (scale <= MAX_SCALE))
+    if is_wrong.any():
+        place = _first(is_wrong)
         rule = f"scales by channel must lie in {MIN_SCALE:.3g}..{MAX_SCALE:.3g}"
         raise ArgumentError(argument, rule, f"channel {place} has {float(scale[tuple(place)]):.3g}")
 

@@ -89,17 +89,17 @@ def lqq_groups(q8: S8, group: int, rounding: Rounding = "nearest") -> tuple[U8, 
 def _lqq_strip(q8: S8, group: int, rounding: Rounding) -> tuple[U8, U8, S8]:
     groups = q8.reshape(q8.shape[0], -1, group).astype(np.float32)
     minimum = groups.min(axis=2)
-    shifted = groups - minimum[:, :, None]
+    shifted_groups = groups - minimum[:, :, None]
     if rounding == "levels":
-        scale, below = _levels_of_least_error(shifted, minimum)
-        minimum -= below
-        shifted += below[:, :, None]
+        scale, levels_below = _levels_of_least_error(shifted_groups, minimum)
+        minimum -= levels_below
+        shifted_groups += levels_below[:, :, None]
     elif rounding == "search":
-        scale = _scale_of_least_error(shifted)
+        scale = _scale_of_least_error(shifted_groups)
     else:
         round_scale = np.rint if rounding == "nearest" else np.ceil
-        scale = round_scale(shifted.max(axis=2) / 15).clip(1, MAX_GROUP_SCALE)
-    q4 = _divide(shifted, scale)
+        scale = round_scale(shifted_groups.max(axis=2) / 15).clip(1, MAX_GROUP_SCALE)
+    q4 = _divide(shifted_groups, scale)
     return q4.astype(np.uint8).reshape(q8.shape), scale.astype(np.uint8), minimum.astype(np.int8)
 
 
@@ -127,14 +127,14 @@ def _squared_error(shifted: F32, scale: F32) -> F32:
 
 def _scale_of_least_error(shifted: F32) -> F32:
     """Find the scale in 1..16 of least squared error per group of f32 [N, K/g, g]; the smallest if several tie."""
-    best = np.ones_like(shifted[:, :, 0])
-    least_error = np.full_like(best, np.inf)
+    best_scale = np.ones_like(shifted[:, :, 0])
+    least_error = np.full_like(best_scale, np.inf)
     for candidate in range(1, MAX_GROUP_SCALE + 1):
-        scale = np.full_like(best, candidate)
+        scale = np.full_like(best_scale, candidate)
         error = _squared_error(shifted, scale)
-        best = np.where(error < least_error, scale, best)
+        best_scale = np.where(error < least_error, scale, best_scale)
         least_error = np.minimum(error, least_error)
-    return best
+    return best_scale
 
 
 def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
@@ -144,14 +144,14 @@ def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
     rounding, if the lowest level lies lower by the rounding times the mean of the weights in steps.
     """
     extent = np.maximum(shifted.max(axis=2), 1)
-    scale, below, least_error = np.ones_like(extent), np.zeros_like(extent), np.full_like(extent, np.inf)
+    scale, levels_below, least_error = np.ones_like(extent), np.zeros_like(extent), np.full_like(extent, np.inf)
     for count in _STEPS:
         step = extent / count
         candidate = np.rint(step).clip(1, MAX_GROUP_SCALE)
         offset = np.rint((candidate - step) * _nearest(shifted, step).mean(axis=2))
         offset = np.minimum(offset, minimum + 128)  # the lowest level is an s8
         error = _squared_error(shifted + offset[:, :, None], candidate)
-        better = error < least_error
-        scale, below = np.where(better, candidate, scale), np.where(better, offset, below)
+        is_better = error < least_error
+        scale, levels_below = np.where(is_better, candidate, scale), np.where(is_better, offset, levels_below)
         least_error = np.minimum(error, least_error)
-    return scale, below
+    return scale, levels_below

@@ -89,8 +89,8 @@ class QoQChannelWeight:
 
     def dequantize(self) -> F32:
         """Compute (q4 - zero)·scale as f32 [N, K]; in a GEMM the epilogue applies the zero point."""
-        unpacked = reference.dequant_qoq_channel(self.q4).astype(np.int32)
-        return reference.scale_rows(unpacked - self.zero[:, None], self.scale)
+        unpacked_integers = reference.dequant_qoq_channel(self.q4).astype(np.int32)
+        return reference.scale_rows(unpacked_integers - self.zero[:, None], self.scale)
 
 
 def quantize_qoq_channel(w: npt.NDArray[Any]) -> QoQChannelWeight:

@@ -74,12 +74,12 @@ def smooth_attention(
     if w_q.shape[1] != w_k.shape[1]:
         raise ArgumentError("w_q", f"K must be w_k's {w_k.shape[1]}", w_q.shape[1])
     factor = _factor(peaks, alpha)
-    of_keys, of_queries = factor.reshape(-1), np.repeat(factor, Hq // Hkv, axis=0).reshape(-1)
+    key_factors, query_factors = factor.reshape(-1), np.repeat(factor, Hq // Hkv, axis=0).reshape(-1)
     return SmoothedAttention(
-        w_q=_scale_finite("w_q", w_q, of_queries[:, None]),
-        w_k=_scale_finite("w_k", w_k, 1 / of_keys[:, None]),
-        b_q=None if b_q is None else _scaled_bias("b_q", b_q, of_queries),
-        b_k=None if b_k is None else _scaled_bias("b_k", b_k, 1 / of_keys),
+        w_q=_scale_finite("w_q", w_q, query_factors[:, None]),
+        w_k=_scale_finite("w_k", w_k, 1 / key_factors[:, None]),
+        b_q=None if b_q is None else _scaled_bias("b_q", b_q, query_factors),
+        b_k=None if b_k is None else _scaled_bias("b_k", b_k, 1 / key_factors),
         factor=factor,
     )
 
@@ -108,11 +108,11 @@ def _scaled_bias(argument: str, bias: npt.NDArray[Any], factor: npt.NDArray[np.f
 
 def _scale_finite(argument: str, x: npt.NDArray[Any], factor: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
-        scaled = (x.astype(np.float64) * factor).astype(x.dtype)
-    lost = ~np.isfinite(scaled.astype(np.float64))
-    if lost.any():
-        place = [int(i) for i in np.argwhere(lost)[0]]
+        scaled_values = (x.astype(np.float64) * factor).astype(x.dtype)
+    is_lost = ~np.isfinite(scaled_values.astype(np.float64))
+    if is_lost.any():
+        place = [int(i) for i in np.argwhere(is_lost)[0]]
         raise ArgumentError(
             argument, f"must stay finite in {x.dtype} when smoothed", f"an overflow at {argument}{place}"
         )
-    return scaled
+    return scaled_values

@@ -50,9 +50,11 @@ class TwoLevelWeight(ABC):
         """
         N, groups = self.group_scale.shape
         nibbles = self.q4.reshape(N, groups, -1)
-        ends = nibbles.min(axis=2), nibbles.max(axis=2)
-        lowest, highest = (reference.fits_s8(self.restore(end)) for end in ends)
-        return ~(lowest & highest)
+        group_extremes = nibbles.min(axis=2), nibbles.max(axis=2)
+        lowest_fits, highest_fits = (
+            reference.fits_s8(self.restore(extreme_nibbles)) for extreme_nibbles in group_extremes
+        )
+        return ~(lowest_fits & highest_fits)
 
     def dequantize(self) -> F32:
         """Compute the kernel's weights, f32 [N, K]: `level1()` times the channel scale.

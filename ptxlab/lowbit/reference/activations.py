@@ -10,10 +10,10 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 def rms_norm(x: npt.NDArray[np.floating], gamma: npt.NDArray[np.floating], eps: float) -> F64:
     """Compute x / sqrt(mean(x²) + eps) · gamma of every row of x float [..., K], gamma float [K]."""
-    wide: F64 = x.astype(np.float64)
-    mean = (wide**2).mean(axis=-1, keepdims=True)
-    normed: F64 = wide / np.sqrt(mean + eps) * gamma.astype(np.float64)
-    return normed
+    wide_values: F64 = x.astype(np.float64)
+    mean = (wide_values**2).mean(axis=-1, keepdims=True)
+    normalised: F64 = wide_values / np.sqrt(mean + eps) * gamma.astype(np.float64)
+    return normalised
 
 
 def apply_gate(gate_up: npt.NDArray[np.floating], activation: str = "silu") -> F64:
@@ -23,14 +23,14 @@ def apply_gate(gate_up: npt.NDArray[np.floating], activation: str = "silu") -> F
     z = sqrt(2/π) (g + 0.044715 g³).
     """
     K = gate_up.shape[-1] // 2
-    wide: F64 = gate_up.astype(np.float64)
-    gate, up = wide[..., :K], wide[..., K:]
+    wide_values: F64 = gate_up.astype(np.float64)
+    gate, up = wide_values[..., :K], wide_values[..., K:]
     with np.errstate(over="ignore"):  # an infinite exponential is a gate of 0
-        opened: F64 = np.exp(exponent(gate, activation))
-    opened += 1  # in place: new arrays of this size take longer than the sums in them
-    np.divide(gate, opened, out=opened)
-    opened *= up
-    return opened
+        gate_values: F64 = np.exp(exponent(gate, activation))
+    gate_values += 1  # in place: new arrays of this size take longer than the sums in them
+    np.divide(gate, gate_values, out=gate_values)
+    gate_values *= up
+    return gate_values
 
 
 def exponent(gate: F64, activation: str) -> F64:

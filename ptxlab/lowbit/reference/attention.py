@@ -43,8 +43,8 @@ def attention(
     if L == 0:
         return np.zeros_like(q), np.full_like(q[:, :, 0], -np.inf)
     ratio = Hq // Hkv
-    by_kv_head = q.reshape(T, Hkv, ratio, D).transpose(1, 2, 0, 3).reshape(Hkv, ratio * T, D)
-    scores = (by_kv_head @ k.transpose(1, 2, 0) * scale).reshape(Hkv, ratio, T, L)
+    queries_by_kv_head = q.reshape(T, Hkv, ratio, D).transpose(1, 2, 0, 3).reshape(Hkv, ratio * T, D)
+    scores = (queries_by_kv_head @ k.transpose(1, 2, 0) * scale).reshape(Hkv, ratio, T, L)
     scores = np.where(_visible(q, k, window), scores, -np.inf)
 
     peak = scores.max(axis=-1)
@@ -63,9 +63,9 @@ def _visible(q: F64, k: F64, window: int | None) -> npt.NDArray[np.bool_]:
     T, L = len(q), len(k)
     token = np.arange(L - T, L, like=q)[:, None]
     key = np.arange(L, like=k)
-    seen = key <= token
-    visible: npt.NDArray[np.bool_] = seen if window is None else seen & (key > token - window)
-    return visible
+    is_seen = key <= token
+    is_visible: npt.NDArray[np.bool_] = is_seen if window is None else is_seen & (key > token - window)
+    return is_visible
 
 
 def rope(x: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -81,8 +81,8 @@ def rope(x: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]) -> n
     Returns:
         [..., tokens, heads, D] of the tables' dtype: first half x1·cos - x2·sin, second half x2·cos + x1·sin.
     """
-    half = x.shape[-1] // 2
-    x1, x2 = x[..., :half].astype(cos.dtype), x[..., half:].astype(cos.dtype)
+    half_dims = x.shape[-1] // 2
+    x1, x2 = x[..., :half_dims].astype(cos.dtype), x[..., half_dims:].astype(cos.dtype)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
@@ -105,14 +105,14 @@ def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     block = min(D, 128)
     if block < 2 or block & (block - 1) or D % block:
         raise ValueError(f"x: D must be a power of two, or a multiple of 128 (got {D})")
-    rotated = x.astype(dtype)
+    rotated_heads = x.astype(dtype)
     distance = 1
     while distance < block:
-        pairs = rotated.reshape(*x.shape[:-1], D // (2 * distance), 2, distance)
+        pairs = rotated_heads.reshape(*x.shape[:-1], D // (2 * distance), 2, distance)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
-        rotated = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
+        rotated_heads = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
         distance *= 2
-    normalized: npt.NDArray[Any] = rotated * dtype.type(block**-0.5)
+    normalized: npt.NDArray[Any] = rotated_heads * dtype.type(block**-0.5)
     return normalized
 
 
@@ -159,17 +159,17 @@ def _scale_frequencies(frequency: F64, scaling: dict[str, Any]) -> F64:
         divided: F64 = frequency / factors
         return divided
     needs = ROPE_SCALINGS[kind]
-    if lacking := [name for name in needs if not isinstance(scaling.get(name), int | float)]:
-        raise ValueError(f"scaling: {kind} needs the number {lacking[0]} (got {scaling.get(lacking[0])})")
-    factor, *of_llama3 = (float(scaling[name]) for name in needs) if needs else (1.0,)
-    if not of_llama3:
+    if missing_names := [name for name in needs if not isinstance(scaling.get(name), int | float)]:
+        raise ValueError(f"scaling: {kind} needs the number {missing_names[0]} (got {scaling.get(missing_names[0])})")
+    factor, *llama3_numbers = (float(scaling[name]) for name in needs) if needs else (1.0,)
+    if not llama3_numbers:
         return frequency / factor
-    low, high, trained = of_llama3
+    low, high, trained = llama3_numbers
     if not 0 < low < high:
         raise ValueError(f"scaling: 0 < low_freq_factor < high_freq_factor (got {low:g}, {high:g})")
     unscaled_share = np.clip((frequency * trained / (2 * np.pi) - low) / (high - low), 0, 1)
-    mixed: F64 = unscaled_share * frequency + (1 - unscaled_share) * frequency / factor
-    return mixed
+    mixed_frequency: F64 = unscaled_share * frequency + (1 - unscaled_share) * frequency / factor
+    return mixed_frequency
 
 
 def dequantize_kv(values: npt.NDArray[Any], scale: npt.NDArray[Any], zero: npt.NDArray[Any]) -> F32:

@@ -39,5 +39,5 @@ def presub_wrong(q4: U8, scale: U8, zero: U8) -> Bool:
     carry = np.zeros_like(lanes)
     for lane in range(1, _LANES):
         carry[..., lane] = (lanes[..., lane - 1] + carry[..., lane - 1]) // 256
-    disturbed: Bool = (carry != 0).reshape(exact.shape)
-    return disturbed | ~fits_s8(exact)
+    is_disturbed: Bool = (carry != 0).reshape(exact.shape)
+    return is_disturbed | ~fits_s8(exact)

@@ -14,10 +14,10 @@ def top_experts(logits: Any, k: int) -> tuple[Any, Any]:
     Returns:
         (s64 [M, k], [M, k] of the dtype of the logits).
     """
-    chosen = (-logits).argsort(axis=1, kind="stable")[:, :k]
-    chosen_logits = np.take_along_axis(logits, chosen, axis=1)
+    chosen_experts = (-logits).argsort(axis=1, kind="stable")[:, :k]
+    chosen_logits = np.take_along_axis(logits, chosen_experts, axis=1)
     weights = np.exp(chosen_logits - chosen_logits[:, :1])
-    return chosen, weights / weights.sum(axis=1, keepdims=True)
+    return chosen_experts, weights / weights.sum(axis=1, keepdims=True)
 
 
 def rows_by_expert(chosen: Any, experts: int) -> tuple[Any, Any]:

@@ -25,8 +25,8 @@ def gemm_accumulators(x_q: S8, weights: S32) -> S32:
     require_dtype("x_q", x_q, np.int8)
     if x_q.shape[1] > _EXACT_K:
         raise ValueError(f"K: at most {_EXACT_K} (got {x_q.shape[1]})")
-    exact = x_q.astype(np.float64) @ weights.astype(np.float64).T  # BLAS, and every partial sum is an integer
-    return exact.astype(np.int64).astype(np.int32)
+    exact_sums = x_q.astype(np.float64) @ weights.astype(np.float64).T  # BLAS, and every partial sum is an integer
+    return exact_sums.astype(np.int64).astype(np.int32)
 
 
 def gemm_accumulators_channel(x_q: S8, q4: U8, zero: U8, x_sum: S32) -> S32:
@@ -63,10 +63,10 @@ def gemm_epilogue(
     """
     if out == "int32":
         return accumulators
-    scaled = accumulators.astype(np.float32) * x_scale[:, None] * w_scale
+    scaled_sums = accumulators.astype(np.float32) * x_scale[:, None] * w_scale
     if bias is not None:
-        scaled = scaled + bias
-    return rounded_to(scaled, out)
+        scaled_sums = scaled_sums + bias
+    return rounded_to(scaled_sums, out)
 
 
 def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> Iterator[S32]:
@@ -98,11 +98,11 @@ def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16, *, halves: 
         f32 [M, N].
     """
     total: F32 = np.zeros_like(x_scale, dtype=np.float32, shape=(len(x_scale), len(w_scale)))
-    for g, exact in enumerate(sums):
-        scale = x_scale[:, g, None].astype(np.float32) * w_scale[:, g].astype(np.float32)
+    for group, group_sums in enumerate(sums):
+        scale = x_scale[:, group, None].astype(np.float32) * w_scale[:, group].astype(np.float32)
         if halves:
             scale = scale.astype(np.float16).astype(np.float32)
-        total = fma(exact.astype(np.float32), scale, total)
+        total = fma(group_sums.astype(np.float32), scale, total)
     return total
 
 

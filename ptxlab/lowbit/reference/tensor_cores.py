@@ -34,15 +34,15 @@ def hopper_mma(a: Any, b: Any, c: F32, kept_bits: int = KEPT) -> Any:
     total = _cut(c_bits << (kept_bits - 23), exponent - c_exponent)
     for k in range(a.shape[-1]):
         product = a_bits[..., :, k, None] * b_bits[..., None, k, :]  # 20 bits behind the point
-        below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
-        total = total + _cut(product << (kept_bits - 20), below)
+        bits_below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
+        total = total + _cut(product << (kept_bits - 20), bits_below)
     # a float64 has room for the sum; an FP32 has all but 29 bits of its significand, or multiples of 2^-149
-    wide = np.ldexp(total.astype(np.float64), exponent - kept_bits)
+    wide_sum = np.ldexp(total.astype(np.float64), exponent - kept_bits)
     with np.errstate(over="ignore", invalid="ignore"):  # of what is special
-        single = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
-        small = np.trunc(np.abs(wide) * 2.0**149).astype(np.uint32) | np.where(wide < 0, _SIGN, _PLUS)
-    single = np.where(np.abs(wide) < 2.0**-126, small.view(np.float32), single)
-    return _with_special(single, a, b, c)
+        single_values = (wide_sum.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
+        subnormal_bits = np.trunc(np.abs(wide_sum) * 2.0**149).astype(np.uint32) | np.where(wide_sum < 0, _SIGN, _PLUS)
+    single_values = np.where(np.abs(wide_sum) < 2.0**-126, subnormal_bits.view(np.float32), single_values)
+    return _with_special(single_values, a, b, c)
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
@@ -70,9 +70,11 @@ def _cut(x: Any, places: Any) -> Any:
 
 def _with_special(finite: Any, a: Any, b: Any, c: F32) -> Any:
     """Replace `finite` by infinity or NaN where an operand is one, as ordinary arithmetic does."""
-    special = [~np.isfinite(x) for x in (a, b, c)]
-    if not any(bool(x.any()) for x in special):
+    has_special = [~np.isfinite(x) for x in (a, b, c)]
+    if not any(bool(x.any()) for x in has_special):
         return finite
     with np.errstate(invalid="ignore"):
-        plain = (a[..., :, :, None].astype(np.float32) * b[..., None, :, :].astype(np.float32)).sum(axis=-2) + c
-    return np.where(np.isfinite(plain), finite, np.where(np.isnan(plain), _NAN, plain))
+        plain_products = (a[..., :, :, None].astype(np.float32) * b[..., None, :, :].astype(np.float32)).sum(
+            axis=-2
+        ) + c
+    return np.where(np.isfinite(plain_products), finite, np.where(np.isnan(plain_products), _NAN, plain_products))

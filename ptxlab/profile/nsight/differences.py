@@ -15,19 +15,21 @@ def differences(profile: Profile, baseline: Profile) -> list[str]:
     The time comes first, then what changed most.
     """
     time_us, baseline_us = profile.figures["time_us"], baseline.figures["time_us"]
-    faster = (
+    speed_sentence = (
         f"is {baseline_us / time_us:.2f} times as fast as"
         if time_us <= baseline_us
         else f"takes {time_us / baseline_us:.2f} times as long as"
     )
-    sentences = [f"{profile.kernel} {faster} {baseline.kernel}: {time_us:.1f} µs, not {baseline_us:.1f}."]
+    sentences = [f"{profile.kernel} {speed_sentence} {baseline.kernel}: {time_us:.1f} µs, not {baseline_us:.1f}."]
     if profile.sizes != baseline.sizes:
         sentences.append(f"They did not do the same: {_sizes(profile)} here, {_sizes(baseline)} there.")
     weighted_sentences = [
         _figure_difference(figure, profile, baseline) for figure in FIGURES if _differs(figure, profile, baseline)
     ]
     for reason in sorted({*profile.stalls, *baseline.stalls}):
-        percent, baseline_percent = (100 * compared.stalls.get(reason, 0) for compared in (profile, baseline))
+        percent, baseline_percent = (
+            100 * compared_profile.stalls.get(reason, 0) for compared_profile in (profile, baseline)
+        )
         if abs(percent - baseline_percent) >= _POINTS:
             label = f"stalls for {reason.replace('_', ' ')}"
             weighted_sentences.append(
@@ -45,8 +47,8 @@ def amount(figure: Figure, number: float | None) -> str:
     """Format a figure's value with its unit."""
     if number is None:
         return "-"
-    short = f"{number:,.0f}" if number >= 1000 or number == int(number) else f"{number:.3g}"
-    return short + ("" if figure.unit.startswith("%") else " ") * bool(figure.unit) + figure.unit
+    short_number = f"{number:,.0f}" if number >= 1000 or number == int(number) else f"{number:.3g}"
+    return short_number + ("" if figure.unit.startswith("%") else " ") * bool(figure.unit) + figure.unit
 
 
 def _differs(figure: Figure, profile: Profile, baseline: Profile) -> bool:

@@ -47,8 +47,8 @@ def launches(
     names = [row["Kernel Name"].partition("(")[0] for row in rows]
     if names != list(kernels):
         raise _other_launches(names, process)
-    if unknown := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
-        raise unknown_metric(unknown[0])
+    if unknown_metrics := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
+        raise unknown_metric(unknown_metrics[0])
     return [parse_numbers(row) for row in rows]
 
 
@@ -63,8 +63,8 @@ def marked_launches(command: Sequence[str], metrics: Sequence[str]) -> list[tupl
     rows = parse_launches(process.stdout)
     if not rows:
         raise _other_launches([], process)
-    if unknown := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
-        raise unknown_metric(unknown[0])
+    if unknown_metrics := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
+        raise unknown_metric(unknown_metrics[0])
     return [(row["Kernel Name"].partition("(")[0], parse_numbers(row)) for row in rows]
 
 
@@ -104,8 +104,8 @@ def unknown_metric(name: str) -> UnavailableError:
 def version() -> str:
     """Return the version of the ncu on the PATH, `2025.3.1.0`; empty if there is none."""
     ncu = shutil.which("ncu")
-    printed = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout if ncu else ""
-    match = re.search(r"Version (\S+)", printed)
+    version_text = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout if ncu else ""
+    match = re.search(r"Version (\S+)", version_text)
     return match[1] if match else ""
 
 
@@ -120,12 +120,12 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
     if ncu is None:
         raise UnavailableError(f"ncu (Nsight Compute): not on the PATH; {INSTALL}")
     process = subprocess.run([ncu, "--clock-control", "none", *options, *command], capture_output=True, text=True)
-    printed = process.stdout + process.stderr
-    if "ERR_NVGPUCTRPERM" in printed:
+    output_text = process.stdout + process.stderr
+    if "ERR_NVGPUCTRPERM" in output_text:
         raise UnavailableError(f"ncu: no permission to read the GPU's counters (ERR_NVGPUCTRPERM); {_MAY_NOT}")
-    if unknown := _UNKNOWN.search(printed):
+    if unknown := _UNKNOWN.search(output_text):
         raise unknown_metric(unknown[1])
-    if reason := re.search(rf"^{FAILED}(.*)$", printed, re.MULTILINE):
+    if reason := re.search(rf"^{FAILED}(.*)$", output_text, re.MULTILINE):
         raise UnavailableError(reason[1])
     return process
 
@@ -151,10 +151,10 @@ def parse_launches(printed: str) -> list[dict[str, str]]:
 
 def parse_numbers(row: dict[str, str]) -> dict[str, float]:
     """Return the columns that hold a number."""
-    by_column = {}
+    numbers_by_column = {}
     for name, cell in row.items():
         try:
-            by_column[name] = float(str(cell).replace(",", ""))
+            numbers_by_column[name] = float(str(cell).replace(",", ""))
         except ValueError:
             continue
-    return by_column
+    return numbers_by_column

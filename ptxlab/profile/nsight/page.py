@@ -173,13 +173,13 @@ def profile_of(
     reasons = Counter[str]()
     for instruction in launch.instructions:
         reasons.update(instruction.samples)
-    samples, issuing = reasons.total(), reasons.pop(ISSUING, 0)
+    samples, issuing_samples = reasons.total(), reasons.pop(ISSUING, 0)
     return Profile(
         kernel=launch.kernel,
         sizes=dict(sizes or {}),
         figures=figures,
         stalls=_shares(reasons, reasons.total()),
-        issuing=issuing / max(1, samples),
+        issuing=issuing_samples / max(1, samples),
         samples=samples,
         carriers=carriers(launch),
         device=launch.names.get("device__attribute_display_name", ""),
@@ -192,26 +192,28 @@ def carriers(launch: ProfiledLaunch) -> tuple[Carrier, ...]:
 
     Where there is no line table these are instructions.
     """
-    waiting: dict[tuple[str, int], Counter[str]] = {}
-    hottest: dict[tuple[str, int], str] = {}
+    waits_by_place: dict[tuple[str, int], Counter[str]] = {}
+    hottest_instructions: dict[tuple[str, int], str] = {}
     most_stalled = Counter[tuple[str, int]]()
     for instruction in launch.instructions:
         place = (instruction.file, instruction.line) if instruction.file else ("", instruction.offset)
-        waiting.setdefault(place, Counter()).update({r: n for r, n in instruction.samples.items() if r != ISSUING})
+        waits_by_place.setdefault(place, Counter()).update(
+            {r: n for r, n in instruction.samples.items() if r != ISSUING}
+        )
         if instruction.stalled >= most_stalled[place]:
-            most_stalled[place], hottest[place] = instruction.stalled, instruction.sass
-    stalls = sum(counts.total() for counts in waiting.values())
-    ranked = sorted(waiting, key=lambda place: -waiting[place].total())[:MAX_CARRIERS]
+            most_stalled[place], hottest_instructions[place] = instruction.stalled, instruction.sass
+    stalls = sum(counts.total() for counts in waits_by_place.values())
+    ranked_places = sorted(waits_by_place, key=lambda place: -waits_by_place[place].total())[:MAX_CARRIERS]
     return tuple(
         Carrier(
             where=f"{file}:{line}" if file else f"+{line:#x}",
             text=launch.text_of(file, line),
-            sass=hottest[file, line],
-            share=waiting[file, line].total() / stalls,
-            reasons=_shares(waiting[file, line], stalls),
+            sass=hottest_instructions[file, line],
+            share=waits_by_place[file, line].total() / stalls,
+            reasons=_shares(waits_by_place[file, line], stalls),
         )
-        for file, line in ranked
-        if waiting[file, line]
+        for file, line in ranked_places
+        if waits_by_place[file, line]
     )
 
 

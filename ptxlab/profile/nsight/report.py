@@ -119,8 +119,10 @@ def _read_launch(action: Any) -> ProfiledLaunch:
 def _instructions(action: Any) -> Iterator[SampledInstruction]:
     reasons = [name for name in action.metric_names() if name.startswith(SAMPLES) and not name.endswith(_NO_ISSUE)]
     counts = {name.removeprefix(SAMPLES): _by_address(action, name) for name in reasons}
-    executed = _by_address(action, _EXECUTED)
-    start = min((address for by_address in (executed, *counts.values()) for address in by_address), default=None)
+    executed_by_address = _by_address(action, _EXECUTED)
+    start = min(
+        (address for by_address in (executed_by_address, *counts.values()) for address in by_address), default=None
+    )
     if start is None:
         return
     while action.sass_by_pc(start - _STEP):
@@ -133,7 +135,7 @@ def _instructions(action: Any) -> Iterator[SampledInstruction]:
         file, line = (PurePosixPath(place.file_name()).name, place.line()) if place else ("", 0)
         text = _TARGET.sub(lambda match: f"{int(match[0], 16) - start:#x}", " ".join(sass.split()).strip(" ;"))
         samples = {reason: by_address[address] for reason, by_address in counts.items() if by_address.get(address)}
-        yield SampledInstruction(address - start, text, file, line, samples, executed.get(address, 0))
+        yield SampledInstruction(address - start, text, file, line, samples, executed_by_address.get(address, 0))
 
 
 def _by_address(action: Any, name: str) -> dict[int, int]:

@@ -81,20 +81,20 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResul
     options = ["--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
     verify = [_CHILD, "verify", *kernels, "--backend", "gpu", *(["--shape", sizes] if sizes else [])]
     child = [_CHAIN, *kernels] if kernels[0] in registry.entries("chains") else verify
-    started = time.monotonic()
+    start_seconds = time.monotonic()
     process = subprocess.run([sanitizer, *options, sys.executable, "-c", *child], capture_output=True, text=True)
-    printed = process.stdout + process.stderr
-    summary = _SUMMARY.search(printed)
+    output_text = process.stdout + process.stderr
+    summary = _SUMMARY.search(output_text)
     if summary is None:
-        last = [line for line in printed.splitlines() if line.strip()][-1:]
-        raise UnavailableError(f"compute-sanitizer --tool {tool}: {' '.join(last) or 'printed nothing'}")
+        last_lines = [line for line in output_text.splitlines() if line.strip()][-1:]
+        raise UnavailableError(f"compute-sanitizer --tool {tool}: {' '.join(last_lines) or 'printed nothing'}")
     problems = int(summary[2])
     if process.returncode and not problems:
         raise VerificationError(
             f"{', '.join(kernels)} under {tool}: {' '.join(process.stdout.strip().splitlines()[-1:])}"
         )
-    first = first_report(printed) if problems else ""
-    return SanitizerResult(tool, tuple(kernels), problems, summary[1], first, time.monotonic() - started)
+    first = first_report(output_text) if problems else ""
+    return SanitizerResult(tool, tuple(kernels), problems, summary[1], first, time.monotonic() - start_seconds)
 
 
 def first_report(printed: str) -> str:

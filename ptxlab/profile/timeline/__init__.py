@@ -145,9 +145,11 @@ class Timeline:
         """The groups of wgmmas of every track; those of an SM share its tensor cores."""
         groups: list[list[WgmmaGroup]] = [[] for _ in self.tracks]
         for sm in self.sms:
-            issued = sorted((p, i) for i, t in enumerate(self.tracks) if t.sm == sm for p in _issued_groups(t.stamps))
+            issued_products = sorted(
+                (p, i) for i, t in enumerate(self.tracks) if t.sm == sm for p in _issued_groups(t.stamps)
+            )
             free = 0
-            for (begin, end, clocks), i in issued:
+            for (begin, end, clocks), i in issued_products:
                 start = max(begin, free)
                 free = min(start + clocks, end)
                 groups[i].append(WgmmaGroup(begin, end, min(start, free), free))
@@ -188,20 +190,20 @@ class Timeline:
 
 def _issued_groups(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
     """Yield (issued at, known to have ended at, clocks that it takes) of groups of wgmmas, in their order."""
-    in_flight: list[tuple[int, int]] = []
-    may_remain = last = 0
-    waiting = False
+    groups_in_flight: list[tuple[int, int]] = []
+    may_remain = last_wait = 0
+    is_waiting = False
     for time, phase, argument in stamps:
-        if waiting:  # what ends here is the wait for all but `left`
-            for begin, clocks in in_flight[: len(in_flight) - may_remain]:
+        if is_waiting:  # what ends here is the wait for all but `left`
+            for begin, clocks in groups_in_flight[: len(groups_in_flight) - may_remain]:
                 yield begin, time, clocks
-            in_flight = in_flight[len(in_flight) - may_remain :] if may_remain else []
-        waiting = PHASES[phase] == "wait_mma"
-        may_remain = argument if waiting else may_remain
+            groups_in_flight = groups_in_flight[len(groups_in_flight) - may_remain :] if may_remain else []
+        is_waiting = PHASES[phase] == "wait_mma"
+        may_remain = argument if is_waiting else may_remain
         if PHASES[phase] == "issue":
-            in_flight.append((time, argument))
-        last = time
-    yield from ((begin, last, clocks) for begin, clocks in in_flight)
+            groups_in_flight.append((time, argument))
+        last_wait = time
+    yield from ((begin, last_wait, clocks) for begin, clocks in groups_in_flight)
 
 
 def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
@@ -222,12 +224,12 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
     clock_offset = {number: (int(ns[sm == number].min()) - int(ns.min())) * rate for number in origin}
     tracks = []
     columns = rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock
-    for row, number, of_block, warp, first_clock in zip(*columns, strict=True):
+    for row, number, track_block, warp, first_clock in zip(*columns, strict=True):
         low, high = (row[HEADER:] & 0xFFFFFFFF).astype(np.int64), (row[HEADER:] >> np.uint64(32)).astype(np.int64)
         count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high)
         times = first_clock + ((low - first_clock) & 0xFFFFFFFF) - origin[number] + round(clock_offset[number])
         stamps = zip(times[:count].tolist(), (high & 0xFF)[:count].tolist(), (high >> 8)[:count].tolist(), strict=True)
-        tracks.append(Track(number, of_block, warp, tuple(stamps)))
+        tracks.append(Track(number, track_block, warp, tuple(stamps)))
     tracks.sort(key=lambda track: (track.sm, track.stamps[0][0] if not track.block else track.block, track.warp))
     return tuple(tracks), rate
 

@@ -30,24 +30,24 @@ _WHOLE = 0.6  # of the launch: so large a part is not shown beside it
 
 def timeline_figure(timeline: Timeline) -> Figure:
     """Draw the first SM: above the whole launch, below a part of it from the middle of the main loop."""
-    shown = timeline.of_sm(timeline.sms[0])
-    begin, end = shown.steady()
-    parts = [(0.0, float(shown.duration))]
-    if end - begin < _WHOLE * shown.duration:
+    shown_timeline = timeline.of_sm(timeline.sms[0])
+    begin, end = shown_timeline.steady()
+    parts = [(0.0, float(shown_timeline.duration))]
+    if end - begin < _WHOLE * shown_timeline.duration:
         parts.append((begin, end))
-    rows = len(shown.tracks) + any(shown.products)
+    rows = len(shown_timeline.tracks) + any(shown_timeline.products)
     figure = Figure(figsize=(13, 1.3 + len(parts) * (0.45 + 0.34 * rows)), layout="constrained")
     panels = figure.subplots(len(parts), 1, squeeze=False)[:, 0]
     for axes, part in zip(panels, parts, strict=True):
-        draw(axes, shown, part)
+        draw(axes, shown_timeline, part)
     if len(parts) > 1:
         panels[0].axvspan(begin, end, color="black", alpha=0.09, linewidth=0, zorder=0)
     sizes = ", ".join(
         f"{n}={size:.4g}" if isinstance(size, float) else f"{n}={size}" for n, size in timeline.sizes.items()
     )
     figure.suptitle(f"{timeline.kernel}  {describe_duration(timeline)}\n{sizes}", x=0.01, ha="left", fontsize=10)
-    panels[-1].set_xlabel(_unit(shown))
-    _legend(figure, [shown], parts[:1])
+    panels[-1].set_xlabel(_unit(shown_timeline))
+    _legend(figure, [shown_timeline], parts[:1])
     return figure
 
 
@@ -56,23 +56,23 @@ def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], widt
 
     A panel shows `width` clocks from the middle of the launch's main loop.
     """
-    shown = [timeline.of_sm(timeline.sms[0]) for timeline in timelines]
-    windows = [timeline.steady(width) for timeline in shown]
+    sm_timelines = [timeline.of_sm(timeline.sms[0]) for timeline in timelines]
+    windows = [timeline.steady(width) for timeline in sm_timelines]
     rows = [
         sum(map(bool, _active(shown_timeline, window))) + 1
-        for shown_timeline, window in zip(shown, windows, strict=True)
+        for shown_timeline, window in zip(sm_timelines, windows, strict=True)
     ]
     figure = Figure(figsize=(13, 1.2 + 0.5 * len(rows) + 0.34 * sum(rows)), layout="constrained")
-    panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=[count + 0.6 for count in rows])[:, 0]
-    for axes, timeline, window, title in zip(panels, shown, windows, titles, strict=True):
+    panels = figure.subplots(len(sm_timelines), 1, squeeze=False, height_ratios=[count + 0.6 for count in rows])[:, 0]
+    for axes, timeline, window, title in zip(panels, sm_timelines, windows, titles, strict=True):
         draw(axes, timeline, window)
         axes.set_title(title, loc="left", fontsize=10.5, weight="bold")
         if axes is not panels[-1]:
             axes.set_xticklabels([])
-    panels[-1].set_xlabel(_unit(*shown))
+    panels[-1].set_xlabel(_unit(*sm_timelines))
     if finding:
         figure.suptitle(finding, x=0.01, ha="left", fontsize=11, weight="bold")
-    _legend(figure, shown, windows)
+    _legend(figure, sm_timelines, windows)
     return figure
 
 
@@ -95,17 +95,17 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
     Below them are its tensor cores, as busy as they are at the least.
     """
     begin, end = window
-    active = _active(timeline, window)
+    active_products = _active(timeline, window)
     names = []
-    tracks = [track for track, is_active in zip(timeline.tracks, active, strict=True) if is_active]
-    several = len({track.block for track in tracks}) > 1
+    tracks = [track for track, is_active in zip(timeline.tracks, active_products, strict=True) if is_active]
+    has_several_blocks = len({track.block for track in tracks}) > 1
     for row, track in enumerate(tracks):
-        block = f"block {track.block}, " if several else ""
+        block = f"block {track.block}, " if has_several_blocks else ""
         names.append(f"{block}warp {track.warp}: {track.role}")
         for phase, (_, colour) in STYLES.items():
             spans = [(s.begin, s.end) for s in track.spans if s.phase == phase]
             axes.broken_barh(_clip_spans(spans, window), (row - 0.4, 0.8), linewidth=0, color=colour)
-    issuers = [p for p, is_active in zip(timeline.products, active, strict=True) if p and is_active]
+    issuers = [p for p, is_active in zip(timeline.products, active_products, strict=True) if p and is_active]
     for number, products in enumerate(issuers):
         places = _clip_spans([(p.start, p.stop) for p in products], window)
         axes.broken_barh(places, (len(tracks) - 0.4, 0.8), linewidth=0, color=_TENSOR[number % len(_TENSOR)])
@@ -121,17 +121,17 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
 def _clip_spans(spans: Sequence[tuple[float, float]], window: Window) -> list[tuple[float, float]]:
     """Clip spans to the window; return (begin, length) of each, counted from the window's beginning."""
     begin, end = window
-    clipped = [(max(a, begin), min(b, end)) for a, b in spans]
-    return [(a - begin, b - a) for a, b in clipped if b > a]
+    clipped_spans = [(max(a, begin), min(b, end)) for a, b in spans]
+    return [(a - begin, b - a) for a, b in clipped_spans if b > a]
 
 
 def _legend(figure: Figure, shown: Sequence[Timeline], windows: Sequence[Window]) -> None:
     spans = [
         (s, window) for timeline, window in zip(shown, windows, strict=True) for t in timeline.tracks for s in t.spans
     ]
-    used = {span.phase for span, (begin, end) in spans if span.begin < end and span.end > begin}
-    handles = [Patch(label=label, color=colour) for phase, (label, colour) in STYLES.items() if phase in used]
-    issuers = max(sum(map(bool, timeline.products)) for timeline in shown) if "issue" in used else 0
+    used_phases = {span.phase for span, (begin, end) in spans if span.begin < end and span.end > begin}
+    handles = [Patch(label=label, color=colour) for phase, (label, colour) in STYLES.items() if phase in used_phases]
+    issuers = max(sum(map(bool, timeline.products)) for timeline in shown) if "issue" in used_phases else 0
     for number, colour in enumerate(_TENSOR[: min(issuers, len(_TENSOR))], 1):
         handles.append(Patch(color=colour, label=f"tensor cores: wgmma of issuing warp group {number}, at peak rate"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)

@@ -61,8 +61,8 @@ def record(
     empty_timeline = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
         return _on_gpu(empty_timeline, spec, kernel, arrays, sizes_and_constants)
-    stamping = replace(kernel, defines={**config, SWITCH: 1 << 30})
-    emulation = stamping.launch(
+    stamping_kernel = replace(kernel, defines={**config, SWITCH: 1 << 30})
+    emulation = stamping_kernel.launch(
         spec.arguments(arrays, sizes_and_constants), geometry, backend="emulator", step_clock=True
     )
     assert emulation is not None
@@ -75,28 +75,30 @@ def _on_gpu(
 ) -> Timeline:
     """Time launches with and without stamps over rotating inputs, then launch once more and keep the stamps."""
     geometry = spec.launch(sizes_and_constants)
-    plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
-    stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: _SMS})
+    plain_kernel = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
+    stamping_kernel = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: _SMS})
     inputs = {arg.name for arg in spec.inputs if arg.role != "inout"}
     first = {name: gpu.to_device(array) for name, array in arrays.items()}
     copies = copies_beyond_l2(sum(first[name].nbytes for name in inputs & set(first)))
-    rotating = [first]
-    rotating += [{n: a.copy() if n in inputs else a for n, a in first.items()} for _ in range(copies - 1)]
-    buffer = stamping.variable(VARIABLE)
+    argument_copies = [first]
+    argument_copies += [{n: a.copy() if n in inputs else a for n, a in first.items()} for _ in range(copies - 1)]
+    buffer = stamping_kernel.variable(VARIABLE)
 
     def restart() -> None:
         gpu.fill_bytes(buffer[:_COUNTER], 0)
 
     def launches(gpu_kernel: gpu.GpuKernel) -> list[Callable[[], None]]:
-        return [gpu.prepare(gpu_kernel, spec.arguments(copy, sizes_and_constants), geometry) for copy in rotating]
+        return [
+            gpu.prepare(gpu_kernel, spec.arguments(copy, sizes_and_constants), geometry) for copy in argument_copies
+        ]
 
     def with_restart(calls: list[Callable[[], None]]) -> list[Callable[[], None]]:
         return [combine_calls([restart, call]) for call in calls]
 
     plain_times, restart_times, stamped_times = map(
-        measure, (launches(plain), with_restart(launches(plain)), with_restart(launches(stamping)))
+        measure, (launches(plain_kernel), with_restart(launches(plain_kernel)), with_restart(launches(stamping_kernel)))
     )
-    for call in with_restart(launches(stamping)):  # the last one's stamps are those that are read
+    for call in with_restart(launches(stamping_kernel)):  # the last one's stamps are those that are read
         call()
     tracks, _ = timeline.read_tracks(gpu.to_host(buffer))
     if not tracks:

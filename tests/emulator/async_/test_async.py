@@ -79,9 +79,9 @@ def test_a_copy_arrives_with_zeros_behind_it(copy, words, mode):
     ],
 )  # fmt: skip
 def test_refused(copy, error, message):
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message) as raised:
         outcome(copy + "\n")
-    assert "k.ptx:" in str(caught.value)
+    assert "k.ptx:" in str(raised.value)
 
 
 GROUPS = """cp.async.ca.shared.global [%r2], [%x1], 4;
@@ -224,9 +224,9 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
     """
     for wait in ("try_wait", "test_wait"):
         text = module(body.replace("WAIT", wait))
-        with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as caught:
+        with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as raised:
             run_text(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
-        assert f"k.ptx:{line_of(text, 'W: ')}: " in str(caught.value) and "and 1 more" in str(caught.value)
+        assert f"k.ptx:{line_of(text, 'W: ')}: " in str(raised.value) and "and 1 more" in str(raised.value)
 
 
 @pytest.mark.parametrize(

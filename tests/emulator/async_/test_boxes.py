@@ -39,9 +39,9 @@ def test_there_and_back(axes: int, back: str, mode: str, backend: str) -> None:
     beyond = tuple(size - 1 for size in SHAPES[axes][:-1])
     for place in ((0,) * axes, (1,) * (axes - 1) + (4 if axes > 1 else 16,), (*beyond, SHAPES[axes][-1] - 4)):
         options = {**CHECKED, "mode": mode} if backend == "emulator" else {}
-        untouched, y, expected, findings = move_box(axes, place, back, backend, **options)
+        untouched_image, y, expected, findings = move_box(axes, place, back, backend, **options)
         np.testing.assert_array_equal(y, expected)
-        assert findings == [] and not np.array_equal(y, untouched)
+        assert findings == [] and not np.array_equal(y, untouched_image)
 
 
 @pytest.mark.parametrize("back", [STORE, REDUCE])
@@ -150,8 +150,8 @@ def test_a_padded_store_takes_and_writes_what_lies_inside(
     shape: tuple[int, ...], box: tuple[int, ...], first: tuple[int, ...], span: int, backend: str
 ) -> None:
     """Whatever of the box lies outside of the array is not written there, and need not be there in shared memory."""
-    for how in ({**CHECKED, "mode": mode} for mode in emulator.MODES) if backend == "emulator" else ({},):
-        y, expected, findings = pad(shape, box, first, span, backend, **how)
+    for options in ({**CHECKED, "mode": mode} for mode in emulator.MODES) if backend == "emulator" else ({},):
+        y, expected, findings = pad(shape, box, first, span, backend, **options)
         np.testing.assert_array_equal(y, expected)
         assert findings == []
 

@@ -31,23 +31,30 @@ def accesses(body: str, threads: int = 64, blocks: int = 1) -> tuple[tuple[emula
     ],
 )
 def test_an_access(stride, access, wavefronts, conflicts):
-    (counted,), text = accesses(f"mad.lo.u32 %r3, %r9, {stride}, %r2;\n{access}\n", blocks=3)
-    assert (counted.requests, counted.wavefronts, counted.conflicts) == (6, 6 * wavefronts, 6 * conflicts)
-    assert counted.line == line_of(text, access) and counted.text == access.rstrip(";")
+    (counted_accesses,), text = accesses(f"mad.lo.u32 %r3, %r9, {stride}, %r2;\n{access}\n", blocks=3)
+    assert (counted_accesses.requests, counted_accesses.wavefronts, counted_accesses.conflicts) == (
+        6,
+        6 * wavefronts,
+        6 * conflicts,
+    )
+    assert counted_accesses.line == line_of(text, access) and counted_accesses.text == access.rstrip(";")
     rows = 16 if ".x2" in access else 32
-    assert counted.addresses == (*(256 + stride * i for i in range(rows)), *[-1] * (32 - rows))
+    assert counted_accesses.addresses == (*(256 + stride * i for i in range(rows)), *[-1] * (32 - rows))
     if rows == 32:
-        drawn = collisions(counted.addresses, counted.width, store=counted.store)
+        drawn = collisions(counted_accesses.addresses, counted_accesses.width, store=counted_accesses.store)
         assert bool(drawn) == bool(conflicts)
 
 
 def test_lanes_that_take_no_part():
-    (counted,), _ = accesses("setp.lt.u32 %p, %r0, 40; shl.b32 %r4, %r0, 3; add.u32 %r3, %r2, %r4;\n"
+    (counted_accesses,), _ = accesses("setp.lt.u32 %p, %r0, 40; shl.b32 %r4, %r0, 3; add.u32 %r3, %r2, %r4;\n"
                              "@%p st.shared.u32 [%r3], %r0;\n")  # fmt: skip
-    assert (counted.requests, counted.wavefronts) == (2, 3)  # 32 lanes: two words per bank; 8 lanes: one
+    assert (counted_accesses.requests, counted_accesses.wavefronts) == (
+        2,
+        3,
+    )  # 32 lanes: two words per bank; 8 lanes: one
 
 
 def test_only_what_touches_shared_memory_counts():
-    counted, _ = accesses("st.shared.u32 [%r2], 1;\natom.shared.add.u32 %r4, [%r2], 1;\n")
-    assert [access.text for access in counted] == ["st.shared.u32 [%r2], 1"]
+    counted_accesses, _ = accesses("st.shared.u32 [%r2], 1;\natom.shared.add.u32 %r4, [%r2], 1;\n")
+    assert [access.text for access in counted_accesses] == ["st.shared.u32 [%r2], 1"]
     assert run_text(kernel_text(STORE), np.zeros(32, np.uint32), count_banks=False).shared == ()

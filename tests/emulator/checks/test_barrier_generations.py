@@ -15,9 +15,9 @@ FULL, EMPTY = "bar.{} 1, 128;\n", "bar.{} 2, 128;\n"
 
 def arrivals(body: str) -> tuple[int, list[str]]:
     """Return how many arrivals are reported, and where."""
-    launched = run_text(kernel_text(START + body + STORE), np.zeros(128, np.uint32), threads=128, checks=["race"])
-    assert all("comes to barrier" in finding.message for finding in launched.findings)
-    return sum(finding.count for finding in launched.findings), [finding.text for finding in launched.findings]
+    outcome = run_text(kernel_text(START + body + STORE), np.zeros(128, np.uint32), threads=128, checks=["race"])
+    assert all("comes to barrier" in finding.message for finding in outcome.findings)
+    return sum(finding.count for finding in outcome.findings), [finding.text for finding in outcome.findings]
 
 
 WAITS, ARRIVES = LOOP.format("A", FULL.format("sync")), LOOP.format("B", FULL.format("arrive"))

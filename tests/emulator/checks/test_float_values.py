@@ -55,12 +55,12 @@ def test_what_follows_is_not_reported():
 def test_the_first_place_of_each_kind():
     """Later ones of a kind are not told, in the same wave or another one; what a guard leaves out does not count."""
     body = "setp.ne.u32 %p, %r0, 0;\n@%p rcp.approx.f32 %f2, %f1;\ndiv.rn.f32 %f2, %f1, %f1;\n"
-    reported = findings(body + "sqrt.rn.f32 %f3, 0fBF800000;\nrcp.approx.f32 %f4, 0f00000000;\n", blocks=2)
-    assert [finding[:2] for finding in reported] == [
+    reports = findings(body + "sqrt.rn.f32 %f3, 0fBF800000;\nrcp.approx.f32 %f4, 0f00000000;\n", blocks=2)
+    assert [finding[:2] for finding in reports] == [
         ("nan", "div.rn.f32 %f2, %f1, %f1;"),
         ("infinity", "rcp.approx.f32 %f4, 0f00000000;"),
     ]
-    assert reported[0][3] == 2
+    assert reports[0][3] == 2
 
 
 def test_it_is_on_request():

@@ -188,9 +188,9 @@ def test_lanes_that_use_what_they_have_written_are_not_blamed_for_those_that_thr
 def test_a_fault_tells_what_was_used_before_it():
     with pytest.raises(MemoryFault, match="found before that: race"):
         outcome("st.shared.u32 [buf], %r1;\nst.shared.u32 [buf+4096], %r1;\n")
-    with pytest.raises(MemoryFault) as caught:
+    with pytest.raises(MemoryFault) as raised:
         outcome("selp.u32 %s, %r1, 0, %q;\nst.shared.u32 [buf+4096], %s;\n")
-    assert "found before" not in str(caught.value)
+    assert "found before" not in str(raised.value)
 
 
 @pytest.mark.parametrize("operation", ["and.b32 %s, %r1, %r2;", "and.b32 %s, %r2, %r1;", "add.u32 %s, %r1, %r2;"])

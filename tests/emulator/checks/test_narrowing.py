@@ -18,8 +18,8 @@ cvt.u64.u32 %x2, %r0; add.u64 %x0, %x0, %x2; ld.param.u64 %x1, [out]; mov.u32 %r
 def findings(body: str, dtype: type, checks: str = "narrow") -> list[tuple[int, int, str]]:
     """First thread, number of threads and message of each finding."""
     text = kernel_text(START + body + STORE, ".param .u64 out, .param .u64 a")
-    launched = run_text(text, np.zeros(32, np.uint32), np.zeros(32, dtype), threads=32, checks=checks)
-    return [(finding.thread[0], finding.count, finding.message) for finding in launched.findings]
+    outcome = run_text(text, np.zeros(32, np.uint32), np.zeros(32, dtype), threads=32, checks=checks)
+    return [(finding.thread[0], finding.count, finding.message) for finding in outcome.findings]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def findings(body: str, dtype: type, checks: str = "narrow") -> list[tuple[int, 
 )
 def test_a_number_that_does_not_fit(body: str, dtype: type, report: tuple[int, int, str] | None) -> None:
     expected = [report] if report else []
-    reported = findings(body, dtype)
-    assert [(thread, count) for thread, count, _ in reported] == [(thread, count) for thread, count, _ in expected]
-    assert all(part in message for (_, _, message), (_, _, part) in zip(reported, expected, strict=True))
+    reports = findings(body, dtype)
+    assert [(thread, count) for thread, count, _ in reports] == [(thread, count) for thread, count, _ in expected]
+    assert all(part in message for (_, _, message), (_, _, part) in zip(reports, expected, strict=True))
 
 
 def test_only_where_it_is_asked_for() -> None:
@@ -76,11 +76,11 @@ extern "C" __global__ void k(signed char* y, unsigned* z, const int* x) {
 def test_lines_of_cuda(tmp_path: Path) -> None:
     (tmp_path / "k.cu").write_text(SOURCE)
     arguments = [np.zeros(96, np.int8), np.zeros(64, np.uint32), np.arange(100, 132, dtype=np.int32)]
-    launched = ptxlab.load(tmp_path / "k.cu").launch(
+    outcome = ptxlab.load(tmp_path / "k.cu").launch(
         arguments, Launch((1, 1, 1), (32, 1, 1)), backend="emulator", checks="narrow"
     )
-    assert launched is not None
-    assert [(f.kind, f.line, f.callers and f.callers[0][1]) for f in launched.findings] == [
+    assert outcome is not None
+    assert [(f.kind, f.line, f.callers and f.callers[0][1]) for f in outcome.findings] == [
         ("narrow", 4, ()),
         ("narrow", 1, 7),
     ]

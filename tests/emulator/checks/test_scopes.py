@@ -40,8 +40,8 @@ def hand_over(release: str, acquire: str, scopes: tuple[str, str], cluster: int 
     body = HAND_OVER.replace("RELEASE", RELEASES[release].format(scopes[0])).replace("ACQUIRE", acquire_code)
     text = kernel_text(body.replace("BEHIND", after_acquire) + STORE, ".param .u64 out, .param .u64 a")
     out, a = np.zeros(blocks, np.uint32), np.zeros(2, np.uint32)
-    how = {"checks": emulator.CHECKS, "cluster": cluster}
-    launch = run_text(text, out, a, threads=1, blocks=blocks, **how)
+    options = {"checks": emulator.CHECKS, "cluster": cluster}
+    launch = run_text(text, out, a, threads=1, blocks=blocks, **options)
     assert out[1] == 7
     load_line = line_of(text, "ld.global.u32 %s")
     return [f.message for f in launch.findings if f.line == load_line and f.kind == "race"]
@@ -92,8 +92,8 @@ def test_a_wider_fence_holds_beside_a_narrower_one():
 def test_atomics_of_a_narrow_scope_race(access, blocks, cluster, races):
     text = kernel_text(f"ld.param.u64 %x1, [a]; mov.u32 %s, 0;\n{access}\n" + STORE, ".param .u64 out, .param .u64 a")
     a = np.zeros(1, np.uint32)
-    how = {"checks": ["race"], "cluster": cluster}
-    findings = run_text(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
+    options = {"checks": ["race"], "cluster": cluster}
+    findings = run_text(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **options).findings
     assert [(f.kind, f.line) for f in findings] == ([("race", line_of(text, access))] if races else [])
     assert all("as a scope does not reach the other block" in f.message for f in findings)
 
@@ -177,9 +177,9 @@ FENCE = "fence.acq_rel.gpu;"
 def test_a_barrier_is_no_fence_between_blocks(written: str, set_: str, seen: str, met: str, reason: str | None) -> None:
     body = BLOCKS.replace("WRITTEN", written).replace("SET", set_).replace("SEEN", seen).replace("MET", met)
     text = kernel_text(body + STORE, ".param .u64 out, .param .u64 a")
-    launched = run_text(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
-    assert [f.line for f in launched.findings] == [line_of(text, "ld.global.u32 %s")] * (reason is not None)
-    assert reason is None or reason in launched.findings[0].message
+    outcome = run_text(text, np.zeros(128, np.uint32), np.zeros(65, np.uint32), threads=64, blocks=2, checks=["race"])
+    assert [f.line for f in outcome.findings] == [line_of(text, "ld.global.u32 %s")] * (reason is not None)
+    assert reason is None or reason in outcome.findings[0].message
 
 
 def test_a_barrier_is_a_fence_in_its_block() -> None:

@@ -13,8 +13,8 @@ START += "mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; ld.param.u64 %x0, [out]; mov
 def findings(body: str, outside: str = ARRAYS) -> list[tuple[int, str]]:
     """Return how many threads each finding counts, and what it says."""
     text = kernel_text(START + body + STORE, outside=outside)
-    launched = run_text(text, np.zeros(64, np.uint32), threads=64, shared_bytes=512, checks=["overrun"])
-    return [(finding.count, finding.message) for finding in launched.findings]
+    outcome = run_text(text, np.zeros(64, np.uint32), threads=64, shared_bytes=512, checks=["overrun"])
+    return [(finding.count, finding.message) for finding in outcome.findings]
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_an_access_within(body: str) -> None:
 def test_an_access_to_a_peer() -> None:
     body = "mov.u32 %r2, a; mapa.shared::cluster.u32 %r2, %r2, 1; ld.shared::cluster.u32 %r3, [%r2+256];"
     text = kernel_text(START + body + "barrier.cluster.arrive; barrier.cluster.wait;\n" + STORE, outside=ARRAYS)
-    launched = run_text(text, np.zeros(128, np.uint32), threads=64, blocks=2, cluster=2, checks=["overrun"])
-    assert launched.findings == ()
+    outcome = run_text(text, np.zeros(128, np.uint32), threads=64, blocks=2, cluster=2, checks=["overrun"])
+    assert outcome.findings == ()

@@ -90,12 +90,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports(path: Path, entry: str) -> list[str]:
     """List findings by the rule of CUDA C++: the text of the line, and what it says of another thread."""
     kernel = ptxlab.load(path, entry)
-    launched = kernel.launch(
+    outcome = kernel.launch(
         [np.zeros(128, np.int32), np.int32(5)], Launch((1, 1, 1), (128, 1, 1)), backend="emulator", checks="divergence"
     )
     lines = SOURCE.split("\n")
-    assert all("by the rule of CUDA C++" in finding.message for finding in launched.findings)
-    return [f"{lines[f.line - 1].rpartition('// ')[2]}: {f.message.partition(', but ')[2]}" for f in launched.findings]
+    assert all("by the rule of CUDA C++" in finding.message for finding in outcome.findings)
+    return [f"{lines[f.line - 1].rpartition('// ')[2]}: {f.message.partition(', but ')[2]}" for f in outcome.findings]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ def outcome(body: str, threads: int = 32, blocks: int = 1, **options) -> emulato
 
 def test_who_spins_and_who_waits_for_them() -> None:
     body = f"setp.ne.u32 %p, %r0, 5;\n@%p bra B;\nL: {POLL}@%p bra L;\nB: bar.sync 0;\n"
-    with pytest.raises(Deadlock) as caught:
+    with pytest.raises(Deadlock) as raised:
         outcome(body)
-    first, second, *further_lines = str(caught.value).split("\n")[1:]
+    first, second, *further_lines = str(raised.value).split("\n")[1:]
     assert "k.ptx:11: `L: ld.volatile.global.u32" in first and first.endswith("thread (5,0,0) spins")
     assert "k.ptx:14: `B: bar.sync 0`" in second and second.endswith("all threads of its block at barrier 0")
     assert not further_lines

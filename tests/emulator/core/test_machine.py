@@ -77,9 +77,9 @@ def test_step_budget_says_where_it_spins():
 
 def test_barrier_deadlock_names_every_waiter():
     text = kernel_text(f"{TID} setp.lt.u32 %p, %r0, 32;\n@%p bar.sync 1, 96;\n@!%p bar.sync 2;\nret;")
-    with pytest.raises(Deadlock) as caught:
+    with pytest.raises(Deadlock) as raised:
         run_text(text, np.zeros(4, np.uint32), threads=64)
-    first, second = str(caught.value).split("\n")[1:]
+    first, second = str(raised.value).split("\n")[1:]
     assert f"k.ptx:{line_of(text, 'bar.sync 1')}: " in first and "96 threads of its block at barrier 1" in first
     assert f"k.ptx:{line_of(text, 'bar.sync 2')}: " in second and "thread (32,0,0) and 31 more" in second
 
@@ -163,11 +163,11 @@ def test_switch():
 
 
 def test_one_array_twice():
-    both = np.zeros(32, np.uint32)
+    both_arrays = np.zeros(32, np.uint32)
     body = f"""{OUT_AT} ld.param.u64 %x3, [b]; add.u64 %x3, %x3, %x2; st.global.u32 [%x1], %r0; ld.global.u32 %s, [%x3];
     add.u32 %s, %s, 100; st.global.u32 [%x3], %s; ret;"""
-    run_text(kernel_text(body, ".param .u64 out, .param .u64 b"), both, both)
-    assert both.tolist() == list(range(100, 132))
+    run_text(kernel_text(body, ".param .u64 out, .param .u64 b"), both_arrays, both_arrays)
+    assert both_arrays.tolist() == list(range(100, 132))
 
 
 def test_many_waves():
@@ -237,9 +237,9 @@ OUT_AT = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4
 def test_access_out_of_bounds(access, message):
     text = kernel_text(OUT_AT + access + "\nret;", outside=".shared .align 8 .b8 buf[64]; .const .f32 half = 0.5;")
     out = np.zeros(32, np.uint32)
-    with pytest.raises(MemoryFault, match=message) as caught:
+    with pytest.raises(MemoryFault, match=message) as raised:
         run_text(text, out)
-    assert f"k.ptx:{line_of(text, access)}: " in str(caught.value)
+    assert f"k.ptx:{line_of(text, access)}: " in str(raised.value)
     assert not out.any()
 
 

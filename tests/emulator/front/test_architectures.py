@@ -35,12 +35,12 @@ def test_targets(line: str, takes: tuple[str, ...], refuses: tuple[str, ...]) ->
 def test_an_architecture_that_is_stated(arch: str | None, refused: bool) -> None:
     """Without one, CUDA C++ is compiled for the lowest that has what it uses."""
     source = 'extern "C" __global__ void k(int* y) {\n    asm volatile("wgmma.fence.sync.aligned;");\n}'
-    loaded = ptxlab.load(source, arch=arch)
+    loaded_kernel = ptxlab.load(source, arch=arch)
     if refused:
         with pytest.raises(SourceError, match=f":2: {arch} has no wgmma"):
-            loaded.launch([np.zeros(1, np.int32)], ONE_WARP_GROUP, backend="emulator")
+            loaded_kernel.launch([np.zeros(1, np.int32)], ONE_WARP_GROUP, backend="emulator")
     else:
-        loaded.launch([np.zeros(1, np.int32)], ONE_WARP_GROUP, backend="emulator")
+        loaded_kernel.launch([np.zeros(1, np.int32)], ONE_WARP_GROUP, backend="emulator")
 
 
 def test_a_ptx_file_states_its_target() -> None:

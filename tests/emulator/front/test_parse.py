@@ -148,10 +148,10 @@ WRONG = {
 def test_wrong_source_names_the_line(body):
     text = kernel_text("mov.u32 %r1, 0;\n" + body)
     line = line_of(text, body)
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(SourceError) as raised:
         emulator.run(emulator.parse(text, "wrong.ptx"), "k", [np.zeros(1)], grid=1, block=1)
-    assert caught.value.path == "wrong.ptx" and line <= caught.value.line <= line + 1
-    assert WRONG[body] in str(caught.value)
+    assert raised.value.path == "wrong.ptx" and line <= raised.value.line <= line + 1
+    assert WRONG[body] in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_what_is_nested_too_deeply_is_refused_in_a_line():
         (kernel_text("mov.b32 %r1, " + "{" * 5000), "nested too deeply: braces"),
         (HEADER + ".global .b32 x[2] = " + "{" * 5000, "nested too deeply: braces"),
     ):
-        with pytest.raises(SourceError, match=message) as caught:
+        with pytest.raises(SourceError, match=message) as raised:
             emulator.parse(text)
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
 
 
 def test_directives_need_no_blanks():

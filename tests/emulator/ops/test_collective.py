@@ -122,7 +122,7 @@ bar.red.popc.u32 %s, 1;
 
 @pytest.mark.parametrize("text", WRONG.strip().splitlines())
 def test_operands_and_modifiers_that_cannot_be(text: str) -> None:
-    with pytest.raises(PtxlabError, match=r"^k.ptx:9: [^\n]*$") as caught:
+    with pytest.raises(PtxlabError, match=r"^k.ptx:9: [^\n]*$") as raised:
         outcome(text)
-    assert isinstance(caught.value, SourceError | UnknownInstruction)
-    assert "unpack" not in str(caught.value)
+    assert isinstance(raised.value, SourceError | UnknownInstruction)
+    assert "unpack" not in str(raised.value)

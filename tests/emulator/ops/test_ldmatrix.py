@@ -40,9 +40,9 @@ def test_only_the_lanes_that_give_rows_need_addresses():
 )
 def test_refused(change, error, message):
     text = module(FILL + change + LOAD)
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message) as raised:
         run_text(text, np.zeros(32, np.uint32))
-    assert f"k.ptx:{line_of(text, 'ldmatrix')}: " in str(caught.value)
+    assert f"k.ptx:{line_of(text, 'ldmatrix')}: " in str(raised.value)
 
 
 def test_store_is_checked_like_a_store():

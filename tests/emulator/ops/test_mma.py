@@ -234,9 +234,9 @@ def test_many_warps():
 def test_refused(change, threads, error, message):
     text = kernel(change + one(32))
     arrays = (np.zeros((threads, n), np.uint32) for n in (4, 2, 4))
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message) as raised:
         run_text(text, *arrays, threads=threads)
-    assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(caught.value)
+    assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(raised.value)
 
 
 def test_uninitialised_registers():
@@ -252,9 +252,9 @@ def test_uninitialised_registers():
 @pytest.mark.parametrize("change", [("%a0, ", ""), ("%b0, %b1", "%b0"), (", {%a0, %a1, %a2, %a3}", ""), ("%d0", "%p")])
 def test_wrong_operands(change):
     text = kernel(one(32).replace(*change))
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(SourceError) as raised:
         run_text(text, *(np.zeros((32, n), np.uint32) for n in (4, 2, 4)))
-    assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(caught.value)
+    assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(raised.value)
 
 
 @on_every_backend

@@ -17,8 +17,8 @@ REGISTERS = {"f16": (8, "b32"), "f64": (1, "f64"), "tf32": (4, "b32")}
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(("shape", "t", "d"), FORMS)
 def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str) -> None:
-    for how in [{"checks": "all", "mode": mode} for mode in emulator.MODES] if backend == "emulator" else [{}]:
-        np.testing.assert_array_equal(*run_wmma(shape, t, d, layouts, backend, **how))
+    for options in [{"checks": "all", "mode": mode} for mode in emulator.MODES] if backend == "emulator" else [{}]:
+        np.testing.assert_array_equal(*run_wmma(shape, t, d, layouts, backend, **options))
 
 
 def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:

@@ -168,8 +168,10 @@ SENDS = {
 def test_what_is_sent_tells_an_mbarrier_there(name: str, mode: str) -> None:
     body = ASYNC.replace("BYTES", "256").replace("SEND", SENDS[name])
     assert outcome(body, mode) == (BEFORE, [])
-    hasty = body.replace(WAIT, "")
-    assert any(line.startswith("async: ") and "still being written" in line for line in outcome(hasty, mode)[1])
+    body_without_wait = body.replace(WAIT, "")
+    assert any(
+        line.startswith("async: ") and "still being written" in line for line in outcome(body_without_wait, mode)[1]
+    )
     leaving = body[: body.rindex("barrier.cluster.arrive")].replace("ld.shared.u32 %s, [%r4];", "").replace(WAIT, "")
     assert re.search("which (may have|has) ended", findings_or_error(lambda: outcome(leaving, mode)[1]))
 

@@ -41,7 +41,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     tile, barrier, place, from_, memory, array, pattern, one = (
         program.register(bits) for bits in (32, 32, 32, 64, 64, 64, 64, 1)
     )
-    at = [8 * program.threads * row for row in range(rows)]
+    offsets = [8 * program.threads * row for row in range(rows)]
     program.lines(
         f"mov.u32 {tile}, tile;",
         f"mov.u32 {barrier}, barrier;",
@@ -53,19 +53,19 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         f"mad.wide.u32 {array}, %t, 8, {memory};",
         f"mov.b64 {pattern}, 0x0123456789abcdef;",
         f"setp.eq.u32 {one}, %t, 0;",
-        *(f"st.shared.b64 [{place}+{a}], {pattern};" for a in at),
+        *(f"st.shared.b64 [{place}+{a}], {pattern};" for a in offsets),
     )
-    to_shared(program, (tile, barrier, from_, one), place, at, count)
-    target = [program.input("b64", words(program, t)).text if reduction else pattern for _ in at]
+    to_shared(program, (tile, barrier, from_, one), place, offsets, count)
+    target = [program.input("b64", words(program, t)).text if reduction else pattern for _ in offsets]
     again = []
-    for row, a in enumerate(at if reduction else ()):
+    for row, a in enumerate(offsets if reduction else ()):
         again.append(f"ld.global.b64 {pattern}, [%in+{8 * program.total * (first + row)}];")
         again.append(f"st.shared.b64 [{place}+{a}], {pattern};")
     name = "cp.reduce.async" if reduction else "cp.async"
     opcode = f"{name}.bulk.global.shared::cta.bulk_group" + f".{reduction}" * bool(reduction)
     (end,) = program.labels(1)
     lines = [
-        *(f"st.global.b64 [{array}+{a}], {register};" for a, register in zip(at, target, strict=True)),
+        *(f"st.global.b64 [{array}+{a}], {register};" for a, register in zip(offsets, target, strict=True)),
         *again,
         "fence.proxy.async;",
         "bar.sync 0;",
@@ -78,7 +78,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         "bar.sync 0;",
     ]
     registers_of_results = []
-    for a in at:
+    for a in offsets:
         domain = {"f16": "f16x2", "bf16": "bf16x2", "f32": "f32"}.get(t)
         if domain:
             pair = [program.register(32), program.register(32)]

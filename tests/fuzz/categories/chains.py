@@ -52,14 +52,14 @@ def begin(program: Program, waits: bool) -> None:
 
 def place(program: Program, number: int, thread: str) -> tuple[list[str], str]:
     """Compute where a thread of all has its words of a kernel; `thread` is a register with its number."""
-    at = program.register(64)
+    address = program.register(64)
     offset = 8 * WORDS * program.total * number
     return [
-        f"ld.param.u64 {at}, [memory];",
-        f"cvta.to.global.u64 {at}, {at};",
-        f"mad.wide.u32 {at}, {thread}, {8 * WORDS}, {at};",
-        f"add.u64 {at}, {at}, {offset};",
-    ], at
+        f"ld.param.u64 {address}, [memory];",
+        f"cvta.to.global.u64 {address}, {address};",
+        f"mad.wide.u32 {address}, {thread}, {8 * WORDS}, {address};",
+        f"add.u64 {address}, {address}, {offset};",
+    ], address
 
 
 def hand_on(program: Program, number: int) -> None:

@@ -21,18 +21,18 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         f"mov.u32 {window}, window;",
         f"mad.lo.u32 {window}, %t, {WINDOW}, {window};",
         f"mov.b64 {pattern}, 0x1234567890abcdef;",
-        *(f"st.shared.b64 [{window}+{at}], {pattern};" for at in range(0, WINDOW, 8)),
+        *(f"st.shared.b64 [{window}+{offset}], {pattern};" for offset in range(0, WINDOW, 8)),
         f"ld.param.u64 {from_}, [inputs];",
         f"cvta.to.global.u64 {from_}, {from_};",
     ]
-    at = 0
+    offset = 0
     for _ in range(1 + program.below(4)):
         for _ in range(1 + program.below(2)):
             size = program.pick(4, 8, 16)
-            at += -at % size
-            if at + size <= WINDOW:
-                lines += _copy(program, window, from_, first, at, size)
-                at += size
+            offset += -offset % size
+            if offset + size <= WINDOW:
+                lines += _copy(program, window, from_, first, offset, size)
+                offset += size
         lines.append("cp.async.commit_group;")
     lines.append(program.pick("cp.async.wait_all;", "cp.async.wait_group 0;"))
     loaded = [program.register(64) for _ in range(0, WINDOW, 8)]

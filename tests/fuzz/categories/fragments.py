@@ -19,9 +19,9 @@ def fill(program: Program, base: str, size: int, draw: Callable[[], Values]) -> 
     """Store values drawn into shared memory, all threads side by side."""
     place = program.register(32)
     program.lines(f"mad.lo.u32 {place}, %t, 8, {base};")
-    for at in range(0, size, 8 * program.threads):
+    for offset in range(0, size, 8 * program.threads):
         word = program.input("b64", draw())
-        program.lines(f"st.shared.b64 [{place}+{at}], {word.text};")
+        program.lines(f"st.shared.b64 [{place}+{offset}], {word.text};")
 
 
 def generate(rng: np.random.Generator, category: str) -> Program:
@@ -141,14 +141,14 @@ def generate_wmma(rng: np.random.Generator, category: str) -> Program:
         "bar.sync 0;",
         f"mad.lo.u32 {target}, %t, 8, {target};",
     ]
-    stored = []
-    for at in range(0, 8192, 256):
+    stored_registers = []
+    for offset in range(0, 8192, 256):
         if d == "f64":
-            stored.append((program.register(64), "f64"))
-            lines.append(f"ld.shared.b64 {stored[-1][0]}, [{target}+{at}];")
+            stored_registers.append((program.register(64), "f64"))
+            lines.append(f"ld.shared.b64 {stored_registers[-1][0]}, [{target}+{offset}];")
         else:
             pair = [program.register(32), program.register(32)]
-            stored += [(r, SLOT[d]) for r in pair]
-            lines.append(f"ld.shared.v2.b32 {braces(pair)}, [{target}+{at}];")
-    program.sequence(lines, opcode, stored, how=CROSSES)
+            stored_registers += [(r, SLOT[d]) for r in pair]
+            lines.append(f"ld.shared.v2.b32 {braces(pair)}, [{target}+{offset}];")
+    program.sequence(lines, opcode, stored_registers, how=CROSSES)
     return program

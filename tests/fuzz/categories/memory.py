@@ -65,7 +65,9 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     ]
     whole = (("shared", shared, SHARED), ("local", local, LOCAL))
     for space, base, size in whole:
-        program.lines(*(f"st.{space}.b64 [{base}+{at}], {program.input('b64').text};" for at in range(0, size, 8)))
+        program.lines(
+            *(f"st.{space}.b64 [{base}+{offset}], {program.input('b64').text};" for offset in range(0, size, 8))
+        )
     for _ in range(25 + program.below(30)):
         access(program, program.pick(*windows))
     for register, space in ((generic_shared, "shared"), (generic_local, "local"), (numbers, "global")):
@@ -96,8 +98,12 @@ def access(program: Program, window: Window) -> None:
         guard = f"@{program.source('pred').text} " if program.chance(0.2) else ""
         program.lines(guard + text)
         return
-    how = program.pick(*window.loads)
-    opcode = f"ld{space}{how}{vector}.{t}" if how in (".nc", ".ca", ".cg", ".cs") else f"ld{how}{space}{vector}.{t}"
+    options = program.pick(*window.loads)
+    opcode = (
+        f"ld{space}{options}{vector}.{t}"
+        if options in (".nc", ".ca", ".cg", ".cs")
+        else f"ld{options}{space}{vector}.{t}"
+    )
     targets = [program.register(DOMAINS[domain].bits) for _ in range(count)]
     program.sequence([f"{opcode} {braces(targets)}, {place};"], f"{opcode} to {domain}", [(d, domain) for d in targets])
 

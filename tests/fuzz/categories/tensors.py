@@ -82,7 +82,7 @@ def bring(program: Program, box: tuple[int, ...], size: int) -> None:
     copy = f"cp.async.bulk.tensor.{len(box)}d.{to}.global.tile.mbarrier::complete_tx::bytes"
     rows = ROOM // (8 * THREADS)
     d = [program.register(64) for _ in range(rows)]
-    at = [8 * THREADS * row for row in range(rows)]
+    offsets = [8 * THREADS * row for row in range(rows)]
     lines = [
         f"mov.u32 {tile}, tile;",
         f"mov.u32 {barrier}, barrier;",
@@ -90,7 +90,7 @@ def bring(program: Program, box: tuple[int, ...], size: int) -> None:
         f"cvta.param.u64 {map_}, {map_};",
         f"mad.lo.u32 {place}, %t, 8, {tile};",
         f"mov.b64 {pattern}, 0x5a5a5a5a5a5a5a5a;",
-        *(f"st.shared.b64 [{place}+{a}], {pattern};" for a in at),
+        *(f"st.shared.b64 [{place}+{a}], {pattern};" for a in offsets),
         f"setp.eq.u32 {one}, %t, 0;",
         f"@{one} mbarrier.init.shared.b64 [{barrier}], 1;",
         f"@{one} fence.mbarrier_init.release.cluster;",
@@ -101,7 +101,7 @@ def bring(program: Program, box: tuple[int, ...], size: int) -> None:
         f"{wait}:",
         f"mbarrier.try_wait.parity.shared.b64 %is, [{barrier}], 0;",
         f"@!%is bra {wait};",
-        *(f"ld.shared.b64 {register}, [{place}+{a}];" for register, a in zip(d, at, strict=True)),
+        *(f"ld.shared.b64 {register}, [{place}+{a}];" for register, a in zip(d, offsets, strict=True)),
     ]
     program.sequence(lines, copy, [(register, "b64") for register in d], how=CROSSES)
 

@@ -95,13 +95,13 @@ def test_the_command(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat and the dog\n" * 30)
     sample_options = ("--text", tmp_path / "text.txt", "--samples", 2, "--length", 16)
     command = ("audit", folder, "--scheme", "atom", "--scheme", "fmpq", "--group", 64, *sample_options)
-    code, printed, err = cli(*command, "--out", tmp_path / "audit.json")
+    code, output, err = cli(*command, "--out", tmp_path / "audit.json")
     assert (code, err) == (0, "")
     rows = json.loads((tmp_path / "audit.json").read_text())
     assert len(rows) == 16 and json.loads(cli(*command, "--json")[1]) == rows
-    assert "INT8 channels" in printed and "10 of 16 rows" in printed
+    assert "INT8 channels" in output and "10 of 16 rows" in output
     worst = max((row for row in rows if row["scheme"] == "atom"), key=lambda row: row["output_error"])
-    assert f"{worst['output_error']:.4f}" in printed and worst["tensor"] in printed
+    assert f"{worst['output_error']:.4f}" in output and worst["tensor"] in output
     save_file({"w": W}, tmp_path / "w.safetensors")
     for arguments, message in (
         ((folder, "--scheme", "atom", "--scheme", "lqq"), "schemes: must be among atom, fmpq (got lqq)"),
@@ -115,5 +115,5 @@ def test_the_command(cli: Any, tmp_path: Path) -> None:
         ),
         ((tmp_path / "w.safetensors", "--scheme", "fmpq", *sample_options), "w.safetensors: "),
     ):
-        code, printed, err = cli("audit", *arguments)
-        assert code == 2 and message in err and err.count("\n") == 1 and printed == "", arguments
+        code, output, err = cli("audit", *arguments)
+        assert code == 2 and message in err and err.count("\n") == 1 and output == "", arguments

@@ -98,10 +98,10 @@ def test_where_a_folder_keeps_it(
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if file is not None:
         (tmp_path / "chat_template.jinja").write_text(file)
-    read = ChatTemplate.from_folder(tmp_path)
-    assert (None if read is None else read.text) == text
-    if read is not None and config is not None:
-        assert read.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    read_template = ChatTemplate.from_folder(tmp_path)
+    assert (None if read_template is None else read_template.text) == text
+    if read_template is not None and config is not None:
+        assert read_template.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_a_quantised_models_folder_keeps_it(tmp_path: Path) -> None:
@@ -110,8 +110,10 @@ def test_a_quantised_models_folder_keeps_it(tmp_path: Path) -> None:
         saved = None if tokens is None else ChatTemplate("{{ bos_token }}", tokens, tmp_path)
         (tmp_path / "config.json").write_text("{}")
         Tokenizer((1,), small_tokenizer(), template=saved).save(tmp_path / name)
-        read = Tokenizer.from_folder(tmp_path / name).template
-        assert (None if read is None else (read.text, read.tokens)) == (saved and (saved.text, saved.tokens))
+        read_template = Tokenizer.from_folder(tmp_path / name).template
+        assert (None if read_template is None else (read_template.text, read_template.tokens)) == (
+            saved and (saved.text, saved.tokens)
+        )
 
 
 def test_a_gguf_file_keeps_it_in_its_metadata() -> None:
@@ -119,8 +121,11 @@ def test_a_gguf_file_keeps_it_in_its_metadata() -> None:
         "tokenizer.chat_template": "t", "tokenizer.ggml.tokens": ["<s>", "a", "</s>"],
         "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 2,
     }  # fmt: skip
-    read = ChatTemplate.from_gguf(Path("x"), metadata)
-    assert read is not None and (read.text, read.tokens) == ("t", {"bos_token": "<s>", "eos_token": "</s>"})
+    read_template = ChatTemplate.from_gguf(Path("x"), metadata)
+    assert read_template is not None and (read_template.text, read_template.tokens) == (
+        "t",
+        {"bos_token": "<s>", "eos_token": "</s>"},
+    )
     assert ChatTemplate.from_gguf(Path("x"), {}) is None
 
 
@@ -177,12 +182,12 @@ def test_where_a_folder_keeps_special_tokens(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if special is not None:
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
-    read = ChatTemplate.from_folder(tmp_path)
-    assert read is not None and read.render([CHAT]) == [text]
+    read_template = ChatTemplate.from_folder(tmp_path)
+    assert read_template is not None and read_template.render([CHAT]) == [text]
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "tokenizer_config.json").write_text(json.dumps(read.settings))
-    again = ChatTemplate.from_folder(tmp_path / "saved")
-    assert again is not None and (again.tokens, again.unset) == (read.tokens, read.unset)
+    (tmp_path / "saved" / "tokenizer_config.json").write_text(json.dumps(read_template.settings))
+    reread = ChatTemplate.from_folder(tmp_path / "saved")
+    assert reread is not None and (reread.tokens, reread.unset) == (read_template.tokens, read_template.unset)
 
 
 @pytest.mark.parametrize("text", ["{{ pad_token }}", "{{ 'a' ~ pad_token }}", "{% set a = pad_token %}{{ a | trim }}"])

@@ -61,8 +61,8 @@ def test_metadata_are_those_of_the_library(tmp_path: Path) -> None:
 def test_an_alignment_of_its_own(tmp_path: Path) -> None:
     file = GgufFile(write_gguf(tmp_path / "model.gguf", "smollm", custom_alignment=128))
     assert file.metadata["general.alignment"] == 128
-    plain = GgufFile(write_gguf(tmp_path / "plain.gguf", "smollm"))
-    assert all((file.read(name) == plain.read(name)).all() for name in plain.tensors)
+    plain_file = GgufFile(write_gguf(tmp_path / "plain.gguf", "smollm"))
+    assert all((file.read(name) == plain_file.read(name)).all() for name in plain_file.tensors)
 
 
 def test_no_part_of_a_file_is_a_file(small: Path) -> None:

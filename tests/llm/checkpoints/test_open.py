@@ -44,9 +44,9 @@ def test_a_factor_alone_scales_a_gguf_linearly(tmp_path: Path) -> None:
 
 
 def test_a_quantised_gguf_is_dequantised(tmp_path: Path) -> None:
-    plain, _ = open_model(write_gguf(tmp_path / "plain.gguf", "smollm"))
+    plain_file, _ = open_model(write_gguf(tmp_path / "plain.gguf", "smollm"))
     model, _ = open_model(str(write_gguf(tmp_path / "model.gguf", "smollm", "Q8_0")))
-    errors = [np.abs(model.layers[i][name] - w).max() for i in range(2) for name, w in plain.layers[i].items()]
+    errors = [np.abs(model.layers[i][name] - w).max() for i in range(2) for name, w in plain_file.layers[i].items()]
     assert 0 < max(errors) < 0.01 and model.layers[0]["q"].dtype == np.float32
 
 

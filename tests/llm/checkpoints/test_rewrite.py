@@ -39,10 +39,10 @@ def make_old(path: Path) -> None:
         return old.get(name) or f"{old[stem]}.{buffer}"
 
     for file in path.glob("*.safetensors"):
-        read = Checkpoint(file)
-        infos = [replace(tensor, name=old_name(name)) for name, tensor in read.tensors.items()]
-        arrays = [(old_name(name), read.read_bytes(name)) for name in read.tensors]
-        about = dict(read.metadata)
+        checkpoint = Checkpoint(file)
+        infos = [replace(tensor, name=old_name(name)) for name, tensor in checkpoint.tensors.items()]
+        arrays = [(old_name(name), checkpoint.read_bytes(name)) for name in checkpoint.tensors]
+        about = dict(checkpoint.metadata)
         if METADATA_KEY in about:
             header = json.loads(about[METADATA_KEY])
             header["weights"] = {old[name]: fields for name, fields in header["weights"].items()}
@@ -65,11 +65,11 @@ def test_an_old_folder_becomes_a_new_one_bit_for_bit(cli: Any, written: Path, tm
     expected = contents(written)
     make_old(written)
     assert contents(written) != expected and folder.load(written).config.qkv_bias
-    code, printed, _ = cli("import", written, "--out", tmp_path / "out")
-    assert code == 0 and "written: " in printed
+    code, output, _ = cli("import", written, "--out", tmp_path / "out")
+    assert code == 0 and "written: " in output
     assert contents(tmp_path / "out") == expected
-    code, printed, _ = cli("import", written, "--out", tmp_path / "again", "--json")
-    assert (code, json.loads(printed)) == (0, {"out": str(tmp_path / "again")})
+    code, output, _ = cli("import", written, "--out", tmp_path / "again", "--json")
+    assert (code, json.loads(output)) == (0, {"out": str(tmp_path / "again")})
 
 
 def test_another_packing_has_the_same_weights(written: Path, tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ def test_the_start_of_a_text(metadata: dict[str, Any], tmp_path: Path) -> None:
     start_settings = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
     from_gguf = Tokenizer.from_gguf(Path("a.gguf"), metadata | start_settings)
     from_gguf.save(tmp_path)
-    again = Tokenizer.from_folder(tmp_path)
-    assert (from_gguf.starts, again.starts, again.ends) == ((0,), (0,), (1,))
-    assert again.encode(TEXT).tolist() == from_gguf.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
+    reread = Tokenizer.from_folder(tmp_path)
+    assert (from_gguf.starts, reread.starts, reread.ends) == ((0,), (0,), (1,))
+    assert reread.encode(TEXT).tolist() == from_gguf.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_starts_are_what_the_template_puts_ahead(name: str, tmp_path: Path) -> N
     num_starts = next(i for i, sequence in enumerate(library.sequence_ids) if sequence is not None)
     assert ours.starts == tuple(library.ids[:num_starts]) == starts
     ours.save(tmp_path)
-    again = Tokenizer.from_folder(tmp_path)
-    assert again.starts == starts and again.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
+    reread = Tokenizer.from_folder(tmp_path)
+    assert reread.starts == starts and reread.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
 
 
 @pytest.mark.full
@@ -298,8 +298,8 @@ def test_every_end_of_a_gguf(
     keys: dict[str, Any], texts: tuple[str, ...], ends: tuple[int, ...], metadata: dict[str, Any]
 ) -> None:
     """Find those that metadata name and those that llama.cpp knows by their text."""
-    stated = {f"tokenizer.ggml.{key}": token for key, token in keys.items()}
-    assert Tokenizer.from_gguf(Path("a.gguf"), control(metadata, *texts) | stated).ends == ends
+    stated_config = {f"tokenizer.ggml.{key}": token for key, token in keys.items()}
+    assert Tokenizer.from_gguf(Path("a.gguf"), control(metadata, *texts) | stated_config).ends == ends
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])

@@ -140,8 +140,8 @@ SAME = {
 def write_case(folder: Path, case: Case) -> Path:
     """Write the folder of a case."""
     write_folder(folder, case.family)
-    stated = {**json.loads((folder / "config.json").read_text()), **case.keys}
-    config = {key: setting for key, setting in stated.items() if setting is not NEVER}
+    stated_config = {**json.loads((folder / "config.json").read_text()), **case.keys}
+    config = {key: setting for key, setting in stated_config.items() if setting is not NEVER}
     (folder / "config.json").write_text(json.dumps(config))
     case.change(folder)
     return folder
@@ -266,8 +266,10 @@ def test_what_cannot_be_computed_is_refused(name: str, tmp_path: Path) -> None:
 def test_sizes_are_compared_before_anything_is_allocated(key: str, tmp_path: Path) -> None:
     """Claim the largest sizes of a config, and larger ones."""
     folder = write_case(tmp_path, Case("smollm"))
-    stated = json.loads((folder / "config.json").read_text())
+    stated_config = json.loads((folder / "config.json").read_text())
     for size in (1 << 12, 1 << 20, 10**12):
-        (folder / "config.json").write_text(json.dumps({**stated, key: size, "num_key_value_heads": 1, "head_dim": 8}))
+        (folder / "config.json").write_text(
+            json.dumps({**stated_config, key: size, "num_key_value_heads": 1, "head_dim": 8})
+        )
         with pytest.raises(FileError, match=r"must be (at most \d+|\[.*\]) \(got .*\)$"):
             open_model(folder)

@@ -50,8 +50,8 @@ def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: 
     text.write_text("the cat sat on the mat, and the dog on the cat. " * 8, encoding="utf-8")
     options = ("--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy")
     assert cli("quantize", folder, "--out", out, *options)[0] == 0
-    code, printed, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
-    report = json.loads(printed)
+    code, output, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
+    report = json.loads(output)
     model, runner = load(out), NumpyRunner(load(out), 1, 100)
     expected = [int(step[0]) for step in generate(runner, [Tokenizer.from_folder(out).encode("the cat").tolist()], 8)]
     assert code == 0 and err == "" and report["tokens"] == [expected] and report["recipe"]["gptq"]
@@ -102,15 +102,17 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
         and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4 with rotated keys, on NumPy" in err
     )
     report = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
-    alone = [json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")]
-    assert [request["tokens"] for request in report["requests"]] == [one["tokens"][0] for one in alone]
-    assert [request["prompt_tokens"] for request in report["requests"]] == [one["prompt_tokens"] for one in alone]
+    single_runs = [
+        json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")
+    ]
+    assert [request["tokens"] for request in report["requests"]] == [one["tokens"][0] for one in single_runs]
+    assert [request["prompt_tokens"] for request in report["requests"]] == [one["prompt_tokens"] for one in single_runs]
     assert report["tokens_per_second"] == pytest.approx(15 / report["seconds"]) and report["backend"] == "numpy"
     lines = tmp_path / "prompts.jsonl"
     drawn = '{"prompt": "the", "temperature": 50}'
     lines.write_text(f'{{"prompt": "the cat", "tokens": 2}}\n{drawn}\n{drawn}', encoding="utf-8")
     first, second, third = json.loads(cli("generate", "--prompts", lines, *options, "--json")[1])["requests"]
-    assert first["tokens"] == alone[0]["tokens"][0][:2] and second["tokens"] != third["tokens"]
+    assert first["tokens"] == single_runs[0]["tokens"][0][:2] and second["tokens"] != third["tokens"]
 
 
 @pytest.mark.parametrize(

@@ -28,21 +28,21 @@ from tests.support.foreign_files import (
 @pytest.mark.full
 def test_a_model_of_qserve_generates(cli: Any, tmp_path: Path) -> None:
     folder, out = write_model(tmp_path / "theirs", "qserve", container="torch"), tmp_path / "ours"
-    code, printed, err = cli("import", folder, "--out", out)
+    code, output, err = cli("import", folder, "--out", out)
     assert code == 0 and err == ""
-    summary = " ".join(printed.split())
+    summary = " ".join(output.split())
     assert "theirs: QServe per group" in summary and "layer 1 down 128x256 lqq, group 64 exact -" in summary
-    assert f"written: {out}" in printed.replace("\n", "")
-    code, printed, _ = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 2, "--json")
+    assert f"written: {out}" in output.replace("\n", "")
+    code, output, _ = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 2, "--json")
     prompt = Tokenizer.from_folder(out).encode("the cat").tolist()
     expected = [int(step[0]) for step in generate(NumpyRunner(load(out), 1, 100), [prompt], 2)]
-    assert code == 0 and json.loads(printed)["tokens"] == [expected]
+    assert code == 0 and json.loads(output)["tokens"] == [expected]
 
 
 def test_an_error_that_is_not_zero_is_shown(cli: Any, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "theirs", "gptq")
-    code, printed, _ = cli("import", folder / "model.safetensors", "--out", tmp_path / "o.safetensors", "--json")
-    rows = json.loads(printed)
+    code, output, _ = cli("import", folder / "model.safetensors", "--out", tmp_path / "o.safetensors", "--json")
+    rows = json.loads(output)
     assert code == 0 and len(rows) == 14 and {row["format"] for row in rows} == {"GPTQ"}
     assert all(0.005 < row["relative_error"] < 0.05 and row["overflows"] == 0 for row in rows)
 
@@ -55,9 +55,9 @@ def test_groups_that_overflow_are_listed(cli: Any, tmp_path: Path) -> None:
     source, out = write_torch(tmp_path / "quant_model.pt", arrays), tmp_path / "out.safetensors"
     code, _, err = cli("import", source, "--out", out)
     assert code == 2 and err.startswith("error: up.weight: ") and "140..140 in row 5, group 1, scale 16; 1 of 64" in err
-    code, printed, _ = cli("import", source, "--out", out, "--unchecked")
-    assert code == 0 and "up.weight: first overflow: 140..140 in row 5, group 1, scale 16; 1 of 64 groups" in printed
-    assert "1 of 64" in printed
+    code, output, _ = cli("import", source, "--out", out, "--unchecked")
+    assert code == 0 and "up.weight: first overflow: 140..140 in row 5, group 1, scale 16; 1 of 64 groups" in output
+    assert "1 of 64" in output
 
 
 @pytest.mark.full

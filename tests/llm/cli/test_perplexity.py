@@ -93,11 +93,11 @@ def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: 
     options = ("--text", text, "--length", 16, "--windows", 3)
     report = report_perplexity(cli, first, same, second, *options)
     assert (report["windows"], report["length"], report["tokens"], report["backend"]) == (3, 16, 48, "numpy")
-    alone = [report_perplexity(cli, model, *options)["perplexity"] for model in (first, same, second)]
+    single_runs = [report_perplexity(cli, model, *options)["perplexity"] for model in (first, same, second)]
     models = report["models"]
     assert [figures["model"] for figures in models] == [str(first), str(same), str(second)]
-    assert [figures["perplexity"] for figures in models] == pytest.approx(alone)
-    assert [figures["ratio"] for figures in models] == pytest.approx([1, 1, alone[2] / alone[0]], rel=1e-5)
+    assert [figures["perplexity"] for figures in models] == pytest.approx(single_runs)
+    assert [figures["ratio"] for figures in models] == pytest.approx([1, 1, single_runs[2] / single_runs[0]], rel=1e-5)
     assert all((figures["kv"], figures["acts"]) == (32, 32) and figures["seconds"] > 0 for figures in models)
     monkeypatch.chdir(tmp_path)
     options = ("--text", "text.txt", "--length", 16, "--windows", 3, "--kv", 4)

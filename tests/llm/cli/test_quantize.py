@@ -29,9 +29,9 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_it_writes_a_checkpoint_that_loads(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     options = ("--scheme", "qoq", "--group", "32", "--layout", "qserve", "--tensor", "*.0.*", "--out", out)
-    code, printed, err = cli("quantize", checkpoint, *options)
+    code, output, err = cli("quantize", checkpoint, *options)
     assert code == 0 and err == ""
-    text = " ".join(printed.split())
+    text = " ".join(output.split())
     assert "qoq ±119, group 32, qserve; loaded again, equal in every bit" in text
     assert "layer.0.up 64x128 32,768 4,864 4.75" in text
     assert "copied layer.0.odd F32 [3, 128]: N must be a positive multiple of 8 (N=3)" in text and "bias" not in text
@@ -40,8 +40,8 @@ def test_it_writes_a_checkpoint_that_loads(cli: Any, checkpoint: Path, tmp_path:
 
 
 def test_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
-    code, printed, _ = cli("quantize", checkpoint, "--out", tmp_path / "out.safetensors", "--json")
-    rows = {row["tensor"]: row for row in json.loads(printed)}
+    code, output, _ = cli("quantize", checkpoint, "--out", tmp_path / "out.safetensors", "--json")
+    rows = {row["tensor"]: row for row in json.loads(output)}
     assert code == 0 and list(rows) == ["layer.0.bias", "layer.0.odd", "layer.0.up"]
     assert rows["layer.0.up"] == {
         "tensor": "layer.0.up",
@@ -73,8 +73,8 @@ def test_bad_input_is_one_line(
     cli: Any, checkpoint: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     out = tmp_path / "out.safetensors"
-    code, printed, err = cli("quantize", checkpoint, "--out", out, *options)
-    assert code == 2 and message in err and err.count("\n") == 1 and printed == ""
+    code, output, err = cli("quantize", checkpoint, "--out", out, *options)
+    assert code == 2 and message in err and err.count("\n") == 1 and output == ""
     assert not out.exists()
 
 
@@ -88,8 +88,8 @@ def test_a_file_that_is_there_is_kept(cli: Any, checkpoint: Path, tmp_path: Path
 
 def test_the_range_that_is_proved_is_offered(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
-    code, printed, _ = cli("quantize", checkpoint, "--range", "120", "--out", out)
-    assert code == 0 and "lqq ±120, group 64" in printed
+    code, output, _ = cli("quantize", checkpoint, "--range", "120", "--out", out)
+    assert code == 0 and "lqq ±120, group 64" in output
     weight = layout.unpack(layout.load(out))
     assert weight.protective_range == 120 and np.abs(weight.exact_level1()).max() >= 120
     assert cli("audit", out)[1].splitlines()[-1].startswith("safe by proof: lqq ±120")
@@ -126,9 +126,9 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
         "--out",
         out,
     )
-    code, printed, err = cli("quantize", folder, *options, "--json")
+    code, output, err = cli("quantize", folder, *options, "--json")
     assert (code, err) == (0, "")
-    report = json.loads(printed)
+    report = json.loads(output)
     assert report["recipe"]["gptq"] and report["recipe"]["group"] == 32
     assert report["recipe"]["protective_range"] == 120
     assert [0 < error < 0.05 for of in report["errors"].values() for error in of.values()] == 8 * [True]
@@ -136,9 +136,9 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
         "config.json", "ends.safetensors", "generation_config.json", "layer_000.safetensors", "layer_001.safetensors",
         "recipe.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
-    code, printed, _ = cli("perplexity", out, "--text", text, "--length", 64, "--json")
-    exact = json.loads(cli("perplexity", folder, "--text", text, "--length", 64, "--json")[1])["perplexity"]
-    assert code == 0 and np.log(json.loads(printed)["perplexity"]) == pytest.approx(np.log(exact), rel=0.004)
+    code, output, _ = cli("perplexity", out, "--text", text, "--length", 64, "--json")
+    exact_report = json.loads(cli("perplexity", folder, "--text", text, "--length", 64, "--json")[1])["perplexity"]
+    assert code == 0 and np.log(json.loads(output)["perplexity"]) == pytest.approx(np.log(exact_report), rel=0.004)
 
 
 def test_a_model_with_experts_is_measured_and_continues_a_text(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -149,16 +149,16 @@ def test_a_model_with_experts_is_measured_and_continues_a_text(cli: Any, folder:
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     model, out = write_folder(tmp_path / "experts", "mixtral", **sizes), tmp_path / "out"
     text = ("--text", tmp_path / "text.txt", "--length", 32, "--backend", "numpy")
-    code, printed, err = cli("quantize", model, "--recipe", "lqq", *text, "--samples", 8, "--out", out)
-    assert code == 0 and "relative squared error" in printed and "of experts the mean" in printed
+    code, output, err = cli("quantize", model, "--recipe", "lqq", *text, "--samples", 8, "--out", out)
+    assert code == 0 and "relative squared error" in output and "of experts the mean" in output
     rule = "experts rounded to nearest, which fewer than 256 tokens of the text take: 0, 1, 2, 3"
-    assert f"layer 1: {rule}" in printed
-    code, printed, _ = cli("perplexity", out, *text, "--json")
-    exact = json.loads(cli("perplexity", model, *text, "--json")[1])["perplexity"]
-    assert code == 0 and np.log(json.loads(printed)["perplexity"]) == pytest.approx(np.log(exact), rel=0.004)
+    assert f"layer 1: {rule}" in output
+    code, output, _ = cli("perplexity", out, *text, "--json")
+    exact_report = json.loads(cli("perplexity", model, *text, "--json")[1])["perplexity"]
+    assert code == 0 and np.log(json.loads(output)["perplexity"]) == pytest.approx(np.log(exact_report), rel=0.004)
     for source in (out, model):
-        code, printed, _ = cli("generate", "the", "--model", source, "--tokens", 2, "--backend", "numpy", "--json")
-        assert code == 0 and len(json.loads(printed)["tokens"][0]) == 2
+        code, output, _ = cli("generate", "the", "--model", source, "--tokens", 2, "--backend", "numpy", "--json")
+        assert code == 0 and len(json.loads(output)["tokens"][0]) == 2
     code, _, err = cli("quantize", model, "--recipe", "atom", *text, "--samples", 8, "--out", tmp_path / "other")
     assert code == 2 and "recipe: W4A4 is for dense models: grouped GEMMs are W4A8's (got 4 experts)" in err
 
@@ -170,11 +170,11 @@ def test_w4a4_is_measured_and_continues_a_text(
 ) -> None:
     out, text = tmp_path / "out", tmp_path / "text.txt"
     text_options = ("--text", text, "--length", 32)
-    code, printed, err = cli(
+    code, output, err = cli(
         "quantize", folder, "--recipe", *options, *text_options, "--samples", 2, "--out", out, "--json"
     )
     assert (code, err) == (0, "")
-    settings = json.loads(printed)["recipe"]
+    settings = json.loads(output)["recipe"]
     of = settings["kept"], settings["int8"], settings["outlier"]
     assert of == ((64, None, 6.0) if options == ("atom",) else (0, 0.5, 0.0))  # a share that is asked for is filled
     seen = {bits: json.loads(cli("perplexity", out, *text_options, "--acts", bits, "--json")[1]) for bits in (4, 8)}
@@ -182,10 +182,10 @@ def test_w4a4_is_measured_and_continues_a_text(
     assert (whole["acts"], whole["kv"]) == (4, 4) and whole["perplexity"] == seen[4]["perplexity"]
     assert whole["perplexity"] != seen[8]["perplexity"]
     assert np.log(seen[8]["perplexity"]) == pytest.approx(np.log(whole["perplexity"]), rel=0.03)
-    code, printed, _ = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
-    assert code == 0 and len(json.loads(printed)["tokens"][0]) == 3
-    code, _, noted = cli("generate", "the cat", "--model", out, "--tokens", 2, "--backend", "numpy")
-    assert code == 0 and f"{'W4A4' if options == ('atom',) else 'W4Ax'}, KV4 with rotated keys, on NumPy" in noted
+    code, output, _ = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
+    assert code == 0 and len(json.loads(output)["tokens"][0]) == 3
+    code, _, notes = cli("generate", "the cat", "--model", out, "--tokens", 2, "--backend", "numpy")
+    assert code == 0 and f"{'W4A4' if options == ('atom',) else 'W4Ax'}, KV4 with rotated keys, on NumPy" in notes
 
 
 @pytest.mark.full
@@ -204,17 +204,17 @@ def test_qserve_per_channel_is_measured_and_continues_a_text(cli: Any, folder: P
     )
     assert np.log(ours) == pytest.approx(np.log(exact), rel=0.008) and ours != exact
     options = ("--tokens", 4, "--backend", "numpy")
-    code, printed, _ = cli("generate", "the cat", "--model", out, *options, "--json")
+    code, output, _ = cli("generate", "the cat", "--model", out, *options, "--json")
     prompt = open_model(folder)[1].encode("the cat").tolist()
     tokens = [int(step[0]) for step in generate(NumpyRunner(model, 1, 100), [prompt], 4)]
-    assert code == 0 and json.loads(printed)["tokens"][0] == tokens
+    assert code == 0 and json.loads(output)["tokens"][0] == tokens
     assert "W4A8, KV4 with rotated keys, on NumPy" in cli("generate", "the cat", "--model", out, *options)[2]
 
 
 def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--recipe", "qoq_channel", "--text", tmp_path / "text.txt", "--samples", 2, "--length", 32)
-    code, printed, _ = cli("quantize", folder, *options, "--out", tmp_path / "out")
-    assert code == 0 and "relative squared error" in printed and "layer 1" in printed and "written: " in printed
+    code, output, _ = cli("quantize", folder, *options, "--out", tmp_path / "out")
+    assert code == 0 and "relative squared error" in output and "layer 1" in output and "written: " in output
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     only = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "FMPQ/?0% *", "--only", "channel/GPTQ")
     only += ("--only", "g64/reordering")
     options = (*only, "--seeds", 2, *sizes)
-    code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
+    code, output, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["windows"] == {"wikipedia": [2, 32]} and record["start"] == "mixed"
@@ -274,7 +274,7 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     ]
     exact = rows["float", "float32", 0]
     assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
-    assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in printed
+    assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in output
     command = ("accuracy", folder, "--seeds", 2, *sizes, "--out", tmp_path / "record.json")
     monkeypatch.setattr(accuracy, "quantize_layers", lambda *_: pytest.fail("that was measured before"))
     assert cli(*command, *options[:4])[0] == 0

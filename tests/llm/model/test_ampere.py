@@ -59,14 +59,14 @@ def test_a_decoder_decodes_on_ada() -> None:
 
     In NumPy the first cache has the same bytes.
     """
-    model, how = quantized_model(layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
+    model, options = quantized_model(layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
     assert {weights.qkv.layout for weights in model.layers} == {"strips"}
     with gpu.compiling_for("sm_89"):
-        kernels = KernelRunner(model, **how, backend="emulator")
+        kernels = KernelRunner(model, **options, backend="emulator")
         logits = [kernels.extend({0: [1, 2, 3], 1: [4]}), kernels.decode([5, 6])]
-    twin = NumpyRunner(model, **how)
-    right = [twin.extend({0: [1, 2, 3], 1: [4]}), twin.decode([5, 6])]
-    assert np.array_equal(kernels.caches[0].pool, twin.caches[0].pool) and twin.caches[0].pool.any()
+    numpy_runner = NumpyRunner(model, **options)
+    right = [numpy_runner.extend({0: [1, 2, 3], 1: [4]}), numpy_runner.decode([5, 6])]
+    assert np.array_equal(kernels.caches[0].pool, numpy_runner.caches[0].pool) and numpy_runner.caches[0].pool.any()
     difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
     assert difference < OF_ATTENTION * np.sqrt(np.square(right, dtype=np.float64).mean())
 
@@ -80,8 +80,8 @@ def test_a_server_serves() -> None:
         requests = [served.submit(prompt, 2) for prompt in prompts]
         while served.step():
             pass
-    twin = NumpyRunner(model, 2, 20, head="int8")
-    first = twin.prefill(prompts).argmax(axis=1)
+    numpy_runner = NumpyRunner(model, 2, 20, head="int8")
+    first = numpy_runner.prefill(prompts).argmax(axis=1)
     assert [request.tokens[0] for request in requests] == first.tolist()
     assert [len(request.tokens) for request in requests] == [2, 2]
 
@@ -90,15 +90,17 @@ def test_a_server_serves() -> None:
 def test_another_layout_is_the_same_weight(scheme: str) -> None:
     for interleaved in (False, True):
         strips, rows = (
-            LayerWeights.random(TINY, scheme=scheme, **how)
-            for how in ({"interleaved": interleaved}, {"layout": "qserve"})
+            LayerWeights.random(TINY, scheme=scheme, **options)
+            for options in ({"interleaved": interleaved}, {"layout": "qserve"})
         )
-        again = strips.in_layout("qserve")
+        repacked_weights = strips.in_layout("qserve")
         for name, weight in rows.parts.items():
             for buffer, array in getattr(weight, "buffers", {"": weight}).items():
-                repacked = getattr(again.parts[name], "buffers", {"": again.parts[name]})[buffer]
+                repacked = getattr(repacked_weights.parts[name], "buffers", {"": repacked_weights.parts[name]})[buffer]
                 assert np.array_equal(repacked, array), (name, buffer)
-        assert again.qkv.layout == "qserve" and again.in_layout("qserve").qkv is again.qkv
+        assert (
+            repacked_weights.qkv.layout == "qserve" and repacked_weights.in_layout("qserve").qkv is repacked_weights.qkv
+        )
 
 
 @pytest.mark.full
@@ -151,20 +153,20 @@ def test_what_does_not_run_there_is_refused_in_a_line(fake: FakeGpu, arch: int, 
         rf"gemm_w4a8: lqq in strips takes gemm_w4a8_sm90, .*: it runs on sm_90a, and this is sm_{arch}; here a weight "
         r"can be lqq in qserve \(gemm_w4a8_lqq_sm80\)"
     )
-    with pytest.raises(UnavailableError, match=problem) as caught:
+    with pytest.raises(UnavailableError, match=problem) as raised:
         on_the_device(layer_problem(config))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_the_driver_compiles_a_decoder_for_sm_80(scheme: str) -> None:
     """Compare caches and logits with the emulator's, on a GPU that may be newer; attention's last bits may differ."""
-    model, how = quantized_model(scheme=scheme, layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
+    model, options = quantized_model(scheme=scheme, layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
     runs = []
     with gpu.compiling_for("sm_80"):
         for backend in ("gpu", "emulator"):
-            runner = KernelRunner(model, **how, backend=backend)
+            runner = KernelRunner(model, **options, backend=backend)
             logits = [runner.extend({0: [1, 2, 3], 1: [4]}), runner.decode([5, 6])]
             runs.append((gpu.to_host(runner.caches[0].pool), *map(gpu.to_host, logits)))
     (pool, *gpu_logits), (same_pool, *right) = runs

@@ -47,8 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def models(folders: dict[str, Path]) -> dict[str, QuantizedModel]:
-    loaded = {scheme: folder.load(path) for scheme, path in folders.items()}
-    return {**loaded, "kv8": loaded["kv8_channel"]}
+    loaded_model = {scheme: folder.load(path) for scheme, path in folders.items()}
+    return {**loaded_model, "kv8": loaded_model["kv8_channel"]}
 
 
 def as_on(arch: str) -> AbstractContextManager[Any]:
@@ -77,14 +77,14 @@ def test_a_folder_holds_its_constants(folders: dict[str, Path], scheme: str, tmp
     """A rewritten folder holds them too."""
     model = folder.load(folders[scheme])
     rewrite_folder(folders[scheme], tmp_path / "new", layout="row_major")
-    again = folder.load(tmp_path / "new")
-    assert model.cache == again.cache == scheme == stored_numerics(folders[scheme]).kv
+    reloaded_model = folder.load(tmp_path / "new")
+    assert model.cache == reloaded_model.cache == scheme == stored_numerics(folders[scheme]).kv
     packing = [
         json.loads((path / "config.json").read_text())["quantization_config"]
         for path in (folders[scheme], tmp_path / "new")
     ]
     assert [of["kv_cache"] for of in packing] == [scheme, scheme]
-    for first, second in zip(model.layers, again.layers, strict=True):
+    for first, second in zip(model.layers, reloaded_model.layers, strict=True):
         assert np.array_equal(first.k_channel, second.k_channel) and np.array_equal(first.v_channel, second.v_channel)
 
 
@@ -113,17 +113,17 @@ def require_equal_but_for_steps(pool: Any, right: Any) -> None:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch: str) -> None:
     """It decodes prompts in chunks and two steps; in NumPy the first cache has the same bytes."""
-    how = {"batch": 2, "context": 70, "chunk": 4, "cache": scheme}
+    options = {"batch": 2, "context": 70, "chunk": 4, "cache": scheme}
     with as_on(arch):
-        kernels = KernelRunner(models[scheme], **how, backend="emulator")
+        kernels = KernelRunner(models[scheme], **options, backend="emulator")
         logits = run(kernels)
-    twin = NumpyRunner(models[scheme], **how)
-    right = run(twin)
-    assert kernels.rotated == twin.rotated == (scheme == "kv8")
-    assert np.array_equal(kernels.caches[0].pool, twin.caches[0].pool) and twin.caches[0].pool.any()
-    assert twin.caches[0].scheme == kernels.caches[0].scheme == scheme
+    numpy_runner = NumpyRunner(models[scheme], **options)
+    right = run(numpy_runner)
+    assert kernels.rotated == numpy_runner.rotated == (scheme == "kv8")
+    assert np.array_equal(kernels.caches[0].pool, numpy_runner.caches[0].pool) and numpy_runner.caches[0].pool.any()
+    assert numpy_runner.caches[0].scheme == kernels.caches[0].scheme == scheme
     if scheme == "kv4_channel":
-        require_equal_but_for_steps(kernels.caches[1].pool, twin.caches[1].pool)
+        require_equal_but_for_steps(kernels.caches[1].pool, numpy_runner.caches[1].pool)
     difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
     # On sm_80 the second cache differs by 57 such steps, on sm_90 by 16.
     bound = OF_A_STEP * (2 if (scheme, arch) == ("kv4_channel", "sm_80") else 1)
@@ -149,26 +149,26 @@ def test_a_server_serves(models: dict[str, QuantizedModel], scheme: str, backend
     requests = [served.submit(prompt, 3) for prompt in ([1, 2, 3], [7], [9, 8])]
     served.run()
     assert [len(request.tokens) for request in requests] == [3, 3, 3]
-    alone = NumpyRunner(models[scheme], 1, 20, batch_invariant=True, cache=scheme)
+    single_runner = NumpyRunner(models[scheme], 1, 20, batch_invariant=True, cache=scheme)
     for request in requests:
-        tie = parting(alone, request)
+        tie = parting(single_runner, request)
         assert tie is None or tie.margin < 3 * OF_A_STEP * tie.spread
-        alone.release(0)
+        single_runner.release(0)
 
 
 @pytest.mark.parametrize("kind", [NumpyRunner, KernelRunner])
 def test_schemes_that_a_model_is_not_calibrated_for_are_refused(
     models: dict[str, QuantizedModel], kind: type[Runner]
 ) -> None:
-    how: dict[str, Any] = {"backend": "emulator"} if kind is KernelRunner else {}
+    options: dict[str, Any] = {"backend": "emulator"} if kind is KernelRunner else {}
     plain = QuantizedModel.rounded(FloatModel.random(CONFIG), group=64)
     for model, schemes in ((plain, "kv4, kv8"), (models["kv8_channel"], "kv8_channel, kv4, kv8")):
         rule = f"^cache: must be one of {schemes}; by channel the model must be calibrated for it "
         for cache in ("kv4_channel", "kv5", 8):
             with pytest.raises(ArgumentError, match=rule):
-                kind(model, 1, 64, cache=cache, **how)
+                kind(model, 1, 64, cache=cache, **options)
     with pytest.raises(ArgumentError, match=r"^rotated: must be False for kv8_channel"):
-        kind(models["kv8_channel"], 1, 64, rotated=True, **how)
+        kind(models["kv8_channel"], 1, 64, rotated=True, **options)
     with pytest.raises(ArgumentError, match=r"^k_channel: must be an array \[2, 2, 64\]"):
         replace(plain.layers[0], cache="kv8_channel")
     with pytest.raises(ArgumentError, match=r"^k_channel: must be None"):

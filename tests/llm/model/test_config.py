@@ -103,8 +103,8 @@ def test_what_else_a_config_says() -> None:
     assert (config.rope_base, hash(config)) == (5e5, hash(same))
     assert all((a == b).all() for a, b in zip(config.rope_tables(9), same.rope_tables(np.arange(9)), strict=True))
     linear = Config.from_json({**SMOLLM, "rope_scaling": {"type": "linear", "factor": 2}})
-    plain = Config.from_json({**SMOLLM, "rope_scaling": {"rope_type": "default"}})
-    (cos, sin), (cos_of_half, sin_of_half) = linear.rope_tables(np.arange(0, 18, 2)), plain.rope_tables(9)
+    plain_config = Config.from_json({**SMOLLM, "rope_scaling": {"rope_type": "default"}})
+    (cos, sin), (cos_of_half, sin_of_half) = linear.rope_tables(np.arange(0, 18, 2)), plain_config.rope_tables(9)
     assert cos.shape == (9, 32) and (cos == cos_of_half).all() and (sin == sin_of_half).all()
     assert Config.from_json({**SMOLLM, "head_dim": 128}).matrices["o"] == (576, 1152)
 
@@ -218,15 +218,15 @@ def test_a_config_is_read_back_as_it_was_written(source: dict[str, Any], change:
 
 
 def test_windows_of_some_layers_are_checked() -> None:
-    plain = Config.from_json({**MISTRAL, "num_hidden_layers": 4})
-    assert replace(plain, window_layers=(1, 3)).window_of(2) is None
+    plain_config = Config.from_json({**MISTRAL, "num_hidden_layers": 4})
+    assert replace(plain_config, window_layers=(1, 3)).window_of(2) is None
     for wrong in ((), (3, 1), (1, 1), (4,), (-1,), [1], (True,), "1"):
         with pytest.raises(ArgumentError, match=r"^window_layers: must be "):
-            replace(plain, window_layers=wrong)
+            replace(plain_config, window_layers=wrong)
     with pytest.raises(ArgumentError, match=r"^window_layers: must be None unless some layers have a window"):
-        replace(plain, window=None, window_layers=(1,))
+        replace(plain_config, window=None, window_layers=(1,))
     with pytest.raises(ArgumentError, match=r"^window_layers: must be None in the config of a mistral"):
-        replace(plain, window_layers=(1,)).to_json()
+        replace(plain_config, window_layers=(1,)).to_json()
 
 
 OF_ROPE: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {

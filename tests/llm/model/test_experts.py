@@ -118,15 +118,15 @@ def test_chunks_and_batches_do_not_matter(packed_model: QuantizedModel) -> None:
     )
     right = whole.prefill(PROMPTS)
     assert np.array_equal(chunked.prefill(PROMPTS), right)
-    alone = NumpyRunner(packed_model, 1, 20, head="int8")
-    assert np.array_equal(alone.prefill(PROMPTS[1:])[0], right[1])
+    single_runner = NumpyRunner(packed_model, 1, 20, head="int8")
+    assert np.array_equal(single_runner.prefill(PROMPTS[1:])[0], right[1])
 
 
 @pytest.mark.full
 def test_kernels_give_the_same(packed_model: QuantizedModel) -> None:
     """Run steps and chunks of prompts in the emulator; attention in floats moves an INT8 step once in a while."""
-    how: dict[str, Any] = {"batch": 2, "context": 20, "chunk": 4, "head": "int8"}
-    kernels, numpy = KernelRunner(packed_model, **how, backend="emulator"), NumpyRunner(packed_model, **how)
+    options: dict[str, Any] = {"batch": 2, "context": 20, "chunk": 4, "head": "int8"}
+    kernels, numpy = KernelRunner(packed_model, **options, backend="emulator"), NumpyRunner(packed_model, **options)
     for run in (lambda runner: runner.prefill([[1, 2, 3], [4, 5]]), lambda runner: runner.decode([5, 6])):
         logits, right = run(kernels), run(numpy)
         assert relative_error(logits, right) < 0.03
@@ -137,13 +137,13 @@ def test_a_folder_has_every_expert(packed_model: QuantizedModel, tmp_path: Path)
     (tmp_path / "a").mkdir()
     folder.save(packed_model, tmp_path / "a")
     rewrite_folder(tmp_path / "a", tmp_path / "b", layout="row_major")
-    loaded, repacked = folder.load(tmp_path / "a"), folder.load(tmp_path / "b")
-    assert loaded.config == packed_model.config and repacked.layers[0].down.layout == "row_major"
+    loaded_model, repacked = folder.load(tmp_path / "a"), folder.load(tmp_path / "b")
+    assert loaded_model.config == packed_model.config and repacked.layers[0].down.layout == "row_major"
     right = NumpyRunner(packed_model, 2, 20).prefill(PROMPTS)
-    for again in (loaded, repacked):
+    for again in (loaded_model, repacked):
         assert np.array_equal(NumpyRunner(again, 2, 20).prefill(PROMPTS), right)
     for name, array in packed_model.layers[1].down.buffers.items():
-        np.testing.assert_array_equal(loaded.layers[1].down.buffers[name], array, strict=True)
+        np.testing.assert_array_equal(loaded_model.layers[1].down.buffers[name], array, strict=True)
 
 
 def test_more_experts_than_any_model_has_are_refused() -> None:

@@ -150,12 +150,12 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
     """
     model = quantized_model(dtype=dtype, tied_head=False)
     kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
-    twin = NumpyRunner(model, 3, 80, head="int8")
+    numpy_runner = NumpyRunner(model, 3, 80, head="int8")
     normed = convert_to_dtype(np.random.default_rng(0).standard_normal((3, 64), np.float32), dtype)
-    logits = twin._logits(normed)
+    logits = numpy_runner._logits(normed)
     assert logits.dtype == np.float16 and logits.shape == (3, 260)
     assert np.array_equal(kernels._logits(normed), logits)
-    assert np.array_equal(twin._logits(normed[1:2])[0], logits[1])
+    assert np.array_equal(numpy_runner._logits(normed[1:2])[0], logits[1])
     expected = floats(normed) @ floats(model.head).T
     error = np.sqrt(np.square(logits - expected).mean() / np.square(expected).mean())
     assert 1e-3 < error < 0.015  # two roundings to INT8, of a row of weights and of a token
@@ -168,23 +168,23 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
     def same(logits: Any, expected: Any) -> bool:
         return bool((np.abs(logits - expected) <= 2.0**-10 * np.abs(expected)).all())
 
-    whole = NumpyRunner(model, 3, 80)
-    right = whole.prefill(PROMPTS)
+    whole_runner = NumpyRunner(model, 3, 80)
+    right = whole_runner.prefill(PROMPTS)
     chunked = NumpyRunner(model, 3, 80, chunk=5)
     assert same(chunked.prefill(PROMPTS), right)
-    assert all(np.array_equal(a.pool, b.pool) for a, b in zip(chunked.caches, whole.caches, strict=True))
-    next_logits = whole.decode([5, 6, 7])
+    assert all(np.array_equal(a.pool, b.pool) for a, b in zip(chunked.caches, whole_runner.caches, strict=True))
+    next_logits = whole_runner.decode([5, 6, 7])
     for b, prompt in enumerate(PROMPTS):
-        alone = NumpyRunner(model, 1, 80)
-        logits = alone.prefill([prompt[:1]])
+        single_runner = NumpyRunner(model, 1, 80)
+        logits = single_runner.prefill([prompt[:1]])
         for token in prompt[1:]:
-            logits = alone.decode([token])
-        assert same(logits[0], right[b]) and same(alone.decode([5 + b])[0], next_logits[b])
-        for ours, theirs in zip(alone.caches, whole.caches, strict=True):
+            logits = single_runner.decode([token])
+        assert same(logits[0], right[b]) and same(single_runner.decode([5 + b])[0], next_logits[b])
+        for ours, theirs in zip(single_runner.caches, whole_runner.caches, strict=True):
             for of_one, of_all in zip(gather(ours), gather(theirs), strict=True):
                 for part in ("values", "scale", "zero"):
                     assert np.array_equal(getattr(of_one[0], part), getattr(of_all[b], part))
-    assert np.array_equal(bits(whole.prefill(PROMPTS)), bits(right))  # begins anew
+    assert np.array_equal(bits(whole_runner.prefill(PROMPTS)), bits(right))  # begins anew
 
 
 @pytest.mark.parametrize("layout", ["strips", "qserve", "dual_mma"])
@@ -223,9 +223,9 @@ def test_kernels_give_the_same(model: QuantizedModel, own_keys: str) -> None:
 
     The last prompt is padded. With attention in floats the first layer's keys and values are the same.
     """
-    how = {"batch": 2, "context": 70, "chunk": 6, "own_keys": own_keys}
-    kernels = KernelRunner(model, **how, head="int8", backend="emulator")  # whose sums are exact, unlike float16's
-    same, near = (kind(model, **how, head="int8") for kind in (KernelAttentionRunner, NumpyRunner))
+    options = {"batch": 2, "context": 70, "chunk": 6, "own_keys": own_keys}
+    kernels = KernelRunner(model, **options, head="int8", backend="emulator")  # whose sums are exact, unlike float16's
+    same, near = (kind(model, **options, head="int8") for kind in (KernelAttentionRunner, NumpyRunner))
     stepped, expected, approximate = ([run.decode([5, 6]), run.decode([3, 1], [1, 0])] for run in (kernels, same, near))
     assert np.array_equal(stepped, expected)
     for ours, theirs in zip(same.caches, kernels.caches, strict=True):
@@ -248,16 +248,20 @@ class WithoutCache(NumpyRunner):
 
 def test_keys_of_the_own_chunk_may_be_of_16_bits(model: QuantizedModel) -> None:
     """A prompt in one chunk reads nothing of the cache, and writes into the first layer's what it always writes."""
-    prompt, how = [list(range(40))], {"context": 60, "own_keys": "16-bit"}
-    whole, cut, cached = NumpyRunner(model, **how), NumpyRunner(model, **how, chunk=9), NumpyRunner(model, context=60)
-    right = whole.prefill(prompt)
-    forgetful = WithoutCache(model, **how)
+    prompt, options = [list(range(40))], {"context": 60, "own_keys": "16-bit"}
+    whole_runner, cut, cached = (
+        NumpyRunner(model, **options),
+        NumpyRunner(model, **options, chunk=9),
+        NumpyRunner(model, context=60),
+    )
+    right = whole_runner.prefill(prompt)
+    forgetful = WithoutCache(model, **options)
     assert np.array_equal(forgetful.prefill(prompt), right)
     of_chunks, of_cache = cut.prefill(prompt), cached.prefill(prompt)
-    assert not np.array_equal(WithoutCache(model, **how, chunk=9).prefill(prompt), of_chunks)
+    assert not np.array_equal(WithoutCache(model, **options, chunk=9).prefill(prompt), of_chunks)
     assert not np.array_equal(of_chunks, right) and not np.array_equal(of_cache, right)
-    assert np.array_equal(whole.caches[0].pool, cached.caches[0].pool)
-    assert not np.array_equal(forgetful.decode([1]), whole.decode([1]))  # which reads the cache
+    assert np.array_equal(whole_runner.caches[0].pool, cached.caches[0].pool)
+    assert not np.array_equal(forgetful.decode([1]), whole_runner.decode([1]))  # which reads the cache
     with pytest.raises(ArgumentError, match=r"own_keys: must be one of cache, 16-bit \(got 8-bit\)"):
         NumpyRunner(model, own_keys="8-bit")
     with pytest.raises(ArgumentError, match=r"own_keys: must be cache for kv8: only kv4 has kernels for 16-bit ones"):
@@ -273,8 +277,10 @@ def test_each_layer_has_its_own_window(backend: str) -> None:
     caches, logits = {}, {}
     for name, windows in {"all": None, "first": (0,), "second": (1,), "none": ()}.items():
         window_options = {"window": 3, "window_layers": windows} if windows != () else {}
-        model, how = quantized_model(**window_options), {"batch": 1, "context": 16}
-        runner = NumpyRunner(model, **how) if backend == "numpy" else KernelRunner(model, **how, backend=backend)
+        model, options = quantized_model(**window_options), {"batch": 1, "context": 16}
+        runner = (
+            NumpyRunner(model, **options) if backend == "numpy" else KernelRunner(model, **options, backend=backend)
+        )
         logits[name] = runner.prefill([[1, 2, 3, 4, 5, 6, 7]]).copy()
         caches[name] = runner.caches[1].pool.copy()
     for name, same in {"first": "all", "second": "none"}.items():
@@ -308,15 +314,15 @@ def test_draws_follow_the_softmax_and_the_seed(model: QuantizedModel) -> None:
 
 def test_a_prompt_goes_on_from_what_the_runner_holds(model: QuantizedModel) -> None:
     """Compute in chunks, each sequence from where it is: the same caches, and the same tokens, as computed anew."""
-    whole, runner = NumpyRunner(model, 2, 100), NumpyRunner(model, 2, 100, chunk=5)
+    whole_runner, runner = NumpyRunner(model, 2, 100), NumpyRunner(model, 2, 100, chunk=5)
     first = np.array(list(generate(runner, PROMPTS[1:], 3)))
     prompts = [[*prompt, *first[:, b].tolist(), *range(9 + b)] for b, prompt in enumerate(PROMPTS[1:])]
     lengths, calls = runner.lengths.copy(), list[None]()
     steps = generate(runner, prompts, 4, goes_on=True, progress=lambda: calls.append(None))
-    right = np.array(list(generate(whole, prompts, 4)))
-    assert np.array_equal(np.array(list(steps)), right) and np.array_equal(runner.lengths, whole.lengths)
+    right = np.array(list(generate(whole_runner, prompts, 4)))
+    assert np.array_equal(np.array(list(steps)), right) and np.array_equal(runner.lengths, whole_runner.lengths)
     assert lengths.tolist() == [5, 72] and len(calls) == 2 + 3
-    for ours, theirs in zip(runner.caches, whole.caches, strict=True):
+    for ours, theirs in zip(runner.caches, whole_runner.caches, strict=True):
         for of_one, of_all in zip(gather(ours), gather(theirs), strict=True):
             assert all(np.array_equal(a.values, b.values) for a, b in zip(of_one, of_all, strict=True))
     with pytest.raises(

@@ -63,13 +63,13 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
     The FP16 head in one order gives a row the same bits alone, and is near cuBLAS's.
     """
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, vocabulary=1003, tied_head=False)), dtype=dtype)
-    how: dict[str, Any] = {"context": 64, "chunk": 16}
+    options: dict[str, Any] = {"context": 64, "chunk": 16}
     numbers = np.random.default_rng(0).standard_normal((40, SMALL.hidden), np.float32)
     normed = convert_to_dtype(numbers, dtype)
     on_gpu = gpu.to_device(normed)
-    eight = KernelRunner(model, 40, head="int8", **how)._logits(on_gpu)
-    assert np.array_equal(gpu.to_host(eight), NumpyRunner(model, 40, head="int8", **how)._logits(normed))
-    ordered, plain = (KernelRunner(model, 40, batch_invariant=invariant, **how) for invariant in (True, False))
+    eight = KernelRunner(model, 40, head="int8", **options)._logits(on_gpu)
+    assert np.array_equal(gpu.to_host(eight), NumpyRunner(model, 40, head="int8", **options)._logits(normed))
+    ordered, plain = (KernelRunner(model, 40, batch_invariant=invariant, **options) for invariant in (True, False))
     logits = gpu.to_host(ordered._logits(on_gpu))
     assert relative_error(logits, gpu.to_host(plain._logits(on_gpu))) < 1e-3
     for row in (0, 7, 39):
@@ -85,18 +85,20 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
 )
 def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -> None:
     """Prompts of up to 150 tokens run in chunks that cut them, then twenty steps of the graph."""
-    how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
-    model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
+    options = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
+    model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **options)
     prompts = random_prompts(tuple(np.random.default_rng(batch).integers(1, 151, batch).tolist()))
-    twin, kernels = (kind(model, batch, 200, chunk=64, own_keys=own_keys) for kind in (NumpyRunner, KernelRunner))
-    expected, logits = twin.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
+    numpy_runner, kernels = (
+        kind(model, batch, 200, chunk=64, own_keys=own_keys) for kind in (NumpyRunner, KernelRunner)
+    )
+    expected, logits = numpy_runner.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
     for _ in range(20):
         assert relative_error(logits, expected) < OF_ROUNDING
         tokens = expected.argmax(axis=1)
-        expected, logits = twin.decode(tokens), gpu.to_host(kernels.decode(tokens))
+        expected, logits = numpy_runner.decode(tokens), gpu.to_host(kernels.decode(tokens))
     # Nothing of attention or gates comes before the keys and values of the first layer.
-    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), twin.caches[0].pool)
-    assert np.array_equal(gpu.to_host(kernels.caches[0].lengths), twin.lengths)
+    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), numpy_runner.caches[0].pool)
+    assert np.array_equal(gpu.to_host(kernels.caches[0].lengths), numpy_runner.lengths)
 
 
 @pytest.mark.parametrize("batch", [1, 5, 40])
@@ -105,15 +107,15 @@ def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -
 )
 def test_steps_are_those_of_the_oracle(changes: dict[str, Any], batch: int) -> None:
     """Seventy steps begin with empty caches, so that sequences begin a second page."""
-    how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
-    model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
-    twin, kernels = (kind(model, batch, 200) for kind in (OnTheGpu, KernelRunner))
+    options = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
+    model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **options)
+    numpy_runner, kernels = (kind(model, batch, 200) for kind in (OnTheGpu, KernelRunner))
     for tokens in np.random.default_rng(batch).integers(0, SMALL.vocabulary, (70, batch)):
-        expected_logits, logits = twin.decode(tokens), gpu.to_host(kernels.decode(tokens))
+        expected_logits, logits = numpy_runner.decode(tokens), gpu.to_host(kernels.decode(tokens))
     pools = [gpu.to_host(cache.pool) for cache in kernels.caches]
-    assert np.array_equal(pools[0], twin.caches[0].pool)
+    assert np.array_equal(pools[0], numpy_runner.caches[0].pool)
     # One attention, and one gate that may be a step off in a few of a million elements, comes before the second's.
-    differing_share = float((pools[1] != twin.caches[1].pool).sum() / np.count_nonzero(pools[1]))
+    differing_share = float((pools[1] != numpy_runner.caches[1].pool).sum() / np.count_nonzero(pools[1]))
     print(
         f"other bytes in the second layer's cache: {differing_share:.5f};"
         f" logits: {relative_error(logits, expected_logits):.5f}"

@@ -112,12 +112,12 @@ def test_layers_that_add_to_the_stream_follow_each_other() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
 def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -> None:
-    plain, fused = (layer_problem(config, residual_epilogue=added) for added in (False, True))
-    hidden, returned = plain.run(), fused.run()
+    plain_problem, fused = (layer_problem(config, residual_epilogue=added) for added in (False, True))
+    hidden, returned = plain_problem.run(), fused.run()
     if config.experts:
-        assert np.array_equal(hidden, returned) and np.array_equal(plain.residual, fused.residual)
+        assert np.array_equal(hidden, returned) and np.array_equal(plain_problem.residual, fused.residual)
     else:
-        assert np.array_equal(plain.residual + hidden, returned)  # as the next layer adds them
+        assert np.array_equal(plain_problem.residual + hidden, returned)  # as the next layer adds them
 
 
 @st.composite
@@ -418,8 +418,8 @@ def test_ampere_cuts_no_contexts_of_prompts(fake: FakeGpu) -> None:
 
 
 def overlapping() -> dict[str, np.ndarray]:
-    both = np.zeros((4, 128), np.float16)
-    return {"x": both[1:], "residual": both[:3]}
+    both_arrays = np.zeros((4, 128), np.float16)
+    return {"x": both_arrays[1:], "residual": both_arrays[:3]}
 
 
 def read_only() -> np.ndarray:

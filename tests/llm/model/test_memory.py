@@ -62,10 +62,10 @@ def test_bytes_of_a_launch_in_w4a4_are_those_of_its_buffers(scheme: str, layout:
 )
 def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head: str, own_keys: str) -> None:
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=tied)), group=32, dtype=dtype)
-    how: dict[str, Any] = {"chunk": 5, "head": head, "own_keys": own_keys}
-    runner = KernelRunner(model, 3, 100, pages=4, backend="emulator", **how)
-    footprint = Footprint.of_model(model, 3, 100, **how)
-    assert footprint == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, **how)
+    options: dict[str, Any] = {"chunk": 5, "head": head, "own_keys": own_keys}
+    runner = KernelRunner(model, 3, 100, pages=4, backend="emulator", **options)
+    footprint = Footprint.of_model(model, 3, 100, **options)
+    assert footprint == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, **options)
     of_head = vars(runner._head.weight).values() if head == "int8" else [runner._head.weight]
     of_head = [array for array in of_head if isinstance(array, np.ndarray)]
     ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}
@@ -99,12 +99,12 @@ def test_the_largest_batch_fits_and_one_more_is_refused_with_the_figures() -> No
 @pytest.mark.parametrize("chunk", [None, 2048])
 @pytest.mark.parametrize("pages", [None, 2])
 def test_no_larger_batch_fits(pages: int | None, chunk: int | None) -> None:
-    how = {"pages": pages, "chunk": chunk, "group": 64}
+    options = {"pages": pages, "chunk": chunk, "group": 64}
     config = replace(TINY_MODEL, hidden=64, ffn=64)
-    needed = [excess(config, batch, 1, 100, **how) + 10**9 for batch in range(1, 41)]
+    needed = [excess(config, batch, 1, 100, **options) + 10**9 for batch in range(1, 41)]
     for budget in needed:
         fitting = [batch for batch, nbytes in enumerate(needed, 1) if nbytes <= budget]
-        assert largest_batch(config, budget / 1e9, 100, most=40, **how) == fitting[-1]
+        assert largest_batch(config, budget / 1e9, 100, most=40, **options) == fitting[-1]
 
 
 def test_the_memory_that_an_error_asks_for_suffices() -> None:

@@ -54,16 +54,16 @@ def test_a_layer_is_its_twin(config: Config, scheme: str, dtype: str, batch: int
 @pytest.mark.parametrize("interleaved", [False, True], ids=["silu_mul_quantize", "silu_mul"])
 def test_a_residual_epilogue_has_the_bits_of_the_chain_without(interleaved: bool, dtype: str, batch: int) -> None:
     """The L2 adds as `rmsnorm_quantize` does; and every launch of both is what its twin says."""
-    how: dict[str, Any] = {"lengths": lengths_of(batch), "dtype": dtype, "interleaved": interleaved}
-    plain, fused = (on_gpu(layer_problem(WIDE, **how), residual_epilogue=added) for added in (False, True))
+    options: dict[str, Any] = {"lengths": lengths_of(batch), "dtype": dtype, "interleaved": interleaved}
+    plain_problem, fused = (on_gpu(layer_problem(WIDE, **options), residual_epilogue=added) for added in (False, True))
     hidden_states = []
-    for problem in (plain, fused):
+    for problem in (plain_problem, fused):
         inputs = problem.inputs
         hidden_states.append(problem.run(backend=None))
         compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
     hidden, returned = hidden_states
     assert returned is fused.residual
-    stream, added = (numbers(gpu.to_host(array), dtype) for array in (plain.residual, hidden))
+    stream, added = (numbers(gpu.to_host(array), dtype) for array in (plain_problem.residual, hidden))
     right = convert_to_dtype((stream + added).astype(np.float32), dtype)
     assert (gpu.to_host(returned).view(np.uint16) == right.view(np.uint16)).all()
 

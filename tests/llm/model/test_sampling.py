@@ -84,9 +84,9 @@ def test_scores_are_those_of_transformers(how: dict[str, Any], kind: str) -> Non
 def test_each_row_of_a_batch_has_its_own_settings(first: int) -> None:
     logits = some_logits("drawn")
     these = [SETTINGS[(first + row) % len(SETTINGS)] for row in range(len(logits))]
-    samplings = [Sampling(**how) for how in these]
+    samplings = [Sampling(**options) for options in these]
     scores = adjust(logits.astype(np.float64), samplings, tokens_mask(PROMPTS, logits))
-    right = [process(logits[row : row + 1], PROMPTS[row : row + 1], how) for row, how in enumerate(these)]
+    right = [process(logits[row : row + 1], PROMPTS[row : row + 1], options) for row, options in enumerate(these)]
     assert_same(scores, np.concatenate(right))
 
 
@@ -146,12 +146,12 @@ def test_a_row_whose_likeliest_is_taken_is_only_penalised() -> None:
 def test_a_row_without_a_finite_logit_raises_no_warning() -> None:
     """Its token is refused later (`finite_only`); the other rows are right."""
     logits = some_logits("drawn")
-    how = [Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)]
-    right = adjust(logits, how)
+    options = [Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)]
+    right = adjust(logits, options)
     for wrong in (-np.inf, np.nan):
-        broken = logits.copy()
-        broken[1] = wrong
-        assert np.array_equal(adjust(broken, how)[[0, 2, 3]], right[[0, 2, 3]])
+        broken_logits = logits.copy()
+        broken_logits[1] = wrong
+        assert np.array_equal(adjust(broken_logits, options)[[0, 2, 3]], right[[0, 2, 3]])
 
 
 @pytest.mark.parametrize(

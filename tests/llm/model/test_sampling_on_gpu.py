@@ -27,8 +27,8 @@ def test_scores_are_numpys(cupy: Any, dtype: Any, alike: bool) -> None:
     rng = np.random.default_rng(0)
     logits = np.round(4 * rng.standard_normal((len(SETTINGS), 1000))).astype(dtype)
     seen = [rng.integers(0, 1000, 50).tolist() for _ in SETTINGS]
-    for how in SETTINGS if alike else [None]:
-        samplings = [Sampling(**settings) for settings in (SETTINGS if how is None else [how])]
+    for options in SETTINGS if alike else [None]:
+        samplings = [Sampling(**settings) for settings in (SETTINGS if options is None else [options])]
         on_gpu = cupy.asarray(logits)
         scores = adjust(on_gpu, samplings, tokens_mask(seen, on_gpu))
         right = adjust(logits, samplings, tokens_mask(seen, logits))
@@ -41,13 +41,13 @@ def test_a_float_model_on_a_gpu_has_the_tokens_of_numpy() -> None:
     model, prompts = FloatModel.random(SMALL, dtype=np.float64), random_prompts((5, 9))
     on_cpu, on_gpu = (FloatRunner(placed, 2, 60, chunk=4) for placed in (model, model.to_device()))
     assert np.allclose(gpu.to_host(on_gpu.prefill(prompts)), on_cpu.prefill(prompts), atol=1e-9)
-    for how in ({}, {"repetition_penalty": 2.0}):
-        scores, right = (list(generate(runner, prompts, 10, **how)) for runner in (on_gpu, on_cpu))
+    for options in ({}, {"repetition_penalty": 2.0}):
+        scores, right = (list(generate(runner, prompts, 10, **options)) for runner in (on_gpu, on_cpu))
         assert np.array_equal(scores, right)
     answers = []
     for runner in (on_gpu, on_cpu):
         server = Server(runner)
-        requests = [server.submit(prompts[i % 2], 8, seed=i, **how) for i, how in enumerate(SETTINGS)]
+        requests = [server.submit(prompts[i % 2], 8, seed=i, **options) for i, options in enumerate(SETTINGS)]
         server.run()
         answers.append([request.tokens for request in requests])
     assert answers[0] == answers[1]

@@ -46,14 +46,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel
 @every_system
 def test_a_step_of_two_layers(models: dict[str, QuantizedModel], system: ServingSystem, arch: str) -> None:
     """The step comes behind prompts of two lengths; in NumPy the first cache has the same bytes."""
-    model, how = models[system.name], {"batch": 2, "context": 70, "chunk": 4}
+    model, options = models[system.name], {"batch": 2, "context": 70, "chunk": 4}
     with as_on(arch):
-        kernels = KernelRunner(model, **how, backend="emulator")
+        kernels = KernelRunner(model, **options, backend="emulator")
         logits = [kernels.extend({0: [1, 2, 3], 1: [4]}), kernels.decode([5, 6])]
-    twin = NumpyRunner(model, **how)
-    right = [twin.extend({0: [1, 2, 3], 1: [4]}), twin.decode([5, 6])]
+    numpy_runner = NumpyRunner(model, **options)
+    right = [numpy_runner.extend({0: [1, 2, 3], 1: [4]}), numpy_runner.decode([5, 6])]
     assert kernels.caches[0].scheme == (system.settings.kv if system.settings.calibrates_cache else "kv4")
-    assert np.array_equal(kernels.caches[0].pool, twin.caches[0].pool) and twin.caches[0].pool.any()
+    assert np.array_equal(kernels.caches[0].pool, numpy_runner.caches[0].pool) and numpy_runner.caches[0].pool.any()
     difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
     assert difference < OF_A_STEP[system.settings.acts] * np.sqrt(np.square(right, dtype=np.float64).mean())
 
@@ -67,14 +67,14 @@ def test_tokens_are_those_of_numpy_but_for_ties(models: dict[str, QuantizedModel
     """
     if reason := gpu.why_not("sm_80"):
         pytest.skip(reason)
-    model, how = models[system.name], {"context": 170, "batch_invariant": True}
-    served = Server(KernelRunner(model, 3, **how, chunk=64))
+    model, options = models[system.name], {"context": 170, "batch_invariant": True}
+    served = Server(KernelRunner(model, 3, **options, chunk=64))
     requests = [served.submit(prompt, 16) for prompt in random_prompts((3, 70, 150), CONFIG.vocabulary)]
     served.run()
     assert [len(request.tokens) for request in requests] == [16, 16, 16]
-    alone = NumpyRunner(model, 1, **how)
+    single_runner = NumpyRunner(model, 1, **options)
     for request in requests:
-        tie = parting(alone, request)
+        tie = parting(single_runner, request)
         print(system.name, tie)
         assert tie is None or tie.margin < 4 * OF_A_STEP[system.settings.acts] * tie.spread
-        alone.release(0)
+        single_runner.release(0)

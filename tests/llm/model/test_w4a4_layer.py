@@ -101,13 +101,13 @@ def test_a_decoder_of_unequal_layers_decodes(models: dict[str, QuantizedModel], 
 
     test_systems.py has the case of Atom.
     """
-    model, how = models["fmpq"], {"batch": 2, "context": 70, "chunk": 4}
+    model, options = models["fmpq"], {"batch": 2, "context": 70, "chunk": 4}
     with as_on(arch):
-        kernels = KernelRunner(model, **how, backend="emulator")
+        kernels = KernelRunner(model, **options, backend="emulator")
         logits = [kernels.extend({0: [1, 2, 3], 1: [4]}), kernels.decode([5, 6]), kernels.decode([7, 8])]
-    twin = NumpyRunner(model, **how)
-    right = [twin.extend({0: [1, 2, 3], 1: [4]}), twin.decode([5, 6]), twin.decode([7, 8])]
-    assert np.array_equal(kernels.caches[0].pool, twin.caches[0].pool) and twin.caches[0].pool.any()
+    numpy_runner = NumpyRunner(model, **options)
+    right = [numpy_runner.extend({0: [1, 2, 3], 1: [4]}), numpy_runner.decode([5, 6]), numpy_runner.decode([7, 8])]
+    assert np.array_equal(kernels.caches[0].pool, numpy_runner.caches[0].pool) and numpy_runner.caches[0].pool.any()
     difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
     assert difference < OF_A_STEP * np.sqrt(np.square(right, dtype=np.float64).mean())
 
@@ -121,11 +121,11 @@ def test_a_server_serves(models: dict[str, QuantizedModel], scheme: str) -> None
     requests = [served.submit(prompt, 3) for prompt in ([1, 2, 3], [7], [9, 8])]
     served.run()
     assert [len(request.tokens) for request in requests] == [3, 3, 3]
-    alone = NumpyRunner(models[scheme], 1, 20, batch_invariant=True)
+    single_runner = NumpyRunner(models[scheme], 1, 20, batch_invariant=True)
     for request in requests:
-        tie = parting(alone, request)
+        tie = parting(single_runner, request)
         assert tie is None or tie.margin < OF_A_STEP * tie.spread
-        alone.release(0)
+        single_runner.release(0)
 
 
 def test_a_folder_of_the_first_version_is_read(tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ def rewrite_header(path: Path, version: int, **fields: Any) -> None:
 @pytest.mark.parametrize("scheme", ["atom", "fmpq"])
 def test_another_layout_is_the_same_weight(scheme: str, to: str) -> None:
     weights = layer_problem(CONFIG, scheme=scheme, layout="strips").weights
-    again = weights.in_layout(to)
-    assert again.qkv.layout == to and again.in_layout(to).qkv is again.qkv
+    repacked_weights = weights.in_layout(to)
+    assert repacked_weights.qkv.layout == to and repacked_weights.in_layout(to).qkv is repacked_weights.qkv
     for name in CONFIG.matrices:
-        one, repacked = getattr(weights, name), getattr(again.in_layout("strips"), name)
+        one, repacked = getattr(weights, name), getattr(repacked_weights.in_layout("strips"), name)
         assert {**vars(one), "buffers": None} == {**vars(repacked), "buffers": None}
         for buffer, array in one.buffers.items():
             np.testing.assert_array_equal(array, repacked.buffers[buffer], err_msg=f"{name} {buffer}")

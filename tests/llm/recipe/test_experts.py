@@ -46,14 +46,14 @@ def taken_by(model: FloatModel, stream: list[Any], layer: Layer, expert: int) ->
 @pytest.mark.usefixtures("few_tokens_suffice")
 def test_rotation_smoothing_and_reordering_do_not_change_the_function() -> None:
     model = FloatModel.random(CONFIG, dtype=np.float64)
-    turned = calibrate.prepare_model(model, LQQ)
-    states = [turned.embed(sample[None]) for sample in TEXT]
+    prepared_model = calibrate.prepare_model(model, LQQ)
+    states = [prepared_model.embed(sample[None]) for sample in TEXT]
     layers = []
-    for layer in turned.layers:
-        layers.append(calibrate.smooth_and_reorder(turned, layer, states, LQQ))
+    for layer in prepared_model.layers:
+        layers.append(calibrate.smooth_and_reorder(prepared_model, layer, states, LQQ))
         assert not np.allclose(layers[-1]["up.1"], layer["up.1"])
-        states = [turned.run_layer(x, layer) for x in states]
-    shaped = replace(turned, layers=layers)
+        states = [prepared_model.run_layer(x, layer) for x in states]
+    shaped = replace(prepared_model, layers=layers)
     logits, right = (of.logits(of.states([TEXT])[0]) for of in (shaped, model))
     np.testing.assert_allclose(logits, right, atol=1e-9 * np.abs(right).max())
 
@@ -137,12 +137,12 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
     errors = quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out")
     assert list(errors[1])[:4] == ["qkv", "o", "gate_up.0", "down.0"] and len(errors[1]) == 10
     assert all((error is None) == (name in ("rtn", "liquid")) for error in errors[1].values())
-    loaded = dequantize_model(folder.load(tmp_path / "out"))
+    loaded_model = dequantize_model(folder.load(tmp_path / "out"))
     first = next(calibrate.quantize_layers(calibrate.prepare_model(MODEL, recipe), TEXT, recipe))
     assert first is not None
     for part in ("q", "o", "gate.2", "up.0", "down.3"):
-        np.testing.assert_array_equal(first.floats[part], loaded.layers[0][part])
-    np.testing.assert_allclose(first.floats["router"], loaded.layers[0]["router"], atol=1e-3)
+        np.testing.assert_array_equal(first.floats[part], loaded_model.layers[0][part])
+    np.testing.assert_allclose(first.floats["router"], loaded_model.layers[0]["router"], atol=1e-3)
 
 
 @pytest.mark.full
@@ -152,14 +152,14 @@ def test_the_whole_recipe_beats_rounding() -> None:
     scale = np.where(np.arange(64) % 31 == 7, 12, 0.3).astype(np.float32)
     assert MODEL.head is not None
     model, errors = replace(MODEL, embedding=MODEL.embedding * scale, head=MODEL.head / 4), {}
-    exact = model.logits(model.states([TEXT])[0])
+    exact_logits = model.logits(model.states([TEXT])[0])
     for name in ("rtn", "lqq"):
         recipe = RECIPES[name].but(group=32)
-        turned = calibrate.prepare_model(model, recipe)
-        layers = [layer.floats for layer in calibrate.quantize_layers(turned, TEXT, recipe) if layer]
-        calibrated = replace(turned, layers=layers)
+        prepared_model = calibrate.prepare_model(model, recipe)
+        layers = [layer.floats for layer in calibrate.quantize_layers(prepared_model, TEXT, recipe) if layer]
+        calibrated = replace(prepared_model, layers=layers)
         logits = calibrated.logits(calibrated.states([TEXT], recipe.numerics())[0])
-        errors[name] = float(np.square(logits - exact).mean())
+        errors[name] = float(np.square(logits - exact_logits).mean())
     assert errors["lqq"] < 0.6 * errors["rtn"]
 
 

@@ -66,11 +66,11 @@ def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
     grid = GRIDS[name](w, clip)
     expected = solve_directly(w, H, grid, 0.01)
     solution = recipe.gptq(w, H, grid)
-    plain = recipe.round_to_nearest(w, H, grid)
-    rounding_wins = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
+    nearest = recipe.round_to_nearest(w, H, grid)
+    rounding_wins = recipe.objective(w, expected, H) > recipe.objective(w, nearest.values, H)
     assert not rounding_wins.all()
     np.testing.assert_allclose(solution.values[~rounding_wins], expected[~rounding_wins], atol=1e-12)
-    np.testing.assert_array_equal(solution.values[rounding_wins], plain.values[rounding_wins])
+    np.testing.assert_array_equal(solution.values[rounding_wins], nearest.values[rounding_wins])
 
 
 def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
@@ -93,8 +93,8 @@ def test_blocks_change_nothing(name: str) -> None:
     """Groups of more columns than a block are rounded as one by one."""
     w, H = problem(4, BLOCK + 32)
     grid = GRIDS[name](w)
-    expected, plain = solve_directly(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid).values
-    better = recipe.objective(w, expected, H) < recipe.objective(w, plain, H)
+    expected, nearest = solve_directly(w, H, grid, 0.01), recipe.round_to_nearest(w, H, grid).values
+    better = recipe.objective(w, expected, H) < recipe.objective(w, nearest, H)
     assert better.all()
     np.testing.assert_allclose(recipe.gptq(w, H, grid).values, expected, atol=1e-12)
 
@@ -105,9 +105,9 @@ def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str,
     for dtype in (np.float32, np.float64):
         w, H = problem(16, 96, dtype)
         grid = GRIDS[name](w, clip)
-        plain, solution = recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
+        nearest, solution = recipe.round_to_nearest(w, H, grid), recipe.gptq(w, H, grid)
         assert solution.values.dtype == dtype
-        rounding_errors, gptq_errors = (recipe.objective(w, each_way.values, H) for each_way in (plain, solution))
+        rounding_errors, gptq_errors = (recipe.objective(w, each_way.values, H) for each_way in (nearest, solution))
         assert (gptq_errors <= rounding_errors).all() and gptq_errors.sum() < 0.9 * rounding_errors.sum()
     grid = GRIDS[name](w, True)
     of_output, of_weights = (
@@ -264,5 +264,7 @@ def test_a_wider_scale_than_the_nearest_is_tried_too() -> None:
     """A group that spans 21 of LQQ's integers: a scale of 21/15 rounds to 1, which loses 6 at the top; 2 loses 1."""
     w = np.zeros((1, 64), np.float32)
     w[0, 0], w[0, 32:] = 119, np.arange(32) % 22
-    plain, clipped = (recipe.round_to_nearest(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
-    assert np.abs(plain[0, 32:]).max() == 6 and np.abs(clipped[0, 32:]).max() == 1
+    nearest, clipped = (
+        recipe.round_to_nearest(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True)
+    )
+    assert np.abs(nearest[0, 32:]).max() == 6 and np.abs(clipped[0, 32:]).max() == 1

@@ -70,23 +70,23 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
     done: list[str] = []
     errors = quantize.quantize_model(model, TEXT, recipe, tmp_path / "out", progress=done.append)
     assert done == ["layer 0", "layer 1"] and list(errors) == [0, 1]
-    loaded = folder.load(tmp_path / "out")
+    loaded_model = folder.load(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing half-done beside it
-    assert loaded.recipe["scheme"] == recipe.scheme and loaded.config.tied_head == (
+    assert loaded_model.recipe["scheme"] == recipe.scheme and loaded_model.config.tied_head == (
         config.tied_head and not recipe.rotate
     )
-    for layer in loaded.layers:
+    for layer in loaded_model.layers:
         for matrix in ("qkv", "o", "gate_up", "down"):
             weight: Any = unpack(getattr(layer, matrix))
             assert not hasattr(weight, "overflows") or not weight.overflows().any()
-    states = [dequantize_model(loaded).embed(TEXT[:1])]
+    states = [dequantize_model(loaded_model).embed(TEXT[:1])]
     for index, layer in enumerate(calibrate.quantize_layers(calibrate.prepare_model(model, recipe), TEXT, recipe)):
         assert layer is not None
-        ours = dequantize_model(loaded).layers[index]
+        ours = dequantize_model(loaded_model).layers[index]
         for matrix in ("q", "k", "v", "o", "gate", "up", "down"):
             if index == 0 or not recipe.is_calibrated:  # later ones saw the stored norms, in FP16
                 np.testing.assert_array_equal(layer.floats[matrix], ours[matrix])
-        states.append(dequantize_model(loaded).run_layer(states[-1], ours, recipe.numerics()))
+        states.append(dequantize_model(loaded_model).run_layer(states[-1], ours, recipe.numerics()))
     assert np.isfinite(states[-1]).all()
 
 
@@ -100,8 +100,8 @@ def test_the_whole_recipe_beats_rounding() -> None:
         layers = [layer for layer in calibrate.quantize_layers(prepared, TEXT, recipe) if layer]
         new = FloatModel(**{**vars(prepared), "layers": [layer.floats for layer in layers]})
         logits = new.logits(new.states([TEXT], recipe.numerics())[0])
-        exact = model.logits(model.states([TEXT])[0])
-        errors[name] = float(((logits - exact) ** 2).mean() / (exact**2).mean())
+        exact_logits = model.logits(model.states([TEXT])[0])
+        errors[name] = float(((logits - exact_logits) ** 2).mean() / (exact_logits**2).mean())
     assert errors["lqq"] < 0.5 * errors["rtn"]
 
 
@@ -109,8 +109,8 @@ def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
     model = FloatModel.random(replace(CONFIG, hidden=184, layers=1), dtype=np.float64)
     with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
         calibrate.prepare_model(model, RECIPES["lqq"])
-    turned = calibrate.prepare_model(model, RECIPES["lqq"].but(rotate="random"))
-    logits = [source_model.logits(source_model.states([TEXT])[0]) for source_model in (model, turned)]
+    prepared_model = calibrate.prepare_model(model, RECIPES["lqq"].but(rotate="random"))
+    logits = [source_model.logits(source_model.states([TEXT])[0]) for source_model in (model, prepared_model)]
     np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
 
 
@@ -230,9 +230,9 @@ def test_another_run_does_not_go_on_with_these_layers(
 
 def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
     quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out", layout="qserve", dtype="bfloat16")
-    loaded = folder.load(tmp_path / "out")
-    assert {layer.down.layout for layer in loaded.layers} == {"qserve"}
-    assert {layer.dtype for layer in loaded.layers} == {"bfloat16"} and loaded.final_norm.dtype == np.uint16
+    loaded_model = folder.load(tmp_path / "out")
+    assert {layer.down.layout for layer in loaded_model.layers} == {"qserve"}
+    assert {layer.dtype for layer in loaded_model.layers} == {"bfloat16"} and loaded_model.final_norm.dtype == np.uint16
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -117,11 +117,11 @@ def test_reordering_changes_no_logits_and_sorts(model: FloatModel) -> None:
         return recipe.reorder_heads(recipe.reorder_down(layer, of_down), of_o)
 
     assert_same_function(model, map_layers(model, reorder))
-    marked = {**model.layers[0], "down": np.broadcast_to(of_down, model.layers[0]["down"].shape)}
-    np.testing.assert_array_equal(recipe.reorder_down(marked, of_down)["down"][0], np.sort(of_down)[::-1])
+    marked_axes = {**model.layers[0], "down": np.broadcast_to(of_down, model.layers[0]["down"].shape)}
+    np.testing.assert_array_equal(recipe.reorder_down(marked_axes, of_down)["down"][0], np.sort(of_down)[::-1])
     of_v = of_o.reshape(config.kv_heads, -1, config.head_dim).max(axis=1)  # of the query heads that share it
-    marked = {**model.layers[0], "v": of_v.reshape(-1, 1)}
-    order_of_heads = recipe.reorder_heads(marked, of_o)["v"].reshape(of_v.shape)
+    marked_axes = {**model.layers[0], "v": of_v.reshape(-1, 1)}
+    order_of_heads = recipe.reorder_heads(marked_axes, of_o)["v"].reshape(of_v.shape)
     np.testing.assert_array_equal(order_of_heads, np.sort(of_v)[:, ::-1])
 
 

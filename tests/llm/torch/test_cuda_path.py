@@ -69,13 +69,13 @@ def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> N
     from ptxlab.llm.torch import operators
 
     on_cpu, on_cuda = (every_call(np.random.default_rng(0)) for _ in range(2))
-    expected = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    expected = {name: getattr(torch.ops.ptxlab, name)(*args, **options) for name, (args, options) in on_cpu.items()}
     for name in ATTENTION:
         on_cuda[name][1]["workspace"] = None  # parts of a tensor are no arrays of this GPU
     fake = TensorGpu(monkeypatch)
-    for name, (args, how) in on_cuda.items():
+    for name, (args, options) in on_cuda.items():
         got, right = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (
-            operators.ON_CUDA[name](*args, **how), expected[name]))  # fmt: skip
+            operators.ON_CUDA[name](*args, **options), expected[name]))  # fmt: skip
         loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * (name in ATTENTION)}
         for ours, theirs in zip(got, right, strict=True):
             assert ours is theirs is None or torch.allclose(ours, theirs, **loose), name
@@ -94,8 +94,8 @@ def test_operators_of_experts_are_their_public_calls(monkeypatch: pytest.MonkeyP
     calls = expert_calls(np.random.default_rng(0))
     expected = {name: getattr(torch.ops.ptxlab, name)(*args) for name, (args, _) in calls.items()}
     fake = TensorGpu(monkeypatch)
-    for name, (args, how) in calls.items():
-        on_the_gpu(args, how, fake)
+    for name, (args, options) in calls.items():
+        on_the_gpu(args, options, fake)
         for _ in range(2):
             got, right = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (
                 operators.ON_CUDA[name](*args), expected[name]))  # fmt: skip
@@ -116,11 +116,11 @@ def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.M
     from ptxlab.llm.torch import operators
 
     on_cpu, on_cuda = (four_bit_calls(np.random.default_rng(0), to, torch.float16) for _ in range(2))
-    expected = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    expected = {name: getattr(torch.ops.ptxlab, name)(*args, **options) for name, (args, options) in on_cpu.items()}
     fake = TensorGpu(monkeypatch)
-    for name, (args, how) in on_cuda.items():
+    for name, (args, options) in on_cuda.items():
         got, right = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (
-            operators.ON_CUDA[name](*args, **how), expected[name]))  # fmt: skip
+            operators.ON_CUDA[name](*args, **options), expected[name]))  # fmt: skip
         for ours, theirs in zip(got, right, strict=True):
             unequal_share = (ours != theirs).float().mean() if ours.numel() else 0
             assert ours.shape == theirs.shape and unequal_share <= 0.01 * (name == "silu_mul_reorder_quantize"), name
@@ -129,8 +129,8 @@ def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.M
         assert all(torch.equal(a, b) for a, b in pairs)
     fake.runs, fake.capturing = False, True
     allocations, launched = fake.allocations, len(fake.launched)
-    for name, (args, how) in on_cuda.items():
-        operators.ON_CUDA[name](*args, **how)
+    for name, (args, options) in on_cuda.items():
+        operators.ON_CUDA[name](*args, **options)
     assert (fake.allocations, len(fake.launched)) == (allocations, 2 * launched) and launched == len(on_cuda)
 
 
@@ -140,19 +140,21 @@ def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
     from ptxlab.llm.torch import operators
 
     fake.runs, calls = False, every_call(np.random.default_rng(0))
-    needed = operators._memory(64, 0).nbytes
+    needed_bytes = operators._memory(64, 0).nbytes
     for name in ATTENTION:
-        calls[name][1]["workspace"] = torch.zeros(needed, dtype=torch.uint8)
+        calls[name][1]["workspace"] = torch.zeros(needed_bytes, dtype=torch.uint8)
     for fake.capturing in (False, True):
         allocations = fake.allocations
-        for name, (args, how) in calls.items():
-            operators.ON_CUDA[name](*args, **how)
+        for name, (args, options) in calls.items():
+            operators.ON_CUDA[name](*args, **options)
     assert fake.allocations == allocations and len(fake.launched) == 2 * len(calls)
-    args, how = calls["attention_kv4"]
+    args, options = calls["attention_kv4"]
     with pytest.raises(ArgumentError, match="workspace: must be given in a capture"):
         operators.ON_CUDA["attention_kv4"](*args, window=8)
-    with pytest.raises(ArgumentError, match=rf"attention_kv4: workspace: must be attention_workspace\(64\).*{needed}"):
-        operators.ON_CUDA["attention_kv4"](*args, workspace=how["workspace"][:-1])
+    with pytest.raises(
+        ArgumentError, match=rf"attention_kv4: workspace: must be attention_workspace\(64\).*{needed_bytes}"
+    ):
+        operators.ON_CUDA["attention_kv4"](*args, workspace=options["workspace"][:-1])
 
 
 def test_chunks_take_the_kernel_for_prompts(fake: TensorGpu) -> None:
@@ -215,21 +217,21 @@ def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.Monk
     from ptxlab.llm.torch import operators
 
     def make_call() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, how = every_call(np.random.default_rng(1))[name]
-        return args, {**how, **({"workspace": None} if name in ATTENTION else {})}
+        args, options = every_call(np.random.default_rng(1))[name]
+        return args, {**options, **({"workspace": None} if name in ATTENTION else {})}
 
-    operator, (first, how) = operators.ON_CUDA[name], every_call(np.random.default_rng(0))[name]
+    operator, (first, options) = operators.ON_CUDA[name], every_call(np.random.default_rng(0))[name]
     if name in ATTENTION:  # parts of a tensor are no arrays of this GPU: nothing runs
         fake.runs = False
-        how["workspace"] = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
-    operator(*first, **how)
+        options["workspace"] = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
+    operator(*first, **options)
     (args, _), (again, _) = make_call(), make_call()
     if fake.runs:
         expected = operator.call(*args, **make_call()[1])
-    on_the_gpu(again, how, fake)
+    on_the_gpu(again, options, fake)
     loads, allocations = fake.loads, fake.allocations
     monkeypatch.setattr(operator, "call", None)
-    got = operator(*again, **how)
+    got = operator(*again, **options)
     assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, 2 + fake.runs)
     for ours, theirs in zip((got, *again), (expected, *args), strict=True) if fake.runs else ():
         ours, theirs = (outputs if isinstance(outputs, tuple | list) else (outputs,) for outputs in (ours, theirs))
@@ -270,9 +272,9 @@ def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:
     from ptxlab.llm.torch import operators
 
     calls = every_call(np.random.default_rng(0))
-    (x_q, scale, sums, buffers, bias), how = calls["gemm_w4a8"]
+    (x_q, scale, sums, buffers, bias), options = calls["gemm_w4a8"]
     with pytest.raises(ArgumentError, match=r"gemm_w4a8: weight: strips: must be uint8 \[4, 1, 1088\]"):
-        operators.ON_CUDA["gemm_w4a8"](x_q, scale, sums, [buffers[0][:2].clone(), buffers[1]], bias, **how)
+        operators.ON_CUDA["gemm_w4a8"](x_q, scale, sums, [buffers[0][:2].clone(), buffers[1]], bias, **options)
     (q, pool, *tail), _ = calls["attention_kv4"]
     with pytest.raises(ArgumentError, match=r"attention_kv4: pool: must be uint8 \[pages, 2, Hkv, 4352\]"):
         operators.ON_CUDA["attention_kv4"](q[..., :32].repeat(1, 1, 4).contiguous(), pool, *tail)

@@ -165,8 +165,8 @@ def test_generate_compiles_one_step_for_all_lengths() -> None:
     config = CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
     prompts = torch.tensor([[0, 0, 7, 11], [13, 17, 19, 23]])
-    how = {"past_key_values": KV4Cache(model, 2, CONTEXT), "do_sample": False, "compile_config": config}
-    model.generate(prompts, attention_mask=(prompts != 0).long(), max_new_tokens=6, **how)
+    options = {"past_key_values": KV4Cache(model, 2, CONTEXT), "do_sample": False, "compile_config": config}
+    model.generate(prompts, attention_mask=(prompts != 0).long(), max_new_tokens=6, **options)
     assert len(steps) == 5 and all(argument == steps[0] for argument in steps)
 
 
@@ -368,9 +368,9 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
     restored.load_state_dict(model.state_dict())
     first, cache = theirs(model, PROMPTS[:1])
     prompt = torch.tensor([PROMPTS[0] + first[0] + [9, 8]])
-    how = {"max_new_tokens": 3, "do_sample": False}
-    expected = restored.generate(prompt, past_key_values=KV4Cache(restored, 1, CONTEXT), **how)
-    assert torch.equal(model.generate(prompt, past_key_values=cache, **how), expected)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    expected = restored.generate(prompt, past_key_values=KV4Cache(restored, 1, CONTEXT), **options)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
 
 
 def test_a_quantised_state_of_experts_is_loaded_into_another_model() -> None:

@@ -41,8 +41,8 @@ def calls(seed: int = 0) -> tuple[Any, Any]:
 
 def call_operator(call: Any, name: str) -> list[Any]:
     """Call an operator; return its results and its tensor arguments after the call."""
-    args, how = call[name]
-    outputs = getattr(torch.ops.ptxlab, name)(*args, **how)
+    args, options = call[name]
+    outputs = getattr(torch.ops.ptxlab, name)(*args, **options)
     outputs = [*outputs] if isinstance(outputs, tuple | list) else [outputs]
     return [tensor for tensor in [*outputs, *args] if isinstance(tensor, torch.Tensor)]
 
@@ -59,8 +59,8 @@ def test_opcheck_and_the_results_of_the_cpu(name: str) -> None:
     import ptxlab.llm.torch  # noqa: F401  (defines the operators)
 
     host, device = calls()
-    args, how = device[name]
-    torch.library.opcheck(getattr(torch.ops.ptxlab, name).default, args, how)
+    args, options = device[name]
+    torch.library.opcheck(getattr(torch.ops.ptxlab, name).default, args, options)
     host, device = calls(1)
     assert_same(name, call_operator(device, name), call_operator(host, name))
 

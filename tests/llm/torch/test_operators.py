@@ -51,8 +51,8 @@ def bits(tensor: Any) -> np.ndarray:
 @pytest.mark.default_cases("gemm_w8a8", "rmsnorm_quantize")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str, ops: Any, rng: np.random.Generator) -> None:
-    args, how = every_call(rng)[name]
-    torch.library.opcheck(getattr(ops, name).default, args, how)
+    args, options = every_call(rng)[name]
+    torch.library.opcheck(getattr(ops, name).default, args, options)
 
 
 @pytest.mark.full
@@ -60,15 +60,15 @@ def test_compiled_without_a_break(ops: Any, rng: np.random.Generator) -> None:
     """The graph holds all operators, and writes the tensors that each writes alone."""
 
     def layer(calls: dict[str, Any]) -> list[Any]:
-        outputs = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
+        outputs = [getattr(ops, name)(*args, **options) for name, (args, options) in calls.items()]
         return [tensor for output in outputs for tensor in (output if isinstance(output, tuple | list) else [output])]
 
     eager, compiled = (every_call(np.random.default_rng(1)) for _ in range(2))
-    expected, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
+    expected_tensors, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
     for name, (args, _) in eager.items():
-        expected += [tensor for tensor in args if isinstance(tensor, torch.Tensor)]
+        expected_tensors += [tensor for tensor in args if isinstance(tensor, torch.Tensor)]
         got += [tensor for tensor in compiled[name][0] if isinstance(tensor, torch.Tensor)]
-    for ours, theirs in zip(expected, got, strict=True):
+    for ours, theirs in zip(expected_tensors, got, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
@@ -125,15 +125,15 @@ def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("scheme", "rotated"), [*((scheme, False) for scheme in quant.KV_SCHEMES), ("kv4", True)])
 def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -> None:
     """Two sequences are written in two ways, and attended to."""
-    of, (cos, sin) = caches(rng, scheme, rotated), rope()
+    cache_tensors, (cos, sin) = caches(rng, scheme, rotated), rope()
     qkv, positions = gaussian(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
     slots = torch.tensor([0, 1, 2, 64, -1])
-    q = ops.rope_append_kv4(qkv, of["pool"], slots, cos, sin, positions, head_dim=D, **of["how"])
+    q = ops.rope_append_kv4(qkv, cache_tensors["pool"], slots, cos, sin, positions, head_dim=D, **cache_tensors["how"])
     heads = qkv.float().numpy().reshape(5, -1, D)
     at = positions.numpy()
     turned = reference.rope(heads, cos.numpy()[at], sin.numpy()[at])
     assert np.array_equal(q.numpy(), turned[:, :Hq].astype(np.float16))
-    cache = of["cache"]
+    cache = cache_tensors["cache"]
     cache.lengths[:] = 3, 1
     pages = cache.pool.copy()
     keys, values = gather(cache)
@@ -145,10 +145,10 @@ def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -
             assert np.array_equal(stored.dequantize(), quant.quantize_kv(x, scheme, channel).dequantize())
     cache.pool[...] = 0
     k, v = (qkv.view(5, -1, D)[:, start : start + Hkv].contiguous() for start in (Hq, Hq + Hkv))
-    ops.append_kv4(k, v, of["pool"], slots, cos, sin, positions, **of["how"])
+    ops.append_kv4(k, v, cache_tensors["pool"], slots, cos, sin, positions, **cache_tensors["how"])
     assert np.array_equal(cache.pool, pages)
     table, lengths = torch.tensor([[0], [0], [0], [1], [1]], dtype=torch.int32), torch.tensor([1, 2, 3, 1, 0])
-    out = ops.attention_kv4(q, of["pool"], table, lengths.int(), window=2, scale=0.2, **of["how"])
+    out = ops.attention_kv4(q, cache_tensors["pool"], table, lengths.int(), window=2, scale=0.2, **cache_tensors["how"])
     for row, (b, L) in enumerate(((0, 1), (0, 2), (0, 3), (1, 1))):
         keys_and_values = keys[b].dequantize()[:L], values[b].dequantize()[:L]
         query = cache.rotate(q[row : row + 1].numpy())
@@ -162,21 +162,21 @@ def chunks(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
 
     The second part is where the queries begin.
     """
-    of = caches(rng)
+    cache_tensors = caches(rng)
     k, v = (torch.from_numpy(rng.standard_normal((4, Hkv, D))).half() for _ in range(2))
-    torch.ops.ptxlab.append_kv4(k, v, of["pool"], torch.tensor([0, 1, 2, 64]))
+    torch.ops.ptxlab.append_kv4(k, v, cache_tensors["pool"], torch.tensor([0, 1, 2, 64]))
     q, table = gaussian(rng, 3, Hq, D), torch.tensor([[0], [1]], dtype=torch.int32)
     starts = torch.tensor([0, 2, 3], dtype=torch.int32)
-    return [q, of["pool"], table, torch.tensor([3, 1], dtype=torch.int32)], {"query_start_loc": starts}
+    return [q, cache_tensors["pool"], table, torch.tensor([3, 1], dtype=torch.int32)], {"query_start_loc": starts}
 
 
 def test_attention_of_chunks_is_that_of_their_rows(ops: Any, rng: np.random.Generator) -> None:
-    (q, pool, table, lengths), how = chunks(rng)
+    (q, pool, table, lengths), options = chunks(rng)
     of_rows = torch.tensor([2, 3, 1], dtype=torch.int32)
     expected = ops.attention_kv4(q, pool, table[[0, 0, 1]].contiguous(), of_rows)
     out = torch.empty_like(q)
-    ops.attention_kv4_out(q, pool, table, lengths, out, **how)
-    assert torch.equal(ops.attention_kv4(q, pool, table, lengths, **how), expected) and torch.equal(out, expected)
+    ops.attention_kv4_out(q, pool, table, lengths, out, **options)
+    assert torch.equal(ops.attention_kv4(q, pool, table, lengths, **options), expected) and torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def call_changed(name: str, **changes: Any) -> Callable[[Any], Any]:
     """Return a call of an operator with other arguments: by number `a0` .. or by name."""
 
     def call(ops: Any) -> Any:
-        args, how = every_call(np.random.default_rng(0))[name]
+        args, options = every_call(np.random.default_rng(0))[name]
         by_number = {int(key[1:]): argument for key, argument in changes.items() if key[1:].isdigit()}
         args = tuple(by_number.get(i, argument) for i, argument in enumerate(args))
-        return getattr(ops, name)(*args, **how | {k: v for k, v in changes.items() if not k[1:].isdigit()})
+        return getattr(ops, name)(*args, **options | {k: v for k, v in changes.items() if not k[1:].isdigit()})
 
     return call
 

@@ -31,8 +31,8 @@ def numpy_of(tensor: Any) -> np.ndarray:
 @pytest.mark.default_cases("route_tokens")
 @pytest.mark.parametrize("name", EXPERT_OPERATORS)
 def test_opcheck(name: str, ops: Any) -> None:
-    args, how = expert_calls(np.random.default_rng(0))[name]
-    torch.library.opcheck(getattr(ops, name).default, args, how)
+    args, options = expert_calls(np.random.default_rng(0))[name]
+    torch.library.opcheck(getattr(ops, name).default, args, options)
 
 
 @pytest.mark.full

@@ -32,14 +32,14 @@ def numpy_of(tensor: Any) -> np.ndarray:
 @pytest.mark.parametrize("name", FOUR_BIT_OPERATORS)
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
 def test_opcheck(name: str, to: str, ops: Any) -> None:
-    args, how = four_bit_calls(np.random.default_rng(0), to)[name]
-    torch.library.opcheck(getattr(ops, name).default, args, how)
+    args, options = four_bit_calls(np.random.default_rng(0), to)[name]
+    torch.library.opcheck(getattr(ops, name).default, args, options)
 
 
 @pytest.mark.full
 def test_compiled_without_a_break(ops: Any) -> None:
     def layer(calls: dict[str, Any]) -> list[Any]:
-        outputs = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
+        outputs = [getattr(ops, name)(*args, **options) for name, (args, options) in calls.items()]
         return [tensor for parts in outputs for tensor in (parts if isinstance(parts, tuple | list) else [parts])]
 
     eager, compiled = (four_bit_calls(np.random.default_rng(1)) for _ in range(2))
@@ -53,21 +53,21 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     """Compare with the emulator; the gate's exp may move an integer by a step, so of that the scales are compared."""
     calls = four_bit_calls(np.random.default_rng(2), to)
     for name in FOUR_BIT_OPERATORS[:3]:
-        args, how = calls[name]
+        args, options = calls[name]
         arrays = [argument.numpy().copy() if isinstance(argument, torch.Tensor) else argument for argument in args]
-        got = getattr(ops, name)(*args, **how)
+        got = getattr(ops, name)(*args, **options)
         if name == "rmsnorm_reorder_quantize":
             x, gamma, place, residual, eps, normed = arrays
             tensors = {"residual": residual, "eps": eps, "normed": normed}
-            right = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **tensors, **how, backend="emulator")
+            right = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **tensors, **options, backend="emulator")
             assert np.array_equal(args[3].numpy(), residual) and np.array_equal(args[5].numpy(), normed)
         else:
-            right = getattr(ptxlab, name)(*arrays, **how, backend="emulator")
+            right = getattr(ptxlab, name)(*arrays, **options, backend="emulator")
         if name != "silu_mul_reorder_quantize":
             assert np.array_equal(got[0].numpy(), right.x)
             assert (got[2].numel() == 0) if right.x8 is None else np.array_equal(got[2].numpy(), right.x8)
         np.testing.assert_allclose(got[1].numpy().astype(float), right.scale.astype(float), rtol=2**-9)
-    (x, scale, x8, buffers, bias), how = calls["gemm_w4a4"]
+    (x, scale, x8, buffers, bias), options = calls["gemm_w4a4"]
     of = {"K": CHANNELS - 64, "outliers": 64, "group": 64}
     order = {"strips": "bytes", "rows": "pairs"}[to]
     eight = x8.numpy() if to == "rows" else None
@@ -76,8 +76,8 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     packed = dict(zip(names, (buffer.numpy() for buffer in buffers), strict=True))
     weight = AtomWeight(layout=to, N=N, **of, buffers=packed)
     y = ptxlab.gemm_w4a4(four, weight, bias=bias.numpy(), out_dtype="bfloat16", backend="emulator")
-    assert np.array_equal(numpy_of(ops.gemm_w4a4(x, scale, x8, buffers, bias, **how)), y)
-    (x, scale, x8, buffers), how = calls["gemm_w4ax"]
+    assert np.array_equal(numpy_of(ops.gemm_w4a4(x, scale, x8, buffers, bias, **options)), y)
+    (x, scale, x8, buffers), options = calls["gemm_w4ax"]
     sizes = {"K4": CHANNELS - 128, "K8": 128}
     eight = x8.numpy() if to == "rows" else None
     order = {"strips": "joined", "rows": "pairs"}[to]
@@ -87,7 +87,7 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     y = ptxlab.gemm_w4ax(
         blocks, BlockWeight(layout=to, N=N, **sizes, buffers=packed), out_dtype="bfloat16", backend="emulator"
     )
-    assert np.array_equal(numpy_of(ops.gemm_w4ax(x, scale, x8, buffers, **how)), y)
+    assert np.array_equal(numpy_of(ops.gemm_w4ax(x, scale, x8, buffers, **options)), y)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     ],
 )
 def test_what_is_refused_in_a_line(name: str, changes: dict[str, Any], message: str, ops: Any) -> None:
-    args, how = four_bit_calls(np.random.default_rng(0))[name]
+    args, options = four_bit_calls(np.random.default_rng(0))[name]
     with pytest.raises(PtxlabError, match=message) as error:
-        getattr(ops, name)(*args, **{**how, **changes})
+        getattr(ops, name)(*args, **{**options, **changes})
     assert "\n" not in str(error.value)

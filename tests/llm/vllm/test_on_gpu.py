@@ -134,8 +134,8 @@ def test_settings_of_the_engine(smollm2: Path, prompts: list[list[int]], tmp_pat
     if name == "batch invariance":
         assert texts[:40] == texts[40:]
     if name in OTHER_NUMBERS:
-        alone = run_engine(smollm2, tmp_path, twice[:1], environment(), **SETTINGS[name])["tokens"]
-        assert len(texts) == 80 and all(len(text) == 64 for text in texts) and alone[0][:1] == texts[0][:1]
+        single_runs = run_engine(smollm2, tmp_path, twice[:1], environment(), **SETTINGS[name])["tokens"]
+        assert len(texts) == 80 and all(len(text) == 64 for text in texts) and single_runs[0][:1] == texts[0][:1]
         return
     require_equal_but_for_ties(smollm2, twice, texts, "float16")
 

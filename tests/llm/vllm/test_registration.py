@@ -133,6 +133,6 @@ def test_a_registration_that_did_not_take_is_raised(vllm: None, monkeypatch: pyt
 
 def test_errors_are_those_of_ptxlab(configured: Configured) -> None:
     """vLLM wraps them in its own only where pydantic makes the configuration."""
-    with pytest.raises((ArgumentError, ValueError)) as caught:
+    with pytest.raises((ArgumentError, ValueError)) as raised:
         configured(enable_lora=True)
-    assert "--quantization ptxlab: does not support LoRA adapters yet" in str(caught.value)
+    assert "--quantization ptxlab: does not support LoRA adapters yet" in str(raised.value)

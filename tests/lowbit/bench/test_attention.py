@@ -71,58 +71,58 @@ def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> No
 
 @pytest.mark.full
 def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
-    of, seen = attention_problem.random_problem(SMALL), []
+    drawn_problem, seen = attention_problem.random_problem(SMALL), []
 
     def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.AttentionLaunches:
         seen.append(programmatic)
         return attention_problem.launches(step, of, programmatic=programmatic)
 
     small.setattr(attention, "launches", launches)
-    assert attention.programmatic(CHOSEN, of) == {"programmatic_us": 10.0}
-    assert attention.programmatic(STEPS[5], of) == {} and seen == [True]
+    assert attention.programmatic(CHOSEN, drawn_problem) == {"programmatic_us": 10.0}
+    assert attention.programmatic(STEPS[5], drawn_problem) == {} and seen == [True]
     small.setattr(attention, "measure", lambda calls: Measured(10, 10, 10, 1755))  # without making them
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results"):
-        attention.programmatic(CHOSEN, of)
+        attention.programmatic(CHOSEN, drawn_problem)
 
 
 def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     small.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
-    of = attention_problem.random_problem(SMALL)
+    drawn_problem = attention_problem.random_problem(SMALL)
     for step in (STEPS[5], CHOSEN):
         for programmatic in (False, True):
-            attention_problem.launches(step, of, programmatic=programmatic)
+            attention_problem.launches(step, drawn_problem, programmatic=programmatic)
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch", [RAGGED, RAGGED._replace(D=64)], ids=str)
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch, batch: Batch) -> None:
-    of = attention_problem.random_problem(batch)
-    ready = attention_problem.launches(CHOSEN, of)
+    drawn_problem = attention_problem.random_problem(batch)
+    ready = attention_problem.launches(CHOSEN, drawn_problem)
     for call in ready.calls:
         call()
-    checked, _ = ready.check(of)
+    checked, _ = ready.check(drawn_problem)
     assert "; equal to the oracle in the kernel's order of operations, bit for bit;" in checked
     ready.outputs.view(np.uint16)[1, 2, 3, 5] ^= 1
     with pytest.raises(BenchmarkError, match="gave 1 results that differ from the oracle's of heads 4/2"):
-        ready.check(of)
+        ready.check(drawn_problem)
     assert ready.sizes["D"] == batch.D and batch.kv_bytes() == 195 * 2 * 2 * (batch.D // 2 + 4)
 
 
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
 def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
-    of = attention_problem.random_problem(batch)
-    first, second = of.caches
+    drawn_problem = attention_problem.random_problem(batch)
+    first, second = drawn_problem.caches
     first.check()
     second.check()
     for b, pages in enumerate(batch.pages()):
-        ours, theirs = (cache.block_table[b, :pages] for cache in of.caches)
+        ours, theirs = (cache.block_table[b, :pages] for cache in drawn_problem.caches)
         assert not set(ours.tolist()) & set(theirs.tolist())
         assert (first.pool[ours] == first.pool[theirs]).all()
         assert (first.block_table[b, pages:] == 0x7FFFFFF0).all()
     used = np.concatenate([first.block_table[b, :pages] for b, pages in enumerate(batch.pages())])
-    assert sorted(used.tolist()) == list(range(of.pages))
+    assert sorted(used.tolist()) == list(range(drawn_problem.pages))
 
 
 def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
@@ -132,11 +132,11 @@ def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.Mon
     """
     small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
     attention_problem.random_pages.cache_clear()
-    of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
-    keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
-    assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages
-    for b, length in enumerate(of.batch.lengths):
-        q, cache = of.sequence(b)
+    drawn_problem = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
+    keys = drawn_problem.caches[0].pool[: drawn_problem.pages, 0].reshape(drawn_problem.pages, -1)
+    assert drawn_problem.pages > 5 and len(np.unique(keys, axis=0)) == drawn_problem.pages
+    for b, length in enumerate(drawn_problem.batch.lengths):
+        q, cache = drawn_problem.sequence(b)
         (k,), _ = gather(cache)
         x = q[0].reshape(2, 2, 128).astype(np.float64)
         scores = (x @ k.dequantize().transpose(1, 2, 0) * attention_problem.SCALE).reshape(4, length)
@@ -147,18 +147,18 @@ def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.Mon
 @pytest.mark.default_cases("nothing")
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
 def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
-    of = attention_problem.random_problem(SMALL)
-    ready = attention_problem.launches(CHOSEN, of)
+    drawn_problem = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, drawn_problem)
     if how != "nothing":
         for call in ready.calls:
             call()
-        ready.check(of)
+        ready.check(drawn_problem)
     if how == "one sequence":
         ready.outputs[1, 1, 3, 5] += np.float16(0.25)
     if how == "another table":
-        of.caches[0].block_table[:] = of.caches[0].block_table[:, ::-1]
+        drawn_problem.caches[0].block_table[:] = drawn_problem.caches[0].block_table[:, ::-1]
     with pytest.raises(BenchmarkError, match=r"attention_kv4_sm90 with .*: the timed launches gave wrong results"):
-        ready.check(of)
+        ready.check(drawn_problem)
 
 
 @pytest.mark.full
@@ -190,23 +190,23 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
 
 @pytest.mark.full
 def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
-    of = attention_problem.random_problem(SMALL)
-    ready = attention_problem.launches(STEPS[5], of)
+    drawn_problem = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(STEPS[5], drawn_problem)
     for call in ready.calls:
         call()
-    assert ready.logged is None and "lse" not in ready.check(of)[0]
+    assert ready.logged is None and "lse" not in ready.check(drawn_problem)[0]
 
 
 def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
-    of = attention_problem.random_problem(SMALL)
-    appending = append.Appending(of)
+    drawn_problem = attention_problem.random_problem(SMALL)
+    appending = append.Appending(drawn_problem)
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
         appending.check()
     for call in appending.calls(True):
         call()
     appending.check()
     slot = appending._at(1)[1]
-    of.caches[1].pool[slot // 64, 1, 1, slot % 64 * 64 + 3] ^= 16
+    drawn_problem.caches[1].pool[slot // 64, 1, 1, slot % 64 * 64 + 3] ^= 16
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes for the new tokens of heads 4/2, 2 x 70"):
         appending.check()
 
@@ -219,9 +219,9 @@ def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
 
 
 def test_the_batches() -> None:
-    places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
+    batch_places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
     peers_by_place = stored.stored_attention()
-    assert set(peers_by_place) < places and len(places) == 36
+    assert set(peers_by_place) < batch_places and len(batch_places) == 36
     assert all(len(peers) == 12 for peers in peers_by_place.values()), "eleven, and what ours took in that run"
     ragged = shapes.ragged_batch((32, 8))
     assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
@@ -290,8 +290,8 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
-    slow = replace(record, rows=tuple(slow_down(row, 0.5) for row in rows))
-    assert len(bench.compare(slow, record)) == len(rows) and bench.compare(record, record) == []
+    slow_record = replace(record, rows=tuple(slow_down(row, 0.5) for row in rows))
+    assert len(bench.compare(slow_record, record)) == len(rows) and bench.compare(record, record) == []
 
 
 @pytest.mark.full

@@ -37,16 +37,16 @@ def test_without_counters_a_warning_says_why(ncu: SimpleNamespace) -> None:
 
 
 def test_what_ncu_runs_launches_in_the_order_of_the_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
+    launched_names: list[str] = []
     prepare = gpu.prepare
 
     def prepare_and_note(kernel, args, geometry):
         call = prepare(kernel, args, geometry)
-        return lambda: (launched.append(kernel.run.entry), call())
+        return lambda: (launched_names.append(kernel.run.entry), call())
 
     emulated_gpu.setattr(gpu, "prepare", prepare_and_note)
     emulated_gpu.setattr(limits, "DISSECTED", Layer("test", "small", N=128, K=256))
     emulated_gpu.setattr(limits, "DISSECTED_TOKENS", (3, 5))
     limits.launch_once(NAMES[:2])
-    assert launched == [NAMES[0], NAMES[0], NAMES[1], NAMES[1]]
+    assert launched_names == [NAMES[0], NAMES[0], NAMES[1], NAMES[1]]
     assert problem.steps_of(NAMES[:2])[0].spec.name == NAMES[0]

@@ -18,13 +18,15 @@ TILES = [name for name, spec in registry.specs().items() if spec.family == "load
 @pytest.mark.parametrize("repeats", (1, 5))
 def test_an_odd_number_of_repeats_gives_the_same_fragments(name: str, repeats: int) -> None:
     spec, (source, *_) = registry.find(name)
-    repeated = harness.repeating_harness(source)
-    assert repeated is not None
+    repeated_source = harness.repeating_harness(source)
+    assert repeated_source is not None
     logical = spec.example(np.random.default_rng(0), T=2)
     (tiles,) = spec.pack(logical).values()
     out = np.empty(spec.outputs[0].resolve({"T": 2}), spec.outputs[0].dtype)
     checks = ("init", "race")
-    outcome = load(repeated)(tiles, out, np.uint32(repeats), grid=2, block=128, backend="emulator", checks=checks)
+    outcome = load(repeated_source)(
+        tiles, out, np.uint32(repeats), grid=2, block=128, backend="emulator", checks=checks
+    )
     assert outcome.findings == ()
     assert np.array_equal(out, spec.reference(**logical))
 
@@ -34,9 +36,9 @@ def test_an_even_number_cancels() -> None:
     spec, (source, *_) = registry.find("load_ldmatrix_s8")
     tiles = next(iter(spec.pack(spec.example(np.random.default_rng(0), T=1)).values()))
     out = np.ones((1, 128, 32), np.int8)
-    repeated = harness.repeating_harness(source)
-    assert repeated is not None
-    load(repeated)(tiles, out, np.uint32(2), grid=1, block=128, backend="emulator")
+    repeated_source = harness.repeating_harness(source)
+    assert repeated_source is not None
+    load(repeated_source)(tiles, out, np.uint32(2), grid=1, block=128, backend="emulator")
     assert not out.any()
 
 
@@ -69,9 +71,9 @@ def test_instructions_of_a_fragment(name: str, loads: int, unpack: int) -> None:
 @pytest.mark.parametrize("name", TILES)
 def test_every_repeat_is_a_load_in_machine_code(name: str) -> None:
     """ptxas must not load once and reuse it: the loop holds as many loads as the fragment needs, or a multiple."""
-    repeated = harness.repeating_harness(sources_of_kernel(name)[0])
-    assert repeated is not None
-    instructions = sass.parse(toolchain.disassemble(toolchain.assemble(repeated, "sm_90a")))[name]
+    repeated_source = harness.repeating_harness(sources_of_kernel(name)[0])
+    assert repeated_source is not None
+    instructions = sass.parse(toolchain.disassemble(toolchain.assemble(repeated_source, "sm_90a")))[name]
     body = sass.loop_of(instructions)
     once = dataflow.fragment_cost(
         sass.parse(toolchain.disassemble(toolchain.assemble(sources_of_kernel(name)[0], "sm_90a")))[name]

@@ -11,11 +11,11 @@ from ptxlab.lowbit.cost.published import FIGURES
 
 def test_schemes_are_chosen_by_name(cli: Any) -> None:
     code, out, _ = cli("cost", "--device", "RTX3090", "--scheme", "w4a4,W4Ax,w4a8-sm80", "--json")
-    printed = json.loads(out)
-    assert code == 0 and (printed["M"], printed["N"], printed["K"]) == (512, 4096, 4096)
+    report = json.loads(out)
+    assert code == 0 and (report["M"], report["N"], report["K"]) == (512, 4096, 4096)
     names = ["W4A4", "W4A4 outlier", "W4A4 g128", "W4A4 Atom", "W4Ax g128", "W4Ax token", "W4A8 sm80"]
-    assert [entry["scheme"]["name"] for entry in printed["schemes"]] == names
-    atom = printed["schemes"][3]
+    assert [entry["scheme"]["name"] for entry in report["schemes"]] == names
+    atom = report["schemes"][3]
     assert atom["cost"]["scale_us"] > atom["cost"]["dequantise_us"] > 0 and atom["counts"]["tile"] == 64
     code, out, _ = cli("cost", "--device", "rtx3090", "--scheme", "w4a4")
     assert code == 0 and "W4A4 outlier" in out and "scale" in out
@@ -24,9 +24,9 @@ def test_schemes_are_chosen_by_name(cli: Any) -> None:
 def test_papers_beside_the_model(cli: Any) -> None:
     code, out, _ = cli("cost", "--papers")
     assert code == 0 and all(figure.source.split()[0] in out for figure in FIGURES) and "0.43" in out
-    printed = json.loads(cli("cost", "--papers", "--json")[1])
-    assert [entry["scheme"] for entry in printed] == [figure.scheme for figure in FIGURES]
-    assert all(entry["overlapped"] >= entry["in_turn"] > 0 for entry in printed)
+    output = json.loads(cli("cost", "--papers", "--json")[1])
+    assert [entry["scheme"] for entry in output] == [figure.scheme for figure in FIGURES]
+    assert all(entry["overlapped"] >= entry["in_turn"] > 0 for entry in output)
 
 
 @pytest.mark.full
@@ -37,9 +37,9 @@ def test_schedules_beside_comet(cli: Any, tmp_path: Path) -> None:
         code == 0 and "2.24 INT4 tiles" in " ".join(out.split()) and "1.71x." in out and picture.stat().st_size > 9_000
     )
     code, out, _ = cli("cost", "schedule", "--model", "Mistral-7B", "--sms", "82", "--json")
-    printed = json.loads(out)
-    assert code == 0 and (printed["bound"], printed["ratio"], printed["sms"]) == (pytest.approx(1.6), 2, 82)
-    assert list(printed["over_w4a8"]) == ["naive", "in order", "remapped", "decomposed", "stealing"]
+    report = json.loads(out)
+    assert code == 0 and (report["bound"], report["ratio"], report["sms"]) == (pytest.approx(1.6), 2, 82)
+    assert list(report["over_w4a8"]) == ["naive", "in order", "remapped", "decomposed", "stealing"]
     assert "1.56x" in cli("cost", "schedule")[1] and "1.71x" not in cli("cost", "schedule", "--sms", "82")[1]
     assert "GPUs by their data sheets" not in cli("cost", "schedule", "--model", "Mistral-7B")[1]
 

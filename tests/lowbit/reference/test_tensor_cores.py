@@ -25,8 +25,8 @@ def differences(a: np.ndarray, b: np.ndarray, c: np.ndarray, model: np.ndarray, 
 @every_case
 def test_equal_to_what_was_recorded(case: Case) -> None:
     """The record is of an H200, by `tests/golden/record_hopper_mma.py`."""
-    with np.load(RECORDED) as stored:
-        a, b, c, d = (stored[f"{case.__name__}_{name}"] for name in "abcd")
+    with np.load(RECORDED) as archive:
+        a, b, c, d = (archive[f"{case.__name__}_{name}"] for name in "abcd")
     assert differences(a, b, c, hopper_mma(a, b, c), d) == ""
 
 

@@ -391,8 +391,8 @@ def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     ],
 )
 def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:
-    code, _, printed = cli("timeline", *arguments)
-    assert code == 2 and problem in printed and printed.count("\n") == 1
+    code, _, output = cli("timeline", *arguments)
+    assert code == 2 and problem in output and output.count("\n") == 1
 
 
 @pytest.mark.full

@@ -60,51 +60,56 @@ def rows(
     is measured together is a section.
     """
     steps = [step for step in STEPS if step.spec.name in names and why_not(step) is None]
-    chosen = choose(AttentionOptions(backend="gpu")) if steps else None
-    appending = APPEND.name in names and gpu.why_not(APPEND.arch, exact=APPEND.exact_arch) is None
-    merging = MERGE.name in names and gpu.why_not(MERGE.arch) is None
-    if not steps and not appending and not merging:
+    chosen_step = choose(AttentionOptions(backend="gpu")) if steps else None
+    measures_append = APPEND.name in names and gpu.why_not(APPEND.arch, exact=APPEND.exact_arch) is None
+    measures_merge = MERGE.name in names and gpu.why_not(MERGE.arch) is None
+    if not steps and not measures_append and not measures_merge:
         raise ArgumentError("suite", "a kernel of attention that this GPU runs", ", ".join(names))
     progress("compiling")
-    launched = chosen if chosen in steps else None
-    tabled = [step for step in steps if step.spec.name in TABLE1_STEPS or step is launched]
-    of_table = [(step, batch) for step in tabled for batch in TABLE1]
+    launched_step = chosen_step if chosen_step in steps else None
+    tabled = [step for step in steps if step.spec.name in TABLE1_STEPS or step is launched_step]
+    table_points = [(step, batch) for step in tabled for batch in TABLE1]
     if only:
         parts = {
-            TABLE1_PART: (TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress)),
-            ROTATION_PART: (ROTATION_MEASURE, partial(rotation_rows, launched, ceilings, progress)),
+            TABLE1_PART: (TABLE1_MEASURE, partial(table1_rows, steps, launched_step, ceilings, progress)),
+            ROTATION_PART: (ROTATION_MEASURE, partial(rotation_rows, launched_step, ceilings, progress)),
         }
         part(only)
-        compile_all(of_table if TABLE1_PART in only else (), appending=False)
-        return [row for word, measured in parts.items() if word in only for row in keep(*measured)]
-    planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
-    compile_all([*planned, *of_table], appending)
-    measured: list[Row] = []
-    if launched:
+        compile_all(table_points if TABLE1_PART in only else (), appending=False)
+        return [row for word, part_job in parts.items() if word in only for row in keep(*part_job)]
+    planned_points = [
+        *((step, ABLATION) for step in steps),
+        *((launched_step, batch) for batch in _batches() if launched_step),
+    ]
+    compile_all([*planned_points, *table_points], measures_append)
+    measured_rows: list[Row] = []
+    if launched_step:
         for heads in HEADS:
             for batch in batches(heads):
-                one = partial(batch_rows, launched, batch, ceilings, progress, peers, appending=appending)
-                measured += keep(str(batch), one)
-            unlike = ragged_batch(heads)
-            measured += keep(f"{unlike}, {RAGGED}", partial(ragged_rows, launched, unlike, ceilings, progress))
+                one = partial(batch_rows, launched_step, batch, ceilings, progress, peers, appending=measures_append)
+                measured_rows += keep(str(batch), one)
+            ragged = ragged_batch(heads)
+            measured_rows += keep(
+                f"{ragged}, {RAGGED}", partial(ragged_rows, launched_step, ragged, ceilings, progress)
+            )
     for step in steps:
-        measured += keep(step.spec.name, partial(ladder_rows, step, ceilings, progress))
-    measured += keep(TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress))
-    measured += keep(ROTATION_MEASURE, partial(rotation_rows, launched, ceilings, progress))
-    if merging:
-        measured += keep(merge.MEASURE, partial(merge.rows, ceilings, progress))
-    if appending:
-        measured += keep(append.MEASURE, partial(append.rows, ceilings, progress))
-    return measured
+        measured_rows += keep(step.spec.name, partial(ladder_rows, step, ceilings, progress))
+    measured_rows += keep(TABLE1_MEASURE, partial(table1_rows, steps, launched_step, ceilings, progress))
+    measured_rows += keep(ROTATION_MEASURE, partial(rotation_rows, launched_step, ceilings, progress))
+    if measures_merge:
+        measured_rows += keep(merge.MEASURE, partial(merge.rows, ceilings, progress))
+    if measures_append:
+        measured_rows += keep(append.MEASURE, partial(append.rows, ceilings, progress))
+    return measured_rows
 
 
 def part(words: Sequence[str]) -> tuple[Batch, ...]:
     """Return the batches of the parts that words name, Table 1 and rotation. Raise ArgumentError for others."""
-    batches_of = {TABLE1_PART: TABLE1, ROTATION_PART: ROTATED}
+    batches_by_part = {TABLE1_PART: TABLE1, ROTATION_PART: ROTATED}
     for word in words:
-        if word not in batches_of:
-            raise ArgumentError("only", f"one of {', '.join(batches_of)}", word)
-    return tuple(batch for word in dict.fromkeys(words) for batch in batches_of[word])
+        if word not in batches_by_part:
+            raise ArgumentError("only", f"one of {', '.join(batches_by_part)}", word)
+    return tuple(batch for word in dict.fromkeys(words) for batch in batches_by_part[word])
 
 
 def table1_rows(
@@ -127,8 +132,10 @@ def table1_rows(
             assert launched is not None
             progress(f"{batch}: {FACE}, {scheme}")
             kv_scheme = KV_SCHEMES[scheme]  # tells the rows of one kernel apart
-            config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
-            yield time_step(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=config)
+            row_config = {"bits": kv_scheme.bits, **({"channel": 1} if kv_scheme.by_channel else {})}
+            yield time_step(
+                launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=row_config
+            )
 
 
 def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -139,19 +146,31 @@ def rotation_rows(step: AttentionStep | None, ceilings: Ceilings, progress: Call
     for batch in ROTATED if step is not None else ():
         assert step is not None
         progress(f"{batch}: {FACE}, rotated and not")
-        plain = random_problem(batch)
-        rotated = replace(plain, caches=[replace(cache, rotated=True) for cache in plain.caches])
-        for appended in (True, False):
+        plain_problem = random_problem(batch)
+        rotated_problem = replace(
+            plain_problem, caches=[replace(cache, rotated=True) for cache in plain_problem.caches]
+        )
+        for with_append in (True, False):
             readings: dict[bool, list[Measured]] = {False: [], True: []}
             for is_rotated in (False, True) * _PAIRS:
-                of = rotated if is_rotated else plain
-                measured, ready = _time_step(step, of, appended)
+                timed_problem = rotated_problem if is_rotated else plain_problem
+                measured, ready = _time_step(step, timed_problem, with_append)
                 readings[is_rotated].append(measured)
                 if not is_rotated and len(readings[False]) == _PAIRS:
-                    ready.check(plain)  # before other keys are appended; `build_row` checks the last rotated ones
-            unrotated, measured = (sorted(of_kind, key=lambda m: m.us)[_PAIRS // 2] for of_kind in readings.values())
-            config, extra = {"appended": int(appended)}, {UNROTATED: unrotated.us}
-            yield build_row(ready, rotated, ROTATION_MEASURE, measured, ceilings, face=FACE, config=config, more=extra)
+                    # Before other keys are appended; `build_row` checks the last rotated ones.
+                    ready.check(plain_problem)
+            unrotated, measured = (sorted(timings, key=lambda m: m.us)[_PAIRS // 2] for timings in readings.values())
+            config, extra_figures = {"appended": int(with_append)}, {UNROTATED: unrotated.us}
+            yield build_row(
+                ready,
+                rotated_problem,
+                ROTATION_MEASURE,
+                measured,
+                ceilings,
+                face=FACE,
+                config=config,
+                more=extra_figures,
+            )
 
 
 def _time_step(step: AttentionStep, problem: Problem, appended: bool) -> tuple[Measured, AttentionLaunches]:
@@ -177,10 +196,10 @@ def batch_rows(
     progress(f"{batch}: {FACE}")
     problem, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
-        measured, ready, plain = measure_behind_append(step, problem)
+        measured, ready, plain_timing = measure_behind_append(step, problem)
         expected = ready.compute_expected(problem)
         yield build_row(
-            ready, problem, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain.us}, face=FACE
+            ready, problem, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain_timing.us}, face=FACE
         )
     ready = launches(step, problem)
     expected = expected or ready.compute_expected(problem)
@@ -195,18 +214,18 @@ def programmatic(step: AttentionStep, problem: Problem, expected: Expected | Non
     if not step.spec.after_wait:
         return {}
     ready = launches(step, problem, programmatic=True)
-    us = measure(ready.calls).us
+    time_us = measure(ready.calls).us
     ready.check(problem, expected)
-    return {PROGRAMMATIC: us}
+    return {PROGRAMMATIC: time_us}
 
 
 def ragged_rows(
     step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]
 ) -> Iterator[Row]:
     """Measure a ragged batch, and one of equal lengths with as many bytes."""
-    for measured_as, same_size in ((RAGGED, batch), (EVEN, even_batch_like(batch))):
-        progress(f"{same_size}: {FACE}, {measured_as}")
-        yield time_step(step, random_problem(same_size), measured_as, ceilings, face=FACE)
+    for measure_name, same_size in ((RAGGED, batch), (EVEN, even_batch_like(batch))):
+        progress(f"{same_size}: {FACE}, {measure_name}")
+        yield time_step(step, random_problem(same_size), measure_name, ceilings, face=FACE)
 
 
 def ladder_rows(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -237,10 +256,10 @@ def measure_behind_append(step: AttentionStep, problem: Problem) -> tuple[Measur
         return measure(chain_calls(appending.calls(programmatic), attention.calls)), attention
 
     appending = append.Appending(problem)
-    plain, _ = together(False)
+    plain_timing, _ = together(False)
     measured, ready = together(True)
     appending.check()
-    return measured, ready, plain
+    return measured, ready, plain_timing
 
 
 def build_row(
@@ -255,7 +274,7 @@ def build_row(
     **further: Any,
 ) -> Row:
     """Build the row of timed launches; the floor is reading keys and values once."""
-    checked, worst = ready.check(problem, expected)
+    checked, worst_error = ready.check(problem, expected)
     nbytes = problem.batch.kv_bytes(problem.scheme)
     return row_of(
         ready.spec,
@@ -267,7 +286,7 @@ def build_row(
         nbytes=nbytes,
         operations=4 * problem.batch.tokens * problem.batch.Hq * problem.q.shape[-1],
         variant=ready.variant,
-        more={"tokens": problem.batch.tokens, "error": worst, **ready.resources, **(more or {})},
+        more={"tokens": problem.batch.tokens, "error": worst_error, **ready.resources, **(more or {})},
         **further,
     )
 

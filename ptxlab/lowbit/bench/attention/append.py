@@ -59,9 +59,9 @@ def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) 
 def moved_bytes(tokens: int, heads: int, scheme: str, rope: bool) -> int:
     """Count the bytes to read and write: k and v, their quantised tokens, slots; with `rope` tables and positions."""
     floats = 2 * tokens * heads * HEAD_DIM * 2
-    written = 2 * tokens * heads * page_bytes(scheme, PAGE, HEAD_DIM) // PAGE
+    written_bytes = 2 * tokens * heads * page_bytes(scheme, PAGE, HEAD_DIM) // PAGE
     constants = 2 * heads * HEAD_DIM * 4 * (8 // KV_SCHEMES[scheme].bits) if KV_SCHEMES[scheme].by_channel else 0
-    return floats + written + constants + 4 * tokens + (tokens * (4 + HEAD_DIM * 4) if rope else 0)
+    return floats + written_bytes + constants + 4 * tokens + (tokens * (4 + HEAD_DIM * 4) if rope else 0)
 
 
 def slots_of(tokens: int) -> np.ndarray:
@@ -79,9 +79,9 @@ def measure_append(tokens: int, heads: int, scheme: str, rope: bool, ceilings: C
     tables = [*_angles(rng, tokens), gpu.to_device(rng.permutation(tokens).astype(np.int32))] if rope else []
     pool = _pages(copies * _PAGES, heads, scheme)
     channel = quant.calibrate_kv(v, scheme) if KV_SCHEMES[scheme].by_channel else None
-    shared = {"pool": pool, **dict(zip(_TABLES, tables, strict=False))}
+    shared_arguments = {"pool": pool, **dict(zip(_TABLES, tables, strict=False))}
     for name in ("k", "v"):
-        shared |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
+        shared_arguments |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
 
     sizes, slots = sizes_at(tokens, heads, scheme, rope, copies), slots_of(tokens)
     copy_arrays = (
@@ -89,7 +89,7 @@ def measure_append(tokens: int, heads: int, scheme: str, rope: bool, ceilings: C
         for copy in range(copies)
     )
     config = APPEND.config_for(sizes)
-    _, calls = prepare_launches(APPEND, sizes, config, ({**shared, **arrays} for arrays in copy_arrays))
+    _, calls = prepare_launches(APPEND, sizes, config, ({**shared_arguments, **arrays} for arrays in copy_arrays))
     measured = measure(calls)
     expected_pages = _expected_pages(k, v, scheme, channel, tables, gpu.to_device(slots))
     if not bool((pool.reshape(copies, *expected_pages.shape) == expected_pages).all()):
@@ -122,13 +122,13 @@ class Appending:
         pool, copies = self._of.caches[0].pool, len(self._of.caches)
         sizes = sizes_at(len(self._slots), self._of.batch.Hkv, "kv4", rope=True)
         sizes |= {"pages": len(pool), "R": len(self._tables[0])}
-        shared = {
+        shared_arguments = {
             "k": _rows(self._k),
             "v": _rows(self._v),
             "pool": pool,
             **dict(zip(_TABLES, self._tables, strict=True)),
         }
-        arrays = ({**shared, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
+        arrays = ({**shared_arguments, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
         spec = ROTATED[0] if self._of.caches[0].rotated else APPEND
         return prepare_launches(spec, sizes, spec.config_for(sizes), arrays, programmatic=programmatic)[1]
 

@@ -47,8 +47,8 @@ def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
 def dominant(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
     """Draw constants that give one token of every page 50 times the weight of the others."""
     is_dominant = np.arange(shape[-1]) == rng.integers(0, shape[-1], shape[:-1])[..., None]
-    zeros = np.where(is_dominant, 0.15, 0.85)
-    return Constants(np.ones(shape), zeros, rng.uniform(4, 8, shape), rng.uniform(0, 1, shape))
+    zero_shares = np.where(is_dominant, 0.15, 0.85)
+    return Constants(np.ones(shape), zero_shares, rng.uniform(4, 8, shape), rng.uniform(0, 1, shape))
 
 
 def one_sign(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
@@ -70,23 +70,23 @@ def random_pages(
 ) -> np.ndarray:
     """Draw pages u8 [pages, 2, Hkv, page_bytes] of 64 tokens, as a quantiser could have written them."""
     shape = pages, 2, Hkv, page_bytes(scheme, PAGE, D)
-    filled = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
-    constants = PageView.of(filled, scheme, PAGE, D).constants
+    random_bytes = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
+    constants = PageView.of(random_bytes, scheme, PAGE, D).constants
     if KV_SCHEMES[scheme].low == -127:
-        filled[filled == 0x80] = 0x81  # no quantiser writes -128
+        random_bytes[random_bytes == 0x80] = 0x81  # no quantiser writes -128
     if constants is not None:  # per token and head; those by channel are not in the pages
         levels = 2.0 ** KV_SCHEMES[scheme].bits - 1
-        drawn = data(rng, (pages, Hkv, PAGE))
-        scales = np.stack([drawn.k_range, drawn.v_range], axis=1) / levels
-        zeros = np.rint(np.stack([drawn.k_zero, drawn.v_zero], axis=1) * levels)
+        drawn_data = data(rng, (pages, Hkv, PAGE))
+        scales = np.stack([drawn_data.k_range, drawn_data.v_range], axis=1) / levels
+        zeros = np.rint(np.stack([drawn_data.k_zero, drawn_data.v_zero], axis=1) * levels)
         constants[...] = np.stack([scales, zeros], axis=-1)
-    return filled
+    return random_bytes
 
 
 def random_channels(rng: np.random.Generator, Hkv: int, scheme: str, D: int = HEAD_DIM) -> Iterator[Channel]:
     """Yield scale and zero f32 [Hkv, D] of keys and of values by channel, calibrated on uniform numbers."""
-    for largest in _CHANNEL_RANGES:
-        yield calibrate_kv(rng.uniform(-largest, largest, (PAGE, Hkv, D)).astype(np.float32), scheme)
+    for largest_range in _CHANNEL_RANGES:
+        yield calibrate_kv(rng.uniform(-largest_range, largest_range, (PAGE, Hkv, D)).astype(np.float32), scheme)
 
 
 def roll_tokens(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
@@ -101,15 +101,19 @@ def let_last_stand_out(cache: KVCache) -> None:
     """Give the last token of every sequence a key that counts as much as a page of others, in place."""
     kv_scheme = KV_SCHEMES[cache.scheme]
     levels = 2.0**kv_scheme.bits - 1
-    last, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
+    last_positions, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
     view = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0)
-    page = cache.block_table[sequences, last // PAGE]
+    page = cache.block_table[sequences, last_positions // PAGE]
     if view.constants is None:  # of a scheme by channel: the upper half of the integers does it
         assert cache.k_channel is not None
         shape = len(sequences), cache.num_kv_heads, cache.head_dim
-        upper = np.random.default_rng(0).integers((kv_scheme.low + kv_scheme.high + 1) // 2, kv_scheme.high + 1, shape)
-        tokens = QuantizedKV(cache.scheme, np.array(upper.astype(kv_scheme.dtype), like=sequences), *cache.k_channel)
-        view.write(tokens, page * PAGE + last % PAGE)
+        upper_integers = np.random.default_rng(0).integers(
+            (kv_scheme.low + kv_scheme.high + 1) // 2, kv_scheme.high + 1, shape
+        )
+        tokens = QuantizedKV(
+            cache.scheme, np.array(upper_integers.astype(kv_scheme.dtype), like=sequences), *cache.k_channel
+        )
+        view.write(tokens, page * PAGE + last_positions % PAGE)
     else:
-        view.constants[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
-        view.constants[page, :, last % PAGE, 1] = _STANDING_OUT[1]
+        view.constants[page, :, last_positions % PAGE, 0] = _STANDING_OUT[0] / levels
+        view.constants[page, :, last_positions % PAGE, 1] = _STANDING_OUT[1]

@@ -32,12 +32,12 @@ def measure_merge(batch: Batch, ceilings: Ceilings) -> Row:
     fused_launches = launches(fused, problem)
     fused_time = measure(fused_launches.calls)
     fused_launches.check(problem)
-    parts = launches(AttentionStep(sm80.MMA, fused.blocks), problem)
-    assert parts.logged is not None
-    merge_time = measure(chain_calls(parts.calls, _merge_calls(parts, out=parts.outputs)))
-    merges = _merge_calls(parts, out=parts.logged.outputs, lse=parts.logged.lse)
-    logged = replace(parts.logged, calls=chain_calls(parts.logged.calls, merges))
-    checked, worst = replace(parts, logged=logged).check(problem)
+    part_launches = launches(AttentionStep(sm80.MMA, fused.blocks), problem)
+    assert part_launches.logged is not None
+    merge_time = measure(chain_calls(part_launches.calls, _merge_calls(part_launches, out=part_launches.outputs)))
+    merges = _merge_calls(part_launches, out=part_launches.logged.outputs, lse=part_launches.logged.lse)
+    logged_launches = replace(part_launches.logged, calls=chain_calls(part_launches.logged.calls, merges))
+    checked, worst_error = replace(part_launches, logged=logged_launches).check(problem)
     nbytes = batch.kv_bytes()
     return row_of(
         MERGE,
@@ -47,8 +47,8 @@ def measure_merge(batch: Batch, ceilings: Ceilings) -> Row:
         floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
         checked=checked,
         nbytes=nbytes,
-        kernel=f"{parts.spec.name}, {MERGE.name}",
-        more={"fused_us": fused_time.us, "error": worst},
+        kernel=f"{part_launches.spec.name}, {MERGE.name}",
+        more={"fused_us": fused_time.us, "error": worst_error},
     )
 
 

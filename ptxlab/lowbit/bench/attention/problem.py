@@ -96,9 +96,9 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
         part = pool[start : min(pages, start + len(block))]
         gpu.copy_bytes(part, kvdata.roll_tokens(block[: len(part)], shift, scheme, batch.D))
     rng = np.random.default_rng(0)
-    used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
-    tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
-    tables[:, used] = rng.permutation(pages) + pages * np.arange(copies)[:, None]
+    is_used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
+    tables = np.full((copies, *is_used.shape), _WILD_PAGE, np.int32)
+    tables[:, is_used] = rng.permutation(pages) + pages * np.arange(copies)[:, None]
     lengths = gpu.to_device(np.array(batch.lengths, np.int32))
     channels = kvdata.random_channels(rng, batch.Hkv, scheme, batch.D) if KV_SCHEMES[scheme].by_channel else ()
     k_channel, v_channel = ((gpu.to_device(a), gpu.to_device(b)) for a, b in channels) if channels else (None, None)
@@ -201,32 +201,34 @@ class AttentionLaunches(Launches):
             BenchmarkError: a result is further off than it may be, or not a number, or has another bit.
         """
         expected = expected or self.compute_expected(problem)
-        worst = {"out": 0.0, "lse": 0.0}
-        written = {"out": self.outputs}
+        worst_errors = {"out": 0.0, "lse": 0.0}
+        written_outputs = {"out": self.outputs}
         if self.logged is not None:
             for call in self.logged.calls:
                 call()
-            written["lse"] = self.logged.lse
-        for b, (right, allowed) in enumerate(expected.sequences):
-            got = {name: array[:, b].reshape(-1, *right[name].shape) for name, array in written.items()}
-            if mismatch := describe_mismatch(got, right, allowed):
+            written_outputs["lse"] = self.logged.lse
+        for b, (right, allowed_errors) in enumerate(expected.sequences):
+            got = {name: array[:, b].reshape(-1, *right[name].shape) for name, array in written_outputs.items()}
+            if mismatch := describe_mismatch(got, right, allowed_errors):
                 raise self._wrong(problem, f"wrong results for sequence {b}: {mismatch},")
-            worst = {name: max(worst[name], float(np.abs(x - right[name]).max())) for name, x in got.items()}
+            worst_errors = {
+                name: max(worst_errors[name], float(np.abs(x - right[name]).max())) for name, x in got.items()
+            }
         sentences = [
             f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"
         ]
-        sentences[0] += f", at most {worst['out']:.1e} off"
+        sentences[0] += f", at most {worst_errors['out']:.1e} off"
         if expected.bits:
-            for name, array in written.items():
+            for name, array in written_outputs.items():
                 bits = f"u{array.dtype.itemsize}"
-                if differing := int((array.view(bits) != expected.bits[name].view(bits)).sum()):
-                    raise self._wrong(problem, f"{differing} results that differ from the oracle's")
+                if differing_elements := int((array.view(bits) != expected.bits[name].view(bits)).sum()):
+                    raise self._wrong(problem, f"{differing_elements} results that differ from the oracle's")
             sentences.append("equal to the oracle in the kernel's order of operations, bit for bit")
         if self.logged is not None:
             if not bool((self.logged.outputs == self.outputs).all()):
                 raise self._wrong(problem, "results other than those of launches for lse")
-            sentences.append(f"launched again for lse: the same results, lse at most {worst['lse']:.1e} off")
-        return "; ".join(sentences), worst["out"]
+            sentences.append(f"launched again for lse: the same results, lse at most {worst_errors['lse']:.1e} off")
+        return "; ".join(sentences), worst_errors["out"]
 
     def _wrong(self, problem: Problem, complaint: str) -> BenchmarkError:
         return BenchmarkError(
@@ -262,10 +264,10 @@ def launches(
         )
         return prepare_launches(spec, sizes, config, arrays, programmatic=programmatic)
 
-    outputs, logged = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN), None
+    outputs, lse_launches = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN), None
     if "lse" in {arg.name for arg in spec.args}:
         logged_outputs = allocate_poisoned((copies, *problem.q.shape), np.float16, _NAN)
         lse = allocate_poisoned((copies, *problem.q.shape[:2]), np.float32, _NAN)
-        logged = Logged(prepare(out=logged_outputs, lse=lse)[1], logged_outputs, lse)
+        lse_launches = Logged(prepare(out=logged_outputs, lse=lse)[1], logged_outputs, lse)
     kernel, calls = prepare(out=outputs)
-    return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, logged)
+    return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, lse_launches)

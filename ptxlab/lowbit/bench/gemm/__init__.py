@@ -33,30 +33,30 @@ def rows(
     part that it names alone (`part`). A matrix is a section, and so is each of the others.
     """
     if only:
-        layers, parts = part(only), [measured for word, measured in PARTS.items() if word in only]
-        return [row for measured in parts for row in measured(layers, names, progress, peers, keep)]
-    whole = matrices is None and _all_launched(names)
-    planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
-    if not planned:
+        layers, parts = part(only), [measured_parts for word, measured_parts in PARTS.items() if word in only]
+        return [row for measured_parts in parts for row in measured_parts(layers, names, progress, peers, keep)]
+    is_whole = matrices is None and _all_launched(names)
+    planned_points = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
+    if not planned_points:
         raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
     progress("compiling")
-    points.compile_all(planned)
+    points.compile_all(planned_points)
     stream_us = points.streams()
     single_layers, mixtral, untuned_layers = (
         [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
         for layers in (LAYERS, MIXTRAL, UNTUNED)
     )
-    measured: list[Row] = []
+    measured_rows: list[Row] = []
     for layer in single_layers:
-        measured += keep(str(layer), partial(layer_rows, layer, names, stream_us, progress, peers))
-    if whole:
-        measured += keep("quantiser", partial(quantiser.rows, ceilings, progress))
-        measured += keep("chain", partial(chain.rows, stream_us, progress, peers))
-    measured += keep("untuned", partial(headline.untuned_rows, untuned_layers, names, stream_us, progress, peers))
-    if whole or any(grouped.points(names)):
-        measured += keep("grouped", partial(grouped.rows, mixtral, stream_us, progress))
+        measured_rows += keep(str(layer), partial(layer_rows, layer, names, stream_us, progress, peers))
+    if is_whole:
+        measured_rows += keep("quantiser", partial(quantiser.rows, ceilings, progress))
+        measured_rows += keep("chain", partial(chain.rows, stream_us, progress, peers))
+    measured_rows += keep("untuned", partial(headline.untuned_rows, untuned_layers, names, stream_us, progress, peers))
+    if is_whole or any(grouped.points(names)):
+        measured_rows += keep("grouped", partial(grouped.rows, mixtral, stream_us, progress))
     progress("counting with ncu")
-    return limits.with_limits(measured)
+    return limits.with_limits(measured_rows)
 
 
 def part(words: Sequence[str]) -> tuple[Layer, ...]:

@@ -25,7 +25,7 @@ def rows(stream_us: StreamTime, progress: Callable[[str], None], peers: Peers) -
         for group in (GROUP, PER_CHANNEL):
             logical = [{**headline.weight_of(layer, group), **tokens(layer, max(FEW_TOKENS))} for layer in layers]
             for M in FEW_TOKENS:
-                inputs = [first_tokens(of_layer, M) for of_layer in logical]
+                inputs = [first_tokens(layer_inputs, M) for layer_inputs in logical]
                 yield measure_chain(layers, M, inputs, stream_us, peer_times[M], group=group)
 
 
@@ -40,7 +40,7 @@ def measure_chain(
 ) -> Row:
     """Time the GEMMs of `layers` in this order, and check what every one of them wrote."""
     links = [headline.point_at(layer, M, group) for layer in layers]
-    plain, _ = in_turn_on(links, logical)
+    plain_timing, _ = in_turn_on(links, logical)
     measured, ready = in_turn_on(links, logical, programmatic=True)
     checked = [link.check(expected_bits(link.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
     return in_turn_row(
@@ -53,5 +53,5 @@ def measure_chain(
         peers=peer_times,
         activations=headline.ORDER,
         face=headline.FACE,
-        more={"plain_us": plain.us},
+        more={"plain_us": plain_timing.us},
     )

@@ -96,11 +96,11 @@ def rows(layers: Sequence[Layer], stream_us: StreamTime, progress: Callable[[str
     """Measure the loop over experts at every number of tokens, then the grouped kernel with the loop as a peer."""
     for layer in layers:
         progress(f"{layer}: {EXPERTS} experts")
-        by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
+        expert_weights = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
         activations = tokens(layer, CHOSEN_EXPERTS * max(ROUTED_TOKENS))
         for count in ROUTED_TOKENS:
             used_activations = {name: array[: CHOSEN_EXPERTS * count] for name, array in activations.items()}
-            experts = Experts(layer, by_expert, used_activations, route_at_random(count))
+            experts = Experts(layer, expert_weights, used_activations, route_at_random(count))
             yield (looped := measure_loop(experts, stream_us))
             yield measure_grouped(experts, stream_us, looped.time_us)
 
@@ -131,16 +131,16 @@ def measure_grouped(experts: Experts, stream_us: StreamTime, loop_us: float) -> 
     The time is the median over copies of the weights in different places.
     """
     sizes = sizes_at(experts.layer, int(experts.offsets[-1]))
-    active = int((np.diff(experts.offsets) > 0).sum())
-    nbytes = GROUPED.arg("strips").nbytes({**sizes, "E": active})
+    active_experts = int((np.diff(experts.offsets) > 0).sum())
+    nbytes = GROUPED.arg("strips").nbytes({**sizes, "E": active_experts})
     operations = int(evaluate(GROUPED.operations, sizes))
     places = [launches(STEP, sizes, experts.logical, copies=copies_beyond_l2(nbytes)) for _ in range(_PLACES)]
     replays = ceil_div(GEMM_REPLAYS, _PLACES)  # together as many as of the loop: more would lower the clock
-    timed = [measure(ready.calls, replays=replays) for ready in places]
+    timings = [measure(ready.calls, replays=replays) for ready in places]
     measured = replace(
-        sorted(timed, key=lambda at_place: at_place.us)[_PLACES // 2],
-        fastest=min(at_place.fastest for at_place in timed),
-        slowest=max(at_place.slowest for at_place in timed),
+        sorted(timings, key=lambda timing: timing.us)[_PLACES // 2],
+        fastest=min(timing.fastest for timing in timings),
+        slowest=max(timing.slowest for timing in timings),
     )
     right = expected_bits(GROUPED, experts.logical)
     checked = [ready.check(right) for ready in places]
@@ -151,12 +151,12 @@ def measure_grouped(experts: Experts, stream_us: StreamTime, loop_us: float) -> 
         measured,
         floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
         checked=f"in each of {_PLACES} places {checked[0]}",
-        nbytes=GROUPED.bytes_moved({**sizes, **places[0].variant, "E": active}),
+        nbytes=GROUPED.bytes_moved({**sizes, **places[0].variant, "E": active_experts}),
         rate=(operations / measured.us / 1e6, "TOPS"),
         operations=operations,
         peers={LOOP: loop_us},
         activations=STEP.order,
         variant=places[0].variant,
         face=FACE,
-        more={"experts": active, "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
+        more={"experts": active_experts, "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
     )

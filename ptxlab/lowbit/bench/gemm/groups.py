@@ -22,12 +22,14 @@ def compared_rows(
     keep: Keep = measure_section,
 ) -> Iterator[Row]:
     """Measure every step with groups among `names`, and `gemm_w4a8`, at the ladder's tokens beside cuBLAS."""
-    ladder = [step for step in steps_of(names) if "g" in step.spec.symbols]
+    steps_with_groups = [step for step in steps_of(names) if "g" in step.spec.symbols]
     progress("compiling")
-    planned = [(step, sizes_at(step.spec, layer, M, GROUP)) for layer in layers for step in ladder for M in TOKENS]
+    planned_points = [
+        (step, sizes_at(step.spec, layer, M, GROUP)) for layer in layers for step in steps_with_groups for M in TOKENS
+    ]
     if headline.steps():
-        planned += [headline.point_at(layer, M, GROUP) for layer in layers for M in TOKENS]
-    compile_all(planned)
+        planned_points += [headline.point_at(layer, M, GROUP) for layer in layers for M in TOKENS]
+    compile_all(planned_points)
     stream_us = streams()
 
     def of_layer(layer: Layer) -> Iterator[Row]:
@@ -35,7 +37,7 @@ def compared_rows(
         cublas = peers.cublas(layer.N, layer.K, TOKENS, None)
         progress(f"{layer}: {headline.FACE}")
         yield from headline.rows_beside(layer, cublas, stream_us, GROUP)
-        yield from steps.layer_rows(layer, ladder, cublas, stream_us, progress, tokens=TOKENS, group=GROUP)
+        yield from steps.layer_rows(layer, steps_with_groups, cublas, stream_us, progress, tokens=TOKENS, group=GROUP)
 
     for layer in layers:
         yield from keep(str(layer), partial(of_layer, layer))

@@ -46,13 +46,17 @@ def scheme_of(group: int) -> str:
 def steps(group: int = GROUP) -> list[GemmStep]:
     """List the steps that take weights of this group and run on this GPU."""
     scheme_and_packing = scheme_of(group), PACKING
-    return [s for s in ladder.LADDER if (s.scheme, s.packing) == scheme_and_packing and ladder.why_not(s) is None]
+    return [
+        step
+        for step in ladder.LADDER
+        if (step.scheme, step.packing) == scheme_and_packing and ladder.why_not(step) is None
+    ]
 
 
 def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
     """Build the logical weight of one matrix on the device."""
-    drawn = next(step.spec for step in steps(group) if step.spec.example_sizes)
-    return weights(drawn, layer, group, seed)
+    example_spec = next(step.spec for step in steps(group) if step.spec.example_sizes)
+    return weights(example_spec, layer, group, seed)
 
 
 def choose_step(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
@@ -102,10 +106,10 @@ def layer_rows(
         return
     progress(f"{layer}: {FACE}")
     activations = tokens(layer, max(ALL_TOKENS))
-    weights_of = {group: weight_of(layer, group) for group in (*GROUPS, PER_CHANNEL)}
+    weights_by_group = {group: weight_of(layer, group) for group in (*GROUPS, PER_CHANNEL)}
     for M in ALL_TOKENS:
         further = {"stream_us": stream_us, "peers": peer_times[M]}
-        for group, weight in weights_of.items():
+        for group, weight in weights_by_group.items():
             yield from _rows_at(layer, M, group, first_tokens({**weight, **activations}, M), names, **further)
 
 
@@ -135,9 +139,11 @@ def untuned_rows(
         fp8 = peers.cublas(layer.N, layer.K, UNTUNED_TOKENS, ["cublas_fp8"])
         logical = {**weight_of(layer), **tokens(layer, max(UNTUNED_TOKENS))}
         for M in measured:
-            inputs, us = first_tokens(logical, M), fp8[M]
+            inputs, fp8_us = first_tokens(logical, M), fp8[M]
             right = expected_bits(choose_step(layer, M).spec, inputs)
-            yield measure_launched(layer, M, inputs, right, measured_as=UNTUNED_MEASURE, stream_us=stream_us, peers=us)
+            yield measure_launched(
+                layer, M, inputs, right, measured_as=UNTUNED_MEASURE, stream_us=stream_us, peers=fp8_us
+            )
 
 
 def measure_launched(

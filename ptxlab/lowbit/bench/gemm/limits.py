@@ -42,8 +42,10 @@ def with_limits(rows: Sequence[Row]) -> list[Row]:
     names = list(dict.fromkeys(rows[n].kernel for n in places))
     command = [sys.executable, "-c", _LAUNCH, *names]
     try:
-        counted = nsight.launches(command, [rows[n].kernel for n in places], list(METRICS.values()), ["WarpStateStats"])
-        counters = {n: figures(numbers) for n, numbers in zip(places, counted, strict=True)}
+        launch_metrics = nsight.launches(
+            command, [rows[n].kernel for n in places], list(METRICS.values()), ["WarpStateStats"]
+        )
+        counters = {n: figures(numbers) for n, numbers in zip(places, launch_metrics, strict=True)}
     except UnavailableError as reason:
         warnings.warn(f"no counters in the record: {reason}", stacklevel=2)
         return list(rows)

@@ -26,7 +26,7 @@ _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no par
 
 def steps_of(names: Sequence[str]) -> list[GemmStep]:
     """List the steps of the ladder among `names` that this GPU runs, in the ladder's order."""
-    return [s for s in LADDER if s.spec.name in names and s.spec in STEPS and why_not(s) is None]
+    return [step for step in LADDER if step.spec.name in names and step.spec in STEPS and why_not(step) is None]
 
 
 def source_of(step: GemmStep) -> Source:
@@ -73,10 +73,10 @@ def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -
     block_sizes = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
     block = spec.example(rng, **{name: block_sizes[name] for name in spec.example_sizes[0]})
     parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
-    repeated = {
+    repeated_parts = {
         name: repeat_to_shape(with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()
     }
-    return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
+    return {**repeated_parts, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
 
 
 def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
@@ -90,8 +90,10 @@ def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
 
 def first_tokens(logical: Arrays, M: int) -> Arrays:
     """Return the same problem with its first M tokens."""
-    first = {name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items() if name.startswith("x")}
-    return {**logical, **first}
+    first_rows = {
+        name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items() if name.startswith("x")
+    }
+    return {**logical, **first_rows}
 
 
 def expected_bits(spec: KernelSpec, logical: Arrays) -> Any:
@@ -162,9 +164,12 @@ def _pack_copies(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]
     Activations are shared: in a model the previous kernel has just written them.
     """
     with gpu.NamedRange(f"pack {spec.name}"):
-        packed = spec.pack(logical)
-    copied_names = [name for name in packed if not _of_tokens(spec, name)]
-    return [packed, *({**packed, **{name: packed[name].copy() for name in copied_names}} for _ in range(copies - 1))]
+        packed_arrays = spec.pack(logical)
+    copied_names = [name for name in packed_arrays if not _of_tokens(spec, name)]
+    return [
+        packed_arrays,
+        *({**packed_arrays, **{name: packed_arrays[name].copy() for name in copied_names}} for _ in range(copies - 1)),
+    ]
 
 
 def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:

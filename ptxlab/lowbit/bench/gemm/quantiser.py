@@ -46,8 +46,8 @@ def measure_quantiser(x: Any, order: str, ceilings: Ceilings) -> Row:
     out = {arg.name: allocate_poisoned(arg.resolve(sizes), str(arg.dtype)) for arg in QUANTIZE.outputs}
     _, calls = prepare_launches(QUANTIZE, sizes, config, [{"x": x, **out}])
     measured = measure(calls, replays=GEMM_REPLAYS)
-    packed = layout.pack_activations(quant.quantize_activations(x), order, tokens)
-    right = packed.x_q.reshape(out["x_q"].shape), packed.scale, packed.token_sum
+    packed_activations = layout.pack_activations(quant.quantize_activations(x), order, tokens)
+    right = packed_activations.x_q.reshape(out["x_q"].shape), packed_activations.scale, packed_activations.token_sum
     if not all(bool((a == b).all()) for a, b in zip(out.values(), right, strict=True)):
         raise BenchmarkError(f"{QUANTIZE.name}: wrong results in the order {order} at M={M}, K={K}")
     nbytes = QUANTIZE.bytes_moved({**sizes, **config})

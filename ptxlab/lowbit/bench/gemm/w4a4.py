@@ -55,10 +55,10 @@ def compared_rows(
     w8a8_steps = steps.w8a8_of([steps.W8A8_KERNEL])
     progress("compiling")
     kernels = [(step, layer) for layer in layers for step in (*w8a8_steps, *_steps(layer, names))]
-    planned = [(step, sizes_at(step.spec, layer, M)) for step, layer in kernels for M in COMPARED]
+    planned_points = [(step, sizes_at(step.spec, layer, M)) for step, layer in kernels for M in COMPARED]
     if headline.steps():
-        planned += [headline.point_at(layer, M) for layer in layers for M in COMPARED]
-    compile_all(planned)
+        planned_points += [headline.point_at(layer, M) for layer in layers for M in COMPARED]
+    compile_all(planned_points)
     stream_us = streams()
 
     def of_layer(layer: Layer) -> Iterator[Row]:
@@ -92,8 +92,8 @@ def layer_rows(
 def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
     """Draw logical inputs on the device: a weight of repeated rows, and random activations."""
     sizes = sizes_at(spec, layer, M) | {"N": min(layer.N, BLOCK_ROWS)}
-    drawn = spec.example(np.random.default_rng(seed), **{name: sizes[name] for name in spec.example_sizes[0]})
-    logical: Arrays = with_arrays(drawn, gpu.to_device)
+    drawn_inputs = spec.example(np.random.default_rng(seed), **{name: sizes[name] for name in spec.example_sizes[0]})
+    logical: Arrays = with_arrays(drawn_inputs, gpu.to_device)
     weight = {name: part for name, part in logical.items() if not name.startswith("x")}
     return {**logical, **with_arrays(weight, lambda array: _repeat_rows(array, layer.N))}
 
@@ -106,4 +106,4 @@ def _steps(layer: Layer, names: Sequence[str]) -> list[GemmStep]:
     """List the steps among `names` for a matrix; a step's scheme is the name of the measure."""
     production = (w4a4.SM90, w4ax.SM90)
     steps = [GemmStep(spec, measure, "") for measure, specs in MEASURES.items() for spec in specs if spec.name in names]
-    return [s for s in steps if (layer == LADDER_LAYER or s.spec in production) and why_not(s) is None]
+    return [step for step in steps if (layer == LADDER_LAYER or step.spec in production) and why_not(step) is None]

@@ -178,8 +178,8 @@ def _on_host(call: AttentionCall) -> Results:
     sizes = step.sizes(call, 1 if emulated else gpu.device_info().sms)
     arrays = {}
     for name, *operand in (operand[:5] for operand in call.operands if operand.array is not None):
-        shared = require_on_host(*operand, written=name in ("out", "lse"))
-        arrays[name] = shared.reshape(step.spec.arg(name).resolve(sizes))
+        shared_array = require_on_host(*operand, written=name in ("out", "lse"))
+        arrays[name] = shared_array.reshape(step.spec.arg(name).resolve(sizes))
     check_cache_values(call, arrays)
     zero_arrays = {
         buffer.name: np.zeros(buffer.shape, buffer.dtype)

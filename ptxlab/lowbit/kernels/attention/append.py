@@ -48,8 +48,8 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _parts(s: Sizes) -> int:
     """Count the parts of H heads that a token has: keys, values, and with `ratio` queries."""
-    parts: int = s.get("ratio", 0) + 2
-    return parts
+    part_count: int = s.get("ratio", 0) + 2
+    return part_count
 
 
 def _launch(s: Sizes) -> Launch:
@@ -102,11 +102,11 @@ def _example(
     v_pitch: int = 0,
 ) -> Arrays:
     """Draw tokens for all slots of the pool, in any order, and padding; keys have outliers, one token is zeros."""
-    scheme, room = scheme_of(bits, channel), pages * size
+    scheme, slot_count = scheme_of(bits, channel), pages * size
     k, v = rng.standard_normal((2, T, H, D), dtype=np.float32)
     k[:, :, :: D // 4] *= 20
     k[T // 2] = 0
-    slots = rng.permutation(np.concatenate([np.arange(room), -1 - np.arange(T - room)])).astype(np.int32)
+    slots = rng.permutation(np.concatenate([np.arange(slot_count), -1 - np.arange(T - slot_count)])).astype(np.int32)
     logical: Arrays = {"k": k, "v": v, "slots": slots, "page_size": size, "pages": pages, "scheme": scheme}
     logical |= {"k_pitch": k_pitch, "v_pitch": v_pitch}
     if R:
@@ -132,9 +132,9 @@ def _pack(logical: Arrays) -> Arrays:
 def pad_rows(x: np.ndarray, pitch: int) -> np.ndarray:
     """Lay rows [T, ...] out as the kernels take them: [T, pitch], NaN behind each row."""
     rows = x.reshape(len(x), -1)
-    padded = np.full((len(x), pitch), np.nan, x.dtype)
-    padded[:, : rows.shape[1]] = rows
-    return padded
+    padded_rows = np.full((len(x), pitch), np.nan, x.dtype)
+    padded_rows[:, : rows.shape[1]] = rows
+    return padded_rows
 
 
 def rows_with_gaps(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

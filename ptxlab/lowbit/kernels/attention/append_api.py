@@ -172,8 +172,8 @@ class _AppendCall(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """Constants for the dtypes and for rotated keys."""
-        rotated = ROTATED_CONSTANTS if self.cache.rotated else {}
-        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.index_dtype), **rotated}
+        rotated_constants = ROTATED_CONSTANTS if self.cache.rotated else {}
+        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.index_dtype), **rotated_constants}
 
     @property
     def config(self) -> dict[str, int]:
@@ -327,13 +327,13 @@ def check_places(
     """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a table's row."""
     pool_tokens, is_token = cache.pages * cache.page_size, slots >= 0
     _refuse(f"{name}: slots", f"must be below {pool_tokens}, the pages' tokens", slots, slots >= pool_tokens)
-    _, first = np.unique(slots, return_index=True)
+    _, first_index = np.unique(slots, return_index=True)
     is_repeated = is_token.copy()
-    is_repeated[first] = False
+    is_repeated[first_index] = False
     _refuse(f"{name}: slots", "must be distinct", slots, is_repeated)
     if positions is not None:
-        outside = is_token & ((positions < 0) | (positions >= rows))
-        _refuse(f"{name}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
+        is_outside = is_token & ((positions < 0) | (positions >= rows))
+        _refuse(f"{name}: rope positions", f"must lie in 0..{rows - 1}", positions, is_outside)
 
 
 def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> None:

@@ -52,10 +52,10 @@ def allowed_error(
     out, lse = (Allowed(np.zeros_like(x), np.zeros_like(x[..., 0])) for x in (q, q[..., 0]))
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
     for t in range(T):
-        seen = np.flatnonzero(visible[t])
-        if not len(seen):
+        seen_tokens = np.flatnonzero(visible[t])
+        if not len(seen_tokens):
             continue
-        first, end = int(seen[0]), int(seen[-1]) + 1
+        first, end = int(seen_tokens[0]), int(seen_tokens[-1]) + 1
         x, k_seen, v_seen = q[t].reshape(Hkv, Hq // Hkv, D), keys.slice(first, end), values.slice(first, end)
         scores = x @ k_seen.numbers.swapaxes(1, 2) * scale
         score_error = _bound_score_error(x, k_seen, roundings) * scale + roundings.weight
@@ -72,7 +72,7 @@ def allowed_error(
             lse_error = np.log((p * np.exp(largest_error)).sum(axis=-1)) + serial + 2.0**-22 * (1 + np.abs(log_total))
         rms = np.sqrt((out_error**2).mean(axis=-1)), np.sqrt((lse_error**2).mean())
         if is_long:
-            by_chance = chance.estimate_errors(
+            chance_errors = chance.estimate_errors(
                 x,
                 scores,
                 p,
@@ -86,9 +86,9 @@ def allowed_error(
                 roundings=roundings,
                 stored=stored,
             )
-            heads = chance.rms_of_heads(by_chance.lse_fixed.ravel(), by_chance.lse_variance.ravel())
-            rms = np.minimum(rms[0], by_chance.out_rms), np.minimum(rms[1], heads)
-            out_error, lse_error = np.minimum(out_error, by_chance.out), np.minimum(lse_error, by_chance.lse)
+            heads = chance.rms_of_heads(chance_errors.lse_fixed.ravel(), chance_errors.lse_variance.ravel())
+            rms = np.minimum(rms[0], chance_errors.out_rms), np.minimum(rms[1], heads)
+            out_error, lse_error = np.minimum(out_error, chance_errors.out), np.minimum(lse_error, chance_errors.lse)
         out.per_element[t], out.rms[t] = out_error.reshape(Hq, D), rms[0].reshape(Hq)
         lse.per_element[t], lse.rms[t] = lse_error.reshape(Hq), rms[1]
     return out, lse
@@ -112,16 +112,23 @@ def _bound_mean_error(
     p: F64, weight_error: F64, first: int, values: Operand, roundings: Roundings, serial: float, stored: float
 ) -> F64:
     """Bound the error of the mean of values [Hkv, r, D], with weights p [Hkv, r, n] of scores off by `weight_error`."""
-    numbers, added = values.numbers[:, None], values.added[:, None]
+    numbers, added_numbers = values.numbers[:, None], values.added[:, None]
     mean = p @ values.numbers
     smallest_sum = (p * np.exp(-weight_error)).sum(axis=-1, keepdims=True)
-    moved = ((p * np.expm1(weight_error))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / smallest_sum
+    moved_by_weights = ((p * np.expm1(weight_error))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[
+        :, :, 0
+    ] / smallest_sum
     summed = p @ values.size * roundings.sum + p @ values.added * (roundings.adding + serial)
     weights = p * values.units[:, None]
-    heaviest = weights.max(axis=-1, keepdims=True)
-    lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
-    cut = _bound_value_truncation(weights, first, values.grains * roundings.aligned, p[..., None] * added)
-    bound: F64 = 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+    heaviest_weight = weights.max(axis=-1, keepdims=True)
+    underflow_error = roundings.floor * heaviest_weight * (values.size / values.units[..., None]).sum(axis=1)[:, None]
+    truncation_error = _bound_value_truncation(
+        weights, first, values.grains * roundings.aligned, p[..., None] * added_numbers
+    )
+    # 1.01: products of errors.
+    bound: F64 = (
+        1.01 * (moved_by_weights + summed + underflow_error + truncation_error + stored * np.abs(mean)) + 2.0**-25
+    )
     return bound
 
 
@@ -131,9 +138,9 @@ def _bound_score_truncation(terms: F64) -> F64:
     An MMA has 16 terms and cuts off of the sum so far, twice if it takes them by 8. The most is lost if the largest
     terms are in MMAs of their own. No term counts less than the smallest normal number, as a query does too.
     """
-    counted = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
-    cut: F64 = 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
-    return cut
+    sorted_terms = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
+    truncation_error: F64 = 18 * sorted_terms[..., -terms.shape[-1] // 16 :].sum(axis=-1)
+    return truncation_error
 
 
 def _bound_value_truncation(weights: F64, first: int, grains: F64, terms: F64) -> F64:
@@ -142,11 +149,11 @@ def _bound_value_truncation(weights: F64, first: int, grains: F64, terms: F64) -
     Of each term [Hkv, r, n, D] no more is lost than there is; of sums, as much as in `_bound_score_truncation`. Token
     `first` and those that follow have `weights` [Hkv, r, n]. An MMA takes 16 tokens from a multiple of 16 on.
     """
-    n, lead = weights.shape[-1], first % 16
-    whole = np.pad(weights, [(0, 0), (0, 0), (lead, -(lead + n) % 16)])
-    largest = whole.reshape(*whole.shape[:-1], -1, 16).max(axis=-1)
+    n, leading_tokens = weights.shape[-1], first % 16
+    padded_weights = np.pad(weights, [(0, 0), (0, 0), (leading_tokens, -(leading_tokens + n) % 16)])
+    largest = padded_weights.reshape(*padded_weights.shape[:-1], -1, 16).max(axis=-1)
     largest = np.maximum(largest, weights.max(axis=-1, keepdims=True) * 2.0**-14)
-    by_token = np.repeat(largest, 16, axis=-1)[..., lead : lead + n]
-    of_terms = np.minimum(terms, by_token[..., None] * grains[:, None, None]).sum(axis=-2)
-    cut: F64 = of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]
-    return cut
+    largest_by_token = np.repeat(largest, 16, axis=-1)[..., leading_tokens : leading_tokens + n]
+    term_errors = np.minimum(terms, largest_by_token[..., None] * grains[:, None, None]).sum(axis=-2)
+    truncation_error: F64 = term_errors + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]
+    return truncation_error

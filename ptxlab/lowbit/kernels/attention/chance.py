@@ -73,59 +73,67 @@ def estimate_errors(
     """
     n, numbers = p.shape[-1], values.numbers
     mean = p @ numbers
-    spread = np.sqrt(np.maximum(p @ numbers**2 - mean**2, 0))
-    alike = roundings.aligned > 0 and not roundings.levels  # MMAs cut off of all scores in one direction
+    value_spread = np.sqrt(np.maximum(p @ numbers**2 - mean**2, 0))
+    rounds_alike = roundings.aligned > 0 and not roundings.levels  # MMAs cut off of all scores in one direction
 
-    lse_fixed, fixed = _query_rounding_changes(x, p, keys, mean, values, scale, roundings)
+    lse_fixed_error, fixed_error = _query_rounding_changes(x, p, keys, mean, values, scale, roundings)
     second_order = np.expm1(score_error) - score_error
-    lse_fixed += _SHARED * np.abs((p * scores).sum(axis=-1)) + _APPROXIMATE + 2.0**-22 * np.abs(log_total)
-    lse_fixed += (p * second_order).sum(axis=-1)
+    lse_fixed_error += _SHARED * np.abs((p * scores).sum(axis=-1)) + _APPROXIMATE + 2.0**-22 * np.abs(log_total)
+    lse_fixed_error += (p * second_order).sum(axis=-1)
     weighted = p**2 * _count_equal_scores(scores)
-    moved = weighted * first_order**2
+    moved_by_scores = weighted * first_order**2
     chains = max(roundings.serial, 8 * roundings.warps)
     additions = n / chains * (1 / chains + (p**2).sum(axis=-1)) + 32  # a heavy token makes its chain's sum large
     sums = SINGLE**2 * (additions / 3 + 4 * _RESCALINGS)
-    lse_variance = sums + moved.sum(axis=-1)
-    if alike or keys.scheme.by_channel:  # where zeros are by channel, their part is one for all scores
-        lse_fixed += (p * first_order).sum(axis=-1)
+    lse_variance = sums + moved_by_scores.sum(axis=-1)
+    if rounds_alike or keys.scheme.by_channel:  # where zeros are by channel, their part is one for all scores
+        lse_fixed_error += (p * first_order).sum(axis=-1)
 
-    fixed += _SHARED * np.abs(_change_of_mean(p * scores, mean, numbers))
-    fixed += np.sqrt((p * second_order**2).sum(axis=-1, keepdims=True)) * spread
-    if alike:
-        fixed += np.sqrt((p * first_order**2).sum(axis=-1, keepdims=True)) * spread
-    cut, variance = _estimate_truncation(p, first, values, roundings)
-    lost, lost_variance = _estimate_underflow(p, values, roundings.floor)
-    added = p @ values.size
+    fixed_error += _SHARED * np.abs(_change_of_mean(p * scores, mean, numbers))
+    fixed_error += np.sqrt((p * second_order**2).sum(axis=-1, keepdims=True)) * value_spread
+    if rounds_alike:
+        fixed_error += np.sqrt((p * first_order**2).sum(axis=-1, keepdims=True)) * value_spread
+    truncation_error, variance = _estimate_truncation(p, first, values, roundings)
+    underflow_error, underflow_variance = _estimate_underflow(p, values, roundings.floor)
+    added_sizes = p @ values.size
     serial = n / roundings.promoted if roundings.promoted else 0 if roundings.aligned else n / roundings.serial
-    variance += lost_variance + sums[..., None] * mean**2 + SINGLE**2 * ((serial + 32) / 3 + 4 * _RESCALINGS) * added**2
-    fixed += cut + lost
+    variance += (
+        underflow_variance
+        + sums[..., None] * mean**2
+        + SINGLE**2 * ((serial + 32) / 3 + 4 * _RESCALINGS) * added_sizes**2
+    )
+    fixed_error += truncation_error + underflow_error
 
     covariance = np.empty((*p.shape[:2], *numbers.shape[-1:] * 2), like=p)
-    for r in range(p.shape[1]):  # one after the other: weighted values are as large as all values
-        by_weight = moved[:, r] + weighted[:, r] * (roundings.sum**2 / 3)
-        covariance[:, r] = (numbers * by_weight[..., None]).swapaxes(1, 2) @ numbers
-        shift = (moved[:, r][:, None] @ numbers).swapaxes(1, 2) * mean[:, r, None]
-        covariance[:, r] += moved[:, r].sum(axis=-1)[:, None, None] * mean[:, r, :, None] * mean[:, r, None]
-        covariance[:, r] -= shift + shift.swapaxes(1, 2)
+    for query_row in range(p.shape[1]):  # one after the other: weighted values are as large as all values
+        variance_by_weight = moved_by_scores[:, query_row] + weighted[:, query_row] * (roundings.sum**2 / 3)
+        covariance[:, query_row] = (numbers * variance_by_weight[..., None]).swapaxes(1, 2) @ numbers
+        shift = (moved_by_scores[:, query_row][:, None] @ numbers).swapaxes(1, 2) * mean[:, query_row, None]
+        covariance[:, query_row] += (
+            moved_by_scores[:, query_row].sum(axis=-1)[:, None, None]
+            * mean[:, query_row, :, None]
+            * mean[:, query_row, None]
+        )
+        covariance[:, query_row] -= shift + shift.swapaxes(1, 2)
     diagonal = np.arange(numbers.shape[-1], like=p)
     covariance[..., diagonal, diagonal] += variance
     variance = np.maximum(covariance[..., diagonal, diagonal], 0)
-    out = 1.01 * (fixed + _SIGMAS * np.sqrt(variance) + stored * np.abs(mean)) + 2.0**-25
+    out = 1.01 * (fixed_error + _SIGMAS * np.sqrt(variance) + stored * np.abs(mean)) + 2.0**-25
 
     covariance[..., diagonal, diagonal] += (stored * mean) ** 2 / 3
     fourth = covariance @ covariance  # its Frobenius norm is the square of one that is no smaller than |C|
     norm = (fourth**2).sum(axis=(-1, -2)) ** 0.25
     trace = np.maximum(covariance[..., diagonal, diagonal].sum(axis=-1), 0)
-    chance = (np.sqrt(trace) + _SIGMAS * np.sqrt(norm)) / numbers.shape[-1] ** 0.5
-    out_rms = 1.01 * (np.sqrt((fixed**2).mean(axis=-1)) + chance) + 2.0**-25
-    lse_fixed *= 1.01
-    return LikelyErrors(out, out_rms, lse_fixed + _SIGMAS * np.sqrt(lse_variance), lse_fixed, lse_variance)
+    chance_error = (np.sqrt(trace) + _SIGMAS * np.sqrt(norm)) / numbers.shape[-1] ** 0.5
+    out_rms = 1.01 * (np.sqrt((fixed_error**2).mean(axis=-1)) + chance_error) + 2.0**-25
+    lse_fixed_error *= 1.01
+    return LikelyErrors(out, out_rms, lse_fixed_error + _SIGMAS * np.sqrt(lse_variance), lse_fixed_error, lse_variance)
 
 
 def rms_of_heads(fixed: F64, variance: F64) -> Any:
     """Compute the RMS over heads [..., Hq] of errors with a fixed part and a random part per head."""
-    chance = np.sqrt(variance.mean(axis=-1)) + _SIGMAS * np.sqrt(variance.max(axis=-1) / variance.shape[-1])
-    return np.sqrt((fixed**2).mean(axis=-1)) + chance
+    chance_error = np.sqrt(variance.mean(axis=-1)) + _SIGMAS * np.sqrt(variance.max(axis=-1) / variance.shape[-1])
+    return np.sqrt((fixed**2).mean(axis=-1)) + chance_error
 
 
 def _query_rounding_changes(
@@ -142,50 +150,58 @@ def _query_rounding_changes(
         return lse, out
     unit = np.maximum(keys.largest(x) / roundings.levels, 2.0**-126)
     rounding_error = np.rint(x / unit) * unit - x
-    undecided = np.abs(np.abs(rounding_error) / unit - 0.5) < 2.0**-21 * np.abs(x / unit) + 2.0**-10
-    parts, rank = [np.where(undecided, 0, rounding_error)], np.cumsum(undecided, axis=-1)
-    parts += [np.where(undecided & (rank == i + 1), unit / 2, 0) for i in range(int(rank.max()))]
+    is_undecided = np.abs(np.abs(rounding_error) / unit - 0.5) < 2.0**-21 * np.abs(x / unit) + 2.0**-10
+    parts, rank = [np.where(is_undecided, 0, rounding_error)], np.cumsum(is_undecided, axis=-1)
+    parts += [np.where(is_undecided & (rank == i + 1), unit / 2, 0) for i in range(int(rank.max()))]
     for part in parts:
-        moved = p * (part @ keys.numbers.swapaxes(1, 2)) * scale
-        lse += np.abs(moved.sum(axis=-1))
-        out += np.abs(_change_of_mean(moved, mean, values.numbers))
+        score_changes = p * (part @ keys.numbers.swapaxes(1, 2)) * scale
+        lse += np.abs(score_changes.sum(axis=-1))
+        out += np.abs(_change_of_mean(score_changes, mean, values.numbers))
     return lse, out
 
 
 def _change_of_mean(weights: F64, mean: F64, values: F64) -> F64:
     """Compute the change of the mean that changes of the weights [Hkv, r, n] make."""
-    moved: F64 = weights @ values - weights.sum(axis=-1, keepdims=True) * mean
-    return moved
+    mean_change: F64 = weights @ values - weights.sum(axis=-1, keepdims=True) * mean
+    return mean_change
 
 
 def _count_equal_scores(scores: F64) -> Any:
     """Count the tokens of a row [..., n] that have a token's score, itself included: their roundings add up."""
-    near: Any = np.clip(np.rint(scores / _ALIKE), -(2.0**44), 2.0**44).astype(np.int64).reshape(-1, scores.shape[-1])
-    near = (near + np.arange(len(near), like=near)[:, None] * 2**46).ravel()  # rows apart
-    ordered = np.sort(near)
-    counts = np.searchsorted(ordered, near, side="right") - np.searchsorted(ordered, near, side="left")
+    rounded_scores: Any = (
+        np.clip(np.rint(scores / _ALIKE), -(2.0**44), 2.0**44).astype(np.int64).reshape(-1, scores.shape[-1])
+    )
+    rounded_scores = (
+        rounded_scores + np.arange(len(rounded_scores), like=rounded_scores)[:, None] * 2**46
+    ).ravel()  # rows apart
+    ordered_scores = np.sort(rounded_scores)
+    counts = np.searchsorted(ordered_scores, rounded_scores, side="right") - np.searchsorted(
+        ordered_scores, rounded_scores, side="left"
+    )
     return counts.reshape(scores.shape)
 
 
 def _estimate_truncation(p: F64, first: int, values: Operand, roundings: Roundings) -> tuple[Any, Any]:
     """Estimate (fixed part, variance) [Hkv, r, D] of the bits that the MMAs of values cut off.
 
-    Of terms and sum at most `cut` of their largest is cut off, evenly spread: half of it in the mean. Sums grow until
-    they are promoted. So the part of one token is cut in all MMAs that follow it in its window, which are half of the
-    window's in the mean, and all in the worst case.
+    Of terms and sum at most `cut_share` of their largest is cut off, evenly spread: half of it in the mean. Sums grow
+    until they are promoted. So the part of one token is cut in all MMAs that follow it in its window, which are half
+    of the window's in the mean, and all in the worst case.
     """
-    cut, n = _CUT * roundings.aligned, p.shape[-1]
+    cut_share, n = _CUT * roundings.aligned, p.shape[-1]
     tokens = n / roundings.warps
     tokens = min(tokens, roundings.promoted) if roundings.promoted else tokens
     mmas = tokens / _MMA + 1
-    weights, lead = p * values.units[:, None], first % _MMA
-    whole = np.pad(weights, [(0, 0), (0, 0), (lead, -(lead + n) % _MMA)])
-    largest = whole.reshape(*p.shape[:2], -1, _MMA).max(axis=-1)
-    grains, added, squares = values.grains[:, None], p @ values.added, tokens * (p**2 @ values.added**2)
-    fixed = cut / 2 * mmas * np.minimum(added, added / 2 + _SIGMAS / 2 * np.sqrt(squares))
-    fixed += cut / 2 * largest.sum(axis=-1, keepdims=True) * grains
-    variance = (cut / 10) ** 2 * mmas * squares + (cut / 4 * grains) ** 2 * (largest**2).sum(axis=-1, keepdims=True)
-    return fixed, variance
+    weights, leading_tokens = p * values.units[:, None], first % _MMA
+    padded_weights = np.pad(weights, [(0, 0), (0, 0), (leading_tokens, -(leading_tokens + n) % _MMA)])
+    largest = padded_weights.reshape(*p.shape[:2], -1, _MMA).max(axis=-1)
+    grains, added_sizes, squares = values.grains[:, None], p @ values.added, tokens * (p**2 @ values.added**2)
+    fixed_error = cut_share / 2 * mmas * np.minimum(added_sizes, added_sizes / 2 + _SIGMAS / 2 * np.sqrt(squares))
+    fixed_error += cut_share / 2 * largest.sum(axis=-1, keepdims=True) * grains
+    variance = (cut_share / 10) ** 2 * mmas * squares + (cut_share / 4 * grains) ** 2 * (largest**2).sum(
+        axis=-1, keepdims=True
+    )
+    return fixed_error, variance
 
 
 def _estimate_underflow(p: F64, values: Operand, floor: float) -> tuple[Any, Any]:

@@ -38,15 +38,15 @@ def draw_cache(
 
     Parts that no sequence uses are as bad as can be: nibbles at random, scales and zeros NaN, pages outside the pool.
     """
-    used = ceil_div(lengths, page_size)
+    used_pages = ceil_div(lengths, page_size)
     shape = pages, 2, Hkv, page_bytes(scheme, page_size, D)
     pool = rng.integers(0, 256, shape, dtype=np.uint8)
     if not KV_SCHEMES[scheme].by_channel:
         pool[..., -page_size * 4 :] = np.frombuffer(np.float16(np.nan).tobytes() * 2 * page_size, np.uint8)
-    free, table = rng.permutation(pages), np.full((len(lengths), P), _WILD_PAGE, np.int32)
+    free_pages, table = rng.permutation(pages), np.full((len(lengths), P), _WILD_PAGE, np.int32)
     keys, values = [], []
     for b, length in enumerate(lengths):
-        table[b, : used[b]], free = free[: used[b]], free[used[b] :]
+        table[b, : used_pages[b]], free_pages = free_pages[: used_pages[b]], free_pages[used_pages[b] :]
         k, v = rng.standard_normal((2, length, Hkv, D), dtype=np.float32)
         k[:, :, :: D // 4] *= rng.uniform(10, 100, (1, Hkv, 4)).astype(np.float32)
         keys.append(k)
@@ -78,10 +78,10 @@ def cache_of(
         k_channel=constants[0],
         v_channel=constants[1],
     )
-    quantized = (
+    quantized_kv = (
         [quant.quantize_kv(x, scheme, c) for x in tokens] for tokens, c in zip((keys, values), constants, strict=True)
     )
-    scatter(cache, *quantized)
+    scatter(cache, *quantized_kv)
     return cache
 
 
@@ -125,8 +125,8 @@ def _dequantize(cache: KVCache, k: quant.QuantizedKV, v: quant.QuantizedKV, own_
     if own_kv is None:
         return k.dequantize(), v.dequantize()
     k_own, v_own = (x[max(0, len(x) - len(k.values)) :] for x in own_kv)
-    cached = len(k.values) - len(k_own)
-    keys, values = (x.dequantize()[:cached] for x in (k, v))
+    cached_tokens = len(k.values) - len(k_own)
+    keys, values = (x.dequantize()[:cached_tokens] for x in (k, v))
     return np.concatenate([keys, cache.rotate(k_own)]), np.concatenate([values, v_own])
 
 
@@ -144,11 +144,13 @@ def bound_error(
     for x, k, v in zip(cache.rotate(q).astype(np.float64), *gather(cache), strict=True):
         T, L = len(x), len(k.values)
         token, key = np.arange(L - T, L)[:, None], np.arange(L)
-        visible = (key <= token) & (key > token - window if window else True)
+        is_visible = (key <= token) & (key > token - window if window else True)
         keys, values = (
             (Operand.of_numbers(n, cache.scheme) for n in _dequantize(cache, k, v, own_kv)) if own_kv else (k, v)
         )
-        bounds.append(allowed_error(x, keys, values, visible, scale=softmax_scale, roundings=roundings, stored=stored))
+        bounds.append(
+            allowed_error(x, keys, values, is_visible, scale=softmax_scale, roundings=roundings, stored=stored)
+        )
     outs, lses = zip(*bounds, strict=True)
     return stack_bounds(outs), stack_bounds(lses)
 

@@ -27,10 +27,12 @@ _HALF = (
 
 
 def _roundings(bits: int, half: bool) -> Roundings:
-    single = Roundings(score=40 * SINGLE, query=0, weight=104 * SINGLE, sum=4 * SINGLE, serial=256 // bits)
+    single_roundings = Roundings(score=40 * SINGLE, query=0, weight=104 * SINGLE, sum=4 * SINGLE, serial=256 // bits)
     if not half:
-        return single
-    return replace(single, score=single.score + 4 * HALF, query=2.0**-25, sum=5 * HALF, floor=2.0**-34)
+        return single_roundings
+    return replace(
+        single_roundings, score=single_roundings.score + 4 * HALF, query=2.0**-25, sum=5 * HALF, floor=2.0**-34
+    )
 
 
 def _example(

@@ -20,9 +20,9 @@ def _example(
     segments = np.zeros((blocks, 2), np.int32)
     partial = np.full((blocks, 2, columns, D), np.nan, np.float32)
     stats = np.full((blocks, 2, columns, 2), np.nan, np.float32)
-    block, free = 0, iter(rng.permutation(units))
+    block, free_units = 0, iter(rng.permutation(units))
     while block < blocks - 1:
-        count, unit = int(rng.integers(2, blocks - block + 1)), next(free, None)
+        count, unit = int(rng.integers(2, blocks - block + 1)), next(free_units, None)
         if unit is None:
             break
         segments[block] = unit, count
@@ -60,8 +60,8 @@ def _merge(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
         parts = [(block, 1), *((block + i, 0) for i in range(1, count))]
         sequence, head, split = unit // splits // logical["Hkv"], unit // splits % logical["Hkv"], unit % splits
         for c in range(min(tile, group * T - split * tile)):
-            t, h = divmod(split * tile + c, group)
-            row = sequence, t, head * group + h
+            t, head_in_group = divmod(split * tile + c, group)
+            row = sequence, t, head * group + head_in_group
             largest, sums = (np.array([stats[part][c, i] for part in parts]) for i in (0, 1))
             weight = np.exp2(largest - largest.max())
             values, total = np.array([partial[part][c] for part in parts]), weight @ sums

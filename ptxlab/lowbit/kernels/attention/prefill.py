@@ -58,10 +58,10 @@ def choose_parts(s: Sizes, *, has_own_kv: bool = False) -> int:
     if (has_own_kv and s["D"] > 64) or (s["D"] == 256 and s["page"] < 64):
         return 1
     tiles, keys = tiles_of(s), keys_per_block(s["D"])
-    seen = s["P"] * s["page"]
+    most_tokens = s["P"] * s["page"]
     if s["window"]:
-        seen = min(seen, s["window"] + ROWS // (s["Hq"] // s["Hkv"]) + keys)
-    blocks_of_keys = ceil_div(seen, keys)
+        most_tokens = min(most_tokens, s["window"] + ROWS // (s["Hq"] // s["Hkv"]) + keys)
+    blocks_of_keys = ceil_div(most_tokens, keys)
     max_parts = min(MOST_PARTS, blocks_of_keys // PART_BLOCKS, ITEMS * s["blocks"] // max(tiles, 1))
 
     def cost(parts: int) -> float:
@@ -74,16 +74,24 @@ def choose_parts(s: Sizes, *, has_own_kv: bool = False) -> int:
 
 def shared_bytes(s: Sizes) -> int:
     """Return the dynamic shared memory of a block: queries, restored keys and values, copied pages."""
-    halves = 2 * s["D"] * (ROWS + 2 * s["STAGES"] * s["KEYS"])
-    copied = s["PAGE_STAGES"] * 2 * s["KEYS"] // s["page"] * page_bytes("kv4", s["page"], s["D"])
-    return int(halves + copied)
+    restored_bytes = 2 * s["D"] * (ROWS + 2 * s["STAGES"] * s["KEYS"])
+    copied_bytes = s["PAGE_STAGES"] * 2 * s["KEYS"] // s["page"] * page_bytes("kv4", s["page"], s["D"])
+    return int(restored_bytes + copied_bytes)
 
 
 def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
     ring = {"KEYS": keys_per_block(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
-    split = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM, **split}
+    split_constants = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
+    return {
+        "D": s["D"],
+        "PAGE": s["page"],
+        "BF16": 0,
+        **ring,
+        "PRODUCERS": producers,
+        "HEADROOM": HEADROOM,
+        **split_constants,
+    }
 
 
 def _example(
@@ -106,13 +114,13 @@ def _example(
     """Draw ragged chunks, one of them empty, behind contexts of any length; one sequence is all new."""
     cuts = np.sort(rng.integers(0, N + 1, B - 1))
     starts = np.concatenate([[0], cuts, [N]]).astype(np.int32)
-    new = np.diff(starts)
-    lengths = np.minimum(new + rng.integers(0, P * page + 1, B), P * page)
+    new_tokens = np.diff(starts)
+    lengths = np.minimum(new_tokens + rng.integers(0, P * page + 1, B), P * page)
     if B > 1:
-        lengths[int(new.argmax())] = new.max()
+        lengths[int(new_tokens.argmax())] = new_tokens.max()
     while ceil_div(lengths, page).sum() > pages:
-        spare = lengths - new
-        lengths[spare.argmax()] -= min(page, spare.max())
+        cached_lengths = lengths - new_tokens
+        lengths[cached_lengths.argmax()] -= min(page, cached_lengths.max())
     return {
         "q": rng.standard_normal((N, Hq, D), dtype=np.float32),
         "cache": common.draw_cache(rng, lengths, Hkv=Hkv, P=P, pages=pages, D=D, page_size=page),
@@ -165,7 +173,7 @@ def attend(
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
     for rows, queries, sequence in _chunks(round_to_dtype(q, DTYPES[BF16]), cache, starts):
         pair = common.attention(queries, sequence, softmax_scale, window, _own_kv_of(rows, k, v, BF16))
-        out[rows], lse[rows] = (of_all[0] for of_all in pair)
+        out[rows], lse[rows] = (array[0] for array in pair)
     return out, lse
 
 

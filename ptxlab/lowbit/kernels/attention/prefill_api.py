@@ -152,9 +152,9 @@ def _choose(options: AttentionOptions, *, rotated: bool, has_own_kv: bool = Fals
         rule = f"must be one of {', '.join(names)} with query_start_loc"
         raise ArgumentError(f"{NAME}: kernel", rule, options.kernel)
     candidates = [spec for spec in specs if options.kernel in (None, spec.name)]
-    on_gpu = [spec for spec in candidates if options.backend != "emulator" and _runs_here(spec)]
+    gpu_specs = [spec for spec in candidates if options.backend != "emulator" and _runs_here(spec)]
     emulated = [spec for spec in candidates if options.backend != "gpu" and why_not(spec, "emulator") is None]
-    return (on_gpu or emulated or candidates)[-1]
+    return (gpu_specs or emulated or candidates)[-1]
 
 
 def _runs_here(spec: KernelSpec) -> bool:
@@ -163,8 +163,8 @@ def _runs_here(spec: KernelSpec) -> bool:
 
 def _blocks(spec: KernelSpec, q: Any, sizes: Mapping[str, Any]) -> int:
     """Return the blocks of a launch: as many as are resident on the SMs, or two in the emulator."""
-    on_gpu = gpu.is_device_array(q) or _runs_here(spec)
-    return gpu.device_info().sms * spec.config_for(sizes).get("BLOCKS", 1) if on_gpu else 2
+    runs_on_gpu = gpu.is_device_array(q) or _runs_here(spec)
+    return gpu.device_info().sms * spec.config_for(sizes).get("BLOCKS", 1) if runs_on_gpu else 2
 
 
 def _operands(
@@ -190,9 +190,9 @@ def _check_numbers(cache: KVCache, values: Mapping[str, np.ndarray], N: int) -> 
     starts = values["starts"]
     if starts[0] != 0 or starts[-1] > N or (np.diff(starts) < 0).any():
         raise ArgumentError(_STARTS, f"must rise from 0, to {N} queries at most", starts.tolist())
-    beyond = np.diff(starts) > values["lengths"]
-    if beyond.any():
-        b = int(beyond.argmax())
+    is_beyond = np.diff(starts) > values["lengths"]
+    if is_beyond.any():
+        b = int(is_beyond.argmax())
         rule = "a sequence's length must include its queries"
         got = f"{int(values['lengths'][b])} tokens, {int(np.diff(starts)[b])} queries in sequence {b}"
         raise ArgumentError(f"{NAME}: cache.lengths", rule, got)

@@ -22,8 +22,8 @@ def blocks_per_sm(head_dim: int) -> int:
 
 def shared_bytes(s: Sizes) -> int:
     """Return the dynamic shared memory of a block: queries, restored keys and values, and copies of one of each."""
-    halves = 2 * s["D"] * (16 * s["WARPS"] + 2 * s["KEYS"])
-    return int(halves + 2 * page_bytes("kv4", s["KEYS"], s["D"]))
+    restored_bytes = 2 * s["D"] * (16 * s["WARPS"] + 2 * s["KEYS"])
+    return int(restored_bytes + 2 * page_bytes("kv4", s["KEYS"], s["D"]))
 
 
 def _choose(s: Sizes) -> dict[str, int]:

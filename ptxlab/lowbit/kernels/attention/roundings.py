@@ -81,8 +81,9 @@ class Operand(NamedTuple):
         (_, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
         integers = x.values.astype(np.float64)
-        low = (np.arange(D, like=scale) % 8 < 4) | (scheme.bits == 8)  # others are 16 times as large under their mask
-        grains = np.tile(np.where(low, 2.0**10, 2.0**10 / 16), (Hkv, 1))
+        # Others are 16 times as large under their mask.
+        is_low_nibble = (np.arange(D, like=scale) % 8 < 4) | (scheme.bits == 8)
+        grains = np.tile(np.where(is_low_nibble, 2.0**10, 2.0**10 / 16), (Hkv, 1))
         channels = np.ones_like(grains)
         if scheme.by_channel:
             units, grains, channels = np.ones_like(integers[..., 0].T), grains * scale, channels * scale
@@ -90,12 +91,15 @@ class Operand(NamedTuple):
             units, scale, zero = scale.T, scale[..., None], zero[..., None]
         if zero_at_end and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
             integers, zero = integers + 128, zero + 128
-        size = added = integers + zero if zero_at_end else np.abs(integers - zero)
+        size = added_size = integers + zero if zero_at_end else np.abs(integers - zero)
         if in_bytes and scheme.bits == 4:  # the low nibble of d - 4 is in two sums, of which one is taken off
-            added, grains = size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~low, grains * (1 + ~low)
-        parts = (integers - zero) * scale, size * scale, added * scale
-        numbers, size, added = (part.transpose(1, 0, 2) for part in parts)
-        return cls(numbers, size, added, units, grains, channels, scheme)
+            added_size, grains = (
+                size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~is_low_nibble,
+                grains * (1 + ~is_low_nibble),
+            )
+        parts = (integers - zero) * scale, size * scale, added_size * scale
+        numbers, size, added_size = (part.transpose(1, 0, 2) for part in parts)
+        return cls(numbers, size, added_size, units, grains, channels, scheme)
 
     @classmethod
     def of_numbers(cls, x: npt.NDArray[Any], scheme: str) -> "Operand":
@@ -106,8 +110,8 @@ class Operand(NamedTuple):
 
     def largest(self, x: F64) -> F64:
         """Find the largest element of each query x [Hkv, r, D], as it counts where queries are scaled as keys are."""
-        scaled = self.channels[:, None]
-        largest: F64 = (np.abs(x) * scaled).max(axis=-1, keepdims=True) / scaled
+        channel_scales = self.channels[:, None]
+        largest: F64 = (np.abs(x) * channel_scales).max(axis=-1, keepdims=True) / channel_scales
         return largest
 
     def slice(self, first: int, end: int) -> "Operand":

@@ -64,8 +64,8 @@ def _launch(s: Sizes) -> Launch:
     warps, columns = s["WARPS"], min(s["COLUMNS"], s["Hq"] // s["Hkv"] * s["T"])
     row = s["D"] * s["BITS"] // 8
     stage = 2 * s["TOKENS"] * (row + (0 if s["CHANNEL"] else 4))
-    shared = warps * (s["STAGES"] * stage + columns * ((s["D"] + s["SUM_PAD"]) * 4 + 16))
-    return Launch((s["blocks"], 1, 1), (32 * warps, 1, 1), shared)
+    shared_memory = warps * (s["STAGES"] * stage + columns * ((s["D"] + s["SUM_PAD"]) * 4 + 16))
+    return Launch((s["blocks"], 1, 1), (32 * warps, 1, 1), shared_memory)
 
 
 def scheme_of(bits: int, channel: int) -> str:
@@ -118,10 +118,12 @@ _REASON = (
 
 def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
     """Return the roundings of tensor cores with FP16 operands and subnormal integers."""
-    halves = channel or rotated  # rounded to FP16 are queries that are not as they come
+    has_half_queries = channel or rotated  # rounded to FP16 are queries that are not as they come
     return Roundings(
-        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if halves else 0),
-        query=2.0**-25 if halves else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
+        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if has_half_queries else 0),
+        query=2.0**-25
+        if has_half_queries
+        else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
         weight=200 * SINGLE + (HALF if channel else 0),
         sum=0 if channel else HALF,
         adding=34 * SINGLE,

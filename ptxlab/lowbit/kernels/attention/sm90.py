@@ -121,9 +121,9 @@ def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> Atten
     """
     for tokens, warps, resident, max_rounds in shapes:
         tile = AttentionTileSm90(tokens, warps, 0, resident)
-        room = _SHARED // resident - _RESERVED - _STATIC
+        room_bytes = _SHARED // resident - _RESERVED - _STATIC
         stage = shared_bytes(tile._replace(STAGES=1), s) - shared_bytes(tile, s)
-        rounds = min(max_rounds, (room - shared_bytes(tile, s)) // stage // tile.groups)
+        rounds = min(max_rounds, (room_bytes - shared_bytes(tile, s)) // stage // tile.groups)
         if rounds > 0:
             break
     return tile._replace(STAGES=rounds * tile.groups)
@@ -132,8 +132,8 @@ def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> Atten
 def _choose(s: Sizes) -> dict[str, int]:
     tile = choose_tile(s)
     # Tokens of a warp, if one block has all of a unit.
-    longest = ceil_div(s["P"] * s["page"], TILE * tile.groups) * tile.TOKENS
-    promote = {"PROMOTE": PROMOTE if longest > 2 * PROMOTE else 0}
+    most_tokens = ceil_div(s["P"] * s["page"], TILE * tile.groups) * tile.TOKENS
+    promote = {"PROMOTE": PROMOTE if most_tokens > 2 * PROMOTE else 0}
     return _constants(s, tile) | promote
 
 

@@ -42,10 +42,10 @@ class AttentionStep:
 
     def config(self, sizes: Sizes, dtype: str, *, rotated: bool = False) -> dict[str, int]:
         """Return the variant's constants, for queries of that dtype and caches that are `rotated` or not."""
-        chosen = self.spec.config_for(sizes)
-        if "BF16" in chosen:
-            chosen["BF16"] = sm80.DTYPES.index(dtype)
-        return {**chosen, **ROTATED_CONSTANTS} if rotated else chosen
+        chosen_config = self.spec.config_for(sizes)
+        if "BF16" in chosen_config:
+            chosen_config["BF16"] = sm80.DTYPES.index(dtype)
+        return {**chosen_config, **ROTATED_CONSTANTS} if rotated else chosen_config
 
     def memory(self, sizes: Sizes) -> tuple[Scratch, ...]:
         """List the memory that the step needs besides operands and results."""
@@ -67,7 +67,7 @@ class AttentionStep:
         if cache.rotated:
             rule = f"rotated only for {_names(step for step in STEPS if step.blocks)}"
             raise ArgumentError(f"{NAME}: cache", rule, f"a rotated cache for {name}")
-        for argument, rule, actual, required in (
+        for argument, rule, actual, required_setting in (
             ("cache", "scheme must be", cache.scheme, scheme),
             ("cache", "head_dim must be", cache.head_dim, ladder.DIM),
             ("cache", "page_size must be", cache.page_size, ladder.PAGE),
@@ -76,8 +76,8 @@ class AttentionStep:
             ("window", "must be", call.options.window, None),
             ("return_lse", "must be", call.options.return_lse, False),
         ):
-            if actual != required:
-                raise ArgumentError(f"{NAME}: {argument}", f"{rule} {required} for {name}", actual)
+            if actual != required_setting:
+                raise ArgumentError(f"{NAME}: {argument}", f"{rule} {required_setting} for {name}", actual)
 
 
 STEPS = (
@@ -113,19 +113,19 @@ def choose(options: AttentionOptions) -> AttentionStep:
     if not candidates:
         rule = f"only for kernels that cut a sequence by its own length ({_names(steps)})"
         raise ArgumentError(f"{NAME}: batch_invariant", rule, kernel)
-    on_gpu = [step for step in candidates if backend != "emulator" and why_not(step) is None]
-    emulated = [step for step in candidates if backend != "gpu" and why_not(step, "emulator") is None]
-    if not (usable := on_gpu or emulated):
+    gpu_steps = [step for step in candidates if backend != "emulator" and why_not(step) is None]
+    emulated_steps = [step for step in candidates if backend != "gpu" and why_not(step, "emulator") is None]
+    if not (usable_steps := gpu_steps or emulated_steps):
         assumed_backend = backend or "emulator"
         working = [step for step in STEPS if why_not(step, assumed_backend) is None]
         remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
         raise UnavailableError(
             f"{NAME}: {_names(candidates[-1:])}: {why_not(candidates[-1], assumed_backend)}; {remedy}"
         )
-    step = usable[-1]
+    step = usable_steps[-1]
     if options.programmatic and not step.spec.after_wait:
-        waiting = _names(step for step in STEPS if step.spec.after_wait)
-        rule = f"only for kernels that wait for the one before them ({waiting})"
+        waiting_names = _names(step for step in STEPS if step.spec.after_wait)
+        rule = f"only for kernels that wait for the one before them ({waiting_names})"
         raise ArgumentError(f"{NAME}: programmatic", rule, step.spec.name)
     return step
 

@@ -181,8 +181,10 @@ def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -
 def _scratch_buffers(step: GemmStep, sizes: dict[str, int]) -> tuple[Scratch, ...]:
     """List the spec's scratch arguments, and the token sums if the step needs them; callers may give sums instead."""
     sizes_and_constants = {**sizes, **step.spec.config_for(sizes)}
-    needed = [arg for arg in step.spec.args if arg.role == "scratch" or (arg.name == "x_sum" and step.needs_sum)]
-    return tuple(Scratch.of(arg, sizes_and_constants) for arg in needed)
+    needed_arguments = [
+        arg for arg in step.spec.args if arg.role == "scratch" or (arg.name == "x_sum" and step.needs_sum)
+    ]
+    return tuple(Scratch.of(arg, sizes_and_constants) for arg in needed_arguments)
 
 
 def unpack_operand(name: str, x_q: Any, x_scale: Any, x_sum: Any) -> tuple[Any, Any, Any, str, int, Any]:
@@ -228,8 +230,8 @@ class _GemmCall:
     @cached_property
     def step(self) -> GemmStep:
         """Step that computes the product; raises what choosing it raises."""
-        on_gpu = gpu.is_device_array(self.arrays["x"])
-        options = replace(self.options, backend="gpu") if on_gpu else self.options
+        is_on_gpu = gpu.is_device_array(self.arrays["x"])
+        options = replace(self.options, backend="gpu") if is_on_gpu else self.options
         return ladder.choose(self.weight, self.order, self.M, options)
 
     @cached_property
@@ -322,10 +324,10 @@ def _check_sums(call: _GemmCall) -> None:
         return
     sums = require_on_host(f"{NAME}: x_sum", call.arrays["x_sum"], "int32", (call.M,))
     x_q = gpu.as_array(f"{NAME}: x_q", call.arrays["x"])
-    packed = PackedActivations(
+    packed_activations = PackedActivations(
         layout=call.order, M=call.M, K=call.weight.K, rows=call.rows, x_q=x_q, scale=sums, token_sum=sums
     )
-    check_sums(NAME, {"x": unpack_activations(packed).q if call.M else x_q, "x_sum": sums})
+    check_sums(NAME, {"x": unpack_activations(packed_activations).q if call.M else x_q, "x_sum": sums})
 
 
 _GEMM = Operation(NAME, _check, _prepare, _on_host)

@@ -100,10 +100,10 @@ def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
 
     `args` take the place of those of their names.
     """
-    by_name = {arg.name: arg for arg in (*args, Arg("x_sum", "int32", ("M",)))}
+    arg_by_name = {arg.name: arg for arg in (*args, Arg("x_sum", "int32", ("M",)))}
     return replace(
         spec,
-        args=tuple(by_name.get(arg.name, arg) for arg in spec.args),
+        args=tuple(arg_by_name.get(arg.name, arg) for arg in spec.args),
         rules=("K % 32 == 0", *(rule for rule in spec.rules if "g" not in names_in(rule))),
         value_rules=(*spec.value_rules, "w_zero <= 15"),
         example_sizes=tuple({n: size for n, size in sizes.items() if n != "g"} for sizes in spec.example_sizes),
@@ -115,8 +115,8 @@ def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
 
 def look_up_tile(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) -> AnyTile:
     """Look up the tile in a table {most tokens: (rows, tile up to so many rows, tile beyond)}."""
-    rows, narrow, wide = next(entry for tokens, entry in table.items() if sizes["M"] <= tokens)
-    return narrow if sizes["N"] <= rows else wide
+    rows, narrow_tile, wide_tile = next(entry for tokens, entry in table.items() if sizes["M"] <= tokens)
+    return narrow_tile if sizes["N"] <= rows else wide_tile
 
 
 def draw_activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
@@ -151,9 +151,9 @@ def check_sums(label: str, arrays: Arrays) -> None:
     if "x_sum" not in arrays or arrays["x"].ndim != 2:
         return
     expected_sums, x_sum = arrays["x"].sum(axis=1, dtype=np.int32), arrays["x_sum"]
-    wrong = expected_sums != x_sum
-    if wrong.any():
-        token = int(wrong.argmax())
+    is_wrong = expected_sums != x_sum
+    if is_wrong.any():
+        token = int(is_wrong.argmax())
         rule = f"the sum of token {token} over K is {expected_sums[token]}"
         raise ArgumentError(f"{label}: x_sum", rule, f"x_sum[{token}] = {x_sum[token]}")
 

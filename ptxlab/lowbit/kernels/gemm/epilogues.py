@@ -54,12 +54,12 @@ def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
 
     The bound is one step where the exact result is as near to a tie as the error that SiLU may have; otherwise it is 0.
     """
-    h = reference.apply_gate(gate_up)
-    exponents = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
-    error = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(exponents, 0) + 2.0**-23) + 2.0**-100
-    low, high = _round_to_f64(h - error, OUT), _round_to_f64(h + error, OUT)
+    gated = reference.apply_gate(gate_up)
+    exponents = reference.exponent(gate_up[:, : gated.shape[1]].astype(np.float64), "silu")
+    error = np.abs(gated) * (2.0**-20 + 2.0**-22 * np.maximum(exponents, 0) + 2.0**-23) + 2.0**-100
+    lower_bound, upper_bound = _round_to_f64(gated - error, OUT), _round_to_f64(gated + error, OUT)
     with np.errstate(invalid="ignore"):  # an infinity less itself
-        return np.where(low == high, 0, high - low)
+        return np.where(lower_bound == upper_bound, 0, upper_bound - lower_bound)
 
 
 def _silu_mul(spec: KernelSpec) -> KernelSpec:
@@ -69,8 +69,8 @@ def _silu_mul(spec: KernelSpec) -> KernelSpec:
     """
 
     def pack(logical: Arrays) -> Arrays:
-        by_row = {name: logical[name] for name in ("weight", "bias") if name in logical}
-        return spec.pack({**logical, **{name: with_arrays(part, interleave) for name, part in by_row.items()}})
+        arrays_by_row = {name: logical[name] for name in ("weight", "bias") if name in logical}
+        return spec.pack({**logical, **{name: with_arrays(part, interleave) for name, part in arrays_by_row.items()}})
 
     def compute_silu_mul(OUT: int = F16, **logical: Any) -> np.ndarray:
         return silu_mul(spec.reference(**logical, OUT=_F32), OUT)

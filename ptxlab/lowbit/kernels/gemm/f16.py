@@ -50,8 +50,8 @@ def _bound(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     """
     wide_x, wide_w = (np.abs(matrix).astype(np.float64) for matrix in (x, w))
     terms = wide_x @ wide_w.T
-    cut = 17 * (x.shape[1] // 16) * 2.0**-24
-    bound: np.ndarray = terms * (cut + 2.0**-11) + 2.0**-25
+    truncation_error = 17 * (x.shape[1] // 16) * 2.0**-24
+    bound: np.ndarray = terms * (truncation_error + 2.0**-11) + 2.0**-25
     return bound
 
 
@@ -59,8 +59,8 @@ def multiply_in_order(w: Any, x: Any, mma: Callable[[Any, Any, Any], Any]) -> An
     """Compute the kernel's bits, f16 [M, N], by an `mma` of (a f16 [N, 16], b f16 [16, M], c f32 [N, M])."""
     sums = np.zeros((len(w), len(x)), np.float32, like=w)
     for start in range(0, w.shape[1], _STEP):
-        for half in (ORDER[:16], ORDER[16:]):
-            sums = mma(w[:, start + half], x[:, start + half].T, sums)
+        for half_order in (ORDER[:16], ORDER[16:]):
+            sums = mma(w[:, start + half_order], x[:, start + half_order].T, sums)
     return sums.T.astype(np.float16)
 
 

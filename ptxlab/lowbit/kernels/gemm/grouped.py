@@ -59,8 +59,8 @@ def likely_token_tiles(s: Sizes, BM: int) -> int:
 
 def most_tiles(s: Sizes) -> int:
     """Count the most tiles that there can be, however the rows are shared out among the experts."""
-    active = min(s["E"], s["M"])
-    return int((active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"]))
+    active_experts = min(s["E"], s["M"])
+    return int((active_experts + (s["M"] - active_experts) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"]))
 
 
 def _row_tiles(N: int, strips: int) -> int:
@@ -83,15 +83,16 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
     out. The third is the second with one more expert that has tokens.
     """
     tile, row_tiles = StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
-    stages, height = ceil_div(s["K"], s["BK"]), s["N"] / 16 / row_tiles
+    stages, row_tile_strips = ceil_div(s["K"], s["BK"]), s["N"] / 16 / row_tiles
     cost = COSTS[widest_of_kind(tile)]
     # A tile that holds all rows: one for each expert that has any.
-    active, likely = likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
+    active_tiles, likely_tiles = likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
     us, us_with_one_more = (
-        ceil_div(token_tiles * row_tiles, SMS) * tile_microseconds(tile, stages, height, group_of(s)) + cost.launch
-        for token_tiles in (likely, likely + (active < s["E"]))
+        ceil_div(token_tiles * row_tiles, SMS) * tile_microseconds(tile, stages, row_tile_strips, group_of(s))
+        + cost.launch
+        for token_tiles in (likely_tiles, likely_tiles + (active_tiles < s["E"]))
     )
-    return max(us, stream_microseconds({**s, "N": active * s["N"]}) + cost.drain), us, us_with_one_more
+    return max(us, stream_microseconds({**s, "N": active_tiles * s["N"]}) + cost.drain), us, us_with_one_more
 
 
 def _choose(s: Sizes) -> dict[str, int]:
@@ -104,8 +105,10 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     """Return the launch of persistent blocks, no more than there can be tiles."""
-    shared = shared_bytes(StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
-    return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
+    shared_memory = shared_bytes(
+        StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"]
+    )
+    return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared_memory)
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int = 0) -> Arrays:
@@ -125,12 +128,16 @@ def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
 
 def _pack(logical: Arrays) -> Arrays:
     """Pack the weights in strips, one behind the other, and sum the tokens."""
-    packed = [layout.pack(weight, LAYOUT).buffers for weight in logical["weights"]]
+    packed_buffers = [layout.pack(weight, LAYOUT).buffers for weight in logical["weights"]]
     x = logical["x"]
     return {
-        "strips": np.stack([buffers["strips"] for buffers in packed]),
-        "w_scale": np.stack([buffers["channel_scale"] for buffers in packed]),
-        **({"w_zero": np.stack([b["channel_zero"] for b in packed])} if "channel_zero" in packed[0] else {}),
+        "strips": np.stack([buffers["strips"] for buffers in packed_buffers]),
+        "w_scale": np.stack([buffers["channel_scale"] for buffers in packed_buffers]),
+        **(
+            {"w_zero": np.stack([b["channel_zero"] for b in packed_buffers])}
+            if "channel_zero" in packed_buffers[0]
+            else {}
+        ),
         "x": x,
         "offsets": logical["offsets"],
         "x_scale": logical.get("x_scale", np.ones(len(x), np.float32)),

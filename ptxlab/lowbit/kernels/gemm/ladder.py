@@ -54,15 +54,15 @@ def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> Ge
     if not is_one_of(options.kernel, (*(step.spec.name for step in steps), None)):
         raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_kernel_names(steps)}", options.kernel)
     accepting = _accepting_steps([step for step in steps if options.kernel in (None, step.spec.name)], weight, order)
-    on_gpu = [step for step in accepting if options.backend != "emulator" and why_not(step) is None]
-    emulated = [step for step in accepting if options.backend != "gpu" and why_not(step, "emulator") is None]
-    if not (usable := on_gpu or emulated):
+    gpu_steps = [step for step in accepting if options.backend != "emulator" and why_not(step) is None]
+    emulated_steps = [step for step in accepting if options.backend != "gpu" and why_not(step, "emulator") is None]
+    if not (usable_steps := gpu_steps or emulated_steps):
         raise _unavailable(accepting, weight, options.backend)
     sizes = M, weight.N, weight.K, weight.group, 1
-    step = next((step for step in reversed(usable) if step.suits(step.sizes(*sizes))), usable[-1])
+    step = next((step for step in reversed(usable_steps) if step.suits(step.sizes(*sizes))), usable_steps[-1])
     if options.programmatic and not step.spec.after_wait:
-        waiting = _kernel_names(step for step in LADDER if step.spec.after_wait)
-        rule = f"only for kernels that wait for the one before them ({waiting})"
+        waiting_names = _kernel_names(step for step in LADDER if step.spec.after_wait)
+        rule = f"only for kernels that wait for the one before them ({waiting_names})"
         raise ArgumentError("gemm_w4a8: programmatic", rule, step.spec.name)
     return step
 
@@ -82,8 +82,8 @@ def layout_here(scheme: str, backend: str | None = None, *, now: str = "strips")
         backend = "emulator"
     candidates = [(step.packing, step.spec) for step in LADDER if step.scheme == scheme]
     candidates += FOUR_BIT_KERNELS.get(scheme, {}).items()
-    running = [layout for layout, spec in candidates if spec_call.why_not(spec, backend) is None]
-    return now if now in running or not running else running[-1]
+    running_layouts = [layout for layout, spec in candidates if spec_call.why_not(spec, backend) is None]
+    return now if now in running_layouts or not running_layouts else running_layouts[-1]
 
 
 def _accepting_steps(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[GemmStep]:

@@ -69,16 +69,15 @@ def _choose_groups(sizes: Sizes) -> dict[str, int]:
 
 def _launch(sizes: Mapping[str, int]) -> Launch:
     """Return the launch of one block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
-    s = sizes
-    strips, steps = s["BN"] // 32, s["BK"] // 32
+    strips, steps = sizes["BN"] // 32, sizes["BK"] // 32
     constant_bytes = (
-        max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0
+        max(1, sizes["BK"] // sizes["GROUP"]) * 64 if "GROUP" in sizes else 0
     )  # per strip: 32 scales, 32 offsets a group
-    stage_bytes = strips * steps * 512 + s["BM"] * s["BK"] + strips * constant_bytes
-    result_bytes = s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4
-    blocks = ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], s["BN"])
-    threads = 32 * s["WN"] * s["WM"] * s["WK"]
-    return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage_bytes, result_bytes))
+    stage_bytes = strips * steps * 512 + sizes["BM"] * sizes["BK"] + strips * constant_bytes
+    result_bytes = sizes["BM"] * (sizes["BN"] + sizes["SUM_PAD"]) * 4
+    blocks = ceil_div(sizes["M"], sizes["BM"]) * ceil_div(sizes["N"], sizes["BN"])
+    threads = 32 * sizes["WN"] * sizes["WM"] * sizes["WK"]
+    return Launch((blocks, 1, 1), (threads, 1, 1), max(sizes["STAGES"] * stage_bytes, result_bytes))
 
 
 def _pack_groups(logical: Arrays) -> Arrays:

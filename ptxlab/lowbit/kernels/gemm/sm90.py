@@ -88,8 +88,8 @@ def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, deq
     weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
     stage = ceil_div(tile.BM * tile.BK + tile.WN * weights, 1024) * 1024
     received = (cluster - 1) * (tile.WN * tile.BM // 8 // cluster) * 2048
-    stored = tile.WN * min(tile.BM, _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
-    return stages * stage + dequantised * 64 * tile.WN * 128 + received + stored
+    stored_bytes = tile.WN * min(tile.BM, _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
+    return stages * stage + dequantised * 64 * tile.WN * 128 + received + stored_bytes
 
 
 def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
@@ -110,10 +110,11 @@ def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised
     Returns the constants of a kernel by name.
     """
     cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
-    room = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
+    room_bytes = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
     sizes = [_shared_bytes(tile, n, cluster, s["g"], dequantised) for n in range(1, _MOST_STAGES + 1)]
     constants = {
-        "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": sum(size <= room for size in sizes), "CLUSTER": cluster,
+        "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "CLUSTER": cluster,
+        "STAGES": sum(size <= room_bytes for size in sizes),
         "TILES": dequantised, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
     }  # fmt: skip
     return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")} | _STORE
@@ -130,8 +131,8 @@ def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], L
         blocks = _tiles(s, tile) * s["CLUSTER"]
         if persistent and s["CLUSTER"] == 1:
             blocks = min(blocks, _SMS * tile.resident)
-        shared = _shared_bytes(tile, s["STAGES"], s["CLUSTER"], s["GROUP"], s.get("TILES", 0))
-        return Launch((blocks, 1, 1), (threads or 128 * tile.WN, 1, 1), shared, (s["CLUSTER"], 1, 1))
+        shared_memory = _shared_bytes(tile, s["STAGES"], s["CLUSTER"], s["GROUP"], s.get("TILES", 0))
+        return Launch((blocks, 1, 1), (threads or 128 * tile.WN, 1, 1), shared_memory, (s["CLUSTER"], 1, 1))
 
     return launch
 
@@ -139,17 +140,17 @@ def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], L
 def _task_bytes(s: Sizes, stages: int) -> int:
     """Count dynamic shared memory for tasks of 64 rows: the ring, sums from group to group, tiles to store through."""
     stage = ceil_div(s["BM"] * s["BK"] + s["BK"] * 32 + s["BK"] // s["GROUP"] * 128, 1024) * 1024
-    stored = 2 * min(s["BM"], _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
-    return int(stages * stage + 64 * s["BM"] * 4 + stored)
+    stored_bytes = 2 * min(s["BM"], _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
+    return int(stages * stage + 64 * s["BM"] * 4 + stored_bytes)
 
 
 def _choose_tasks(s: Sizes) -> dict[str, int]:
     """Choose ImFP's tokens and channels, in tiles of 64 rows without clusters; not from a sweep of their own."""
     tile = look_up_tile(_IMFP, s)
     constants = {"BM": tile.BM, "BK": tile.BK, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32}
-    room = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
-    fitting = (n for n in range(1, _MOST_STAGES + 1) if _task_bytes(constants, n) <= room)
-    return {**constants, "STAGES": max(fitting), **_STORE}
+    room_bytes = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
+    fitting_stages = (n for n in range(1, _MOST_STAGES + 1) if _task_bytes(constants, n) <= room_bytes)
+    return {**constants, "STAGES": max(fitting_stages), **_STORE}
 
 
 def _launch_tasks(s: Sizes) -> Launch:

@@ -64,8 +64,8 @@ def quickest(s: Sizes) -> SmallTile:
     """Return the quickest tile by the costs."""
     BM = max(1, ceil_div(s["M"], 8)) * 8
     candidates = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
-    best = min(candidates, key=lambda tile: microseconds(tile, s)) if candidates else SmallTile(BM, 1, 8, 1)
-    return best._replace(BM=BM)
+    best_tile = min(candidates, key=lambda tile: microseconds(tile, s)) if candidates else SmallTile(BM, 1, 8, 1)
+    return best_tile._replace(BM=BM)
 
 
 def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
@@ -78,8 +78,8 @@ def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
 
 def _stages(tile: SmallTile, s: Sizes) -> int:
     """Count the stages that fit."""
-    room = (ROOM if tile.RESIDENT == 1 else _ROOM_OF_TWO) - shared_bytes(tile, 0, s)
-    return min(_MOST_STAGES, room // (shared_bytes(tile, 1, s) - shared_bytes(tile, 0, s)))
+    room_bytes = (ROOM if tile.RESIDENT == 1 else _ROOM_OF_TWO) - shared_bytes(tile, 0, s)
+    return min(_MOST_STAGES, room_bytes // (shared_bytes(tile, 1, s) - shared_bytes(tile, 0, s)))
 
 
 def microseconds(tile: SmallTile, s: Sizes) -> float:

@@ -46,8 +46,8 @@ def _launch(s: Sizes) -> Launch:
     blocks = strips_tiles.count_tiles(s, tile.BM, s["STRIPS"]) * split
     if tile.WK == split == 1:
         blocks = min(blocks, strips_tiles.SMS)
-    shared = strips_tiles.shared_bytes(tile, s["STRIPS"], s["STAGES"], split, s["GROUP"])
-    return Launch((blocks, 1, 1), (128 * (tile.WN * tile.WK + 1), 1, 1), shared, (split, 1, 1))
+    shared_memory = strips_tiles.shared_bytes(tile, s["STRIPS"], s["STAGES"], split, s["GROUP"])
+    return Launch((blocks, 1, 1), (128 * (tile.WN * tile.WK + 1), 1, 1), shared_memory, (split, 1, 1))
 
 
 def _choose_small(s: Sizes) -> dict[str, int]:
@@ -67,8 +67,8 @@ def _launch_small(s: Sizes) -> Launch:
     """Return the launch of as many blocks as are resident, each with its share of the strips; none without tokens."""
     tile = small_tiles.SmallTile(*(s[name] for name in small_tiles.SmallTile._fields))
     blocks = min(ceil_div(s["N"], 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
-    shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
-    return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared)
+    shared_memory = small_tiles.shared_bytes(tile, s["STAGES"], s)
+    return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared_memory)
 
 
 def _pack(logical: Arrays) -> Arrays:
@@ -168,8 +168,8 @@ def _small_is_faster(s: Sizes) -> bool:
     """
     if s["M"] > 16 or ceil_div(s["M"], 8) * s["K"] > 24576:
         return False
-    small = small_tiles.microseconds(small_tiles.quickest(s), s)
-    return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)
+    small_us = small_tiles.microseconds(small_tiles.quickest(s), s)
+    return small_us <= strips_tiles.microseconds(strips_tiles.choose(s), s)
 
 
 def _per_channel_form(spec: KernelSpec) -> KernelSpec:

@@ -159,15 +159,15 @@ def widest_of_kind(tile: StripTile) -> StripTile:
 
 def candidate_widths(M: int) -> list[int]:
     """List the tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
-    shares = [ceil_div(M, max(1, ceil_div(M, limit))) for limit in (256, 128, 64)]
-    return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
+    token_shares = [ceil_div(M, max(1, ceil_div(M, limit))) for limit in (256, 128, 64)]
+    return sorted({next(BM for BM in BMS if share <= BM) for share in token_shares})
 
 
 def tiles_of_widths(token_counts: Iterable[int]) -> Iterator[StripTile]:
     """Yield every tile of known cost that has one of these numbers of tokens."""
     for tile in COSTS:
         narrower_tiles = (tile._replace(BM=BM) for BM in token_counts)
-        yield from (narrower for narrower in narrower_tiles if widest_of_kind(narrower) == tile)
+        yield from (narrower_tile for narrower_tile in narrower_tiles if widest_of_kind(narrower_tile) == tile)
 
 
 @lru_cache(maxsize=1024)
@@ -190,17 +190,17 @@ def _candidates(M: int, all_strips: int, group: int, rows: int, sms: int) -> Ite
 
 def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
     """Return the cluster sizes of a tile."""
-    widest = widest_of_kind(tile)
-    fits_registers = widest != _REGISTER_BOUND or group in (128, NO_GROUPS)
-    return (1, 2) if COSTS[widest].split < math.inf and fits_registers else (1,)
+    widest_tile = widest_of_kind(tile)
+    fits_registers = widest_tile != _REGISTER_BOUND or group in (128, NO_GROUPS)
+    return (1, 2) if COSTS[widest_tile].split < math.inf and fits_registers else (1,)
 
 
 @lru_cache(maxsize=16_384)
 def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
     """Count the stages that fit; 0 if the ring is too small for the sums of the warp groups along K."""
     stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
-    partial = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
-    return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
+    partial_bytes = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
+    return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial_bytes else 0
 
 
 def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
@@ -234,10 +234,10 @@ def _total(choice: StripChoice, M: int, all_strips: int, K: int, group: int, str
 @lru_cache(maxsize=65_536)
 def tile_microseconds(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
     """Estimate the microseconds of a tile: `stages` stages of `height` strips, and its end."""
-    widest = widest_of_kind(tile)
-    cost = COSTS[widest]
-    stage = cost.stage + cost.wide * tile.BM / widest.BM + cost.strip * height
-    discount = UNGROUPED_FACTORS.get(widest, 1) if group == NO_GROUPS and split == 1 else 1
+    widest_tile = widest_of_kind(tile)
+    cost = COSTS[widest_tile]
+    stage = cost.stage + cost.wide * tile.BM / widest_tile.BM + cost.strip * height
+    discount = UNGROUPED_FACTORS.get(widest_tile, 1) if group == NO_GROUPS and split == 1 else 1
     return stages * stage * discount + cost.tile
 
 

@@ -62,8 +62,10 @@ def launcher(w_bytes: int, x_bytes: int, tail_bytes: int = 0) -> Callable[[Sizes
 
     def launch(s: Sizes) -> Launch:
         blocks = ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], s["BN"])
-        shared = s["STAGES"] * (s["BN"] * w_bytes + s["BM"] * x_bytes) + (s["BN"] + s["BM"]) * tail_bytes
-        return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared, s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4))
+        shared_memory = s["STAGES"] * (s["BN"] * w_bytes + s["BM"] * x_bytes) + (s["BN"] + s["BM"]) * tail_bytes
+        return Launch(
+            (blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared_memory, s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4)
+        )
 
     return launch
 

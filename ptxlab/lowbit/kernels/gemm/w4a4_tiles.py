@@ -47,16 +47,16 @@ def choose(kernel: Tiles, s: Sizes, channels: int) -> dict[str, int]:
         rounds = ceil_div(count_tiles(s, tile.BM, 4 * tile.WN), strips_tiles.SMS)
         return rounds * (channels / 128 * kernel.costs[tile].stage + kernel.costs[tile].tile)
 
-    best = min(kernel.costs, key=microseconds)
-    stages = (ROOM - _buffer_bytes(best.WN)) // kernel.stage_bytes(best.BM, best.WN)
-    return {**best._asdict(), "STAGES": min(stages, MOST_STAGES)}
+    best_width = min(kernel.costs, key=microseconds)
+    stages = (ROOM - _buffer_bytes(best_width.WN)) // kernel.stage_bytes(best_width.BM, best_width.WN)
+    return {**best_width._asdict(), "STAGES": min(stages, MOST_STAGES)}
 
 
 def launch(kernel: Tiles, s: Sizes) -> Launch:
     """Return the launch of persistent blocks: one warp group loads, WN multiply."""
     BM, WN = s["BM"], s["WN"]
-    shared = s["STAGES"] * kernel.stage_bytes(BM, WN) + _buffer_bytes(WN)
-    return Launch((min(count_tiles(s, BM, 4 * WN), strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
+    shared_memory = s["STAGES"] * kernel.stage_bytes(BM, WN) + _buffer_bytes(WN)
+    return Launch((min(count_tiles(s, BM, 4 * WN), strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared_memory)
 
 
 def _stage_bytes_w4a4(BM: int, WN: int) -> int:

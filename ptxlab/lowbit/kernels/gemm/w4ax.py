@@ -139,14 +139,14 @@ COMET = replace(
 
 
 def _pack_stolen(logical: Arrays) -> Arrays:
-    packed = _pack_shared(logical)
-    return {**packed, "taken": np.zeros_like(packed["counted"], shape=logical["blocks"])}
+    packed_arrays = _pack_shared(logical)
+    return {**packed_arrays, "taken": np.zeros_like(packed_arrays["counted"], shape=logical["blocks"])}
 
 
 def _gemm_stolen(w: BlockRows, x: BlockRows, blocks: int, **options: Any) -> tuple[np.ndarray, ...]:
     """Return the reference, whoever takes what; the counters are 0 again."""
-    y, counted = _gemm_shared(w, x, blocks, **options)
-    return y, counted, np.zeros_like(counted, shape=blocks)
+    y, counts = _gemm_shared(w, x, blocks, **options)
+    return y, counts, np.zeros_like(counts, shape=blocks)
 
 
 STEAL = replace(

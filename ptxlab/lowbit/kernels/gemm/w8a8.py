@@ -17,8 +17,8 @@ def _launch(s: Sizes) -> Launch:
     tile, split = w8a8_tiles.W8A8Tile(*(s[name] for name in w8a8_tiles.W8A8Tile._fields)), s["SPLIT"]
     tiles = w8a8_tiles.count_tiles(s, tile)
     blocks = tiles * split if split > 1 else min(tiles, strips_tiles.SMS)
-    shared = w8a8_tiles.shared_bytes(tile, s["STAGES"], split)
-    return Launch((blocks, 1, 1), (128 * (tile.WN + 1), 1, 1), shared, (split, 1, 1))
+    shared_memory = w8a8_tiles.shared_bytes(tile, s["STAGES"], split)
+    return Launch((blocks, 1, 1), (128 * (tile.WN + 1), 1, 1), shared_memory, (split, 1, 1))
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:

@@ -61,8 +61,8 @@ class W8A8Choice(NamedTuple):
 def choose(s: Sizes) -> W8A8Choice:
     """Choose the quickest variant by the costs for sizes M, N, K."""
     tile, split = min(_candidates(s), key=lambda candidate: _microseconds(s, *candidate))
-    room = ROOM - shared_bytes(tile, 0, split)
-    return W8A8Choice(tile, min(room // _stage_bytes(tile), MOST_STAGES), split)
+    room_bytes = ROOM - shared_bytes(tile, 0, split)
+    return W8A8Choice(tile, min(room_bytes // _stage_bytes(tile), MOST_STAGES), split)
 
 
 def count_tiles(s: Sizes, tile: W8A8Tile) -> int:

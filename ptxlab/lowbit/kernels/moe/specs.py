@@ -34,8 +34,8 @@ def router_logits(x: F32, router: F32) -> F32:
     products = np.zeros((M, ceil_div(H, _PART) * _PART), np.float32)
     for e in range(E):
         products[:, :H] = x * router[e]
-        of_lanes = products.reshape(M, -1, 2, 32, 16).swapaxes(2, 3).reshape(M, -1, 32, 32)
-        logits[:, e] = sum_in_order(sum_by_halves(sum_in_order(of_lanes, axis=3)), axis=1)
+        lane_products = products.reshape(M, -1, 2, 32, 16).swapaxes(2, 3).reshape(M, -1, 32, 32)
+        logits[:, e] = sum_in_order(sum_by_halves(sum_in_order(lane_products, axis=3)), axis=1)
     return logits
 
 
@@ -45,8 +45,8 @@ def _choose_reference(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) ->
     Returns chosen s32 [M, k] and share f64 [M, k].
     """
     logits = router_logits(*(round_to_dtype(matrix, DTYPES[IN]) for matrix in (x, router)))
-    chosen, share = reference.top_experts(logits.astype(np.float64), k)
-    return chosen.astype(np.int32), share
+    chosen_experts, share = reference.top_experts(logits.astype(np.float64), k)
+    return chosen_experts.astype(np.int32), share
 
 
 def _choose_error(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -127,9 +127,11 @@ def _gather_variant(sizes: Sizes) -> dict[str, int]:
 
 
 def _all_different(name: str, arrays: Arrays) -> None:
-    chosen = np.sort(arrays["chosen"], axis=1)
-    if (again := (chosen[:, 1:] == chosen[:, :-1]).any(axis=1)).any():
-        raise ArgumentError(f"{name}: chosen", "a token's experts must be different", f"token {int(again.argmax())}")
+    sorted_experts = np.sort(arrays["chosen"], axis=1)
+    if (is_repeated := (sorted_experts[:, 1:] == sorted_experts[:, :-1]).any(axis=1)).any():
+        raise ArgumentError(
+            f"{name}: chosen", "a token's experts must be different", f"token {int(is_repeated.argmax())}"
+        )
 
 
 GATHER = KernelSpec(

@@ -184,8 +184,8 @@ def _check_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> N
 def gated_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
     """Compute h f32 of the gate of an FFN; raise ArgumentError if an input is not finite."""
     extremes("gate_up", numbers["gate_up"])
-    h: F32 = reference.apply_gate(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]]).astype(np.float32)
-    return h
+    gated: F32 = reference.apply_gate(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]]).astype(np.float32)
+    return gated
 
 
 def _check_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:

@@ -76,9 +76,9 @@ def check_place(name: str, arrays: Mapping[str, Any]) -> None:
     """Raise ArgumentError for a `place` that is no permutation; the kernels would leave channels undefined."""
     place = arrays["place"]
     if not np.array_equal(np.sort(place, axis=None), np.arange(place.size)):
-        seen = np.bincount(np.clip(place, -1, place.size) + 1, minlength=place.size + 2)[1:-1]
-        missing = int(np.argmin(seen))
-        raise ArgumentError(f"{name}: place", f"must be a permutation of 0..{place.size - 1}", f"no {missing}")
+        times_seen = np.bincount(np.clip(place, -1, place.size) + 1, minlength=place.size + 2)[1:-1]
+        missing_place = int(np.argmin(times_seen))
+        raise ArgumentError(f"{name}: place", f"must be a permutation of 0..{place.size - 1}", f"no {missing_place}")
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, outliers: int, **options: Any) -> Arrays:
@@ -93,10 +93,10 @@ def ordered_rows(
     y: np.ndarray, place: np.ndarray, outliers: int, g: int, code: int, clip: float
 ) -> quant.AtomRows | quant.BlockRows:
     """Quantise y f32 [M, K + outliers], channel k moved to place[k]."""
-    ordered = y[:, np.argsort(place)]
+    ordered_values = y[:, np.argsort(place)]
     if code == COMET:
-        return quant.quantize_blocks(ordered, outliers // g)
-    return quant.quantize_atom_activations(ordered, g, outliers, clip=clip, rules=RULES[code])
+        return quant.quantize_blocks(ordered_values, outliers // g)
+    return quant.quantize_atom_activations(ordered_values, g, outliers, clip=clip, rules=RULES[code])
 
 
 def _kernel_outputs(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.ndarray, ...]:
@@ -177,10 +177,10 @@ def gate_error(
     what the ends of h and of the scale make of them. A byte of two INT4, or one without a sign, may be off by anything,
     if it may be off at all.
     """
-    h, relative = compute_gate(gate_up, activation, IN)
+    gated, relative = compute_gate(gate_up, activation, IN)
     order = np.argsort(place)
-    size, error = np.abs(h)[:, order], (np.abs(h) * (relative + 2.0**-22))[:, order]
-    M, K = len(h), h.shape[1] - outliers
+    size, error = np.abs(gated)[:, order], (np.abs(gated) * (relative + 2.0**-22))[:, order]
+    M, K = len(gated), gated.shape[1] - outliers
     rules = ATOM_CODE if code == COMET else RULES[code]
     integers, scales = [], []
     for part, bits, group in ((slice(0, K), 4, g), (slice(K, None), 8, g if code == COMET else outliers)):
@@ -188,26 +188,30 @@ def gate_error(
             scales.append(np.zeros((M, int(code != COMET))))  # 1
             integers.append(np.zeros((M, 0)))
             continue
-        steps, clipped = rules.steps(bits), clip if bits == 4 else 1.0
+        steps, clip_factor = rules.steps(bits), clip if bits == 4 else 1.0
         low, high = ((size + sign * error)[:, part].reshape(M, -1, group) for sign in (-1, 1))
         largest = [end.max(axis=2) for end in (low, high)]
         min_scales, max_scales = (
-            group_scales(end.astype(np.float32), steps, clipped).astype(np.float64) for end in largest
+            group_scales(end.astype(np.float32), steps, clip_factor).astype(np.float64) for end in largest
         )
         scales.append(max_scales - min_scales)
         if rules.reciprocal and code != COMET:  # multiplied by the reciprocal of what FP16 has not rounded yet
-            min_scales, max_scales = (np.maximum(end * clipped / steps, 2.0**-24) for end in largest)
-        down, up = (1 - 2.0**-20), (1 + 2.0**-20)
-        ends = (low * down / max_scales[..., None], high * up / min_scales[..., None])
-        between = np.floor(ends[1] + 0.5) - np.ceil(ends[0] - 0.5)
+            min_scales, max_scales = (np.maximum(end * clip_factor / steps, 2.0**-24) for end in largest)
+        downward, upward = (1 - 2.0**-20), (1 + 2.0**-20)
+        quotient_ends = (low * downward / max_scales[..., None], high * upward / min_scales[..., None])
+        between = np.floor(quotient_ends[1] + 0.5) - np.ceil(quotient_ends[0] - 0.5)
         integers.append(between.reshape(M, -1))
     scale = np.concatenate(scales, axis=1)
     scale = np.pad(scale, [(0, 0), (0, -scale.shape[1] % 8)])
     if pairs:
-        near = np.where(integers[0].reshape(M, -1, 2).any(axis=2), 255.0, 0.0)
+        near_integers = np.where(integers[0].reshape(M, -1, 2).any(axis=2), 255.0, 0.0)
         if pairs == JOINED:  # bytes without a sign: from -1 to 0 is 255
-            return np.concatenate([near, np.where(integers[1] > 0, 255.0, 0.0)], axis=1), np.zeros((M, 0)), scale
-        return near, integers[1], scale
+            return (
+                np.concatenate([near_integers, np.where(integers[1] > 0, 255.0, 0.0)], axis=1),
+                np.zeros((M, 0)),
+                scale,
+            )
+        return near_integers, integers[1], scale
     return np.concatenate(integers, axis=1), np.zeros((M, 0)), scale
 
 
@@ -308,7 +312,9 @@ def _in_one_block(spec: KernelSpec) -> KernelSpec:
         spec,
         lambda sizes: {"THREADS": ceil_div(_blocks(sizes) * 8, 32) * 32, "CLUSTER": 1},
         rules=(*spec.rules, f"ceil_div(K, 128)*128 + ceil_div(outliers, 128)*128 <= {_MOST_OF_A_BLOCK}"),
-        example_sizes=tuple(s for s in spec.example_sizes if _blocks(s) * 128 <= _MOST_OF_A_BLOCK),
+        example_sizes=tuple(
+            example_sizes for example_sizes in spec.example_sizes if _blocks(example_sizes) * 128 <= _MOST_OF_A_BLOCK
+        ),
     )
 
 

@@ -99,24 +99,24 @@ class _Quantizer:
         M, channels, shapes, sizes = self.fit(self.name, arrays, options)
         fields = {"M": M, **activation_fields(self.name, channels, options)}
         options = replace(options, layout=fields["layout"])
-        if out is not None and (of_out := {name: getattr(out, name) for name in fields}) != fields:
-            expected, described = (
-                ", ".join(f"{name}={sizes_of[name]}" for name in fields) for sizes_of in (fields, of_out)
+        if out is not None and (out_sizes := {field: getattr(out, field) for field in fields}) != fields:
+            expected, sizes_text = (
+                ", ".join(f"{field}={sizes[field]}" for field in fields) for sizes in (fields, out_sizes)
             )
-            raise ArgumentError(f"{self.name}: out", f"must have {expected}", described)
+            raise ArgumentError(f"{self.name}: out", f"must have {expected}", sizes_text)
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))
         if dtype not in (dtypes := self.specs[0].by_variant["IN"]):
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
-        rows: dict[str, Any]
+        row_fields: dict[str, Any]
         if options.int8 is None:
             output_shapes = activation_shapes(**fields)
             code, clip = RULES.index(options.rules), float(options.clip)
-            rows = {"outliers": options.outliers, "g": options.group, "code": code, "clip": clip}
+            row_fields = {"outliers": options.outliers, "g": options.group, "code": code, "clip": clip}
         else:
             output_shapes = block_activation_shapes(**fields)
-            rows = {"outliers": fields["K8"], "g": BLOCK, "code": COMET, "clip": 1.0}
+            row_fields = {"outliers": fields["K8"], "g": BLOCK, "code": COMET, "clip": 1.0}
         pairs = BY_PAIRS.index(fields["layout"])
-        sizes = {"M": M, "K": channels - rows["outliers"], "pairs": pairs, **rows, **sizes}
+        sizes = {"M": M, "K": channels - row_fields["outliers"], "pairs": pairs, **row_fields, **sizes}
         operands = [
             CallArray(array_name, f"{self.name}: {array_name}", arrays[array_name], dtype, shape)
             for array_name, shape in shapes.items()
@@ -129,7 +129,7 @@ class _Quantizer:
             y = self.numbers(
                 {array_name: floats(host_arrays[array_name]) for array_name in shapes}, {**sizes, "dtype": dtype}
             )
-            ordered_rows(y, host_arrays["place"], **rows)  # or what is wrong with it
+            ordered_rows(y, host_arrays["place"], **row_fields)  # or what is wrong with it
 
         spec = choose_spec(self.specs, sizes, options.backend)
         return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, options, check_values)

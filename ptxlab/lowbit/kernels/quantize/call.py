@@ -91,14 +91,14 @@ class Quantizer:
         """Build the call; raise ArgumentError for operands that do not fit together."""
         rows, span = tile_of(options.layout, options.rows)
         M, K, shapes, sizes = self.fit(self.name, arrays, options)
-        first = next(iter(shapes))
+        first_name = next(iter(shapes))
         if out is not None and (out.M, out.K, out.layout, out.rows) != (M, K, options.layout, rows):
             rule = f"must have M={M}, K={K}, layout={options.layout}, rows={rows}"
-            described = f"M={out.M}, K={out.K}, layout={out.layout}, rows={out.rows}"
-            raise ArgumentError(f"{self.name}: out", rule, described)
-        dtype, (dtypes,) = dtype_of(arrays[first]), self.specs[0].by_variant.values()
+            out_text = f"M={out.M}, K={out.K}, layout={out.layout}, rows={out.rows}"
+            raise ArgumentError(f"{self.name}: out", rule, out_text)
+        dtype, (dtypes,) = dtype_of(arrays[first_name]), self.specs[0].by_variant.values()
         if dtype not in dtypes:
-            raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
+            raise ArgumentError(f"{self.name}: {first_name}", f"dtype {' or '.join(dtypes)}", dtype)
         sizes = {"M": M, "K": K, "rows": rows, "span": span, **sizes}
         operands = [
             CallArray(array_name, f"{self.name}: {array_name}", arrays[array_name], dtype, shape)

@@ -44,10 +44,10 @@ def silu_mul_quantize_reference(
 def error_bound(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0) -> tuple[np.ndarray, ...]:
     """Bound the error of the results: x_q one step where the quotient is as near to a tie as its own error, else 0."""
     quotient, scale, relative = _quotients(gate_up, activation, IN)
-    of_scale = (np.abs(quotient) * relative).max(axis=1) / 127 + 2.0**-23
-    quotient_error = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23) + 2.0**-100
-    near_tie = np.abs(np.abs(quotient) % 1 - 0.5) <= quotient_error
-    return _pack_results(near_tie, scale * of_scale, rows, span)
+    scale_error = (np.abs(quotient) * relative).max(axis=1) / 127 + 2.0**-23
+    quotient_error = np.abs(quotient) * (relative + scale_error[:, None] + 2.0**-23) + 2.0**-100
+    is_near_tie = np.abs(np.abs(quotient) % 1 - 0.5) <= quotient_error
+    return _pack_results(is_near_tie, scale * scale_error, rows, span)
 
 
 def _pack_results(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray, ...]:
@@ -57,18 +57,18 @@ def _pack_results(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.n
 
 def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
     """Compute h / scale [M, K], scale [M], and the relative error [M, K] that h may have, all f64."""
-    h, relative = compute_gate(gate_up, activation, IN)
-    extent = np.abs(h).max(axis=1)
+    gated, relative = compute_gate(gate_up, activation, IN)
+    extent = np.abs(gated).max(axis=1)
     scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
-    return h / scale[:, None], scale, relative
+    return gated / scale[:, None], scale, relative
 
 
 def compute_gate(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
     """Compute h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
     name, x = reference.ACTIVATIONS[activation], round_to_dtype(gate_up, DTYPES[IN])
-    h = reference.apply_gate(x, name)
-    exponents = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
-    return h, 2.0**-20 + 2.0**-22 * np.maximum(exponents, 0)
+    gated = reference.apply_gate(x, name)
+    exponents = reference.exponent(x[:, : gated.shape[1]].astype(np.float64), name)
+    return gated, 2.0**-20 + 2.0**-22 * np.maximum(exponents, 0)
 
 
 SILU_MUL = KernelSpec(

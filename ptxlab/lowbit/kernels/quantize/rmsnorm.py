@@ -41,10 +41,10 @@ def _squares(v: F32) -> F32:
     threads = geometry["THREADS"] * geometry["CLUSTER"]
     squares = np.zeros((M, 16 * threads), np.float32)
     squares[:, :K] = v * v
-    of_threads = sum_in_order(squares.reshape(M, threads, 16), axis=2)
-    of_warps = sum_by_halves(of_threads.reshape(M, threads // 32, 32))
+    thread_sums = sum_in_order(squares.reshape(M, threads, 16), axis=2)
+    warp_sums = sum_by_halves(thread_sums.reshape(M, threads // 32, 32))
     words = np.zeros((M, ceil_div(threads, 1024), 32), np.float32)
-    words.reshape(M, -1)[:, : threads // 32] = of_warps
+    words.reshape(M, -1)[:, : threads // 32] = warp_sums
     return sum_by_halves(sum_in_order(words, axis=1))
 
 
@@ -98,8 +98,8 @@ def rmsnorm_quantize_reference(
     if len(residual):
         v = residual = round_to_dtype(v + round_to_dtype(residual, dtype), dtype)
     y = normalize_rows(v, round_to_dtype(gamma, dtype), eps)
-    quantized = pack_results(quant.quantize_activations(y), rows, span)
-    return convert_to_dtype(residual, dtype), convert_to_dtype(y[: kept * len(y)], dtype), *quantized
+    quantized_rows = pack_results(quant.quantize_activations(y), rows, span)
+    return convert_to_dtype(residual, dtype), convert_to_dtype(y[: kept * len(y)], dtype), *quantized_rows
 
 
 RMSNORM = KernelSpec(

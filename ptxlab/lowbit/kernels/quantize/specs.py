@@ -87,8 +87,8 @@ def pack_results(
     """Return x_q in the order of `span`, padded to whole tiles, scale and token_sum, as the kernels write them."""
     packed_activations = layout.pack_activations(quantized, _ORDER_OF_SPAN[span], rows)
     (M, K), (tokens, channels) = quantized.shape, (rows, span)
-    padded = packed_activations.x_q.reshape(ceil_div(M, tokens) * tokens, ceil_div(K, channels) * channels)
-    return padded, packed_activations.scale, packed_activations.token_sum
+    padded_rows = packed_activations.x_q.reshape(ceil_div(M, tokens) * tokens, ceil_div(K, channels) * channels)
+    return padded_rows, packed_activations.scale, packed_activations.token_sum
 
 
 def draw_activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:

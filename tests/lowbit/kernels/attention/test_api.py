@@ -43,11 +43,11 @@ def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: d
     sizes = {name: size for name, size in case.items() if name not in ("window", "dtype")}
     q, cache = problems.problem(1, LENGTHS, **sizes)
     q = convert_to_dtype(q, dtype)
-    how: dict[str, Any] = {"window": window or None, "return_lse": True, "kernel": kernel}
-    out, lse = ptxlab.attention_kv4(q, cache, backend="emulator", **how)
+    options: dict[str, Any] = {"window": window or None, "return_lse": True, "kernel": kernel}
+    out, lse = ptxlab.attention_kv4(q, cache, backend="emulator", **options)
     assert_within_bound(q, cache, out, lse, window=window)
     assert out.dtype == q.dtype and lse.dtype == np.float32
-    out, lse = ptxlab.attention_kv4(to_device_array(q), on_device(cache), **how)
+    out, lse = ptxlab.attention_kv4(to_device_array(q), on_device(cache), **options)
     assert_within_bound(q, cache, out.host, lse.host, window=window)
     assert fake.launched == [(kernel, 7)]
 
@@ -493,9 +493,9 @@ def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
     q = to(host)
     if library == "torch" and case["dtype"] == "bfloat16":
         q = q.view(module.bfloat16)
-    how: dict[str, Any] = {"window": case["window"] or None, "return_lse": True, "kernel": kernel, "check": True}
-    out, lse = ptxlab.attention_kv4(q, map_arrays(cache, to), **how)
-    again, _ = ptxlab.attention_kv4(q, map_arrays(cache, to), **how)
+    options: dict[str, Any] = {"window": case["window"] or None, "return_lse": True, "kernel": kernel, "check": True}
+    out, lse = ptxlab.attention_kv4(q, map_arrays(cache, to), **options)
+    again, _ = ptxlab.attention_kv4(q, map_arrays(cache, to), **options)
     assert out.dtype == q.dtype and type(out) is type(q)
     assert_within_bound(host, cache, read(out), read(lse), window=case["window"])
     assert np.array_equal(read(out), read(again))

@@ -61,8 +61,8 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
         for got, expected_array, (name, allowed) in zip(
             exact(fault(of, rng)), expected, with_error.items(), strict=True
         ):
-            refused = misses_bound(got, expected_array, allowed)
-            assert refused.all(), f"{fault.__name__}: {refused.sum()} of {len(refused)} refused by {name}"
+            is_refused = misses_bound(got, expected_array, allowed)
+            assert is_refused.all(), f"{fault.__name__}: {is_refused.sum()} of {len(is_refused)} refused by {name}"
 
 
 def results_of_truncating_mmas(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
@@ -70,8 +70,13 @@ def results_of_truncating_mmas(q: np.ndarray, cache: KVCache, warps: int) -> dic
     tile = AttentionTileSm90(64, warps, 4, 1)
     variant = Variant(HEAD_DIM, PAGE, 4, 0, T=1, ratio=q.shape[2] // cache.num_kv_heads, tile=tile)
     config = {**variant.config, "PROMOTE": 2 * PROMOTE}
-    how: dict[str, Any] = {"softmax_scale": SCALE, "blocks": 1, "config": config, "arithmetic": bit_exact.TRUNCATING}
-    return dict(zip(("out", "lse"), bit_exact.attention(q, cache, **how), strict=True))
+    options: dict[str, Any] = {
+        "softmax_scale": SCALE,
+        "blocks": 1,
+        "config": config,
+        "arithmetic": bit_exact.TRUNCATING,
+    }
+    return dict(zip(("out", "lse"), bit_exact.attention(q, cache, **options), strict=True))
 
 
 @pytest.mark.default_cases("1000-2-dominant")

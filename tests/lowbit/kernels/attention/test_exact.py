@@ -48,8 +48,8 @@ def by_oracle(
     logical: Arrays, arrays: Arrays, config: dict[str, int], arithmetic: exact.Arithmetic | None = None
 ) -> tuple[Any, Any]:
     """Compute (out, lse) by the bit-exact oracle."""
-    how = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
-    return exact.attention(arrays["q"], **how, config=config, arithmetic=arithmetic)
+    options = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
+    return exact.attention(arrays["q"], **options, config=config, arithmetic=arithmetic)
 
 
 def assert_emulator_equals_oracle(
@@ -321,8 +321,8 @@ BATCHES = (
 
 def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
     """Return queries, cache, sizes and constants of a batch as the benchmark measures it."""
-    of = attention_problem.random_problem(batch)
-    q, cache = of.q[:, None], of.caches[0]
+    drawn_problem = attention_problem.random_problem(batch)
+    q, cache = drawn_problem.q[:, None], drawn_problem.caches[0]
     logical = {"B": cache.batch, "T": 1, "Hq": batch.Hq, "Hkv": batch.Hkv, "D": cache.head_dim, "P": cache.max_pages}
     sizes = {"page": cache.page_size, "bits": 4, "channel": 0, "softmax_scale": attention_problem.SCALE, "window": 0}
     everything = {**logical, **sizes}
@@ -340,8 +340,8 @@ def by_the_kernel(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[st
 
 
 def oracle_results(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
-    how = {name: sizes[name] for name in ("softmax_scale", "blocks")}
-    return exact.attention(q, cache, **how, config=config)
+    options = {name: sizes[name] for name in ("softmax_scale", "blocks")}
+    return exact.attention(q, cache, **options, config=config)
 
 
 @pytest.mark.gpu
@@ -358,7 +358,7 @@ def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
 @every_fault
 def test_a_fault_of_the_kernel_shows(fault: Callable[[KVCache], KVCache], length: int) -> None:
     """The fault changes the bits of out and of lse, whatever the bound says."""
-    q, cache, *how = at_bench(Batch(32, 8, (length,)))
-    right, wrong = oracle_results(q, cache, *how), by_the_kernel(q, fault(cache), *how)
-    assert difference((right[0], right[1]), by_the_kernel(q, cache, *how)) == ""
+    q, cache, *options = at_bench(Batch(32, 8, (length,)))
+    right, wrong = oracle_results(q, cache, *options), by_the_kernel(q, fault(cache), *options)
+    assert difference((right[0], right[1]), by_the_kernel(q, cache, *options)) == ""
     assert all(bool((x != y).any()) for x, y in zip(wrong, right, strict=True))

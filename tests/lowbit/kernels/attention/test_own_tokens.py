@@ -55,8 +55,8 @@ def by_oracle(spec: KernelSpec, logical: Arrays, sizes: dict[str, Any], BF16: in
 def test_ragged_chunks(spec: KernelSpec, BF16: int, shape: str, backend: str) -> None:
     """The cache has no number of own tokens, so a kernel that read one would say so."""
     logical, sizes = problem_of(spec, SHAPES[shape])
-    how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
-    outputs, outcome = run(logical, sizes, backend, BF16=BF16, spec=spec, **how)
+    options = {} if backend == "gpu" else {"checks": emulator.CHECKS}
+    outputs, outcome = run(logical, sizes, backend, BF16=BF16, spec=spec, **options)
     compare(spec, outputs, logical, {"BF16": BF16})
     assert not outcome.findings
     if backend == "emulator":

@@ -49,8 +49,8 @@ def check(
 @pytest.mark.parametrize("BF16", [0, 1])
 @on_every_kernel
 def test_ragged_chunks(spec: KernelSpec, BF16: int, shape: str, backend: str) -> None:
-    how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
-    check(*chunks_of(**SHAPES[shape]), backend, BF16, spec=spec, **how)
+    options = {} if backend == "gpu" else {"checks": emulator.CHECKS}
+    check(*chunks_of(**SHAPES[shape]), backend, BF16, spec=spec, **options)
 
 
 @pytest.mark.full_cases("*-emulator")
@@ -60,8 +60,8 @@ def test_ragged_chunks(spec: KernelSpec, BF16: int, shape: str, backend: str) ->
 def test_queries_of_a_rotated_cache(BF16: int, D: int, backend: str) -> None:
     logical, sizes = chunks_of((33, 0, 2), (31, 9, 64), D=D, group=3)
     logical["cache"] = replace(logical["cache"], rotated=True)
-    how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
-    check(logical, sizes, backend, BF16, config={"ROTATED": 1}, **how)  # type: ignore[arg-type]
+    options = {} if backend == "gpu" else {"checks": emulator.CHECKS}
+    check(logical, sizes, backend, BF16, config={"ROTATED": 1}, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
@@ -161,9 +161,9 @@ def test_the_public_call_cuts_a_long_context_unless_batch_invariant() -> None:
 @on_every_kernel
 def test_contexts_that_end_at_the_edge_of_a_block(spec: KernelSpec, D: int, edge: int) -> None:
     """Windows begin there, too."""
-    keys = spec.config_for(chunks_of((1,), (0,), D=D)[1])["KEYS"]
-    check(*chunks_of((3,), (2 * keys - 3 + edge,), D=D), spec=spec)
-    check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge), spec=spec)
+    block_keys = spec.config_for(chunks_of((1,), (0,), D=D)[1])["KEYS"]
+    check(*chunks_of((3,), (2 * block_keys - 3 + edge,), D=D), spec=spec)
+    check(*chunks_of((3,), (3 * block_keys - 3,), D=D, window=block_keys + edge), spec=spec)
 
 
 @pytest.mark.full

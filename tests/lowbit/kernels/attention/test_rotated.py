@@ -141,22 +141,22 @@ def of_rotated(variant: Variant, *drawn: Any, **options: Any) -> tuple[Arrays, A
 @parametrize_variants(*BY_TOKEN)
 def test_attention_near_float64(variant: Variant, backend: str) -> None:
     """The reference takes the queries as float32 rotates them; all checks are on."""
-    logical, arrays, how = of_rotated(variant, 1, (75, 0, 1, 130), problems.outlier_keys, blocks=2)
-    problems.check_empty_sequence(variant, logical, problems.check(variant.spec, logical, backend, arrays, **how))
+    logical, arrays, options = of_rotated(variant, 1, (75, 0, 1, 130), problems.outlier_keys, blocks=2)
+    problems.check_empty_sequence(variant, logical, problems.check(variant.spec, logical, backend, arrays, **options))
 
 
 @pytest.mark.full
 @on_every_backend
 @parametrize_variants(*(variant for variant in BY_TOKEN if variant.tile))
 def test_attention_bit_for_bit(variant: Variant, backend: str) -> None:
-    logical, arrays, how = of_rotated(variant, 2, (130, 0, 20), window=100, blocks=3)
-    written = problems.check(variant.spec, logical, backend, arrays, **how)
+    logical, arrays, options = of_rotated(variant, 2, (130, 0, 20), window=100, blocks=3)
+    outputs = problems.check(variant.spec, logical, backend, arrays, **options)
     put, back = TRANSFERS[backend]
     of = {name: logical[name] for name in ("softmax_scale", "window", "blocks")}
     cache = problems.map_arrays(logical["cache"], put)
-    bits_of = exact.attention(put(arrays["q"]), cache, **of, config=how["config"])
+    bits_of = exact.attention(put(arrays["q"]), cache, **of, config=options["config"])
     for name, right in zip(("out", "lse"), bits_of, strict=True):
-        assert np.array_equal(written[name], back(right)), name
+        assert np.array_equal(outputs[name], back(right)), name
 
 
 def test_the_oracle_refuses_constants_of_another_cache() -> None:
@@ -186,18 +186,18 @@ def test_calls_on_plain_and_rotated_caches_in_turn(kernel: str, backend: str) ->
     rng, (put, back) = np.random.default_rng(0), TRANSFERS[backend]
     q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((2, 4, 128), (150, 2, 128), (150, 2, 128)))
     k[..., 3] += 40
-    how: dict[str, Any] = {"kernel": kernel, "backend": backend, "return_lse": True}
+    options: dict[str, Any] = {"kernel": kernel, "backend": backend, "return_lse": True}
     if kernel in CHUNK_KERNELS:
-        how["query_start_loc"] = put(np.array([0, 2], np.int32))
+        options["query_start_loc"] = put(np.array([0, 2], np.int32))
     else:
         q = q[None]
     caches = {rotated: fill_cache(rotated, k, v, backend) for rotated in (False, True)}
     _, right = reference.attention(q.reshape(2, 4, 128), k, v, scale=128**-0.5)
     error: dict[bool, float] = {}
     for rotated in (False, True, False, True):
-        out, lse = map(back, ptxlab.attention_kv4(put(q), caches[rotated], **how))
+        out, lse = map(back, ptxlab.attention_kv4(put(q), caches[rotated], **options))
         error[rotated] = float(np.abs(lse.reshape(right.shape) - right).mean())
-        if "query_start_loc" not in how:
+        if "query_start_loc" not in options:
             assert_within_bound(q, problems.map_arrays(caches[rotated], back), out, lse)
     assert error[True] < 0.5 * error[False]
 

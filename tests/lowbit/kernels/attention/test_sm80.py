@@ -47,9 +47,9 @@ def in_parts(
     }
     args = MMA.arguments({**arrays, **buffers}, {**sizes, **config})
     positions = [i for i, arg in enumerate(MMA.args) if arg.name in buffers and not (fused and arg.name == "segments")]
-    how: dict[str, Any] = {"checks": emulator.CHECKS, "uninitialised": positions} if backend == "emulator" else {}
+    options: dict[str, Any] = {"checks": emulator.CHECKS, "uninitialised": positions} if backend == "emulator" else {}
     kernel = Kernel.of(MMA, SOURCE, config)
-    outcome = kernel.launch(args, MMA.launch({**sizes, **config}), backend=backend, **how)
+    outcome = kernel.launch(args, MMA.launch({**sizes, **config}), backend=backend, **options)
     assert outcome is None or [str(finding) for finding in outcome.findings] == []
     out = numbers(buffers["out"].view("uint16" if variant.BF16 else "float16"), variant.dtype)
     if fused:

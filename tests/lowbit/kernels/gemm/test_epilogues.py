@@ -182,15 +182,15 @@ def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.full
 @each_scheme
 def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
-    how: dict[str, Any] = {"epilogue": "silu_mul", "out_dtype": dtype, "backend": "emulator"}
-    y = ptxlab.gemm_w4a8(X, X_SCALE, INTERLEAVED[scheme], **how)
+    options: dict[str, Any] = {"epilogue": "silu_mul", "out_dtype": dtype, "backend": "emulator"}
+    y = ptxlab.gemm_w4a8(X, X_SCALE, INTERLEAVED[scheme], **options)
     right, allowed = silu_mul(scheme, dtype)
     assert y.shape == (M, F) and (np.abs(numbers(y, dtype) - right) <= allowed).all()
     gate_up = ptxlab.gemm_w4a8(X, X_SCALE, pack(GATE_UP[scheme], "strips"), out_dtype="float32", backend="emulator")
     assert np.allclose(right, reference.apply_gate(gate_up), rtol=2.0 ** -(8 if dtype == "bfloat16" else 11), atol=1e-7)
     for kernel in ("gemm_w4a8_small_sm90", "gemm_w4a8_sm90"):
         out = np.empty((M, F), storage(dtype))
-        assert ptxlab.gemm_w4a8(X, X_SCALE, INTERLEAVED[scheme], kernel=kernel, out=out, **how) is out
+        assert ptxlab.gemm_w4a8(X, X_SCALE, INTERLEAVED[scheme], kernel=kernel, out=out, **options) is out
         assert np.array_equal(out, y)
 
 
@@ -224,12 +224,12 @@ def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, 
     rng = np.random.default_rng(seed)
     x_q, x_scale = rng.integers(-128, 128, (M, K), dtype=np.int8), rng.uniform(1e-3, 1e-2, M).astype(np.float32)
     weight = quant.quantize_lqq(rng.standard_normal((2 * N, K), dtype=np.float32), group=32)
-    packed, how = pack(weight, "strips"), {"backend": "emulator"}
+    packed, options = pack(weight, "strips"), {"backend": "emulator"}
     addend = rng.standard_normal((M, 2 * N), dtype=np.float32).astype(np.float16)
-    product = ptxlab.gemm_w4a8(x_q, x_scale, packed, **how)
-    assert np.array_equal(ptxlab.gemm_w4a8(x_q, x_scale, packed, residual=addend.copy(), **how), addend + product)
-    gate_up = ptxlab.gemm_w4a8(x_q, x_scale, packed, out_dtype="float32", **how)
-    h = ptxlab.gemm_w4a8(x_q, x_scale, pack(weight, "strips", interleaved=True), epilogue="silu_mul", **how)
+    product = ptxlab.gemm_w4a8(x_q, x_scale, packed, **options)
+    assert np.array_equal(ptxlab.gemm_w4a8(x_q, x_scale, packed, residual=addend.copy(), **options), addend + product)
+    gate_up = ptxlab.gemm_w4a8(x_q, x_scale, packed, out_dtype="float32", **options)
+    h = ptxlab.gemm_w4a8(x_q, x_scale, pack(weight, "strips", interleaved=True), epilogue="silu_mul", **options)
     assert (np.abs(h - epilogues.silu_mul(gate_up, OUT=0)) <= epilogues.silu_mul_error(gate_up, OUT=0)).all()
 
 
@@ -239,10 +239,10 @@ def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, 
 def test_the_residual_is_added_to_behind_the_wait(mode: str, kernel: str) -> None:
     """The second begins while the first still adds."""
     residual = np.zeros((M, 40), np.float16)
-    how: dict[str, Any] = {"residual": residual, "kernel": kernel, "programmatic": True, "backend": "emulator"}
+    options: dict[str, Any] = {"residual": residual, "kernel": kernel, "programmatic": True, "backend": "emulator"}
     with emulator.chain(emulator.CHECKS, mode=mode, begin="early", given=[residual]) as chained:
         for _ in range(2):
-            ptxlab.gemm_w4a8(X, X_SCALE, STRIPS["lqq"], **how)
+            ptxlab.gemm_w4a8(X, X_SCALE, STRIPS["lqq"], **options)
     assert chained.findings == [] and len(chained.launches) == 2
     once = expected_product("lqq")
     assert np.array_equal(residual, once + once)

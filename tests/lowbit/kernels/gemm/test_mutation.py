@@ -225,9 +225,9 @@ def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emul
 def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emulator.Finding | str]:
     spec, source = registry.find(variant.kernel)[0], source_of(variant.kernel)
     logical = spec.example(np.random.default_rng(0), **sizes)
-    how: dict[str, Any] = {"backend": "emulator", "checks": ("race", "init", "async"), "mode": mode}
+    options: dict[str, Any] = {"backend": "emulator", "checks": ("race", "init", "async"), "mode": mode}
     try:
-        outcome = run_spec(spec, source, spec.pack(logical), sizes=sizes, config=variant.config, **how)
+        outcome = run_spec(spec, source, spec.pack(logical), sizes=sizes, config=variant.config, **options)
     except UnknownInstruction:
         raise
     except EmulationError as error:

@@ -134,7 +134,7 @@ def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> 
     logical = data.draw(gemm_problems.lqq(tokens=40, rows=200, groups=6))
     M, K = logical["x"].shape
     sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical), "rows": rows}
-    how = {"mode": mode} if backend == "emulator" else {}
+    options = {"mode": mode} if backend == "emulator" else {}
     config, inputs = {**spec.config_for(sizes), "STAGES": 3}, spec.pack({**logical, "rows": rows})
-    y = checks.run_checked(spec, inputs, backend, sizes=sizes, config=config, **how)
+    y = checks.run_checked(spec, inputs, backend, sizes=sizes, config=config, **options)
     assert np.array_equal(y, spec.reference(**logical))

@@ -401,10 +401,10 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int) -> None:
     expert_outputs[...] = cupy.asarray(normal(2 * M, H))
 
     def chain(programmatic: bool) -> None:
-        how: dict[str, Any] = {"programmatic": programmatic}
+        options: dict[str, Any] = {"programmatic": programmatic}
         for read in (x, *[hidden] * 8):
-            ptxlab.rmsnorm_quantize(read, gamma, normed=normed, out=tokens, **how)
-            ptxlab.route_tokens(tokens, normed, router, 2, out=routed, **how)
-            ptxlab.combine_experts(expert_outputs, routed, out=hidden, **how)
+            ptxlab.rmsnorm_quantize(read, gamma, normed=normed, out=tokens, **options)
+            ptxlab.route_tokens(tokens, normed, router, 2, out=routed, **options)
+            ptxlab.combine_experts(expert_outputs, routed, out=hidden, **options)
 
     chains.assert_same_bits_as_plain(chain, (hidden, normed, *routed.arrays.values()))

@@ -77,11 +77,11 @@ def orders(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
 @st.composite
 def problems(draw: st.DrawFn, blocks: int, names: tuple[str, ...]) -> dict[str, Any]:
     """Draw rows of any magnitude whose scales FP16 can hold."""
-    how = draw(orders(blocks))
+    options = draw(orders(blocks))
     dtype = DTYPES[draw(st.sampled_from(names))]
-    x = draw(floats(dtype, (draw(st.integers(1, 4)), len(how["place"]))))
+    x = draw(floats(dtype, (draw(st.integers(1, 4)), len(options["place"]))))
     tame = np.ldexp(np.frexp(wide(x))[0], draw(st.integers(-30, 10))).astype(dtype)
-    return {"x": np.where(np.abs(wide(x)) < 2.0**15, x, tame) if draw(st.booleans()) else tame, **how}
+    return {"x": np.where(np.abs(wide(x)) < 2.0**15, x, tame) if draw(st.booleans()) else tame, **options}
 
 
 def rows_of(y: np.ndarray, place: np.ndarray, *, outliers: int, group: int, clip: float, rules: Any, **_: Any) -> Any:
@@ -151,10 +151,10 @@ def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> Non
     """The sum 1 + exp(-20) is 1: the product remains, of which every bit is known."""
     gate, up = (20 + np.abs(wide(normal(3, 512)))).astype(np.float16), normal(3, 512)
     place = quant.channel_places(RNG.permutation(512))
-    how: dict[str, Any] = {"outliers": 64, "group": 64, "layout": order, "clip": 0.9, "rules": quant.ATOM_PAPER}
+    options: dict[str, Any] = {"outliers": 64, "group": 64, "layout": order, "clip": 0.9, "rules": quant.ATOM_PAPER}
     both = np.concatenate([gate, up], axis=1)
-    activations = ptxlab.silu_mul_reorder_quantize(both, place, activation=activation, backend=backend, **how)
-    assert have_equal_bits(activations, rows_of(wide(gate) * wide(up), place, **how))
+    activations = ptxlab.silu_mul_reorder_quantize(both, place, activation=activation, backend=backend, **options)
+    assert have_equal_bits(activations, rows_of(wide(gate) * wide(up), place, **options))
 
 
 @pytest.mark.full
@@ -164,15 +164,15 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
     """The gates have all sizes, nearly shut ones included; packed, the same integers are two a byte."""
     gate_up = (wide(normal(6, 1280)) * np.geomspace(0.01, 40, 6, dtype=np.float32)[:, None]).astype(np.float16)
     logical = {"gate_up": wide(gate_up), "place": quant.channel_places(RNG.permutation(640)), "activation": code}
-    how = {"outliers": 128, "g": 128, "code": code, "clip": 0.9}
+    options = {"outliers": 128, "g": 128, "code": code, "clip": 0.9}
     outputs = {}
     for pairs in (0, 1):
-        sizes = {"M": 6, "K": 512, "pairs": pairs, "activation": code, **how}
+        sizes = {"M": 6, "K": 512, "pairs": pairs, "activation": code, **options}
         config = SILU_MUL_REORDER.config_for(sizes)
         inputs = {"gate_up": gate_up, "place": logical["place"]}
         (source,) = registry.find(SILU_MUL_REORDER.name)[1]
         outcome = run_spec(SILU_MUL_REORDER, source, inputs, sizes=sizes, backend=backend, config=config)
-        ptxlab.runtime.verify.compare(SILU_MUL_REORDER, outcome.outputs, {**logical, **how, "pairs": pairs}, config)
+        ptxlab.runtime.verify.compare(SILU_MUL_REORDER, outcome.outputs, {**logical, **options, "pairs": pairs}, config)
         outputs[pairs] = outcome.outputs
     assert np.array_equal(layout.unpack_pairs(outputs[1]["x_q"]), outputs[0]["x_q"][:, :512])
     assert np.array_equal(outputs[1]["x8"], outputs[0]["x_q"][:, 512:])
@@ -211,15 +211,15 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
     row = np.zeros((groups, 128), np.intp)
     row[:, 0], row[:, 1:8], row[:, 8:] = largest, near, ascending[0]
     gate_up = wide(np.moveaxis(pairs[row], -1, 1).reshape(groups, 256))
-    how = {"place": np.arange(128, dtype=np.int16), "outliers": 0, "g": 128, "pairs": 1, "code": code, "clip": clip}
-    logical = {"gate_up": gate_up, "activation": 0, **how}
+    options = {"place": np.arange(128, dtype=np.int16), "outliers": 0, "g": 128, "pairs": 1, "code": code, "clip": clip}
+    logical = {"gate_up": gate_up, "activation": 0, **options}
     right, allowed = SILU_MUL_REORDER.expected(logical), SILU_MUL_REORDER.allowed(logical)
     h, relative = compute_gate(gate_up, 0, 0)
     changed = 0
     for _ in range(4):
         moved = h * (1 + relative * rng.choice((-1, 1), h.shape))
         for name, got in zip(
-            ("x_q", "x8", "x_scale"), reorder_reference(moved.astype(np.float32), **how, IN=2), strict=True
+            ("x_q", "x8", "x_scale"), reorder_reference(moved.astype(np.float32), **options, IN=2), strict=True
         ):
             differs = got != right[name]
             assert not (differs & (allowed[name].per_element == 0)).any(), name
@@ -235,12 +235,12 @@ def test_rows_of_any_width(channels: int, backend: str) -> None:
 
     Channels go from any block to any other.
     """
-    how: dict[str, Any] = {"outliers": 0 if channels == 128 else 128, "group": 128, "clip": 0.9}
+    options: dict[str, Any] = {"outliers": 0 if channels == 128 else 128, "group": 128, "clip": 0.9}
     place = quant.channel_places(np.random.default_rng(0).permutation(channels))
     x = normal(2, channels)
     for order, rules in zip(ORDERS, RULES, strict=True):
-        check(backend, x, place, layout=order, rules=rules, **how)
-    check_norm(backend, x, normal(2, channels), place, layout="bytes", rules=quant.ATOM_PAPER, **how)
+        check(backend, x, place, layout=order, rules=rules, **options)
+    check_norm(backend, x, normal(2, channels), place, layout="bytes", rules=quant.ATOM_PAPER, **options)
 
 
 def test_by_hand() -> None:
@@ -266,8 +266,8 @@ def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
     """
     x = np.zeros((1, 128), np.float32)
     x[0, :6] = 0.5, 1.5, 2.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), rules.steps(4)
-    how: dict[str, Any] = {"outliers": 0, "clip": 1, "rules": rules, "backend": backend}
-    activations = ptxlab.reorder_quantize(x, np.arange(128, dtype=np.int16), **how)
+    options: dict[str, Any] = {"outliers": 0, "clip": 1, "rules": rules, "backend": backend}
+    activations = ptxlab.reorder_quantize(x, np.arange(128, dtype=np.int16), **options)
     assert activations.x[0, :6].tolist() == [*ties, 7] and activations.scale[0, 0] == 1
 
 
@@ -388,12 +388,12 @@ def test_normed_and_gated_blocks(blocks: int, int8: int, order: str, backend: st
     """
     place = quant.channel_places(np.random.default_rng(0).permutation(blocks * 128))
     x, gamma = normal(2, blocks * 128), normal(blocks * 128)
-    how: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}
-    activations = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, eps=EPS, **how)
+    options: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}
+    activations = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, eps=EPS, **options)
     assert have_equal_block_bits(activations, normalize_rows(wide(x), wide(gamma), EPS), place, int8)
     gate = (20 + np.abs(wide(x))).astype(np.float16)
     up = normal(*x.shape)
-    activations = ptxlab.silu_mul_reorder_quantize(np.concatenate([gate, up], axis=1), place, **how)
+    activations = ptxlab.silu_mul_reorder_quantize(np.concatenate([gate, up], axis=1), place, **options)
     assert have_equal_block_bits(activations, wide(gate) * wide(up), place, int8)
 
 
@@ -458,15 +458,15 @@ def test_bad_input_to_blocks_is_refused(change: dict[str, Any], message: str) ->
 
 
 def test_results_of_the_other_kind_are_refused() -> None:
-    how: dict[str, Any] = {"backend": "emulator"}
+    options: dict[str, Any] = {"backend": "emulator"}
     x = np.ones((2, 256), np.float16)
-    blocks, atoms = ptxlab.reorder_quantize(x, PLACE, int8=1, **how), ptxlab.reorder_quantize(x, PLACE, **how)
+    blocks, atoms = ptxlab.reorder_quantize(x, PLACE, int8=1, **options), ptxlab.reorder_quantize(x, PLACE, **options)
     with pytest.raises(ArgumentError, match=r"out: must be AtomActivations \(got BlockActivations\)"):
-        ptxlab.reorder_quantize(x, PLACE, out=blocks, **how)
+        ptxlab.reorder_quantize(x, PLACE, out=blocks, **options)
     with pytest.raises(ArgumentError, match=r"out: must be BlockActivations \(got AtomActivations\)"):
-        ptxlab.reorder_quantize(x, PLACE, int8=1, out=atoms, **how)
+        ptxlab.reorder_quantize(x, PLACE, int8=1, out=atoms, **options)
     with pytest.raises(ArgumentError, match=r"out: must have M=2, K4=0, K8=256, layout=joined \(got M=2, K4=128, "):
-        ptxlab.reorder_quantize(x, PLACE, int8=2, out=blocks, **how)
+        ptxlab.reorder_quantize(x, PLACE, int8=2, out=blocks, **options)
 
 
 def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
@@ -502,17 +502,17 @@ GAMMA = np.ones(256, np.float16)
 def test_into_given_arrays_and_of_no_tokens() -> None:
     x, gate_up = normal(3, 256), normal(3, 512)
     for order in ORDERS:
-        how: dict[str, Any] = {**HOW, "layout": order, "backend": "emulator"}
-        out = ptxlab.reorder_quantize(np.ones_like(x), PLACE, **how)
+        options: dict[str, Any] = {**HOW, "layout": order, "backend": "emulator"}
+        out = ptxlab.reorder_quantize(np.ones_like(x), PLACE, **options)
         for call, given_ in (
             (ptxlab.reorder_quantize, (x, PLACE)),
             (ptxlab.rmsnorm_reorder_quantize, (x, GAMMA, PLACE)),
             (ptxlab.silu_mul_reorder_quantize, (gate_up, PLACE)),
         ):
-            new = call(*given_, **how)
-            assert call(*given_, out=out, **how) is out
+            new = call(*given_, **options)
+            assert call(*given_, out=out, **options) is out
             assert all(np.array_equal(array, getattr(out, name)) for name, array in new.arrays.items())
-            empty = call(given_[0][:0], *given_[1:], **how)
+            empty = call(given_[0][:0], *given_[1:], **options)
             assert (empty.M, empty.K, empty.layout) == (0, 192, order)
 
 
@@ -560,19 +560,19 @@ def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
 
 
 def test_the_others_refuse_what_they_share() -> None:
-    how: dict[str, Any] = {**HOW, "backend": "emulator"}
+    options: dict[str, Any] = {**HOW, "backend": "emulator"}
     wide_row = np.ones((1, 32832), np.float16)
     with pytest.raises(ArgumentError, match=r"ceil_div\(K, 128\)\*128 \+ ceil_div\(outliers, 128\)\*128 <= 32768"):
-        ptxlab.reorder_quantize(wide_row, np.zeros(32832, np.int16), **how)
+        ptxlab.reorder_quantize(wide_row, np.zeros(32832, np.int16), **options)
     with pytest.raises(ArgumentError, match=r"rmsnorm_reorder_quantize: residual: must not share memory with x"):
-        ptxlab.rmsnorm_reorder_quantize(X, GAMMA, PLACE, residual=X, **how)
+        ptxlab.rmsnorm_reorder_quantize(X, GAMMA, PLACE, residual=X, **options)
     with pytest.raises(ArgumentError, match=r"rmsnorm_reorder_quantize: eps: a number in 1e-30..1 \(got 0\)"):
-        ptxlab.rmsnorm_reorder_quantize(X, GAMMA, PLACE, eps=0, **how)
+        ptxlab.rmsnorm_reorder_quantize(X, GAMMA, PLACE, eps=0, **options)
     with pytest.raises(ArgumentError, match=r"silu_mul_reorder_quantize: activation: must be one of silu, gelu_tanh"):
-        ptxlab.silu_mul_reorder_quantize(np.ones((2, 512), np.float16), PLACE, activation="relu", **how)
-    out = ptxlab.reorder_quantize(X, PLACE, **how)
+        ptxlab.silu_mul_reorder_quantize(np.ones((2, 512), np.float16), PLACE, activation="relu", **options)
+    out = ptxlab.reorder_quantize(X, PLACE, **options)
     with pytest.raises(ArgumentError, match=r"out: must have M=1, K=192, .*layout=bytes \(got M=2, K=192, "):
-        ptxlab.silu_mul_reorder_quantize(np.ones((1, 512), np.float16), PLACE, out=out, **how)
+        ptxlab.silu_mul_reorder_quantize(np.ones((1, 512), np.float16), PLACE, out=out, **options)
     with pytest.raises(ArgumentError, match=r"reorder_quantize: place: must be a permutation of 0..255 \(got no 246\)"):
         ptxlab.run("reorder_quantize", x=X, place=TWICE, K=192, outliers=64, g=64, pairs=0, code=0, clip=1.0,
                    backend="emulator")  # fmt: skip
@@ -675,10 +675,10 @@ def test_a_programmatic_chain_is_the_plain_chain(int8: int | None, M: int, K: in
 
     def chain(programmatic: bool) -> None:
         for read, written in pairwise([x, *[first, second] * 6]):
-            how = {"out": out, "programmatic": programmatic, "int8": int8}
-            ptxlab.rmsnorm_reorder_quantize(read, gamma, place, residual=residual, normed=written, **how)
-            ptxlab.silu_mul_reorder_quantize(written, half, **{**how, "out": gated})
-            ptxlab.reorder_quantize(written, place, **how)
+            options = {"out": out, "programmatic": programmatic, "int8": int8}
+            ptxlab.rmsnorm_reorder_quantize(read, gamma, place, residual=residual, normed=written, **options)
+            ptxlab.silu_mul_reorder_quantize(written, half, **{**options, "out": gated})
+            ptxlab.reorder_quantize(written, place, **options)
 
     written = (residual, first, second, out.x, out.scale, gated.x, gated.scale)
     chains.assert_same_bits_as_plain(chain, written)

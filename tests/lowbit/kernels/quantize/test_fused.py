@@ -189,8 +189,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_order(K: int, backend: str) ->
         return [tokens_of(packed), tokens_of(ptxlab.silu_mul_quantize(gate_up[part], backend=backend, **how))]
 
     alone = both(slice(m, m + 1))
-    for how in ({}, {"layout": "fragment"}, {"layout": "tiles", "rows": 16}):
-        for one, all_of_them in zip(alone, both(slice(None), **how), strict=True):
+    for options in ({}, {"layout": "fragment"}, {"layout": "tiles", "rows": 16}):
+        for one, all_of_them in zip(alone, both(slice(None), **options), strict=True):
             row = (array[m : m + 1] for array in (all_of_them.q, all_of_them.scale, all_of_them.token_sum))
             assert same(one, quant.QuantizedActivations(*row))
 
@@ -237,15 +237,15 @@ def test_quotients_of_small_rows_are_exact(backend: str) -> None:
 def test_into_given_arrays_and_of_no_tokens() -> None:
     x, gamma = normal(5, 64), normal(64)
     for order, rows in (("row_major", None), ("tiles", 8)):
-        how: dict[str, Any] = {"layout": order, "rows": rows, "backend": "emulator"}
-        out = ptxlab.quantize_activations(np.ones_like(x), **how)
-        assert ptxlab.rmsnorm_quantize(x, gamma, out=out, **how) is out
+        options: dict[str, Any] = {"layout": order, "rows": rows, "backend": "emulator"}
+        out = ptxlab.quantize_activations(np.ones_like(x), **options)
+        assert ptxlab.rmsnorm_quantize(x, gamma, out=out, **options) is out
         assert same(tokens_of(out), quant.quantize_activations(normalize_rows(wide(x), wide(gamma), EPS)))
-        assert ptxlab.silu_mul_quantize(np.concatenate([x, x], axis=1), out=out, **how) is out
+        assert ptxlab.silu_mul_quantize(np.concatenate([x, x], axis=1), out=out, **options) is out
         assert_near_float64(tokens_of(out), reference.apply_gate(np.concatenate([wide(x)] * 2, axis=1)), 2.0**-19)
-        empty = ptxlab.rmsnorm_quantize(x[:0], gamma, residual=x[:0].copy(), **how)
+        empty = ptxlab.rmsnorm_quantize(x[:0], gamma, residual=x[:0].copy(), **options)
         assert empty.M == 0 and empty.K == 64 and empty.x_q.size == 0
-        assert ptxlab.silu_mul_quantize(x[:0], **how).K == 32
+        assert ptxlab.silu_mul_quantize(x[:0], **options).K == 32
 
 
 def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
@@ -449,10 +449,10 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
     def chain(programmatic: bool) -> None:
         inputs = [x, *[first, second] * 6]
         for read, written in pairwise(inputs):
-            how = {"out": out, "programmatic": programmatic}
-            ptxlab.rmsnorm_quantize(read, gamma, residual=residual, normed=written, **how)
-            ptxlab.silu_mul_quantize(written, **{**how, "out": gated})
-            ptxlab.quantize_activations(written, **how)
+            options = {"out": out, "programmatic": programmatic}
+            ptxlab.rmsnorm_quantize(read, gamma, residual=residual, normed=written, **options)
+            ptxlab.silu_mul_quantize(written, **{**options, "out": gated})
+            ptxlab.quantize_activations(written, **options)
 
     written = (residual, first, second, out.x_q, out.scale, out.token_sum, gated.x_q, gated.scale, gated.token_sum)
     chains.assert_same_bits_as_plain(chain, written)

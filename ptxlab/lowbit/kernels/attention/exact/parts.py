@@ -81,8 +81,8 @@ def attention(
                 _merge_warps(launch, tiles.compute_warps(launch, q, shares, segments), shares, segments)
                 for segments in _segment_batches(launch, shares)
             ]
-            whole = _merge_parts(launch, Part(*map(np.concatenate, zip(*parts, strict=True))), shares)
-            _store(launch, whole, shares, out, lse)
+            whole_part = _merge_parts(launch, Part(*map(np.concatenate, zip(*parts, strict=True))), shares)
+            _store(launch, whole_part, shares, out, lse)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -96,10 +96,10 @@ def _segment_batches(launch: AttentionLaunch, shares: Shares) -> list[slice]:
 
 def _merge_warps(launch: AttentionLaunch, warps: tiles.Warps, shares: Shares, segments: slice) -> Part:
     """Combine the sums of each segment's warps; values in their units, less their zeros."""
-    by_warp = (
+    warp_sums = (
         array.reshape(-1, launch.warps, *array.shape[1:]) for array in (warps.largest, warps.weights, warps.sums)
     )
-    largest, weights, sums = by_warp
+    largest, weights, sums = warp_sums
     values, zeros, unit = sums[:, :, : launch.D], sums[:, :, launch.D], 2.0**24  # integers were subnormals
     units = np.zeros((launch.D, 1), np.float32, like=values) + np.float32(unit)
     if launch.bits == 4:
@@ -143,20 +143,23 @@ def _merge_parts(launch: AttentionLaunch, parts: Part, shares: Shares) -> Part:
 
     Parts of units that are cut by their own length are added one by one.
     """
-    whole = Part(*(array[to_device_of(shares.first, array)] for array in parts))
+    whole_part = Part(*(array[to_device_of(shares.first, array)] for array in parts))
     further_parts = shares.parts - 1
     groups = ((1, further_parts > 0),) if launch.part else ((4, further_parts <= 4), (8, further_parts > 4))
     for batch_size, is_handled in groups:
         for first in range(0, int(further_parts[is_handled].max(initial=0)), batch_size):
             units = np.flatnonzero(is_handled & (further_parts > first))
-            number, last = first + np.arange(batch_size), further_parts[units][:, None] - 1
-            segment = shares.first[units][:, None] + 1 + np.minimum(number, last)
+            number, last_number = first + np.arange(batch_size), further_parts[units][:, None] - 1
+            segment = shares.first[units][:, None] + 1 + np.minimum(number, last_number)
             next_parts = Part(*(array[to_device_of(segment, array)] for array in parts))
-            exists, units = to_device_of(number <= last, whole.weights), to_device_of(units, whole.weights)
-            added = _add_parts(launch, Part(*(array[units] for array in whole)), next_parts, exists)
-            for array, changed in zip(whole, added, strict=True):
-                array[units] = changed
-    return whole
+            exists, units = (
+                to_device_of(number <= last_number, whole_part.weights),
+                to_device_of(units, whole_part.weights),
+            )
+            merged_part = _add_parts(launch, Part(*(array[units] for array in whole_part)), next_parts, exists)
+            for array, changed_array in zip(whole_part, merged_part, strict=True):
+                array[units] = changed_array
+    return whole_part
 
 
 def _add_parts(launch: AttentionLaunch, whole: Part, parts: Part, exists: Any) -> Part:

@@ -90,10 +90,10 @@ class PrefillLaunch:
     def tiles(self) -> Iterator[QueryTile]:
         """Yield the tiles of the sequence."""
         rows = ROWS if "WARPS" not in self.config else 16 * self.config["WARPS"]
-        old = self.context - self.queries
+        cached_tokens = self.context - self.queries
         for first in range(0, self.queries * self.group, rows):
-            first_end = old + first // self.group + 1
-            last_end = old + min((first + rows - 1) // self.group, self.queries - 1) + 1
+            first_end = cached_tokens + first // self.group + 1
+            last_end = cached_tokens + min((first + rows - 1) // self.group, self.queries - 1) + 1
             begin = max(0, first_end - self.window) // self.block_keys if self.window else 0
             end = max(begin, ceil_div(last_end, self.block_keys)) if last_end > 0 else begin
             yield QueryTile(first, min(first + rows, self.queries * self.group), begin, end)
@@ -161,8 +161,8 @@ def _attend(launch: PrefillLaunch, q: Any) -> tuple[Any, Any]:
     tiles = [_attend_tile(launch, tile, rows[:, tile.first : tile.stop]) for tile in launch.tiles()]
     out, lse = (np.concatenate(arrays, axis=1) for arrays in zip(*tiles, strict=True))
     out = bfloat16_bits(out) if launch.config["BF16"] else out.astype(np.float16)
-    by_token = (x.reshape(heads, launch.queries, launch.group, *x.shape[2:]).swapaxes(0, 1) for x in (out, lse))
-    out, lse = (x.reshape(launch.queries, heads * launch.group, *x.shape[3:]) for x in by_token)
+    token_arrays = (x.reshape(heads, launch.queries, launch.group, *x.shape[2:]).swapaxes(0, 1) for x in (out, lse))
+    out, lse = (x.reshape(launch.queries, heads * launch.group, *x.shape[3:]) for x in token_arrays)
     return out, lse
 
 
@@ -196,11 +196,11 @@ def _restore(launch: PrefillLaunch, block: int) -> tuple[Any, Any]:
     """Restore a block's keys and values: f16 [heads, tokens, D] each, 0 behind the last token."""
     cache = launch.cache
     token = block * launch.block_keys + np.arange(launch.block_keys, like=cache.pool)
-    cached = launch.context if launch.own_kv is None else launch.context - launch.queries
-    place = np.clip(token, 0, max(0, cached - 1))
+    cached_tokens = launch.context if launch.own_kv is None else launch.context - launch.queries
+    place = np.clip(token, 0, max(0, cached_tokens - 1))
     page, offset = cache.block_table[launch.sequence, place // cache.page_size], place % cache.page_size
-    both = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
-    is_stored = (token < cached)[:, None]
+    key_and_value_pages = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
+    is_stored = (token < cached_tokens)[:, None]
 
     def restore(view: PageView) -> Any:
         assert view.constants is not None
@@ -209,10 +209,10 @@ def _restore(launch: PrefillLaunch, block: int) -> tuple[Any, Any]:
         scale, zero = (np.where(is_stored, pairs[..., i], np.float32(0))[..., None] for i in (0, 1))
         return ((integers - zero) * scale).astype(np.float16).swapaxes(0, 1)
 
-    keys, values = restore(both.part(0)), restore(both.part(1))
+    keys, values = restore(key_and_value_pages.part(0)), restore(key_and_value_pages.part(1))
     if launch.own_kv is not None:
-        is_own = ((token >= cached) & (token < launch.context))[:, None]
-        row = np.clip(token - cached, 0, launch.queries - 1)
+        is_own = ((token >= cached_tokens) & (token < launch.context))[:, None]
+        row = np.clip(token - cached_tokens, 0, launch.queries - 1)
         k, v = (floats(x)[row].swapaxes(0, 1) for x in launch.own_kv)  # [heads, tokens, D]
         keys = np.where(is_own, cache.rotate(k).astype(np.float16), keys)
         values = np.where(is_own, v.astype(np.float16), values)
@@ -224,16 +224,16 @@ def _sum_blocks(launch: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
     fma, mul, exp2 = launch.arithmetic.fma, launch.arithmetic.mul, launch.arithmetic.exp2
     shape, headroom = rows.queries.shape, np.float32(launch.config["HEADROOM"])
     largest, weights, values = (
-        np.zeros(s, np.float32, like=rows.queries) for s in (shape[:2], (*shape[:2], _LANES), shape)
+        np.zeros(shape, np.float32, like=rows.queries) for shape in (shape[:2], (*shape[:2], _LANES), shape)
     )
     largest = largest + _LOWEST
     for block in blocks:
         k, v = _restore(launch, block)
         score = _scores(launch, rows, k, block)
         largest_score = np.where(np.isnan(score), np.float32(-np.inf), score).max(axis=-1)
-        previous, peak = largest, mul(largest_score, rows.factors)
-        largest = np.where(peak > previous + headroom, peak, previous)
-        rescale = exp2(previous - largest)[..., None]
+        previous_largest, peak = largest, mul(largest_score, rows.factors)
+        largest = np.where(peak > previous_largest + headroom, peak, previous_largest)
+        rescale = exp2(previous_largest - largest)[..., None]
         weight = exp2(fma(score, rows.factors[..., None], -largest[..., None]))
         weights = fma(weights, rescale, _by_lane(launch, weight))
         values = _multiply(launch, weight.astype(np.float16), v, mul(values, rescale))
@@ -245,10 +245,10 @@ def _scores(launch: PrefillLaunch, rows: TileRows, keys: Any, block: int) -> Any
     start = np.zeros((*rows.queries.shape[:2], launch.block_keys), np.float32, like=keys)
     score = _multiply(launch, rows.queries, keys.swapaxes(1, 2), start)
     token, ends = block * launch.block_keys + np.arange(launch.block_keys, like=keys), rows.ends[:, None]
-    seen = token < ends
+    is_seen = token < ends
     if launch.window:
-        seen = seen & (token >= ends - launch.window)
-    return np.where(seen, score, np.float32(-np.inf))
+        is_seen = is_seen & (token >= ends - launch.window)
+    return np.where(is_seen, score, np.float32(-np.inf))
 
 
 def _multiply(launch: PrefillLaunch, a: Any, b: Any, sums: Any) -> Any:
@@ -274,8 +274,8 @@ def _merge(launch: PrefillLaunch, parts: list[Sums]) -> Sums:
     fma, mul, exp2 = launch.arithmetic.fma, launch.arithmetic.mul, launch.arithmetic.exp2
     largest, weights = np.zeros_like(parts[0].largest) + _LOWEST, np.zeros_like(parts[0].weights)
     for part in parts:
-        previous, largest = largest, np.maximum(largest, part.largest)
-        factor, rescale = (exp2(x - largest)[..., None] for x in (part.largest, previous))
+        previous_largest, largest = largest, np.maximum(largest, part.largest)
+        factor, rescale = (exp2(x - largest)[..., None] for x in (part.largest, previous_largest))
         weights = fma(part.weights, factor, mul(weights, rescale))
     values = np.zeros_like(parts[0].values)
     for part in parts:

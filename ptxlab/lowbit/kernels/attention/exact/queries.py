@@ -50,15 +50,17 @@ def quantize_queries(launch: AttentionLaunch, q: Any, shares: Shares, segments: 
     x = launch.cache.rotate(x)
     largest = np.maximum(np.abs(x).max(axis=-1), np.float32(2.0**-100))  # NaN of a NaN
     unit = fma(largest, np.float32(1) / np.float32(LARGEST), largest - largest)  # NaN of an infinity
-    shifted = fma(x, reciprocal(unit)[..., None], _SHIFT)
-    integers = _integers(shifted.view(np.int32))
+    shifted_queries = fma(x, reciprocal(unit)[..., None], _SHIFT)
+    integers = _integers(shifted_queries.view(np.int32))
     sums = integers.sum(axis=-1).astype(np.float32)  # exact
     if launch.by_channel:
-        sums = np.zeros_like(sums) if launch.signed else _sum_with_zeros(launch, shifted - _SHIFT, k_zero)
+        sums = np.zeros_like(sums) if launch.signed else _sum_with_zeros(launch, shifted_queries - _SHIFT, k_zero)
     score_factor = np.float32(16 if launch.bits == 4 else 1)  # of the scores' integers
     factors = unit * (np.float32(launch.softmax_scale) * _LOG2E / score_factor)
-    ends = launch.lengths[shares.sequence[segments]][:, None] - launch.T + 1 + token
-    return Queries(integers.swapaxes(1, 2).astype(np.float64), sums * -score_factor, factors, to_device_of(ends, q))
+    token_ends = launch.lengths[shares.sequence[segments]][:, None] - launch.T + 1 + token
+    return Queries(
+        integers.swapaxes(1, 2).astype(np.float64), sums * -score_factor, factors, to_device_of(token_ends, q)
+    )
 
 
 def _integers(bits: Any) -> Any:

@@ -70,7 +70,7 @@ class Shares:
         block = segment if part else piece_at
         count, sequence = high - low, unit_sequence[number]
         tiles_before = np.cumsum(count) - count  # tiles of the blocks before, and of this block's segments before
-        of_block = np.searchsorted(block, block)  # its first segment
+        first_of_block = np.searchsorted(block, block)  # its first segment
         return cls(
             sequence=sequence,
             head=unit[number] // splits,
@@ -78,7 +78,7 @@ class Shares:
             number=number,
             position=(begin[sequence] + low - start[number]) * TILE,
             tiles=count,
-            turn=(tiles_before - tiles_before[of_block]) % groups,
+            turn=(tiles_before - tiles_before[first_of_block]) % groups,
             first=first,
             parts=parts,
         )
@@ -89,5 +89,5 @@ def _block_share(cost: S64, units: int, groups: int, blocks: int) -> int:
     max_cost = max(1, int(cost.max(initial=0)))
     piece = max(groups, min(max_cost // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
     whole_units = ceil_div(len(cost) * units, blocks) * max_cost  # whole units alone, where all are alike
-    alike = bool((cost == max_cost).all())
-    return whole_units if alike and piece <= whole_units <= piece + SLACK else piece
+    costs_alike = bool((cost == max_cost).all())
+    return whole_units if costs_alike and piece <= whole_units <= piece + SLACK else piece

@@ -35,25 +35,26 @@ def compute_warps(launch: AttentionLaunch, q: Any, shares: Shares, segments: sli
     queries, warp = quantize_queries(launch, q, shares, segments), np.arange(launch.warps)
     skip = (warp // launch.share - shares.turn[segments][:, None]) % launch.groups
     count = np.maximum(ceil_div(shares.tiles[segments][:, None] - skip, launch.groups), 0).ravel()  # tiles of a warp
-    busiest = np.argsort(-count, kind="stable")
-    segment, warp = np.divmod(busiest, launch.warps)
+    busiest_first = np.argsort(-count, kind="stable")
+    segment, warp = np.divmod(busiest_first, launch.warps)
     position = (
         shares.position[segments][segment]
         + warp % launch.share * launch.config["TOKENS"]
-        + skip.ravel()[busiest] * TILE
+        + skip.ravel()[busiest_first] * TILE
     )
     sequence, head = (to_device_of(array[segments][segment], q) for array in (shares.sequence, shares.head))
-    busy = [int((count > step).sum()) for step in range(int(count.max()) + 1)]  # warps that have so many tiles and more
+    # Warps that have so many tiles and more.
+    busy_warps = [int((count > step).sum()) for step in range(int(count.max()) + 1)]
 
     warps = _initial_warps(launch, len(count), q)
-    for step, n in enumerate(busy[:-1]):
+    for step, n in enumerate(busy_warps[:-1]):
         step_queries = Queries(*(array[to_device_of(segment[:n], q)] for array in queries))
-        first = to_device_of(position[:n] + step * launch.groups * TILE, q)
-        _add_tile(launch, Warps(*(array[:n] for array in warps)), step_queries, first, sequence[:n], head[:n])
-        whole = launch.promote and (step + 1) % launch.promote == 0
-        _promote(launch, Warps(*(array[0 if whole else busy[step + 1] : n] for array in warps)), step)
-    in_order = to_device_of(np.argsort(busiest), q)
-    return Warps(*(array[in_order] for array in warps))
+        first_token = to_device_of(position[:n] + step * launch.groups * TILE, q)
+        _add_tile(launch, Warps(*(array[:n] for array in warps)), step_queries, first_token, sequence[:n], head[:n])
+        is_promotion = launch.promote and (step + 1) % launch.promote == 0
+        _promote(launch, Warps(*(array[0 if is_promotion else busy_warps[step + 1] : n] for array in warps)), step)
+    warp_order = to_device_of(np.argsort(busiest_first), q)
+    return Warps(*(array[warp_order] for array in warps))
 
 
 def _initial_warps(launch: AttentionLaunch, n: int, q: Any) -> Warps:
@@ -67,21 +68,21 @@ def _add_tile(launch: AttentionLaunch, warps: Warps, queries: Queries, first: An
     """Add the tokens of a warp's tile, from `first` on, to the warp's state, in place."""
     fma, mul, exp2, mma = launch.arithmetic.fma, launch.arithmetic.mul, launch.arithmetic.exp2, launch.arithmetic.mma
     token = first[:, None] + np.arange(launch.config["TOKENS"], like=first)
-    read = tokens.read(launch, token, sequence, head)
-    score = _scores(launch, read, queries, token[..., None])
+    tile_tokens = tokens.read(launch, token, sequence, head)
+    score = _scores(launch, tile_tokens, queries, token[..., None])
 
     # Sums are of the largest score so far. (Where no column of a warp has a larger one, it does not multiply by 1.)
     largest = np.fmax(warps.largest, np.where(np.isnan(score), _LOWEST, score).max(axis=1))
     rescale = exp2(warps.largest - largest)[:, None]
     weights, accumulators = mul(warps.weights, rescale), mul(warps.accumulators, rescale)
-    weight, inverse = exp2(score - largest[:, None]), launch.arithmetic.reciprocal(read.v_scale)
+    weight, inverse = exp2(score - largest[:, None]), launch.arithmetic.reciprocal(tile_tokens.v_scale)
     for row in range(0, launch.config["TOKENS"], 8):
         eight = slice(row, row + 8)
         weights = fma(weight[:, eight], inverse[:, eight], weights)
-    rounded = weight.astype(np.float16)
+    rounded_weight = weight.astype(np.float16)
     for row in range(0, launch.config["TOKENS"], _MMA):
         sixteen = slice(row, row + _MMA)
-        accumulators = mma(read.operands[:, sixteen].swapaxes(1, 2), rounded[:, sixteen], accumulators)
+        accumulators = mma(tile_tokens.operands[:, sixteen].swapaxes(1, 2), rounded_weight[:, sixteen], accumulators)
     warps.largest[:], warps.weights[:], warps.accumulators[:] = largest, weights, accumulators
 
 
@@ -108,7 +109,7 @@ def _scores(launch: AttentionLaunch, read: tokens.Tokens, queries: Queries, toke
     score = (read.keys @ queries.integers * (16 if launch.bits == 4 else 1)).astype(np.float32)  # of exact sums
     score = score + sums if launch.by_channel else launch.arithmetic.mul(fma(read.k_zero, sums, score), read.k_scale)
     score = fma(score, factors, launch.arithmetic.log2(read.v_scale))
-    seen = token < ends
+    is_seen = token < ends
     if launch.window:
-        seen = seen & (token >= ends - launch.window)
-    return np.where(seen, score, np.float32(-np.inf))
+        is_seen = is_seen & (token >= ends - launch.window)
+    return np.where(is_seen, score, np.float32(-np.inf))

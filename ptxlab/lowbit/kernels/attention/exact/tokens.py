@@ -30,9 +30,9 @@ def read(launch: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Token
     length = cache.lengths[sequence].astype(np.int64)[:, None]
     place = np.minimum(token, length - 1)
     page, offset = cache.block_table[sequence[:, None], place // cache.page_size], place % cache.page_size
-    both = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
+    key_and_value_pages = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
     raw, constants = [], []
-    for view in (both.part(0), both.part(1)):
+    for view in (key_and_value_pages.part(0), key_and_value_pages.part(1)):
         raw.append(view.features[page, head[:, None], offset])
         zero = np.zeros(token.shape, np.float16, like=token)
         scale = np.ones_like(zero)
