@@ -13,9 +13,9 @@
 // Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
 //            0.90; kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
 // PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
-#ifndef D
-#define D 128    // of a head: 64, 128, 256
-#define PAGE 64  // tokens: 16, 32, 64
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens: 16, 32, 64
 #define BITS 4
 #define CHANNEL 0
 #define BF16 0
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
         x[i].halves[0] = read(head_row), x[i].halves[1] = read(head_row + LANES);
     }
     Channels channels;
-    const size_t of_head = size_t(min(head, heads - 1)) * D;
+    const size_t of_head = size_t(min(head, heads - 1)) * HEAD_DIM;
     if (CHANNEL) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
     Rotation rotation[TOKENS];
     if (turned) {

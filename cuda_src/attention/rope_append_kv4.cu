@@ -11,9 +11,9 @@
 //            loaded: a kernel that may still run must not write these. qkv is read, and all is written, behind the wait.
 // Guide      notebooks/guide/kernels_attention.md: lanes, rows of a thread, order of blocks, constants
 // PTX ISA    as append_kv4; 9.7.13.13 griddepcontrol.
-#ifndef D
-#define D 128    // of a head: 64, 128, 256
-#define PAGE 64  // tokens: 16, 32, 64
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens: 16, 32, 64
 #define BITS 4
 #define CHANNEL 0
 #define BF16 0
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
         rotation[i].read(cos, sin, min(size_t(position), size_t(turns - 1)), lane);
     }
     Channels channels;
-    const size_t of_head = size_t(min(head, heads - 1)) * D;
+    const size_t of_head = size_t(min(head, heads - 1)) * HEAD_DIM;
     if (CHANNEL && !is_q) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
     wait_for_predecessors();
     Stored x[ROWS];

@@ -1,5 +1,5 @@
 // Rows of new keys and values, loaded, rotated, quantised and stored into their slots of a paged cache: what append_kv4
-// and rope_append_kv4 share. The kernel that includes this has defined D, PAGE, BITS, CHANNEL, BF16, INDEX, ROPE, ROWS,
+// and rope_append_kv4 share. The kernel that includes this has defined HEAD_DIM, PAGE, BITS, CHANNEL, BF16, INDEX, ROPE, ROWS,
 // ROTATED.
 #pragma once
 #include <cuda_bf16.h>
@@ -13,10 +13,10 @@ namespace ptxlab {
 
 constexpr int VALUES = CHANNEL ? 8 : 16, PAIRS = VALUES / 2;  // of a lane
 // of a row; of them, those that answer for the same row in the end
-constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;
+constexpr int LANES = HEAD_DIM / VALUES, OWNERS = LANES / ROWS;
 constexpr int TOKENS = CHANNEL ? ROWS : 1;  // that a thread has rows of
 constexpr int LEVELS = BITS == 4 ? 15 : 255;
-constexpr int FEATURES = D * BITS / 8;  // bytes of a row
+constexpr int FEATURES = HEAD_DIM * BITS / 8;  // bytes of a row
 constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
 constexpr int UNIT = 32;  // bytes, of which rows and pages are multiples
 constexpr unsigned NOWHERE = ~0u;
@@ -110,8 +110,8 @@ struct Rotation {
     float cos[PAIRS], sin[PAIRS];
 
     __device__ __forceinline__ void read(const float* cosines, const float* sines, size_t position, int lane) {
-        load(cos, cosines + position * (D / 2) + lane * PAIRS);
-        load(sin, sines + position * (D / 2) + lane * PAIRS);
+        load(cos, cosines + position * (HEAD_DIM / 2) + lane * PAIRS);
+        load(sin, sines + position * (HEAD_DIM / 2) + lane * PAIRS);
     }
 
     __device__ __forceinline__ Rotated of(const Stored& x) const {
@@ -322,7 +322,7 @@ struct Channels {
     __device__ __forceinline__ void read(const float* scales, const float* zeros, int lane) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int channel = half * (D / 2) + lane * PAIRS;
+            const int channel = half * (HEAD_DIM / 2) + lane * PAIRS;
             load(reinterpret_cast<float (&)[PAIRS]>(scale[half * PAIRS]), scales + channel);
             if (BITS == 4) load(reinterpret_cast<float (&)[PAIRS]>(zero[half * PAIRS]), zeros + channel);
         }
