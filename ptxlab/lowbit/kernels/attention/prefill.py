@@ -83,7 +83,15 @@ def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
     ring = {"KEYS": keys_per_block(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
     split = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
-    return {"HEAD_DIM": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM, **split}
+    return {
+        "HEAD_DIM": s["D"],
+        "PAGE": s["page"],
+        "BF16": 0,
+        **ring,
+        "PRODUCERS": producers,
+        "HEADROOM": HEADROOM,
+        **split,
+    }
 
 
 def _example(
