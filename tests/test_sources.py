@@ -111,7 +111,10 @@ def test_a_header_includes_what_it_uses(header: str) -> None:
 KERNEL_LINES = 80  # of a body
 BY_ROLES = [
     *sorted((sources.cuda_dir() / "attention").glob("*.cu")),
-    *(sources.cuda_dir() / "gemm" / f"{name}.cu" for name in ("gemm_w4a8_sm90", "gemm_w8a8_sm90")),
+    *(
+        sources.cuda_dir() / "gemm" / f"{name}.cu"
+        for name in ("gemm_w4a8_sm90", "gemm_w4a8_small_sm90", "gemm_w8a8_sm90")
+    ),
 ]
 
 
