@@ -281,8 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
         return;
     }
 
-    // A warp that multiplies: one of the ROWS strips, one slice of a stage. NOTE as a function of its own, or with `buffer`
-    // ahead of `parity`, ptxas gives it other registers.
+    // A warp that multiplies: one of the ROWS strips, one slice of a stage. NOTE as a function of its own, or with
+    // `buffer` ahead of `parity`, ptxas gives it other registers.
     int parity = 0, buffer = 0;  // of the tiles of sums
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
     for (int strip0 = schedule.first_strip; strip0 < schedule.num_strips; strip0 += ROWS * schedule.strip_step) {

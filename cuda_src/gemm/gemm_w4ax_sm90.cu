@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * kWarpBufferBytes;
     // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
-    // scale, and its schedule.tile_tokens'.
+    // scale, and its tokens'.
     u32 words = ptxlab::shared_address(stages) + kWeights + (group * 4 + warp) * kBlockBytes + lane * 16;
     u32 row_scales = ptxlab::shared_address(stages) + kWeights + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
     u32 token_scales = ptxlab::shared_address(stages) + kSpread + lane % 4 * 16;
