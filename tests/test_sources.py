@@ -111,7 +111,10 @@ def test_a_header_includes_what_it_uses(header: str) -> None:
 KERNEL_LINES = 80  # of a body
 BY_ROLES = [
     *sorted((sources.cuda_dir() / "attention").glob("*.cu")),
-    *(sources.cuda_dir() / "gemm" / f"gemm_{name}_sm90.cu" for name in ("w4a8", "w4a8_grouped", "w4a8_small", "w4ax", "w8a8")),
+    *(
+        sources.cuda_dir() / "gemm" / f"gemm_{name}_sm90.cu"
+        for name in ("w4a8", "w4a8_grouped", "w4a8_small", "w4ax", "w8a8")
+    ),
 ]
 
 
